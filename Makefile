@@ -1,0 +1,67 @@
+# Everything a newcomer needs: `make demo`, `make test`. Python 3.11 or newer and make are enough to start.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NSQJS := tests/conformance/nsqjs
+BENCH_ARGS ?=
+
+.PHONY: help venv demo test check pytest bench docs fmt clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    start a broker, push a stream of messages through it, show the result"
+	@echo "make test    check, then the whole test suite"
+	@echo "make check   lint, format and types, without running anything"
+	@echo "make bench   the load benchmark (BENCH_ARGS='--peer HOST:PORT' to compare)"
+	@echo "make docs    rewrite the generated reference pages"
+	@echo "make fmt     format the code"
+	@echo "make clean   remove everything that make built"
+
+venv: $(VENV)/.installed
+
+demo: venv
+	$(BIN)/python -m nsparq.demo
+
+test: check pytest
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+pytest: venv $(VENV)/.nsqjs
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: venv
+	$(BIN)/python -m benchmarks.macro.broker $(BENCH_ARGS)
+
+docs: venv
+	$(BIN)/python -m nsparq.options --markdown > docs/reference/nsqd-options.md
+	$(BIN)/python -m nsparq.options --toml > docs/reference/nsqd.example.toml
+
+fmt: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache $(NSQJS)/node_modules
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps say that a step is done for the present state of the files it depends on.
+# The build tools are installed first, so that they too come in the pinned version.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "nsparq needs Python 3.11 or newer, and '$(PYTHON)' is not: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || .ci/install-packages python3-venv
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt hatchling editables
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[all,test]'
+	@touch $@
+
+# Without npm the nsqjs tests are skipped at a desk; on the build server that is a failure.
+$(VENV)/.nsqjs: $(VENV)/.installed $(wildcard $(NSQJS)/package.json $(NSQJS)/package-lock.json)
+ifneq ($(wildcard $(NSQJS)/package.json),)
+	@command -v npm >/dev/null || .ci/install-packages nodejs npm || test "$$CI" != true
+	@if command -v npm >/dev/null; then cd $(NSQJS) && npm ci --no-audit --no-fund && touch $(abspath $@); fi
+endif

@@ -1,0 +1,1 @@
+"""Loads put on whole daemons, over real sockets, from processes of their own."""

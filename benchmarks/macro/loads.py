@@ -1,0 +1,337 @@
+"""The loads: each puts one kind of work on a broker and gives figures, by name, for one round."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.macro.brokers import Broker, Spawned
+from benchmarks.macro.crew import Crew, LoadFailed
+from benchmarks.macro.roles import Span, first_message
+from benchmarks.macro.wire import create_channel
+
+CHANNEL = "load"
+_serial = itertools.count()
+
+
+class Figure(NamedTuple):
+    value: float
+    unit: str
+
+
+Figures = dict[str, Figure]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Everything that shapes the loads; printed before any figure. Each is a flag of the same name."""
+
+    messages: int = 2_000_000
+    backlog_messages: int = 2_000_000
+    fanout_messages: int = 400_000
+    single_messages: int = 200_000
+    memory_messages: int = 5_000_000
+    idle_topics: int = 10_000
+    size: int = 200
+    batch: int = 200
+    producers: int = 2
+    consumers: int = 2
+    rdy: int = 2500
+    window: int = 1
+    encode: bool = False
+    channels: int = 8
+    connections: int = 16
+    latency_seconds: float = 5.0
+    idle_seconds: float = 10.0
+    deadline: float = 120.0
+    rounds: int = 3
+
+
+@dataclass
+class Round:
+    """One round of one load on one broker, and the pieces that loads are made of."""
+
+    broker: Broker
+    crew: Crew
+    parameters: Parameters
+    topic: str = field(default_factory=lambda: fresh_name())
+
+    def publishers(self, count: int, topic: str | None = None) -> list[tuple[str, dict[str, Any]]]:
+        p = self.parameters
+        return [
+            (
+                "Publisher",
+                {
+                    "address": self.broker.address,
+                    "topic": topic or self.topic,
+                    "count": share,
+                    "size": p.size,
+                    "batch": p.batch,
+                    "window": p.window,
+                    "encode": p.encode,
+                    "deadline": p.deadline,
+                },
+            )
+            for share in shares(count, p.producers)
+        ]
+
+    def consumers(
+        self, total: int, subscriptions: Sequence[Sequence[tuple[str, str]]], **more: float
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """A consuming process for each list of subscriptions; `total` is what all of them are to receive."""
+        p = self.parameters
+        return [
+            (
+                "Consumer",
+                {
+                    "address": self.broker.address,
+                    "subscriptions": wanted,
+                    "size": p.size,
+                    "rdy": p.rdy,
+                    "total": total,
+                    "slot": slot,
+                    "deadline": p.deadline,
+                    **more,
+                },
+            )
+            for slot, wanted in enumerate(subscriptions)
+        ]
+
+    def work(self, roles: Sequence[tuple[str, dict[str, Any]]]) -> list[Span]:
+        return self.crew.work(roles, self.parameters.deadline)
+
+    def create_channel(self, channel: str = CHANNEL) -> None:
+        create_channel(self.broker.address, self.topic, channel)
+
+    def publish(self, count: int, topic: str | None = None) -> float:
+        return rate(count, self.work(self.publishers(count, topic)))
+
+    def consume(self, count: int) -> float:
+        p = self.parameters
+        every = [[(self.topic, CHANNEL)]] * p.consumers
+        spans = self.work(self.consumers(count, every))
+        check_delivery(spans, count)
+        return consumed_rate(spans, p.rdy * p.consumers)
+
+
+def fresh_name() -> str:
+    """A topic name no broker has seen: what an earlier round left on an external one must not matter."""
+    return f"bench_{os.getpid()}_{time.time_ns():x}_{next(_serial)}"
+
+
+def shares(count: int, parts: int) -> list[int]:
+    return [count // parts + (number < count % parts) for number in range(parts)]
+
+
+def rate(count: int, spans: Sequence[Span]) -> float:
+    """Messages per second from the first moment of any process to the last of all."""
+    busy = [span for span in spans if span.count]
+    elapsed_ns = max(span.last_ns for span in busy) - min(span.first_ns for span in busy)
+    return count / (elapsed_ns / 1e9)
+
+
+def consumed_rate(spans: Sequence[Span], tail: int) -> float:
+    """Messages per second from the first moment of any process until all but the last `tail` are finished.
+
+    A broker may hold back the last few messages for as long as the consumer's output buffer timeout (250 ms
+    unless asked otherwise) in the hope of more. That says nothing of how fast it delivers, so the end of the
+    run is left out.
+    """
+    arrivals = np.array(sorted(arrival for span in spans for arrival in span.arrivals), np.int64)
+    finished = np.cumsum(arrivals[:, 1])
+    whole = int(finished[-1])
+    cut = int(np.searchsorted(finished, whole - min(tail, whole // 10)))
+    elapsed_ns = int(arrivals[cut, 0]) - min(span.first_ns for span in spans if span.count)
+    return int(finished[cut]) / (elapsed_ns / 1e9)
+
+
+def check_delivery(spans: Sequence[Span], count: int) -> None:
+    """Every channel must have delivered each message exactly once."""
+    for name in sorted({name for span in spans for name in span.ids}):
+        ids = np.concatenate([span.ids[name] for span in spans if name in span.ids])
+        distinct = len(np.unique(ids))
+        if (len(ids), distinct) != (count, count):
+            raise LoadFailed(f"{name}: {len(ids)} messages, {distinct} distinct ids, expected {count}")
+
+
+def publish(run: Round) -> Figures:
+    return {"publish": Figure(run.publish(run.parameters.messages), "msg/s")}
+
+
+def consume(run: Round) -> Figures:
+    run.create_channel()
+    run.publish(run.parameters.messages)
+    return {"consume": Figure(run.consume(run.parameters.messages), "msg/s")}
+
+
+def both(run: Round) -> Figures:
+    p = run.parameters
+    run.create_channel()
+    consumers = run.consumers(p.messages, [[(run.topic, CHANNEL)]] * p.consumers)
+    spans = run.work(consumers + run.publishers(p.messages))
+    check_delivery(spans, p.messages)
+    return {"both": Figure(consumed_rate(spans, p.rdy * p.consumers), "msg/s")}
+
+
+def backlog(run: Round) -> Figures:
+    count = run.parameters.backlog_messages
+    run.create_channel()
+    published = run.publish(count)
+    return {
+        "backlog publish": Figure(published, "msg/s"),
+        "backlog consume": Figure(run.consume(count), "msg/s"),
+    }
+
+
+def fanout8(run: Round) -> Figures:
+    """Every message to several channels: consumed while it is published, and piled up first, then consumed."""
+    p = run.parameters
+    channels = [f"channel{number}" for number in range(p.channels)]
+    figures: Figures = {}
+    for label, piled_up in (("fanout8, live", False), ("fanout8, piled up", True)):
+        topic = fresh_name()
+        for channel in channels:
+            create_channel(run.broker.address, topic, channel)
+        spread = [[(topic, channel) for channel in channels[part :: p.consumers]] for part in range(p.consumers)]
+        consumers = run.consumers(p.fanout_messages * p.channels, [part for part in spread if part])
+        publishers = run.publishers(p.fanout_messages, topic)
+        spans = run.work(publishers) + run.work(consumers) if piled_up else run.work(consumers + publishers)
+        check_delivery(spans, p.fanout_messages)
+        figures[label] = Figure(consumed_rate(spans, p.rdy * p.channels) / p.channels, "msg/s")
+    return figures
+
+
+def single_pub(run: Round) -> Figures:
+    p = run.parameters
+    roles = [
+        (
+            "SinglePublisher",
+            {
+                "address": run.broker.address,
+                "topic": run.topic,
+                "count": count,
+                "size": p.size,
+                "connections": connections,
+                "deadline": p.deadline,
+            },
+        )
+        for count, connections in zip(
+            shares(p.single_messages, p.producers), shares(p.connections, p.producers), strict=True
+        )
+    ]
+    return {"single_pub": Figure(rate(p.single_messages, run.work(roles)), "msg/s")}
+
+
+def latency(run: Round) -> Figures:
+    p = run.parameters
+    figures: Figures = {}
+    for per_second in (200, 1000):
+        topic = fresh_name()
+        count = max(1, int(per_second * p.latency_seconds))
+        common = {"address": run.broker.address, "topic": topic, "size": p.size, "deadline": p.deadline}
+        reader = ("StampReader", {**common, "channel": CHANNEL, "rdy": p.rdy, "total": count})
+        writer = ("PacedPublisher", {**common, "count": count, "rate": per_second})
+        latencies = run.work([reader, writer])[0].latencies_ns
+        assert latencies is not None
+        p50, p99 = np.percentile(latencies, [50, 99]) / 1e6
+        figures[f"latency at {per_second}/s, p50"] = Figure(float(p50), "ms")
+        figures[f"latency at {per_second}/s, p99"] = Figure(float(p99), "ms")
+    return figures
+
+
+def memory(run: Round) -> Figures:
+    """Memory with a small and a large backlog, a hard and a clean restart with the large one, its end."""
+    p, broker = run.parameters, run.broker
+    assert isinstance(broker, Spawned)
+    figures: Figures = {}
+    run.create_channel()
+    published = 0
+    for count in (p.memory_messages // 5, p.memory_messages):
+        run.publish(count - published)
+        published = count
+        time.sleep(1.0)
+        figures[f"memory, {count:,} messages"] = Figure(broker.memory_mib()["VmRSS"], "MiB")
+    figures["memory, without mapped files"] = Figure(broker.memory_mib()["RssAnon"], "MiB")
+    figures["memory, peak"] = Figure(broker.memory_mib()["VmHWM"], "MiB")
+    # The hard end comes first: nothing but the publishing itself has put the backlog where it can be found again.
+    for label in ("restart after kill -9", "restart after clean stop"):
+        if label.endswith("kill -9"):
+            broker.kill()
+        else:
+            figures["clean stop"] = Figure(broker.stop(), "s")
+        began = time.monotonic()
+        figures[f"{label}, listening"] = Figure(broker.start(), "s")
+        first_message(broker.address, run.topic, CHANNEL, p.deadline)
+        figures[f"{label}, first message"] = Figure(time.monotonic() - began, "s")
+    every = [[(run.topic, CHANNEL)]] * p.consumers
+    spans = run.work(run.consumers(p.memory_messages, every, idle_seconds=5.0))
+    distinct = len(np.unique(np.concatenate([ids for span in spans for ids in span.ids.values()])))
+    figures["delivered after both restarts"] = Figure(distinct / p.memory_messages * 100, "%")
+    figures["drained after both restarts"] = Figure(consumed_rate(spans, p.rdy * p.consumers), "msg/s")
+    figures["memory, peak while draining"] = Figure(broker.memory_mib()["VmHWM"], "MiB")
+    return figures
+
+
+def idle(run: Round) -> Figures:
+    """What many topics that do nothing cost, in CPU and in the speed of one that does."""
+    p, broker = run.parameters, run.broker
+    assert isinstance(broker, Spawned)
+    figures: Figures = {}
+    existing = 0
+    for topics in (1, p.idle_topics):
+        began = time.monotonic()
+        for _ in range(topics - existing):
+            create_channel(broker.address, fresh_name(), CHANNEL)
+        if existing:
+            figures["creating topics"] = Figure((topics - existing) / (time.monotonic() - began), "topics/s")
+            figures["then settled after"] = Figure(settle(broker), "s")
+        existing = topics
+        before = broker.cpu_seconds()
+        time.sleep(p.idle_seconds)
+        used = broker.cpu_seconds() - before
+        figures[f"CPU in {p.idle_seconds:g} s, {topics:,} idle"] = Figure(used, "s")
+        figures[f"memory, {topics:,} idle"] = Figure(broker.memory_mib()["VmRSS"], "MiB")
+        figures[f"publish, {topics:,} idle"] = Figure(run.publish(p.messages, fresh_name()), "msg/s")
+    return figures
+
+
+def settle(broker: Spawned, limit: float = 30.0) -> float:
+    """Wait until CPU use no longer changes from second to second; gives how long that took."""
+    began = time.monotonic()
+    samples = [broker.cpu_seconds()]
+    while time.monotonic() - began < limit:
+        time.sleep(1.0)
+        samples.append(broker.cpu_seconds())
+        used = np.diff(samples[-4:])
+        if len(used) == 3 and used.max() - used.min() <= 0.03:
+            break
+    return time.monotonic() - began
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load and how it is run."""
+
+    run: Callable[[Round], Figures]
+    peer_in_memory: bool  # a peer that the tool starts gets a memory queue that holds all of it
+    needs_process: bool = False  # measures or restarts the process, so an external broker cannot have it
+    once: bool = False  # long, and not a matter of chance: one round is enough
+
+
+LOADS = {
+    "publish": Load(publish, peer_in_memory=True),
+    "consume": Load(consume, peer_in_memory=True),
+    "both": Load(both, peer_in_memory=True),
+    "backlog": Load(backlog, peer_in_memory=False),
+    "fanout8": Load(fanout8, peer_in_memory=False),
+    "single_pub": Load(single_pub, peer_in_memory=True),
+    "latency": Load(latency, peer_in_memory=True),
+    "memory": Load(memory, peer_in_memory=False, needs_process=True, once=True),
+    "idle": Load(idle, peer_in_memory=False, needs_process=True, once=True),
+}

@@ -1,0 +1,128 @@
+"""Figures for people (a table) and for machines (JSON)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks.macro.loads import Figures, Parameters
+
+LOWER_IS_BETTER = {"ms", "s", "MiB"}
+HEADINGS = (
+    "load",
+    "unit",
+    "ours best",
+    "ours median",
+    "peer best",
+    "peer median",
+    "ratio best",
+    "ratio median",
+)
+
+
+@dataclass
+class Row:
+    """One figure over all rounds, on both sides."""
+
+    unit: str
+    ours: list[float] = field(default_factory=list)
+    peer: list[float] = field(default_factory=list)
+
+    def best(self, values: Sequence[float]) -> float | None:
+        if not values:
+            return None
+        return min(values) if self.unit in LOWER_IS_BETTER else max(values)
+
+    def cells(self, name: str) -> tuple[str, ...]:
+        best_ours, best_peer = self.best(self.ours), self.best(self.peer)
+        median_ours, median_peer = median(self.ours), median(self.peer)
+        values = [number(value) for value in (best_ours, median_ours, best_peer, median_peer)]
+        return (name, self.unit, *values, ratio(best_ours, best_peer), ratio(median_ours, median_peer))
+
+
+class Results:
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+        self.failures: list[str] = []
+
+    def add(self, side: str, figures: Figures) -> None:
+        for name, figure in figures.items():
+            row = self.rows.setdefault(name, Row(figure.unit))
+            getattr(row, side).append(figure.value)
+
+    def write_json(self, path: Path, parameters: Parameters, machine: dict[str, str]) -> None:
+        whole = {
+            "machine": machine,
+            "parameters": asdict(parameters),
+            "figures": {name: asdict(row) for name, row in self.rows.items()},
+            "failures": self.failures,
+        }
+        path.write_text(json.dumps(whole, indent=2) + "\n")
+
+
+def median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 100 else f"{value:.3f}"
+
+
+def ratio(ours: float | None, peer: float | None) -> str:
+    return f"{ours / peer:.2f}" if ours is not None and peer else "-"
+
+
+def describe_machine(command_lines: dict[str, str]) -> dict[str, str]:
+    model = ""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [
+            line.partition(":")[2].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if "model name" in line
+        ]
+        model = models[0] if models else ""
+    return {
+        "cpu": f"{os.cpu_count()} x {model or platform.machine()}",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **command_lines,
+    }
+
+
+def print_facts(facts: Iterable[tuple[str, object]]) -> None:
+    for name, value in facts:
+        shown = f"{value:,}" if isinstance(value, int) else value
+        print(f"{name:>18}  {shown}")
+    sys.stdout.flush()
+
+
+def print_table(results: Results) -> None:
+    rows = [row.cells(name) for name, row in results.rows.items()]
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table()
+        for index, heading in enumerate(HEADINGS):
+            table.add_column(heading, justify="left" if index < 2 else "right")
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [max(len(row[index]) for row in [HEADINGS, *rows]) for index in range(len(HEADINGS))]
+    for row in [HEADINGS, tuple("-" * width for width in widths), *rows]:
+        left = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
+        right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        print("  ".join(left + right).rstrip())

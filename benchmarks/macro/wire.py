@@ -1,0 +1,189 @@
+"""The client's half of NSQ's TCP protocol V2, as small and cheap as a load tool needs it.
+
+It knows nothing of this project's own packages: the tool has to talk to any NSQ-compatible broker alike, and
+an error in our codec must not cancel itself out here.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Address = tuple[str, int]
+Bytes2D = npt.NDArray[np.uint8]
+
+MAGIC = b"  V2"
+RESPONSE, ERROR, MESSAGE = 0, 1, 2
+HEARTBEAT = b"_heartbeat_"
+OK_FRAME = struct.pack(">ii", 6, RESPONSE) + b"OK"
+HEAD = struct.Struct(">ii")  # a frame's size (type included, itself not) and type
+FRAME_HEAD_BYTES = 8
+MESSAGE_HEAD_BYTES = 26  # timestamp 8, attempts 2, id 16; the body follows
+ID_START = FRAME_HEAD_BYTES + 10
+ID_END = ID_START + 16
+BODY_START = FRAME_HEAD_BYTES + MESSAGE_HEAD_BYTES
+FIN_BYTES = len("FIN ") + 16 + len("\n")
+
+
+class BrokerRefused(Exception):
+    """The broker answered with an error, or hung up."""
+
+
+def encode_pub(topic: str, body: bytes) -> bytes:
+    return b"PUB %s\n" % topic.encode() + struct.pack(">i", len(body)) + body
+
+
+def encode_mpub(topic: str, bodies: Sequence[bytes]) -> bytes:
+    records = b"".join(struct.pack(">i", len(body)) + body for body in bodies)
+    return b"MPUB %s\n" % topic.encode() + struct.pack(">ii", len(records) + 4, len(bodies)) + records
+
+
+def connect(address: Address, *, timeout: float = 10.0, identify: bool = True) -> socket.socket:
+    """A connection past the magic and, unless told otherwise, a default IDENTIFY."""
+    connection = socket.create_connection(address, timeout=timeout)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    greeting = MAGIC
+    if identify:
+        fields = {"client_id": "load", "hostname": "load", "user_agent": "macro-benchmark/1"}
+        encoded = json.dumps(fields).encode()
+        greeting += b"IDENTIFY\n" + struct.pack(">i", len(encoded)) + encoded
+    connection.sendall(greeting)
+    if identify:
+        expect_ok(connection)
+    return connection
+
+
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
+    parts = []
+    while count:
+        part = connection.recv(count)
+        if not part:
+            raise BrokerRefused("the broker closed the connection")
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def receive_frame(connection: socket.socket) -> tuple[int, bytes]:
+    """The next frame that is neither a heartbeat (answered here) nor an error (raised)."""
+    while True:
+        size, kind = HEAD.unpack(receive_exactly(connection, FRAME_HEAD_BYTES))
+        data = receive_exactly(connection, size - 4)
+        if kind == ERROR:
+            raise BrokerRefused(data.decode(errors="replace"))
+        if data != HEARTBEAT or kind == MESSAGE:
+            return kind, data
+        connection.sendall(b"NOP\n")
+
+
+def expect_ok(connection: socket.socket) -> None:
+    kind, data = receive_frame(connection)
+    if (kind, data) != (RESPONSE, b"OK"):
+        raise BrokerRefused(f"expected OK, got a frame of type {kind}: {data[:80]!r}")
+
+
+def subscribe(connection: socket.socket, topic: str, channel: str) -> None:
+    connection.sendall(f"SUB {topic} {channel}\n".encode())
+    expect_ok(connection)
+
+
+def create_channel(address: Address, topic: str, channel: str) -> None:
+    """Topic and channel come into being with their first SUB, and outlive it."""
+    with connect(address, identify=False) as connection:
+        subscribe(connection, topic, channel)
+
+
+class FrameBuffer:
+    """The bytes of one connection, turned into message ids with as little work per message as possible.
+
+    The messages of a load all have one size, so a run of them is a matrix with a frame per row, and the ids
+    are sixteen of its columns. Whatever breaks the run (a heartbeat, an error, another size) is taken by
+    itself. `columns` may reach into the body, for a load that carries something there.
+    """
+
+    def __init__(
+        self, body_bytes: int, columns: slice = slice(ID_START, ID_END), capacity: int = 1 << 20
+    ) -> None:
+        self.frame_bytes = BODY_START + body_bytes
+        self.columns = columns
+        self.head = np.frombuffer(HEAD.pack(self.frame_bytes - 4, MESSAGE), np.uint64)[0]
+        self.memory = bytearray(max(capacity, 4 * self.frame_bytes))
+        self.view = memoryview(self.memory)
+        self.filled = 0
+        self.replies: list[bytes] = []  # responses that are not heartbeats, in order
+        self.errors: list[bytes] = []
+        self.heartbeats = 0  # not yet answered
+
+    def receive_from(self, connection: socket.socket) -> None:
+        received = connection.recv_into(self.view[self.filled :])
+        if not received:
+            raise BrokerRefused("the broker closed the connection")
+        self.filled += received
+
+    def take_messages(self) -> list[Bytes2D]:
+        """The wanted columns of every whole message received so far, copied out, a row per message."""
+        taken = []
+        position = 0
+        while self.filled - position >= FRAME_HEAD_BYTES:
+            count = self._uniform_run(position)
+            if count:
+                frames = np.frombuffer(self.memory, np.uint8, count * self.frame_bytes, position)
+                taken.append(frames.reshape(count, self.frame_bytes)[:, self.columns].copy())
+                position += count * self.frame_bytes
+                continue
+            size, kind = HEAD.unpack_from(self.memory, position)
+            end = position + 4 + size
+            if end > self.filled:
+                if 4 + size > len(self.memory):
+                    raise BrokerRefused(f"a frame of {size} bytes is more than this tool has room for")
+                break
+            if kind == MESSAGE:
+                frame = np.frombuffer(self.memory, np.uint8, end - position, position)
+                taken.append(frame[self.columns].reshape(1, -1).copy())
+            else:
+                self._take_reply(kind, bytes(self.view[position + FRAME_HEAD_BYTES : end]))
+            position = end
+        if position:
+            rest = self.filled - position
+            self.view[:rest] = self.view[position : self.filled]
+            self.filled = rest
+        return taken
+
+    def _uniform_run(self, position: int) -> int:
+        """How many frames from here on are messages of the expected size, one after another."""
+        count = (self.filled - position) // self.frame_bytes
+        if not count:
+            return 0
+        heads: npt.NDArray[np.uint64] = np.ndarray(
+            (count,), np.uint64, self.memory, offset=position, strides=(self.frame_bytes,)
+        )
+        expected = heads == self.head
+        return count if expected.all() else int(expected.argmin())
+
+    def _take_reply(self, kind: int, data: bytes) -> None:
+        if kind == ERROR:
+            self.errors.append(data)
+        elif data == HEARTBEAT:
+            self.heartbeats += 1
+        else:
+            self.replies.append(data)
+
+
+class Finisher:
+    """Writes the FIN lines of any number of messages as one block."""
+
+    def __init__(self) -> None:
+        self.lines = np.empty((0, FIN_BYTES), np.uint8)
+
+    def encode(self, ids: Bytes2D) -> memoryview:
+        count = len(ids)
+        if count > len(self.lines):
+            line = np.frombuffer(b"FIN 0123456789abcdef\n", np.uint8)
+            self.lines = np.tile(line, (2 * count, 1))
+        self.lines[:count, 4:20] = ids
+        return self.lines[:count].data.cast("B")

@@ -1,0 +1,399 @@
+"""The broker: all topics, and the two rhythms of the daemon.
+
+Every turn of the event loop ends with turn(): what was published is appended, what can be sent is sent.
+About every second maintain(): checkpoints, fsyncs, reclaiming. Both touch only what has changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nsparq.broker.channel import Channel
+from nsparq.broker.client import Client
+from nsparq.broker.scan import QueueScan
+from nsparq.broker.topic import Topic
+from nsparq.errors import WriteFailed
+from nsparq.names import is_valid_name
+from nsparq.options import NsqdOptions
+from nsparq.storage.cache import BatchCache
+from nsparq.storage.files import Files
+from nsparq.storage.log import EPOCH_BITS, Durability, Log, LogSettings
+from nsparq.storage.metadata import FILE_NAME, ChannelEntry, TopicEntry, encode_metadata, read_metadata
+from nsparq.storage.segment import READ_SIZE, Cold, Segment
+from nsparq.version import NSQ_VERSION
+from nsparq.wire.message import SEQUENCE_BITS
+
+logger = logging.getLogger(__name__)
+
+TOPICS = "topics"
+TOPIC_SUFFIX = ".topic"
+TRASH_SUFFIX = ".deleted"
+
+Work = Callable[[], None]
+Background = Callable[[Work, Work], None]
+"""Runs the first in a thread, then the second where the broker lives."""
+
+
+def run_inline(work: Work, then: Work) -> None:
+    """For tests and for shutting down: no threads."""
+    work()
+    then()
+
+
+class Broker:
+    """All state of an nsqd. Everything here runs in one thread."""
+
+    def __init__(
+        self,
+        options: NsqdOptions,
+        *,
+        files: Files | None = None,
+        clock: Callable[[], int] = time.time_ns,
+        wake: Callable[[], None] = lambda: None,
+        background: Background = run_inline,
+    ) -> None:
+        self.options = options
+        self.files = files or Files()
+        self.clock = clock
+        self.data_path = Path(options.data_path or ".")
+        self.first_id = options.node_id << SEQUENCE_BITS
+        self.start_s = clock() // 1_000_000_000
+        durability = Durability(options.durability)
+        self.is_synchronous = durability is Durability.FSYNC
+        self.log_settings = LogSettings(
+            durability, options.max_bytes_per_file, options.mem_queue_size,
+            options.retention_age, options.retention_bytes,
+        )  # fmt: skip
+        self.cache = BatchCache(options.mem_queue_bytes)
+        self.topics: dict[str, Topic] = {}
+        self.clients: set[Client] = set()
+        self.scan = QueueScan(options.queue_scan_selection_count, options.queue_scan_worker_pool_max)
+        self.health: str | None = None
+        """The error of the latest write, None after a good one."""
+        self._wake = wake
+        self._background = background
+        self._is_awake = False
+        self._dirty_topics: dict[Topic, None] = {}
+        self._dirty_channels: dict[Channel, None] = {}
+        self._used: set[Topic] = set()
+        """Topics to be looked at by the next maintain()."""
+        self._with_files: set[Topic] = set()
+        """Topics whose log may have files open; those of idle topics are closed."""
+        self._is_metadata_stale = False
+        self._checkpointing: set[Channel] = set()
+        self._checkpoint_after: dict[Channel, int] = {}
+        """Channels whose last checkpoint was costly: not again before this."""
+        self._lock_fd = -1
+
+    # opening and closing
+
+    def open(self) -> None:
+        """Take the data path and load what is there. Raises StartError."""
+        self._lock_fd = self.files.lock_directory(self.data_path)
+        try:
+            self._load()
+        except BaseException:
+            self.files.close(self._lock_fd)
+            raise
+
+    def _load(self) -> None:
+        listed = read_metadata(self.files, self.data_path)
+        root = self.data_path / TOPICS
+        for name in self.files.list_directory(root):
+            if name.endswith(TRASH_SUFFIX):
+                self.files.remove_tree(root / name)
+            elif name.endswith(TOPIC_SUFFIX):
+                topic = Topic(self, name.removesuffix(TOPIC_SUFFIX))
+                topic.load()
+                self.topics[topic.name] = topic
+                self._used.add(topic)
+        for entry in listed:
+            self._restore(entry)
+        self.write_metadata()
+
+    def _restore(self, entry: TopicEntry) -> None:
+        """What nsqd.dat lists beyond the directories: another nsqd has been here, or one that crashed."""
+        names = [entry.name, *(channel.name for channel in entry.channels)]
+        for name in names:
+            if not is_valid_name(name.encode()):
+                logger.warning("skipping creation of invalid name %r in %s", name, FILE_NAME)
+                return
+        is_new = entry.name not in self.topics
+        topic = self.get_topic(entry.name)
+        for channel_entry in entry.channels:
+            channel = topic.get_channel(channel_entry.name)
+            if is_new and channel_entry.paused:
+                channel.pause()
+        if is_new and entry.paused:
+            topic.pause()
+
+    def close(self) -> None:
+        """Persist everything and let go of the data path."""
+        if self._lock_fd < 0:
+            return
+        self._background = run_inline
+        self.turn()
+        for topic in self.topics.values():
+            try:
+                topic.close()
+            except (OSError, WriteFailed):
+                logger.exception("%s: could not be persisted whole", topic)
+        self.write_metadata()
+        self.files.close(self._lock_fd)
+        self._lock_fd = -1
+
+    def topic_directory(self, name: str) -> Path:
+        return self.data_path / TOPICS / (name + TOPIC_SUFFIX)
+
+    def epoch(self) -> int:
+        """A sequence number that no topic can have reached: see storage.log.EPOCH_BITS."""
+        return self.clock() // 1_000_000_000 << EPOCH_BITS
+
+    # topics
+
+    def get_topic(self, name: str) -> Topic:
+        """The topic, created if need be."""
+        topic = self.topics.get(name)
+        if topic is None:
+            topic = Topic(self, name)
+            topic.create()
+            self.topics[name] = topic
+            self._is_metadata_stale |= not topic.is_ephemeral
+            logger.info("TOPIC(%s): created", name)
+        return topic
+
+    def delete_topic(self, name: str) -> None:
+        """Raises KeyError."""
+        topic = self.topics[name]
+        topic.delete()
+        del self.topics[name]
+        self._dirty_topics.pop(topic, None)
+        self._used.discard(topic)
+        self._with_files.discard(topic)
+        if topic.directory is not None:
+            trash = topic.directory.with_name(f"{name}.{topic.incarnation}{TRASH_SUFFIX}")
+            self.files.rename(topic.directory, trash)
+            self.write_metadata()
+            self._background(lambda: self.files.remove_tree(trash), lambda: None)
+        logger.info("TOPIC(%s): deleted", name)
+
+    def topic_changed(self, topic: Topic) -> None:
+        """A pause flag has changed: it is on disk before the caller is answered."""
+        if not topic.is_ephemeral:
+            self.write_metadata()
+
+    def channel_created(self, channel: Channel) -> None:
+        self._is_metadata_stale |= channel.is_durable
+        self._used.add(channel.topic)
+        logger.info("TOPIC(%s): new channel(%s)", channel.topic.name, channel.name)
+
+    def channel_deleted(self, channel: Channel) -> None:
+        self._dirty_channels.pop(channel, None)
+        self._checkpoint_after.pop(channel, None)
+        self._used.add(channel.topic)
+        if channel.is_durable and not channel.topic.is_exiting:
+            self.write_metadata()
+        logger.info("TOPIC(%s): deleting channel %s", channel.topic.name, channel.name)
+
+    def channel_changed(self, channel: Channel) -> None:
+        channel.topic.save_channel(channel)
+        if channel.is_durable:
+            self.write_metadata()
+
+    def write_metadata(self) -> None:
+        topics = [
+            TopicEntry(
+                t.name,
+                t.paused,
+                [ChannelEntry(c.name, c.paused) for c in t.channels.values() if c.is_durable],
+            )
+            for t in self.topics.values()
+            if not t.is_ephemeral
+        ]
+        self._is_metadata_stale = False
+        try:
+            self.files.replace(self.data_path / FILE_NAME, encode_metadata(topics, NSQ_VERSION), sync=True)
+        except OSError as error:
+            self._is_metadata_stale = True
+            self.set_health(f"failed to persist metadata - {error}")
+
+    # the turn
+
+    def publish(
+        self,
+        topic_name: str,
+        bodies: list[bytes],
+        defer_ms: int,
+        done: Callable[[str, Exception | None], None],
+        verb: str,
+    ) -> None:
+        topic = self.topics.get(topic_name) or self.get_topic(topic_name)
+        due_ns = self.clock() + defer_ms * 1_000_000 if defer_ms else 0
+        topic.publish(bodies, due_ns, done, verb)
+
+    def subscribe(self, client: Client, topic_name: str, channel_name: str) -> None:
+        """Raises Exiting or SubscribeRefused."""
+        self.get_topic(topic_name).get_channel(channel_name).add_client(client)
+
+    def schedule_topic(self, topic: Topic) -> None:
+        self._dirty_topics[topic] = None
+        if not self._is_awake:
+            self._is_awake = True
+            self._wake()
+
+    def schedule_channel(self, channel: Channel) -> None:
+        self._dirty_channels[channel] = None
+        if not self._is_awake:
+            self._is_awake = True
+            self._wake()
+
+    def turn(self) -> None:
+        """The end of an event loop turn: append, answer the publishers, deliver."""
+        self._is_awake = False
+        now_ns = self.clock()
+        flushed, self._dirty_topics = self._dirty_topics, {}
+        for topic in flushed:
+            topic.flush(now_ns)
+        channels, self._dirty_channels = self._dirty_channels, {}
+        for channel in channels:
+            channel.pump(now_ns)
+            self._used.add(channel.topic)
+        for topic in flushed:
+            if topic.is_ephemeral:
+                topic.bound()
+
+    def warm(self, cold: Cold, then: Work) -> None:
+        """Bring bytes from the disk into the system's memory without holding anybody up."""
+
+        def read() -> None:
+            try:
+                fd = self.files.open_read(cold.path)
+            except OSError:
+                # The read that follows on the loop meets the same error, and reports it.
+                logger.warning("cannot read ahead in %s", cold.path, exc_info=True)
+                return
+            try:
+                self.files.read(fd, 4 * READ_SIZE, cold.position)
+            except OSError:
+                logger.warning("cannot read ahead in %s", cold.path, exc_info=True)
+            finally:
+                self.files.close(fd)
+
+        self._background(read, then)
+
+    # upkeep
+
+    def note_used(self, topic: Topic) -> None:
+        self._used.add(topic)
+        log = topic.log
+        if isinstance(log, Log) and log.unsynced >= self.options.sync_every and not self.is_synchronous:
+            self.request_sync(topic)
+
+    def request_sync(self, topic: Topic) -> None:
+        """fsync in a thread, one at a time for a log: publishers who come meanwhile share the next."""
+        log = topic.log
+        if not isinstance(log, Log) or log.is_syncing:
+            return
+        sync = log.begin_sync()
+
+        def synced() -> None:
+            log.end_sync(sync)
+            if sync.error is not None:
+                self.set_health(f"fsync failed: {sync.error}")
+            topic.committed(sync.error)
+
+        self._background(sync.run, synced)
+
+    def maintain(self, now_ns: int) -> None:
+        """Checkpoint, sync and reclaim whatever has been used since the last time."""
+        if self._is_metadata_stale:
+            self.write_metadata()
+        used, self._used = self._used, set()
+        for topic in self._with_files - used:
+            if isinstance(topic.log, Log) and topic.log.release_files():
+                self._with_files.discard(topic)
+        self._with_files |= used
+        for topic in used:
+            if topic.is_exiting:
+                continue
+            self._checkpoint(topic, now_ns)
+            log = topic.log
+            if isinstance(log, Log) and log.unsynced:
+                self._used.add(topic)
+                if now_ns - topic.synced_ns >= self.options.sync_timeout * 1e9:
+                    topic.synced_ns = now_ns
+                    self.request_sync(topic)
+            dropped = topic.reclaim(now_ns / 1e9)
+            if dropped:
+                self._background(lambda dropped=dropped: _remove(dropped), lambda: None)  # type: ignore[misc]
+        self.scan.resize(sum(len(topic.channels) for topic in self.topics.values()))
+
+    def _checkpoint(self, topic: Topic, now_ns: int) -> None:
+        for channel in topic.channels.values():
+            if not channel.is_changed or not channel.is_durable or topic.directory is None:
+                continue
+            if channel in self._checkpointing or now_ns < self._checkpoint_after.get(channel, 0):
+                self._used.add(topic)
+                continue
+            channel.is_changed = False
+            content = channel.snapshot().encode()
+            # A channel with a million deferred messages takes a while to write down: it is done less often.
+            self._checkpoint_after[channel] = now_ns + 20 * (self.clock() - now_ns)
+            self._checkpointing.add(channel)
+            self._write_checkpoint(channel, topic.directory / channel.file_name, content)
+
+    def _write_checkpoint(self, channel: Channel, path: Path, content: bytes) -> None:
+        failure: list[OSError] = []
+
+        def write() -> None:
+            try:
+                self.files.replace(path, content, sync=self.is_synchronous)
+            except OSError as error:
+                failure.append(error)
+
+        def written() -> None:
+            self._checkpointing.discard(channel)
+            if failure and not channel.is_exiting:
+                channel.is_changed = True
+                self._used.add(channel.topic)
+                self.set_health(f"failed to checkpoint {channel}: {failure[0]}")
+            elif channel.is_exiting:
+                channel.remove_files()
+
+        self._background(write, written)
+
+    def set_health(self, error: str | None) -> None:
+        if error is not None and error != self.health:
+            logger.error("%s", error)
+        elif error is None and self.health is not None:
+            logger.info("writing works again")
+        self.health = error
+
+    # stats
+
+    def stats(self, topic: str = "", channel: str = "", include_clients: bool = True) -> dict[str, Any]:
+        """The shape of NSQ's /stats?format=json, with keys of ours added."""
+        now_ns = self.clock()
+        names = sorted(self.topics) if not topic else [topic] if topic in self.topics else []
+        chosen = [self.topics[name] for name in names if not channel or channel in self.topics[name].channels]
+        producers = [
+            client.stats(topic) for client in self.clients if client.publish_counts and include_clients
+        ]
+        return {
+            "version": NSQ_VERSION,
+            "health": "OK" if self.health is None else f"NOK - {self.health}",
+            "start_time": self.start_s,
+            "topics": [t.stats(channel, include_clients, now_ns) for t in chosen]
+            if names or not topic
+            else None,
+            "producers": producers or None,
+        }
+
+
+def _remove(segments: list[Segment]) -> None:
+    for segment in segments:
+        segment.remove()

@@ -1,0 +1,90 @@
+"""A connected client as the broker sees it: what it may take, what it holds, where to send."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from nsparq.wire.identify import Identity
+from nsparq.wire.server import INIT
+
+if TYPE_CHECKING:
+    from nsparq.broker.channel import Channel
+    from nsparq.broker.inflight import Run
+
+
+class Client:
+    """One connection. The server keeps `is_writable`, `identity` and `state` up to date."""
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        address: str,
+        send: Callable[[bytes | memoryview], None],
+        close: Callable[[], None],
+        connect_s: int,
+    ) -> None:
+        self.identity = identity
+        self.address = address
+        self.send = send
+        self.close = close
+        self.connect_s = connect_s
+        self.state = INIT
+        self.ready_count = 0
+        self.in_flight = 0
+        self.message_count = 0
+        self.finish_count = 0
+        self.requeue_count = 0
+        self.publish_counts: Counter[str] = Counter()
+        self.channel: Channel | None = None
+        self.runs: set[Run] = set()
+        """Deliveries of which something is unanswered."""
+        self.is_writable = True
+        """False while what was sent before has not left."""
+        self.is_queued = False
+        """Whether it stands in its channel's line of ready clients."""
+
+    @property
+    def capacity(self) -> int:
+        """How many more messages it may have: RDY is a ceiling on what is in flight."""
+        return self.ready_count - self.in_flight if self.is_writable else 0
+
+    @property
+    def msg_timeout_ns(self) -> int:
+        return self.identity.msg_timeout_ms * 1_000_000
+
+    def stats(self, topic: str = "") -> dict[str, Any]:
+        """The client as NSQ's /stats shows it, keys in its order."""
+        identity = self.identity
+        counts = {topic: self.publish_counts[topic]} if topic in self.publish_counts else self.publish_counts
+        shown: dict[str, Any] = {
+            "client_id": identity.client_id,
+            "hostname": identity.hostname,
+            "version": "V2",
+            "remote_address": self.address,
+            "state": self.state,
+            "ready_count": self.ready_count,
+            "in_flight_count": self.in_flight,
+            "message_count": self.message_count,
+            "finish_count": self.finish_count,
+            "requeue_count": self.requeue_count,
+            "connect_ts": self.connect_s,
+            "sample_rate": identity.sample_rate,
+            "deflate": identity.deflate,
+            "snappy": identity.snappy,
+            "user_agent": identity.user_agent,
+            "topology_zone": identity.topology_zone,
+            "topology_region": identity.topology_region,
+        }
+        if counts:
+            shown["pub_counts"] = [{"topic": name, "count": count} for name, count in counts.items()]
+        shown |= {
+            "tls": identity.tls,
+            "tls_cipher_suite": "",
+            "tls_version": "",
+            "tls_negotiated_protocol": "",
+            "tls_negotiated_protocol_is_mutual": False,
+        }
+        return shown

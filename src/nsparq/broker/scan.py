@@ -1,0 +1,96 @@
+"""The queue scan: finds what has timed out and what has fallen due, over all channels.
+
+NSQ's scheme: every 100 ms look at a few channels chosen at random, with a pool of workers that follows the
+number of channels; when more than a quarter of them had something, look again at once. We keep its numbers
+and better the choice: channels say when they next have something, so only those whose time has come are
+candidates. An idle channel costs nothing, and a new one is not overlooked until the next refresh.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from heapq import heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nsparq.broker.channel import Channel
+
+INTERVAL_S = 0.1
+DIRTY_SHARE = 0.25
+POOL_SHARE = 0.25
+SLICE = 256
+"""Messages a worker handles before the event loop has its turn."""
+
+
+class QueueScan:
+    """One for the whole broker. The server calls scan() every INTERVAL_S and rests at each yield."""
+
+    def __init__(self, selection_count: int, worker_pool_max: int) -> None:
+        self._selection_count = selection_count
+        self._worker_pool_max = worker_pool_max
+        self._heap: list[tuple[int, int, Channel]] = []
+        self._order = count()
+        self.workers = 1
+
+    def watch(self, channel: Channel, at_ns: int) -> None:
+        """Look at the channel when `at_ns` has come."""
+        heappush(self._heap, (at_ns, next(self._order), channel))
+
+    def resize(self, channels: int) -> None:
+        """Let the pool follow the number of channels."""
+        self.workers = max(1, min(int(channels * POOL_SHARE), self._worker_pool_max))
+
+    def scan(self, now_ns: int) -> Generator[None, None, None]:
+        """Serve the channels whose time has come, in rounds. Yields wherever a break is in order."""
+        candidates = self._take_due(now_ns)
+        while candidates:
+            chosen = random.sample(candidates, min(self._selection_count, len(candidates)))
+            remaining = set(chosen)
+            candidates = [channel for channel in candidates if channel not in remaining]
+            dirty = yield from self._round(chosen, now_ns)
+            if dirty <= DIRTY_SHARE * len(chosen):
+                break
+            candidates += self._take_due(now_ns)
+        for channel in candidates:
+            channel.watched_ns = now_ns
+            self.watch(channel, now_ns)
+
+    def _take_due(self, now_ns: int) -> list[Channel]:
+        due = []
+        while self._heap and self._heap[0][0] <= now_ns:
+            at_ns, _, channel = heappop(self._heap)
+            # An entry that the channel has since replaced by an earlier one is stale.
+            if channel.watched_ns == at_ns:
+                channel.watched_ns = None
+                due.append(channel)
+        return due
+
+    def _round(self, chosen: list[Channel], now_ns: int) -> Generator[None, None, int]:
+        """Work through the chosen channels, as many at a time as there are workers."""
+        waiting = iter(chosen)
+        busy: list[Channel] = []
+        dirty: set[Channel] = set()
+        while True:
+            busy += [channel for channel, _ in zip(waiting, range(self.workers - len(busy)), strict=False)]
+            if not busy:
+                return len(dirty)
+            for channel in [*busy]:
+                done = channel.expire(now_ns, SLICE)
+                if done:
+                    dirty.add(channel)
+                if done < SLICE:
+                    busy.remove(channel)
+                    self._rewatch(channel)
+            yield
+
+    def _rewatch(self, channel: Channel) -> None:
+        at_ns = channel.next_event()
+        if (
+            at_ns is not None
+            and not channel.is_exiting
+            and (channel.watched_ns is None or at_ns < channel.watched_ns)
+        ):
+            channel.watched_ns = at_ns
+            self.watch(channel, at_ns)

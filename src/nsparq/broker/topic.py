@@ -1,0 +1,409 @@
+"""A topic: the log, the channels that read it, and publishing into it.
+
+Publishes are gathered and appended together when the event loop's turn ends (see Broker.turn): one write
+for all of them, whatever their number, and whatever the number of channels.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nsparq.broker.channel import Channel
+from nsparq.broker.latency import summarize
+from nsparq.errors import Exiting, StorageError, WriteFailed
+from nsparq.names import is_ephemeral
+from nsparq.storage.log import Log
+from nsparq.storage.memory import MemoryLog
+from nsparq.storage.segment import Segment
+from nsparq.storage.state import CHANNEL_SUFFIX, TopicState, read_channel_state, read_topic_state
+
+if TYPE_CHECKING:
+    from nsparq.broker.broker import Broker
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH = 1024
+"""Messages in one batch; a larger publish becomes several."""
+
+CARRY_SHARE = 8
+"""Stragglers are carried over when they are less than one part in this of their segment."""
+
+PINNED_SEGMENTS = 2
+"""Segments that all cursors have passed may wait for their last messages before those are carried over."""
+
+Done = Callable[[str, Exception | None], None]
+"""Told the publisher's verb and None once its messages are as durable as configured, or the failure."""
+
+
+class Topic:
+    """One named stream of messages."""
+
+    def __init__(self, broker: Broker, name: str) -> None:
+        self.broker = broker
+        self.name = name
+        self.is_ephemeral = is_ephemeral(name)
+        self.directory: Path | None = None if self.is_ephemeral else broker.topic_directory(name)
+        self.first_id = broker.first_id
+        self.channels: dict[str, Channel] = {}
+        self.paused = False
+        self.is_exiting = False
+        self.message_count = 0
+        self.message_bytes = 0
+        self.dropped_count = 0
+        self.incarnation = uuid.uuid4().hex
+        self.log: Log | MemoryLog
+        self.origin = 0
+        """Where the first channel starts: what comes after it is kept while there is no channel."""
+        self._pause_position = -1
+        self._bodies: list[bytes] = []
+        """Published in this turn, to be appended at its end."""
+        self._deferred: list[tuple[list[bytes], int]] = []
+        self._waiting: list[tuple[Done, str]] = []
+        self._uncommitted: list[tuple[int, list[tuple[Done, str]]]] = []
+        """Publishers who wait for an fsync, with the log's end that it must reach."""
+        self._held_back: list[tuple[int, int]] = []
+        """Deferred messages, sequence number and due time, that no channel may see yet."""
+        self._is_marked_used = False
+        self._low = (0, 0)
+        self.synced_ns = 0
+        """When the log was last asked to sync."""
+
+    # opening and closing
+
+    def create(self) -> None:
+        """A topic that was not there before."""
+        epoch = self.broker.epoch()
+        if self.directory is None:
+            self.log = MemoryLog(floor=epoch)
+        else:
+            self.broker.files.make_directory(self.directory)
+            self.log = self._new_log(self.directory, epoch)
+            self.log.open(clean_end=epoch, epoch=epoch)
+            self._is_marked_used = True
+        self.origin = self.log.end
+        self._write_state(clean=False)
+
+    def load(self) -> None:
+        """A topic whose directory an earlier run has left."""
+        assert self.directory is not None
+        files = self.broker.files
+        state = read_topic_state(files, self.directory)
+        epoch = self.broker.epoch()
+        log = self._new_log(self.directory, epoch)
+        log.open(clean_end=state.clean_end if state else -1, epoch=epoch)
+        self.log = log
+        self.origin = log.start
+        if state is not None:
+            self.incarnation = state.incarnation
+            self.origin = max(state.origin, log.start)
+            self.paused = state.paused
+            self._pause_position = state.pause_position
+            for start, end in state.gaps:
+                log.gaps.add(start, end)
+        names = [
+            n.removesuffix(CHANNEL_SUFFIX)
+            for n in files.list_directory(self.directory)
+            if n.endswith(CHANNEL_SUFFIX)
+        ]
+        for name in names:
+            channel = Channel(self, name, log.start)
+            channel.restore(read_channel_state(files, self.directory / channel.file_name))
+            self.channels[name] = channel
+        since = self.visible_end if self.channels else self.origin
+        self._held_back = list(log.deferred_since(since))
+
+    def _new_log(self, directory: Path, floor: int) -> Log:
+        log = Log(self.broker.files, directory, self.broker.cache, self.broker.log_settings, floor=floor)
+        log.reader_low = self._recent_low
+        return log
+
+    def _write_state(self, *, clean: bool) -> None:
+        if self.directory is None:
+            return
+        state = TopicState(
+            incarnation=self.incarnation,
+            origin=self.origin,
+            paused=self.paused,
+            pause_position=self._pause_position,
+            clean_end=self.log.end if clean else -1,
+            gaps=self.log.gaps.ranges,
+        )
+        state.write(self.broker.files, self.directory, sync=clean or self.broker.is_synchronous)
+
+    def close(self) -> None:
+        """Persist everything, in an order in which a crash on the way loses nothing."""
+        self.is_exiting = True
+        for channel in self.channels.values():
+            channel.close()
+        if self.directory is not None and isinstance(self.log, Log):
+            self.log.close()
+            for channel in self.channels.values():
+                if channel.is_durable:
+                    state = channel.snapshot()
+                    self.broker.files.replace(self.directory / channel.file_name, state.encode(), sync=True)
+            self._write_state(clean=True)
+
+    # publishing
+
+    @property
+    def visible_end(self) -> int:
+        """Channels see no further than this."""
+        return self._pause_position if self.paused else self.log.end
+
+    def publish(self, bodies: list[bytes], due_ns: int, done: Done, verb: str) -> None:
+        """Append at the end of this turn; `done` is called then, or when the disk has it."""
+        if self.is_exiting:
+            raise Exiting
+        if due_ns:
+            self._deferred.append((bodies, due_ns))
+        else:
+            self._bodies += bodies
+        self._waiting.append((done, verb))
+        self.broker.schedule_topic(self)
+
+    def flush(self, now_ns: int) -> None:
+        """Append what was published in this turn and let the channels see it."""
+        bodies, deferred, waiting = self._bodies, self._deferred, self._waiting
+        if not waiting:
+            return
+        self._bodies, self._deferred, self._waiting = [], [], []
+        groups = [(bodies[i : i + MAX_BATCH], 0) for i in range(0, len(bodies), MAX_BATCH)] + deferred
+        before = self.log.end
+        try:
+            if self.is_exiting:
+                raise Exiting
+            self._mark_used()
+            batches = self.log.append(groups, now_ns)
+        except (StorageError, Exiting, OSError) as error:
+            if isinstance(error, StorageError | OSError):
+                self.broker.set_health(str(error))
+            for done, verb in waiting:
+                done(verb, error)
+            return
+        if not self.is_ephemeral:
+            self.broker.set_health(None)
+        self.message_count += self.log.end - before
+        self.message_bytes += sum(len(batch.data) for batch in batches)
+        self.broker.note_used(self)
+        for batch in batches:
+            if batch.due_ns:
+                self._held_back.append((batch.base, batch.due_ns))
+        self._show(before)
+        if self.broker.is_synchronous and isinstance(self.log, Log):
+            self._uncommitted.append((self.log.end, waiting))
+            self.broker.request_sync(self)
+            return
+        for done, verb in waiting:
+            done(verb, None)
+
+    def _mark_used(self) -> None:
+        """Before the first append of a run: a crash from here on must not look like a clean stop."""
+        if not self._is_marked_used:
+            self._write_state(clean=False)
+            self._is_marked_used = True
+
+    def _show(self, before: int) -> None:
+        """Let the channels see what lies between `before` and the visible end."""
+        if self.paused or not self.channels:
+            return
+        held_back, self._held_back = self._held_back, []
+        count = self.log.count(before, self.log.end)
+        for channel in self.channels.values():
+            for sequence, due_ns in held_back:
+                channel.defer_published(sequence, due_ns)
+            channel.appended(count)
+
+    def committed(self, error: Exception | None) -> None:
+        """An fsync has ended."""
+        assert isinstance(self.log, Log)
+        reached = self.log.committed
+        finished = [w for w in self._uncommitted if error is not None or w[0] <= reached]
+        self._uncommitted = [w for w in self._uncommitted if w not in finished]
+        for _, waiting in finished:
+            for done, verb in waiting:
+                done(verb, error)
+        if self._uncommitted:
+            self.broker.request_sync(self)
+
+    # channels
+
+    def get_channel(self, name: str) -> Channel:
+        """The channel, created if need be. The first one starts where the topic has kept its messages."""
+        channel = self.channels.get(name)
+        if channel is not None:
+            return channel
+        if self.is_exiting:
+            raise Exiting
+        is_first = not self.channels
+        channel = Channel(self, name, self.origin if is_first else self.visible_end)
+        self.channels[name] = channel
+        if is_first:
+            self._show(self.origin)
+        self.save_channel(channel)
+        self.broker.channel_created(channel)
+        return channel
+
+    def delete_channel(self, name: str) -> None:
+        """Raises KeyError. An ephemeral topic goes with its last channel."""
+        channel = self.channels.pop(name)
+        channel.close()
+        channel.remove_files()
+        if not self.channels:
+            self.origin = self.visible_end
+            self._held_back = [held for held in self._held_back if held[0] >= self.origin]
+            self._write_state(clean=False)
+        self.broker.channel_deleted(channel)
+        if self.is_ephemeral and not self.channels and not self.is_exiting:
+            self.broker.delete_topic(self.name)
+
+    def save_channel(self, channel: Channel) -> None:
+        """Write the channel's state now: a message acknowledged after this finds it after a crash."""
+        if channel.is_durable and self.directory is not None:
+            self._mark_used()
+            channel.is_changed = False
+            state = channel.snapshot()
+            self.broker.files.replace(
+                self.directory / channel.file_name, state.encode(), sync=self.broker.is_synchronous
+            )
+
+    # management
+
+    def pause(self) -> None:
+        if not self.paused:
+            self._pause_position = self.log.end if self.channels else self.origin
+            self.paused = True
+        self._write_state(clean=False)
+        self.broker.topic_changed(self)
+
+    def unpause(self) -> None:
+        if self.paused:
+            before = self._pause_position
+            self.paused = False
+            self._pause_position = -1
+            self._show(before)
+        self._write_state(clean=False)
+        self.broker.topic_changed(self)
+
+    def empty(self) -> None:
+        """Drop what the topic itself holds: its messages not yet seen by any channel."""
+        if not self.channels:
+            self.origin = self.log.end
+            if self.paused:
+                self._pause_position = self.log.end
+        elif self.paused:
+            self.log.gaps.add(self._pause_position, self.log.end)
+            self._pause_position = self.log.end
+        self._held_back.clear()
+        self._write_state(clean=False)
+        self.broker.note_used(self)
+
+    def delete(self) -> None:
+        """The end of the topic, its channels and its messages."""
+        self.is_exiting = True
+        for name in [*self.channels]:
+            self.delete_channel(name)
+        for done, verb in self._waiting:
+            done(verb, Exiting())
+        for _, waiting in self._uncommitted:
+            for done, verb in waiting:
+                done(verb, Exiting())
+        self._waiting.clear()
+        self._uncommitted.clear()
+        if isinstance(self.log, Log):
+            self.log.delete()
+
+    # upkeep
+
+    def low(self) -> int:
+        """The oldest sequence number that anyone still needs."""
+        if not self.channels:
+            return self.origin
+        return min(channel.low() for channel in self.channels.values())
+
+    def _recent_low(self) -> int:
+        """low() as of a moment ago: asked for each batch that leaves memory, and costly to work out."""
+        now_ns = self.broker.clock()
+        if now_ns - self._low[0] > 20_000_000:
+            self._low = (now_ns, self.low())
+        return self._low[1]
+
+    def reclaim(self, now_s: float) -> list[Segment]:
+        """Let go of what no channel needs; gives the segments to be removed."""
+        for channel in self.channels.values():
+            channel.drop_carried()
+        if isinstance(self.log, MemoryLog):
+            self._reclaim_memory(self.log)
+            return []
+        cursor = min((channel.cursor for channel in self.channels.values()), default=self.origin)
+        passed = [segment for segment in self.log.sealed_segments() if segment.end <= cursor]
+        for segment in passed[:-PINNED_SEGMENTS]:
+            limit = (segment.end - segment.base) // CARRY_SHARE
+            try:
+                if not all(c.carry_over(segment.end, limit) for c in self.channels.values()):
+                    break
+            except (WriteFailed, OSError) as error:
+                self.broker.set_health(f"{self}: cannot carry messages over: {error}")
+                break
+        return self.log.trim(self.low(), now_s)
+
+    def bound(self) -> None:
+        """Keep an ephemeral topic within the memory queue's size, as soon as it is well beyond it."""
+        if (
+            isinstance(self.log, MemoryLog)
+            and self.log.end - self.log.start > 2 * self.broker.options.mem_queue_size
+        ):
+            self._reclaim_memory(self.log)
+
+    def _reclaim_memory(self, log: MemoryLog) -> None:
+        limit = self.broker.options.mem_queue_size
+        if not self.channels:
+            surplus = log.count(self.origin, log.end) - limit
+            if surplus > 0:
+                self.dropped_count += surplus
+                self.origin += surplus
+            log.trim(self.origin)
+            return
+        if self.paused:
+            self.dropped_count += log.discard_oldest(self._pause_position, limit)
+        cursor = min(channel.cursor for channel in self.channels.values())
+        for channel in self.channels.values():
+            channel.carry_over(cursor, log.end)
+        log.trim(cursor)
+
+    @property
+    def depth(self) -> int:
+        """Messages that the topic itself holds."""
+        if not self.channels:
+            return self.log.count(self.origin, self.log.end)
+        return self.log.count(self._pause_position, self.log.end) if self.paused else 0
+
+    @property
+    def backend_depth(self) -> int:
+        start = self.origin if not self.channels else self.visible_end
+        return self.log.count(start, max(start, self.log.memory_start)) if self.depth else 0
+
+    def stats(self, channel: str, include_clients: bool, now_ns: int) -> dict[str, Any]:
+        names = sorted(self.channels) if not channel else [channel]
+        percentiles = self.broker.options.e2e_processing_latency_percentile
+        parts = [part for c in self.channels.values() for part in c.latency_parts(now_ns)]
+        return {
+            "topic_name": self.name,
+            "channels": [self.channels[name].stats(include_clients, now_ns) for name in names],
+            "depth": self.depth,
+            "backend_depth": self.backend_depth,
+            "message_count": self.message_count,
+            "message_bytes": self.message_bytes,
+            "paused": self.paused,
+            "e2e_processing_latency": summarize(percentiles, parts),
+            "dropped_count": self.dropped_count,
+            "corrupt_batches": self.log.corrupt_batches,
+            "corrupt_messages": self.log.corrupt_messages,
+            "log_bytes": self.log.size_bytes,
+        }
+
+    def __str__(self) -> str:
+        return self.name

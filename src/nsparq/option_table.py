@@ -1,0 +1,386 @@
+"""One dataclass field is one option: its flag, file key, default, help, bounds and documentation.
+
+A daemon declares a frozen dataclass whose fields are made with `opt()`; an `OptionTable` over it reads the
+command line and the TOML file and writes the help text, the reference page and the example file. Knows no
+daemon.
+"""
+
+import json
+import re
+import textwrap
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, Generic, Literal, TypeVar
+
+from nsparq.errors import StartError
+from nsparq.flags import FlagError, format_duration, parse_bool, parse_duration, parse_int, scan_flags
+
+__all__ = [
+    "BOOL",
+    "DURATION",
+    "INT",
+    "NUMBERS",
+    "STRING",
+    "STRINGS",
+    "CommandFlag",
+    "Kind",
+    "Option",
+    "OptionError",
+    "OptionTable",
+    "choice",
+    "format_number",
+    "opt",
+]
+
+T = TypeVar("T")
+
+
+class OptionError(StartError):
+    """A value that the daemon cannot start with; the text names the flag or the file key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind(Generic[T]):
+    """How the values of one type are read and shown."""
+
+    name: str  # stands for the value in the help text; empty for booleans, which need none
+    from_text: Callable[[str], T]  # one flag's value; ValueError if it is none
+    from_file: Callable[[Any], T]  # what TOML made of the file's value; ValueError if it is none
+    to_toml: Callable[[T], str]
+    combine: Callable[[list[T]], T] = lambda values: values[-1]  # of a repeated flag
+    is_boolean: bool = False
+    is_list: bool = False
+
+
+def _quote(text: str) -> str:
+    # A JSON string is a TOML basic string too.
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _bool_from_file(value: Any) -> bool:
+    if isinstance(value, int | str):
+        try:
+            return parse_bool(str(value))
+        except ValueError:
+            pass
+    raise ValueError("must be true or false")
+
+
+def _int_from_file(value: Any) -> int:
+    if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]+", value):
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ValueError("must be an integer")
+
+
+def _string_from_file(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise ValueError("must be a string")
+
+
+def _duration_from_file(value: Any) -> float:
+    if isinstance(value, str) and not re.fullmatch(r"[0-9]+", value):
+        try:
+            return parse_duration(value)
+        except ValueError:
+            pass
+    elif isinstance(value, int | str) and not isinstance(value, bool):
+        return int(value) / 1000
+    raise ValueError('must be a duration such as "250ms", or an integer in milliseconds')
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _strings_from_file(value: Any) -> tuple[str, ...]:
+    items = _split(value) if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError("must be an array of strings, or one string with commas")
+    return tuple(items)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("must be numbers")
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError("parse error") from None
+
+
+def _numbers_from_file(value: Any) -> tuple[float, ...]:
+    items = _split(value) if isinstance(value, str) else value
+    if not isinstance(items, list):
+        raise ValueError("must be an array of numbers, or one string with commas")
+    return tuple(_number(item) for item in items)
+
+
+def _numbers_from_flags(values: list[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(sorted((number for value in values for number in value), reverse=True))
+
+
+def format_number(number: float) -> str:
+    """0.99 as 0.99, but 1.0 as 1."""
+    return repr(number).removesuffix(".0")
+
+
+BOOL: Final[Kind[bool]] = Kind(
+    name="",
+    from_text=parse_bool,
+    from_file=_bool_from_file,
+    to_toml=lambda value: "true" if value else "false",
+    is_boolean=True,
+)
+INT: Final[Kind[int]] = Kind(name="int", from_text=parse_int, from_file=_int_from_file, to_toml=str)
+STRING: Final[Kind[str]] = Kind(name="string", from_text=str, from_file=_string_from_file, to_toml=_quote)
+DURATION: Final[Kind[float]] = Kind(
+    name="duration",
+    from_text=parse_duration,
+    from_file=_duration_from_file,
+    to_toml=lambda seconds: _quote(format_duration(seconds)),
+)
+STRINGS: Final[Kind[tuple[str, ...]]] = Kind(
+    name="value",
+    from_text=lambda text: (text,) if text else (),
+    from_file=_strings_from_file,
+    to_toml=lambda values: "[" + ", ".join(map(_quote, values)) + "]",
+    combine=lambda values: tuple(item for value in values for item in value),
+    is_list=True,
+)
+NUMBERS: Final[Kind[tuple[float, ...]]] = Kind(
+    name="value",
+    from_text=lambda text: tuple(map(_number, _split(text))),
+    from_file=_numbers_from_file,
+    to_toml=lambda values: "[" + ", ".join(map(repr, values)) + "]",
+    combine=_numbers_from_flags,
+    is_list=True,
+)
+
+
+def choice(*names: str, empty: str | None = None) -> Kind[str]:
+    """One of the names, in any case; an empty value means `empty`, if that is given."""
+
+    def from_text(text: str) -> str:
+        lowered = text.lower()
+        if not text and empty is not None:
+            return empty
+        if lowered not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return lowered
+
+    def from_file(value: Any) -> str:
+        return from_text(value if isinstance(value, str) else str(value))
+
+    return Kind(name="string", from_text=from_text, from_file=from_file, to_toml=_quote)
+
+
+Bound = Literal["positive", "not negative"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandFlag:
+    """A flag that is not an option: it stands on the command line only."""
+
+    flag: str
+    kind: Kind[Any]
+    help: str
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be said about every flag of this sort, after its help."""
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option(CommandFlag):
+    """What is known about one field of an options class."""
+
+    attribute: str
+    file_key: str
+    default: Any
+    default_text: str  # what the default depends on; empty when it is the same everywhere
+    heading: str  # opens a group of options in help and documentation
+    bound: Bound | None
+    planned: bool  # accepted so that existing command lines work; does nothing yet
+
+    @property
+    def notes(self) -> list[str]:
+        notes = ["may be given several times"] if self.kind.is_list else []
+        return [*notes, "accepted, without effect so far"] if self.planned else notes
+
+
+def opt(
+    default: T | Callable[[], T],
+    help: str,
+    kind: Kind[T],
+    *,
+    file_key: str = "",
+    default_text: str = "",
+    heading: str = "",
+    bound: Bound | None = None,
+    planned: bool = False,
+) -> T:
+    """A dataclass field that is an option. A callable default is called once per instance."""
+    metadata = {
+        "help": help,
+        "kind": kind,
+        "file_key": file_key,
+        "default_text": default_text,
+        "heading": heading,
+        "bound": bound,
+        "planned": planned,
+    }
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _option(declared: Field[Any]) -> Option:
+    factory = declared.default_factory
+    return Option(
+        attribute=declared.name,
+        flag=declared.name.replace("_", "-"),
+        default=declared.default if factory is MISSING else factory(),
+        **{**declared.metadata, "file_key": declared.metadata["file_key"] or declared.name},
+    )
+
+
+_PAGE_HEAD = """\
+# Options of {program}
+
+Generated from the source by `make docs`; do not edit.
+
+Flags follow Go's syntax: `-flag value`, `--flag value` and `--flag=value` are the same; a boolean may stand
+alone and takes a value only with `=`. The last of a repeated flag counts, except for lists, which collect.
+Durations are written like `250ms`, `1.5s` or `2h45m`, with the units `ns us µs ms s m h`.
+
+`--config` names a TOML file with the keys below. In it a duration may also be an integer in milliseconds, and
+a list also one string with commas. A flag wins over the file, the file over the default. Unknown keys are
+reported in the log and otherwise ignored.
+
+## Command line only
+
+| flag | meaning |
+| --- | --- |"""
+
+
+class OptionTable:
+    """Every way of giving a value to the fields of one options class, and of describing them."""
+
+    def __init__(self, program: str, options_class: type, command_flags: Sequence[CommandFlag]) -> None:
+        self.program = program
+        self.command_flags = tuple(command_flags)
+        self.options = tuple(map(_option, fields(options_class)))
+
+    def read_flags(self, arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The command flags by flag name and the options by attribute, those that were given.
+
+        Raises FlagError, or HelpWanted.
+        """
+        known: dict[str, CommandFlag] = {flag.flag: flag for flag in (*self.command_flags, *self.options)}
+        given: dict[str, list[Any]] = {}
+        for name, text in scan_flags(arguments, {name: flag.kind.is_boolean for name, flag in known.items()}):
+            kind = known[name].kind
+            try:
+                value = kind.from_text(text)
+            except ValueError as error:
+                invalid = "invalid boolean value" if kind is BOOL else "invalid value"
+                target = f"-{name}" if kind is BOOL else f"flag -{name}"
+                raise FlagError(f"{invalid} {_quote(text)} for {target}: {error}") from None
+            given.setdefault(name, []).append(value)
+        values = {name: known[name].kind.combine(parts) for name, parts in given.items()}
+        commands = {flag.flag: values[flag.flag] for flag in self.command_flags if flag.flag in values}
+        return commands, {
+            option.attribute: values[option.flag] for option in self.options if option.flag in values
+        }
+
+    def read_file(self, path: Path) -> tuple[dict[str, Any], list[str]]:
+        """The options by attribute that the TOML file gives, and its unknown keys. Raises OptionError."""
+        try:
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise OptionError(f"{path}: {reason}") from error
+        values = {}
+        for option in self.options:
+            if option.file_key in content:
+                try:
+                    values[option.attribute] = option.kind.from_file(content.pop(option.file_key))
+                except ValueError as error:
+                    raise OptionError(f"{path}: {option.file_key} (flag --{option.flag}) {error}") from None
+        return values, list(content)
+
+    def planned_flags(self, values: Mapping[str, Any]) -> list[str]:
+        """The flags among `values` that ask for something which does not exist yet."""
+        return [
+            option.flag
+            for option in self.options
+            if option.planned and option.attribute in values and values[option.attribute] != option.default
+        ]
+
+    def check_bounds(self, options: object) -> None:
+        """Raise OptionError for the first number that is out of bounds."""
+        for option in self.options:
+            value = getattr(options, option.attribute)
+            if option.bound == "positive" and value <= 0:
+                raise OptionError(f"--{option.flag} must be positive")
+            if option.bound == "not negative" and value < 0:
+                raise OptionError(f"--{option.flag} must not be negative")
+
+    def usage(self) -> str:
+        """The help text, each flag in the shape that Go gives it."""
+        lines = [f"Usage of {self.program}:"]
+        for flag in (*self.command_flags, *self.options):
+            notes = flag.notes
+            if isinstance(flag, Option):
+                if flag.heading:
+                    lines.append(f"\n{flag.heading}:")
+                if flag.default_text or flag.default not in ("", ()):
+                    notes.append(f"default {flag.default_text or flag.kind.to_toml(flag.default)}")
+            lines.append(f"  -{flag.flag} {flag.kind.name}".rstrip())
+            text = flag.help.replace("`", "") + (f" ({'; '.join(notes)})" if notes else "")
+            lines += (f"    \t{line}" for line in textwrap.wrap(text, 100))
+        return "\n".join(lines) + "\n"
+
+    def markdown(self) -> str:
+        """The reference page."""
+        return "\n".join(self._markdown_lines()) + "\n"
+
+    def _markdown_lines(self) -> Iterator[str]:
+        yield _PAGE_HEAD.format(program=self.program)
+        for flag in self.command_flags:
+            yield f"| `--{flag.flag}` | {flag.help} |"
+        for option in self.options:
+            if option.heading:
+                yield ""
+                yield f"## {option.heading}"
+                yield ""
+                yield "| flag | file key | default | meaning |"
+                yield "| --- | --- | --- | --- |"
+            default = option.default_text or f"`{option.kind.to_toml(option.default)}`"
+            meaning = "; ".join((option.help, *option.notes))
+            yield f"| `--{option.flag}` | `{option.file_key}` | {default} | {meaning} |"
+
+    def toml(self) -> str:
+        """The example file: every key with its default, those that depend on the machine commented out."""
+        lines = [
+            f"# Options of {self.program}, with their defaults: {self.program} --config <this file>",
+            "# Generated from the source by `make docs`; do not edit.",
+        ]
+        for option in self.options:
+            if option.heading:
+                lines += ["", f"# ---- {option.heading} ----"]
+            comment = f"{option.help} (without effect so far)" if option.planned else option.help
+            lines += ["", *(f"# {line}" for line in textwrap.wrap(comment, 100))]
+            if option.default_text:
+                lines.append(f"# {option.file_key} = <{option.default_text}>")
+            else:
+                lines.append(f"{option.file_key} = {option.kind.to_toml(option.default)}")
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""The daemon: event loop, sockets, limits, start and shutdown."""

@@ -1,0 +1,157 @@
+"""The batch: unit of append, checksum and memory. Little endian on disk.
+
+ 0       4       8      12     14     16       24          32      40      44      48
+ +-------+-------+------+------+------+--------+-----------+-------+-------+-------+----------+--------+
+ | magic | crc   | size | flags|      | base   | published | due   | count | data  | lengths  | bodies |
+ +-------+-------+------+------+------+--------+-----------+-------+-------+-------+----------+--------+
+  "NQB1"  crc32c  whole                sequence ns          ns      u32     bytes   count×u32
+
+The crc covers everything after itself. `due` is 0, or the time before which the messages may not be
+delivered. Bodies lie end to end, so that the length table alone gives every position: one cumulative sum
+for a delivery, and the offsets buffer of an Arrow array for a pipeline.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+Timestamps = int | npt.NDArray[np.int64]
+"""One publish time for the whole batch, or one for each message."""
+
+MAGIC: Final = b"NQB1"
+HEADER: Final = struct.Struct("<4sIIHHQqqII")
+HEADER_SIZE: Final = HEADER.size
+_CHECKED_FROM = 8
+_BIG_ENDIAN = sys.byteorder == "big"
+
+
+class Batch:
+    """Consecutive messages of a topic, in memory."""
+
+    __slots__ = ("base", "count", "data", "due_ns", "frames", "lengths", "size", "timestamps_ns")
+
+    def __init__(
+        self, base: int, timestamps_ns: Timestamps, due_ns: int, lengths: array[int], data: bytes
+    ) -> None:
+        self.base = base
+        """Sequence number of the first message."""
+        self.count = len(lengths)
+        self.timestamps_ns = timestamps_ns
+        self.due_ns = due_ns
+        self.lengths = lengths
+        self.data = data
+        self.size = 2 * len(data) + 48 * len(lengths)
+        """Bytes it is taken to occupy in memory, its frames included."""
+        self.frames: tuple[bytes, list[int]] | None = None
+        """Message frames and their offsets, once some channel has needed them; shared by all channels."""
+
+    @classmethod
+    def join(cls, base: int, parts: list[tuple[int, array[int], bytes]]) -> Batch:
+        """Neighbouring batches, each as (publish time, lengths, bodies), as one."""
+        lengths = array("I")
+        for part in parts:
+            lengths.extend(part[1])
+        stamps = np.repeat(np.array([part[0] for part in parts], np.int64), [len(part[1]) for part in parts])
+        return cls(base, stamps, 0, lengths, b"".join([part[2] for part in parts]))
+
+    @classmethod
+    def single(cls, sequence: int, timestamp_ns: int, body: bytes) -> Batch:
+        return cls(sequence, timestamp_ns, 0, lengths_of([body]), body)
+
+    @property
+    def end(self) -> int:
+        """The sequence number after the last message."""
+        return self.base + self.count
+
+    def bodies(self) -> list[bytes]:
+        ends = np.cumsum(np.frombuffer(self.lengths, np.uint32), dtype=np.int64).tolist()
+        return [self.data[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+    def timestamp_of(self, index: int) -> int:
+        stamps = self.timestamps_ns
+        return stamps if isinstance(stamps, int) else int(stamps[index])
+
+
+def lengths_of(bodies: list[bytes]) -> array[int]:
+    return array("I", map(len, bodies))
+
+
+def encode_head(base: int, timestamp_ns: int, due_ns: int, lengths: array[int], data: bytes) -> bytes:
+    """Everything before the bodies."""
+    table = _table_bytes(lengths)
+    size = HEADER_SIZE + len(table) + len(data)
+    head = HEADER.pack(MAGIC, 0, size, 0, 0, base, timestamp_ns, due_ns, len(lengths), len(data)) + table
+    crc = crc32c(data, crc32c(memoryview(head)[_CHECKED_FROM:]))
+    return b"".join((MAGIC, crc.to_bytes(4, "little"), head[8:]))
+
+
+class Head:
+    """A decoded and plausible batch header."""
+
+    __slots__ = ("base", "count", "crc", "data_size", "due_ns", "size", "timestamp_ns")
+
+    def __init__(self, fields: tuple[int, ...]) -> None:
+        (
+            _,
+            self.crc,
+            self.size,
+            _,
+            _,
+            self.base,
+            self.timestamp_ns,
+            self.due_ns,
+            self.count,
+            self.data_size,
+        ) = fields
+
+    @property
+    def end(self) -> int:
+        return self.base + self.count
+
+
+def decode_head(buffer: bytes | memoryview, position: int = 0) -> Head | None:
+    """The header at `position`; None when these bytes cannot be one."""
+    if len(buffer) - position < HEADER_SIZE:
+        return None
+    fields = HEADER.unpack_from(buffer, position)
+    if fields[0] != MAGIC:
+        return None
+    head = Head(fields)
+    if head.count == 0 or head.size != HEADER_SIZE + 4 * head.count + head.data_size:
+        return None
+    return head
+
+
+def checksum_holds(head: Head, buffer: bytes | memoryview, position: int = 0) -> bool:
+    """Whether `buffer` holds the whole batch with the bytes that were written."""
+    end = position + head.size
+    return end <= len(buffer) and crc32c(memoryview(buffer)[position + _CHECKED_FROM : end]) == head.crc
+
+
+def decode_lengths(head: Head, buffer: bytes | memoryview, position: int = 0) -> array[int]:
+    lengths = array("I")
+    start = position + HEADER_SIZE
+    lengths.frombytes(buffer[start : start + 4 * head.count])
+    if _BIG_ENDIAN:
+        lengths.byteswap()
+    return lengths
+
+
+def data_range(head: Head, position: int = 0) -> tuple[int, int]:
+    """Where the bodies lie in a buffer that holds the batch at `position`."""
+    start = position + HEADER_SIZE + 4 * head.count
+    return start, start + head.data_size
+
+
+def _table_bytes(lengths: array[int]) -> bytes:
+    if _BIG_ENDIAN:
+        lengths = array("I", lengths)
+        lengths.byteswap()
+    return lengths.tobytes()

@@ -1,0 +1,43 @@
+"""The memory that batches may take, over all topics of a daemon."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Protocol
+
+from nsparq.storage.batch import Batch
+
+
+class Owner(Protocol):
+    """A log that keeps batches in memory and can let them go."""
+
+    def forget(self, batch: Batch) -> bool: ...
+
+
+class BatchCache:
+    """Counts the bytes of every batch in memory; beyond the limit the least recently used one goes.
+
+    The newest batch always stays, however large: it is about to be delivered.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.size_bytes = 0
+        self._batches: OrderedDict[Batch, Owner] = OrderedDict()
+
+    def add(self, owner: Owner, batch: Batch) -> None:
+        self._batches[batch] = owner
+        self.size_bytes += batch.size
+        while self.size_bytes > self.limit_bytes and len(self._batches) > 1:
+            oldest, its_owner = next(iter(self._batches.items()))
+            if not its_owner.forget(oldest):
+                break
+
+    def use(self, batch: Batch) -> None:
+        """Note that a batch read back from disk was of use again."""
+        self._batches.move_to_end(batch)
+
+    def remove(self, batch: Batch) -> None:
+        """Called by the owner, once, when it forgets a batch."""
+        del self._batches[batch]
+        self.size_bytes -= batch.size

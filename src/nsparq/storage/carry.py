@@ -1,0 +1,114 @@
+"""Messages carried over: what a channel has not finished of segments that could otherwise go.
+
+One stuck message must not pin a hundred megabytes. Its channel copies it into a small file of its own,
+batches of one message each, and the segment is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from nsparq.storage.batch import (
+    Batch,
+    checksum_holds,
+    data_range,
+    decode_head,
+    decode_lengths,
+    encode_head,
+    lengths_of,
+)
+from nsparq.storage.files import Files
+from nsparq.storage.recovery import Found, scan
+
+CARRY_SUFFIX = ".carry"
+_WORTH_REWRITING = 1 << 20
+
+
+class CarryFile:
+    """Single messages by sequence number, on disk; only their places are in memory."""
+
+    def __init__(self, files: Files, path: Path) -> None:
+        self._files = files
+        self._path = path
+        self._places: dict[int, tuple[int, int]] = {}
+        """Sequence number to position and size."""
+        self._size = 0
+        self._live = 0
+
+    def load(self) -> list[int]:
+        """Find what an earlier run left; gives the sequence numbers."""
+        raw = self._files.read_whole(self._path)
+        if raw is None:
+            return []
+        self._size = len(raw)
+        for item in scan(lambda size, at: raw[at : at + size], 0, len(raw)):
+            if isinstance(item, Found):
+                self._places[item.head.base] = (item.position, item.head.size)
+                self._live += item.head.size
+        return [*self._places]
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, messages: Iterable[tuple[int, int, bytes]]) -> None:
+        """Keep messages, each as (sequence number, publish time, body)."""
+        pieces = []
+        position = self._size
+        for sequence, timestamp_ns, body in messages:
+            head = encode_head(sequence, timestamp_ns, 0, lengths_of([body]), body)
+            self._places[sequence] = (position, len(head) + len(body))
+            position += len(head) + len(body)
+            pieces += [head, body]
+        content = b"".join(pieces)
+        fd = self._files.open(self._path)
+        try:
+            self._files.write(fd, [content], self._size)
+            self._files.sync(fd)
+        finally:
+            self._files.close(fd)
+        self._size += len(content)
+        self._live += len(content)
+
+    def read(self, sequence: int) -> Batch | None:
+        """The message as a batch of one; None if its bytes have gone bad."""
+        position, size = self._places[sequence]
+        fd = self._files.open(self._path)
+        try:
+            raw = self._files.read(fd, size, position)
+        finally:
+            self._files.close(fd)
+        head = decode_head(raw)
+        if head is None or not checksum_holds(head, raw):
+            return None
+        start, end = data_range(head)
+        return Batch(head.base, head.timestamp_ns, 0, decode_lengths(head, raw), raw[start:end])
+
+    def keep_only(self, wanted: Iterable[int]) -> None:
+        """Let go of what has been finished; the file shrinks when most of it is dead."""
+        kept = {sequence: self._places[sequence] for sequence in wanted if sequence in self._places}
+        self._places = kept
+        self._live = sum(size for _, size in kept.values())
+        if not kept:
+            if self._size:
+                self.remove()
+        elif self._size - self._live > max(self._live, _WORTH_REWRITING):
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        raw = self._files.read_whole(self._path) or b""
+        pieces, places, position = [], {}, 0
+        for sequence, (start, size) in self._places.items():
+            pieces.append(raw[start : start + size])
+            places[sequence] = (position, size)
+            position += size
+        self._files.replace(self._path, b"".join(pieces), sync=True)
+        self._places, self._size, self._live = places, position, position
+
+    def remove(self) -> None:
+        self._files.unlink(self._path)
+        self._places.clear()
+        self._size = self._live = 0

@@ -1,0 +1,424 @@
+"""The topic log: segments on disk, the recent batches in memory, one line of sequence numbers.
+
+Three positions, always in this order: committed (fsynced) <= stable (written) <= dirty (appended, `end`).
+In `memory` mode `stable` trails behind: batches are written when they leave memory and at a clean stop.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from nsparq.errors import CorruptBatch, WriteFailed
+from nsparq.storage.batch import Batch, encode_head, lengths_of
+from nsparq.storage.cache import BatchCache
+from nsparq.storage.files import Buffer, Files
+from nsparq.storage.gaps import Gaps
+from nsparq.storage.segment import Segment
+
+logger = logging.getLogger(__name__)
+
+EPOCH_BITS = 20
+"""A log opened after a crash goes on at the clock's second, shifted by this: its numbers cannot have been
+used before, even where the disk has lost the last of them, as long as a topic takes under a million
+messages a second."""
+
+_IDLE_ROLL_SIZE = 8 << 20
+"""A segment that all channels have passed is rolled, and so reclaimed, at this size already."""
+
+
+class Durability(Enum):
+    OS = "os"
+    FSYNC = "fsync"
+    MEMORY = "memory"
+
+
+class LogSettings(NamedTuple):
+    """What a log needs to know of the daemon's options."""
+
+    durability: Durability = Durability.OS
+    segment_bytes: int = 100 << 20
+    memory_messages: int = 10_000
+    retention_s: float = 0
+    retention_bytes: int = 0
+
+
+class Log:
+    """One topic's messages on disk. Not thread safe; only `Sync.run` may be called elsewhere."""
+
+    def __init__(
+        self, files: Files, directory: Path, cache: BatchCache, settings: LogSettings, *, floor: int
+    ) -> None:
+        """`floor` is the first sequence number to use if none is known from the disk."""
+        self.files = files
+        self.directory = directory
+        self.settings = settings
+        self.gaps = Gaps()
+        self.corrupt_batches = 0
+        self.corrupt_messages = 0
+        self.end = floor
+        """Dirty: the next sequence number."""
+        self.stable = floor
+        self.committed = floor
+        self.memory_start = floor
+        """From here to the end every message is in memory."""
+        self.unsynced = 0
+        """Messages written since the last fsync began."""
+        self.is_syncing = False
+        self.low = floor
+        """No reader needs what lies before this."""
+        self.reader_low: Callable[[], int] = lambda: self.low
+        """Asked in memory mode, before writing out what perhaps nobody needs any more."""
+        self._cache = cache
+        self._segments: list[Segment] = []
+        self._tail: deque[Batch] = deque()
+        """The newest batches, without a break up to the end."""
+        self._bases: list[int] = []
+        """Sequence numbers at which a batch in memory begins, the tail's and those read back, in order."""
+        self._memory: dict[int, Batch] = {}
+        self._next_position: dict[int, tuple[Segment, int]] = {}
+        """Where on disk the batch after one just read begins; bounded."""
+        self._closing_fds: list[int] = []
+        """Sealed segments not yet synced."""
+
+    # opening and closing
+
+    def open(self, *, clean_end: int, epoch: int) -> None:
+        """Read what is on disk. `clean_end` is where the last clean stop ended, -1 if there was none;
+        `epoch` the number from which on nothing can have been used."""
+        bases = [
+            int(name[:-4]) for name in self.files.list_directory(self.directory) if name.endswith(".log")
+        ]
+        for number, base in enumerate(sorted(bases)):
+            segment = Segment(self.files, self.directory, base)
+            for _ in segment.open(last=number == len(bases) - 1):
+                self.corrupt_batches += 1
+            if segment.size == 0:
+                segment.remove()
+                continue
+            segment.close()
+            if self._segments:
+                self.gaps.add(self._segments[-1].end, base)
+            self._segments.append(segment)
+        if self._segments:
+            self.end = self._segments[-1].end
+        elif clean_end >= 0:
+            self.end = clean_end
+        if self.end != clean_end:
+            start = max(self.end, clean_end, epoch)
+            self.gaps.add(self.end, start)
+            self.end = start
+        self.stable = self.committed = self.memory_start = self.end
+        self.low = self.start
+
+    def deferred_since(self, sequence: int) -> Iterator[tuple[int, int]]:
+        """Sequence number and due time of every deferred message on disk from `sequence` on."""
+        for segment in self._segments:
+            if segment.end > sequence:
+                pairs = segment.deferred
+                for i in range(0, len(pairs), 2):
+                    if pairs[i] >= sequence:
+                        yield pairs[i], pairs[i + 1]
+
+    @property
+    def start(self) -> int:
+        """The oldest sequence number that can still be read."""
+        return self._segments[0].base if self._segments else self.memory_start
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(segment.size for segment in self._segments)
+
+    def close(self) -> None:
+        """Write what only memory holds, sync, and leave an index that makes the next start quick."""
+        self._write_out(self.end)
+        self.sync_now()
+        if self._segments:
+            self._segments[-1].write_index(sync=True)
+        for segment in self._segments:
+            segment.close()
+        self._forget_all()
+
+    def delete(self) -> None:
+        """Let go of everything; the directory is the caller's to remove."""
+        self._close_fds()
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+        self._forget_all()
+
+    def release_files(self) -> bool:
+        """Close the files of an idle topic, unless they are being synced; they open again when needed."""
+        if self.unsynced or self.is_syncing:
+            return False
+        for segment in self._segments:
+            segment.close()
+        return True
+
+    # appending
+
+    def append(self, groups: list[tuple[list[bytes], int]], now_ns: int) -> list[Batch]:
+        """Append each group, (bodies, due time or 0), as one batch; all of them or, raising, none."""
+        batches = []
+        base = self.end
+        for bodies, due_ns in groups:
+            batch = Batch(base, now_ns, due_ns, lengths_of(bodies), b"".join(bodies))
+            batches.append(batch)
+            base = batch.end
+        if self.settings.durability is not Durability.MEMORY:
+            self._write(batches)
+        else:
+            self._make_room(base - self.end)
+        self.end = base
+        for batch in batches:
+            self._bases.append(batch.base)
+            self._memory[batch.base] = batch
+            self._tail.append(batch)
+            self._cache.add(self, batch)
+        self._bound_memory()
+        return batches
+
+    def _write(self, batches: list[Batch]) -> None:
+        heads = [encode_head(b.base, b.timestamp_of(0), b.due_ns, b.lengths, b.data) for b in batches]
+        size = sum(len(head) + len(batch.data) for head, batch in zip(heads, batches, strict=True))
+        buffers: list[Buffer] = [
+            part for head, batch in zip(heads, batches, strict=True) for part in (head, batch.data)
+        ]
+        try:
+            segment = self._segment_for(size, batches[0].base)
+            position = segment.size
+            segment.append(buffers, size)
+        except OSError as error:
+            raise WriteFailed(f"{self.directory.name}: {error.strerror or error}") from error
+        for head, batch in zip(heads, batches, strict=True):
+            segment.note(position, batch.base, batch.end, batch.timestamp_of(0), batch.due_ns)
+            position += len(head) + len(batch.data)
+            self.unsynced += batch.count
+        self.stable = batches[-1].end
+
+    def _segment_for(self, size: int, base: int) -> Segment:
+        if self._segments:
+            active = self._segments[-1]
+            # A gap in the numbers begins a new segment, so that opening a log finds its gaps again.
+            if active.end == base and active.size + size <= self.settings.segment_bytes:
+                return active
+            self._seal(active)
+        segment = Segment(self.files, self.directory, base)
+        self._segments.append(segment)
+        return segment
+
+    def _seal(self, segment: Segment) -> None:
+        segment.write_index(sync=False)
+        self._closing_fds.append(self.files.duplicate(segment.fd))
+        segment.close()
+
+    # memory
+
+    def _bound_memory(self) -> None:
+        """Keep the newest messages, up to the queue's size, and always the newest batch."""
+        tail, limit = self._tail, self.settings.memory_messages
+        while self.end - self.memory_start > limit and len(tail) > 1:
+            if not self.forget(tail[0]):
+                break
+
+    def _make_room(self, count: int) -> None:
+        """Memory mode: write out what `count` more messages will push out of memory; raises if it cannot."""
+        leaving = self.end + count - self.settings.memory_messages
+        if leaving > self.stable:
+            self._write_out(min(leaving, self.end))
+
+    def forget(self, batch: Batch) -> bool:
+        """Drop a batch from memory; where memory is all there is, it goes to disk first. False if the
+        disk refuses: then it stays."""
+        if batch.end > self.stable:
+            try:
+                self._write_out(batch.end)
+            except WriteFailed as error:
+                logger.error("keeping messages in memory: %s", error)
+                return False
+        tail = self._tail
+        if tail and tail[0] is batch:
+            tail.popleft()
+            self.memory_start = tail[0].base if tail else self.end
+        del self._memory[batch.base]
+        del self._bases[bisect_right(self._bases, batch.base) - 1]
+        self._cache.remove(batch)
+        return True
+
+    def _write_out(self, end: int) -> None:
+        """Memory mode: write batches that begin before `end`, except those that nobody needs any more."""
+        low = self.reader_low()
+        for batch in self._tail:
+            if batch.base >= end:
+                break
+            if batch.base >= self.stable:
+                if batch.end > low:
+                    self._write([batch])
+                self.stable = batch.end
+
+    def _forget_all(self) -> None:
+        self.stable = self.end
+        for batch in [*self._memory.values()]:
+            self.forget(batch)
+        self._tail.clear()
+
+    # reading
+
+    def read(self, sequence: int, *, wait: bool = False) -> Batch | None:
+        """The batch that holds `sequence`, or else the first one after it; None at the end.
+
+        Raises Cold when the disk would have to be waited for and `wait` is false. Damaged batches are
+        reported, counted, and passed over.
+        """
+        bases = self._bases
+        entry = bisect_right(bases, sequence) - 1
+        if entry >= 0:
+            batch = self._memory[bases[entry]]
+            if sequence < batch.end:
+                if batch.base < self.memory_start:
+                    self._cache.use(batch)
+                return batch
+        if sequence >= self.memory_start:
+            return self._first_in_memory(sequence)
+        return self._read_disk(sequence, wait)
+
+    def _read_disk(self, sequence: int, wait: bool) -> Batch | None:
+        known = self._next_position.pop(sequence, None)
+        damaged = False
+        while True:
+            if known is not None:
+                segment, position = known
+                known = None
+            else:
+                number = bisect_right(self._segments, sequence, key=lambda s: s.base) - 1
+                while number < len(self._segments) and (number < 0 or self._segments[number].end <= sequence):
+                    number += 1
+                if number >= len(self._segments):
+                    return self._first_in_memory(sequence)
+                segment = self._segments[number]
+                position = segment.position_before(sequence)
+            try:
+                found = segment.read(position, sequence, wait=wait)
+            except CorruptBatch as error:
+                self.corrupt_batches += 1
+                damaged = True
+                logger.error("%s; its messages are lost, reading goes on behind it", error)
+                continue
+            following = segment.end if found is None else found[0].base
+            if following > sequence:
+                self._note_gap(sequence, following, damaged)
+            if found is None:
+                sequence = segment.end
+                continue
+            batch, behind = found
+            if len(self._next_position) >= 64:
+                self._next_position.clear()
+            self._next_position[batch.end] = (segment, behind)
+            self._remember(batch)
+            return batch
+
+    def _first_in_memory(self, sequence: int) -> Batch | None:
+        entry = bisect_right(self._bases, sequence)
+        return self._memory[self._bases[entry]] if entry < len(self._bases) else None
+
+    def _remember(self, batch: Batch) -> None:
+        if batch.base not in self._memory:
+            insort(self._bases, batch.base)
+            self._memory[batch.base] = batch
+            self._cache.add(self, batch)
+
+    def _note_gap(self, start: int, end: int, damaged: bool) -> None:
+        if damaged:
+            self.corrupt_messages += end - start - self.gaps.count(start, end)
+        self.gaps.add(start, end)
+
+    def count(self, start: int, end: int) -> int:
+        """Messages between two sequence numbers."""
+        if start >= end:
+            return 0
+        return end - start - (self.gaps.count(start, end) if self.gaps.ranges else 0)
+
+    # syncing
+
+    def begin_sync(self) -> Sync:
+        """What must be synced for everything stable to be committed; run() it in a thread."""
+        fds, self._closing_fds = self._closing_fds, []
+        if self._segments:
+            fds.append(self.files.duplicate(self._segments[-1].fd))
+        self.unsynced = 0
+        self.is_syncing = True
+        return Sync(self.files, fds, self.stable)
+
+    def end_sync(self, sync: Sync) -> None:
+        self.is_syncing = False
+        if sync.error is None:
+            self.committed = max(self.committed, sync.end)
+
+    def sync_now(self) -> None:
+        if self.unsynced or self._closing_fds:
+            sync = self.begin_sync()
+            sync.run()
+            self.end_sync(sync)
+            if sync.error is not None:
+                raise WriteFailed(f"{self.directory.name}: {sync.error}") from sync.error
+
+    def _close_fds(self) -> None:
+        for fd in self._closing_fds:
+            self.files.close(fd)
+        self._closing_fds.clear()
+
+    # reclaiming
+
+    def sealed_segments(self) -> list[Segment]:
+        """All but the one being written to."""
+        return self._segments[:-1]
+
+    def trim(self, low: int, now_s: float) -> list[Segment]:
+        """Nothing before `low` is needed by a reader. Takes out of the log, and gives back for removal,
+        the segments that retention does not keep."""
+        self.low = low
+        dropped: list[Segment] = []
+        for segment in self._segments:
+            is_active = segment is self._segments[-1]
+            if segment.end > low or (is_active and segment.size < _IDLE_ROLL_SIZE):
+                break
+            if self._is_retained(segment, now_s):
+                break
+            dropped.append(segment)
+        if dropped:
+            del self._segments[: len(dropped)]
+            self._next_position.clear()
+            self.gaps.drop_before(min(low, self.start))
+        return dropped
+
+    def _is_retained(self, segment: Segment, now_s: float) -> bool:
+        settings = self.settings
+        if not settings.retention_s and not settings.retention_bytes:
+            return False
+        young = not settings.retention_s or segment.last_ns / 1e9 > now_s - settings.retention_s
+        following = sum(s.size for s in self._segments if s.base >= segment.base)
+        return young and (not settings.retention_bytes or following <= settings.retention_bytes)
+
+
+class Sync:
+    """An fsync of everything a log had written when it was made."""
+
+    def __init__(self, files: Files, fds: list[int], end: int) -> None:
+        self._files = files
+        self._fds = fds
+        self.end = end
+        self.error: OSError | None = None
+
+    def run(self) -> None:
+        for fd in self._fds:
+            try:
+                self._files.sync(fd)
+            except OSError as error:
+                self.error = error
+            finally:
+                self._files.close(fd)

@@ -1,0 +1,73 @@
+"""The log of an ephemeral topic: the same line of sequence numbers, nothing on disk."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+
+from nsparq.storage.batch import Batch, lengths_of
+from nsparq.storage.gaps import Gaps
+
+
+class MemoryLog:
+    """Batches in memory, held until every channel is past them. Channels bound how far behind they fall."""
+
+    corrupt_batches = 0
+    corrupt_messages = 0
+    size_bytes = 0
+
+    def __init__(self, *, floor: int) -> None:
+        self.end = floor
+        self.gaps = Gaps()
+        self._bases: list[int] = []
+        self._batches: dict[int, Batch] = {}
+
+    @property
+    def start(self) -> int:
+        return self._bases[0] if self._bases else self.end
+
+    @property
+    def memory_start(self) -> int:
+        return self.start
+
+    def append(self, groups: list[tuple[list[bytes], int]], now_ns: int) -> list[Batch]:
+        batches = []
+        for bodies, due_ns in groups:
+            batch = Batch(self.end, now_ns, due_ns, lengths_of(bodies), b"".join(bodies))
+            self._bases.append(batch.base)
+            self._batches[batch.base] = batch
+            self.end = batch.end
+            batches.append(batch)
+        return batches
+
+    def read(self, sequence: int, *, wait: bool = False) -> Batch | None:
+        entry = bisect_right(self._bases, sequence) - 1
+        if entry >= 0 and sequence < self._batches[self._bases[entry]].end:
+            return self._batches[self._bases[entry]]
+        return self._batches[self._bases[entry + 1]] if entry + 1 < len(self._bases) else None
+
+    def deferred_since(self, sequence: int) -> Iterator[tuple[int, int]]:
+        for batch in self._batches.values():
+            if batch.due_ns and batch.base >= sequence:
+                yield batch.base, batch.due_ns
+
+    def count(self, start: int, end: int) -> int:
+        return max(0, end - start - self.gaps.count(start, end))
+
+    def discard_oldest(self, start: int, limit: int) -> int:
+        """Drop whole batches from `start` on until no more than `limit` messages follow it, or one batch."""
+        dropped = 0
+        entry = bisect_right(self._bases, start - 1)
+        while entry + 1 < len(self._bases) and self.count(start, self.end) > limit:
+            batch = self._batches.pop(self._bases.pop(entry))
+            self.gaps.add(batch.base, batch.end)
+            dropped += batch.count
+        return dropped
+
+    def trim(self, low: int) -> None:
+        keep = 0
+        while keep < len(self._bases) and self._batches[self._bases[keep]].end <= low:
+            del self._batches[self._bases[keep]]
+            keep += 1
+        del self._bases[:keep]
+        self.gaps.drop_before(low)

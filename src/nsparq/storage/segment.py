@@ -1,0 +1,256 @@
+"""One file of a topic's log: batches end to end, with a sparse index beside it once it is closed.
+
+The index file holds what a restart needs, so that opening a log reads no message: where each 64 KiB or so
+of the segment begins, the range of sequence numbers, the times, and which messages were deferred. It is
+written when the segment is sealed and at a clean stop, and believed only if it names the segment's size.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from array import array
+from bisect import bisect_right
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from crc32c import crc32c
+
+from nsparq.errors import CorruptBatch
+from nsparq.storage.batch import (
+    HEADER_SIZE,
+    Batch,
+    Head,
+    checksum_holds,
+    data_range,
+    decode_head,
+    decode_lengths,
+)
+from nsparq.storage.files import Buffer, Files
+from nsparq.storage.recovery import Damage, next_batch, scan
+
+logger = logging.getLogger(__name__)
+
+INDEX_EVERY: Final = 64 << 10
+READ_SIZE: Final = 256 << 10
+GATHER_SIZE: Final = 96 << 10
+"""Small neighbouring batches are read as one, up to about this many bytes."""
+
+_INDEX = struct.Struct("<4sIQQQqqQQ")
+_INDEX_MAGIC = b"NQX1"
+
+
+class Cold(Exception):
+    """The bytes are on the disk and not in memory: reading them here would stall the loop."""
+
+    def __init__(self, path: Path, position: int) -> None:
+        super().__init__(f"{path} at byte {position}")
+        self.path, self.position = path, position
+
+
+class Segment:
+    """A run of batches in one file. `base` names the file; `end` is the sequence number after the last."""
+
+    def __init__(self, files: Files, directory: Path, base: int) -> None:
+        self.files = files
+        self.path = directory / f"{base:020d}.log"
+        self.index_path = self.path.with_suffix(".index")
+        self.base = base
+        self.end = base
+        self.size = 0
+        self.first_ns = 0
+        self.last_ns = 0
+        self.deferred = array("q")
+        """Pairs of sequence number and due time."""
+        self._sequences = array("Q")
+        self._positions = array("Q")
+        self._fd = -1
+        self._damage: dict[int, int] = {}
+        """Where unreadable bytes begin, and where reading goes on."""
+
+    # writing
+
+    def append(self, buffers: list[Buffer], size: int) -> None:
+        """Write whole batches, or raise. What a failed write leaves behind `size` is overwritten by the
+        next one, or cut off by the next start; cutting it off now gives a full disk its space back."""
+        try:
+            self.files.write(self.fd, buffers, self.size)
+        except OSError:
+            with suppress(OSError):
+                self.files.truncate(self.fd, self.size)
+            raise
+        self.size += size
+
+    def note(self, position: int, base: int, end: int, timestamp_ns: int, due_ns: int) -> None:
+        """Account for a batch that stands at `position`."""
+        if not self._positions or position - self._positions[-1] >= INDEX_EVERY:
+            self._sequences.append(base)
+            self._positions.append(position)
+        if not self.first_ns:
+            self.first_ns = timestamp_ns
+        self.last_ns = timestamp_ns
+        self.end = end
+        if due_ns:
+            self.deferred.extend((base, due_ns))
+
+    @property
+    def fd(self) -> int:
+        if self._fd < 0:
+            self._fd = self.files.open(self.path)
+        return self._fd
+
+    def close(self) -> None:
+        """Let go of the file. It opens again by itself when used."""
+        if self._fd >= 0:
+            self.files.close(self._fd)
+            self._fd = -1
+
+    def write_index(self, *, sync: bool) -> None:
+        body = self._sequences.tobytes() + self._positions.tobytes() + self.deferred.tobytes()
+        fields = (self.base, self.end, self.size, self.first_ns, self.last_ns)
+        counts = (len(self._positions), len(self.deferred))
+        crc = crc32c(body, crc32c(_INDEX.pack(_INDEX_MAGIC, 0, *fields, *counts)))
+        head = _INDEX.pack(_INDEX_MAGIC, crc, *fields, *counts)
+        self.files.replace(self.index_path, head + body, sync=sync)
+
+    def remove(self) -> None:
+        self.close()
+        self.files.unlink(self.path)
+        self.files.unlink(self.index_path)
+
+    # opening
+
+    def open(self, *, last: bool) -> list[Damage]:
+        """Learn what the file holds, from its index or by reading it. Gives the damage found.
+
+        Only the last segment of a log can end in a torn batch, and then it is cut off: nothing in it was
+        acknowledged. In any other place bytes are never thrown away.
+        """
+        self.size = self.files.size(self.fd)
+        if self._load_index():
+            return []
+        found: list[Damage] = []
+        for item in scan(lambda size, at: self.files.read(self.fd, size, at), 0, self.size):
+            if isinstance(item, Damage):
+                found.append(item)
+                self._damage[item.position] = item.end
+            else:
+                head = item.head
+                self.note(item.position, head.base, head.end, head.timestamp_ns, head.due_ns)
+        if last and found and found[-1].end == self.size:
+            torn = found.pop()
+            logger.warning(
+                "%s: cut off %d bytes of an unfinished write at byte %d",
+                self.path.name, self.size - torn.position, torn.position,
+            )  # fmt: skip
+            del self._damage[torn.position]
+            self.files.truncate(self.fd, torn.position)
+            self.size = torn.position
+        for damage in found:
+            logger.error(
+                "%s",
+                CorruptBatch(self.path, damage.position, f"{damage.end - damage.position} bytes unreadable"),
+            )
+        return found
+
+    def _load_index(self) -> bool:
+        raw = self.files.read_whole(self.index_path)
+        if raw is None or len(raw) < _INDEX.size:
+            return False
+        magic, crc, base, end, size, first_ns, last_ns, entries, deferred = _INDEX.unpack_from(raw)
+        body = raw[_INDEX.size :]
+        unsigned = _INDEX.pack(_INDEX_MAGIC, 0, base, end, size, first_ns, last_ns, entries, deferred)
+        if magic != _INDEX_MAGIC or crc32c(body, crc32c(unsigned)) != crc:
+            logger.warning("%s is damaged; reading the segment instead", self.index_path.name)
+            return False
+        if size != self.size or base != self.base:
+            return False
+        self.end, self.first_ns, self.last_ns = end, first_ns, last_ns
+        self._sequences.frombytes(body[: 8 * entries])
+        self._positions.frombytes(body[8 * entries : 16 * entries])
+        self.deferred.frombytes(body[16 * entries :])
+        return True
+
+    # reading
+
+    def position_before(self, sequence: int) -> int:
+        """A position at or before the batch that holds `sequence`."""
+        entry = bisect_right(self._sequences, sequence) - 1
+        return self._positions[entry] if entry >= 0 else 0
+
+    def read(self, position: int, sequence: int, *, wait: bool) -> tuple[Batch, int] | None:
+        """The first batch from `position` on that ends beyond `sequence`, and the position behind it.
+
+        None at the end of the segment. Neighbouring small batches come joined. Raises CorruptBatch at
+        bytes that do not check out, Cold where the disk would have to be waited for and `wait` is false.
+        """
+        while position < self.size:
+            position = self._damage.get(position, position)
+            block = self._block(position, READ_SIZE, wait)
+            offset = 0
+            while offset < len(block):
+                if position + offset in self._damage:
+                    break
+                head = decode_head(block, offset)
+                if head is None:
+                    if len(block) - offset < HEADER_SIZE and position + len(block) < self.size:
+                        break
+                    raise self.corrupt(position + offset, "no batch header")
+                if head.end > sequence:
+                    return self._gather(block, offset, head, position, wait)
+                offset += head.size
+            if position + offset >= self.size:
+                return None
+            position = self._damage.get(position + offset, position + offset)
+        return None
+
+    def _block(self, position: int, size: int, wait: bool) -> bytes:
+        size = min(size, self.size - position)
+        if wait:
+            block = self.files.read(self.fd, size, position)
+            if len(block) < size:
+                missing = position + len(block)
+                self._damage[missing] = self.size
+                raise CorruptBatch(self.path, missing, "the file is shorter than it was")
+            return block
+        cached = self.files.read_cached(self.fd, size, position)
+        if cached is None or len(cached) < size:
+            raise Cold(self.path, position)
+        return cached
+
+    def _gather(self, block: bytes, offset: int, head: Head, position: int, wait: bool) -> tuple[Batch, int]:
+        if head.size > len(block) - offset:
+            position += offset
+            block, offset = self._block(position, head.size, wait), 0
+        if not checksum_holds(head, block, offset):
+            raise self.corrupt(position + offset, "checksum mismatch")
+        start, end = data_range(head, offset)
+        first = Batch(
+            head.base, head.timestamp_ns, head.due_ns, decode_lengths(head, block, offset), block[start:end]
+        )
+        behind = offset + head.size
+        if head.due_ns or head.size >= GATHER_SIZE:
+            return first, position + behind
+        joined = [(head.timestamp_ns, first.lengths, first.data)]
+        size = head.size
+        while size < GATHER_SIZE:
+            following = decode_head(block, behind)
+            if following is None or following.due_ns or following.base != head.end:
+                break
+            if not checksum_holds(following, block, behind):
+                break
+            start, end = data_range(following, behind)
+            joined.append(
+                (following.timestamp_ns, decode_lengths(following, block, behind), block[start:end])
+            )
+            size += following.size
+            behind += following.size
+            head = following
+        return (Batch.join(first.base, joined) if len(joined) > 1 else first), position + behind
+
+    def corrupt(self, position: int, reason: str) -> CorruptBatch:
+        """Note the damage at `position`, so that the next read goes on behind it."""
+        read = lambda size, at: self.files.read(self.fd, size, at)  # noqa: E731
+        self._damage[position] = next_batch(read, position + 1, self.size)
+        return CorruptBatch(self.path, position, reason)

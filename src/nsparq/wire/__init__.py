@@ -1,0 +1,1 @@
+"""NSQ's TCP protocol as bytes and values: no sockets, no clock, no tasks."""

@@ -1,0 +1,206 @@
+"""IDENTIFY: the JSON body, its checks in NSQ's order, and the reply.
+
+Go's decoder decides what is acceptable: keys match in any case, null means absent, numbers of integer
+fields carry no fraction or exponent, unknown keys are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+from nsparq.errors import FatalClientError
+from nsparq.wire.limits import (
+    DEFAULT_DEFLATE_LEVEL,
+    DEFAULT_HEARTBEAT_MS,
+    DEFAULT_OUTPUT_BUFFER_SIZE,
+    MIN_HEARTBEAT_MS,
+    MIN_MSG_TIMEOUT_MS,
+    MIN_OUTPUT_BUFFER_SIZE,
+    Limits,
+)
+
+_STRINGS: Final = ("client_id", "hostname", "user_agent", "topology_region", "topology_zone")
+_BOOLEANS: Final = ("feature_negotiation", "tls_v1", "snappy", "deflate")
+_INTEGERS: Final = {
+    "heartbeat_interval": 64,
+    "output_buffer_size": 64,
+    "output_buffer_timeout": 64,
+    "deflate_level": 64,
+    "sample_rate": 32,
+    "msg_timeout": 64,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a client asked for and gets: effective values, after defaults and limits."""
+
+    client_id: str = ""
+    hostname: str = ""
+    user_agent: str = ""
+    topology_region: str = ""
+    topology_zone: str = ""
+    feature_negotiation: bool = False
+    heartbeat_ms: int = DEFAULT_HEARTBEAT_MS
+    """0 when the client asked for none."""
+    output_buffer_size: int = DEFAULT_OUTPUT_BUFFER_SIZE
+    output_buffer_timeout_ms: int = 250
+    sample_rate: int = 0
+    msg_timeout_ms: int = 60_000
+    tls: bool = False
+    snappy: bool = False
+    deflate: bool = False
+    deflate_level: int = DEFAULT_DEFLATE_LEVEL
+
+    def reply(self, limits: Limits) -> bytes:
+        """The negotiation answer, keys in NSQ's order; a plain OK to a client that did not negotiate."""
+        if not self.feature_negotiation:
+            return b"OK"
+        answer = {
+            "max_rdy_count": limits.max_rdy_count,
+            "version": limits.version,
+            "max_msg_timeout": limits.max_msg_timeout_ms,
+            "msg_timeout": self.msg_timeout_ms,
+            "tls_v1": self.tls,
+            "deflate": self.deflate,
+            "deflate_level": self.deflate_level,
+            "max_deflate_level": limits.max_deflate_level,
+            "snappy": self.snappy,
+            "sample_rate": self.sample_rate,
+            "auth_required": limits.auth_required,
+            "output_buffer_size": self.output_buffer_size,
+            "output_buffer_timeout": self.output_buffer_timeout_ms,
+            "topology_region": limits.topology_region,
+            "topology_zone": limits.topology_zone,
+        }
+        return json.dumps(answer, separators=(",", ":")).encode()
+
+
+def default_identity(limits: Limits, peer: str) -> Identity:
+    """What holds for a client that has not said IDENTIFY."""
+    return Identity(
+        client_id=peer,
+        hostname=peer,
+        output_buffer_timeout_ms=limits.output_buffer_timeout_ms,
+        msg_timeout_ms=limits.msg_timeout_ms,
+    )
+
+
+def decode_identify(body: bytes, limits: Limits) -> Identity:
+    """Parse and check an IDENTIFY body; the first bad field decides the error."""
+    fields = _decode_fields(body)
+    heartbeat_ms = _check_heartbeat(fields.get("heartbeat_interval", 0), limits)
+    timeout_ms = _check_buffer_timeout(fields.get("output_buffer_timeout", 0), limits)
+    buffer_size = _check_buffer_size(fields.get("output_buffer_size", 0), limits)
+    if fields.get("output_buffer_size") == -1:
+        timeout_ms = 0
+    sample_rate = fields.get("sample_rate", 0)
+    if not 0 <= sample_rate <= 99:
+        raise _invalid("sample rate", sample_rate)
+    msg_timeout_ms = fields.get("msg_timeout", 0)
+    if msg_timeout_ms != 0 and not MIN_MSG_TIMEOUT_MS <= msg_timeout_ms <= limits.max_msg_timeout_ms:
+        raise _invalid("msg timeout", msg_timeout_ms)
+    negotiates = fields.get("feature_negotiation", False)
+    deflate = negotiates and limits.deflate_available and fields.get("deflate", False)
+    if negotiates and fields.get("deflate", False) and fields.get("snappy", False):
+        raise FatalClientError("E_IDENTIFY_FAILED", "cannot enable both deflate and snappy compression")
+    level = fields.get("deflate_level", 0) if fields.get("deflate", False) else 0
+    return Identity(
+        **{name: fields.get(name, "") for name in _STRINGS},
+        feature_negotiation=negotiates,
+        heartbeat_ms=heartbeat_ms,
+        output_buffer_size=buffer_size,
+        output_buffer_timeout_ms=timeout_ms,
+        sample_rate=sample_rate,
+        msg_timeout_ms=msg_timeout_ms or limits.msg_timeout_ms,
+        tls=negotiates and limits.tls_available and fields.get("tls_v1", False),
+        snappy=negotiates and limits.snappy_available and fields.get("snappy", False),
+        deflate=deflate,
+        deflate_level=min(level if level > 0 else DEFAULT_DEFLATE_LEVEL, limits.max_deflate_level),
+    )
+
+
+def _decode_fields(body: bytes) -> dict[str, Any]:
+    """The known keys of the body, type-checked; absent where missing or null."""
+    try:
+        parsed = json.loads(
+            body.decode("utf-8", "replace"), object_pairs_hook=_Pairs, parse_constant=_refuse_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise _undecodable() from error
+    if parsed is None:
+        return {}
+    if not isinstance(parsed, _Pairs):
+        raise _undecodable()
+    fields: dict[str, Any] = {}
+    value: Any
+    for key, value in parsed:
+        name = key.lower()
+        if name in _STRINGS:
+            wanted: type = str
+        elif name in _BOOLEANS:
+            wanted = bool
+        elif name in _INTEGERS:
+            wanted = int
+        else:
+            continue
+        if value is None:
+            continue
+        if type(value) is not wanted:
+            raise _undecodable()
+        if name in _INTEGERS and not _fits(value, _INTEGERS[name]):
+            raise _undecodable()
+        fields[name] = value
+    return fields
+
+
+def _fits(value: int, bits: int) -> bool:
+    return -(1 << (bits - 1)) <= value < 1 << (bits - 1)
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object as its pairs in order, so that of keys that differ only in case the last one wins."""
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_heartbeat(wanted: int, limits: Limits) -> int:
+    if wanted == -1:
+        return 0
+    if wanted == 0:
+        return DEFAULT_HEARTBEAT_MS
+    if not MIN_HEARTBEAT_MS <= wanted <= limits.max_heartbeat_interval_ms:
+        raise _invalid("heartbeat interval", wanted)
+    return wanted
+
+
+def _check_buffer_timeout(wanted: int, limits: Limits) -> int:
+    if wanted == -1:
+        return 0
+    if wanted == 0:
+        return limits.output_buffer_timeout_ms
+    if not limits.min_output_buffer_timeout_ms <= wanted <= limits.max_output_buffer_timeout_ms:
+        raise _invalid("output buffer timeout", wanted)
+    return wanted
+
+
+def _check_buffer_size(wanted: int, limits: Limits) -> int:
+    if wanted == -1:
+        return 1
+    if wanted == 0:
+        return DEFAULT_OUTPUT_BUFFER_SIZE
+    if not MIN_OUTPUT_BUFFER_SIZE <= wanted <= limits.max_output_buffer_size:
+        raise _invalid("output buffer size", wanted)
+    return wanted
+
+
+def _invalid(field: str, value: int) -> FatalClientError:
+    return FatalClientError("E_BAD_BODY", f"IDENTIFY {field} ({value}) is invalid")
+
+
+def _undecodable() -> FatalClientError:
+    return FatalClientError("E_BAD_BODY", "IDENTIFY failed to decode JSON body")

@@ -1,0 +1,500 @@
+"""The server's side of a V2 conversation, without I/O: bytes in, commands out, in order.
+
+Rule 1: every change of state happens through TRANSITIONS. Rule 2: a command is refused in NSQ's order of
+checks: state, parameters, names, sizes, body; nothing after the first failed check is looked at.
+Rule 3: what the peer did wrong is raised from the command iterator as a FatalClientError, or as
+LineTooLong; the conversation is then over.
+"""
+
+from __future__ import annotations
+
+import binascii
+import struct
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+
+from nsparq.errors import ClientError, FatalClientError, NsparqError
+from nsparq.names import is_valid_name, quote
+from nsparq.wire.commands import (
+    Auth,
+    Command,
+    Finish,
+    Identify,
+    Publish,
+    Ready,
+    Refusal,
+    Requeue,
+    StartClose,
+    Subscribe,
+    Touch,
+)
+from nsparq.wire.identify import Identity, decode_identify, default_identity
+from nsparq.wire.limits import MAX_LINE, Limits
+
+MAGIC: Final = b"  V2"
+
+INIT: Final = 0
+SUBSCRIBED: Final = 3
+CLOSING: Final = 4
+
+TRANSITIONS: Final = {
+    (INIT, "SUB"): SUBSCRIBED,
+    (SUBSCRIBED, "CLS"): CLOSING,
+}
+_ALLOWED: Final = {
+    b"IDENTIFY": (INIT,),
+    b"AUTH": (INIT,),
+    b"SUB": (INIT,),
+    b"RDY": (SUBSCRIBED, CLOSING),
+    b"FIN": (SUBSCRIBED, CLOSING),
+    b"REQ": (SUBSCRIBED, CLOSING),
+    b"TOUCH": (SUBSCRIBED, CLOSING),
+    b"CLS": (SUBSCRIBED,),
+}
+
+_SIZE = struct.Struct(">i")
+_FIN_LINE = np.dtype([("word", "<u4"), ("id", "S16"), ("end", "u1")])
+_FIN_WORD = int.from_bytes(b"FIN ", "little")
+_FIN_WIDTH = _FIN_LINE.itemsize
+_FIN_RUN = 8
+"""From this many whole FIN lines on, decoding them as one array pays."""
+_LF = 10
+_DIGITS = frozenset(b"0123456789")
+_HEX = frozenset(b"0123456789abcdef")
+
+
+class LineTooLong(NsparqError):
+    """A line beyond MAX_LINE: the connection ends without a word, as in NSQ."""
+
+
+class _Incomplete(Exception):
+    """More bytes are needed: `size` of them from where the command's body begins."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class ServerProtocol:
+    """One client's conversation. Feed it receive_data(); handle each command before taking the next."""
+
+    def __init__(self, limits: Limits, peer: str = "") -> None:
+        self.limits = limits
+        self.state = INIT
+        self.identity: Identity = default_identity(limits, peer)
+        self.commands = 0
+        """Commands completed so far, the ones without an answer included."""
+        self.tls_active = False
+        self._buffer = b""
+        self._position = 0
+        self._chunks: list[bytes] = []
+        self._missing = 4
+        """Bytes that must arrive before looking at the input again is of use."""
+        self._greeted = False
+        self._body: Callable[[], Command | None] | None = None
+        """Reads the rest of the command whose line has been accepted."""
+        self._unread = ""
+        """What the peer cut short, should the stream end now."""
+        self._unread_code = ""
+        self._topics: dict[bytes, str] = {}
+        """Publish lines seen before, so that each is validated once."""
+
+    def receive_data(self, data: bytes) -> Iterator[Command]:
+        """Take bytes from the peer and give the commands they complete."""
+        if self._missing > len(data):
+            self._missing -= len(data)
+            self._chunks.append(data)
+            return
+        if self._chunks:
+            self._chunks.append(data)
+            data = b"".join(self._chunks)
+            self._chunks.clear()
+        self._buffer = self._buffer[self._position :] + data if self._position < len(self._buffer) else data
+        self._position = 0
+        self._missing = 0
+        yield from self._commands()
+
+    def receive_eof(self) -> None:
+        """The peer is done. Raises if it stopped in the middle of a command's body."""
+        if self._body is not None:
+            raise FatalClientError(self._unread_code, self._unread)
+
+    def take_rest(self) -> bytes:
+        """Bytes received but not looked at: they belong to the layer that a negotiation switched on."""
+        rest = self._buffer[self._position :] + b"".join(self._chunks)
+        self._buffer, self._position = b"", 0
+        self._chunks.clear()
+        return rest
+
+    def _commands(self) -> Iterator[Command]:
+        if not self._greeted:
+            magic = self._buffer[:4]
+            if len(magic) < 4:
+                self._missing = 4 - len(magic)
+                return
+            if magic != MAGIC:
+                raise FatalClientError("E_BAD_PROTOCOL")
+            self._greeted = True
+            self._position = 4
+        while True:
+            try:
+                if self._body is not None:
+                    command = self._body()
+                    self._body = None
+                elif self._position >= len(self._buffer):
+                    return
+                else:
+                    command = self._next_line()
+            except _Incomplete as incomplete:
+                self._missing = max(1, incomplete.size - (len(self._buffer) - self._position))
+                return
+            self.commands += 1
+            if command is not None:
+                yield command
+
+    def _next_line(self) -> Command | None:
+        buffer, start = self._buffer, self._position
+        end = buffer.find(b"\n", start, start + MAX_LINE)
+        if end < 0:
+            if len(buffer) - start >= MAX_LINE:
+                raise LineTooLong
+            raise _Incomplete(0)
+        if buffer.startswith(b"FIN ", start) and self.state != INIT and not self._tls_missing:
+            command = self._take_fin_run(start)
+            if command is not None:
+                return command
+        self._position = end + 1
+        line = (
+            buffer[start : end - 1] if buffer[end - 1 : end] == b"\r" and end > start else buffer[start:end]
+        )
+        topic = self._topics.get(line)
+        if topic is not None and not self._tls_missing:
+            return self._start_publish(line[:4], topic)
+        return self._take_line(line)
+
+    @property
+    def _tls_missing(self) -> bool:
+        return self.limits.tls_required and not self.tls_active
+
+    def _take_line(self, line: bytes) -> Command | None:
+        name, *params = line.split(b" ")
+        if self._tls_missing and name != b"IDENTIFY":
+            raise _invalid(f"cannot {_text(name)} in current state (TLS required)")
+        handler = _HANDLERS.get(name)
+        if handler is None:
+            raise _invalid(f"invalid command {_text(name)}")
+        if self.state not in _ALLOWED.get(name, (self.state,)):
+            raise _invalid(f"cannot {_text(name)} in current state")
+        command = handler(self, line, params)
+        self.state = TRANSITIONS.get((self.state, name.decode()), self.state)
+        return command
+
+    def _await_body(self, read: Callable[[], Command | None], code: str, unread: str) -> Command | None:
+        """Read the rest of a command now, or go on with it when more has arrived."""
+        self._unread_code, self._unread = code, unread
+        self._body = read
+        command = read()
+        self._body = None
+        return command
+
+    def _read_size(self) -> int:
+        """The 32-bit size at the read position, which moves past it."""
+        position = self._position
+        if len(self._buffer) - position < 4:
+            raise _Incomplete(4)
+        size: int = _SIZE.unpack_from(self._buffer, position)[0]
+        self._position = position + 4
+        return size
+
+    def _read_bytes(self, size: int) -> bytes:
+        position = self._position
+        end = position + size
+        if len(self._buffer) < end:
+            raise _Incomplete(size)
+        self._position = end
+        return self._buffer[position:end]
+
+    # IDENTIFY and AUTH
+
+    def _identify(self, line: bytes, params: list[bytes]) -> Command | None:
+        def finish(body: bytes) -> Command:
+            self.identity = decode_identify(body, self.limits)
+            return Identify(self.identity)
+
+        return self._sized_body("IDENTIFY", finish)
+
+    def _auth(self, line: bytes, params: list[bytes]) -> Command | None:
+        if params:
+            raise _invalid("AUTH invalid number of parameters")
+        return self._sized_body("AUTH", Auth)
+
+    def _sized_body(self, verb: str, finish: Callable[[bytes], Command]) -> Command | None:
+        def read_size() -> Command | None:
+            size = self._read_size()
+            if size > self.limits.max_body_size:
+                raise _bad_body(f"{verb} body too big {size} > {self.limits.max_body_size}")
+            if size <= 0:
+                raise _bad_body(f"{verb} invalid body size {size}")
+            return self._await_body(
+                lambda: finish(self._read_bytes(size)), "E_BAD_BODY", f"{verb} failed to read body"
+            )
+
+        return self._await_body(read_size, "E_BAD_BODY", f"{verb} failed to read body size")
+
+    # consuming
+
+    def _sub(self, line: bytes, params: list[bytes]) -> Command:
+        if self.identity.heartbeat_ms == 0:
+            raise _invalid("cannot SUB with heartbeats disabled")
+        if len(params) < 2:
+            raise _invalid("SUB insufficient number of parameters")
+        topic, channel = params[0], params[1]
+        if not is_valid_name(topic):
+            raise FatalClientError("E_BAD_TOPIC", f"SUB topic name {quote(topic)} is not valid")
+        if not is_valid_name(channel):
+            raise FatalClientError("E_BAD_CHANNEL", f"SUB channel name {quote(channel)} is not valid")
+        return Subscribe(topic.decode(), channel.decode())
+
+    def _rdy(self, line: bytes, params: list[bytes]) -> Command | None:
+        if self.state == CLOSING:
+            return None
+        count = 1
+        if params:
+            parsed = _parse_number(params[0])
+            if parsed is None:
+                raise _invalid(f"RDY could not parse count {_text(params[0])}")
+            count = parsed
+        if not 0 <= count <= self.limits.max_rdy_count:
+            raise _invalid(f"RDY count {count} out of range 0-{self.limits.max_rdy_count}")
+        return Ready(count)
+
+    def _take_fin_run(self, start: int) -> Command | None:
+        """All FIN lines from `start` on as one command; None when they are few or unusual."""
+        buffer = self._buffer
+        count = (len(buffer) - start) // _FIN_WIDTH
+        if count < _FIN_RUN:
+            return None
+        lines = np.frombuffer(buffer, _FIN_LINE, count, start)
+        regular = (lines["word"] == _FIN_WORD) & (lines["end"] == _LF)
+        if not regular.all():
+            count = int(regular.argmin())
+            if count < _FIN_RUN:
+                return None
+            lines = lines[:count]
+        digits = lines["id"].tobytes()
+        if digits != digits.lower():
+            return None
+        try:
+            ids = np.frombuffer(binascii.unhexlify(digits), ">u8").tolist()
+        except binascii.Error:
+            return None
+        self._position = start + count * _FIN_WIDTH
+        self.commands += count - 1
+        return Finish(ids)
+
+    def _fin(self, line: bytes, params: list[bytes]) -> Command:
+        if not params:
+            raise _invalid("FIN insufficient number of params")
+        number = _message_id(params[0])
+        return _unknown("FIN", params[0]) if number is None else Finish([number])
+
+    def _req(self, line: bytes, params: list[bytes]) -> Command:
+        if len(params) < 2:
+            raise _invalid("REQ insufficient number of params")
+        number = _message_id(params[0])
+        timeout_ms = _parse_number(params[1])
+        if timeout_ms is None:
+            raise _invalid(f"REQ could not parse timeout {_text(params[1])}")
+        if number is None:
+            return _unknown("REQ", params[0])
+        return Requeue(number, min(max(timeout_ms, 0), self.limits.max_req_timeout_ms))
+
+    def _touch(self, line: bytes, params: list[bytes]) -> Command:
+        if not params:
+            raise _invalid("TOUCH insufficient number of params")
+        number = _message_id(params[0])
+        return _unknown("TOUCH", params[0]) if number is None else Touch(number)
+
+    def _cls(self, line: bytes, params: list[bytes]) -> Command:
+        return StartClose()
+
+    def _nop(self, line: bytes, params: list[bytes]) -> None:
+        return None
+
+    # publishing
+
+    def _pub(self, line: bytes, params: list[bytes]) -> Command | None:
+        topic = self._topic("PUB", params)
+        self._remember(line, topic)
+        return self._start_publish(b"PUB ", topic)
+
+    def _mpub(self, line: bytes, params: list[bytes]) -> Command | None:
+        topic = self._topic("MPUB", params)
+        self._remember(line, topic)
+        return self._start_publish(b"MPUB", topic)
+
+    def _dpub(self, line: bytes, params: list[bytes]) -> Command | None:
+        if len(params) < 2:
+            raise _invalid("DPUB insufficient number of parameters")
+        topic = self._topic("DPUB", params)
+        defer_ms = _parse_number(params[1])
+        if defer_ms is None:
+            raise _invalid(f"DPUB could not parse timeout {_text(params[1])}")
+        if not 0 <= defer_ms <= self.limits.max_req_timeout_ms:
+            raise _invalid(f"DPUB timeout {defer_ms} out of range 0-{self.limits.max_req_timeout_ms}")
+        return self._single("DPUB", topic, defer_ms)
+
+    def _topic(self, verb: str, params: list[bytes]) -> str:
+        if not params:
+            raise _invalid(f"{verb} insufficient number of parameters")
+        if not is_valid_name(params[0]):
+            # NSQ prints the code twice for MPUB, and clients have learnt to expect it.
+            prefix = "E_BAD_TOPIC " if verb == "MPUB" else ""
+            raise FatalClientError(
+                "E_BAD_TOPIC", f"{prefix}{verb} topic name {quote(params[0])} is not valid"
+            )
+        return params[0].decode()
+
+    def _remember(self, line: bytes, topic: str) -> None:
+        if len(self._topics) >= 64:
+            self._topics.clear()
+        self._topics[line] = topic
+
+    def _start_publish(self, word: bytes, topic: str) -> Command | None:
+        return self._single("PUB", topic, 0) if word == b"PUB " else self._multiple(topic)
+
+    def _single(self, verb: str, topic: str, defer_ms: int) -> Command | None:
+        buffer, position = self._buffer, self._position
+        if len(buffer) - position >= 4:
+            size = _SIZE.unpack_from(buffer, position)[0]
+            end = position + 4 + size
+            if 0 < size <= self.limits.max_msg_size and end <= len(buffer):
+                self._position = end
+                return Publish(verb, topic, [buffer[position + 4 : end]], defer_ms)
+
+        def read_size() -> Command | None:
+            size = self._read_size()
+            if size <= 0:
+                raise _bad_message(f"{verb} invalid message body size {size}")
+            if size > self.limits.max_msg_size:
+                raise _bad_message(f"{verb} message too big {size} > {self.limits.max_msg_size}")
+            return self._await_body(
+                lambda: Publish(verb, topic, [self._read_bytes(size)], defer_ms),
+                "E_BAD_MESSAGE",
+                f"{verb} failed to read message body",
+            )
+
+        return self._await_body(read_size, "E_BAD_MESSAGE", f"{verb} failed to read message body size")
+
+    def _multiple(self, topic: str) -> Command | None:
+        bodies: list[bytes] = []
+        limits = self.limits
+
+        def read_size() -> Command | None:
+            size = self._read_size()
+            if size <= 0:
+                raise _bad_body(f"MPUB invalid body size {size}")
+            if size > limits.max_body_size:
+                raise _bad_body(f"MPUB body too big {size} > {limits.max_body_size}")
+            return self._await_body(read_count, "E_BAD_BODY", "MPUB failed to read message count")
+
+        def read_count() -> Command | None:
+            count = self._read_size()
+            if not 1 <= count <= limits.max_mpub_count:
+                raise _bad_body(f"MPUB invalid message count {count}")
+            return self._await_body(lambda: read_messages(count), "E_BAD_MESSAGE", "")
+
+        def read_messages(count: int) -> Command:
+            self._walk_messages(bodies, count)
+            return Publish("MPUB", topic, bodies)
+
+        return self._await_body(read_size, "E_BAD_BODY", "MPUB failed to read body size")
+
+    def _walk_messages(self, bodies: list[bytes], count: int) -> None:
+        """Cut the buffered part of an MPUB into bodies. The declared body size is not what ends it: NSQ
+        reads `count` messages whatever they add up to, and so do we, up to the largest body allowed."""
+        buffer, position, available = self._buffer, self._position, len(self._buffer)
+        max_msg_size = self.limits.max_msg_size
+        unpack, append = _SIZE.unpack_from, bodies.append
+        try:
+            while len(bodies) < count:
+                if available - position < 4:
+                    self._unread = f"MPUB failed to read message({len(bodies)}) body size"
+                    raise _Incomplete(4)
+                (size,) = unpack(buffer, position)
+                end = position + 4 + size
+                if not 0 < size <= max_msg_size:
+                    if size <= 0:
+                        raise _bad_message(f"MPUB invalid message({len(bodies)}) body size {size}")
+                    raise _bad_message(f"MPUB message too big {size} > {max_msg_size}")
+                if end > available:
+                    self._unread = "MPUB failed to read message body"
+                    raise _Incomplete(4 + size)
+                append(buffer[position + 4 : end])
+                position = end
+        except _Incomplete:
+            # The peer may have lied about the size; what we hold for it stays bounded.
+            held = sum(map(len, bodies))
+            if held > self.limits.max_body_size:
+                raise _bad_body(f"MPUB body too big {held} > {self.limits.max_body_size}") from None
+            raise
+        finally:
+            self._position = position
+
+
+_Handler = Callable[[ServerProtocol, bytes, list[bytes]], Command | None]
+
+_HANDLERS: Final[dict[bytes, _Handler]] = {
+    b"IDENTIFY": ServerProtocol._identify,
+    b"AUTH": ServerProtocol._auth,
+    b"SUB": ServerProtocol._sub,
+    b"RDY": ServerProtocol._rdy,
+    b"FIN": ServerProtocol._fin,
+    b"REQ": ServerProtocol._req,
+    b"TOUCH": ServerProtocol._touch,
+    b"CLS": ServerProtocol._cls,
+    b"NOP": ServerProtocol._nop,
+    b"PUB": ServerProtocol._pub,
+    b"MPUB": ServerProtocol._mpub,
+    b"DPUB": ServerProtocol._dpub,
+}
+
+
+def _parse_number(text: bytes) -> int | None:
+    """An unsigned decimal as NSQ reads it: empty is 0, and overflow wraps into a signed 64-bit number."""
+    if not _DIGITS.issuperset(text):
+        return None
+    value = 0
+    for start in range(0, len(text), 1000):
+        part = text[start : start + 1000]
+        value = (value * 10 ** len(part) + int(part)) & 0xFFFF_FFFF_FFFF_FFFF
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _message_id(raw: bytes) -> int | None:
+    """The id as a number; None when it is none that we could have made."""
+    if len(raw) != 16:
+        raise _invalid("invalid message ID")
+    return int(raw, 16) if _HEX.issuperset(raw) else None
+
+
+def _unknown(verb: str, raw: bytes) -> Refusal:
+    return Refusal(ClientError(f"E_{verb}_FAILED", f"{verb} {_text(raw)} failed ID not in flight"))
+
+
+def _text(raw: bytes) -> str:
+    """Bytes of the peer inside an error text: they go back as they came."""
+    return raw.decode("utf-8", "surrogateescape")
+
+
+def _invalid(description: str) -> FatalClientError:
+    return FatalClientError("E_INVALID", description)
+
+
+def _bad_body(description: str) -> FatalClientError:
+    return FatalClientError("E_BAD_BODY", description)
+
+
+def _bad_message(description: str) -> FatalClientError:
+    return FatalClientError("E_BAD_MESSAGE", description)

@@ -1,0 +1,1 @@
+"""Tests of nsparq, laid out as the package is."""

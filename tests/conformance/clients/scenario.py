@@ -1,0 +1,99 @@
+"""What every published client is put through, whatever its event loop.
+
+A driver script publishes the bodies below with its client, asks `Scenario.action` what to do with a message
+that arrives, and prints what happened as JSON lines. It asserts nothing: a driver reports, the test judges.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+SINGLE: Final = "single"
+MULTI: Final = tuple(f"multi-{i}" for i in range(10))
+DEFERRED: Final = "deferred"
+DEFER_MS: Final = 600
+REQUEUED: Final = MULTI[3]
+TOUCHED: Final = MULTI[4]
+KEPT: Final = tuple(f"kept-{i}" for i in range(20))
+AFTER: Final = "after"
+
+CHANNEL: Final = "work"
+MAX_IN_FLIGHT: Final = 5
+# The broker's message timeout. The touched message is held past it, with one TOUCH on the way.
+MSG_TIMEOUT_MS: Final = 2000
+TOUCH_AFTER: Final = 1.2
+FINISH_TOUCHED_AFTER: Final = 2.6
+
+
+class Scenario:
+    """Decides, records and reports; knows nothing of the client that it drives."""
+
+    def __init__(self) -> None:
+        self.host, port, self.topic = sys.argv[1:4]
+        self.port = int(port)
+        self.address = f"{self.host}:{self.port}"
+        self.finished: set[str] = set()
+        self.held: set[str] = set()
+        self.kept_acknowledged = False
+        # Set when the test says on stdin that the broker has been killed and started again.
+        self.restarted = threading.Event()
+        threading.Thread(target=self._await_restart, daemon=True).start()
+
+    def _await_restart(self) -> None:
+        for line in sys.stdin:
+            if line.strip() == "restarted":
+                self.restarted.set()
+
+    def report(self, event: str, **details: object) -> None:
+        sys.stdout.write(json.dumps({"event": event, "at": time.monotonic(), **details}) + "\n")
+        sys.stdout.flush()
+
+    def published(self, command: str, bodies: Iterable[str]) -> None:
+        bodies = tuple(bodies)
+        self.report("published", command=command, bodies=bodies)
+        if bodies == KEPT:
+            self.kept_acknowledged = True
+            self._report_holding()
+
+    def _report_holding(self) -> None:
+        # Only what was acknowledged must survive, so the broker is not to be killed before it has answered.
+        if self.kept_acknowledged and len(self.held) >= MAX_IN_FLIGHT:
+            self.report("holding", bodies=sorted(self.held))
+
+    def action(self, body: bytes, attempts: int) -> str:
+        """One of finish, requeue, touch (see the times above, then finish), hold (answer nothing)."""
+        text = body.decode()
+        self.report("message", body=text, attempts=attempts)
+        if text == REQUEUED and attempts == 1:
+            return "requeue"
+        if text == TOUCHED:
+            return "touch"
+        if text in KEPT and not self.restarted.is_set():
+            self.held.add(text)
+            self._report_holding()
+            return "hold"
+        return "finish"
+
+    def finish(self, body: bytes) -> None:
+        self.finished.add(body.decode())
+        self.report("finished", body=body.decode())
+
+    @property
+    def worked(self) -> bool:
+        return self.finished >= {SINGLE, DEFERRED, *MULTI}
+
+    @property
+    def recovered(self) -> bool:
+        return self.finished >= {AFTER, *KEPT}
+
+
+async def until(fact: Callable[[], bool]) -> None:
+    """For the drivers on asyncio. Facts change in callbacks and threads alike, so this polls."""
+    while not fact():  # noqa: ASYNC110
+        await asyncio.sleep(0.02)

@@ -1,0 +1,190 @@
+"""Group F: FIN, REQ, TOUCH, as far as no time must pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import wait_until
+
+ABSENT = "0123456789abcdef"
+
+
+@pytest.fixture
+def delivered(broker, topic, channel):
+    """A connection that holds one message in flight, and that message."""
+    broker.publish(topic, b"body")
+    with broker.connect() as connection:
+        connection.sub(topic, channel, rdy=1)
+        yield connection, connection.read_message()
+
+
+def test_case_071_fin_takes_the_message_out_of_flight(broker, topic, channel, delivered):
+    connection, message = delivered
+    stats = broker.channel_stats(topic, channel)
+    assert (stats["in_flight_count"], stats["clients"][0]["in_flight_count"]) == (1, 1)
+    connection.fin(message.id)
+    connection.barrier()
+    stats = broker.channel_stats(topic, channel)
+    (client,) = stats["clients"]
+    assert (stats["in_flight_count"], stats["depth"], stats["requeue_count"]) == (0, 0, 0)
+    assert (client["in_flight_count"], client["finish_count"], client["message_count"]) == (0, 1, 1)
+
+
+def test_case_071_fin_has_no_reply(delivered):
+    connection, message = delivered
+    connection.fin(message.id)
+    connection.expect_silence(0.2)
+
+
+def test_case_072_fin_of_unknown_id_is_not_fatal(delivered):
+    connection, message = delivered
+    connection.fin(ABSENT.encode())
+    connection.expect_error(f"E_FIN_FAILED FIN {ABSENT} failed ID not in flight")
+    connection.fin(message.id)
+    connection.fin(message.id)
+    connection.expect_error(f"E_FIN_FAILED FIN {message.id.decode()} failed ID not in flight")
+
+
+@pytest.mark.parametrize("name", ["REQ", "TOUCH"])
+def test_case_072_req_and_touch_of_unknown_id_are_not_fatal(delivered, name):
+    connection, message = delivered
+    connection.command(name, ABSENT, *(["0"] if name == "REQ" else []))
+    connection.expect_error(f"E_{name}_FAILED {name} {ABSENT} failed ID not in flight")
+    connection.fin(message.id)
+    connection.barrier()
+
+
+@pytest.mark.parametrize(
+    "message_id", [b"zzzzzzzzzzzzzzzz", b"0123456789ABCDEF", b"\x00" * 16, b"\xff" * 16, b"ffffffffffffffff"]
+)
+def test_case_072_any_16_bytes_are_an_id_that_is_not_in_flight(delivered, message_id):
+    connection, _ = delivered
+    connection.fin(message_id)
+    connection.expect_error(b"E_FIN_FAILED FIN " + message_id + b" failed ID not in flight")
+
+
+@pytest.mark.parametrize("message_id", [b"", b"short", b"0123456789abcde", b"0123456789abcdef0"])
+@pytest.mark.parametrize("name", ["FIN", "REQ", "TOUCH"])
+def test_case_073_malformed_id_is_fatal(broker, topic, channel, name, message_id):
+    with broker.connect() as connection:
+        connection.sub(topic, channel)
+        connection.command(name, message_id, *(["0"] if name == "REQ" else []))
+        connection.expect_fatal("E_INVALID invalid message ID")
+
+
+def test_case_073_malformed_id_is_reported_before_a_bad_timeout(broker, topic, channel):
+    with broker.connect() as connection:
+        connection.sub(topic, channel)
+        connection.command("REQ", "short", "x")
+        connection.expect_fatal("E_INVALID invalid message ID")
+
+
+def test_case_074_messages_of_another_client_cannot_be_answered(broker, topic, channel, delivered):
+    owner, message = delivered
+    text = message.id.decode()
+    with broker.connect() as other:
+        other.sub(topic, channel)
+        other.fin(message.id)
+        other.expect_error(f"E_FIN_FAILED FIN {text} failed client does not own message")
+        other.req(message.id, 0)
+        other.expect_error(f"E_REQ_FAILED REQ {text} failed client does not own message")
+        other.touch(message.id)
+        other.expect_error(f"E_TOUCH_FAILED TOUCH {text} failed client does not own message")
+        other.barrier()
+    owner.fin(message.id)
+    owner.barrier()
+    assert broker.channel_stats(topic, channel)["in_flight_count"] == 0
+
+
+def test_case_074_messages_of_another_channel_are_not_in_flight_here(broker, topic, channel, delivered):
+    _, message = delivered
+    with broker.connect() as other:
+        other.sub(topic, channel + "_other")
+        other.fin(message.id)
+        other.expect_error(f"E_FIN_FAILED FIN {message.id.decode()} failed ID not in flight")
+
+
+@pytest.mark.parametrize("line", ["FIN", "REQ", f"REQ {ABSENT}", "TOUCH"])
+def test_case_076_missing_parameters_are_fatal(broker, topic, channel, line):
+    with broker.connect() as connection:
+        connection.sub(topic, channel)
+        connection.command(line)
+        connection.expect_fatal(f"E_INVALID {line.split()[0]} insufficient number of params")
+
+
+@pytest.mark.parametrize(
+    "line", [f"FIN {ABSENT}", f"REQ {ABSENT} 0", f"TOUCH {ABSENT}", "FIN", "REQ", "TOUCH"]
+)
+def test_case_076_answers_before_sub_are_fatal(broker, line):
+    with broker.connect() as connection:
+        connection.command(line)
+        connection.expect_fatal(f"E_INVALID cannot {line.split()[0]} in current state")
+
+
+def test_case_077_req_0_redelivers_at_once(broker, topic, channel, delivered):
+    connection, message = delivered
+    connection.req(message.id, 0)
+    again = connection.read_message(1.0)
+    assert (again.id, again.attempts, again.body) == (message.id, 2, message.body)
+    stats = broker.channel_stats(topic, channel)
+    (client,) = stats["clients"]
+    assert (stats["requeue_count"], stats["timeout_count"], stats["message_count"]) == (1, 0, 1)
+    assert (client["requeue_count"], client["message_count"], client["in_flight_count"]) == (1, 2, 1)
+
+
+def test_case_077_req_with_an_empty_timeout_is_req_0(delivered):
+    connection, message = delivered
+    connection.command("REQ", message.id, "")
+    assert connection.read_message(1.0).attempts == 2
+
+
+def test_case_077_requeued_message_goes_to_another_client_when_its_owner_is_not_ready(
+    broker, topic, channel, delivered
+):
+    connection, message = delivered
+    connection.rdy(0)
+    connection.req(message.id, 0)
+    connection.barrier()
+    with broker.connect() as other:
+        other.sub(topic, channel, rdy=1)
+        assert other.read_message().attempts == 2
+
+
+@pytest.mark.parametrize("timeout", ["-1", "x", "1.5", "1s"])
+def test_case_080_req_timeout_that_is_no_number_is_fatal(delivered, timeout):
+    connection, message = delivered
+    connection.command("REQ", message.id, timeout)
+    connection.expect_fatal(f"E_INVALID REQ could not parse timeout {timeout}")
+
+
+@pytest.mark.deviation("NSQ leaves the messages of a lost client in flight until their timeout")
+def test_case_086_messages_of_a_lost_client_are_requeued_at_once(broker, topic, channel):
+    broker.publish(topic, *(b"%d" % number for number in range(10)))
+    connection = broker.connect()
+    connection.sub(topic, channel, rdy=10)
+    first = connection.read_messages(10)
+    connection.fin(first[0].id)
+    connection.barrier()
+    connection.abort()
+    wait_until(lambda: broker.channel_stats(topic, channel)["client_count"] == 0)
+    stats = broker.channel_stats(topic, channel)
+    assert (stats["in_flight_count"], stats["depth"], stats["timeout_count"]) == (0, 9, 0)
+    with broker.connect() as other:
+        other.sub(topic, channel, rdy=10)
+        again = other.read_messages(9, timeout=1.0)
+        assert {message.id for message in again} == {message.id for message in first[1:]}
+        assert {message.attempts for message in again} == {2}
+        other.expect_silence(0.1)
+
+
+def test_case_087_attempts_wrap_after_65535(broker, topic, channel, delivered):
+    connection, message = delivered
+    line = b"REQ " + message.id + b" 0\n"
+    for _ in range(65_533):
+        connection.send(line)
+        connection.read_raw_frame()
+    seen = []
+    for _ in range(3):
+        connection.send(line)
+        seen.append(connection.read_message().attempts)
+    assert seen == [65_535, 0, 1]

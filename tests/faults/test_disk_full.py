@@ -1,0 +1,270 @@
+"""A full disk: publishers are told, consumers go on, and publishing works again once there is room."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import (
+    ERROR,
+    REFERENCE,
+    RESPONSE,
+    BrokerProcess,
+    ConnectionClosed,
+    multi,
+    start_process,
+    wait_until,
+)
+
+from .load import Batch, assert_whole_or_absent, drain
+
+BODY_SIZE = 8 << 10
+
+
+class Disk(ABC):
+    """A disk that can be made full and have room again."""
+
+    path: Path
+
+    @abstractmethod
+    def fill(self, broker: BrokerProcess) -> None:
+        """Leave no room, or hardly any."""
+
+    @abstractmethod
+    def free(self, broker: BrokerProcess) -> None: ...
+
+
+class SmallDisk(Disk):
+    """A file system of a few megabytes, most of it taken by a file that can go."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ballast = path / "ballast"
+
+    def fill(self, broker: BrokerProcess, room: int = 300 << 10) -> None:
+        free = os.statvfs(self.path)
+        with self.ballast.open("wb") as file:
+            file.write(bytes(free.f_bavail * free.f_frsize - room))
+
+    def free(self, broker: BrokerProcess) -> None:
+        self.ballast.unlink()
+
+
+class FileSizeLimit(Disk):
+    """Needs no privilege: the process may not let any file grow, and the write that would is cut short."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def fill(self, broker: BrokerProcess) -> None:
+        largest = max(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
+        resource.prlimit(broker.pid, resource.RLIMIT_FSIZE, (largest + (300 << 10), resource.RLIM_INFINITY))
+
+    def free(self, broker: BrokerProcess) -> None:
+        resource.prlimit(broker.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a file system takes more rights than we have")
+    try:
+        yield SmallDisk(tmp_path)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.fixture(params=["small_disk", "file_size_limit"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Disk:
+    if request.param == "small_disk":
+        found: Disk = request.getfixturevalue("small_disk")
+        return found
+    return FileSizeLimit(tmp_path)
+
+
+class Publisher:
+    """Publishes on whatever connection it can get, and sorts the batches by what it was told."""
+
+    def __init__(self, broker: BrokerProcess) -> None:
+        self.broker = broker
+        self.acknowledged: list[Batch] = []
+        self.failed: list[Batch] = []
+        self.count = 0
+
+    def publish(self, command: str, size: int = 1) -> bytes:
+        """The answer: OK, or the text of the error."""
+        start, self.count = self.count, self.count + size
+        batch = tuple((b"%08d" % i).ljust(BODY_SIZE, b".") for i in range(start, start + size))
+        with self.broker.connect() as connection:
+            match command:
+                case "PUB":
+                    connection.command("PUB", "t", body=batch[0])
+                case "DPUB":
+                    connection.command("DPUB", "t", 100, body=batch[0])
+                case "MPUB":
+                    connection.command("MPUB", "t", body=multi(batch))
+            frame = connection.read_frame()
+        if frame == (RESPONSE, b"OK"):
+            self.acknowledged.append(batch)
+        else:
+            assert frame.type == ERROR
+            self.failed.append(batch)
+        return frame.data
+
+    def publish_until_refused(self, command: str, size: int = 1) -> bytes:
+        for _ in range(300):
+            answer = self.publish(command, size)
+            if answer != b"OK":
+                return answer
+        raise AssertionError(f"{command} never failed")
+
+    def acknowledged_bodies(self) -> set[bytes]:
+        return {body for batch in self.acknowledged for body in batch}
+
+
+@pytest.mark.skipif(
+    bool(REFERENCE), reason="the reference keeps half of a failed MPUB and takes PUBs in memory"
+)
+@pytest.mark.parametrize("durability", ["os", "fsync"])
+def test_a_full_disk_refuses_publishers_and_nobody_else(disk: Disk, durability: str) -> None:
+    with start_process(disk.path, durability=durability, max_bytes_per_file=1 << 20) as broker:
+        publisher = Publisher(broker)
+        with broker.connect() as consumer, broker.connect() as idle:
+            idle.identify()
+            idle.sub("t", "audit")
+            consumer.identify()
+            consumer.sub("t", "live")
+            for _ in range(10):
+                assert publisher.publish("MPUB", 20) == b"OK"
+            received = {message.body for message in _take(consumer, 50)}
+
+            disk.fill(broker)
+            assert publisher.publish_until_refused("MPUB", 20).startswith(b"E_MPUB_FAILED MPUB failed ")
+            assert publisher.publish_until_refused("PUB").startswith(b"E_PUB_FAILED PUB failed ")
+            assert publisher.publish_until_refused("DPUB").startswith(b"E_DPUB_FAILED DPUB failed ")
+            assert publisher.publish_until_refused("MPUB", 20).startswith(b"E_MPUB_FAILED MPUB failed ")
+
+            # Consumers go on, through what is in memory and what is in files.
+            received |= {message.body for message in _take(consumer, 100)}
+
+            disk.free(broker)
+            freed = time.monotonic()
+            wait_until(lambda: publisher.publish("MPUB", 20) == b"OK", 5, interval=0.1)
+            assert time.monotonic() - freed < 5
+            for command in ("PUB", "DPUB"):
+                assert publisher.publish(command) == b"OK"
+            assert broker.alive()
+            consumer.rdy(0)
+
+        received |= set(drain(broker, "t", "live"))
+        assert publisher.acknowledged_bodies() <= received
+        assert_whole_or_absent(publisher.failed, received)
+
+        # The same from the files alone.
+        broker.kill()
+        broker.start()
+        audited = drain(broker, "t", "audit")
+        assert publisher.acknowledged_bodies() <= set(audited)
+        assert len(audited) == len(set(audited))
+        assert_whole_or_absent(publisher.failed, set(audited))
+        assert {body for batch in publisher.failed for body in batch}.isdisjoint(audited)
+
+
+@pytest.mark.skipif(bool(REFERENCE), reason="the reference takes PUBs in memory")
+def test_a_disk_that_is_full_at_the_clean_stop_loses_nothing_acknowledged(disk: Disk) -> None:
+    with start_process(disk.path, max_bytes_per_file=1 << 20) as broker:
+        publisher = Publisher(broker)
+        with broker.connect() as connection:
+            connection.identify()
+            connection.sub("t", "c")
+        assert publisher.publish("MPUB", 20) == b"OK"
+        disk.fill(broker)
+        publisher.publish_until_refused("MPUB", 20)
+        publisher.publish_until_refused("PUB")
+        # It may complain, but it has to end.
+        broker.terminate(10)
+        if isinstance(disk, SmallDisk):
+            disk.free(broker)
+        broker.start()
+        assert publisher.publish("PUB") == b"OK"
+        found = drain(broker, "t", "c")
+        assert publisher.acknowledged_bodies() <= set(found)
+        assert_whole_or_absent(publisher.failed, set(found))
+
+
+@pytest.mark.skipif(bool(REFERENCE), reason="the reference keeps going in memory")
+def test_new_topics_and_channels_on_a_full_disk_are_refused_or_work(small_disk: SmallDisk) -> None:
+    with start_process(small_disk.path) as broker:
+        broker.publish("old", b"x")
+        small_disk.fill(broker, room=0)
+        with broker.connect() as connection:
+            connection.command("PUB", "new", body=b"x")
+            frame = connection.read_frame()
+            assert frame.type == ERROR
+            assert frame.data.startswith(b"E_PUB_FAILED PUB failed ")
+        with broker.connect() as connection:
+            connection.identify()
+            connection.command("SUB", "old", "c")
+            frame = connection.read_frame()
+            assert frame == (RESPONSE, b"OK") or frame.data.startswith(b"E_SUB_FAILED SUB failed "), frame
+        small_disk.free(broker)
+        broker.publish("new", b"y")
+        assert drain(broker, "old", "c") == [b"x"]
+        assert drain(broker, "new", "c") == [b"y"]
+        assert "Traceback" not in broker.stderr_text()
+        broker.kill()
+        broker.start()
+        broker.publish("new", b"z")
+        assert b"z" in drain(broker, "new", "c")
+
+
+@pytest.mark.skipif(bool(REFERENCE), reason="the reference has no segments to reclaim")
+def test_a_straggler_is_not_lost_when_the_disk_is_full_as_its_segment_goes(small_disk: SmallDisk) -> None:
+    """One unfinished message is copied out of an old segment so that this can go; the copy may fail."""
+    with start_process(small_disk.path, max_bytes_per_file=400_000) as broker:
+        straggler = b"straggler".ljust(BODY_SIZE, b".")
+        with broker.connect() as holder, broker.connect() as connection:
+            for each in (holder, connection):
+                each.identify()
+                each.sub("t", "c")
+            holder.rdy(1)
+            connection.mpub("t", [straggler])
+            assert holder.read_message().body == straggler
+            holder.rdy(0)
+            holder.barrier()
+            small_disk.fill(broker, room=1 << 20)
+            for _ in range(8):
+                connection.mpub("t", [b"x" * BODY_SIZE for _ in range(10)])
+            small_disk.free(broker)
+            small_disk.fill(broker, room=0)
+            connection.rdy(100)
+            connection.read_messages(80, finish=True)
+            connection.barrier()
+            time.sleep(2.5)  # twice the time after which segments are looked at
+            small_disk.free(broker)
+            time.sleep(2.5)
+        assert drain(broker, "t", "c") == [straggler]
+        broker.kill()
+        broker.start()
+        assert set(drain(broker, "t", "c")) <= {straggler}
+
+
+def _take(connection, count):  # type: ignore[no-untyped-def]
+    """Receive and finish so many, no more."""
+    connection.rdy(1)
+    try:
+        found = connection.read_messages(count, 10, finish=True)
+        connection.rdy(0)
+        connection.barrier()
+    except ConnectionClosed:
+        pytest.fail("the consumer was cut off")
+    # One more may have come before the RDY 0; it stays unfinished and comes again.
+    return found

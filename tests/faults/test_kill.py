@@ -1,0 +1,121 @@
+"""kill -9: what was acknowledged is delivered after the restart."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import REFERENCE, start_process
+
+from .load import assert_whole_or_absent, drain, running_load
+
+ROUNDS = 10
+
+pytestmark = pytest.mark.skipif(bool(REFERENCE), reason="the reference loses what it holds in memory")
+
+
+def test_killed_ten_times_under_load_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
+    with start_process(tmp_path) as broker, running_load(broker, "t") as load:
+        down = []
+        for _ in range(ROUNDS):
+            load.await_more(1000)
+            down.append(load.crash())
+            load.await_delivery(load.acknowledged())
+        load.stop_publishing()
+        acknowledged = load.acknowledged()
+        load.await_delivery(acknowledged)
+
+        received = load.received()
+        duplicates = received.total() - len(received)
+        audited = drain(broker, "t", "audit")
+    unanswered = [batch for publisher in load.publishers for batch in publisher.unanswered]
+    sys.stdout.write(
+        f"{len(acknowledged)} messages acknowledged over {ROUNDS} kills, {duplicates} delivered again, "
+        f"{len(unanswered)} batches without an answer, longest restart {max(down):.2f} s\n"
+    )
+    assert not [publisher.failed for publisher in load.publishers if publisher.failed]
+    assert max(received.values()) <= 1 + ROUNDS
+    # A crash may repeat what was finished since the last checkpoint, not the history.
+    assert duplicates <= len(received)
+    # The channel that nobody read has each message once, whatever its neighbour went through.
+    assert acknowledged <= set(audited)
+    assert len(audited) == len(set(audited))
+    assert_whole_or_absent(unanswered, set(audited))
+    assert_whole_or_absent(unanswered, set(received))
+
+
+def test_killed_while_segments_are_reclaimed_nothing_is_lost_or_thought_lost(tmp_path: Path) -> None:
+    with (
+        start_process(tmp_path, max_bytes_per_file=100_000) as broker,
+        running_load(broker, "t", audit=False) as load,
+    ):
+        for _ in range(4):
+            load.await_more(5000)
+            load.crash()
+            load.await_delivery(load.acknowledged())
+        load.stop_publishing()
+        load.await_delivery(load.acknowledged())
+        broker.restart()
+        log = broker.stderr_text()
+    # Finished messages whose segment is gone are no loss, and are not reported as one.
+    assert not [line for line in log.splitlines() if " ERROR: " in line]
+    published = sum(len(body) for body in load.acknowledged())
+    kept = sum(file.stat().st_size for file in tmp_path.rglob("*.log"))
+    assert kept < published / 2, "nothing was reclaimed"
+
+
+def test_what_was_finished_well_before_the_crash_is_not_delivered_again(tmp_path: Path) -> None:
+    with start_process(tmp_path) as broker:
+        bodies = [b"old-%d" % i for i in range(500)]
+        broker.publish("t", *bodies)
+        assert drain(broker, "t", "c", quiet=0.2) == bodies
+        # The promise is a checkpoint about every second, so there is nothing to poll for but time.
+        time.sleep(2)
+        broker.publish("t", b"new")
+        broker.kill()
+        broker.start()
+        assert drain(broker, "t", "c") == [b"new"]
+
+
+def test_attempts_survive_a_crash(tmp_path: Path) -> None:
+    with start_process(tmp_path) as broker:
+        broker.publish("t", b"one")
+        with broker.connect() as connection:
+            connection.identify()
+            connection.sub("t", "c", rdy=1)
+            for attempt in (1, 2, 3):
+                message = connection.read_message()
+                assert message.attempts == attempt
+                connection.req(message.id)
+            connection.rdy(0)
+            connection.barrier()
+            time.sleep(2)  # a checkpoint, as above
+            broker.kill()
+        broker.start()
+        with broker.connect() as connection:
+            connection.identify()
+            connection.sub("t", "c", rdy=1)
+            assert connection.read_message().attempts >= 4
+
+
+@pytest.mark.parametrize("wait", [0.0, 1.5], ids=["at once", "after a checkpoint"])
+def test_a_deferred_message_is_not_early_after_a_crash(tmp_path: Path, wait: float) -> None:
+    with start_process(tmp_path) as broker:
+        with broker.connect() as connection:
+            connection.identify()
+            connection.sub("t", "c")
+            connection.dpub("t", 4000, b"later")
+            published = time.monotonic()
+            connection.pub("t", b"now")
+        time.sleep(wait)
+        broker.kill()
+        broker.start()
+        with broker.connect() as connection:
+            connection.identify()
+            connection.sub("t", "c", rdy=10)
+            first, second = connection.read_messages(2, timeout=10, finish=True)
+            assert (first.body, second.body) == (b"now", b"later")
+            assert time.monotonic() - published >= 3.9

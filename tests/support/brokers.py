@@ -1,0 +1,414 @@
+"""Brokers for tests: in a thread of this process, or as a real process (ours or another nsqd)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+
+from .connection import Address, RawConnection
+
+T = TypeVar("T")
+
+# Another NSQ-compatible nsqd to run the conformance suite against; empty means ours.
+REFERENCE = os.environ.get("NSPARQ_TEST_NSQD", "")
+START_TIMEOUT = STOP_TIMEOUT = 20.0
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+class BrokerDied(Exception):
+    """The process did not come up; the text holds its stderr, status its exit status if it ended."""
+
+    def __init__(self, text: str, status: int | None) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class TestBroker:
+    """What every broker under test can do, however it runs. Flags are given in snake_case.
+
+    Flag values are Python values: floats are durations in seconds, tuples are repeated flags.
+    """
+
+    __test__ = False
+    is_reference = False
+    address: Address
+
+    def __init__(self, data_path: Path | str | None = None, **flags: Any) -> None:
+        self._own_directory = None if data_path else tempfile.mkdtemp(prefix="nsparq-")
+        self.data_path = Path(data_path or self._own_directory or "")
+        self.flags = {"tcp_address": "127.0.0.1:0", **flags}
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Lifetime, filled in below
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Clean stop; twice is safe."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Clean stop and start on the same data path and flags; the address may change."""
+        self.stop()
+        self.start()
+
+    def close(self) -> None:
+        """Stop, and remove the data path if it was ours."""
+        try:
+            self.stop()
+        finally:
+            if self._own_directory:
+                shutil.rmtree(self._own_directory, ignore_errors=True)
+
+    # Talking to it
+
+    def connect(self, **arguments: Any) -> RawConnection:
+        return RawConnection(self.address, **arguments)
+
+    def publish(self, topic: str, *bodies: bytes) -> None:
+        """Publish on a connection of its own, in MPUBs of at most 1,000 messages."""
+        with self.connect() as connection:
+            for start in range(0, len(bodies), 1000):
+                connection.mpub(topic, bodies[start : start + 1000])
+
+    def stats(self, topic: str = "", channel: str = "", include_clients: bool = True) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def topic_stats(self, topic: str) -> dict[str, Any] | None:
+        """The topic's part of stats(), None while it does not exist."""
+        topics = self.stats(topic)["topics"] or []
+        return next((found for found in topics if found["topic_name"] == topic), None)
+
+    def channel_stats(self, topic: str, channel: str) -> dict[str, Any] | None:
+        """The channel's part of stats(), None while it does not exist."""
+        channels = (self.topic_stats(topic) or {"channels": []})["channels"]
+        return next((found for found in channels if found["channel_name"] == channel), None)
+
+    def control(self, action: str, topic: str, channel: str = "") -> None:
+        """create, delete, empty, pause or unpause a topic, or one of its channels."""
+        raise NotImplementedError
+
+    def metadata(self) -> dict[str, Any]:
+        """What nsqd.dat says now; empty lists in place of null."""
+        path = self.data_path / "nsqd.dat"
+        content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"topics": []}
+        content["topics"] = content["topics"] or []
+        for topic in content["topics"]:
+            topic["channels"] = topic["channels"] or []
+        return content
+
+
+class BrokerThread(TestBroker):
+    """Our daemon on an event loop in a background thread of this process."""
+
+    def __init__(self, data_path: Path | str | None = None, **flags: Any) -> None:
+        super().__init__(data_path, **flags)
+        self.loop_errors: list[dict[str, Any]] = []  # unhandled exceptions; close() fails on them
+        self._thread: threading.Thread | None = None
+        self.start()
+
+    def start(self) -> None:
+        from nsparq.options import NsqdOptions
+        from nsparq.server.daemon import Nsqd
+
+        known = {field.name for field in dataclasses.fields(NsqdOptions)}
+        defaults = {"http_address": "127.0.0.1:0", "https_address": "127.0.0.1:0"}
+        arguments = {name: value for name, value in defaults.items() if name in known}
+        options = NsqdOptions(**{**arguments, **self.flags, "data_path": str(self.data_path)})
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(Nsqd, options, started), daemon=True)
+        self._thread.start()
+        try:
+            started.result(START_TIMEOUT)
+        except BaseException:
+            self._thread = None
+            raise
+        self.address = self.nsqd.tcp_address
+
+    def _run(self, factory: Callable[[Any], Any], options: Any, started: Future[None]) -> None:
+        async def serve() -> None:
+            self.loop = asyncio.get_running_loop()
+            self.loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
+            self._stopping = asyncio.Event()
+            self.nsqd = factory(options)
+            await self.nsqd.start()
+            started.set_result(None)
+            await self._stopping.wait()
+            await self.nsqd.stop()
+
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(serve())
+        except BaseException as error:
+            if started.done():
+                self.loop_errors.append({"message": "the daemon failed", "exception": error})
+            else:
+                started.set_exception(error)
+
+    def stop(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self.loop.call_soon_threadsafe(self._stopping.set)
+        thread.join(STOP_TIMEOUT)
+        assert not thread.is_alive(), f"the broker did not stop within {STOP_TIMEOUT} s"
+        errors, self.loop_errors = self.loop_errors, []
+        for context in errors:
+            exception = context.get("exception")
+            raise AssertionError(f"unhandled in the event loop: {context}") from exception
+
+    def call(self, function: Callable[[Any], T]) -> T:
+        """Run function(nsqd.broker) in the event loop thread and return its result."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function(self.nsqd.broker))
+            except BaseException as error:
+                result.set_exception(error)
+
+        self.loop.call_soon_threadsafe(run)
+        return result.result(10)
+
+    def stats(self, topic: str = "", channel: str = "", include_clients: bool = True) -> dict[str, Any]:
+        found = self.call(
+            lambda broker: json.dumps(
+                broker.stats(topic=topic, channel=channel, include_clients=include_clients)
+            )
+        )
+        stats: dict[str, Any] = json.loads(found)
+        return stats
+
+    def control(self, action: str, topic: str, channel: str = "") -> None:
+        def run(broker: Any) -> None:
+            if action == "create":
+                broker.get_topic(topic)
+                if channel:
+                    broker.topics[topic].get_channel(channel)
+            elif action == "delete":
+                if channel:
+                    broker.topics[topic].delete_channel(channel)
+                else:
+                    broker.delete_topic(topic)
+            else:
+                found = broker.topics[topic]
+                getattr(found.channels[channel] if channel else found, action)()
+
+        self.call(run)
+
+
+class BrokerProcess(TestBroker):
+    """`python -m nsparq.server.main` (or the command given) as a real process.
+
+    stats() and control() need its HTTP API. stderr goes to the file `log`, and to this process's stderr at
+    stop, where pytest shows it for failed tests only.
+    """
+
+    def __init__(
+        self, data_path: Path | str | None = None, *, command: tuple[str, ...] = (), **flags: Any
+    ) -> None:
+        super().__init__(data_path, **{"http_address": "127.0.0.1:0", **flags})
+        self.command = command or (sys.executable, "-m", "nsparq.server.main")
+        descriptor, name = tempfile.mkstemp(prefix="nsparq-", suffix=".log")
+        os.close(descriptor)
+        self.log = Path(name)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.http_address: tuple[str, int] | None = None
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def arguments(self) -> list[str]:
+        found = [f"--data-path={self.data_path}"]
+        for name, value in self.flags.items():
+            flag = "--" + name.replace("_", "-")
+            values = value if isinstance(value, tuple) else (value,)
+            found += [f"{flag}={_flag_value(single)}" for single in values]
+        return found
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        """Start the process without waiting for anything; for tests of starts that must fail."""
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (str(SOURCE), environment.get("PYTHONPATH")))
+        )
+        with self.log.open("ab") as stderr:
+            return subprocess.Popen(
+                [*self.command, *self.arguments()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env=environment,
+            )
+
+    def start(self) -> None:
+        offset = self.log.stat().st_size
+        self.process = self.launch()
+        deadline = time.monotonic() + START_TIMEOUT
+        while not (found := re.search(r"TCP: listening on (\S+)", self._log_since(offset))):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                text = f"no address from {self.command}:\n{self.stderr_text()}"
+                raise BrokerDied(text, self.process.poll())
+            time.sleep(0.005)
+        self.address = _parse_address(found[1])
+        if self.is_reference:
+            while not (found := re.search(r" HTTP: listening on (\S+)", self._log_since(offset))):
+                time.sleep(0.005)
+        else:
+            found = re.search(r" HTTP: listening on (\S+)", self._log_since(offset))
+        address = _parse_address(found[1]) if found else None
+        self.http_address = address if isinstance(address, tuple) else None
+
+    def _log_since(self, offset: int) -> str:
+        with self.log.open("rb") as log:
+            log.seek(offset)
+            return log.read().decode(errors="replace")
+
+    def stderr_text(self) -> str:
+        """Everything the process has written to stderr, over all its lives."""
+        return self._log_since(0)
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def wait(self, timeout: float = STOP_TIMEOUT) -> int:
+        """The exit status."""
+        assert self.process is not None
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout} s:\n{self.stderr_text()}") from None
+
+    def terminate(self, timeout: float = STOP_TIMEOUT) -> int:
+        """SIGTERM, wait; the exit status."""
+        self.signal(signal.SIGTERM)
+        return self.wait(timeout)
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash; the data path stays for restart()."""
+        if self.alive():
+            self.signal(signal.SIGKILL)
+            self.wait()
+
+    def stop(self) -> None:
+        if self.alive():
+            try:
+                status = self.terminate()
+            except AssertionError:
+                self.kill()
+                raise
+            assert status == 0, f"exit status {status} after SIGTERM:\n{self.stderr_text()}"
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self.kill()
+            sys.stderr.write(self.stderr_text()[-20_000:])
+            self.log.unlink(missing_ok=True)
+
+    # By the HTTP API
+
+    def http(self, method: str, path: str, body: bytes = b"", **query: str) -> bytes:
+        if self.http_address is None:
+            raise NotImplementedError("this process serves no HTTP")
+        connection = http.client.HTTPConnection(*self.http_address, timeout=10)
+        try:
+            connection.request(method, f"{path}?{urlencode(query)}", body)
+            response = connection.getresponse()
+            content = response.read()
+        finally:
+            connection.close()
+        assert response.status == 200, (method, path, query, response.status, content)
+        return content
+
+    def stats(self, topic: str = "", channel: str = "", include_clients: bool = True) -> dict[str, Any]:
+        query = {"format": "json", "include_mem": "false", "include_clients": str(include_clients).lower()}
+        wanted = {name: value for name, value in (("topic", topic), ("channel", channel)) if value}
+        stats: dict[str, Any] = json.loads(self.http("GET", "/stats", **query, **wanted))
+        return stats
+
+    def control(self, action: str, topic: str, channel: str = "") -> None:
+        if not channel:
+            self.http("POST", f"/topic/{action}", topic=topic)
+            return
+        if action == "create":
+            self.http("POST", "/topic/create", topic=topic)
+        self.http("POST", f"/channel/{action}", topic=topic, channel=channel)
+
+
+class ReferenceProcess(BrokerProcess):
+    """The nsqd binary named by NSPARQ_TEST_NSQD."""
+
+    is_reference = True
+
+    def __init__(self, data_path: Path | str | None = None, **flags: Any) -> None:
+        super().__init__(data_path, command=(REFERENCE,), **flags)
+
+
+def start_broker(data_path: Path | str | None = None, **flags: Any) -> BrokerThread | ReferenceProcess:
+    """The broker under test with full control: ours in a thread, or the reference as a process."""
+    if REFERENCE:
+        return ReferenceProcess(data_path, **flags)
+    return BrokerThread(data_path, **flags)
+
+
+def start_process(data_path: Path | str | None = None, **flags: Any) -> BrokerProcess:
+    """The broker under test as a real process, for signals and crashes."""
+    if REFERENCE:
+        return ReferenceProcess(data_path, **flags)
+    return BrokerProcess(data_path, **flags)
+
+
+def _flag_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.9f}".rstrip("0").rstrip(".") + "s"
+    return str(value)
+
+
+def _parse_address(text: str) -> Address:
+    host, colon, port = text.rpartition(":")
+    return (host.strip("[]"), int(port)) if colon and port.isdigit() else text
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,147 @@
+"""The folder says what the code may know: imports point down, and each layer keeps to its means."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nsparq
+
+SOURCE = Path(nsparq.__file__).parent
+
+# What each package or module directly under nsparq may import from the others.
+BASE = {"errors", "names", "version"}
+MAY_IMPORT = {
+    "errors": set(),
+    "names": set(),
+    "version": set(),
+    "flags": set(),
+    "option_table": {"errors", "flags"},
+    "options": {"errors", "flags", "option_table", "version"},
+    "wire": BASE,
+    "storage": BASE | {"wire"},
+    "broker": BASE | {"options", "storage", "wire"},
+    "server": BASE | {"broker", "options", "storage", "wire"},
+    "demo": BASE | {"options", "wire"},
+}
+
+
+def modules() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full dotted names of everything the file imports, wherever in the file."""
+    package = path.relative_to(SOURCE.parent).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            # `from nsparq import broker` names a layer too.
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def layer(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def roots(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imports(path)}
+
+
+def offenders(folder: str, forbidden: set[str]) -> dict[str, set[str]]:
+    found = {path.name: roots(path) & forbidden for path in (SOURCE / folder).rglob("*.py")}
+    return {name: names for name, names in found.items() if names}
+
+
+@pytest.mark.parametrize("path", modules(), ids=module_name)
+def test_imports_point_down_only(path: Path) -> None:
+    if path == SOURCE / "__init__.py":
+        assert {name for name in imports(path) if name.startswith("nsparq.")} == {
+            "nsparq.version.__version__"
+        }
+        return
+    assert layer(path) in MAY_IMPORT, f"say in MAY_IMPORT what {layer(path)} may know"
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("nsparq.")}
+    assert used <= MAY_IMPORT[layer(path)] | {layer(path)}
+
+
+def test_the_wire_layer_does_no_io() -> None:
+    assert not offenders(
+        "wire",
+        {
+            "asyncio",
+            "io",
+            "logging",
+            "os",
+            "select",
+            "socket",
+            "ssl",
+            "subprocess",
+            "threading",
+            "time",
+            "uvloop",
+        },
+    )
+
+
+def test_the_broker_layer_knows_no_sockets_and_no_event_loop() -> None:
+    assert not offenders("broker", {"asyncio", "select", "socket", "ssl", "subprocess", "uvloop"})
+
+
+def test_storage_touches_the_disk_through_its_files_module_only() -> None:
+    modules = {"fcntl", "glob", "io", "mmap", "os", "shutil", "tempfile"}
+    of_paths = {"is_dir", "is_file", "iterdir", "mkdir", "read_bytes", "read_text", "rmdir", "touch"}
+    of_paths |= {"write_bytes", "write_text"}
+    for path in (SOURCE / "storage").rglob("*.py"):
+        if path.name == "files.py":
+            continue
+        assert not roots(path) & modules, path
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            opens = isinstance(node, ast.Name) and node.id == "open"
+            asks_path = isinstance(node, ast.Attribute) and node.attr in of_paths
+            assert not opens and not asks_path, f"{path}:{node.lineno}"  # type: ignore[attr-defined]
+
+
+IMPORT_EACH = """
+import importlib, os, sys
+for name in sys.argv[1:]:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            importlib.import_module(name)
+            status = 0
+        except BaseException as error:
+            print(f"{name}: {error!r}", flush=True)
+        os._exit(status)
+    os.waitpid(pid, 0)
+"""
+
+
+def test_every_module_imports_alone() -> None:
+    # A fork for each, from a process that has imported none of them.
+    names = [module_name(path) for path in modules() if path.name != "__main__.py"]
+    command = [sys.executable, "-W", "error", "-c", IMPORT_EACH, *names]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout + result.stderr == ""
+
+
+def test_the_command_line_needs_no_package_of_an_extra() -> None:
+    block = "import sys; sys.modules.update(dict.fromkeys(('uvloop', 'numpy', 'crc32c', 'rich')))"
+    code = f"{block}; from nsparq.server.main import main; sys.exit(main(['--version']))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("nsqd v")
