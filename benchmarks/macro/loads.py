@@ -259,7 +259,7 @@ def memory(run: Round) -> Figures:
         figures[f"memory, {count:,} messages"] = Figure(broker.memory_mib()["VmRSS"], "MiB")
     figures["memory, without mapped files"] = Figure(broker.memory_mib()["RssAnon"], "MiB")
     figures["memory, peak"] = Figure(broker.memory_mib()["VmHWM"], "MiB")
-    # The hard end comes first: nothing but the publishing itself has put the backlog where it can be found again.
+    # The hard end comes first, when nothing but the publishing itself has put the backlog on the disk.
     for label in ("restart after kill -9", "restart after clean stop"):
         if label.endswith("kill -9"):
             broker.kill()

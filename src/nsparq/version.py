@@ -3,6 +3,8 @@
 import sys
 from typing import Final
 
+from nsparq.kernel import BUILD
+
 __all__ = ["NSQ_VERSION", "__version__", "version_line"]
 
 __version__ = "0.1.0"
@@ -14,4 +16,4 @@ NSQ_VERSION: Final = "1.3.0"
 def version_line(program: str) -> str:
     """What `--version` prints. Client libraries' test harnesses parse it: the last token is of [a-z0-9.-]."""
     python = ".".join(map(str, sys.version_info[:3]))
-    return f"{program} v{NSQ_VERSION} (built w/nsparq-{__version__}-python{python})"
+    return f"{program} v{NSQ_VERSION} (built w/nsparq-{__version__}-{BUILD}-python{python})"

@@ -36,7 +36,7 @@ def table() -> dict[str, Row]:
     return rows
 
 
-def tested() -> dict[int, set[str]]:
+def cases_tested() -> dict[int, set[str]]:
     """Files with a test of the case, by its number in the name: test_case_007_…, test_cases_024_and_025_…"""
     found: dict[int, set[str]] = {}
     for path in HERE.glob("test_*.py"):
@@ -54,7 +54,7 @@ def test_the_table_lists_every_case_of_its_groups_once():
 
 
 def test_every_case_has_a_test_or_a_reason_for_having_none():
-    covered = tested()
+    covered = cases_tested()
     for case, row in table().items():
         files = covered.get(int(case[1:]), set())
         assert files == set(row.files), f"{case}: the table names {row.files}, tests are in {sorted(files)}"
@@ -64,4 +64,4 @@ def test_every_case_has_a_test_or_a_reason_for_having_none():
 
 def test_no_test_carries_a_number_outside_the_groups():
     known = {number for cases in GROUPS.values() for number in cases}
-    assert set(tested()) <= known
+    assert set(cases_tested()) <= known

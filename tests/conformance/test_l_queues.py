@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.support import unique_name, wait_until
@@ -125,7 +127,13 @@ def test_case_160_deleted_topic_leaves_the_metadata_and_its_files(broker, topic,
         # It may write the metadata just before the topic is gone; any other change puts that right.
         broker.control("create", unique_name("another"))
     wait_until(lambda: topic not in names(broker))
-    wait_until(lambda: not [path for path in broker.data_path.rglob("*") if path.name.startswith(topic)])
+    wait_until(lambda: not any(topic in path for path in paths_below(broker.data_path)))
+
+
+def paths_below(directory) -> list[str]:
+    # Not rglob, which fails when a directory goes while it looks.
+    walk = os.walk(directory)
+    return [f"{path}/{name}" for path, directories, files in walk for name in directories + files]
 
 
 def names(broker) -> list[str]:

@@ -109,6 +109,7 @@ class Consumer(Worker):
         super().__init__(broker, gate)
         self.topic, self.channel = topic, channel
         self.received: Counter[bytes] = Counter()
+        self.times: list[float] = []
 
     def work(self, connection: RawConnection) -> None:
         connection.identify()
@@ -119,6 +120,7 @@ class Consumer(Worker):
             except TimeoutError:
                 continue
             self.received[message.body] += 1
+            self.times.append(time.monotonic())
             connection.fin(message.id)
 
 
@@ -154,6 +156,9 @@ class Load:
             # copy() is one bytecode on the dict, so it does not race with the consumer's thread
             total.update(consumer.received.copy())
         return total
+
+    def delivered_between(self, start: float, end: float) -> int:
+        return sum(start <= at <= end for consumer in self.consumers for at in consumer.times)
 
     def await_more(self, count: int) -> None:
         """Until so many more messages are acknowledged than now."""

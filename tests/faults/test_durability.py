@@ -39,11 +39,11 @@ def test_os_is_the_default(tmp_path: Path) -> None:
 def test_nothing_is_lost_by_a_clean_stop(tmp_path: Path, durability: str) -> None:
     """Waiting, in flight, requeued with a delay and deferred messages are all there afterwards."""
     with start_process(tmp_path, durability=durability, mem_queue_size=100) as broker:
-        with broker.connect() as connection:
+        with broker.connect() as connection, broker.connect() as publisher:
             connection.identify()
             connection.sub("t", "c", rdy=50)
-            connection.mpub("t", BODIES)
-            connection.dpub("t", 500, b"deferred")
+            publisher.mpub("t", BODIES)
+            publisher.dpub("t", 500, b"deferred")
             held = connection.read_messages(50)
             connection.req(held[0].id, 500)
             connection.barrier()

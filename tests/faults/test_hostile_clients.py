@@ -69,6 +69,10 @@ class LiveConsumers(threading.Thread):
                 sock.sendall(b"".join(self.answers(buffer)))
         poll.close()
 
+    def stop(self) -> None:
+        self.stopping.set()
+        self.join()
+
     def answers(self, buffer: bytearray) -> Iterator[bytes]:
         while len(buffer) >= 4 and len(buffer) >= 4 + (size := struct.unpack_from(">i", buffer)[0]):
             frame_type = struct.unpack_from(">i", buffer, 4)[0]
@@ -111,6 +115,7 @@ def test_a_thousand_connections_of_which_half_stall(socket_broker: BrokerProcess
             connection.sub("t", "live", rdy=5)
         consumers = LiveConsumers(live)
         consumers.start()
+        stack.callback(consumers.stop)
         before = resident_mib(broker.pid)
         reset_peak(broker.pid)
         with well_served(broker, within=2):
@@ -125,15 +130,14 @@ def test_a_thousand_connections_of_which_half_stall(socket_broker: BrokerProcess
             deadline = time.monotonic() + 10
             assert all(ends(connection, deadline) for connection in stalled[1::2])
             assert consumers.closed == 0
-        consumers.stopping.set()
-        consumers.join()
+        consumers.stop()
         grown = peak_mib(broker.pid) - before
         sys.stdout.write(
             f"{MESSAGES} messages past {STALLED} stalled connections in {took:.1f} s, "
             f"{grown:.0f} MiB more at the peak\n"
         )
         # 160 MB went by; what may stay is 10 MB in the topic's memory, and a buffer for each that stalls.
-        assert grown < 100 or broker.is_reference
+        assert grown < 150 or broker.is_reference
 
 
 @pytest.mark.parametrize("magic", [b"  V2", b""], ids=["after the magic", "instead of the magic"])
@@ -229,6 +233,32 @@ def test_a_consumer_that_never_reads_gets_no_more_than_it_can_hold(tmp_path: Pat
                 publisher.mpub("t", [b"%08d" % (number * 40 + i) + b"x" * 100_000 for i in range(40)])
         grown = peak_mib(broker.pid) - before
         assert grown < 100, f"{grown:.0f} MiB for 200 MB published"
+
+
+def test_a_stalled_client_holds_its_own_message_in_memory_not_the_batch_it_came_in(
+    socket_broker: BrokerProcess,
+) -> None:
+    broker = socket_broker
+    with ExitStack() as stack:
+        live = stack.enter_context(broker.connect())
+        live.identify()
+        live.sub("t", "c")
+        publisher = stack.enter_context(broker.connect())
+        before = resident_mib(broker.pid)
+        for _ in range(60):
+            stalled = stack.enter_context(broker.connect())
+            stalled.identify()
+            stalled.sub("t", "c", rdy=1)
+            publisher.mpub("t", [b"x" * 300_000] * 10)
+            # The stalled one has one of them, in part; the live one takes the others.
+            select.select([stalled.socket], [], [], 5)
+            live.rdy(9)
+            live.read_messages(9, finish=True)
+            live.rdy(0)
+            live.barrier()
+        grown = resident_mib(broker.pid) - before
+        # 60 times 300 kB is theirs; 64 MiB is what the broker keeps of recent messages.
+        assert grown < 18 + 64 + 30, f"{grown:.0f} MiB"
 
 
 def test_a_conversation_sent_byte_by_byte_works(tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ TOPICS = "topics"
 TOPIC_SUFFIX = ".topic"
 TRASH_SUFFIX = ".deleted"
 
+SYNC_REST_NS = 100_000_000
+"""Without `--durability=fsync` nobody waits for an fsync: a log has no more than ten of them a second."""
+
 Work = Callable[[], None]
 Background = Callable[[Work, Work], None]
 """Runs the first in a thread, then the second where the broker lives."""
@@ -291,7 +294,10 @@ class Broker:
         self._used.add(topic)
         log = topic.log
         if isinstance(log, Log) and log.unsynced >= self.options.sync_every and not self.is_synchronous:
-            self.request_sync(topic)
+            now_ns = self.clock()
+            if now_ns - topic.synced_ns >= SYNC_REST_NS:
+                topic.synced_ns = now_ns
+                self.request_sync(topic)
 
     def request_sync(self, topic: Topic) -> None:
         """fsync in a thread, one at a time for a log: publishers who come meanwhile share the next."""

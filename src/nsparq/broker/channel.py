@@ -11,6 +11,7 @@ import random
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,11 +103,12 @@ class Channel:
     def low(self) -> int:
         """The oldest sequence number that this channel may still have to read from the log."""
         first = self.topic.first_id
-        lowest = self.cursor
-        for ids in (self.in_flight.runs, self.requeued, self.deferred.due_ns):
-            lowest = min(
-                lowest, min((i - first for i in ids if i - first not in self._carried), default=lowest)
-            )
+        lowest = min(self.cursor, (self.in_flight.lowest() or self.cursor + first) - first)
+        for ids in (self.requeued, self.deferred.due_ns):
+            lowest = min(lowest, min(ids, default=self.cursor + first) - first)
+        if lowest in self._carried:
+            kept = (i - first for i in self._unfinished() if i - first not in self._carried)
+            lowest = min(self.cursor, min(kept, default=self.cursor))
         return lowest
 
     # clients
@@ -128,10 +130,7 @@ class Channel:
         client.channel = None
         client.ready_count = 0
         for run in sorted(client.runs, key=lambda run: run.first):
-            for message_id in list(self.in_flight.unanswered(run)):
-                self.in_flight.take(message_id)
-                self._attempts[message_id] = run.attempts
-                self.requeued.append(message_id)
+            self._take_back(run, [*run.unanswered()])
         client.runs.clear()
         client.in_flight = 0
         self.is_changed = True
@@ -153,26 +152,25 @@ class Channel:
 
     # answers
 
-    def finish(self, client: Client, ids: list[int], now_ns: int) -> list[ClientError]:
-        """FIN. Gives an error for each id that is not this client's to finish."""
-        runs = self.in_flight.runs
-        pop, settle, latency = runs.pop, self.in_flight.settle, self._latency
+    def finish(self, client: Client, spans: list[tuple[int, int]], now_ns: int) -> list[ClientError]:
+        """FIN, for spans of ids. Gives an error for each id that is not this client's to finish."""
+        in_flight, latency = self.in_flight, self._latency
         errors = []
-        for message_id in ids:
-            run = pop(message_id, None)
-            if run is None:
-                errors.append(_failed("FIN", message_id, "ID not in flight"))
-                continue
-            if run.client is not client:
-                runs[message_id] = run
-                errors.append(_failed("FIN", message_id, "client does not own message"))
-                continue
-            if latency is not None:
-                latency.record(now_ns - run.timestamp_of(message_id), now_ns)
-            run.remaining -= 1
-            if not run.remaining:
-                settle(run)
-        finished = len(ids) - len(errors)
+        finished = 0
+        for message_id, end in spans:
+            while message_id < end:
+                run = in_flight.find(message_id)
+                if run is None or run.client is not client:
+                    reason = "ID not in flight" if run is None else "client does not own message"
+                    errors.append(_failed("FIN", message_id, reason))
+                    message_id += 1
+                    continue
+                number = in_flight.answer(run, message_id, end - message_id)
+                if latency is not None:
+                    for i in range(message_id, message_id + number):
+                        latency.record(now_ns - run.timestamp_of(i), now_ns)
+                finished += number
+                message_id += number
         client.finish_count += finished
         client.in_flight -= finished
         self.is_changed = True
@@ -182,7 +180,7 @@ class Channel:
     def requeue(self, client: Client, message_id: int, timeout_ms: int, now_ns: int) -> None:
         """REQ: send again at once, or after a while."""
         run = self._owned("REQ", client, message_id)
-        self.in_flight.take(message_id)
+        self.in_flight.answer(run, message_id)
         self._attempts[message_id] = run.attempts
         if timeout_ms > 0:
             self._defer(message_id, now_ns + timeout_ms * 1_000_000)
@@ -203,7 +201,7 @@ class Channel:
             # The heap's entry is early now; it is put right when it comes up.
             run.deadline_ns = deadline_ns
             return
-        self.in_flight.take(message_id)
+        self.in_flight.answer(run, message_id)
         alone = Run(
             client,
             message_id,
@@ -216,7 +214,7 @@ class Channel:
         self._launch(alone)
 
     def _owned(self, verb: str, client: Client, message_id: int) -> Run:
-        run = self.in_flight.runs.get(message_id)
+        run = self.in_flight.find(message_id)
         if run is None:
             raise _failed(verb, message_id, "ID not in flight")
         if run.client is not client:
@@ -251,16 +249,11 @@ class Channel:
     def expire(self, now_ns: int, limit: int) -> int:
         """Requeue what has timed out and what is due, `limit` messages at the most. Gives their number."""
         done = 0
-        while done < limit and (run := self.in_flight.pop_expired(now_ns)) is not None:
-            expired = [i for i, _ in zip(self.in_flight.unanswered(run), range(limit - done), strict=False)]
-            for message_id in expired:
-                self.in_flight.take(message_id)
-                self._attempts[message_id] = run.attempts
-            self.requeued.extend(expired)
+        while done < limit and (run := self.in_flight.first_expired(now_ns)) is not None:
+            expired = list(islice(run.unanswered(), limit - done))
+            self._take_back(run, expired)
             self.timeout_count += len(expired)
             run.client.in_flight -= len(expired)
-            if run.remaining:
-                self.in_flight.push_back(run)
             self.offer(run.client)
             done += len(expired)
         while done < limit and (due := self.deferred.pop_due(now_ns)) is not None:
@@ -270,6 +263,13 @@ class Channel:
             self.is_changed = True
             self.topic.broker.schedule_channel(self)
         return done
+
+    def _take_back(self, run: Run, ids: list[int]) -> None:
+        """Messages that were not answered: they are sent again."""
+        for message_id in ids:
+            self.in_flight.answer(run, message_id)
+            self._attempts[message_id] = run.attempts
+        self.requeued.extend(ids)
 
     # delivery
 
@@ -499,12 +499,14 @@ class Channel:
 
     def snapshot(self) -> ChannelState:
         """Everything needed to go on after a restart."""
-        ids = [*self.in_flight.runs, *self.requeued, *self.deferred.due_ns]
-        waiting = len(self.in_flight.runs) + len(self.requeued)
-        attempts = [run.attempts for run in self.in_flight.runs.values()]
-        attempts += [self._attempts.get(i, 0) for i in ids[len(attempts) :]]
+        flying = [(i, run.attempts) for run in self.in_flight.runs for i in run.unanswered()]
+        waiting = [*self.requeued, *self.deferred.due_ns]
+        ids = [i for i, _ in flying] + waiting
+        attempts = [number for _, number in flying] + [self._attempts.get(i, 0) for i in waiting]
         due = np.zeros(len(ids), np.int64)
-        due[waiting:] = np.fromiter(self.deferred.due_ns.values(), np.int64, len(self.deferred))
+        due[len(ids) - len(self.deferred) :] = np.fromiter(
+            self.deferred.due_ns.values(), np.int64, len(self.deferred)
+        )
         return ChannelState(
             cursor=self.cursor,
             seen=self.topic.visible_end,
@@ -592,7 +594,7 @@ class Channel:
             }
 
     def _unfinished(self) -> Iterable[int]:
-        return [*self.in_flight.runs, *self.requeued, *self.deferred.due_ns]
+        return chain(self.in_flight, self.requeued, self.deferred.due_ns)
 
     @property
     def file_name(self) -> str:

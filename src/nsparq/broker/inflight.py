@@ -1,7 +1,10 @@
-"""What is in flight on a channel: a dictionary by message id, a heap of deadlines by delivery.
+"""What is in flight on a channel, by delivery rather than by message.
 
-Consecutive messages delivered together share one Run, so the heap holds deliveries, not messages. Nothing
-here is linear in what is in flight: an answered run stays in the heap until the heap is half dead.
+Consecutive messages delivered together are one Run, and clients mostly answer them in order, so a run knows
+what is answered as "everything below `low`, and these few above". A run is found from a message id through
+the blocks of ids that it touches. Nothing here is linear in what is in flight: delivering and answering a
+run in order costs the same for one message as for a thousand, and an answered run stays in the heap of
+deadlines until the heap is half dead.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ from itertools import count
 
 from nsparq.broker.client import Client
 from nsparq.storage.batch import Timestamps
+
+_BLOCK_BITS = 4
+"""Runs are registered for each 16 ids: few entries for a long run, few neighbours for a short one."""
 
 _order = count()
 
@@ -26,7 +32,8 @@ class Run:
         "delivered_ns",
         "end",
         "first",
-        "remaining",
+        "holes",
+        "low",
         "timestamps_ns",
     )
 
@@ -43,13 +50,37 @@ class Run:
         self.client = client
         self.first = first
         self.end = end
+        self.low = first
+        """Everything before this is answered."""
+        self.holes: set[int] = set()
+        """Ids beyond `low` that are answered."""
         self.delivered_ns = now_ns
         self.deadline_ns = deadline_ns
         self.attempts = attempts
-        self.remaining = end - first
-        """Messages not answered yet."""
         self.timestamps_ns = timestamps_ns
         """When they were published: one time for all, or one each."""
+
+    def holds(self, message_id: int) -> bool:
+        """Whether the message is part of this run and unanswered."""
+        return self.low <= message_id < self.end and message_id not in self.holes
+
+    def answer(self, message_id: int, most: int) -> int:
+        """Count a held message as answered, and up to `most` with those behind it. Gives the number."""
+        if message_id != self.low:
+            self.holes.add(message_id)
+            return 1
+        if self.holes:
+            self.low += 1
+            while self.low in self.holes:
+                self.holes.remove(self.low)
+                self.low += 1
+            return 1
+        number = min(most, self.end - message_id)
+        self.low += number
+        return number
+
+    def unanswered(self) -> Iterator[int]:
+        return (message_id for message_id in range(self.low, self.end) if message_id not in self.holes)
 
     def timestamp_of(self, message_id: int) -> int:
         stamps = self.timestamps_ns
@@ -60,72 +91,102 @@ class InFlight:
     """All unanswered deliveries of a channel."""
 
     def __init__(self) -> None:
-        self.runs: dict[int, Run] = {}
-        """By message id."""
+        self.runs: set[Run] = set()
+        self._count = 0
+        self._singles: dict[int, Run] = {}
+        """Runs of one message, by its id."""
+        self._blocks: dict[int, list[Run]] = {}
+        """Longer runs, by each block of ids that they touch."""
         self._heap: list[tuple[int, int, Run]] = []
         self._dead = 0
 
     def __len__(self) -> int:
-        return len(self.runs)
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        """The ids of all unanswered messages."""
+        return (message_id for run in self.runs for message_id in run.unanswered())
+
+    def lowest(self) -> int | None:
+        return min((run.low for run in self.runs), default=None)
 
     def add(self, run: Run) -> None:
-        if run.remaining == 1:
-            self.runs[run.first] = run
+        if run.end - run.first == 1:
+            self._singles[run.first] = run
         else:
-            self.runs.update(dict.fromkeys(range(run.first, run.end), run))
-        heappush(self._heap, (run.deadline_ns, next(_order), run))
+            blocks = self._blocks
+            for block in range(run.first >> _BLOCK_BITS, (run.end - 1 >> _BLOCK_BITS) + 1):
+                touching = blocks.get(block)
+                if touching is None:
+                    blocks[block] = [run]
+                else:
+                    touching.append(run)
+        self._count += run.end - run.first
+        self.runs.add(run)
         run.client.runs.add(run)
+        heappush(self._heap, (run.deadline_ns, next(_order), run))
 
-    def settle(self, run: Run) -> None:
-        """Call when the last message of `run` has been answered."""
+    def find(self, message_id: int) -> Run | None:
+        """The run in which the message is in flight."""
+        run = self._singles.get(message_id)
+        if run is not None:
+            return run
+        for run in self._blocks.get(message_id >> _BLOCK_BITS, ()):
+            if run.holds(message_id):
+                return run
+        return None
+
+    def answer(self, run: Run, message_id: int, most: int = 1) -> int:
+        """Take out a message that `run` holds, and up to `most` with those behind it. Gives the number."""
+        number = run.answer(message_id, most)
+        self._count -= number
+        if run.low == run.end:
+            self._settle(run)
+        return number
+
+    def _settle(self, run: Run) -> None:
+        """The last message of the run has been answered."""
+        self.runs.discard(run)
         run.client.runs.discard(run)
+        if run.end - run.first == 1:
+            del self._singles[run.first]
+        else:
+            for block in range(run.first >> _BLOCK_BITS, (run.end - 1 >> _BLOCK_BITS) + 1):
+                touching = self._blocks[block]
+                if len(touching) == 1:
+                    del self._blocks[block]
+                else:
+                    touching.remove(run)
         self._dead += 1
         if self._dead > 64 and self._dead * 2 > len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[2].remaining]
+            self._heap = [entry for entry in self._heap if entry[2].low < entry[2].end]
             heapify(self._heap)
             self._dead = 0
 
-    def take(self, message_id: int) -> Run:
-        """Remove one message that is in flight."""
-        run = self.runs.pop(message_id)
-        run.remaining -= 1
-        if not run.remaining:
-            self.settle(run)
-        return run
-
-    def unanswered(self, run: Run) -> Iterator[int]:
-        """The ids of a run that are still in flight with it."""
-        runs = self.runs
-        return (message_id for message_id in range(run.first, run.end) if runs.get(message_id) is run)
-
     def next_deadline(self) -> int | None:
         heap = self._heap
-        while heap and not heap[0][2].remaining:
+        while heap and heap[0][2].low == heap[0][2].end:
             heappop(heap)
             self._dead -= 1
         return heap[0][0] if heap else None
 
-    def pop_expired(self, now_ns: int) -> Run | None:
-        """A run whose deadline has passed; it stays in flight until its messages are taken."""
+    def first_expired(self, now_ns: int) -> Run | None:
+        """A run whose deadline has passed; it comes up again until its messages have been taken out."""
         while (deadline := self.next_deadline()) is not None and deadline <= now_ns:
             run = self._heap[0][2]
-            heappop(self._heap)
             if run.deadline_ns <= now_ns:
-                # Its messages are taken next, and the last of them counts the run as dead in the heap.
-                self._dead -= 1
                 return run
+            # Touched: the entry was early.
+            heappop(self._heap)
             heappush(self._heap, (run.deadline_ns, next(_order), run))
         return None
 
-    def push_back(self, run: Run) -> None:
-        """A popped run of which not everything was taken."""
-        heappush(self._heap, (run.deadline_ns, next(_order), run))
-        self._dead += 1
-
     def clear(self) -> None:
-        for run in set(self.runs.values()):
-            run.remaining = 0
+        for run in self.runs:
+            run.low = run.end
             run.client.runs.discard(run)
         self.runs.clear()
+        self._singles.clear()
+        self._blocks.clear()
         self._heap.clear()
-        self._dead = 0
+        self._count = self._dead = 0

@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 MAX_BATCH = 1024
 """Messages in one batch; a larger publish becomes several."""
 
+EAGER_BATCH = 64
+"""A publish of this many messages is appended at once: it gains nothing by waiting for company, and its
+publisher can prepare the next while we serve the others."""
+
 CARRY_SHARE = 8
 """Stragglers are carried over when they are less than one part in this of their segment."""
 
@@ -163,7 +167,10 @@ class Topic:
         else:
             self._bodies += bodies
         self._waiting.append((done, verb))
-        self.broker.schedule_topic(self)
+        if len(self._bodies) >= EAGER_BATCH:
+            self.flush(self.broker.clock())
+        else:
+            self.broker.schedule_topic(self)
 
     def flush(self, now_ns: int) -> None:
         """Append what was published in this turn and let the channels see it."""

@@ -268,7 +268,7 @@ class Connection(asyncio.Protocol):
     def _on_finish(self, command: commands.Finish) -> None:
         channel = self.client.channel
         if channel is not None:
-            for error in channel.finish(self.client, command.ids, self._broker.clock()):
+            for error in channel.finish(self.client, command.spans, self._broker.clock()):
                 self._fail(error)
 
     def _on_requeue(self, command: commands.Requeue) -> None:

@@ -43,7 +43,8 @@ class Ready:
 class Finish:
     """A run of FINs: clients send them back to back, and they are handled as one."""
 
-    ids: list[int]
+    spans: list[tuple[int, int]]
+    """Consecutive ids: first, and the one after the last. In the order of the commands."""
 
 
 @dataclass(frozen=True, slots=True)

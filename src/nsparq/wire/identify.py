@@ -150,7 +150,7 @@ def _decode_fields(body: bytes) -> dict[str, Any]:
             continue
         if type(value) is not wanted:
             raise _undecodable()
-        if name in _INTEGERS and not _fits(value, _INTEGERS[name]):
+        if isinstance(value, int) and name in _INTEGERS and not _fits(value, _INTEGERS[name]):
             raise _undecodable()
         fields[name] = value
     return fields

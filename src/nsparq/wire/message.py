@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from nsparq import kernel
 from nsparq.wire.frames import MESSAGE
 
 SEQUENCE_BITS: Final = 54
@@ -47,6 +48,8 @@ class Frames(NamedTuple):
 
 def build_frames(first_id: int, timestamps_ns: Timestamps, lengths: array[int], data: bytes) -> Frames:
     """First-delivery frames (attempts = 1) of the messages whose bodies lie end to end in `data`."""
+    if kernel.build_frames is not None:
+        return Frames(*kernel.build_frames(first_id, timestamps_ns, lengths, data))
     if len(lengths) < _FEW and isinstance(timestamps_ns, int):
         return _build_few(first_id, timestamps_ns, lengths, data)
     count = len(lengths)

@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from nsparq import kernel
 from nsparq.errors import ClientError, FatalClientError, NsparqError
 from nsparq.names import is_valid_name, quote
 from nsparq.wire.commands import (
@@ -272,6 +273,13 @@ class ServerProtocol:
     def _take_fin_run(self, start: int) -> Command | None:
         """All FIN lines from `start` on as one command; None when they are few or unusual."""
         buffer = self._buffer
+        if kernel.decode_fins is not None:
+            spans, behind = kernel.decode_fins(buffer, start)
+            if not spans:
+                return None
+            self._position = behind
+            self.commands += (behind - start) // _FIN_WIDTH - 1
+            return Finish(spans)
         count = (len(buffer) - start) // _FIN_WIDTH
         if count < _FIN_RUN:
             return None
@@ -286,18 +294,21 @@ class ServerProtocol:
         if digits != digits.lower():
             return None
         try:
-            ids = np.frombuffer(binascii.unhexlify(digits), ">u8").tolist()
+            ids = np.frombuffer(binascii.unhexlify(digits), ">u8").astype(np.uint64)
         except binascii.Error:
             return None
         self._position = start + count * _FIN_WIDTH
         self.commands += count - 1
-        return Finish(ids)
+        breaks = np.flatnonzero(np.diff(ids) != 1)
+        firsts = ids[np.concatenate(([0], breaks + 1))].tolist()
+        lasts = ids[np.concatenate((breaks, [count - 1]))].tolist()
+        return Finish([(first, last + 1) for first, last in zip(firsts, lasts, strict=True)])
 
     def _fin(self, line: bytes, params: list[bytes]) -> Command:
         if not params:
             raise _invalid("FIN insufficient number of params")
         number = _message_id(params[0])
-        return _unknown("FIN", params[0]) if number is None else Finish([number])
+        return _unknown("FIN", params[0]) if number is None else Finish([(number, number + 1)])
 
     def _req(self, line: bytes, params: list[bytes]) -> Command:
         if len(params) < 2:
@@ -417,6 +428,8 @@ class ServerProtocol:
         buffer, position, available = self._buffer, self._position, len(self._buffer)
         max_msg_size = self.limits.max_msg_size
         unpack, append = _SIZE.unpack_from, bodies.append
+        if kernel.split_messages is not None:
+            position = kernel.split_messages(buffer, position, count, max_msg_size, bodies)
         try:
             while len(bodies) < count:
                 if available - position < 4:

@@ -72,7 +72,7 @@ class Scenario:
         self.report("message", body=text, attempts=attempts)
         if text == REQUEUED and attempts == 1:
             return "requeue"
-        if text == TOUCHED:
+        if text == TOUCHED and attempts == 1:
             return "touch"
         if text in KEPT and not self.restarted.is_set():
             self.held.add(text)

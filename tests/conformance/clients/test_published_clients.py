@@ -180,11 +180,11 @@ def test_a_requeued_message_comes_back_with_attempts_two(client: Driver) -> None
 
 
 def test_a_touched_message_does_not_time_out(client: Driver) -> None:
-    deliveries = [event["attempts"] for event in client.of("message") if event["body"] == scenario.TOUCHED]
-    assert deliveries == [1]
-    received = next(event for event in client.of("message") if event["body"] == scenario.TOUCHED)
     finished = next(event for event in client.of("finished") if event["body"] == scenario.TOUCHED)
-    assert finished["at"] - received["at"] > scenario.MSG_TIMEOUT_MS / 1000
+    deliveries = [event for event in client.of("message") if event["body"] == scenario.TOUCHED]
+    assert finished["at"] - deliveries[0]["at"] > scenario.MSG_TIMEOUT_MS / 1000
+    # The crash that follows soon after may well repeat it.
+    assert len([event for event in deliveries if event["at"] < finished["at"]]) == 1
 
 
 def test_has_as_many_in_flight_as_it_asked_for(client: Driver) -> None:
@@ -196,9 +196,12 @@ def test_reconnects_to_a_killed_broker_and_loses_no_acknowledged_message(
 ) -> None:
     if broker.is_reference:
         pytest.skip("the reference loses what is in flight when killed")
-    holding = client.events.index(client.of("holding")[0])
-    finished_after = bodies([event for event in client.events[holding:] if event["event"] == "finished"])
-    assert finished_after == {*scenario.KEPT, scenario.AFTER}
+    holding = client.of("holding")[0]["at"]
+    finished_after = bodies([event for event in client.of("finished") if event["at"] > holding])
+    assert finished_after >= {*scenario.KEPT, scenario.AFTER}
+    # A crash may repeat what was finished since the last checkpoint, which is about every second.
+    long_ago = bodies([event for event in client.of("finished") if event["at"] < holding - 2])
+    assert not finished_after & long_ago
     assert client.of("done")
     assert wait_until(lambda: client.process.poll() is not None)
     assert client.process.returncode == 0

@@ -65,7 +65,7 @@ async function handle(message) {
   report('message', {body, attempts: message.attempts})
   if (body === REQUEUED && message.attempts === 1) {
     message.requeue(0, false)
-  } else if (body === TOUCHED) {
+  } else if (body === TOUCHED && message.attempts === 1) {
     await sleep(TOUCH_AFTER_MS)
     message.touch()
     await sleep(FINISH_TOUCHED_AFTER_MS - TOUCH_AFTER_MS)

@@ -1,0 +1,259 @@
+/* The three inner loops of the hot path, compiled.
+ *
+ * Each does only the regular part of its job and stops at anything unusual, which the Python code beside
+ * it then handles; so no rule and no error text is written twice. What it brings, and the pure twins, are
+ * described in docs/architecture.md. NSPARQ_NO_EXTENSIONS=1 leaves it out.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#define FRAME_OVERHEAD 34
+#define FIN_WIDTH 21
+
+static inline uint32_t
+read_u32(const unsigned char *p)
+{
+    return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | (uint32_t)p[3];
+}
+
+static inline unsigned char *
+put_u32(unsigned char *p, uint32_t v)
+{
+    p[0] = v >> 24;
+    p[1] = v >> 16;
+    p[2] = v >> 8;
+    p[3] = v;
+    return p + 4;
+}
+
+static inline unsigned char *
+put_u64(unsigned char *p, uint64_t v)
+{
+    return put_u32(put_u32(p, (uint32_t)(v >> 32)), (uint32_t)v);
+}
+
+PyDoc_STRVAR(split_messages_doc,
+"split_messages(buffer, position, count, max_size, bodies) -> position\n\n"
+"Append to `bodies` the size-prefixed messages in `buffer` from `position` on, until there are `count`,\n"
+"or the next one is incomplete or not of an allowed size. Gives the position behind the last one.");
+
+static PyObject *
+split_messages(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 5 || !PyBytes_Check(args[0]) || !PyList_Check(args[4])) {
+        PyErr_SetString(PyExc_TypeError, "split_messages(bytes, int, int, int, list)");
+        return NULL;
+    }
+    const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(args[0]);
+    Py_ssize_t available = PyBytes_GET_SIZE(args[0]);
+    Py_ssize_t position = PyLong_AsSsize_t(args[1]);
+    Py_ssize_t count = PyLong_AsSsize_t(args[2]);
+    long long max_size = PyLong_AsLongLong(args[3]);
+    PyObject *bodies = args[4];
+    if (PyErr_Occurred())
+        return NULL;
+    if (position < 0) {
+        PyErr_SetString(PyExc_ValueError, "position is negative");
+        return NULL;
+    }
+    while (PyList_GET_SIZE(bodies) < count && available - position >= 4) {
+        long long size = read_u32(data + position);
+        if (size == 0 || size > max_size || size > INT32_MAX || available - position - 4 < size)
+            break;
+        PyObject *body = PyBytes_FromStringAndSize((const char *)data + position + 4, (Py_ssize_t)size);
+        if (body == NULL)
+            return NULL;
+        int failed = PyList_Append(bodies, body);
+        Py_DECREF(body);
+        if (failed)
+            return NULL;
+        position += 4 + (Py_ssize_t)size;
+    }
+    return PyLong_FromSsize_t(position);
+}
+
+static const char HEX[] = "0123456789abcdef";
+
+PyDoc_STRVAR(build_frames_doc,
+"build_frames(first_id, timestamps_ns, lengths, data) -> (buffer, offsets)\n\n"
+"Message frames with attempts 1. `lengths` holds native 32-bit sizes, `data` the bodies end to end;\n"
+"`timestamps_ns` is one integer, or a buffer with one native 64-bit integer for each message.");
+
+static PyObject *
+build_frames(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    Py_buffer lengths = {0}, data = {0}, stamps = {0};
+    PyObject *buffer = NULL, *offsets = NULL, *result = NULL;
+    int64_t stamp = 0;
+    if (nargs != 4) {
+        PyErr_SetString(PyExc_TypeError, "build_frames(int, int or buffer, buffer, buffer)");
+        return NULL;
+    }
+    uint64_t id = PyLong_AsUnsignedLongLong(args[0]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (PyLong_Check(args[1])) {
+        stamp = PyLong_AsLongLong(args[1]);
+        if (PyErr_Occurred())
+            return NULL;
+    }
+    else if (PyObject_GetBuffer(args[1], &stamps, PyBUF_SIMPLE))
+        return NULL;
+    if (PyObject_GetBuffer(args[2], &lengths, PyBUF_SIMPLE))
+        goto done;
+    if (PyObject_GetBuffer(args[3], &data, PyBUF_SIMPLE))
+        goto done;
+    Py_ssize_t count = lengths.len / 4;
+    const uint32_t *sizes = lengths.buf;
+    Py_ssize_t total = 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        total += sizes[i];
+    if (total != data.len || (stamps.obj != NULL && stamps.len != count * 8)) {
+        PyErr_SetString(PyExc_ValueError, "lengths do not add up");
+        goto done;
+    }
+    buffer = PyBytes_FromStringAndSize(NULL, total + count * FRAME_OVERHEAD);
+    offsets = PyList_New(count + 1);
+    if (buffer == NULL || offsets == NULL)
+        goto done;
+    unsigned char *start = (unsigned char *)PyBytes_AS_STRING(buffer), *out = start;
+    const unsigned char *body = data.buf;
+    for (Py_ssize_t i = 0; i <= count; i++) {
+        PyObject *offset = PyLong_FromSsize_t(out - start);
+        if (offset == NULL)
+            goto done;
+        PyList_SET_ITEM(offsets, i, offset);
+        if (i == count)
+            break;
+        uint32_t size = sizes[i];
+        if (stamps.obj != NULL)
+            memcpy(&stamp, (const char *)stamps.buf + 8 * i, 8);
+        out = put_u32(out, size + FRAME_OVERHEAD - 4);
+        out = put_u32(out, 2);
+        out = put_u64(out, (uint64_t)stamp);
+        *out++ = 0;
+        *out++ = 1;
+        for (int shift = 60; shift >= 0; shift -= 4)
+            *out++ = HEX[(id >> shift) & 15];
+        id++;
+        memcpy(out, body, size);
+        out += size;
+        body += size;
+    }
+    result = PyTuple_Pack(2, buffer, offsets);
+done:
+    Py_XDECREF(buffer);
+    Py_XDECREF(offsets);
+    if (stamps.obj != NULL)
+        PyBuffer_Release(&stamps);
+    if (lengths.obj != NULL)
+        PyBuffer_Release(&lengths);
+    if (data.obj != NULL)
+        PyBuffer_Release(&data);
+    return result;
+}
+
+static inline int
+hex_digit(unsigned char c)
+{
+    if (c >= '0' && c <= '9')
+        return c - '0';
+    if (c >= 'a' && c <= 'f')
+        return c - 'a' + 10;
+    return -1;
+}
+
+PyDoc_STRVAR(decode_fins_doc,
+"decode_fins(buffer, position) -> (spans, position)\n\n"
+"The message ids of the plain FIN lines that follow each other from `position` on, as spans of consecutive\n"
+"ids (first, behind the last), and the position behind those lines.");
+
+static int
+append_span(PyObject *spans, uint64_t first, uint64_t count)
+{
+    PyObject *from = PyLong_FromUnsignedLongLong(first);
+    PyObject *width = PyLong_FromUnsignedLongLong(count);
+    /* Added as Python integers: the number behind the largest id does not fit 64 bits. */
+    PyObject *to = from != NULL && width != NULL ? PyNumber_Add(from, width) : NULL;
+    PyObject *span = to != NULL ? PyTuple_Pack(2, from, to) : NULL;
+    int failed = span == NULL || PyList_Append(spans, span);
+    Py_XDECREF(from);
+    Py_XDECREF(width);
+    Py_XDECREF(to);
+    Py_XDECREF(span);
+    return failed;
+}
+
+static PyObject *
+decode_fins(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || !PyBytes_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "decode_fins(bytes, int)");
+        return NULL;
+    }
+    const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(args[0]);
+    Py_ssize_t available = PyBytes_GET_SIZE(args[0]);
+    Py_ssize_t position = PyLong_AsSsize_t(args[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (position < 0) {
+        PyErr_SetString(PyExc_ValueError, "position is negative");
+        return NULL;
+    }
+    PyObject *spans = PyList_New(0);
+    if (spans == NULL)
+        return NULL;
+    uint64_t first = 0, count = 0;
+    while (available - position >= FIN_WIDTH) {
+        const unsigned char *line = data + position;
+        if (memcmp(line, "FIN ", 4) != 0 || line[FIN_WIDTH - 1] != '\n')
+            break;
+        uint64_t id = 0;
+        int digit = 0;
+        for (int i = 4; i < FIN_WIDTH - 1 && digit >= 0; i++) {
+            digit = hex_digit(line[i]);
+            id = id << 4 | (uint64_t)(digit & 15);
+        }
+        if (digit < 0)
+            break;
+        if (count > 0 && id == first + count && id != 0)
+            count++;
+        else {
+            if (count > 0 && append_span(spans, first, count)) {
+                Py_DECREF(spans);
+                return NULL;
+            }
+            first = id;
+            count = 1;
+        }
+        position += FIN_WIDTH;
+    }
+    if (count > 0 && append_span(spans, first, count)) {
+        Py_DECREF(spans);
+        return NULL;
+    }
+    return Py_BuildValue("Nn", spans, position);
+}
+
+static PyMethodDef methods[] = {
+    {"split_messages", (PyCFunction)(void (*)(void))split_messages, METH_FASTCALL, split_messages_doc},
+    {"build_frames", (PyCFunction)(void (*)(void))build_frames, METH_FASTCALL, build_frames_doc},
+    {"decode_fins", (PyCFunction)(void (*)(void))decode_fins, METH_FASTCALL, decode_fins_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "nsparq._kernel",
+    .m_doc = "Compiled inner loops; see nsparq.kernel.",
+    .m_size = 0,
+    .m_methods = methods,
+};
+
+PyMODINIT_FUNC
+PyInit__kernel(void)
+{
+    return PyModuleDef_Init(&definition);
+}

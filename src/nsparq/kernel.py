@@ -1,0 +1,32 @@
+"""Picks the compiled inner loops, or nothing: then the Python code beside each of their uses does the work.
+
+NSPARQ_NO_EXTENSIONS=1 forces the second, which every machine has.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable
+from typing import Any, Final
+
+SplitMessages = Callable[[bytes, int, int, int, list[bytes]], int]
+BuildFrames = Callable[[int, Any, "array[int]", bytes], tuple[bytes, list[int]]]
+DecodeFins = Callable[[bytes, int], tuple[list[tuple[int, int]], int]]
+
+split_messages: SplitMessages | None = None
+build_frames: BuildFrames | None = None
+decode_fins: DecodeFins | None = None
+
+if not os.environ.get("NSPARQ_NO_EXTENSIONS"):
+    try:
+        from nsparq import _kernel  # type: ignore[attr-defined,unused-ignore]  # compiled, if at all
+    except ImportError:
+        pass
+    else:
+        split_messages = _kernel.split_messages
+        build_frames = _kernel.build_frames
+        decode_fins = _kernel.decode_fins
+
+BUILD: Final = "python" if split_messages is None else "compiled"
+"""Which of the two is in use; `nsqd --version` names it."""
