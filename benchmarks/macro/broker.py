@@ -6,6 +6,7 @@ Rounds of the two sides alternate, so that a machine that gets busier or slower 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -151,6 +152,8 @@ def main(arguments: list[str] | None = None) -> int:
     machine = describe_machine({"ours": options.ours_command, "peer": peer})
     selected = {name: load for name, load in LOADS.items() if not options.only or name in options.only}
 
+    # Ended from outside: still stop what was started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print_facts(
         [*machine.items(), *((field.name, getattr(parameters, field.name)) for field in fields(parameters))]
     )

@@ -16,7 +16,7 @@ from typing import Any, Self
 from benchmarks.macro import roles as acts
 from benchmarks.macro.wire import BrokerRefused
 
-SLOTS = 64
+SLOTS = 16  # processes at most, and their places in the shared progress
 
 
 class LoadFailed(Exception):
@@ -37,6 +37,8 @@ class Crew:
 
     def work(self, roles: Sequence[tuple[str, dict[str, Any]]], deadline: float) -> list[acts.Span]:
         """Play the roles, (class in roles.py, its arguments), at the same time, a process each."""
+        if len(roles) > SLOTS:
+            raise LoadFailed(f"{len(roles)} processes wanted; this tool is made for {SLOTS}")
         self._hire(len(roles))
         self.progress[:] = [0] * SLOTS
         team = [connection for _, connection in self.members[: len(roles)]]

@@ -190,7 +190,7 @@ def backlog(run: Round) -> Figures:
 
 
 def fanout8(run: Round) -> Figures:
-    """Every message to several channels: consumed while it is published, and piled up first, then consumed."""
+    """Every message to several channels: consumed while it is published; or piled up first, then consumed."""
     p = run.parameters
     channels = [f"channel{number}" for number in range(p.channels)]
     figures: Figures = {}
@@ -198,8 +198,9 @@ def fanout8(run: Round) -> Figures:
         topic = fresh_name()
         for channel in channels:
             create_channel(run.broker.address, topic, channel)
-        spread = [[(topic, channel) for channel in channels[part :: p.consumers]] for part in range(p.consumers)]
-        consumers = run.consumers(p.fanout_messages * p.channels, [part for part in spread if part])
+        pairs = [(topic, channel) for channel in channels]
+        spread = [pairs[part :: p.consumers] for part in range(min(p.consumers, p.channels))]
+        consumers = run.consumers(p.fanout_messages * p.channels, spread)
         publishers = run.publishers(p.fanout_messages, topic)
         spans = run.work(publishers) + run.work(consumers) if piled_up else run.work(consumers + publishers)
         check_delivery(spans, p.fanout_messages)
@@ -271,8 +272,10 @@ def memory(run: Round) -> Figures:
         figures[f"{label}, first message"] = Figure(time.monotonic() - began, "s")
     every = [[(run.topic, CHANNEL)]] * p.consumers
     spans = run.work(run.consumers(p.memory_messages, every, idle_seconds=5.0))
-    distinct = len(np.unique(np.concatenate([ids for span in spans for ids in span.ids.values()])))
+    ids = np.concatenate([ids for span in spans for ids in span.ids.values()])
+    distinct = len(np.unique(ids))
     figures["delivered after both restarts"] = Figure(distinct / p.memory_messages * 100, "%")
+    figures["delivered more than once"] = Figure(len(ids) - distinct, "messages")
     figures["drained after both restarts"] = Figure(consumed_rate(spans, p.rdy * p.consumers), "msg/s")
     figures["memory, peak while draining"] = Figure(broker.memory_mib()["VmHWM"], "MiB")
     return figures

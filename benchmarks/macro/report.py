@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.macro.loads import Figures, Parameters
 
-LOWER_IS_BETTER = {"ms", "s", "MiB"}
+LOWER_IS_BETTER = {"ms", "s", "MiB", "messages"}
 HEADINGS = (
     "load",
     "unit",
@@ -80,7 +80,7 @@ def number(value: float | None) -> str:
 
 
 def ratio(ours: float | None, peer: float | None) -> str:
-    return f"{ours / peer:.2f}" if ours is not None and peer else "-"
+    return f"{ours / peer:.3g}" if ours is not None and peer else "-"
 
 
 def describe_machine(command_lines: dict[str, str]) -> dict[str, str]:

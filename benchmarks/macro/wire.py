@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -70,8 +71,12 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def receive_frame(connection: socket.socket) -> tuple[int, bytes]:
-    """The next frame that is neither a heartbeat (answered here) nor an error (raised)."""
-    while True:
+    """The next frame that is neither a heartbeat (answered here) nor an error (raised).
+
+    Heartbeats keep the connection alive, not the wait: its timeout is for the frame, whatever comes before.
+    """
+    give_up = time.monotonic() + (connection.gettimeout() or 3600.0)
+    while time.monotonic() < give_up:
         size, kind = HEAD.unpack(receive_exactly(connection, FRAME_HEAD_BYTES))
         data = receive_exactly(connection, size - 4)
         if kind == ERROR:
@@ -79,6 +84,7 @@ def receive_frame(connection: socket.socket) -> tuple[int, bytes]:
         if data != HEARTBEAT or kind == MESSAGE:
             return kind, data
         connection.sendall(b"NOP\n")
+    raise TimeoutError("nothing but heartbeats from the broker")
 
 
 def expect_ok(connection: socket.socket) -> None:

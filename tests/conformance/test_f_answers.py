@@ -63,6 +63,62 @@ def test_case_072_any_16_bytes_are_an_id_that_is_not_in_flight(delivered, messag
     connection.expect_error(b"E_FIN_FAILED FIN " + message_id + b" failed ID not in flight")
 
 
+def test_case_072_many_fins_in_one_segment_are_answered_one_by_one(broker, topic, channel):
+    broker.publish(topic, *(b"%d" % number for number in range(100)))
+    with broker.connect() as connection:
+        connection.sub(topic, channel, rdy=100)
+        messages = connection.read_messages(100)
+        lines = []
+        failing = []
+        for number, message in enumerate(messages):
+            lines.append(b"FIN " + message.id + (b"\r\n" if number % 7 == 0 else b"\n"))
+            if number % 10 == 0:
+                lines.append(b"FIN fffffffffffff%03d\n" % number)
+                failing.append(b"fffffffffffff%03d" % number)
+            if number % 25 == 0:
+                lines.append(b"FIN " + message.id + b"\n")
+                failing.append(message.id)
+        connection.send(b"".join(lines))
+        for message_id in failing:
+            connection.expect_error(b"E_FIN_FAILED FIN " + message_id + b" failed ID not in flight")
+        connection.barrier()
+        stats = broker.channel_stats(topic, channel)
+        (client,) = stats["clients"]
+        assert (stats["in_flight_count"], client["in_flight_count"], client["finish_count"]) == (0, 0, 100)
+
+
+def test_case_072_answers_of_all_kinds_in_one_segment_are_handled_in_order(broker, topic, channel):
+    broker.publish(topic, *(b"%d" % number for number in range(4)))
+    with broker.connect() as connection:
+        connection.sub(topic, channel, rdy=4)
+        one, two, three, four = (message.id for message in connection.read_messages(4))
+        connection.send(
+            b"RDY 0\nFIN %s\nREQ %s 60000\nTOUCH %s\nFIN %s\nNOP\n" % (one, two, three, three)
+            + b"FIN %s\nTOUCH %s\nREQ %s 0\nFIN %s\n" % (two, one, four, four)
+        )
+        connection.expect_error(b"E_FIN_FAILED FIN " + two + b" failed ID not in flight")
+        connection.expect_error(b"E_TOUCH_FAILED TOUCH " + one + b" failed ID not in flight")
+        connection.expect_error(b"E_FIN_FAILED FIN " + four + b" failed ID not in flight")
+        stats = broker.channel_stats(topic, channel)
+        assert (stats["in_flight_count"], stats["deferred_count"], stats["depth"]) == (0, 1, 1)
+
+
+def test_case_072_an_id_is_its_very_bytes_not_a_number(shared_broker, topic, channel):
+    broker = shared_broker(node_id=0)
+    broker.publish(topic, *(b"%d" % number for number in range(32)))
+    with broker.connect() as connection:
+        connection.sub(topic, channel, rdy=32)
+        for message in connection.read_messages(32):
+            text = message.id.decode()
+            # What a careless parser takes for the same number.
+            looks = {text.upper(), "+" + text[1:], "0x" + text[2:], " " + text[1:], text[0] + "_" + text[2:]}
+            for other in sorted(look for look in looks if look != text and " " not in look):
+                connection.fin(other.encode())
+                connection.expect_error(f"E_FIN_FAILED FIN {other} failed ID not in flight")
+        connection.barrier()
+        assert broker.channel_stats(topic, channel)["in_flight_count"] == 32
+
+
 @pytest.mark.parametrize("message_id", [b"", b"short", b"0123456789abcde", b"0123456789abcdef0"])
 @pytest.mark.parametrize("name", ["FIN", "REQ", "TOUCH"])
 def test_case_073_malformed_id_is_fatal(broker, topic, channel, name, message_id):

@@ -120,6 +120,44 @@ def test_case_085_many_messages_time_out_within_the_scan_resolution(broker):
 
 
 @together
+def test_case_085_what_was_answered_or_touched_does_not_time_out_with_the_rest(broker):
+    topic, channel = unique_name("topic"), unique_name("channel")
+    with consumer(broker, topic, channel, rdy=10, msg_timeout=1000) as connection:
+        broker.publish(topic, *(b"%d" % number for number in range(10)))
+        messages = connection.read_messages(10)
+        connection.rdy(0)
+        for message in messages[:3]:
+            connection.fin(message.id)
+        connection.req(messages[3].id, 0)
+        connection.req(messages[4].id, 60_000)
+        until = time.monotonic() + 1.6 + slack(broker)
+        while broker.channel_stats(topic, channel)["timeout_count"] < 4 and time.monotonic() < until:
+            connection.touch(messages[5].id)
+            connection.expect_silence(0.3)
+        stats = broker.channel_stats(topic, channel)
+        assert (stats["timeout_count"], stats["in_flight_count"], stats["deferred_count"]) == (4, 1, 1)
+        assert (stats["depth"], stats["requeue_count"]) == (5, 2)
+        connection.fin(messages[5].id)
+        connection.barrier()
+        connection.rdy(10)
+        again = {message.body: message.attempts for message in connection.read_messages(5)}
+        assert again == {message.body: 2 for message in (messages[3], *messages[6:])}
+
+
+@together
+def test_paused_channel_still_times_messages_out(broker):
+    topic, channel = unique_name("topic"), unique_name("channel")
+    with consumer(broker, topic, channel, msg_timeout=1000) as connection:
+        broker.publish(topic, b"slow")
+        connection.read_message()
+        broker.control("pause", topic, channel)
+        wait_until(lambda: broker.channel_stats(topic, channel)["timeout_count"] == 1, 1.0 + slack(broker))
+        connection.expect_silence(0.2)
+        broker.control("unpause", topic, channel)
+        assert connection.read_message().attempts == 2
+
+
+@together
 def test_case_086_messages_of_a_lost_client_reach_another_one(broker):
     topic, channel = unique_name("topic"), unique_name("channel")
     with consumer(broker, topic, channel, msg_timeout=1000) as connection:
@@ -160,6 +198,23 @@ def test_case_100_deferred_publish_reaches_every_channel(broker):
 def has(stats, **expected):
     """The stats if they hold these values, for wait_until."""
     return stats if stats and all(stats[key] == value for key, value in expected.items()) else None
+
+
+@together
+def test_case_100_deferred_publish_on_an_ephemeral_topic(broker):
+    topic, channel = unique_name("topic") + "#ephemeral", unique_name("channel") + "#ephemeral"
+    with consumer(broker, topic, channel, rdy=5) as connection, broker.connect() as publisher:
+        start = time.monotonic()
+        publisher.dpub(topic, 600, b"later")
+        publisher.pub(topic, b"now")
+        message = connection.read_message()
+        assert message.body == b"now"
+        connection.req(message.id, 300)
+        again = connection.read_message()
+        if not broker.is_reference:
+            assert (again.body, again.attempts) == (b"now", 2)
+        assert {again.body, connection.read_message().body} == {b"now", b"later"}
+        assert time.monotonic() - start >= 0.55
 
 
 @together

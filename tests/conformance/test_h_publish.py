@@ -41,6 +41,27 @@ def test_case_096_pub_body_is_limited(small_broker, topic):
     assert depth(small_broker, topic) == 1
 
 
+def test_case_095_a_publisher_that_leaves_without_reading_has_published(broker, topic):
+    with broker.connect() as connection:
+        connection.command("PUB", topic, body=b"one")
+        connection.command("MPUB", topic, body=multi([b"two", b"three"]))
+    wait_until(lambda: depth(broker, topic) == 3)
+
+
+def test_case_096_messages_of_the_default_maximum_arrive_whole(broker, topic, channel):
+    big = bytes(range(256)) * 4096
+    assert len(big) == 1_048_576
+    with broker.connect() as connection:
+        connection.pub(topic, big)
+        bodies = [bytes([number]) * (1_048_576 - 4 * number) for number in range(1, 5)]
+        connection.mpub(topic, bodies)
+        connection.sub(topic, channel, rdy=5)
+        assert [message.body for message in connection.read_messages(5)] == [big, *bodies]
+    with broker.connect() as connection:
+        connection.send(b"PUB %s\n" % topic.encode() + struct.pack(">i", 1_048_577))
+        connection.expect_fatal("E_BAD_MESSAGE PUB message too big 1048577 > 1048576")
+
+
 @pytest.mark.parametrize("command", ["PUB {}", "DPUB {} 100"])
 def test_case_096_the_size_alone_decides(small_broker, topic, command):
     with small_broker.connect() as connection:

@@ -267,6 +267,47 @@ def test_case_169_empty_leaves_no_depth_and_no_old_files(own_broker):
     assert drain(broker, 10) == bodies(200, 210)
 
 
+def test_case_169_an_unfinished_message_does_not_hold_its_segments_and_is_not_lost(own_broker):
+    broker = own_broker(mem_queue_size=5, max_bytes_per_file=2000)
+    with broker.connect() as holder, broker.connect() as publisher:
+        holder.sub("topic", "channel", rdy=1)
+        publisher.pub("topic", b"stuck")
+        stuck = holder.read_message()
+        for body in bodies(0, 400):
+            publisher.pub("topic", body)
+        assert len(segments(broker)) > 10
+        assert drain(broker, 400) == bodies(0, 400)
+        wait_until(lambda: len(segments(broker)) <= 4, what="segments around one message to be removed")
+        holder.rdy(0)
+        holder.req(stuck.id, 0)
+        holder.barrier()
+    assert drain_with_attempts(broker) == [(b"stuck", 2)]
+
+
+def test_case_169_an_unfinished_message_survives_reclaim_and_restart(own_broker):
+    broker = own_broker(mem_queue_size=5, max_bytes_per_file=2000)
+    with broker.connect() as holder:
+        holder.sub("topic", "channel", rdy=1)
+        publish_singly(broker, [b"stuck", *bodies(0, 400)])
+        assert holder.read_message().body == b"stuck"
+        assert drain(broker, 400) == bodies(0, 400)
+        wait_until(lambda: len(segments(broker)) <= 4, what="segments around one message to be removed")
+        broker.restart()
+    assert drain_with_attempts(broker) == [(b"stuck", 2)]
+    broker.restart()
+    assert drain(broker, 0) == []
+
+
+def drain_with_attempts(broker: TestBroker) -> list[tuple[bytes, int]]:
+    with broker.connect() as connection:
+        connection.sub("topic", "channel", rdy=1)
+        message = connection.read_message()
+        connection.fin(message.id)
+        connection.barrier()
+        connection.expect_silence(0.1)
+        return [(message.body, message.attempts)]
+
+
 def test_case_169_consumed_segments_are_removed(own_broker):
     broker = own_broker(mem_queue_size=5, max_bytes_per_file=2000)
     assert isinstance(broker, BrokerThread)

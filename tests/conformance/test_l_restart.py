@@ -119,6 +119,59 @@ def test_case_158_pause_state_survives_a_restart(own_broker):
     assert broker.channel_stats("topic", "paused")["paused"] is False
 
 
+def test_case_158_a_paused_topic_keeps_its_messages_over_a_restart(own_broker):
+    broker = own_broker(mem_queue_size=2)
+    broker.control("create", "topic", "channel")
+    broker.publish("topic", b"before")
+    wait_until(lambda: broker.channel_stats("topic", "channel")["depth"] == 1)
+    broker.control("pause", "topic")
+    broker.publish("topic", b"held 1", b"held 2", b"held 3", b"held 4")
+    broker.restart()
+    assert broker.topic_stats("topic")["depth"] == 4
+    assert broker.channel_stats("topic", "channel")["depth"] == 1
+    assert [message.body for message in drain(broker, "topic", "channel", 1)] == [b"before"]
+    broker.control("unpause", "topic")
+    again = sorted(message.body for message in drain(broker, "topic", "channel", 4))
+    assert again == [b"held 1", b"held 2", b"held 3", b"held 4"]
+
+
+def test_cases_159_and_160_what_was_emptied_or_deleted_stays_so_after_a_restart(own_broker):
+    broker = own_broker(mem_queue_size=2)
+    for topic in ("emptied", "deleted", "recreated", "channel_deleted", "topic_emptied"):
+        broker.control("create", topic, "channel")
+        broker.publish(topic, b"old", b"old", b"old", b"old")
+        wait_until(lambda topic=topic: broker.channel_stats(topic, "channel")["depth"] == 4)
+    broker.control("empty", "emptied", "channel")
+    broker.control("delete", "deleted")
+    broker.control("delete", "recreated")
+    broker.control("delete", "channel_deleted", "channel")
+    broker.publish("emptied", b"new")
+    broker.publish("recreated", b"new")
+    broker.publish("channel_deleted", b"new")
+    broker.control("pause", "topic_emptied")
+    broker.publish("topic_emptied", b"dropped", b"dropped", b"dropped")
+    broker.control("empty", "topic_emptied")
+    broker.control("unpause", "topic_emptied")
+    broker.restart()
+    assert broker.topic_stats("deleted") is None
+    for topic in ("emptied", "recreated", "channel_deleted"):
+        assert [message.body for message in drain(broker, topic, "channel", 1)] == [b"new"], topic
+    assert len(drain(broker, "topic_emptied", "channel", 4)) == 4
+
+
+def test_case_153_a_second_channel_does_not_get_older_messages_after_a_restart_either(own_broker):
+    broker = own_broker()
+    broker.publish("topic", b"old", b"old")
+    broker.control("create", "topic", "first")
+    wait_until(lambda: broker.channel_stats("topic", "first")["depth"] == 2)
+    broker.control("create", "topic", "second")
+    broker.restart()
+    assert drain(broker, "topic", "second", 0) == []
+    broker.publish("topic", b"new")
+    assert [message.body for message in drain(broker, "topic", "second", 1)] == [b"new"]
+    assert len(drain(broker, "topic", "first", 3)) == 3
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_case_161_a_clean_stop_keeps_memory_in_flight_deferred_and_topic_messages(own_process, number):
     process = own_process()

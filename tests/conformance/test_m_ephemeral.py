@@ -133,6 +133,24 @@ def test_case_175_overflow_drops_the_oldest_and_counts_them(shared_broker, topic
         assert [message.body for message in connection.read_messages(5)] == newest
 
 
+def test_a_message_held_long_on_an_ephemeral_topic_is_still_redelivered(shared_broker, topic, channel):
+    broker = shared_broker(mem_queue_size=5)
+    with broker.connect() as holder, broker.connect() as other, broker.connect() as publisher:
+        holder.sub(topic, channel, rdy=1)
+        holder.barrier()
+        publisher.pub(topic, b"held")
+        held = holder.read_message()
+        other.sub(topic, channel, rdy=1)
+        for number in range(100):
+            publisher.pub(topic, b"%d" % number)
+            other.fin(other.read_message().id)
+        other.rdy(0)
+        other.barrier()
+        holder.req(held.id, 0)
+        again = holder.read_message()
+        assert (again.body, again.attempts) == (b"held", 2)
+
+
 def test_case_175_nothing_of_an_ephemeral_topic_is_written_to_disk(shared_broker, topic):
     broker = shared_broker(mem_queue_size=5)
     broker.publish(topic, *([b"needle in the data path"] * 20))

@@ -228,7 +228,7 @@ def test_new_topics_and_channels_on_a_full_disk_are_refused_or_work(small_disk: 
 @pytest.mark.skipif(bool(REFERENCE), reason="the reference has no segments to reclaim")
 def test_a_straggler_is_not_lost_when_the_disk_is_full_as_its_segment_goes(small_disk: SmallDisk) -> None:
     """One unfinished message is copied out of an old segment so that this can go; the copy may fail."""
-    with start_process(small_disk.path, max_bytes_per_file=100_000) as broker:
+    with start_process(small_disk.path, max_bytes_per_file=100_000, checkpoint_interval=0.2) as broker:
         straggler = b"straggler".ljust(BODY_SIZE, b".")
         with broker.connect() as holder, broker.connect() as connection:
             for each in (holder, connection):
@@ -245,11 +245,11 @@ def test_a_straggler_is_not_lost_when_the_disk_is_full_as_its_segment_goes(small
             connection.rdy(100)
             connection.read_messages(300, finish=True)
             connection.barrier()
-            time.sleep(2.5)  # twice the time after which segments are looked at
+            time.sleep(1)  # five times what it takes until segments are looked at
             small_disk.free(broker)
             connection.mpub("t", [b"more"])
             connection.read_messages(1, finish=True)
-            time.sleep(2.5)
+            time.sleep(1)
             # The segments are gone, the message is not.
             assert sum(file.stat().st_size for file in small_disk.path.rglob("*.log")) < 1 << 20
         # Memory does not count.

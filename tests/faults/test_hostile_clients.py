@@ -136,8 +136,8 @@ def test_a_thousand_connections_of_which_half_stall(socket_broker: BrokerProcess
             f"{MESSAGES} messages past {STALLED} stalled connections in {took:.1f} s, "
             f"{grown:.0f} MiB more at the peak\n"
         )
-        # 160 MB went by; what may stay is 10 MB in the topic's memory, and a buffer for each that stalls.
-        assert grown < 150 or broker.is_reference
+        # At most 384 KiB for each that stalls, and 64 MiB of recent messages.
+        assert grown < 300
 
 
 @pytest.mark.parametrize("magic", [b"  V2", b""], ids=["after the magic", "instead of the magic"])
@@ -271,9 +271,8 @@ def test_a_conversation_sent_byte_by_byte_works(tmp_path: Path) -> None:
         for connection in connections:
             for _ in range(3):
                 connection.expect_ok()
-            message = connection.read_message()
-            assert message.body == b"hello"
-            connection.fin(message.id)
+            # Not finished: that would let this one take what is meant for the others.
+            assert connection.read_message().body == b"hello"
 
 
 def test_a_body_that_trickles_in_does_not_extend_the_deadline(tmp_path: Path) -> None:

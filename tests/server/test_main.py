@@ -17,6 +17,7 @@ from nsparq.errors import StartError
 from nsparq.options import NsqdOptions
 from nsparq.server import main as main_module
 from nsparq.server.main import main, serve
+from nsparq.kernel import BUILD
 from nsparq.version import NSQ_VERSION, __version__
 from tests.support import BrokerProcess, wait_until
 
@@ -41,7 +42,7 @@ def test_version_is_one_line_of_the_shape_that_harnesses_parse() -> None:
     result = run("--version")
     assert (result.returncode, result.stderr) == (0, "")
     assert re.fullmatch(r"nsqd v\d+\.\d+\.\d+ \(built w/[a-z0-9.-]+\)\n", result.stdout)
-    assert result.stdout.startswith(f"nsqd v{NSQ_VERSION} (built w/nsparq-{__version__}-python3.")
+    assert result.stdout.startswith(f"nsqd v{NSQ_VERSION} (built w/nsparq-{__version__}-{BUILD}-python3.")
 
 
 def test_help_goes_to_stdout_with_status_0(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ class BrokerDied(Exception):
 class TestBroker:
     """What every broker under test can do, however it runs. Flags are given in snake_case.
 
-    Flag values are Python values: floats are durations in seconds, tuples are repeated flags.
+    Flag values are Python values: a float is a duration in seconds, a tuple a repeated flag.
     """
 
     __test__ = False
@@ -251,8 +251,8 @@ class BrokerProcess(TestBroker):
         found = [f"--data-path={self.data_path}"]
         for name, value in self.flags.items():
             flag = "--" + name.replace("_", "-")
-            values = value if isinstance(value, tuple) else (value,)
-            found += [f"{flag}={_flag_value(single)}" for single in values]
+            values = map(str, value) if isinstance(value, tuple) else [_flag_value(value)]
+            found += [f"{flag}={text}" for text in values]
         return found
 
     def launch(self) -> subprocess.Popen[bytes]:

@@ -290,14 +290,14 @@ class Broker:
 
     # upkeep
 
-    def note_used(self, topic: Topic) -> None:
+    def note_used(self, topic: Topic, now_ns: int) -> None:
         self._used.add(topic)
+        if now_ns - topic.synced_ns < SYNC_REST_NS or self.is_synchronous:
+            return
         log = topic.log
-        if isinstance(log, Log) and log.unsynced >= self.options.sync_every and not self.is_synchronous:
-            now_ns = self.clock()
-            if now_ns - topic.synced_ns >= SYNC_REST_NS:
-                topic.synced_ns = now_ns
-                self.request_sync(topic)
+        if isinstance(log, Log) and log.unsynced >= self.options.sync_every:
+            topic.synced_ns = now_ns
+            self.request_sync(topic)
 
     def request_sync(self, topic: Topic) -> None:
         """fsync in a thread, one at a time for a log: publishers who come meanwhile share the next."""

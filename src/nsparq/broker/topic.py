@@ -178,7 +178,11 @@ class Topic:
         if not waiting:
             return
         self._bodies, self._deferred, self._waiting = [], [], []
-        groups = [(bodies[i : i + MAX_BATCH], 0) for i in range(0, len(bodies), MAX_BATCH)] + deferred
+        groups = deferred
+        if 0 < len(bodies) <= MAX_BATCH:
+            groups = [(bodies, 0), *deferred]
+        elif bodies:
+            groups = [(bodies[i : i + MAX_BATCH], 0) for i in range(0, len(bodies), MAX_BATCH)] + deferred
         before = self.log.end
         try:
             if self.is_exiting:
@@ -191,15 +195,16 @@ class Topic:
             for done, verb in waiting:
                 done(verb, error)
             return
-        if not self.is_ephemeral:
+        if self.broker.health is not None and not self.is_ephemeral:
             self.broker.set_health(None)
         self.message_count += self.log.end - before
-        self.message_bytes += sum(len(batch.data) for batch in batches)
-        self.broker.note_used(self)
         for batch in batches:
+            self.message_bytes += len(batch.data)
             if batch.due_ns:
                 self._held_back.append((batch.base, batch.due_ns))
-        self._show(before)
+        self.broker.note_used(self, now_ns)
+        if self.channels:
+            self._show(before)
         if self.broker.is_synchronous and isinstance(self.log, Log):
             self._uncommitted.append((self.log.end, waiting))
             self.broker.request_sync(self)
@@ -306,7 +311,7 @@ class Topic:
             self._pause_position = self.log.end
         self._held_back.clear()
         self._write_state(clean=False)
-        self.broker.note_used(self)
+        self.broker.note_used(self, self.broker.clock())
 
     def delete(self) -> None:
         """The end of the topic, its channels and its messages."""

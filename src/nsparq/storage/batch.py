@@ -88,8 +88,8 @@ def encode_head(base: int, timestamp_ns: int, due_ns: int, lengths: array[int], 
     table = _table_bytes(lengths)
     size = HEADER_SIZE + len(table) + len(data)
     head = HEADER.pack(MAGIC, 0, size, 0, 0, base, timestamp_ns, due_ns, len(lengths), len(data)) + table
-    crc = crc32c(data, crc32c(memoryview(head)[_CHECKED_FROM:]))
-    return b"".join((MAGIC, crc.to_bytes(4, "little"), head[8:]))
+    checked = head[_CHECKED_FROM:]
+    return MAGIC + crc32c(data, crc32c(checked)).to_bytes(4, "little") + checked
 
 
 class Head:

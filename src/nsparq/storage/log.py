@@ -184,20 +184,22 @@ class Log:
         return batches
 
     def _write(self, batches: list[Batch]) -> None:
-        heads = [encode_head(b.base, b.timestamp_of(0), b.due_ns, b.lengths, b.data) for b in batches]
-        size = sum(len(head) + len(batch.data) for head, batch in zip(heads, batches, strict=True))
-        buffers: list[Buffer] = [
-            part for head, batch in zip(heads, batches, strict=True) for part in (head, batch.data)
-        ]
+        buffers: list[Buffer] = []
+        sizes = []
+        for batch in batches:
+            head = encode_head(batch.base, batch.timestamp_of(0), batch.due_ns, batch.lengths, batch.data)
+            buffers += (head, batch.data)
+            sizes.append(len(head) + len(batch.data))
+        size = sum(sizes)
         try:
             segment = self._segment_for(size, batches[0].base)
             position = segment.size
             segment.append(buffers, size)
         except OSError as error:
             raise WriteFailed(f"{self.directory.name}: {error.strerror or error}") from error
-        for head, batch in zip(heads, batches, strict=True):
+        for batch, size in zip(batches, sizes, strict=True):
             segment.note(position, batch.base, batch.end, batch.timestamp_of(0), batch.due_ns)
-            position += len(head) + len(batch.data)
+            position += size
             self.unsynced += batch.count
         self.stable = batches[-1].end
 

@@ -1,31 +1,28 @@
-"""What a client said: one value per command, or per run of like commands."""
+"""What a client said: one value per command, or per run of like commands. Tuples, as they are made often."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nsparq.errors import ClientError
 from nsparq.wire.identify import Identity
 
 
-@dataclass(frozen=True, slots=True)
-class Identify:
+class Identify(NamedTuple):
     identity: Identity
 
 
-@dataclass(frozen=True, slots=True)
-class Auth:
+class Auth(NamedTuple):
     secret: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Subscribe:
+class Subscribe(NamedTuple):
     topic: str
     channel: str
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(NamedTuple):
     """PUB, DPUB (with its delay) or MPUB: `verb` says which, for the error text."""
 
     verb: str
@@ -39,32 +36,27 @@ class Ready:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(NamedTuple):
     """A run of FINs: clients send them back to back, and they are handled as one."""
 
     spans: list[tuple[int, int]]
     """Consecutive ids: first, and the one after the last. In the order of the commands."""
 
 
-@dataclass(frozen=True, slots=True)
-class Requeue:
+class Requeue(NamedTuple):
     id: int
     timeout_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class Touch:
+class Touch(NamedTuple):
     id: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartClose:
+class StartClose(NamedTuple):
     """CLS."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """The command is answered with this error without troubling the broker; nothing else happens."""
 
     error: ClientError

@@ -98,8 +98,8 @@ class ServerProtocol:
         self._unread = ""
         """What the peer cut short, should the stream end now."""
         self._unread_code = ""
-        self._topics: dict[bytes, str] = {}
-        """Publish lines seen before, so that each is validated once."""
+        self._publish_lines: dict[bytes, tuple[str, str]] = {}
+        """Lines that have passed all checks before, with their verb and topic: each is validated once."""
 
     def receive_data(self, data: bytes) -> Iterator[Command]:
         """Take bytes from the peer and give the commands they complete."""
@@ -161,6 +161,11 @@ class ServerProtocol:
             if len(buffer) - start >= MAX_LINE:
                 raise LineTooLong
             raise _Incomplete(0)
+        known = self._publish_lines.get(buffer[start:end])
+        if known is not None:
+            self._position = end + 1
+            verb, topic = known
+            return self._single("PUB", topic, 0) if verb == "PUB" else self._multiple(topic)
         if buffer.startswith(b"FIN ", start) and self.state != INIT and not self._tls_missing:
             command = self._take_fin_run(start)
             if command is not None:
@@ -169,9 +174,6 @@ class ServerProtocol:
         line = (
             buffer[start : end - 1] if buffer[end - 1 : end] == b"\r" and end > start else buffer[start:end]
         )
-        topic = self._topics.get(line)
-        if topic is not None and not self._tls_missing:
-            return self._start_publish(line[:4], topic)
         return self._take_line(line)
 
     @property
@@ -337,13 +339,13 @@ class ServerProtocol:
 
     def _pub(self, line: bytes, params: list[bytes]) -> Command | None:
         topic = self._topic("PUB", params)
-        self._remember(line, topic)
-        return self._start_publish(b"PUB ", topic)
+        self._remember(line, "PUB", topic)
+        return self._single("PUB", topic, 0)
 
     def _mpub(self, line: bytes, params: list[bytes]) -> Command | None:
         topic = self._topic("MPUB", params)
-        self._remember(line, topic)
-        return self._start_publish(b"MPUB", topic)
+        self._remember(line, "MPUB", topic)
+        return self._multiple(topic)
 
     def _dpub(self, line: bytes, params: list[bytes]) -> Command | None:
         if len(params) < 2:
@@ -367,13 +369,10 @@ class ServerProtocol:
             )
         return params[0].decode()
 
-    def _remember(self, line: bytes, topic: str) -> None:
-        if len(self._topics) >= 64:
-            self._topics.clear()
-        self._topics[line] = topic
-
-    def _start_publish(self, word: bytes, topic: str) -> Command | None:
-        return self._single("PUB", topic, 0) if word == b"PUB " else self._multiple(topic)
+    def _remember(self, line: bytes, verb: str, topic: str) -> None:
+        if len(self._publish_lines) >= 64:
+            self._publish_lines.clear()
+        self._publish_lines[line] = verb, topic
 
     def _single(self, verb: str, topic: str, defer_ms: int) -> Command | None:
         buffer, position = self._buffer, self._position
