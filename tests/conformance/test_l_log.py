@@ -29,6 +29,7 @@ def drain(broker: TestBroker, count: int) -> list[bytes]:
         messages = connection.read_messages(count, 10.0, finish=True)
         connection.barrier()
         connection.expect_silence(0.2)
+        connection.cls()  # so that nothing more is sent here before the end is noticed
         return [message.body for message in messages]
 
 

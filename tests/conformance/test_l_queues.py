@@ -16,6 +16,7 @@ def received(broker, topic, channel, count: int) -> list[bytes]:
         messages = connection.read_messages(count, finish=True)
         connection.barrier()
         connection.expect_silence(0.1)
+        connection.cls()  # so that nothing more is sent here before the end is noticed
         return [message.body for message in messages]
 
 

@@ -18,6 +18,7 @@ def drain(broker, topic, channel, count: int, timeout: float = 10.0):
         messages = connection.read_messages(count, timeout, finish=True)
         connection.barrier()
         connection.expect_silence(0.2)
+        connection.cls()  # so that nothing more is sent here before the end is noticed
         return messages
 
 

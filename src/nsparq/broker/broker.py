@@ -90,6 +90,7 @@ class Broker:
         self._checkpointing: set[Channel] = set()
         self._checkpoint_after: dict[Channel, int] = {}
         """Channels whose last checkpoint was costly: not again before this."""
+        self._channel_count = 0
         self._lock_fd = -1
 
     # opening and closing
@@ -113,6 +114,7 @@ class Broker:
                 topic = Topic(self, name.removesuffix(TOPIC_SUFFIX))
                 topic.load()
                 self.topics[topic.name] = topic
+                self._channel_count += len(topic.channels)
                 self._used.add(topic)
         for entry in listed:
             self._restore(entry)
@@ -154,7 +156,7 @@ class Broker:
 
     def epoch(self) -> int:
         """A sequence number that no topic can have reached: see storage.log.EPOCH_BITS."""
-        return self.clock() // 1_000_000_000 << EPOCH_BITS
+        return self.clock() // 1_000_000 << EPOCH_BITS
 
     # topics
 
@@ -190,11 +192,13 @@ class Broker:
             self.write_metadata()
 
     def channel_created(self, channel: Channel) -> None:
+        self._channel_count += 1
         self._is_metadata_stale |= channel.is_durable
         self._used.add(channel.topic)
         logger.info("TOPIC(%s): new channel(%s)", channel.topic.name, channel.name)
 
     def channel_deleted(self, channel: Channel) -> None:
+        self._channel_count -= 1
         self._dirty_channels.pop(channel, None)
         self._checkpoint_after.pop(channel, None)
         self._used.add(channel.topic)
@@ -290,6 +294,9 @@ class Broker:
 
     # upkeep
 
+    def note_changed(self, topic: Topic) -> None:
+        self._used.add(topic)
+
     def note_used(self, topic: Topic, now_ns: int) -> None:
         self._used.add(topic)
         if now_ns - topic.synced_ns < SYNC_REST_NS or self.is_synchronous:
@@ -336,7 +343,7 @@ class Broker:
             dropped = topic.reclaim(now_ns / 1e9)
             if dropped:
                 self._background(lambda dropped=dropped: _remove(dropped), lambda: None)  # type: ignore[misc]
-        self.scan.resize(sum(len(topic.channels) for topic in self.topics.values()))
+        self.scan.resize(self._channel_count)
 
     def _checkpoint(self, topic: Topic, now_ns: int) -> None:
         for channel in topic.channels.values():

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WRITE = 128 << 10
 """Bytes handed to one client before the next has its turn."""
+PUMP_NS = 10_000_000
+"""How long one channel may send before the rest of the daemon has its turn."""
 
 
 class Channel:
@@ -83,6 +85,11 @@ class Channel:
         self._carried: CarryFile | dict[int, Batch] = {}
         if self.is_durable and topic.directory is not None:
             self._carried = CarryFile(topic.broker.files, topic.directory / (name + CARRY_SUFFIX))
+
+    def _mark_changed(self) -> None:
+        """Have the next round of checkpoints include this channel."""
+        self.is_changed = True
+        self.topic.broker.note_changed(self.topic)
 
     # what is there
 
@@ -133,7 +140,7 @@ class Channel:
             self._take_back(run, [*run.unanswered()])
         client.runs.clear()
         client.in_flight = 0
-        self.is_changed = True
+        self._mark_changed()
         self.topic.broker.schedule_channel(self)
         if self.is_ephemeral and not self.clients and not self.is_exiting:
             self.topic.delete_channel(self.name)
@@ -173,7 +180,7 @@ class Channel:
                 message_id += number
         client.finish_count += finished
         client.in_flight -= finished
-        self.is_changed = True
+        self._mark_changed()
         self.offer(client)
         return errors
 
@@ -189,7 +196,7 @@ class Channel:
         self.requeue_count += 1
         client.requeue_count += 1
         client.in_flight -= 1
-        self.is_changed = True
+        self._mark_changed()
         self.offer(client)
 
     def touch(self, client: Client, message_id: int, now_ns: int) -> None:
@@ -260,7 +267,7 @@ class Channel:
             self.requeued.append(due)
             done += 1
         if done:
-            self.is_changed = True
+            self._mark_changed()
             self.topic.broker.schedule_channel(self)
         return done
 
@@ -282,7 +289,11 @@ class Channel:
     def pump(self, now_ns: int) -> None:
         """Send what can be sent: runs of messages, spread over the clients that are ready."""
         ready = self._ready
+        clock, stop_ns = self.topic.broker.clock, self.topic.broker.clock() + PUMP_NS
         while ready and not self.paused:
+            if clock() > stop_ns:
+                self.topic.broker.schedule_channel(self)
+                break
             client = ready[0]
             capacity = client.capacity
             if capacity <= 0:
@@ -316,7 +327,7 @@ class Channel:
         except Cold as cold:
             self._warm(cold)
             return False
-        self.is_changed = True
+        self._mark_changed()
         return True
 
     def _deliver_new(self, client: Client, limit: int, now_ns: int) -> None:
@@ -334,7 +345,8 @@ class Channel:
             self._deliver_sample(client, batch, index, number, now_ns)
             return
         start, end = offsets[index], offsets[index + number]
-        client.send(buffer if end - start == len(buffer) else memoryview(buffer)[start:end])
+        # A slice is copied: a client that does not read must not hold on to the whole batch.
+        client.send(buffer if end - start == len(buffer) else buffer[start:end])
         stamps = batch.timestamps_ns
         if not isinstance(stamps, int):
             stamps = stamps[index : index + number]
@@ -464,12 +476,12 @@ class Channel:
 
     def pause(self) -> None:
         self.paused = True
-        self.is_changed = True
+        self._mark_changed()
         self.topic.broker.channel_changed(self)
 
     def unpause(self) -> None:
         self.paused = False
-        self.is_changed = True
+        self._mark_changed()
         self.topic.broker.channel_changed(self)
         self.topic.broker.schedule_channel(self)
 
@@ -482,7 +494,7 @@ class Channel:
         self.deferred.clear()
         self.requeued.clear()
         self._attempts.clear()
-        self.is_changed = True
+        self._mark_changed()
         for client in self.clients:
             client.in_flight = 0
             self.offer(client)
@@ -522,7 +534,7 @@ class Channel:
         carried = self._carried.load() if isinstance(self._carried, CarryFile) else []
         self.is_changed = False
         if state is None:
-            self.is_changed = True
+            self._mark_changed()
             state = ChannelState(cursor=log.start, seen=log.start)
         self.cursor = max(state.cursor, log.start)
         self.paused = state.paused

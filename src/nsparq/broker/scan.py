@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Generator
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class QueueScan:
         busy: list[Channel] = []
         dirty: set[Channel] = set()
         while True:
-            busy += [channel for channel, _ in zip(waiting, range(self.workers - len(busy)), strict=False)]
+            busy += islice(waiting, self.workers - len(busy))
             if not busy:
                 return len(dirty)
             for channel in [*busy]:

@@ -33,6 +33,9 @@ EAGER_BATCH = 64
 """A publish of this many messages is appended at once: it gains nothing by waiting for company, and its
 publisher can prepare the next while we serve the others."""
 
+EAGER_BYTES = 64 << 10
+"""So is a message of this size, which bounds the size of a batch."""
+
 CARRY_SHARE = 8
 """Stragglers are carried over when they are less than one part in this of their segment."""
 
@@ -96,7 +99,10 @@ class Topic:
         assert self.directory is not None
         files = self.broker.files
         state = read_topic_state(files, self.directory)
-        epoch = self.broker.epoch()
+        names = [name for name in files.list_directory(self.directory) if name.endswith(CHANNEL_SUFFIX)]
+        channel_states = {name: read_channel_state(files, self.directory / name) for name in names}
+        # Should the clock have been set back, the checkpoints still know what has been used.
+        epoch = max(self.broker.epoch(), *(known.seen for known in channel_states.values() if known), 0)
         log = self._new_log(self.directory, epoch)
         log.open(clean_end=state.clean_end if state else -1, epoch=epoch)
         self.log = log
@@ -108,15 +114,10 @@ class Topic:
             self._pause_position = state.pause_position
             for start, end in state.gaps:
                 log.gaps.add(start, end)
-        names = [
-            n.removesuffix(CHANNEL_SUFFIX)
-            for n in files.list_directory(self.directory)
-            if n.endswith(CHANNEL_SUFFIX)
-        ]
-        for name in names:
-            channel = Channel(self, name, log.start)
-            channel.restore(read_channel_state(files, self.directory / channel.file_name))
-            self.channels[name] = channel
+        for file_name, channel_state in channel_states.items():
+            channel = Channel(self, file_name.removesuffix(CHANNEL_SUFFIX), log.start)
+            channel.restore(channel_state)
+            self.channels[channel.name] = channel
         since = self.visible_end if self.channels else self.origin
         self._held_back = list(log.deferred_since(since))
 
@@ -167,7 +168,7 @@ class Topic:
         else:
             self._bodies += bodies
         self._waiting.append((done, verb))
-        if len(self._bodies) >= EAGER_BATCH:
+        if len(self._bodies) >= EAGER_BATCH or len(bodies[0]) >= EAGER_BYTES:
             self.flush(self.broker.clock())
         else:
             self.broker.schedule_topic(self)
@@ -363,10 +364,13 @@ class Topic:
         return self.log.trim(self.low(), now_s)
 
     def bound(self) -> None:
-        """Keep an ephemeral topic within the memory queue's size, as soon as it is well beyond it."""
+        """Keep an ephemeral topic within the memory queue's size."""
+        if not isinstance(self.log, MemoryLog):
+            return
         if (
-            isinstance(self.log, MemoryLog)
-            and self.log.end - self.log.start > 2 * self.broker.options.mem_queue_size
+            not self.channels
+            or self.paused
+            or self.log.end - self.log.start > 2 * self.broker.options.mem_queue_size
         ):
             self._reclaim_memory(self.log)
 

@@ -57,21 +57,23 @@ class CarryFile:
     def add(self, messages: Iterable[tuple[int, int, bytes]]) -> None:
         """Keep messages, each as (sequence number, publish time, body)."""
         pieces = []
+        places = {}
         position = self._size
         for sequence, timestamp_ns, body in messages:
             head = encode_head(sequence, timestamp_ns, 0, lengths_of([body]), body)
-            self._places[sequence] = (position, len(head) + len(body))
+            places[sequence] = (position, len(head) + len(body))
             position += len(head) + len(body)
             pieces += [head, body]
-        content = b"".join(pieces)
         fd = self._files.open(self._path)
         try:
-            self._files.write(fd, [content], self._size)
+            self._files.write(fd, [b"".join(pieces)], self._size)
             self._files.sync(fd)
         finally:
             self._files.close(fd)
-        self._size += len(content)
-        self._live += len(content)
+        # Only now: a message counts as carried, and its segment may go, when the disk has it.
+        self._places |= places
+        self._live += position - self._size
+        self._size = position
 
     def read(self, sequence: int) -> Batch | None:
         """The message as a batch of one; None if its bytes have gone bad."""

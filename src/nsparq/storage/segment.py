@@ -174,24 +174,25 @@ class Segment:
 
     # reading
 
-    def position_before(self, sequence: int) -> int:
-        """A position at or before the batch that holds `sequence`."""
+    def place_before(self, sequence: int) -> tuple[int, int]:
+        """The position of a batch at or before the one that holds `sequence`, and the number it begins with."""
         entry = bisect_right(self._sequences, sequence) - 1
-        return self._positions[entry] if entry >= 0 else 0
+        return (self._positions[entry], self._sequences[entry]) if entry >= 0 else (0, self.base)
 
-    def read(self, position: int, sequence: int, *, wait: bool) -> tuple[Batch, int] | None:
-        """The first batch from `position` on that ends beyond `sequence`, and the position behind it.
+    def read(self, place: tuple[int, int], sequence: int, *, wait: bool) -> tuple[Batch, int] | None:
+        """The first batch from `place` on that ends beyond `sequence`, and the position behind it.
 
         None at the end of the segment. Neighbouring small batches come joined. Raises CorruptBatch at
         bytes that do not check out, Cold where the disk would have to be waited for and `wait` is false.
         """
+        position, expected = place
         while position < self.size:
-            position = self._damage.get(position, position)
+            if position in self._damage:
+                position, expected = self._damage[position], -1
+                continue
             block = self._block(position, READ_SIZE, wait)
             offset = 0
-            while offset < len(block):
-                if position + offset in self._damage:
-                    break
+            while offset < len(block) and position + offset not in self._damage:
                 head = decode_head(block, offset)
                 if head is None:
                     if len(block) - offset < HEADER_SIZE and position + len(block) < self.size:
@@ -199,11 +200,17 @@ class Segment:
                     raise self.corrupt(position + offset, "no batch header")
                 if head.end > sequence:
                     return self._gather(block, offset, head, position, wait)
+                if head.base != expected:
+                    # Numbers in a segment follow each other. This may be a batch that we want, misnumbered.
+                    self._verify(position + offset, head, wait)
+                expected = head.end
                 offset += head.size
-            if position + offset >= self.size:
-                return None
-            position = self._damage.get(position + offset, position + offset)
+            position += offset
         return None
+
+    def _verify(self, position: int, head: Head, wait: bool) -> None:
+        if not checksum_holds(head, self._block(position, head.size, wait)):
+            raise self.corrupt(position, "checksum mismatch")
 
     def _block(self, position: int, size: int, wait: bool) -> bytes:
         size = min(size, self.size - position)

@@ -106,7 +106,7 @@ def decode_identify(body: bytes, limits: Limits) -> Identity:
     deflate = negotiates and limits.deflate_available and fields.get("deflate", False)
     if negotiates and fields.get("deflate", False) and fields.get("snappy", False):
         raise FatalClientError("E_IDENTIFY_FAILED", "cannot enable both deflate and snappy compression")
-    level = fields.get("deflate_level", 0) if fields.get("deflate", False) else 0
+    level = fields.get("deflate_level", 0) if deflate else 0
     return Identity(
         **{name: fields.get(name, "") for name in _STRINGS},
         feature_negotiation=negotiates,

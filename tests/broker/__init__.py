@@ -1,0 +1,1 @@
+"""The rules of delivery, without a server: see rig.py."""

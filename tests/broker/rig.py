@@ -1,0 +1,367 @@
+"""A broker without a server: time stands still unless told, clients keep what they get, the disk does as told.
+
+    rig = Rig(tmp_path, mem_queue_size=5)
+    client = rig.subscribe("t", "c", rdy=2)
+    rig.publish("t", b"one", b"two")        # appended and delivered, as at the end of an event loop turn
+    first, second = client.take()
+    rig.finish(client, first)
+    rig.pass_time(60)                       # and look for timeouts and what is due
+    rig.maintain()                          # checkpoints, fsyncs, reclaiming
+    rig.restart()  rig.crash()              # the same data path with and without a clean stop
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nsparq.broker.broker import Broker
+from nsparq.broker.channel import Channel
+from nsparq.broker.client import Client
+from nsparq.broker.topic import Topic
+from nsparq.errors import ClientError
+from nsparq.options import NsqdOptions
+from nsparq.storage.files import Buffer, Files
+from nsparq.storage.log import Log
+from nsparq.wire.identify import Identity
+
+SECOND = 1_000_000_000
+MILLISECOND = 1_000_000
+NODE_ID = 5
+
+_FRAME = struct.Struct(">iiqH16s")
+
+
+class Clock:
+    """Nanoseconds that pass only on demand."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1_700_000_000 * SECOND
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def advance(self, seconds: float) -> None:
+        self.now_ns += round(seconds * SECOND)
+
+
+class Delivered(NamedTuple):
+    """A message frame, taken apart."""
+
+    id: int
+    attempts: int
+    timestamp_ns: int
+    body: bytes
+
+
+def parse_frames(data: bytes) -> list[Delivered]:
+    found = []
+    position = 0
+    while position < len(data):
+        size, kind, timestamp_ns, attempts, message_id = _FRAME.unpack_from(data, position)
+        assert kind == 2
+        body = data[position + _FRAME.size : position + 4 + size]
+        assert len(body) == size - 30
+        found.append(Delivered(int(message_id, 16), attempts, timestamp_ns, body))
+        position += 4 + size
+    return found
+
+
+class FakeClient(Client):
+    """A connection whose other end is a list."""
+
+    def __init__(self, name: str = "client", *, address: str = "127.0.0.1:1", **identity: Any) -> None:
+        super().__init__(
+            identity=Identity(client_id=name, hostname=name, **identity),
+            address=address,
+            send=self._keep,
+            close=self._note_close,
+            connect_s=1_700_000_000,
+        )
+        self.sends: list[bytes] = []
+        self.messages: list[Delivered] = []
+        self.close_calls = 0
+        self._taken = 0
+
+    def _keep(self, data: bytes | memoryview) -> None:
+        self.sends.append(bytes(data))
+        self.messages += parse_frames(self.sends[-1])
+
+    def _note_close(self) -> None:
+        self.close_calls += 1
+
+    def take(self) -> list[Delivered]:
+        """What came since the last time."""
+        new = self.messages[self._taken :]
+        self._taken = len(self.messages)
+        return new
+
+    def take_bodies(self) -> list[bytes]:
+        return [message.body for message in self.take()]
+
+
+class Receipt:
+    """What a publisher was told."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[str, Exception | None]] = []
+
+    def __call__(self, verb: str, error: Exception | None) -> None:
+        self.answers.append((verb, error))
+
+    @property
+    def error(self) -> Exception | None:
+        ((_, error),) = self.answers
+        return error
+
+    @property
+    def is_ok(self) -> bool:
+        return bool(self.answers) and self.error is None
+
+
+class Later:
+    """Background work that is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Callable[[], None], Callable[[], None]]] = []
+
+    def __call__(self, work: Callable[[], None], then: Callable[[], None]) -> None:
+        self.jobs.append((work, then))
+
+    def run(self) -> int:
+        """Do what was asked for so far, not what that asks for in turn. Gives the number of jobs."""
+        jobs, self.jobs = self.jobs, []
+        for work, then in jobs:
+            work()
+            then()
+        return len(jobs)
+
+    def run_all(self) -> None:
+        while self.run():
+            pass
+
+
+class TestFiles(Files):
+    """Counts every call, and fails those it is told to fail."""
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.is_cold = False
+        """Nothing is in the system's memory but what was just read in the background."""
+        self._failing: dict[tuple[str, str], OSError] = {}
+        self._paths: dict[int, str] = {}
+        self._warm: set[str] = set()
+
+    def fail(self, call: str, suffix: str = "", error: int = errno.ENOSPC) -> None:
+        """From now on `call` raises for files whose path ends in `suffix`."""
+        self._failing[call, suffix] = OSError(error, os.strerror(error))
+
+    def heal(self) -> None:
+        self._failing.clear()
+
+    def _note(self, call: str, path: str) -> None:
+        self.calls[call] += 1
+        for (failing, suffix), error in self._failing.items():
+            if failing == call and path.endswith(suffix):
+                raise error
+
+    def open(self, path: Path) -> int:
+        self._note("open", str(path))
+        fd = super().open(path)
+        self._paths[fd] = str(path)
+        return fd
+
+    def open_read(self, path: Path) -> int:
+        self._note("open_read", str(path))
+        fd = super().open_read(path)
+        self._paths[fd] = str(path)
+        return fd
+
+    def duplicate(self, fd: int) -> int:
+        copy = super().duplicate(fd)
+        self._paths[copy] = self._paths.get(fd, "")
+        return copy
+
+    def close(self, fd: int) -> None:
+        self._paths.pop(fd, None)
+        super().close(fd)
+
+    def write(self, fd: int, buffers: Sequence[Buffer], position: int) -> None:
+        self._note("write", self._paths.get(fd, ""))
+        super().write(fd, buffers, position)
+
+    def read(self, fd: int, size: int, position: int) -> bytes:
+        self._note("read", self._paths.get(fd, ""))
+        return super().read(fd, size, position)
+
+    def read_cached(self, fd: int, size: int, position: int) -> bytes | None:
+        self._note("read_cached", self._paths.get(fd, ""))
+        return None if self.is_cold else super().read_cached(fd, size, position)
+
+    def sync(self, fd: int) -> None:
+        self._note("sync", self._paths.get(fd, ""))
+
+    def unlink(self, path: Path) -> None:
+        self._note("unlink", str(path))
+        super().unlink(path)
+
+    def replace(self, path: Path, content: bytes, *, sync: bool) -> None:
+        """Without the real fsyncs, which only cost time here; `replace` counts all, `replace sync` those."""
+        self._note("replace", str(path))
+        if sync:
+            self.calls["replace sync"] += 1
+        super().replace(path, content, sync=False)
+
+
+class Rig:
+    """One data path, and the broker that has it at present."""
+
+    def __init__(
+        self,
+        data_path: Path,
+        *,
+        files: TestFiles | None = None,
+        background: Later | None = None,
+        clock: Clock | None = None,
+        **flags: Any,
+    ) -> None:
+        self.data_path = data_path
+        self.files = files or TestFiles()
+        self.background = background
+        self.clock = clock or Clock()
+        self.options = NsqdOptions(**{"data_path": str(data_path), "node_id": NODE_ID, **flags})
+        self.wakes = 0
+        self.broker: Broker
+        self.start()
+
+    def start(self) -> None:
+        extra = {"background": self.background} if self.background is not None else {}
+        self.broker = Broker(self.options, files=self.files, clock=self.clock, wake=self._wake, **extra)
+        self.broker.open()
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+    def close(self) -> None:
+        self.broker.close()
+
+    def restart(self) -> None:
+        self.broker.close()
+        self.start()
+
+    def drop(self) -> None:
+        """What `kill -9` does: everything not yet handed to the system is gone."""
+        broker = self.broker
+        for topic in broker.topics.values():
+            if isinstance(topic.log, Log):
+                topic.log.delete()  # only lets go of the descriptors
+        if broker._lock_fd >= 0:
+            self.files.close(broker._lock_fd)
+            broker._lock_fd = -1
+        if self.background is not None:
+            self.background.jobs.clear()
+
+    def crash(self, seconds: float = 1.0) -> None:
+        """Drop, and start again `seconds` later."""
+        self.drop()
+        self.clock.advance(seconds)
+        self.start()
+
+    # what a server does
+
+    def topic(self, name: str = "t") -> Topic:
+        return self.broker.get_topic(name)
+
+    def channel(self, name: str = "c", topic: str = "t") -> Channel:
+        return self.broker.get_topic(topic).get_channel(name)
+
+    def send(self, topic: str, *bodies: bytes, defer_ms: int = 0) -> Receipt:
+        """A publish of which the turn has not ended."""
+        receipt = Receipt()
+        self.broker.publish(topic, list(bodies), defer_ms, receipt, "PUB")
+        return receipt
+
+    def publish(self, topic: str, *bodies: bytes, defer_ms: int = 0) -> Receipt:
+        receipt = self.send(topic, *bodies, defer_ms=defer_ms)
+        self.turn()
+        return receipt
+
+    def subscribe(self, topic: str = "t", channel: str = "c", rdy: int = 0, **identity: Any) -> FakeClient:
+        client = FakeClient(f"client-{len(self.broker.clients)}", **identity)
+        self.broker.clients.add(client)
+        self.broker.subscribe(client, topic, channel)
+        if rdy:
+            self.ready(client, rdy)
+        return client
+
+    def ready(self, client: Client, count: int) -> None:
+        assert client.channel is not None
+        client.channel.set_ready(client, count)
+        self.turn()
+
+    def finish(self, client: Client, *messages: Delivered | int) -> list[ClientError]:
+        """One FIN each."""
+        assert client.channel is not None
+        errors = client.channel.finish(client, [(_id(m), _id(m) + 1) for m in messages], self.clock())
+        self.turn()
+        return errors
+
+    def requeue(self, client: Client, message: Delivered | int, timeout_ms: int = 0) -> None:
+        assert client.channel is not None
+        client.channel.requeue(client, _id(message), timeout_ms, self.clock())
+        self.turn()
+
+    def touch(self, client: Client, message: Delivered | int) -> None:
+        assert client.channel is not None
+        client.channel.touch(client, _id(message), self.clock())
+
+    def disconnect(self, client: Client) -> None:
+        if client.channel is not None:
+            client.channel.remove_client(client)
+        self.broker.clients.discard(client)
+        self.turn()
+
+    def turn(self) -> None:
+        self.broker.turn()
+
+    def scan(self) -> None:
+        for _ in self.broker.scan.scan(self.clock()):
+            pass
+        self.turn()
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.scan()
+
+    def maintain(self) -> None:
+        self.broker.maintain(self.clock())
+
+    # what is there
+
+    def topic_directory(self, topic: str = "t") -> Path:
+        return self.broker.topic_directory(topic)
+
+    def names(self, pattern: str, topic: str = "t") -> list[str]:
+        """Names of the topic's files that match."""
+        return sorted(path.name for path in self.topic_directory(topic).glob(pattern))
+
+
+def _id(message: Delivered | int) -> int:
+    return message if isinstance(message, int) else message.id
+
+
+def counts(channel: Channel) -> tuple[int, int, int]:
+    """Depth, in flight, deferred."""
+    return channel.depth, len(channel.in_flight), len(channel.deferred)
+
+
+def bodies(count: int, start: int = 0, size: int = 0) -> list[bytes]:
+    """Distinct bodies, padded to `size` bytes."""
+    return [b"%d" % number + b"." * max(0, size - len(b"%d" % number)) for number in range(start, start + count)]

@@ -1,0 +1,247 @@
+"""broker.inflight: runs of messages, found by id and by deadline."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from nsparq.broker.inflight import InFlight, Run
+from tests.broker.rig import FakeClient
+
+
+def make_run(first: int, end: int, *, client: FakeClient | None = None, deadline_ns: int = 100) -> Run:
+    return Run(client or FakeClient(), first, end, 10, deadline_ns, 1, 7)
+
+
+def test_a_run_holds_its_messages_until_they_are_answered():
+    run = make_run(5, 8)
+    assert [run.holds(i) for i in (4, 5, 7, 8)] == [False, True, True, False]
+    assert run.answer(5, 1) == 1
+    assert [*run.unanswered()] == [6, 7]
+    assert not run.holds(5)
+
+
+def test_answers_out_of_order_are_holes_until_the_low_end_reaches_them():
+    run = make_run(0, 4)
+    assert run.answer(2, 1) == 1
+    assert run.holes == {2}
+    assert run.low == 0
+    assert run.answer(1, 1) == 1
+    assert run.answer(0, 1) == 1
+    assert run.low == 3
+    assert not run.holes
+    assert [*run.unanswered()] == [3]
+
+
+def test_answers_in_reverse_order_complete_a_run():
+    run = make_run(0, 3)
+    for message_id in (2, 1, 0):
+        assert run.answer(message_id, 1) == 1
+    assert run.low == run.end
+    assert not run.holes
+
+
+def test_a_span_of_answers_is_taken_at_once_up_to_the_end_of_the_run():
+    run = make_run(0, 10)
+    assert run.answer(0, 4) == 4
+    assert run.low == 4
+    assert run.answer(4, 100) == 6
+    assert run.low == run.end
+
+
+def test_a_span_is_taken_message_by_message_where_some_are_answered_already():
+    run = make_run(0, 4)
+    run.answer(2, 1)
+    assert run.answer(0, 4) == 1
+    assert run.answer(1, 3) == 1
+    assert run.low == 3
+    assert run.answer(3, 1) == 1
+
+
+def test_a_span_that_begins_beyond_the_low_end_is_taken_message_by_message():
+    run = make_run(0, 4)
+    assert run.answer(1, 3) == 1
+    assert [*run.unanswered()] == [0, 2, 3]
+
+
+def test_publish_times_are_one_for_all_or_one_each():
+    assert make_run(0, 2).timestamp_of(1) == 7
+    stamps = np.array([3, 4], np.int64)
+    run = Run(FakeClient(), 10, 12, 0, 0, 1, stamps)
+    assert run.timestamp_of(11) == 4
+    assert type(run.timestamp_of(11)) is int
+
+
+def test_single_messages_and_long_runs_are_found_by_id():
+    in_flight = InFlight()
+    single, long = make_run(3, 4), make_run(10, 60)
+    in_flight.add(single)
+    in_flight.add(long)
+    assert in_flight.find(3) is single
+    assert in_flight.find(10) is in_flight.find(35) is in_flight.find(59) is long
+    assert in_flight.find(9) is in_flight.find(60) is in_flight.find(4) is None
+    assert len(in_flight) == 51
+    assert sorted(in_flight) == [3, *range(10, 60)]
+    assert in_flight.lowest() == 3
+
+
+def test_runs_that_share_a_block_of_ids_are_told_apart():
+    in_flight = InFlight()
+    runs = [make_run(0, 3), make_run(3, 5), make_run(5, 20)]
+    for run in runs:
+        in_flight.add(run)
+    assert [runs.index(in_flight.find(i)) for i in (0, 2, 3, 4, 5, 19)] == [0, 0, 1, 1, 2, 2]
+    in_flight.answer(runs[1], 3, 2)
+    assert in_flight.find(3) is None
+    assert in_flight.find(5) is runs[2]
+
+
+def test_an_answered_message_is_not_found_any_more():
+    in_flight = InFlight()
+    run = make_run(0, 3)
+    in_flight.add(run)
+    assert in_flight.answer(run, 1) == 1
+    assert in_flight.find(1) is None
+    assert in_flight.find(0) is run
+    assert len(in_flight) == 2
+
+
+def test_a_settled_run_is_gone_from_its_client_and_from_every_index():
+    in_flight = InFlight()
+    client = FakeClient()
+    single, long = make_run(3, 4, client=client), make_run(10, 60, client=client)
+    in_flight.add(single)
+    in_flight.add(long)
+    assert client.runs == {single, long}
+    in_flight.answer(single, 3)
+    in_flight.answer(long, 10, 50)
+    assert not client.runs
+    assert len(in_flight) == 0
+    assert not in_flight.runs
+    assert not in_flight._singles
+    assert not in_flight._blocks
+    assert in_flight.lowest() is None
+    assert in_flight.next_deadline() is None
+    assert not in_flight._heap
+
+
+def test_the_lowest_id_follows_the_answers():
+    in_flight = InFlight()
+    run = make_run(0, 5)
+    in_flight.add(run)
+    in_flight.add(make_run(7, 8))
+    in_flight.answer(run, 0, 3)
+    assert in_flight.lowest() == 3
+    in_flight.answer(run, 3, 2)
+    assert in_flight.lowest() == 7
+
+
+def test_a_message_may_leave_its_run_and_come_back_alone():
+    in_flight = InFlight()
+    run, alone = make_run(0, 3), make_run(1, 2)
+    in_flight.add(run)
+    in_flight.answer(run, 1)
+    in_flight.add(alone)
+    assert in_flight.find(1) is alone
+    assert len(in_flight) == 3
+    assert sorted(in_flight) == [0, 1, 2]
+
+
+def test_the_earliest_deadline_comes_first_and_answered_runs_are_passed_over():
+    in_flight = InFlight()
+    early, late = make_run(0, 1, deadline_ns=50), make_run(1, 2, deadline_ns=60)
+    in_flight.add(late)
+    in_flight.add(early)
+    assert in_flight.next_deadline() == 50
+    in_flight.answer(early, 0)
+    assert in_flight.next_deadline() == 60
+
+
+def test_a_run_expires_at_its_deadline_and_stays_expired_until_taken_out():
+    in_flight = InFlight()
+    run = make_run(0, 2, deadline_ns=50)
+    in_flight.add(run)
+    assert in_flight.first_expired(49) is None
+    assert in_flight.first_expired(50) is run
+    in_flight.answer(run, 0)
+    assert in_flight.first_expired(50) is run
+    in_flight.answer(run, 1)
+    assert in_flight.first_expired(50) is None
+
+
+def test_a_touched_run_expires_at_its_new_deadline_only():
+    in_flight = InFlight()
+    touched, other = make_run(0, 1, deadline_ns=50), make_run(1, 2, deadline_ns=60)
+    in_flight.add(touched)
+    in_flight.add(other)
+    touched.deadline_ns = 80
+    assert in_flight.first_expired(55) is None
+    assert in_flight.first_expired(60) is other
+    in_flight.answer(other, 1)
+    assert in_flight.first_expired(79) is None
+    assert in_flight.first_expired(80) is touched
+
+
+def test_the_heap_of_deadlines_forgets_answered_runs_when_it_is_half_dead():
+    in_flight = InFlight()
+    keeper = make_run(0, 1, deadline_ns=1)  # stays on top, so that nothing dead is popped
+    in_flight.add(keeper)
+    for number in range(1, 1001):
+        run = make_run(number, number + 1)
+        in_flight.add(run)
+        in_flight.answer(run, number)
+    assert len(in_flight._heap) <= 2 * 64 + 2
+    assert in_flight.first_expired(1) is keeper
+
+
+def test_dead_entries_that_are_popped_are_not_counted_twice():
+    in_flight = InFlight()
+    for number in range(300):
+        run = make_run(number, number + 1, deadline_ns=number)
+        in_flight.add(run)
+        in_flight.answer(run, number)
+        in_flight.next_deadline()
+    assert in_flight._dead == 0
+    assert not in_flight._heap
+
+
+def test_clear_takes_everything_from_everyone():
+    in_flight = InFlight()
+    client = FakeClient()
+    run = make_run(0, 20, client=client)
+    in_flight.add(run)
+    in_flight.add(make_run(30, 31, client=client))
+    in_flight.clear()
+    assert len(in_flight) == 0
+    assert not client.runs
+    assert in_flight.find(0) is in_flight.find(30) is None
+    assert in_flight.next_deadline() is None
+    assert not run.holds(3)
+
+
+@pytest.mark.parametrize("length", [1, 3], ids=["single messages", "short runs"])
+def test_finding_answering_and_expiring_do_not_slow_with_what_is_in_flight(length: int):
+    def cost(number: int) -> float:
+        """Seconds for 500 answers and 500 expirations among `number` runs."""
+        best = 1e9
+        for _ in range(3):
+            in_flight = InFlight()
+            client = FakeClient()
+            for i in range(number):
+                in_flight.add(make_run(length * i, length * (i + 1), client=client, deadline_ns=i))
+            step = number // 500
+            started = time.process_time()
+            for i in range(number - 1, 0, -2 * step):
+                message_id = length * i
+                run = in_flight.find(message_id)
+                in_flight.answer(run, message_id, length)
+            for _ in range(250):
+                run = in_flight.first_expired(number)
+                in_flight.answer(run, run.low, length)
+            best = min(best, time.process_time() - started)
+        return best
+
+    # Forty times as many in flight: a linear cost would show as forty times, a heap's as less than twice.
+    assert cost(40_000) < 10 * cost(1_000)

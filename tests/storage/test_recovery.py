@@ -1,0 +1,141 @@
+"""Finding whole batches among damaged bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from nsparq.storage import recovery
+from nsparq.storage.batch import MAGIC
+from nsparq.storage.recovery import Damage, Found, next_batch, scan
+
+from .support import encoded, reader
+
+FIRST = encoded(1, b"a", b"bb")
+SECOND = encoded(3, b"ccc")
+THIRD = encoded(4, b"", b"dddd")
+
+
+def scanned(content: bytes, position: int = 0) -> list[tuple[int, int] | Damage]:
+    """Damage, and for a batch its position and first sequence number."""
+    found: list[tuple[int, int] | Damage] = []
+    for item in scan(reader(content), position, len(content)):
+        found.append((item.position, item.head.base) if isinstance(item, Found) else item)
+    return found
+
+
+def test_nothing_gives_nothing() -> None:
+    assert scanned(b"") == []
+
+
+def test_whole_batches_are_found_in_order() -> None:
+    assert scanned(FIRST + SECOND + THIRD) == [(0, 1), (len(FIRST), 3), (len(FIRST + SECOND), 4)]
+
+
+def test_scanning_may_begin_further_on() -> None:
+    assert scanned(FIRST + SECOND, len(FIRST)) == [(len(FIRST), 3)]
+
+
+@pytest.mark.parametrize("cut", range(1, len(SECOND)))
+def test_a_torn_batch_is_damage_up_to_the_end(cut: int) -> None:
+    content = FIRST + SECOND[:cut]
+    assert scanned(content) == [(0, 1), Damage(len(FIRST), len(content))]
+
+
+@pytest.mark.parametrize("position", range(len(SECOND)))
+def test_one_damaged_batch_leaves_its_neighbours_whole(position: int) -> None:
+    damaged = bytearray(SECOND)
+    damaged[position] ^= 0x40
+    start, end = len(FIRST), len(FIRST + SECOND)
+    assert scanned(FIRST + bytes(damaged) + THIRD) == [(0, 1), Damage(start, end), (end, 4)]
+
+
+def test_bytes_before_the_first_batch_are_damage() -> None:
+    assert scanned(b"junk" + FIRST) == [Damage(0, 4), (4, 1)]
+
+
+def test_a_file_of_junk_is_one_stretch_of_damage() -> None:
+    assert scanned(b"\0" * 1000) == [Damage(0, 1000)]
+
+
+def test_bodies_that_look_like_a_header_are_not_mistaken_for_one() -> None:
+    tricky = encoded(1, MAGIC * 30, b"NQB", b"1")
+    damaged = bytearray(tricky)
+    damaged[50] ^= 1
+    content = bytes(damaged) + SECOND
+    assert scanned(tricky + SECOND) == [(0, 1), (len(tricky), 3)]
+    assert scanned(content) == [Damage(0, len(tricky)), (len(tricky), 3)]
+
+
+def test_next_batch_is_at_or_after_the_position() -> None:
+    content = b"junk" + FIRST + SECOND
+    assert next_batch(reader(content), 0, len(content)) == 4
+    assert next_batch(reader(content), 4, len(content)) == 4
+    assert next_batch(reader(content), 5, len(content)) == 4 + len(FIRST)
+    assert next_batch(reader(content), 5 + len(FIRST), len(content)) == len(content)
+
+
+@pytest.mark.parametrize("window", [4, 5, 7, 47, 48, 49, 64, 100, 1000])
+def test_the_result_does_not_depend_on_the_window(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    content = b"junkNQ" + FIRST + SECOND[:30] + THIRD + b"NQB1" * 5 + SECOND + b"NQB"
+    expected = scanned(content)
+    assert [item[1] for item in expected if not isinstance(item, Damage)] == [1, 4, 3]
+    monkeypatch.setattr(recovery, "_WINDOW", window)
+    assert scanned(content) == expected
+
+
+def test_a_batch_larger_than_the_window_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_WINDOW", 64)
+    large = encoded(1, b"x" * 5000)
+    assert scanned(large + THIRD) == [(0, 1), (len(large), 4)]
+
+
+def test_memory_is_bounded_by_the_window_whatever_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_WINDOW", 1000)
+    content = b"".join(encoded(i, b"x" * 50) for i in range(200)) + b"\0" * 20_000
+    asked = []
+
+    def read(size: int, at: int) -> bytes:
+        asked.append(size)
+        return content[at : at + size]
+
+    assert sum(isinstance(item, Found) for item in scan(read, 0, len(content))) == 200
+    assert max(asked) <= 1000
+
+
+def test_bodies_full_of_magic_do_not_make_recovery_quadratic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may publish what it likes; a torn batch of it must not cost minutes at the next start."""
+    monkeypatch.setattr(recovery, "_WINDOW", 4096)
+    content = encoded(1, MAGIC * 16_000)[:-1]
+    read_bytes = 0
+
+    def read(size: int, at: int) -> bytes:
+        nonlocal read_bytes
+        read_bytes += size
+        return content[at : at + size]
+
+    assert [*scan(read, 0, len(content))] == [Damage(0, len(content))]
+    assert read_bytes <= 8 * len(content)
+
+
+def test_a_batch_published_inside_a_message_is_not_taken_for_one_of_the_log() -> None:
+    """A body may well be a piece of a log. Whatever becomes of the batch around it, it stays a body."""
+    around = encoded(3, encoded(77, b"not a message of this log"), b"x")
+    for cut in range(len(around)):
+        content = FIRST + around[:cut]
+        bases = [item.head.base for item in scan(reader(content), 0, len(content)) if isinstance(item, Found)]
+        assert bases == [1], f"cut at byte {cut}"
+    for position in range(len(around)):
+        damaged = bytearray(around)
+        damaged[position] ^= 0x10
+        content = FIRST + bytes(damaged) + encoded(5, b"next")
+        bases = [item.head.base for item in scan(reader(content), 0, len(content)) if isinstance(item, Found)]
+        assert bases == [1, 5], f"damaged at byte {position}"
+
+
+def test_a_file_shorter_than_it_was_said_to_be_ends_the_scan() -> None:
+    content = FIRST + SECOND
+    size = len(content) + 50
+    assert [
+        item.head.base if isinstance(item, Found) else (item.position, item.end)
+        for item in scan(reader(content), 0, size)
+    ] == [1, 3, (len(content), size)]

@@ -1,0 +1,135 @@
+"""What the tests of the wire layer share: both builds of the inner loops, and conversations as values."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from nsparq import kernel
+from nsparq.errors import FatalClientError
+from nsparq.wire.commands import Finish, Refusal
+from nsparq.wire.limits import Limits
+from nsparq.wire.server import MAGIC, LineTooLong, ServerProtocol
+
+COMPILED: dict[str, Any] = {
+    name: getattr(kernel, name) for name in ("split_messages", "build_frames", "decode_fins")
+}
+
+
+def _builds() -> list[Any]:
+    if kernel.BUILD == "compiled":
+        return ["compiled", "pure"]
+    has_compiler = any(map(shutil.which, ("cc", "gcc", "clang")))
+    if os.environ.get("NSPARQ_NO_EXTENSIONS") or not has_compiler:
+        return ["pure"]
+    missing = pytest.mark.skip(reason="the kernel is not built, although there is a C compiler")
+    return [pytest.param("compiled", marks=missing), "pure"]
+
+
+BUILDS = _builds()
+both_builds = pytest.mark.parametrize("build", BUILDS)
+
+
+@contextmanager
+def using(build: str) -> Iterator[None]:
+    """Run with the compiled inner loops or without; the modules look at nsparq.kernel at each call."""
+    for name, function in COMPILED.items():
+        setattr(kernel, name, function if build == "compiled" else None)
+    try:
+        yield
+    finally:
+        for name, function in COMPILED.items():
+            setattr(kernel, name, function)
+
+
+class Heard(list[object]):
+    """Commands that compare equal only if they are of the same kind: as tuples they would not need to be."""
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, list)
+            and list(map(type, self)) == list(map(type, other))
+            and [*self] == [*other]
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # a list
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return Heard(found) if isinstance(index, slice) else found
+
+
+@dataclass
+class Outcome:
+    """All that a conversation came to. Two that are equal cannot be told apart by their client."""
+
+    commands: list[object] = field(default_factory=Heard)
+    """Finish runs as ("FIN", id) for each id, a Refusal as its text: how FINs are grouped is no rule."""
+    error: str | None = None
+    """The text of the fatal error; "line too long" where the connection ends without a word."""
+    completed: int = 0
+    state: int = 0
+
+    def take(self, command: object) -> None:
+        if isinstance(command, Finish):
+            for first, behind in command.spans:
+                assert 0 <= first < behind <= 1 << 64, f"not a span: {first:x}-{behind:x}"
+                self.commands += (("FIN", number) for number in range(first, behind))
+        elif isinstance(command, Refusal):
+            self.commands.append(str(command.error))
+        else:
+            self.commands.append(command)
+
+
+def talk(pieces: Iterable[bytes], limits: Limits, *, eof: bool = False) -> Outcome:
+    """Feed the pieces to a new protocol, as the server does, until the end or the first fatal error."""
+    protocol = ServerProtocol(limits)
+    outcome = Outcome()
+    try:
+        for piece in pieces:
+            for command in protocol.receive_data(piece):
+                outcome.take(command)
+        if eof:
+            protocol.receive_eof()
+    except FatalClientError as error:
+        outcome.error = str(error)
+    except LineTooLong:
+        outcome.error = "line too long"
+    outcome.completed, outcome.state = protocol.commands, protocol.state
+    return outcome
+
+
+def started(limits: Limits, *lines: bytes) -> ServerProtocol:
+    """A protocol that has seen the magic and these bytes."""
+    protocol = ServerProtocol(limits)
+    list(protocol.receive_data(MAGIC + b"".join(lines)))
+    return protocol
+
+
+def one_by_one(data: bytes) -> list[bytes]:
+    return [data[i : i + 1] for i in range(len(data))]
+
+
+def assert_cost_is_linear(work: Callable[[int], Callable[[], object]], size: int) -> None:
+    """`work(n)` prepares a job; one of four times the size may not take anything like sixteen times as long.
+
+    Processor time, so that a busy machine does not matter much; three attempts, because it does a little.
+    """
+    for _ in range(3):
+        small, large = _seconds(work(size)), _seconds(work(4 * size))
+        if large < 8 * small + 0.05:
+            return
+    pytest.fail(f"four times the input took {large / small:.1f} times as long: {small:.3f} s, {large:.3f} s")
+
+
+def _seconds(job: Callable[[], object]) -> float:
+    started_at = time.process_time()
+    job()
+    return time.process_time() - started_at

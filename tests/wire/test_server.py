@@ -1,0 +1,1058 @@
+"""The server's side of a conversation: which commands come out of the bytes, and every way to be refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+
+from nsparq.errors import ClientError, FatalClientError
+from nsparq.wire.commands import (
+    Auth,
+    Finish,
+    Identify,
+    Publish,
+    Ready,
+    Refusal,
+    Requeue,
+    StartClose,
+    Subscribe,
+    Touch,
+)
+from nsparq.wire.identify import Identity
+from nsparq.wire.limits import Limits
+from nsparq.wire.server import CLOSING, INIT, MAGIC, SUBSCRIBED, LineTooLong, ServerProtocol
+from tests.support import multi, sized
+from tests.wire.harness import Heard, Outcome, assert_cost_is_linear, one_by_one, started, talk
+
+pytestmark = pytest.mark.usefixtures("build")
+
+LIMITS = Limits(max_msg_size=1000, max_body_size=5000, max_rdy_count=2500)
+SUB = b"SUB t c\n"
+CLS = b"CLS\n"
+ID = b"0123456789abcdef"
+NUMBER = 0x0123456789ABCDEF
+
+
+def hear(data: bytes, limits: Limits = LIMITS, *, eof: bool = False) -> Outcome:
+    """What comes of these bytes after the magic: in one piece, and the same in single bytes."""
+    data = MAGIC + data
+    whole = talk([data], limits, eof=eof)
+    assert talk(one_by_one(data), limits, eof=eof) == whole
+    return whole
+
+
+def commands(data: bytes, limits: Limits = LIMITS) -> list[object]:
+    outcome = hear(data, limits)
+    assert outcome.error is None
+    return outcome.commands
+
+
+def refusal(data: bytes, limits: Limits = LIMITS) -> str | None:
+    """The fatal error that these bytes end with."""
+    return hear(data, limits).error
+
+
+def cut_off(data: bytes, limits: Limits = LIMITS) -> str | None:
+    """The error when the stream ends behind these bytes."""
+    assert hear(data, limits).error is None
+    return hear(data, limits, eof=True).error
+
+
+def size(number: int) -> bytes:
+    return struct.pack(">i", number)
+
+
+def mpub(topic: bytes, bodies: list[bytes], declared: int | None = None) -> bytes:
+    body = multi(bodies)
+    return b"MPUB %s\n" % topic + size(len(body) if declared is None else declared) + body
+
+
+def fins(*numbers: int) -> bytes:
+    return b"".join(b"FIN %016x\n" % number for number in numbers)
+
+
+def finished(*numbers: int) -> list[object]:
+    return [("FIN", number) for number in numbers]
+
+
+# 1. The magic
+
+
+def test_the_magic_alone_says_nothing() -> None:
+    assert hear(b"") == Outcome()
+
+
+@pytest.mark.parametrize("magic", [b"  V1", b"V2  ", b"GET ", b"\x00\x00\x00\x00", b"\r\n\r\n", b"  v2"])
+def test_another_magic_is_a_bad_protocol_without_description(magic: bytes) -> None:
+    for pieces in ([magic], one_by_one(magic), [magic + b"NOP\n"]):
+        assert talk(pieces, LIMITS).error == "E_BAD_PROTOCOL"
+
+
+def test_exactly_four_bytes_are_judged() -> None:
+    assert talk([b"GET"], LIMITS).error is None
+    assert talk([b"GET", b"/"], LIMITS).error == "E_BAD_PROTOCOL"
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3])
+def test_a_stream_that_ends_inside_the_magic_ends_without_a_word(length: int) -> None:
+    assert talk([MAGIC[:length]], LIMITS, eof=True) == Outcome()
+    assert talk([b"GET"[:length]], LIMITS, eof=True) == Outcome()
+
+
+def test_commands_may_follow_the_magic_in_the_same_piece() -> None:
+    assert talk([MAGIC + b"PUB t\n" + sized(b"x")], LIMITS).commands == [Publish("PUB", "t", [b"x"])]
+
+
+def test_a_partial_magic_is_completed_with_what_follows() -> None:
+    assert talk([MAGIC[:3], MAGIC[3:] + SUB + b"RD", b"Y 5\n"], LIMITS).commands == [
+        Subscribe("t", "c"),
+        Ready(5),
+    ]
+
+
+# 2. Lines
+
+
+def test_a_carriage_return_before_the_line_feed_is_removed() -> None:
+    assert commands(b"SUB t c\r\nRDY 5\r\nPUB t\r\n" + sized(b"x")) == [
+        Subscribe("t", "c"),
+        Ready(5),
+        Publish("PUB", "t", [b"x"]),
+    ]
+
+
+def test_only_one_carriage_return_is_removed() -> None:
+    assert refusal(b"NOP\r\r\n") == "E_INVALID invalid command NOP\r"
+
+
+@pytest.mark.parametrize("line", [b"\n", b"\r\n"])
+def test_an_empty_line_is_the_command_with_the_empty_name(line: bytes) -> None:
+    assert refusal(line) == "E_INVALID invalid command "
+    assert refusal(b"NOP\n" + line) == "E_INVALID invalid command "
+
+
+def test_a_carriage_return_ending_the_line_before_is_not_taken_for_this_one() -> None:
+    protocol = started(LIMITS, b"PUB t\n" + sized(b"x\r"))
+    with pytest.raises(FatalClientError, match="^E_INVALID invalid command $"):
+        list(protocol.receive_data(b"\n"))
+    assert refusal(b"PUB t\n" + sized(b"x\r") + b"\n") == "E_INVALID invalid command "
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        (b"FOO", "FOO"),
+        (b"FOO bar baz", "FOO"),
+        (b"pub t", "pub"),
+        (b"Nop", "Nop"),
+        (b" NOP", ""),
+        (b"NOP\t", "NOP\t"),
+        (b"NO", "NO"),
+        (b"NOPE", "NOPE"),
+        (b"FINX", "FINX"),
+        (b"\x00\x01", "\x00\x01"),
+        ("é".encode(), "é"),
+    ],
+)
+def test_an_unknown_command_is_refused_with_its_first_word(line: bytes, name: str) -> None:
+    assert refusal(line + b"\n") == f"E_INVALID invalid command {name}"
+
+
+def test_bytes_in_an_error_text_go_back_as_they_came() -> None:
+    text = refusal(b"\xff\xfeX\n")
+    assert text is not None
+    assert text.encode("utf-8", "surrogateescape") == b"E_INVALID invalid command \xff\xfeX"
+
+
+def test_every_single_space_separates_so_that_two_give_an_empty_parameter() -> None:
+    assert commands(SUB + b"RDY  7\n") == [Subscribe("t", "c"), Ready(0)]
+    assert refusal(b"SUB  t c\n") == 'E_BAD_TOPIC SUB topic name "" is not valid'
+    assert refusal(b"PUB \n") == 'E_BAD_TOPIC PUB topic name "" is not valid'
+
+
+def test_a_tab_is_an_ordinary_byte() -> None:
+    assert refusal(b"PUB a\tb\n") == r'E_BAD_TOPIC PUB topic name "a\tb" is not valid'
+
+
+@pytest.mark.parametrize(
+    ("line", "heard"),
+    [
+        (b"SUB t c d e\n", Subscribe("t", "c")),
+        (b"PUB t u\n" + sized(b"x"), Publish("PUB", "t", [b"x"])),
+        (b"DPUB t 5 u\n" + sized(b"x"), Publish("DPUB", "t", [b"x"], 5)),
+        (b"MPUB t u\n" + sized(multi([b"x"])), Publish("MPUB", "t", [b"x"])),
+        (b"IDENTIFY a b\n" + sized(b"{}"), Identify(Identity())),
+    ],
+)
+def test_surplus_parameters_are_ignored(line: bytes, heard: object) -> None:
+    assert commands(line) == [heard]
+
+
+def test_surplus_parameters_are_ignored_when_subscribed_too() -> None:
+    heard = commands(SUB + b"RDY 1 2\nFIN %s x\nREQ %s 5 x\nTOUCH %s x\nNOP x\nCLS x\n" % (ID, ID, ID))
+    assert heard[1:] == [Ready(1), ("FIN", NUMBER), Requeue(NUMBER, 5), Touch(NUMBER), StartClose()]
+
+
+def test_a_line_of_16383_bytes_and_its_line_feed_is_accepted() -> None:
+    line = b"NOP " + b"x" * (16_383 - 4)
+    assert len(line) == 16_383
+    assert hear(line + b"\n") == Outcome(completed=1)
+
+
+def test_the_carriage_return_counts_towards_the_limit() -> None:
+    assert hear(b"NOP " + b"x" * (16_382 - 4) + b"\r\n").error is None
+    assert hear(b"NOP " + b"x" * (16_383 - 4) + b"\r\n").error == "line too long"
+
+
+def test_a_longer_line_ends_the_conversation_without_a_word() -> None:
+    assert hear(b"NOP " + b"x" * (16_384 - 4) + b"\n").error == "line too long"
+
+
+def test_the_limit_is_noticed_before_the_line_ends() -> None:
+    assert hear(b"x" * 16_383).error is None
+    assert hear(b"x" * 16_384).error == "line too long"
+
+
+@pytest.mark.parametrize("cut", [1, 4, 5, 16_380, 16_383, 16_384, 16_387, 16_388])
+def test_the_limit_does_not_depend_on_where_the_line_is_split(cut: int) -> None:
+    for length, error in ((16_383, None), (16_384, "line too long")):
+        data = MAGIC + b"NOP ".ljust(length, b"x") + b"\n"
+        assert talk([data[:cut], data[cut:]], LIMITS).error == error
+
+
+def test_the_limit_counts_from_the_start_of_the_line_and_not_of_the_piece() -> None:
+    assert hear(b"NOP\n" * 10_000).completed == 10_000
+    assert hear(b"NOP\n" + b"NOP ".ljust(16_383, b"x") + b"\nNOP\n").completed == 3
+    assert hear(b"NOP\n" + b"NOP ".ljust(16_384, b"x") + b"\n") == Outcome(error="line too long", completed=1)
+
+
+def test_a_body_is_not_subject_to_the_limit_of_lines() -> None:
+    body = b"x" * 100_000
+    assert talk([MAGIC + b"PUB t\n" + sized(body)], Limits()).commands == [Publish("PUB", "t", [body])]
+
+
+def test_a_line_cut_short_at_the_end_of_the_stream_is_dropped_without_a_word() -> None:
+    for data in (b"", b"NO", b"NOP", b"PUB t", b"FIN "):
+        assert hear(data, eof=True) == Outcome()
+
+
+# 7. States
+
+IN_STATE = {INIT: b"", SUBSCRIBED: SUB, CLOSING: SUB + CLS}
+LINES = {
+    "IDENTIFY": b"IDENTIFY\n" + sized(b"{}"),
+    "AUTH": b"AUTH\n" + sized(b"secret"),
+    "SUB": SUB,
+    "RDY": b"RDY 1\n",
+    "FIN": b"FIN %s\n" % ID,
+    "REQ": b"REQ %s 0\n" % ID,
+    "TOUCH": b"TOUCH %s\n" % ID,
+    "CLS": CLS,
+    "NOP": b"NOP\n",
+    "PUB": b"PUB t\n" + sized(b"x"),
+    "DPUB": b"DPUB t 0\n" + sized(b"x"),
+    "MPUB": b"MPUB t\n" + sized(multi([b"x"])),
+}
+ALLOWED = {
+    "IDENTIFY": {INIT},
+    "AUTH": {INIT},
+    "SUB": {INIT},
+    "RDY": {SUBSCRIBED, CLOSING},
+    "FIN": {SUBSCRIBED, CLOSING},
+    "REQ": {SUBSCRIBED, CLOSING},
+    "TOUCH": {SUBSCRIBED, CLOSING},
+    "CLS": {SUBSCRIBED},
+}
+
+
+@pytest.mark.parametrize("state", IN_STATE)
+@pytest.mark.parametrize("name", LINES)
+def test_each_command_has_the_states_it_is_allowed_in(name: str, state: int) -> None:
+    outcome = hear(IN_STATE[state] + LINES[name])
+    if state in ALLOWED.get(name, {state}):
+        assert outcome.error is None
+    else:
+        assert outcome.error == f"E_INVALID cannot {name} in current state"
+        assert outcome.state == state
+
+
+@pytest.mark.parametrize(
+    ("state", "line"),
+    [
+        (INIT, b"RDY x\n"),
+        (INIT, b"FIN\n"),
+        (INIT, b"REQ x\n"),
+        (INIT, b"TOUCH\n"),
+        (SUBSCRIBED, b"SUB\n"),
+        (SUBSCRIBED, b"AUTH x\n"),
+        (CLOSING, b"SUB ! !\n"),
+    ],
+)
+def test_the_state_is_checked_before_the_parameters(state: int, line: bytes) -> None:
+    name = line.split()[0].decode()
+    assert refusal(IN_STATE[state] + line) == f"E_INVALID cannot {name} in current state"
+
+
+def test_a_command_refused_for_its_state_needs_no_body() -> None:
+    assert refusal(SUB + b"IDENTIFY\n") == "E_INVALID cannot IDENTIFY in current state"
+
+
+def test_the_numbers_of_the_states_are_those_of_the_statistics() -> None:
+    assert [hear(data).state for data in IN_STATE.values()] == [0, 3, 4]
+
+
+def test_only_sub_and_cls_change_the_state() -> None:
+    for state, before in IN_STATE.items():
+        for name in LINES.keys() - {"SUB", "CLS"}:
+            assert hear(before + LINES[name]).state == state
+
+
+def test_the_state_has_changed_when_the_command_comes_out() -> None:
+    protocol = started(LIMITS)
+    states = [protocol.state for _ in protocol.receive_data(SUB + CLS)]
+    assert states == [SUBSCRIBED, CLOSING]
+
+
+# 7. TLS policy
+
+TLS = Limits(tls_required=True, tls_available=True)
+
+
+@pytest.mark.parametrize("line", [*LINES.values(), b"FOO x\n", b"\n", b"PUB\n"], ids=repr)
+def test_where_tls_is_required_everything_but_identify_is_refused_first(line: bytes) -> None:
+    name = line.split(b"\n")[0].split(b" ")[0].decode()
+    if name == "IDENTIFY":
+        assert commands(line, TLS) == [Identify(Identity())]
+    else:
+        assert refusal(line, TLS) == f"E_INVALID cannot {name} in current state (TLS required)"
+
+
+def test_after_the_upgrade_everything_is_as_ever() -> None:
+    protocol = started(TLS, b"IDENTIFY\n" + sized(b"{}"))
+    protocol.tls_active = True
+    assert Heard(protocol.receive_data(SUB + LINES["PUB"] * 2)) == [
+        Subscribe("t", "c"),
+        *[Publish("PUB", "t", [b"x"])] * 2,
+    ]
+    with pytest.raises(FatalClientError, match="^E_INVALID invalid command FOO$"):
+        list(protocol.receive_data(b"FOO\n"))
+
+
+# 9. IDENTIFY
+
+
+def test_identify_gives_the_identity_and_keeps_it() -> None:
+    protocol = started(LIMITS)
+    (command,) = protocol.receive_data(b"IDENTIFY\n" + sized(b'{"client_id":"me","msg_timeout":2000}'))
+    assert isinstance(command, Identify)
+    assert command.identity == Identity(client_id="me", msg_timeout_ms=2000)
+    assert protocol.identity is command.identity
+
+
+def test_before_identify_a_client_is_known_by_its_address() -> None:
+    identity = ServerProtocol(LIMITS, "10.0.0.1").identity
+    assert (identity.client_id, identity.hostname) == ("10.0.0.1", "10.0.0.1")
+
+
+def test_identify_may_be_repeated_and_the_last_one_counts() -> None:
+    protocol = started(LIMITS)
+    data = b"".join(b"IDENTIFY\n" + sized(b'{"client_id":"%d"}' % i) for i in range(3))
+    assert [c.identity.client_id for c in protocol.receive_data(data)] == ["0", "1", "2"]  # type: ignore[union-attr]
+    assert protocol.identity.client_id == "2"
+
+
+@pytest.mark.parametrize("verb", ["IDENTIFY", "AUTH"])
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (5001, "body too big 5001 > 5000"),
+        (2**31 - 1, "body too big 2147483647 > 5000"),
+        (0, "invalid body size 0"),
+        (-1, "invalid body size -1"),
+        (-(2**31), "invalid body size -2147483648"),
+    ],
+)
+def test_a_body_size_out_of_range_is_refused_before_the_body_comes(verb: str, number: int, text: str) -> None:
+    assert refusal(verb.encode() + b"\n" + size(number)) == f"E_BAD_BODY {verb} {text}"
+
+
+@pytest.mark.parametrize("verb", ["IDENTIFY", "AUTH"])
+def test_a_stream_that_ends_inside_a_sized_body_names_what_is_missing(verb: str) -> None:
+    line = verb.encode() + b"\n"
+    for part in (b"", b"\x00", b"\x00\x00\x00"):
+        assert cut_off(line + part) == f"E_BAD_BODY {verb} failed to read body size"
+    for part in (b"", b"{", b"{   "):
+        assert cut_off(line + size(5) + part) == f"E_BAD_BODY {verb} failed to read body"
+
+
+def test_a_body_of_the_largest_size_is_accepted() -> None:
+    assert commands(b"IDENTIFY\n" + sized(b"{}".ljust(5000))) == [Identify(Identity())]
+    assert commands(b"AUTH\n" + sized(bytes(5000))) == [Auth(bytes(5000))]
+
+
+def test_the_contents_of_identify_are_judged_by_the_limits() -> None:
+    assert refusal(b"IDENTIFY\n" + sized(b"[]")) == "E_BAD_BODY IDENTIFY failed to decode JSON body"
+    assert (
+        refusal(b"IDENTIFY\n" + sized(b'{"heartbeat_interval":999}'))
+        == "E_BAD_BODY IDENTIFY heartbeat interval (999) is invalid"
+    )
+
+
+def test_a_refused_identify_changes_nothing() -> None:
+    protocol = started(LIMITS)
+    before = protocol.identity
+    with pytest.raises(FatalClientError):
+        list(protocol.receive_data(b"IDENTIFY\n" + sized(b'{"client_id":"a","sample_rate":100}')))
+    assert protocol.identity is before
+
+
+def test_a_json_bomb_in_identify_is_an_ordinary_refusal() -> None:
+    bomb = b'{"a":' * 200_000
+    assert (
+        talk([MAGIC + b"IDENTIFY\n" + sized(bomb)], Limits()).error
+        == "E_BAD_BODY IDENTIFY failed to decode JSON body"
+    )
+
+
+# 11. AUTH
+
+
+def test_auth_gives_the_secret() -> None:
+    assert commands(b"AUTH\n" + sized(b"se\ncret\x00")) == [Auth(b"se\ncret\x00")]
+
+
+@pytest.mark.parametrize("line", [b"AUTH x\n", b"AUTH \n", b"AUTH a b\n"])
+def test_auth_takes_no_parameters(line: bytes) -> None:
+    assert refusal(line) == "E_INVALID AUTH invalid number of parameters"
+
+
+# 12. SUB
+
+
+@pytest.mark.parametrize("line", [b"SUB\n", b"SUB t\n", b"SUB !\n"])
+def test_sub_takes_a_topic_and_a_channel(line: bytes) -> None:
+    assert refusal(line) == "E_INVALID SUB insufficient number of parameters"
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (b"SUB t! c\n", 'E_BAD_TOPIC SUB topic name "t!" is not valid'),
+        (b"SUB t! c!\n", 'E_BAD_TOPIC SUB topic name "t!" is not valid'),
+        (b"SUB t c!\n", 'E_BAD_CHANNEL SUB channel name "c!" is not valid'),
+        (b"SUB t \n", 'E_BAD_CHANNEL SUB channel name "" is not valid'),
+        (b'SUB a"b\\ c\n', r'E_BAD_TOPIC SUB topic name "a\"b\\" is not valid'),
+        (b"SUB t \xff\x01\n", r'E_BAD_CHANNEL SUB channel name "\xff\x01" is not valid'),
+        (b"SUB t c\r\r\n", r'E_BAD_CHANNEL SUB channel name "c\r" is not valid'),
+    ],
+)
+def test_sub_checks_the_topic_then_the_channel(line: bytes, error: str) -> None:
+    assert refusal(line) == error
+
+
+def test_names_of_64_bytes_are_accepted_and_of_65_are_not() -> None:
+    long = b"x" * 64
+    assert commands(b"SUB %s %s\n" % (long, long)) == [Subscribe("x" * 64, "x" * 64)]
+    assert refusal(b"SUB %sx c\n" % long) == f'E_BAD_TOPIC SUB topic name "{"x" * 65}" is not valid'
+
+
+def test_ephemeral_names_are_accepted() -> None:
+    assert commands(b"SUB t#ephemeral c#ephemeral\n") == [Subscribe("t#ephemeral", "c#ephemeral")]
+
+
+def test_sub_without_heartbeats_is_refused_before_its_parameters_are_looked_at() -> None:
+    silent = b"IDENTIFY\n" + sized(b'{"heartbeat_interval":-1}')
+    for line in (b"SUB t c\n", b"SUB\n", b"SUB ! !\n"):
+        assert refusal(silent + line) == "E_INVALID cannot SUB with heartbeats disabled"
+
+
+def test_a_refused_sub_leaves_the_state_alone() -> None:
+    assert hear(b"SUB t c!\n").state == INIT
+
+
+# 6 and 13. Numbers, RDY
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        (b"RDY", 1),
+        (b"RDY ", 0),
+        (b"RDY 0", 0),
+        (b"RDY 1", 1),
+        (b"RDY 2500", 2500),
+        (b"RDY 0002500", 2500),
+        (b"RDY 18446744073709551616", 0),
+        (b"RDY 18446744073709551621", 5),
+        (b"RDY %d" % (10**30 * 2**64 + 7), 7),
+        (b"RDY " + b"0" * 16_000 + b"9", 9),
+        (b"RDY %s" % (b"9" * 4300), None),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_rdy_gives_a_count_that_wraps_like_64_bits(line: bytes, count: int | None) -> None:
+    if count is None:
+        value = (10**4300 - 1) % 2**64
+        signed = value - 2**64 if value >= 2**63 else value
+        assert refusal(SUB + line + b"\n") == f"E_INVALID RDY count {signed} out of range 0-2500"
+    else:
+        assert commands(SUB + line + b"\n")[1:] == [Ready(count)]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (b"2501", 2501),
+        (b"9223372036854775807", 2**63 - 1),
+        (b"9223372036854775808", -(2**63)),
+        (b"18446744073709551615", -1),
+        (b"18446744073709554117", 2501),
+        (b"9" * 10_000, (10**10_000 - 1) % 2**64 - (2**64 if (10**10_000 - 1) % 2**64 >= 2**63 else 0)),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_rdy_out_of_range_is_refused_with_the_count_as_a_signed_number(text: bytes, count: int) -> None:
+    assert refusal(SUB + b"RDY %s\n" % text) == f"E_INVALID RDY count {count} out of range 0-2500"
+
+
+BAD_NUMBERS = [b"abc", b"-1", b"+1", b"1.0", b"1e3", b"0x10", b"1_000", b"1a", b"\t1", b"1\x00", b"\xff"]
+BAD_NUMBERS += ["１".encode(), "²".encode()]
+
+
+@pytest.mark.parametrize("text", BAD_NUMBERS, ids=repr)
+def test_what_is_not_decimal_is_refused_as_it_was_written(text: bytes) -> None:
+    shown = text.decode("utf-8", "surrogateescape")
+    assert refusal(SUB + b"RDY %s\n" % text) == f"E_INVALID RDY could not parse count {shown}"
+    assert refusal(SUB + b"REQ %s %s\n" % (ID, text)) == f"E_INVALID REQ could not parse timeout {shown}"
+    assert refusal(b"DPUB t %s\n" % text) == f"E_INVALID DPUB could not parse timeout {shown}"
+
+
+@pytest.mark.parametrize("line", [b"RDY\n", b"RDY x\n", b"RDY 9999\n", b"RDY -1\n"])
+def test_rdy_while_closing_is_ignored_whatever_its_parameter(line: bytes) -> None:
+    outcome = hear(SUB + CLS + line)
+    assert outcome.commands == [Subscribe("t", "c"), StartClose()]
+    assert outcome.completed == 3
+
+
+# 14. FIN, REQ, TOUCH
+
+
+def test_answers_carry_the_id_as_a_number() -> None:
+    heard = commands(SUB + b"FIN %s\nREQ %s 1500\nTOUCH %s\n" % (ID, ID, ID))
+    assert heard[1:] == [("FIN", NUMBER), Requeue(NUMBER, 1500), Touch(NUMBER)]
+
+
+@pytest.mark.parametrize(
+    ("line", "verb"),
+    [(b"FIN", "FIN"), (b"REQ", "REQ"), (b"REQ %s" % ID, "REQ"), (b"REQ x", "REQ"), (b"TOUCH", "TOUCH")],
+)
+def test_answers_need_their_parameters(line: bytes, verb: str) -> None:
+    assert refusal(SUB + line + b"\n") == f"E_INVALID {verb} insufficient number of params"
+
+
+@pytest.mark.parametrize("raw", [b"", b"x", ID[:15], ID + b"0", ID + b"\r", b"0" * 1000], ids=repr)
+@pytest.mark.parametrize("line", [b"FIN %s\n", b"REQ %s 0\n", b"REQ %s x\n", b"TOUCH %s\n"])
+def test_an_id_that_is_not_16_bytes_is_malformed(line: bytes, raw: bytes) -> None:
+    data = line % raw
+    # The last CR of a line is not part of the id.
+    if not data.endswith(b"\r\n"):
+        assert refusal(SUB + data) == "E_INVALID invalid message ID"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"0123456789ABCDEF", b"0123456789abcdeF", b"z" * 16, b"-123456789abcdef", b"0x23456789abcdef"]
+    + [b"_123456789abcde_", b"0_23456789abcdef", b"\t" * 16, b"\x00" * 16, b"\xff" * 16, "é".encode() * 8],
+    ids=repr,
+)
+@pytest.mark.parametrize("verb", ["FIN", "REQ", "TOUCH"])
+def test_16_bytes_that_are_no_id_of_ours_are_not_in_flight(verb: str, raw: bytes) -> None:
+    shown = raw.decode("utf-8", "surrogateescape")
+    line = b"%s %s 5\n" % (verb.encode(), raw)
+    outcome = hear(SUB + line + b"NOP\n")
+    assert outcome.error is None
+    assert outcome.commands[1:] == [f"E_{verb}_FAILED {verb} {shown} failed ID not in flight"]
+    assert outcome.completed == 3
+
+
+def test_such_an_answer_does_not_end_the_conversation() -> None:
+    (command,) = started(LIMITS, SUB).receive_data(b"FIN " + b"z" * 16 + b"\n")
+    assert isinstance(command, Refusal)
+    assert isinstance(command.error, ClientError)
+    assert not command.error.fatal
+
+
+@pytest.mark.parametrize(
+    ("text", "timeout_ms"),
+    [
+        (b"", 0),
+        (b"0", 0),
+        (b"1", 1),
+        (b"3600000", 3_600_000),
+        (b"3600001", 3_600_000),
+        (b"9223372036854775807", 3_600_000),
+        (b"9223372036854775808", 0),
+        (b"18446744073709551615", 0),
+        (b"18446744073709551617", 1),
+    ],
+)
+def test_a_requeue_timeout_is_clamped_without_an_error(text: bytes, timeout_ms: int) -> None:
+    assert commands(SUB + b"REQ %s %s\n" % (ID, text))[1:] == [Requeue(NUMBER, timeout_ms)]
+
+
+def test_the_clamp_of_requeue_is_the_configured_one() -> None:
+    limits = Limits(max_req_timeout_ms=1000)
+    assert commands(SUB + b"REQ %s 1001\n" % ID, limits)[1:] == [Requeue(NUMBER, 1000)]
+
+
+def test_the_timeout_of_a_requeue_is_judged_even_where_the_id_is_unknown() -> None:
+    assert refusal(SUB + b"REQ %s x\n" % (b"z" * 16)) == "E_INVALID REQ could not parse timeout x"
+
+
+# Runs of FINs: one after the other they are decoded together, and nobody may notice
+
+TOP = 2**64 - 1
+RUNS = {
+    "one": [5],
+    "a few": [5, 6, 7],
+    "seven": list(range(7)),
+    "eight": list(range(8)),
+    "many in order": list(range(1000, 3000)),
+    "backwards": list(range(50, 0, -1)),
+    "every other": list(range(0, 100, 2)),
+    "all the same": [7] * 20,
+    "two by two": [n for i in range(20) for n in (10 * i, 10 * i + 1)],
+    "the largest": [TOP] * 10,
+    "up to the largest": list(range(TOP - 9, TOP + 1)),
+    "beyond the largest": [*range(TOP - 4, TOP + 1), *range(5)],
+    "largest and zero in turn": [TOP, 0] * 8,
+    "around the sign": list(range(2**63 - 5, 2**63 + 5)),
+    "zeros": [0] * 10,
+}
+
+
+@pytest.mark.parametrize("numbers", RUNS.values(), ids=RUNS)
+def test_a_run_of_fins_gives_each_id_in_order(numbers: list[int]) -> None:
+    outcome = hear(SUB + fins(*numbers))
+    assert outcome.commands[1:] == finished(*numbers)
+    assert outcome.completed == 1 + len(numbers)
+
+
+@pytest.mark.parametrize("numbers", [v for v in RUNS.values() if len(v) >= 8])
+def test_a_run_comes_as_one_command(numbers: list[int]) -> None:
+    (command,) = started(LIMITS, SUB).receive_data(fins(*numbers))
+    assert isinstance(command, Finish)
+
+
+def test_consecutive_ids_of_a_run_are_one_span() -> None:
+    (command,) = started(LIMITS, SUB).receive_data(fins(*range(10, 30), *range(5, 10), 99))
+    assert isinstance(command, Finish)
+    assert command.spans == [(10, 30), (5, 10), (99, 100)]
+
+
+def test_a_run_is_finished_while_closing_too() -> None:
+    assert commands(SUB + CLS + fins(*range(20)))[2:] == finished(*range(20))
+
+
+def test_a_run_before_sub_is_refused() -> None:
+    assert refusal(fins(*range(20))) == "E_INVALID cannot FIN in current state"
+
+
+@pytest.mark.parametrize("before", [0, 1, 7, 8, 30])
+@pytest.mark.parametrize(
+    ("middle", "heard"),
+    [
+        (b"NOP\n", []),
+        (b"RDY 5\n", [Ready(5)]),
+        (b"TOUCH %s\n" % ID, [Touch(NUMBER)]),
+        (b"REQ %s 0\n" % ID, [Requeue(NUMBER, 0)]),
+        (b"PUB t\n" + sized(fins(1, 2)), [Publish("PUB", "t", [fins(1, 2)])]),
+        (b"CLS\n", [StartClose()]),
+        (b"FIN %s\r\n" % ID, finished(NUMBER)),
+        (b"FIN %s\r\n" % ID * 10, finished(*[NUMBER] * 10)),
+        (b"FIN %s more\n" % ID, finished(NUMBER)),
+        (b"FIN %s \n" % ID, finished(NUMBER)),
+        (b"FIN 0123456789ABCDEF\n", ["E_FIN_FAILED FIN 0123456789ABCDEF failed ID not in flight"]),
+        (b"FIN 0123456789abcdeg\n", ["E_FIN_FAILED FIN 0123456789abcdeg failed ID not in flight"]),
+        (b"FIN               \t \n", None),
+        (b"FIN  123456789abcdef\n", None),
+        (b"FIN 0123456789abcde\nX", None),
+        (b"FIN 0123456789abcde\r\n", None),
+        (b"FIN 0123456789abcdef0\n", None),
+        (b"FIN\n", "E_INVALID FIN insufficient number of params"),
+        (b"FINISH 123456789abcd\n", "E_INVALID invalid command FINISH"),
+        (b"fin 0123456789abcdef\n", "E_INVALID invalid command fin"),
+        (b"\n", "E_INVALID invalid command "),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_run_may_be_interrupted_by_anything(
+    before: int, middle: bytes, heard: list[object] | str | None
+) -> None:
+    outcome = hear(SUB + fins(*range(before)) + middle + fins(*range(100, 130)))
+    if isinstance(heard, list):
+        assert outcome.error is None
+        assert outcome.commands[1:] == [*finished(*range(before)), *heard, *finished(*range(100, 130))]
+    else:
+        assert outcome.error == heard or heard is None and outcome.error == "E_INVALID invalid message ID"
+        assert outcome.commands[1:] == finished(*range(before))
+        assert outcome.completed == 1 + before
+
+
+@pytest.mark.parametrize("cut", range(1, 22))
+def test_a_run_cut_inside_a_line_goes_on_with_the_next_piece(cut: int) -> None:
+    data = fins(*range(40))
+    for count in (1, 7, 8, 9, 20):
+        at = 21 * count + cut
+        assert talk([MAGIC + SUB, data[:at], data[at:]], LIMITS).commands[1:] == finished(*range(40))
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        fins(*range(7)) + b"NOP\n",
+        b"FIN %s\r\n" % ID * 7,
+        fins(1) + b"TOUCH %s\n" % ID,
+        fins(1) + b"FIN 0123456789ABCDEF\n",
+    ],
+    ids=["short runs", "CRLF", "in turn", "upper case in turn"],
+)
+def test_the_cost_of_many_short_runs_in_one_piece_is_linear(block: bytes) -> None:
+    def work(length: int) -> object:
+        protocol = started(LIMITS, SUB)
+        data = block * (length // len(block))
+        return lambda: list(protocol.receive_data(data))
+
+    assert_cost_is_linear(work, 64 << 10)
+
+
+@pytest.mark.parametrize("last", [b"FIN 0123456789ABCDEF\n", b"FIN 0123456789abcdeg\n"])
+def test_the_cost_of_a_long_run_with_a_bad_id_at_its_end_is_linear(last: bytes) -> None:
+    def work(count: int) -> object:
+        protocol = started(LIMITS, SUB)
+        data = fins(*range(count)) + last
+        return lambda: list(protocol.receive_data(data))
+
+    assert_cost_is_linear(work, 3000)
+
+
+# 15. CLS, NOP
+
+
+def test_cls_and_nop() -> None:
+    outcome = hear(b"NOP\n" + SUB + b"NOP\nCLS\nNOP\n")
+    assert outcome.commands == [Subscribe("t", "c"), StartClose()]
+    assert outcome.completed == 5
+
+
+# 16. PUB and DPUB
+
+SINGLES = [("PUB", b"PUB t\n", 0), ("DPUB", b"DPUB t 1500\n", 1500)]
+single = pytest.mark.parametrize(("verb", "line", "defer_ms"), SINGLES, ids=["PUB", "DPUB"])
+
+
+@single
+@pytest.mark.parametrize(
+    "body",
+    [b"x", b"\n", b"NOP\n", b"PUB t\n", b"\r\n\r\n", bytes(256), bytes(range(256)), b"x" * 1000],
+    ids=len,
+)
+def test_a_body_is_any_bytes_up_to_the_largest_size(
+    verb: str, line: bytes, defer_ms: int, body: bytes
+) -> None:
+    data = (line + sized(body)) * 3 + b"NOP\n"
+    assert commands(data) == [Publish(verb, "t", [body], defer_ms)] * 3
+
+
+@single
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "invalid message body size 0"),
+        (-1, "invalid message body size -1"),
+        (-(2**31), "invalid message body size -2147483648"),
+        (1001, "message too big 1001 > 1000"),
+        (2**31 - 1, "message too big 2147483647 > 1000"),
+    ],
+)
+def test_a_message_size_out_of_range_is_refused_before_the_body_comes(
+    verb: str, line: bytes, defer_ms: int, number: int, text: str
+) -> None:
+    assert refusal(line + size(number)) == f"E_BAD_MESSAGE {verb} {text}"
+    assert refusal(line + size(number) + bytes(2000)) == f"E_BAD_MESSAGE {verb} {text}"
+
+
+@single
+def test_a_stream_that_ends_inside_a_publish_names_what_is_missing(
+    verb: str, line: bytes, defer_ms: int
+) -> None:
+    for part in (b"", b"\x00", b"\x00\x00\x00"):
+        assert cut_off(line + part) == f"E_BAD_MESSAGE {verb} failed to read message body size"
+    for part in (b"", b"x", b"xxxx"):
+        assert cut_off(line + size(5) + part) == f"E_BAD_MESSAGE {verb} failed to read message body"
+    assert hear(line + size(5) + b"xxxxx", eof=True).error is None
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (b"PUB", "E_INVALID PUB insufficient number of parameters"),
+        (b"PUB t!", 'E_BAD_TOPIC PUB topic name "t!" is not valid'),
+        (b"PUB " + b"x" * 65, f'E_BAD_TOPIC PUB topic name "{"x" * 65}" is not valid'),
+        (b"PUB #ephemeral", 'E_BAD_TOPIC PUB topic name "#ephemeral" is not valid'),
+        (b"MPUB", "E_INVALID MPUB insufficient number of parameters"),
+        (b"MPUB t!", 'E_BAD_TOPIC E_BAD_TOPIC MPUB topic name "t!" is not valid'),
+        (b"DPUB", "E_INVALID DPUB insufficient number of parameters"),
+        (b"DPUB t", "E_INVALID DPUB insufficient number of parameters"),
+        (b"DPUB t!", "E_INVALID DPUB insufficient number of parameters"),
+        (b"DPUB t! x", 'E_BAD_TOPIC DPUB topic name "t!" is not valid'),
+        (b"DPUB t x", "E_INVALID DPUB could not parse timeout x"),
+        (b"DPUB t -1", "E_INVALID DPUB could not parse timeout -1"),
+        (b"DPUB t 3600001", "E_INVALID DPUB timeout 3600001 out of range 0-3600000"),
+        (
+            b"DPUB t 9223372036854775808",
+            "E_INVALID DPUB timeout -9223372036854775808 out of range 0-3600000",
+        ),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_publish_line_is_checked_before_its_body_comes(line: bytes, error: str) -> None:
+    assert refusal(line + b"\n") == error
+
+
+@pytest.mark.parametrize(
+    ("text", "defer_ms"),
+    [(b"", 0), (b"0", 0), (b"1", 1), (b"3600000", 3_600_000), (b"18446744073709551617", 1)],
+)
+def test_the_defer_time_is_taken_up_to_and_with_its_maximum(text: bytes, defer_ms: int) -> None:
+    assert commands(b"DPUB t %s\n" % text + sized(b"x")) == [Publish("DPUB", "t", [b"x"], defer_ms)]
+
+
+def test_many_topics_on_one_connection_are_never_mixed_up() -> None:
+    # More than the protocol remembers, and each again.
+    names = [f"t{i}" for i in range(150)]
+    data = b"".join(b"PUB %s\n" % n.encode() + sized(n.encode()) + mpub(n.encode(), [b"m"]) for n in names)
+    heard = [p for n in names for p in (Publish("PUB", n, [n.encode()]), Publish("MPUB", n, [b"m"]))]
+    assert talk([MAGIC + data * 2], LIMITS).commands == heard * 2
+
+
+# 16. MPUB
+
+
+@pytest.mark.parametrize(
+    "bodies",
+    [
+        [b"x"],
+        [b"x", b"yy", b"zzz"],
+        [b"\n"] * 10,
+        [b"x" * 1000] * 4,
+        [b"x"] * 999,
+        [fins(1), b"PUB t\n", bytes(4), size(-1)],
+    ],
+    ids=["one", "three", "line feeds", "large", "as many as fit", "like commands"],
+)
+def test_an_mpub_gives_its_messages_in_order(bodies: list[bytes]) -> None:
+    data = mpub(b"t", bodies)
+    assert commands(data * 2 + b"NOP\n") == [Publish("MPUB", "t", bodies)] * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (size(0), "E_BAD_BODY MPUB invalid body size 0"),
+        (size(-1), "E_BAD_BODY MPUB invalid body size -1"),
+        (size(5001), "E_BAD_BODY MPUB body too big 5001 > 5000"),
+        (size(2**31 - 1), "E_BAD_BODY MPUB body too big 2147483647 > 5000"),
+        (size(9) + size(0), "E_BAD_BODY MPUB invalid message count 0"),
+        (size(9) + size(-1), "E_BAD_BODY MPUB invalid message count -1"),
+        (size(9) + size(1000), "E_BAD_BODY MPUB invalid message count 1000"),
+        (size(9) + size(2**31 - 1), "E_BAD_BODY MPUB invalid message count 2147483647"),
+        (size(9) + size(1) + size(0), "E_BAD_MESSAGE MPUB invalid message(0) body size 0"),
+        (size(9) + size(1) + size(-5), "E_BAD_MESSAGE MPUB invalid message(0) body size -5"),
+        (size(9) + size(1) + size(1001), "E_BAD_MESSAGE MPUB message too big 1001 > 1000"),
+        (size(99) + size(9) + sized(b"x") * 3 + size(0), "E_BAD_MESSAGE MPUB invalid message(3) body size 0"),
+        (
+            size(99) + size(9) + sized(b"x") * 3 + size(-(2**31)),
+            "E_BAD_MESSAGE MPUB invalid message(3) body size -2147483648",
+        ),
+        (size(99) + size(9) + sized(b"x") * 3 + size(1001), "E_BAD_MESSAGE MPUB message too big 1001 > 1000"),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_an_mpub_is_refused_at_its_first_wrong_number(data: bytes, error: str) -> None:
+    outcome = hear(b"MPUB t\n" + data)
+    assert (outcome.error, outcome.commands) == (error, [])
+
+
+def test_an_mpub_may_hold_as_many_messages_as_its_largest_body_could() -> None:
+    assert cut_off(b"MPUB t\n" + size(9) + size(999)) is not None
+    assert refusal(b"MPUB t\n" + size(9) + size(1000)) == "E_BAD_BODY MPUB invalid message count 1000"
+
+
+def test_a_stream_that_ends_inside_an_mpub_names_what_is_missing() -> None:
+    data = b"MPUB t\n"
+    for part in (b"", b"\x00\x00\x00"):
+        assert cut_off(data + part) == "E_BAD_BODY MPUB failed to read body size"
+    data += size(14)
+    for part in (b"", b"\x00\x00\x00"):
+        assert cut_off(data + part) == "E_BAD_BODY MPUB failed to read message count"
+    data += size(2)
+    for number, whole in enumerate([b"", sized(b"x")]):
+        data += whole
+        for part in (b"", b"\x00\x00\x00"):
+            assert cut_off(data + part) == f"E_BAD_MESSAGE MPUB failed to read message({number}) body size"
+        for part in (b"", b"x", b"xx"):
+            assert cut_off(data + size(3) + part) == "E_BAD_MESSAGE MPUB failed to read message body"
+
+
+@pytest.mark.parametrize("declared", [1, 4, 9, 16, 18, 100, 5000])
+def test_an_mpub_ends_with_its_last_message_whatever_size_it_declared(declared: int) -> None:
+    heard = commands(mpub(b"t", [b"x", b"yy"], declared) + b"PUB t\n" + sized(b"z"))
+    assert heard == [Publish("MPUB", "t", [b"x", b"yy"]), Publish("PUB", "t", [b"z"])]
+
+
+def test_an_mpub_that_lies_about_its_size_is_held_to_the_largest_body() -> None:
+    # What we hold for it must be bounded, and how it arrives may not decide.
+    error = hear(mpub(b"t", [b"x" * 1000] * 100, 9)).error
+    assert error is not None
+    assert error.startswith("E_BAD_BODY MPUB body too big ")
+
+
+@pytest.mark.parametrize("count", [5, 6])
+def test_whether_an_mpub_is_too_big_does_not_depend_on_its_pieces(count: int) -> None:
+    data = MAGIC + mpub(b"t", [b"x" * 1000] * count, 9)
+    whole = talk([data], LIMITS)
+    assert (whole.error is None) == (count == 5)
+    for length in (1, 7, 900, 1004, 2008, 4000, len(data) - 1):
+        pieces = [data[i : i + length] for i in range(0, len(data), length)]
+        assert talk(pieces, LIMITS) == whole
+
+
+def test_what_an_unfinished_mpub_keeps_in_memory_is_bounded() -> None:
+    protocol = started(LIMITS, b"MPUB t\n" + size(9) + size(999))
+    with pytest.raises(FatalClientError, match="^E_BAD_BODY MPUB body too big "):
+        for _ in range(7):
+            list(protocol.receive_data(sized(b"x" * 1000)))
+
+
+# Pieces
+
+
+def test_commands_come_out_as_soon_as_they_are_complete() -> None:
+    protocol = started(LIMITS)
+    data = SUB + b"RDY 5\n" + b"PUB t\n" + sized(b"x") + mpub(b"t", [b"y"]) + fins(1, 2)
+    came = {
+        at: heard for at, byte in enumerate(one_by_one(data)) if (heard := list(protocol.receive_data(byte)))
+    }
+    ends = [8, 6, 11, 7 + 13, 21, 21]
+    assert list(came) == [sum(ends[: i + 1]) - 1 for i in range(len(ends))]
+
+
+def test_empty_pieces_change_nothing() -> None:
+    data = MAGIC + SUB + b"PUB t\n" + sized(b"xyz") + mpub(b"t", [b"x", b"y"]) + fins(*range(10))
+    pieces = [piece for byte in one_by_one(data) for piece in (b"", byte, b"")]
+    assert talk(pieces, LIMITS) == talk([data], LIMITS)
+
+
+def test_what_follows_is_kept_when_the_reader_stops_after_a_command() -> None:
+    protocol = started(LIMITS)
+    data = SUB + b"RDY 5\nPUB t\n" + sized(b"xy")
+    first = next(iter(protocol.receive_data(data[:-1])))
+    assert Heard([first, *protocol.receive_data(data[-1:])]) == [
+        Subscribe("t", "c"),
+        Ready(5),
+        Publish("PUB", "t", [b"xy"]),
+    ]
+
+
+def test_each_command_is_judged_when_it_is_asked_for_and_not_before() -> None:
+    # The broker's answer to the first must leave before the error of the second.
+    heard = started(LIMITS).receive_data(SUB + b"FOO\n")
+    assert next(heard) == Subscribe("t", "c")
+    with pytest.raises(FatalClientError):
+        next(heard)
+
+
+def test_commands_before_an_error_come_out_first() -> None:
+    outcome = hear(SUB + b"RDY 5\n" + fins(1, 2, 3) + b"RDY x\nRDY 6\n")
+    assert outcome.commands == [Subscribe("t", "c"), Ready(5), *finished(1, 2, 3)]
+    assert outcome.error == "E_INVALID RDY could not parse count x"
+    assert outcome.completed == 5
+
+
+def test_a_line_too_long_is_raised_as_such() -> None:
+    with pytest.raises(LineTooLong):
+        list(started(LIMITS).receive_data(b"x" * 20_000))
+
+
+def test_bodies_do_not_share_memory_with_what_was_received() -> None:
+    # A message of one byte must not keep a megabyte of input alive.
+    (command,) = started(Limits()).receive_data(b"PUB t\n" + sized(b"x"))
+    assert isinstance(command, Publish)
+    assert type(command.bodies[0]) is bytes
+
+
+@pytest.mark.parametrize("layer", ["tls", "snappy"])
+def test_bytes_behind_identify_can_be_handed_to_a_new_layer(layer: str) -> None:
+    protocol = started(Limits(tls_available=True, snappy_available=True))
+    body = json.dumps({"feature_negotiation": True, "tls_v1": layer == "tls", "snappy": layer == "snappy"})
+    behind = b"\x16\x03\x01 not a command\n"
+    heard = protocol.receive_data(b"IDENTIFY\n" + sized(body.encode()) + behind)
+    command = next(heard)
+    assert isinstance(command, Identify)
+    assert protocol.take_rest() == behind
+    assert protocol.take_rest() == b""
+    assert list(heard) == []
+    assert Heard(protocol.receive_data(b"SUB t c\n")) == [Subscribe("t", "c")]
+
+
+def test_the_rest_includes_pieces_that_were_only_put_by() -> None:
+    protocol = started(LIMITS)
+    assert Heard(protocol.receive_data(b"PU")) == []
+    assert protocol.take_rest() == b"PU"
+    assert Heard(protocol.receive_data(b"N")) == []
+    assert Heard(protocol.receive_data(b"OP\nSUB t c\n")) == [Subscribe("t", "c")]
+    fresh = ServerProtocol(LIMITS)
+    assert Heard(fresh.receive_data(b"  ")) == []
+    assert fresh.take_rest() == b"  "
+    assert Heard(fresh.receive_data(MAGIC[:3])) == []
+    assert Heard(fresh.receive_data(MAGIC[3:] + SUB)) == [Subscribe("t", "c")]
+
+
+# Cost
+
+
+def feed_slowly(data: bytes, limits: Limits) -> object:
+    protocol = started(limits)
+    pieces = one_by_one(data)
+
+    def job() -> None:
+        heard = [command for piece in pieces for command in protocol.receive_data(piece)]
+        assert len(heard) == 1
+
+    return job
+
+
+def test_the_cost_of_a_body_in_single_bytes_is_linear() -> None:
+    assert_cost_is_linear(lambda n: feed_slowly(b"PUB t\n" + sized(bytes(n)), Limits()), 64 << 10)
+
+
+def test_the_cost_of_a_large_mpub_message_in_single_bytes_is_linear() -> None:
+    assert_cost_is_linear(lambda n: feed_slowly(mpub(b"t", [bytes(n)]), Limits()), 32 << 10)
+
+
+def test_the_cost_of_an_mpub_of_tiny_messages_in_single_bytes_is_linear() -> None:
+    assert_cost_is_linear(lambda n: feed_slowly(mpub(b"t", [b"x"] * n), Limits()), 2000)
+
+
+def test_the_cost_of_identify_in_single_bytes_is_linear() -> None:
+    assert_cost_is_linear(lambda n: feed_slowly(b"IDENTIFY\n" + sized(b"{}".ljust(n)), Limits()), 32 << 10)
+
+
+def test_a_megabyte_in_small_pieces_is_put_together_once() -> None:
+    body = bytes(range(256)) * 4096
+    data = MAGIC + b"PUB t\n" + sized(body)
+    pieces = [data[i : i + 100] for i in range(0, len(data), 100)]
+    assert talk(pieces, Limits()).commands == [Publish("PUB", "t", [body])]
