@@ -599,7 +599,7 @@ def test_an_error_of_the_disk_while_looking_behind_damage_is_no_damage(
 ) -> None:
     add(segment, b"a")
     written = add(segment, b"b")
-    flip(segment.path, 60)
+    flip(segment.path, 50)
     files.fail("read", errno.EIO, after=1)
     with pytest.raises(OSError, match="Input/output error"):
         segment.read(START, 100, wait=True)

@@ -127,7 +127,11 @@ class BrokerThread(TestBroker):
         super().__init__(data_path, **flags)
         self.loop_errors: list[dict[str, Any]] = []  # unhandled exceptions; close() fails on them
         self._thread: threading.Thread | None = None
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
 
     def start(self) -> None:
         from nsparq.options import NsqdOptions

@@ -197,6 +197,8 @@ def _limits(options: NsqdOptions) -> Limits:
         min_output_buffer_timeout_ms=_ms(options.min_output_buffer_timeout),
         max_output_buffer_timeout_ms=_ms(options.max_output_buffer_timeout),
         max_deflate_level=options.max_deflate_level,
+        deflate_allowed=options.deflate,
+        snappy_allowed=options.snappy,
         topology_region=options.topology_region,
         topology_zone=options.topology_zone,
         tls_required=bool(options.tls_required),

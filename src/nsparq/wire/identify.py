@@ -103,9 +103,11 @@ def decode_identify(body: bytes, limits: Limits) -> Identity:
     if msg_timeout_ms != 0 and not MIN_MSG_TIMEOUT_MS <= msg_timeout_ms <= limits.max_msg_timeout_ms:
         raise _invalid("msg timeout", msg_timeout_ms)
     negotiates = fields.get("feature_negotiation", False)
-    deflate = negotiates and limits.deflate_available and fields.get("deflate", False)
-    if negotiates and fields.get("deflate", False) and fields.get("snappy", False):
+    deflate = negotiates and limits.deflate_allowed and fields.get("deflate", False)
+    snappy = negotiates and limits.snappy_allowed and fields.get("snappy", False)
+    if deflate and snappy:
         raise FatalClientError("E_IDENTIFY_FAILED", "cannot enable both deflate and snappy compression")
+    deflate, snappy = deflate and limits.compression_available, snappy and limits.compression_available
     level = fields.get("deflate_level", 0) if deflate else 0
     return Identity(
         **{name: fields.get(name, "") for name in _STRINGS},
@@ -116,7 +118,7 @@ def decode_identify(body: bytes, limits: Limits) -> Identity:
         sample_rate=sample_rate,
         msg_timeout_ms=msg_timeout_ms or limits.msg_timeout_ms,
         tls=negotiates and limits.tls_available and fields.get("tls_v1", False),
-        snappy=negotiates and limits.snappy_available and fields.get("snappy", False),
+        snappy=snappy,
         deflate=deflate,
         deflate_level=min(level if level > 0 else DEFAULT_DEFLATE_LEVEL, limits.max_deflate_level),
     )

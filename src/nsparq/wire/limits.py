@@ -38,8 +38,10 @@ class Limits:
     auth_required: bool = False
     tls_available: bool = False
     tls_required: bool = False
-    deflate_available: bool = False
-    snappy_available: bool = False
+    deflate_allowed: bool = True
+    snappy_allowed: bool = True
+    compression_available: bool = False
+    """Whether the layers exist; until then a wish that is allowed is answered with false."""
 
     @property
     def max_mpub_count(self) -> int:

@@ -1,0 +1,1237 @@
+"""The topic log: appending, memory, reading back, syncing, reclaiming, and starting again."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsparq.errors import WriteFailed
+from nsparq.storage.cache import BatchCache
+from nsparq.storage.files import Files
+from nsparq.storage.log import Durability, Log
+from nsparq.storage.segment import Cold
+
+from .support import (
+    ALL_MODES,
+    FLOOR,
+    NOW_NS,
+    ON_DISK,
+    FaultyFiles,
+    Message,
+    append,
+    crash,
+    fill,
+    flip,
+    messages_of,
+    open_log,
+    places,
+    read_all,
+    segment_files,
+    stop,
+)
+
+MEMORY = Durability.MEMORY
+SMALL: dict[str, Any] = {"segment_bytes": 500, "memory_messages": 5}
+"""Settings under which a few messages roll segments and leave memory."""
+
+in_all_modes = pytest.mark.parametrize("durability", ALL_MODES)
+in_disk_modes = pytest.mark.parametrize("durability", ON_DISK)
+
+
+@pytest.fixture
+def files() -> FaultyFiles:
+    return FaultyFiles()
+
+
+def assert_in_order(log: Log) -> None:
+    assert log.committed <= log.stable <= log.end
+    assert log.start <= log.memory_start <= log.end
+
+
+# appending
+
+
+@in_all_modes
+def test_what_is_appended_is_read(tmp_path: Path, durability: Durability) -> None:
+    log = open_log(tmp_path, durability=durability)
+    assert log.end == log.start == FLOOR
+    assert log.read(FLOOR) is None
+    written = append(log, b"a", b"bb", now_ns=1) + append(log, b"", due_ns=7, now_ns=2)
+    assert [message.sequence for message in written] == [FLOOR, FLOOR + 1, FLOOR + 2]
+    assert read_all(log, wait=False) == written
+    assert log.end == FLOOR + 3
+    assert_in_order(log)
+    crash(log)
+
+
+@in_all_modes
+def test_groups_become_batches_one_after_the_other(tmp_path: Path, durability: Durability) -> None:
+    log = open_log(tmp_path, durability=durability)
+    batches = log.append([([b"a", b"b"], 0), ([b"later"], 9), ([b"c"], 0)], NOW_NS)
+    assert [(batch.base, batch.count, batch.due_ns) for batch in batches] == [
+        (FLOOR, 2, 0),
+        (FLOOR + 2, 1, 9),
+        (FLOOR + 3, 1, 0),
+    ]
+    assert read_all(log) == messages_of(batches)
+    crash(log)
+
+
+@in_disk_modes
+def test_all_groups_of_an_append_are_one_write(
+    tmp_path: Path, files: FaultyFiles, durability: Durability
+) -> None:
+    log = open_log(tmp_path, files=files, durability=durability)
+    log.append([([b"a"] * 10, 0)] * 5, NOW_NS)
+    assert files.calls["write"] == 1
+    assert log.stable == log.end
+    assert log.unsynced == 50
+    crash(log)
+
+
+def test_memory_mode_writes_nothing_while_memory_has_room(tmp_path: Path, files: FaultyFiles) -> None:
+    log = open_log(tmp_path, files=files, durability=MEMORY, memory_messages=10)
+    fill(log, 5, 2)
+    assert files.calls["write"] == 0
+    assert (log.stable, log.unsynced) == (FLOOR, 0)
+    assert segment_files(tmp_path) == []
+    crash(log)
+
+
+@in_all_modes
+def test_segments_roll_before_they_grow_too_large(tmp_path: Path, durability: Durability) -> None:
+    log = open_log(tmp_path, durability=durability, **SMALL)
+    written = fill(log, 30)
+    log.close()
+    paths = segment_files(tmp_path)
+    assert len(paths) > 5
+    assert all(path.stat().st_size <= 500 for path in paths)
+    assert log.size_bytes == sum(path.stat().st_size for path in paths)
+    assert read_all(log) == written
+    assert [path.with_suffix(".index").exists() for path in paths] == [True] * len(paths)
+
+
+@in_all_modes
+def test_an_append_larger_than_a_segment_gets_one_of_its_own(tmp_path: Path, durability: Durability) -> None:
+    log = open_log(tmp_path, durability=durability, **SMALL)
+    written = append(log, b"a") + append(log, *[b"x" * 400] * 4) + append(log, b"b")
+    log.close()
+    assert [path.stat().st_size > 500 for path in segment_files(tmp_path)] == [False, True, False]
+    assert read_all(log) == written
+
+
+# failures to append
+
+
+@in_disk_modes
+@pytest.mark.parametrize("torn", [0, 1, 50, 130, 10_000])
+@pytest.mark.parametrize("batches", [0, 1, 4])
+def test_after_a_failed_append_the_log_is_as_before(
+    tmp_path: Path, files: FaultyFiles, durability: Durability, torn: int, batches: int
+) -> None:
+    log = open_log(tmp_path, files=files, durability=durability, **SMALL)
+    written = fill(log, batches)
+    figures = (log.start, log.end, log.stable, log.memory_start, log.size_bytes, log.unsynced)
+    files.fail("write", torn=torn, times=None)
+    for _ in range(3):
+        with pytest.raises(WriteFailed, match=f"{tmp_path.name}: No space left on device"):
+            log.append([([b"refused"], 0), ([b"refused too"], 8), ([b"x" * 100], 0)], NOW_NS)
+    assert (log.start, log.end, log.stable, log.memory_start, log.size_bytes, log.unsynced) == figures
+    assert read_all(log) == written
+    files.heal()
+    written += append(log, b"accepted")
+    assert [message.sequence for message in written] == [*range(FLOOR, log.end)]
+    assert read_all(log) == written
+    crash(log)
+    log = open_log(tmp_path, durability=durability)
+    assert read_all(log) == written
+    assert log.corrupt_batches == 0
+    crash(log)
+
+
+FAILING_CALLS = ["open", "write", "rename", "duplicate"]
+
+
+@in_disk_modes
+@pytest.mark.parametrize("call", FAILING_CALLS)
+def test_a_failure_while_rolling_leaves_the_log_as_before(
+    tmp_path: Path, files: FaultyFiles, durability: Durability, call: str
+) -> None:
+    """Whichever call fails, at whichever of its uses while a segment is sealed and the next begun."""
+    log = open_log(tmp_path, files=files, durability=durability, **SMALL)
+    written: list[Message] = []
+    for number in range(40):
+        files.fail(call, errno.EIO, after=number % 3)
+        end = log.end
+        try:
+            written += append(log, b"%d" % number * 20, now_ns=NOW_NS + number)
+        except WriteFailed:
+            assert log.end == end
+        files.heal()
+        assert read_all(log, FLOOR) == written
+    assert 0 < len(written) < 40
+    crash(log)
+    log = open_log(tmp_path, durability=durability)
+    assert read_all(log) == written
+    assert log.corrupt_batches == 0
+    crash(log)
+
+
+def test_a_failed_append_that_could_not_be_cut_off_is_not_read_later(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    """Some of its batches may stand whole in the file; none of them was acknowledged."""
+    for torn in range(0, 400, 7):
+        directory = tmp_path / str(torn)
+        directory.mkdir()
+        log = open_log(directory, files=files)
+        written = append(log, b"first")
+        files.fail("write", errno.EIO, torn=torn)
+        files.fail("truncate", errno.EIO)
+        with pytest.raises(WriteFailed):
+            log.append([([b"refused" * 5], 0), ([b"refused"], 0), ([b"refused", b"refused"], 0)], NOW_NS)
+        files.heal()
+        assert read_all(log) == written
+        written += append(log, b"second")
+        assert read_all(log) == written
+        crash(log)
+        log = open_log(directory)
+        assert read_all(log) == written, f"torn after {torn} bytes"
+        crash(log)
+
+
+def test_a_failed_append_that_could_not_be_cut_off_is_no_corruption(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    """The segment is sealed with the rest of a failed write behind its last batch."""
+    log = open_log(tmp_path, files=files, segment_bytes=200)
+    written = append(log, b"first")
+    files.fail("write", errno.EIO, torn=60)
+    files.fail("truncate", errno.EIO)
+    with pytest.raises(WriteFailed):
+        append(log, b"x" * 50)
+    files.heal()
+    written += append(log, b"y" * 200)
+    clean_end = stop(log)
+    log = open_log(tmp_path, clean_end=clean_end)
+    assert read_all(log) == written
+    assert log.corrupt_batches == 0
+    crash(log)
+
+
+def test_an_oversized_append_that_failed_once_does_not_cost_the_segment_later(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    log = open_log(tmp_path, files=files, segment_bytes=100)
+    files.fail("write")
+    with pytest.raises(WriteFailed):
+        append(log, b"x" * 500)
+    written = append(log, b"x" * 500)
+    for segment in log.trim(FLOOR, 0.0):
+        segment.remove()
+    assert log.start == FLOOR
+    crash(log)
+    log = open_log(tmp_path)
+    assert read_all(log) == written
+    crash(log)
+
+
+# memory mode and a full disk
+
+
+def test_memory_mode_with_a_full_disk_rejects_rather_than_loses(tmp_path: Path, files: FaultyFiles) -> None:
+    log = open_log(tmp_path, files=files, durability=MEMORY, memory_messages=10)
+    written = fill(log, 5, 2)
+    files.fail("write", times=None, torn=30)
+    for _ in range(3):
+        with pytest.raises(WriteFailed):
+            append(log, b"refused")
+    assert log.end == FLOOR + 10
+    assert read_all(log) == written
+    files.heal()
+    written += append(log, b"accepted")
+    assert read_all(log) == written
+    clean_end = stop(log)
+    log = open_log(tmp_path, durability=MEMORY, clean_end=clean_end)
+    assert read_all(log) == written
+    crash(log)
+
+
+def test_memory_mode_writes_out_no_more_than_must_leave_memory(tmp_path: Path, files: FaultyFiles) -> None:
+    log = open_log(tmp_path, files=files, durability=MEMORY, memory_messages=10)
+    written = fill(log, 8, 2)
+    assert log.stable == FLOOR + 6
+    assert log.memory_start == FLOOR + 6
+    assert read_all(log) == written
+    crash(log)
+    log = open_log(tmp_path, durability=MEMORY, epoch=FLOOR + 1000)
+    assert read_all(log) == written[:6]
+    crash(log)
+
+
+def test_memory_mode_does_not_write_what_nobody_needs(tmp_path: Path, files: FaultyFiles) -> None:
+    log = open_log(tmp_path, files=files, durability=MEMORY, memory_messages=4)
+    log.reader_low = lambda: log.end
+    fill(log, 10, 2)
+    assert files.calls["write"] == 0
+    assert log.stable == FLOOR + 16
+    log.reader_low = lambda: FLOOR + 17
+    written = read_all(log, FLOOR + 16)
+    clean_end = stop(log)
+    assert files.calls["write"] > 0
+    log = open_log(tmp_path, durability=MEMORY, clean_end=clean_end)
+    assert log.end == clean_end
+    assert log.start == FLOOR + 16
+    assert read_all(log) == written
+    crash(log)
+
+
+def test_memory_mode_passes_over_what_was_not_written(tmp_path: Path) -> None:
+    """Nobody needed some messages in the middle: a reader who asks all the same gets the next ones."""
+    log = open_log(tmp_path, durability=MEMORY, memory_messages=2)
+    low = FLOOR
+    log.reader_low = lambda: low
+    first = fill(log, 2, 2)[:2]
+    low = FLOOR + 4
+    fill(log, 2, 2)
+    low = FLOOR
+    last = fill(log, 3, 2)
+    found = read_all(log, FLOOR)
+    assert [m for m in found if m not in first and m not in last] == []
+    assert last == [m for m in found if m in last]
+    assert log.count(FLOOR, log.end) == len(found)
+    assert log.corrupt_batches == log.corrupt_messages == 0
+    clean_end = stop(log)
+    log = open_log(tmp_path, clean_end=clean_end)
+    assert read_all(log) == found
+    crash(log)
+
+
+def test_memory_mode_finds_what_is_in_memory_behind_damage_on_disk(tmp_path: Path) -> None:
+    log = open_log(tmp_path, durability=MEMORY, memory_messages=4)
+    written = fill(log, 6, 2)
+    assert log.memory_start == FLOOR + 8
+    (path,) = segment_files(tmp_path)
+    flip(path, path.stat().st_size - 1)
+    assert read_all(log) == written[:6] + written[8:]
+    assert (log.corrupt_batches, log.corrupt_messages) == (1, 2)
+    crash(log)
+
+
+def test_memory_mode_keeps_within_the_bytes_even_when_the_disk_is_full(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    """Messages may be large: memory is bounded by rejecting, not by the number of messages alone."""
+    cache = BatchCache(10_000)
+    log = open_log(tmp_path, files=files, cache=cache, durability=MEMORY, memory_messages=1000)
+    files.fail("write", times=None)
+    written: list[Message] = []
+    for number in range(100):
+        try:
+            written += append(log, b"%d" % number * 500)
+        except WriteFailed:
+            break
+    assert cache.size_bytes <= 10_000 + 4_000
+    assert read_all(log) == written
+    crash(log)
+
+
+def test_reading_back_is_bounded_even_when_memory_cannot_be_written_out(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    """Consumers go on while the disk is full, and what they read does not pile up."""
+    cache = BatchCache(20_000)
+    log = open_log(tmp_path, files=files, cache=cache, durability=MEMORY, memory_messages=4)
+    written = []
+    for number in range(60):
+        # Large enough not to be joined when read back.
+        written += append(log, b"%03d" % number * 40_000)
+    files.fail("write", times=None)
+    cache.limit_bytes = 1_000_000
+    assert read_all(log) == written
+    assert cache.size_bytes <= 1_000_000 + 300_000
+    crash(log)
+
+
+def test_a_batch_that_cannot_be_written_out_stays_and_is_reported(
+    tmp_path: Path, files: FaultyFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = BatchCache(1 << 20)
+    log = open_log(tmp_path, files=files, cache=cache, durability=MEMORY, memory_messages=100)
+    written = fill(log, 3, 2)
+    files.fail("write", times=None)
+    batch = log.read(FLOOR)
+    assert batch is not None
+    assert not log.forget(batch)
+    assert "keeping messages in memory" in caplog.text
+    assert read_all(log) == written
+    files.heal()
+    assert log.forget(batch)
+    assert read_all(log) == written
+    crash(log)
+
+
+def test_one_append_larger_than_the_memory_queue_goes_through(tmp_path: Path, files: FaultyFiles) -> None:
+    log = open_log(tmp_path, files=files, durability=MEMORY, memory_messages=4)
+    written = messages_of(log.append([([b"%d" % i] * 3, 0) for i in range(5)], NOW_NS))
+    assert log.end - log.memory_start <= 4
+    assert read_all(log) == written
+    written += append(log, *[b"y"] * 50)
+    assert log.memory_start == FLOOR + 15, "the newest batch stays"
+    assert read_all(log) == written
+    crash(log)
+
+
+def test_one_append_larger_than_the_memory_queue_is_kept_when_the_disk_is_full(
+    tmp_path: Path, files: FaultyFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = open_log(tmp_path, files=files, durability=MEMORY, memory_messages=4)
+    files.fail("write", times=None)
+    written = messages_of(log.append([([b"%d" % i] * 3, 0) for i in range(5)], NOW_NS))
+    assert read_all(log) == written
+    assert "keeping messages in memory" in caplog.text
+    with pytest.raises(WriteFailed):
+        append(log, b"refused")
+    assert read_all(log) == written
+    crash(log)
+
+
+def test_a_stop_that_cannot_write_says_so_and_can_be_tried_again(tmp_path: Path, files: FaultyFiles) -> None:
+    log = open_log(tmp_path, files=files, durability=MEMORY)
+    written = fill(log, 5)
+    files.fail("write", after=2)
+    with pytest.raises(WriteFailed):
+        log.close()
+    assert read_all(log) == written
+    clean_end = stop(log)
+    log = open_log(tmp_path, clean_end=clean_end)
+    assert read_all(log) == written
+    crash(log)
+
+
+# the bounds of memory
+
+
+@in_all_modes
+@pytest.mark.parametrize("limit", [1, 5, 7, 100])
+def test_memory_holds_no_more_messages_than_the_queue_s_size(
+    tmp_path: Path, durability: Durability, limit: int
+) -> None:
+    cache = BatchCache(1 << 30)
+    log = open_log(tmp_path, cache=cache, durability=durability, memory_messages=limit)
+    for number in range(50):
+        append(log, *[b"x"] * (number % 4 + 1))
+        assert log.end - log.memory_start <= max(limit, number % 4 + 1)
+        assert cache.size_bytes == (log.end - log.memory_start) * 50
+        assert_in_order(log)
+    crash(log)
+    assert cache.size_bytes == 0
+
+
+@in_all_modes
+def test_memory_holds_no_more_bytes_than_the_cache_allows(tmp_path: Path, durability: Durability) -> None:
+    cache = BatchCache(2_000)
+    first = open_log(tmp_path / "first", files=Directories(), cache=cache, durability=durability)
+    second = open_log(tmp_path / "second", files=Directories(), cache=cache, durability=durability)
+    written: dict[Log, list[Message]] = {first: [], second: []}
+    for number in range(60):
+        for log in (first, second) if number % 3 else (first,):
+            written[log] += append(log, b"%d" % number * 50, b"y")
+            assert cache.size_bytes <= 2_000
+            assert_in_order(log)
+    for log in (first, second):
+        assert read_all(log) == written[log]
+        assert cache.size_bytes <= 2_000 or log.end - log.memory_start <= 2
+    append(first, b"x" * 5_000)
+    assert first.memory_start == first.end - 1, "the newest batch stays"
+    assert second.memory_start == second.end, "and the other log has nothing left in memory"
+    assert read_all(second) == written[second]
+    written[second] += append(second, b"z")
+    assert read_all(second) == written[second]
+    crash(first)
+    crash(second)
+    assert cache.size_bytes == 0
+
+
+class Directories(FaultyFiles):
+    """Makes the directory of a log with its first file."""
+
+    def open(self, path: Path) -> int:
+        path.parent.mkdir(exist_ok=True)
+        return super().open(path)
+
+
+def test_batches_read_back_stay_for_the_next_reader(tmp_path: Path, files: FaultyFiles) -> None:
+    log = open_log(tmp_path, files=files, memory_messages=5)
+    written = fill(log, 20)
+    assert read_all(log) == written
+    files.calls.clear()
+    assert read_all(log) == written
+    assert files.calls["read"] == 0
+    crash(log)
+
+
+def test_a_batch_read_again_stays_longer_than_one_that_is_not(tmp_path: Path, files: FaultyFiles) -> None:
+    log = open_log(tmp_path, files=files, memory_messages=1)
+    for number in range(20):
+        append(log, b"%02d" % number * 60_000)
+    crash(log)
+    log = open_log(tmp_path, files=files, cache_bytes=4 * 240_100)
+    for sequence in (FLOOR, FLOOR + 1, FLOOR + 2, FLOOR, FLOOR + 3, FLOOR, FLOOR + 4, FLOOR):
+        log.read(sequence, wait=True)
+    files.calls.clear()
+    log.read(FLOOR, wait=True)
+    assert files.calls["read"] == 0
+    log.read(FLOOR + 1, wait=True)
+    assert files.calls["read"] > 0
+    crash(log)
+
+
+# reading
+
+
+@in_all_modes
+def test_reading_begins_at_any_number(tmp_path: Path, durability: Durability) -> None:
+    log = open_log(tmp_path, durability=durability, **SMALL)
+    written = fill(log, 20)
+    for memory in ("as written", "read back"):
+        for message in written:
+            batch = log.read(message.sequence, wait=True)
+            assert batch is not None
+            assert batch.base <= message.sequence < batch.end, memory
+            assert message in messages_of([batch])
+    assert log.read(0, wait=True) is log.read(FLOOR, wait=True)
+    assert log.read(log.end) is None
+    assert log.read(log.end + 5) is None
+    crash(log)
+
+
+def test_what_comes_from_disk_is_what_was_appended_times_and_all(tmp_path: Path) -> None:
+    """Written in batches of every size, read back in joined ones."""
+    log = open_log(tmp_path, segment_bytes=400_000, memory_messages=1)
+    written: list[Message] = []
+    for number in range(400):
+        bodies = [b"%d.%d" % (number, i) * (number % 7) for i in range(number % 9 + 1)]
+        if number % 50 == 17:
+            bodies = [b"big" * 50_000]
+        due_ns = NOW_NS + 5 if number % 40 == 3 else 0
+        written += append(log, *bodies[: 1 if due_ns else None], due_ns=due_ns, now_ns=NOW_NS + number)
+    assert read_all(log) == written
+    for message in written[::13]:
+        batch = log.read(message.sequence, wait=True)
+        assert batch is not None
+        assert message in messages_of([batch])
+    clean_end = stop(log)
+    assert len(segment_files(tmp_path)) > 2
+    log = open_log(tmp_path, clean_end=clean_end)
+    assert read_all(log) == written
+    batch = log.read(FLOOR, wait=True)
+    assert batch is not None
+    assert batch.count > 9, "small batches come joined"
+    crash(log)
+
+
+@in_all_modes
+def test_many_readers_at_different_places_all_get_everything(tmp_path: Path, durability: Durability) -> None:
+    log = open_log(tmp_path, durability=durability, cache_bytes=3_000, **SMALL)
+    written = fill(log, 60)
+    cursors = [FLOOR + 2 * i for i in range(90)]
+    expected = [written[cursor - FLOOR :] for cursor in cursors]
+    found: list[list[Message]] = [[] for _ in cursors]
+    for _ in range(200):
+        for number, cursor in enumerate(cursors):
+            batch = log.read(cursor, wait=True)
+            if batch is not None:
+                found[number] += [m for m in messages_of([batch]) if m.sequence >= cursor]
+                cursors[number] = batch.end
+    assert found == expected
+    crash(log)
+
+
+def test_reading_without_waiting_raises_cold_where_the_disk_must_be_asked(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    log = open_log(tmp_path, files=files, memory_messages=5)
+    written = fill(log, 20)
+    files.fail("read_cached", times=None)
+    with pytest.raises(Cold):
+        log.read(FLOOR)
+    assert read_all(log, log.memory_start, wait=False) == written[log.memory_start - FLOOR :]
+    files.heal()
+    assert read_all(log, wait=False) == written
+    crash(log)
+
+
+def test_an_error_of_the_disk_passes_and_nothing_is_given_up(tmp_path: Path, files: FaultyFiles) -> None:
+    log = open_log(tmp_path, files=files, **SMALL)
+    written = fill(log, 20)
+    for after in range(4):
+        crash(log)
+        log = open_log(tmp_path, files=files, **SMALL)
+        files.fail("read", errno.EIO, after=after)
+        files.fail("open", errno.EMFILE, after=after + 2)
+        sequence, found = log.start, list[Message]()
+        for _ in range(200):
+            try:
+                batch = log.read(sequence, wait=True)
+            except OSError:
+                continue
+            if batch is None:
+                break
+            found += [message for message in messages_of([batch]) if message.sequence >= sequence]
+            sequence = batch.end
+        files.heal()
+        assert found == written
+        assert log.corrupt_batches == 0
+    crash(log)
+
+
+def test_an_error_of_the_disk_while_opening_is_not_taken_for_damage(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    log = open_log(tmp_path, files=files, **SMALL)
+    written = fill(log, 20)
+    crash(log)
+    for path in tmp_path.glob("*.index"):
+        path.unlink()
+    sizes = [path.stat().st_size for path in segment_files(tmp_path)]
+    for after in range(5):
+        files.fail("read", errno.EIO, after=after)
+        with pytest.raises(OSError, match="Input/output error"):
+            open_log(tmp_path, files=files)
+        files.heal()
+    assert [path.stat().st_size for path in segment_files(tmp_path)] == sizes
+    log = open_log(tmp_path, files=files)
+    assert read_all(log) == written
+    crash(log)
+
+
+# damage
+
+
+def damaged_log(tmp_path: Path, *, has_index: bool, batches: list[int]) -> tuple[Log, list[list[Message]]]:
+    log = open_log(tmp_path, segment_bytes=600)
+    written = [append(log, b"%d" % i * 20, b"second", now_ns=NOW_NS + i) for i in range(20)]
+    stop(log) if has_index else crash(log)
+    if not has_index:
+        for path in tmp_path.glob("*.index"):
+            path.unlink()
+    found = [place for path in segment_files(tmp_path) for place in places(path)]
+    for number in batches:
+        flip(found[number].path, found[number].position + 60)
+    log = open_log(tmp_path, segment_bytes=600, clean_end=log.end, epoch=log.end)
+    return log, written
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_damage_costs_the_batches_it_hit_and_is_counted_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_index: bool
+) -> None:
+    damaged = [0, 4, 5, 9, 14]
+    log, written = damaged_log(tmp_path, has_index=has_index, batches=damaged)
+    expected = [m for number, batch in enumerate(written) if number not in damaged for m in batch]
+    assert read_all(log, FLOOR) == expected
+    assert 4 <= log.corrupt_batches <= 5, "neighbours may count as one"
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert 4 <= len(errors) <= 5
+    assert read_all(log, FLOOR) == expected
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == len(errors)
+    crash(log)
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_messages_lost_to_damage_are_counted_and_belong_to_no_depth(tmp_path: Path, has_index: bool) -> None:
+    damaged = [0, 4, 5, 9, 14]
+    log, _ = damaged_log(tmp_path, has_index=has_index, batches=damaged)
+    read_all(log, FLOOR)
+    assert log.count(FLOOR, log.end) == 30
+    assert log.corrupt_messages == 10
+    read_all(log, FLOOR)
+    assert log.corrupt_messages == 10
+    crash(log)
+
+
+def test_damage_is_counted_wherever_reading_begins(tmp_path: Path) -> None:
+    log, written = damaged_log(tmp_path, has_index=True, batches=[3])
+    assert read_all(log, FLOOR + 7) == [m for batch in written[4:] for m in batch]
+    assert log.corrupt_messages == 1
+    assert read_all(log, FLOOR) == [m for batch in written[:3] + written[4:] for m in batch]
+    assert (log.corrupt_batches, log.corrupt_messages) == (1, 2)
+    crash(log)
+
+
+def test_a_segment_cut_while_in_use_costs_what_was_cut(tmp_path: Path) -> None:
+    """Bounded by a count of reads, because the fault to be feared is reading for ever."""
+
+    class Impatient(FaultyFiles):
+        def read(self, fd: int, size: int, position: int) -> bytes:
+            assert self.calls["read"] < 1000, "reading the same bytes again and again"
+            return super().read(fd, size, position)
+
+    log = open_log(tmp_path, files=Impatient(), memory_messages=1, segment_bytes=600)
+    written = [append(log, b"%d" % i * 20, b"second", now_ns=NOW_NS + i) for i in range(20)]
+    place = places(segment_files(tmp_path)[1])[2]
+    os.truncate(place.path, place.position + 30)
+    lost = {m.sequence for m in read_all(log, FLOOR)} ^ {m.sequence for batch in written for m in batch}
+    assert lost == {s for later in places_behind(tmp_path, place, written) for s in later}
+    assert log.corrupt_batches == 1
+    crash(log)
+
+
+def places_behind(directory: Path, cut: Any, written: list[list[Message]]) -> list[range]:
+    """Sequence numbers from the cut batch to the end of its segment."""
+    following = int(segment_files(directory)[2].stem)
+    return [range(cut.sequences.start, following)]
+
+
+def test_a_foreign_file_beside_the_segments_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.log").write_text("by an operator")
+    log = open_log(tmp_path)
+    written = append(log, b"a")
+    crash(log)
+    log = open_log(tmp_path)
+    assert read_all(log) == written
+    assert (tmp_path / "notes.log").exists()
+    crash(log)
+
+
+# starting again
+
+
+@in_all_modes
+def test_a_clean_stop_loses_nothing_and_goes_on_with_the_next_number(
+    tmp_path: Path, durability: Durability
+) -> None:
+    log = open_log(tmp_path, durability=durability, **SMALL)
+    written = fill(log, 10)
+    for _ in range(3):
+        clean_end = stop(log)
+        log = open_log(tmp_path, durability=durability, clean_end=clean_end, epoch=10**9, **SMALL)
+        assert (log.start, log.end) == (FLOOR, clean_end)
+        assert log.stable == log.committed == log.memory_start == log.end
+        assert log.gaps.ranges == []
+        assert read_all(log) == written
+        written += append(log, b"next")
+        assert written[-1].sequence == clean_end
+    crash(log)
+
+
+def test_closing_twice_is_safe_and_a_closed_log_still_reads(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    written = fill(log, 3)
+    log.close()
+    log.close()
+    assert read_all(log) == written
+    crash(log)
+
+
+def test_a_log_that_was_never_used_closes_and_opens(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    clean_end = stop(log)
+    assert [*tmp_path.iterdir()] == []
+    log = open_log(tmp_path, clean_end=clean_end, epoch=10**9)
+    assert (log.start, log.end) == (FLOOR, FLOOR)
+    crash(log)
+
+
+@in_disk_modes
+def test_a_crash_loses_nothing_and_goes_on_at_the_epoch(tmp_path: Path, durability: Durability) -> None:
+    log = open_log(tmp_path, durability=durability, **SMALL)
+    written = fill(log, 10)
+    crash(log)
+    log = open_log(tmp_path, durability=durability, epoch=5000, **SMALL)
+    assert read_all(log) == written
+    assert log.end == 5000
+    assert log.count(log.start, log.end) == 30
+    written += append(log, b"next")
+    assert written[-1].sequence == 5000
+    assert read_all(log) == written
+    for epoch in (4000, 9000):
+        crash(log)
+        log = open_log(tmp_path, durability=durability, epoch=epoch, **SMALL)
+        assert read_all(log) == written
+        assert log.count(log.start, log.end) == 31
+        assert log.end == max(5001, epoch)
+    crash(log)
+
+
+def test_a_stop_that_the_log_contradicts_counts_as_a_crash(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    written = fill(log, 4)
+    clean_end = stop(log)
+    (path,) = segment_files(tmp_path)
+    os.truncate(path, path.stat().st_size - 1)
+    log = open_log(tmp_path, clean_end=clean_end, epoch=FLOOR)
+    assert read_all(log) == written[:9]
+    assert log.end == clean_end
+    crash(log)
+    log = open_log(tmp_path, clean_end=clean_end, epoch=9000)
+    assert log.end == 9000
+    crash(log)
+
+
+def test_an_empty_segment_file_is_removed(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    written = fill(log, 2)
+    crash(log)
+    empty = tmp_path / f"{log.end:020d}.log"
+    empty.touch()
+    log = open_log(tmp_path)
+    assert not empty.exists()
+    assert read_all(log) == written
+    crash(log)
+
+
+def test_only_the_last_segment_is_cut(tmp_path: Path) -> None:
+    log = open_log(tmp_path, **SMALL)
+    written = fill(log, 20)
+    clean_end = stop(log)
+    paths = segment_files(tmp_path)
+    for path in (paths[1], paths[-1]):
+        path.write_bytes(path.read_bytes() + b"torn")
+    sizes = [path.stat().st_size for path in paths]
+    log = open_log(tmp_path, clean_end=clean_end)
+    assert [path.stat().st_size for path in paths] == [*sizes[:-1], sizes[-1] - 4]
+    assert read_all(log) == written
+    assert log.corrupt_batches == 1
+    crash(log)
+
+
+def test_segment_bytes_may_change_between_runs(tmp_path: Path) -> None:
+    written: list[Message] = []
+    clean_end = -1
+    for segment_bytes in (500, 5_000, 100, 1 << 20, 300):
+        log = open_log(tmp_path, clean_end=clean_end, segment_bytes=segment_bytes, memory_messages=5)
+        assert read_all(log) == written
+        written += fill(log, 10)
+        assert read_all(log) == written
+        clean_end = stop(log)
+    log = open_log(tmp_path, clean_end=clean_end)
+    assert read_all(log) == written
+    crash(log)
+
+
+def test_durability_may_change_between_runs(tmp_path: Path) -> None:
+    written: list[Message] = []
+    clean_end = -1
+    for durability in (MEMORY, Durability.OS, MEMORY, Durability.FSYNC, MEMORY, MEMORY):
+        log = open_log(tmp_path, clean_end=clean_end, durability=durability, **SMALL)
+        written += fill(log, 6)
+        assert read_all(log) == written
+        clean_end = stop(log)
+    log = open_log(tmp_path, clean_end=clean_end)
+    assert read_all(log) == written
+    crash(log)
+
+
+@pytest.mark.parametrize("is_clean", [True, False])
+def test_deferred_messages_are_known_after_a_restart(tmp_path: Path, is_clean: bool) -> None:
+    log = open_log(tmp_path, **SMALL)
+    for number in range(12):
+        append(log, b"now", b"x" * 100)
+        append(log, b"later", due_ns=NOW_NS + number)
+    expected = [(FLOOR + 3 * number + 2, NOW_NS + number) for number in range(12)]
+    assert [*log.deferred_since(0)] == expected
+    stop(log) if is_clean else crash(log)
+    log = open_log(tmp_path, **SMALL)
+    assert [*log.deferred_since(0)] == expected
+    assert [*log.deferred_since(expected[5][0])] == expected[5:]
+    assert [*log.deferred_since(expected[5][0] + 1)] == expected[6:]
+    assert [*log.deferred_since(log.end)] == []
+    crash(log)
+
+
+def test_files_of_an_idle_log_are_let_go_of_and_opened_again(tmp_path: Path, files: FaultyFiles) -> None:
+    log = open_log(tmp_path, files=files)
+    written = fill(log, 3)
+    before = open_descriptors()
+    assert not log.release_files(), "not while there is something to sync"
+    sync = log.begin_sync()
+    assert not log.release_files(), "not while it is being synced"
+    sync.run()
+    log.end_sync(sync)
+    assert log.release_files()
+    assert open_descriptors() == before - 1
+    written += append(log, b"again")
+    assert read_all(log) == written
+    crash(log)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@in_all_modes
+def test_no_descriptor_is_left_open(tmp_path: Path, durability: Durability) -> None:
+    before = open_descriptors()
+    log = open_log(tmp_path, durability=durability, **SMALL)
+    fill(log, 20)
+    read_all(log)
+    log.close()
+    assert open_descriptors() == before
+    read_all(log)
+    log.delete()
+    assert open_descriptors() == before
+    log = open_log(tmp_path, durability=durability, **SMALL)
+    assert open_descriptors() == before, "opening reads, and lets go"
+    fill(log, 20)
+    log.delete()
+    assert open_descriptors() == before
+
+
+def test_deleting_writes_nothing(tmp_path: Path, files: FaultyFiles) -> None:
+    cache = BatchCache(1 << 20)
+    log = open_log(tmp_path, files=files, cache=cache, durability=MEMORY)
+    fill(log, 5)
+    log.delete()
+    assert files.calls["write"] == 0
+    assert cache.size_bytes == 0
+
+
+# syncing
+
+
+@in_all_modes
+def test_a_sync_commits_what_was_stable_when_it_began(tmp_path: Path, durability: Durability) -> None:
+    log = open_log(tmp_path, durability=durability, **SMALL)
+    fill(log, 10)
+    stable = log.stable
+    assert (log.committed, log.unsynced > 0) == (FLOOR, True)
+    sync = log.begin_sync()
+    assert (log.is_syncing, log.unsynced) == (True, 0)
+    fill(log, 10)
+    assert log.committed == FLOOR
+    sync.run()
+    log.end_sync(sync)
+    assert (log.is_syncing, log.committed) == (False, stable)
+    assert log.unsynced > 0
+    log.sync_now()
+    assert log.committed == log.stable > stable
+    assert_in_order(log)
+    crash(log)
+
+
+def test_every_segment_written_to_is_synced(tmp_path: Path) -> None:
+    class Recording(FaultyFiles):
+        def __init__(self) -> None:
+            super().__init__()
+            self.synced: set[str] = set()
+
+        def sync(self, fd: int) -> None:
+            super().sync(fd)
+            self.synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+
+    files = Recording()
+    log = open_log(tmp_path, files=files, durability=Durability.FSYNC, **SMALL)
+    fill(log, 20)
+    log.sync_now()
+    assert files.synced == {str(path) for path in segment_files(tmp_path)}
+    files.synced.clear()
+    log.sync_now()
+    assert files.synced == set(), "nothing is synced twice"
+    crash(log)
+
+
+def test_the_name_of_a_new_segment_is_synced_before_its_messages_count_as_committed(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    """A file outlives a power cut only once its directory is synced too."""
+    log = open_log(tmp_path, files=files, durability=Durability.FSYNC, **SMALL)
+    append(log, b"a")
+    log.sync_now()
+    assert files.synced_directories == [tmp_path]
+    append(log, b"b")
+    log.sync_now()
+    assert files.synced_directories == [tmp_path], "once is enough"
+    append(log, b"x" * 500)
+    log.sync_now()
+    assert files.synced_directories == [tmp_path] * 2
+    crash(log)
+
+
+def test_a_failed_sync_commits_nothing_and_is_told(tmp_path: Path, files: FaultyFiles) -> None:
+    log = open_log(tmp_path, files=files, durability=Durability.FSYNC)
+    written = fill(log, 3)
+    files.fail("sync", errno.EIO)
+    sync = log.begin_sync()
+    sync.run()
+    assert sync.error is not None
+    assert sync.error.errno == errno.EIO
+    log.end_sync(sync)
+    assert (log.committed, log.is_syncing) == (FLOOR, False)
+    assert read_all(log) == written
+    files.fail("sync", errno.EIO)
+    append(log, b"more")
+    with pytest.raises(WriteFailed, match="Input/output error"):
+        log.sync_now()
+    assert log.committed == FLOOR
+    crash(log)
+
+
+def test_what_a_failed_sync_left_is_synced_by_the_next(tmp_path: Path) -> None:
+    class Recording(FaultyFiles):
+        def __init__(self) -> None:
+            super().__init__()
+            self.synced: set[str] = set()
+
+        def sync(self, fd: int) -> None:
+            super().sync(fd)
+            self.synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+
+    files = Recording()
+    log = open_log(tmp_path, files=files, **SMALL)
+    fill(log, 20)
+    files.fail("sync", errno.EIO, times=None)
+    with pytest.raises(WriteFailed):
+        log.sync_now()
+    files.heal()
+    assert log.unsynced > 0, "somebody has to try again"
+    log.sync_now()
+    assert log.committed == log.stable
+    assert files.synced == {str(path) for path in segment_files(tmp_path)}
+    crash(log)
+
+
+def test_a_stop_does_not_pass_over_a_sync_that_failed_before(tmp_path: Path, files: FaultyFiles) -> None:
+    log = open_log(tmp_path, files=files)
+    fill(log, 3)
+    files.fail("sync", errno.EIO)
+    sync = log.begin_sync()
+    sync.run()
+    log.end_sync(sync)
+    files.heal()
+    log.close()
+    assert log.committed == log.end
+
+
+def test_a_sync_that_cannot_begin_loses_no_descriptor(tmp_path: Path, files: FaultyFiles) -> None:
+    before = open_descriptors()
+    log = open_log(tmp_path, files=files, **SMALL)
+    fill(log, 10)
+    files.fail("duplicate", errno.EMFILE)
+    with pytest.raises((OSError, WriteFailed)):
+        log.sync_now()
+    log.sync_now()
+    assert log.committed == log.stable
+    log.delete()
+    assert open_descriptors() == before
+
+
+@in_all_modes
+def test_a_stop_syncs_everything(tmp_path: Path, durability: Durability) -> None:
+    log = open_log(tmp_path, durability=durability, **SMALL)
+    fill(log, 10)
+    log.close()
+    assert log.committed == log.stable == log.end
+
+
+def test_a_stop_that_cannot_sync_says_so(tmp_path: Path, files: FaultyFiles) -> None:
+    log = open_log(tmp_path, files=files)
+    written = fill(log, 3)
+    files.fail("sync", errno.EIO)
+    with pytest.raises(WriteFailed):
+        log.close()
+    log.delete()
+    log = open_log(tmp_path)
+    assert read_all(log) == written
+    crash(log)
+
+
+# reclaiming
+
+
+def remove(log: Log, low: int, now_s: float = NOW_NS / 1e9) -> int:
+    """Trim as the broker does; gives the number of segments that went."""
+    dropped = log.trim(low, now_s)
+    for segment in dropped:
+        segment.remove()
+    return len(dropped)
+
+
+@in_disk_modes
+def test_segments_that_nobody_needs_go(tmp_path: Path, durability: Durability) -> None:
+    log = open_log(tmp_path, durability=durability, **SMALL)
+    written = fill(log, 30)
+    assert [segment.base for segment in log.sealed_segments()] == [
+        int(path.stem) for path in segment_files(tmp_path)[:-1]
+    ]
+    for low in (FLOOR, FLOOR + 5, FLOOR + 50, log.end - 1):
+        remove(log, low)
+        assert log.low == low
+        assert log.start <= low
+        assert read_all(log, low) == written[low - FLOOR :]
+        assert [int(path.stem) for path in segment_files(tmp_path)][0] == log.start
+    assert remove(log, log.end) <= 1
+    assert len(segment_files(tmp_path)) == len([*tmp_path.glob("*.log")]) == 1
+    written = read_all(log, log.start) + append(log, b"next")
+    assert read_all(log) == written
+    crash(log)
+    log = open_log(tmp_path)
+    assert read_all(log) == written
+    crash(log)
+
+
+def test_a_segment_still_needed_keeps_those_behind_it(tmp_path: Path) -> None:
+    log = open_log(tmp_path, **SMALL)
+    fill(log, 30)
+    second = log.sealed_segments()[1]
+    assert remove(log, second.end - 1) == 1
+    assert log.start == second.base
+    assert remove(log, second.end) == 1
+    crash(log)
+
+
+def test_the_segment_being_written_to_stays_while_it_is_small(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    fill(log, 5)
+    assert remove(log, log.end) == 0
+    crash(log)
+
+
+def test_a_large_segment_that_all_have_passed_goes_even_while_written_to(tmp_path: Path) -> None:
+    log = open_log(tmp_path, memory_messages=2)
+    append(log, *[b"x" * (1 << 20)] * 8)
+    assert remove(log, log.end - 1) == 0
+    assert remove(log, log.end) == 1
+    assert segment_files(tmp_path) == []
+    assert log.size_bytes == 0
+    log.sync_now()
+    written = append(log, b"next")
+    assert read_all(log, log.end - 1) == written
+    clean_end = stop(log)
+    log = open_log(tmp_path, clean_end=clean_end)
+    assert read_all(log) == written
+    crash(log)
+
+
+@in_all_modes
+def test_an_emptied_log_remembers_its_end(tmp_path: Path, durability: Durability) -> None:
+    log = open_log(tmp_path, durability=durability, segment_bytes=1 << 30)
+    append(log, *[b"x" * (1 << 20)] * 9)
+    append(log, b"x")
+    assert remove(log, log.end) == (0 if durability is MEMORY else 1)
+    clean_end = stop(log)
+    assert clean_end == FLOOR + 10
+    log = open_log(tmp_path, clean_end=clean_end, epoch=10**9)
+    assert log.end == log.start == clean_end
+    crash(log)
+    log = open_log(tmp_path, clean_end=-1, epoch=10**9)
+    assert log.end == log.start == 10**9
+    crash(log)
+
+
+def test_gaps_before_the_log_are_forgotten(tmp_path: Path) -> None:
+    log = open_log(tmp_path, **SMALL)
+    fill(log, 30)
+    log.gaps.add(FLOOR + 1, FLOOR + 3)
+    log.gaps.add(FLOOR + 60, FLOOR + 63)
+    remove(log, FLOOR + 50)
+    assert log.gaps.ranges == [(FLOOR + 60, FLOOR + 63)]
+    crash(log)
+
+
+def test_retention_by_age_keeps_young_segments(tmp_path: Path) -> None:
+    log = open_log(tmp_path, retention_s=100, **SMALL)
+    bases = []
+    for number in range(30):
+        append(log, b"x" * 200, now_ns=(1000 + 10 * number) * 1_000_000_000)
+        bases.append(int(segment_files(tmp_path)[-1].stem))
+    assert remove(log, log.end, 1100) == 0
+    assert remove(log, log.end, 1200) > 0
+    kept = segment_files(tmp_path)[0]
+    assert all(1000 + 10 * n >= 1100 for n, base in enumerate(bases) if base > int(kept.stem))
+    assert remove(log, FLOOR, 10_000) == 0, "what is needed stays however old"
+    assert remove(log, log.end, 10_000) > 0
+    assert len(segment_files(tmp_path)) == 1
+    crash(log)
+
+
+def test_retention_by_bytes_keeps_the_newest(tmp_path: Path) -> None:
+    log = open_log(tmp_path, retention_bytes=2_000, **SMALL)
+    fill(log, 30)
+    assert log.size_bytes > 3_000
+    assert remove(log, FLOOR) == 0
+    assert remove(log, log.end) > 0
+    assert 1_500 <= log.size_bytes <= 2_000
+    assert remove(log, log.end) == 0
+    crash(log)
+
+
+def test_retention_by_age_and_bytes_lets_go_by_whichever_is_reached_first(tmp_path: Path) -> None:
+    log = open_log(tmp_path, retention_s=100, retention_bytes=2_000, **SMALL)
+    fill(log, 30)
+    now_s = NOW_NS / 1e9
+    assert remove(log, log.end, now_s) > 0
+    assert 1_500 <= log.size_bytes <= 2_000
+    assert remove(log, log.end, now_s + 99) == 0
+    assert remove(log, log.end, now_s + 101) > 0
+    assert len(segment_files(tmp_path)) == 1
+    crash(log)
+
+
+def test_retention_works_on_segments_of_an_earlier_run(tmp_path: Path) -> None:
+    log = open_log(tmp_path, **SMALL)
+    fill(log, 30)
+    clean_end = stop(log)
+    log = open_log(tmp_path, clean_end=clean_end, retention_s=100, **SMALL)
+    now_s = NOW_NS / 1e9
+    assert remove(log, log.end, now_s + 99) == 0
+    assert remove(log, log.end, now_s + 101) > 0
+    crash(log)
+
+
+def test_a_dropped_segment_is_read_no_more(tmp_path: Path) -> None:
+    log = open_log(tmp_path, cache_bytes=0, **SMALL)
+    written = fill(log, 30)
+    first = log.read(FLOOR, wait=True)
+    assert first is not None
+    low = log.sealed_segments()[3].end
+    remove(log, low)
+    assert log.read(first.end, wait=True) is not None
+    assert read_all(log, FLOOR) == written[low - FLOOR :]
+    assert log.corrupt_batches == 0
+    crash(log)
+
+
+# figures
+
+
+def test_count_leaves_gaps_out(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    fill(log, 10)
+    assert log.count(FLOOR, log.end) == 30
+    assert log.count(log.end, FLOOR) == 0
+    log.gaps.add(FLOOR + 5, FLOOR + 10)
+    assert log.count(FLOOR, log.end) == 25
+    assert log.count(FLOOR + 7, FLOOR + 12) == 2
+    crash(log)
+
+
+def test_emptied_messages_do_not_come_back_from_disk(tmp_path: Path) -> None:
+    """A batch that is read ends where a gap begins: its reader goes through it to the end."""
+    log = open_log(tmp_path, memory_messages=1)
+    written = fill(log, 10, 2)
+    log.gaps.add(FLOOR + 6, FLOOR + 12)
+    found, sequence = list[Message](), FLOOR
+    while (batch := log.read(log.gaps.skip(sequence), wait=True)) is not None:
+        sequence = max(log.gaps.skip(sequence), batch.base)
+        found += [message for message in messages_of([batch]) if message.sequence >= sequence]
+        sequence = batch.end
+    assert found == written[:6] + written[12:]
+    crash(log)
+
+
+def test_the_real_disk_will_do(tmp_path: Path) -> None:
+    log = open_log(tmp_path, files=Files(), durability=Durability.FSYNC, **SMALL)
+    written = fill(log, 10)
+    log.sync_now()
+    assert read_all(log) == written
+    clean_end = stop(log)
+    log = open_log(tmp_path, files=Files(), clean_end=clean_end)
+    assert read_all(log, wait=True) == written
+    crash(log)
