@@ -344,47 +344,50 @@ def test_the_first_bad_field_in_nsq_s_order_decides() -> None:
     for field in order:
         assert f"IDENTIFY {field.replace('_', ' ')} (" in refusal(fields)
         del fields[field]
-    offering = Limits(deflate_available=True, snappy_available=True)
-    assert refusal(fields, offering).startswith("E_IDENTIFY_FAILED ")
+    assert refusal(fields).startswith("E_IDENTIFY_FAILED ")
 
 
 # Negotiation
 
-OFFERING = Limits(tls_available=True, deflate_available=True, snappy_available=True)
+OFFERING = Limits(tls_available=True, compression_available=True)
 
 
 @pytest.mark.parametrize(
-    ("asked", "attribute", "available"),
+    ("asked", "attribute", "needed"),
     [
-        ("tls_v1", "tls", "tls_available"),
-        ("snappy", "snappy", "snappy_available"),
-        ("deflate", "deflate", "deflate_available"),
+        ("tls_v1", "tls", ["tls_available"]),
+        ("snappy", "snappy", ["snappy_allowed", "compression_available"]),
+        ("deflate", "deflate", ["deflate_allowed", "compression_available"]),
     ],
 )
-def test_a_layer_comes_when_asked_for_negotiated_and_available(
-    asked: str, attribute: str, available: str
+def test_a_layer_comes_when_asked_for_negotiated_and_offered(
+    asked: str, attribute: str, needed: list[str]
 ) -> None:
     fields = {asked: True}
     assert getattr(identify(OFFERING, feature_negotiation=True, **fields), attribute)
     assert not getattr(identify(OFFERING, feature_negotiation=False, **fields), attribute)
     assert not getattr(identify(OFFERING, **fields), attribute)
     assert not getattr(identify(OFFERING, feature_negotiation=True, **{asked: False}), attribute)
-    declining = replace(OFFERING, **{available: False})
-    assert not getattr(identify(declining, feature_negotiation=True, **fields), attribute)
+    for condition in needed:
+        declining = replace(OFFERING, **{condition: False})
+        assert not getattr(identify(declining, feature_negotiation=True, **fields), attribute)
 
 
-def test_both_compressions_at_once_are_refused() -> None:
-    both = {"feature_negotiation": True, "deflate": True, "snappy": True}
-    text = "E_IDENTIFY_FAILED cannot enable both deflate and snappy compression"
-    assert refusal(both, OFFERING) == text
+BOTH = {"feature_negotiation": True, "deflate": True, "snappy": True}
 
 
-def test_both_compressions_are_no_conflict_where_only_one_is_offered() -> None:
-    both = {"feature_negotiation": True, "deflate": True, "snappy": True}
-    for offered, other in (("deflate", "snappy"), ("snappy", "deflate")):
-        identity = identify(Limits(**{f"{offered}_available": True}), **both)
-        assert getattr(identity, offered)
-        assert not getattr(identity, other)
+@pytest.mark.parametrize("limits", [OFFERING, LIMITS], ids=["offered", "not there yet"])
+def test_both_compressions_at_once_are_refused(limits: Limits) -> None:
+    assert refusal(BOTH, limits) == ("E_IDENTIFY_FAILED cannot enable both deflate and snappy compression")
+
+
+def test_both_compressions_are_no_conflict_where_only_one_is_allowed() -> None:
+    identity = identify(replace(OFFERING, snappy_allowed=False), **BOTH)
+    assert (identity.deflate, identity.snappy) == (True, False)
+    identity = identify(replace(OFFERING, deflate_allowed=False), **BOTH)
+    assert (identity.deflate, identity.snappy) == (False, True)
+    identity = identify(replace(OFFERING, deflate_allowed=False, snappy_allowed=False), **BOTH)
+    assert (identity.deflate, identity.snappy) == (False, False)
 
 
 def test_without_negotiation_both_compressions_are_ignored() -> None:
@@ -412,9 +415,10 @@ def test_without_deflate_the_level_is_the_default_within_the_maximum(maximum: in
 
 @pytest.mark.parametrize(("maximum", "level"), [(9, 6), (6, 6), (3, 3)])
 def test_a_server_that_does_not_deflate_reports_the_same_default(maximum: int, level: int) -> None:
-    limits = Limits(max_deflate_level=maximum)
-    identity = identify(limits, feature_negotiation=True, deflate=True, deflate_level=2)
-    assert (identity.deflate, identity.deflate_level) == (False, level)
+    for condition in ("deflate_allowed", "compression_available"):
+        limits = replace(OFFERING, max_deflate_level=maximum, **{condition: False})
+        identity = identify(limits, feature_negotiation=True, deflate=True, deflate_level=2)
+        assert (identity.deflate, identity.deflate_level) == (False, level)
 
 
 # The reply
@@ -444,7 +448,7 @@ def test_the_reply_holds_the_client_s_values_and_the_server_s_limits() -> None:
         topology_zone="z",
         auth_required=True,
         tls_available=True,
-        deflate_available=True,
+        compression_available=True,
     )
     identity = identify(
         limits,

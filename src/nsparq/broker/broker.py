@@ -16,7 +16,6 @@ from nsparq.broker.channel import Channel
 from nsparq.broker.client import Client
 from nsparq.broker.scan import QueueScan
 from nsparq.broker.topic import Topic
-from nsparq.errors import WriteFailed
 from nsparq.names import is_valid_name
 from nsparq.options import NsqdOptions
 from nsparq.storage.cache import BatchCache
@@ -145,7 +144,8 @@ class Broker:
         for topic in self.topics.values():
             try:
                 topic.close()
-            except (OSError, WriteFailed):
+            except Exception:
+                # One topic's trouble must not cost the others their clean stop.
                 logger.exception("%s: could not be persisted whole", topic)
         self.write_metadata()
         self.files.close(self._lock_fd)
@@ -331,19 +331,25 @@ class Broker:
                 self._with_files.discard(topic)
         self._with_files |= used
         for topic in used:
-            if topic.is_exiting:
-                continue
-            self._checkpoint(topic, now_ns)
-            log = topic.log
-            if isinstance(log, Log) and log.unsynced:
-                self._used.add(topic)
-                if now_ns - topic.synced_ns >= self.options.sync_timeout * 1e9:
-                    topic.synced_ns = now_ns
-                    self.request_sync(topic)
-            dropped = topic.reclaim(now_ns / 1e9)
-            if dropped:
-                self._background(lambda dropped=dropped: _remove(dropped), lambda: None)  # type: ignore[misc]
+            try:
+                if not topic.is_exiting:
+                    self._maintain_topic(topic, now_ns)
+            except Exception:
+                # One topic's trouble must not cost the others their checkpoints.
+                logger.exception("%s: maintenance failed", topic)
         self.scan.resize(self._channel_count)
+
+    def _maintain_topic(self, topic: Topic, now_ns: int) -> None:
+        self._checkpoint(topic, now_ns)
+        log = topic.log
+        if isinstance(log, Log) and log.unsynced:
+            self._used.add(topic)
+            if now_ns - topic.synced_ns >= self.options.sync_timeout * 1e9:
+                topic.synced_ns = now_ns
+                self.request_sync(topic)
+        dropped = topic.reclaim(now_ns / 1e9)
+        if dropped:
+            self._background(lambda: _remove(dropped), lambda: None)
 
     def _checkpoint(self, topic: Topic, now_ns: int) -> None:
         for channel in topic.channels.values():

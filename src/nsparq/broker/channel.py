@@ -403,7 +403,7 @@ class Channel:
                     break
                 raise
             self.requeued.popleft()
-            attempts = self._attempts.pop(message_id, 0) + 1
+            attempts = (self._attempts.pop(message_id, 0) + 1) & 0xFFFF
             if found is None:
                 self.dropped_count += 1
                 logger.error("%s: message %016x is lost to a damaged log", self, message_id)
@@ -411,7 +411,7 @@ class Channel:
             if client.identity.sample_rate and random.randrange(100) > client.identity.sample_rate:
                 continue
             frame, timestamp_ns = found
-            pieces.append(with_attempts(frame, attempts) if attempts > 1 else frame)
+            pieces.append(frame if attempts == 1 else with_attempts(frame, attempts))
             size += len(frame)
             self._launch(Run(client, message_id, message_id + 1, now_ns, deadline_ns, attempts, timestamp_ns))
             if size >= MAX_WRITE:

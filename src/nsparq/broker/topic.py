@@ -367,11 +367,8 @@ class Topic:
         """Keep an ephemeral topic within the memory queue's size."""
         if not isinstance(self.log, MemoryLog):
             return
-        if (
-            not self.channels
-            or self.paused
-            or self.log.end - self.log.start > 2 * self.broker.options.mem_queue_size
-        ):
+        is_well_beyond = self.log.end - self.log.start > 2 * self.broker.options.mem_queue_size
+        if is_well_beyond or self.paused or not self.channels:
             self._reclaim_memory(self.log)
 
     def _reclaim_memory(self, log: MemoryLog) -> None:

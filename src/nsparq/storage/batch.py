@@ -53,7 +53,7 @@ class Batch:
         """Message frames and their offsets, once some channel has needed them; shared by all channels."""
 
     @classmethod
-    def join(cls, base: int, parts: list[tuple[int, array[int], bytes]]) -> Batch:
+    def join(cls, base: int, parts: list[tuple[int, array[int], memoryview]]) -> Batch:
         """Neighbouring batches, each as (publish time, lengths, bodies), as one."""
         lengths = array("I")
         for part in parts:

@@ -20,6 +20,9 @@ _MAX_BUFFERS = 512
 class Files:
     """Plain POSIX files. Tests subclass it to fail, tear or delay any call."""
 
+    def __init__(self) -> None:
+        self._scratch = bytearray(256 << 10)
+
     def open(self, path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
@@ -45,18 +48,24 @@ class Files:
     def read(self, fd: int, size: int, position: int) -> bytes:
         return os.pread(fd, size, position)
 
-    def read_cached(self, fd: int, size: int, position: int) -> bytes | None:
-        """The bytes if the system has them in memory; None where reading would wait for the disk."""
-        buffer = bytearray(size)
+    def read_cached(self, fd: int, size: int, position: int) -> memoryview | None:
+        """The bytes if the system has them in memory; None where reading would wait for the disk.
+
+        They stand in a buffer that the next call overwrites: a fresh one for each read would cost more,
+        in page faults, than the reading.
+        """
+        if size > len(self._scratch):
+            self._scratch = bytearray(size)
+        view = memoryview(self._scratch)[:size]
         try:
-            count = os.preadv(fd, [buffer], position, os.RWF_NOWAIT)
+            count = os.preadv(fd, [view], position, os.RWF_NOWAIT)
         except OSError as error:
             if error.errno == errno.EAGAIN:
                 return None
             if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
-                return self.read(fd, size, position)
+                return memoryview(self.read(fd, size, position))
             raise
-        return bytes(memoryview(buffer)[:count])
+        return view[:count]
 
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)

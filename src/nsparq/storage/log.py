@@ -24,8 +24,8 @@ from nsparq.storage.segment import Segment
 logger = logging.getLogger(__name__)
 
 EPOCH_BITS = 12
-"""A log opened after a crash goes on at the clock's millisecond, shifted by this: its numbers cannot have been
-used before, even where the disk has lost the last of them, as long as a topic takes under four million
+"""A log opened after a crash goes on at the clock's millisecond, shifted by this: its numbers cannot have
+been used before, even where the disk has lost the last of them, as long as a topic takes under four million
 messages a second. 42 bits of milliseconds last until 2109."""
 
 _IDLE_ROLL_SIZE = 8 << 20

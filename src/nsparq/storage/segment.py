@@ -33,7 +33,7 @@ from nsparq.storage.recovery import Damage, next_batch, scan
 logger = logging.getLogger(__name__)
 
 INDEX_EVERY: Final = 64 << 10
-READ_SIZE: Final = 256 << 10
+READ_SIZE: Final = 128 << 10
 GATHER_SIZE: Final = 96 << 10
 """Small neighbouring batches are read as one, up to about this many bytes."""
 
@@ -175,7 +175,7 @@ class Segment:
     # reading
 
     def place_before(self, sequence: int) -> tuple[int, int]:
-        """The position of a batch at or before the one that holds `sequence`, and the number it begins with."""
+        """The position of a batch at or before the one with `sequence`, and the number it begins with."""
         entry = bisect_right(self._sequences, sequence) - 1
         return (self._positions[entry], self._sequences[entry]) if entry >= 0 else (0, self.base)
 
@@ -212,7 +212,7 @@ class Segment:
         if not checksum_holds(head, self._block(position, head.size, wait)):
             raise self.corrupt(position, "checksum mismatch")
 
-    def _block(self, position: int, size: int, wait: bool) -> bytes:
+    def _block(self, position: int, size: int, wait: bool) -> memoryview:
         size = min(size, self.size - position)
         if wait:
             block = self.files.read(self.fd, size, position)
@@ -220,41 +220,41 @@ class Segment:
                 missing = position + len(block)
                 self._damage[missing] = self.size
                 raise CorruptBatch(self.path, missing, "the file is shorter than it was")
-            return block
+            return memoryview(block)
         cached = self.files.read_cached(self.fd, size, position)
         if cached is None or len(cached) < size:
             raise Cold(self.path, position)
         return cached
 
-    def _gather(self, block: bytes, offset: int, head: Head, position: int, wait: bool) -> tuple[Batch, int]:
+    def _gather(
+        self, block: memoryview, offset: int, head: Head, position: int, wait: bool
+    ) -> tuple[Batch, int]:
+        """The batch at `offset` of a block read from `position`, joined with small ones that follow it."""
         if head.size > len(block) - offset:
             position += offset
             block, offset = self._block(position, head.size, wait), 0
-        if not checksum_holds(head, block, offset):
-            raise self.corrupt(position + offset, "checksum mismatch")
-        start, end = data_range(head, offset)
-        first = Batch(
-            head.base, head.timestamp_ns, head.due_ns, decode_lengths(head, block, offset), block[start:end]
-        )
-        behind = offset + head.size
-        if head.due_ns or head.size >= GATHER_SIZE:
-            return first, position + behind
-        joined = [(head.timestamp_ns, first.lengths, first.data)]
-        size = head.size
-        while size < GATHER_SIZE:
-            following = decode_head(block, behind)
-            if following is None or following.due_ns or following.base != head.end:
-                break
-            if not checksum_holds(following, block, behind):
-                break
-            start, end = data_range(following, behind)
-            joined.append(
-                (following.timestamp_ns, decode_lengths(following, block, behind), block[start:end])
-            )
+        parts: list[tuple[int, array[int], memoryview]] = []
+        base, due_ns, size = head.base, head.due_ns, 0
+        following: Head | None = head
+        while following is not None:
+            if not checksum_holds(following, block, offset):
+                if parts:
+                    break
+                raise self.corrupt(position + offset, "checksum mismatch")
+            start, end = data_range(following, offset)
+            parts.append((following.timestamp_ns, decode_lengths(following, block, offset), block[start:end]))
+            offset += following.size
             size += following.size
-            behind += following.size
-            head = following
-        return (Batch.join(first.base, joined) if len(joined) > 1 else first), position + behind
+            if due_ns or size >= GATHER_SIZE:
+                break
+            expected = following.end
+            following = decode_head(block, offset)
+            if following is not None and (following.due_ns or following.base != expected):
+                break
+        if len(parts) == 1:
+            timestamp_ns, lengths, data = parts[0]
+            return Batch(base, timestamp_ns, due_ns, lengths, bytes(data)), position + offset
+        return Batch.join(base, parts), position + offset
 
     def corrupt(self, position: int, reason: str) -> CorruptBatch:
         """Note the damage at `position`, so that the next read goes on behind it."""

@@ -1,0 +1,422 @@
+"""The compiled inner loops: what they give, that the Python beside them gives the same, what they refuse."""
+
+from __future__ import annotations
+
+import gc
+import os
+import struct
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from nsparq import kernel
+from nsparq.wire.limits import Limits
+from nsparq.wire.message import build_frames
+from nsparq.wire.server import MAGIC
+from tests.wire.harness import BUILDS, COMPILED, Outcome, talk, using
+
+CAN_BE_COMPILED = len(BUILDS) > 1
+needs_kernel = pytest.mark.skipif(kernel.BUILD != "compiled", reason="the kernel is not built")
+
+SUBSCRIBED = MAGIC + b"SUB t c\n"
+TOP = 2**64 - 1
+
+
+# Which one is in use
+
+
+def kernel_in_a_new_process(code: str, **environment: str) -> str:
+    code = f"{code}\nfrom nsparq import kernel\nprint(kernel.BUILD, kernel.decode_fins is None)"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return result.stdout.strip()
+
+
+def test_the_environment_can_leave_the_kernel_out() -> None:
+    assert kernel_in_a_new_process("", NSPARQ_NO_EXTENSIONS="1") == "python True"
+
+
+def test_without_a_built_kernel_python_does_the_work() -> None:
+    code = "import sys; sys.modules['nsparq._kernel'] = None"
+    assert kernel_in_a_new_process(code, NSPARQ_NO_EXTENSIONS="") == "python True"
+
+
+def test_the_build_in_use_is_named_after_what_there_is() -> None:
+    assert {function is None for function in COMPILED.values()} == {kernel.BUILD == "python"}
+
+
+# Both agree on any input: through the code that uses them, so that it is included
+
+
+def assert_both_agree(run: Callable[[], object]) -> None:
+    outcomes = []
+    for build in BUILDS:
+        with using(build):
+            outcomes.append(run())
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+def hear(data: bytes, limits: Limits) -> Outcome:
+    return talk([data], limits, eof=True)
+
+
+ID = st.integers(0, TOP) | st.integers(0, 20) | st.integers(TOP - 9, TOP)
+FIN = st.builds(b"FIN %016x\n".__mod__, ID)
+ODD_FIN = st.one_of(
+    st.builds(b"FIN %016X\n".__mod__, ID),
+    st.builds(b"FIN %016x\r\n".__mod__, ID),
+    st.builds(b"FIN %b\n".__mod__, st.binary(min_size=16, max_size=16)),
+    st.sampled_from([b"NOP\n", b"FIN 0123456789abcdef0\n", b"FIN 0123456789abcde\n", b"FIN \n", b"FIN"]),
+)
+# Mostly long runs, since below a handful of lines nothing is done at once.
+FIN_LINES = st.lists(st.lists(FIN, max_size=20).map(b"".join) | ODD_FIN, max_size=6).map(b"".join)
+
+
+@needs_kernel
+@given(FIN_LINES)
+@example(b"".join(b"FIN %016x\n" % n for n in [*range(TOP - 8, TOP + 1), *range(8)]))
+@example(b"FIN ffffffffffffffff\nFIN 0000000000000000\n" * 4)
+@example(b"FIN 0000000000000000\n" * 8)
+def test_both_decode_the_same_fins(lines: bytes) -> None:
+    assert_both_agree(lambda: hear(SUBSCRIBED + lines, Limits()))
+
+
+SMALL = Limits(max_msg_size=20, max_body_size=60)
+MESSAGE = st.one_of(
+    st.binary(min_size=1, max_size=20).map(lambda body: struct.pack(">i", len(body)) + body),
+    st.sampled_from([0, -1, 20, 21, 2**31 - 1, -(2**31)]).map(struct.Struct(">i").pack),
+    st.binary(max_size=6),
+)
+
+
+@needs_kernel
+@given(count=st.integers(0, 13), messages=st.lists(MESSAGE, max_size=13).map(b"".join))
+def test_both_cut_an_mpub_into_the_same_messages(count: int, messages: bytes) -> None:
+    data = MAGIC + b"MPUB t\n" + struct.pack(">ii", 9, count) + messages
+    assert_both_agree(lambda: hear(data, SMALL))
+
+
+@needs_kernel
+@given(
+    st.integers(0, 2**64 - 40) | st.integers(2**64 - 40, 2**64 - 31),
+    st.integers(-(2**63), 2**63 - 1) | st.none(),
+    st.lists(st.binary(max_size=30), max_size=30),
+    st.randoms(use_true_random=False),
+)
+def test_both_build_the_same_frames(
+    first_id: int, stamp: int | None, bodies: list[bytes], random: Any
+) -> None:
+    stamps: Any = stamp
+    if stamp is None:
+        stamps = np.array([random.randint(-(2**63), 2**63 - 1) for _ in bodies], np.int64)
+    lengths, data = array("I", map(len, bodies)), b"".join(bodies)
+    assert_both_agree(lambda: build_frames(first_id, stamps, lengths, data))
+
+
+# The functions themselves
+
+
+def messages_in(data: bytes, position: int, count: int, max_size: int) -> tuple[list[bytes], int]:
+    """What split_messages does, slowly."""
+    bodies: list[bytes] = []
+    while len(bodies) < count and position + 4 <= len(data):
+        (size,) = struct.unpack_from(">i", data, position)
+        if not 0 < size <= max_size or position + 4 + size > len(data):
+            break
+        bodies.append(data[position + 4 : position + 4 + size])
+        position += 4 + size
+    return bodies, position
+
+
+class Index:
+    """An object that can stand for an integer, and that fails or misbehaves while being asked."""
+
+    def __init__(self, answer: Callable[[], int]) -> None:
+        self.answer = answer
+
+    def __index__(self) -> int:
+        return self.answer()
+
+
+@needs_kernel
+class TestSplitMessages:
+    __test__ = CAN_BE_COMPILED
+
+    @given(
+        st.lists(MESSAGE, max_size=8).map(b"".join),
+        st.integers(0, 200),
+        st.integers(-2, 10),
+        st.sampled_from([0, 1, 19, 20, 2**31 - 1, 2**31, 2**40, -1]),
+    )
+    def test_it_appends_whole_messages_of_an_allowed_size(
+        self, data: bytes, position: int, count: int, max_size: int
+    ) -> None:
+        bodies: list[bytes] = []
+        end = COMPILED["split_messages"](data, position, count, max_size, bodies)
+        assert (bodies, end) == messages_in(data, position, count, max_size)
+
+    def test_messages_already_there_count(self) -> None:
+        bodies = [b"a", b"b"]
+        assert COMPILED["split_messages"](b"\x00\x00\x00\x01c" * 5, 0, 3, 10, bodies) == 5
+        assert bodies == [b"a", b"b", b"c"]
+
+    @pytest.mark.parametrize("position", [5, 6, 1000, sys.maxsize])
+    def test_a_position_at_or_behind_the_end_gives_nothing(self, position: int) -> None:
+        bodies: list[bytes] = []
+        assert COMPILED["split_messages"](b"\x00\x00\x00\x01c", position, 3, 10, bodies) == position
+        assert bodies == []
+
+    def test_a_negative_position_is_refused(self) -> None:
+        for position in (-1, -4, -sys.maxsize - 1):
+            with pytest.raises(ValueError, match="position is negative"):
+                COMPILED["split_messages"](b"\x00\x00\x00\x01c", position, 3, 10, [])
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            (),
+            (b"", 0, 1, 1),
+            (b"", 0, 1, 1, [], None),
+            (bytearray(b""), 0, 1, 1, []),
+            (memoryview(b""), 0, 1, 1, []),
+            ("", 0, 1, 1, []),
+            (None, 0, 1, 1, []),
+            (b"", "0", 1, 1, []),
+            (b"", 0.0, 1, 1, []),
+            (b"", 0, None, 1, []),
+            (b"", 0, 1, b"1", []),
+            (b"", 0, 1, 1, ()),
+            (b"", 0, 1, 1, None),
+        ],
+    )
+    def test_other_types_are_refused(self, arguments: tuple[Any, ...]) -> None:
+        with pytest.raises(TypeError):
+            COMPILED["split_messages"](*arguments)
+
+    @pytest.mark.parametrize("place", [1, 2, 3])
+    @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**100])
+    def test_numbers_beyond_64_bits_are_refused(self, place: int, number: int) -> None:
+        arguments: list[Any] = [b"\x00\x00\x00\x01c", 0, 1, 1, []]
+        arguments[place] = number
+        with pytest.raises(OverflowError):
+            COMPILED["split_messages"](*arguments)
+
+    def test_an_error_while_an_argument_is_read_comes_through(self) -> None:
+        def fail() -> int:
+            raise KeyError("no number")
+
+        bodies: list[bytes] = []
+        with pytest.raises(KeyError):
+            COMPILED["split_messages"](b"\x00\x00\x00\x01c", 0, 1, Index(fail), bodies)
+        assert bodies == []
+
+    def test_a_list_changed_while_an_argument_is_read_does_no_harm(self) -> None:
+        bodies = [b"x"] * 1000
+        max_size = Index(lambda: bodies.clear() or 1)  # type: ignore[func-returns-value]
+        assert COMPILED["split_messages"](b"\x00\x00\x00\x01c", 0, 1, max_size, bodies) == 5
+        assert bodies == [b"c"]
+
+    def test_it_keeps_nothing(self) -> None:
+        data = b"\x00\x00\x00\x02ab" * 50
+        assert_nothing_is_kept(lambda: COMPILED["split_messages"](data, 0, 100, 10, []))
+
+
+@needs_kernel
+class TestDecodeFins:
+    __test__ = CAN_BE_COMPILED
+
+    @pytest.mark.parametrize(
+        ("numbers", "spans"),
+        [
+            ([5], [(5, 6)]),
+            ([5, 6, 7], [(5, 8)]),
+            ([5, 7], [(5, 6), (7, 8)]),
+            ([5, 4], [(5, 6), (4, 5)]),
+            ([5, 5], [(5, 6), (5, 6)]),
+            ([TOP], [(TOP, TOP + 1)]),
+            ([TOP - 1, TOP], [(TOP - 1, TOP + 1)]),
+            ([TOP, 0], [(TOP, TOP + 1), (0, 1)]),
+            ([TOP, 0, 1], [(TOP, TOP + 1), (0, 2)]),
+            ([0, 0], [(0, 1), (0, 1)]),
+            ([2**63 - 1, 2**63], [(2**63 - 1, 2**63 + 1)]),
+        ],
+    )
+    def test_ids_that_follow_each_other_are_one_span(
+        self, numbers: list[int], spans: list[tuple[int, int]]
+    ) -> None:
+        data = b"".join(b"FIN %016x\n" % number for number in numbers)
+        assert COMPILED["decode_fins"](data, 0) == (spans, len(data))
+        assert COMPILED["decode_fins"](b"NOP\n" + data + b"FIN 01", 4) == (spans, len(data) + 4)
+
+    @pytest.mark.parametrize(
+        "odd",
+        [
+            b"",
+            b"FIN",
+            b"FIN 0123456789abcdef",
+            b"FIN 0123456789abcdef\r\n",
+            b"FIN 0123456789abcdeF\n",
+            b"FIN 0123456789abcdeg\n",
+            b"FIN 0123456789abcde\n\n",
+            b"FIN g123456789abcdef\n",
+            b"FIN 0123456789abcd\x00f\n",
+            b"fin 0123456789abcdef\n",
+            b"FIN\t0123456789abcdef\n",
+            b"NOP\nFIN 0123456789abcdef\n",
+        ],
+    )
+    def test_it_stops_at_anything_unusual(self, odd: bytes) -> None:
+        assert COMPILED["decode_fins"](odd, 0) == ([], 0)
+        plain = b"FIN 0000000000000007\n"
+        assert COMPILED["decode_fins"](plain + odd + plain, 0) == ([(7, 8)], 21) or odd == b""
+
+    def test_every_byte_in_the_place_of_a_digit_is_judged(self) -> None:
+        for place in range(4, 20):
+            for byte in range(256):
+                line = bytearray(b"FIN 0000000000000000\n")
+                line[place] = byte
+                spans, end = COMPILED["decode_fins"](bytes(line), 0)
+                if byte in b"0123456789abcdef":
+                    number = int(line[4:20], 16)
+                    assert (spans, end) == ([(number, number + 1)], 21)
+                else:
+                    assert (spans, end) == ([], 0)
+
+    @pytest.mark.parametrize("position", [21, 22, 1000, sys.maxsize])
+    def test_a_position_at_or_behind_the_end_gives_nothing(self, position: int) -> None:
+        assert COMPILED["decode_fins"](b"FIN 0123456789abcdef\n", position) == ([], position)
+
+    def test_a_negative_position_is_refused(self) -> None:
+        for position in (-1, -21, -sys.maxsize - 1):
+            with pytest.raises(ValueError, match="position is negative"):
+                COMPILED["decode_fins"](b"FIN 0123456789abcdef\n", position)
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            (),
+            (b"",),
+            (b"", 0, 0),
+            ("", 0),
+            (bytearray(b""), 0),
+            (None, 0),
+            (b"", "0"),
+            (b"", 0.0),
+            (b"", None),
+        ],
+    )
+    def test_other_types_are_refused(self, arguments: tuple[Any, ...]) -> None:
+        with pytest.raises(TypeError):
+            COMPILED["decode_fins"](*arguments)
+
+    def test_numbers_beyond_64_bits_are_refused(self) -> None:
+        for number in (2**63, -(2**63) - 1, 10**100):
+            with pytest.raises(OverflowError):
+                COMPILED["decode_fins"](b"FIN 0123456789abcdef\n", number)
+
+    def test_it_keeps_nothing(self) -> None:
+        data = b"".join(b"FIN %016x\n" % (TOP - 3 * i) for i in range(50))
+        assert_nothing_is_kept(lambda: COMPILED["decode_fins"](data, 0))
+
+
+@needs_kernel
+class TestBuildFrames:
+    __test__ = CAN_BE_COMPILED
+
+    def test_lengths_that_do_not_add_up_are_refused(self) -> None:
+        for lengths, data in (([1], b""), ([], b"x"), ([2, 2], b"xxx"), ([2**32 - 1], b"x"), ([0], b"x")):
+            with pytest.raises(ValueError, match="lengths do not add up"):
+                COMPILED["build_frames"](0, 0, array("I", lengths), data)
+
+    def test_times_that_are_not_one_for_each_message_are_refused(self) -> None:
+        for count in (0, 1, 3):
+            with pytest.raises(ValueError, match="lengths do not add up"):
+                COMPILED["build_frames"](0, np.zeros(count, np.int64), array("I", [1, 1]), b"xx")
+        with pytest.raises(ValueError, match="lengths do not add up"):
+            COMPILED["build_frames"](0, b"\x00" * 15, array("I", [1, 1]), b"xx")
+
+    def test_times_with_gaps_between_them_are_refused_and_not_misread(self) -> None:
+        with pytest.raises((ValueError, BufferError)):
+            COMPILED["build_frames"](0, np.zeros(4, np.int64)[::2], array("I", [1, 1]), b"xx")
+
+    def test_a_table_cut_short_is_not_read_beyond_its_end(self) -> None:
+        assert COMPILED["build_frames"](0, 0, b"\x00\x00\x00", b"") == (b"", [0])
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            (),
+            (0, 0, array("I")),
+            (0, 0, array("I"), b"", None),
+            ("0", 0, array("I"), b""),
+            (0.0, 0, array("I"), b""),
+            (None, 0, array("I"), b""),
+            (0, "0", array("I"), b""),
+            (0, 0.0, array("I"), b""),
+            (0, None, array("I"), b""),
+            (0, 0, [1], b"x"),
+            (0, 0, None, b"x"),
+            (0, 0, array("I"), "x"),
+            (0, 0, array("I"), None),
+            (0, np.zeros(1, np.int64), array("I", [1]), "x"),
+        ],
+    )
+    def test_other_types_are_refused(self, arguments: tuple[Any, ...]) -> None:
+        with pytest.raises(TypeError):
+            COMPILED["build_frames"](*arguments)
+
+    @pytest.mark.parametrize(
+        ("first_id", "stamp"),
+        [(-1, 0), (2**64, 0), (10**100, 0), (0, 2**63), (0, -(2**63) - 1), (0, 10**100)],
+    )
+    def test_numbers_that_do_not_fit_their_field_are_refused(self, first_id: int, stamp: int) -> None:
+        with pytest.raises(OverflowError):
+            COMPILED["build_frames"](first_id, stamp, array("I", [1]), b"x")
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [(0, 0), (0, "stamps"), (0, "short"), (-1, 0), (0, "stamps", None), (0, "stamps", "I", None)],
+    )
+    def test_the_buffers_are_let_go_whether_it_works_or_not(self, arguments: tuple[Any, ...]) -> None:
+        # While something holds its buffer a bytearray cannot grow.
+        stamps, lengths, data = bytearray(16), bytearray(struct.pack("=II", 1, 2)), bytearray(b"xyz")
+        given: list[Any] = [0, stamps, lengths, data]
+        for place, argument in enumerate(arguments):
+            if argument == "short":
+                stamps = given[1] = bytearray(8)
+            elif not isinstance(argument, str):
+                given[place] = argument
+        try:
+            COMPILED["build_frames"](*given)
+        except (TypeError, ValueError, OverflowError):
+            pass
+        for buffer in (stamps, lengths, data):
+            buffer.append(0)
+
+    def test_it_keeps_nothing(self) -> None:
+        lengths, data = array("I", [300] * 50), bytes(300 * 50)
+        stamps = np.zeros(50, np.int64)
+        assert_nothing_is_kept(lambda: COMPILED["build_frames"](1 << 60, stamps, lengths, data))
+        assert_nothing_is_kept(lambda: COMPILED["build_frames"](1 << 60, 1 << 60, lengths, data))
+
+
+def assert_nothing_is_kept(call: Callable[[], object]) -> None:
+    """A forgotten reference would leave at least a block behind with each call."""
+    call()
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for _ in range(1000):
+        call()
+    assert sys.getallocatedblocks() - before < 500
