@@ -57,7 +57,7 @@ def test_the_build_in_use_is_named_after_what_there_is() -> None:
     assert {function is None for function in COMPILED.values()} == {kernel.BUILD == "python"}
 
 
-# Both agree on any input: through the code that uses them, so that it is included
+# Both agree on any input: asked through the code that uses them, so that it is included
 
 
 def assert_both_agree(run: Callable[[], object]) -> None:
@@ -84,15 +84,6 @@ ODD_FIN = st.one_of(
 FIN_LINES = st.lists(st.lists(FIN, max_size=20).map(b"".join) | ODD_FIN, max_size=6).map(b"".join)
 
 
-@needs_kernel
-@given(FIN_LINES)
-@example(b"".join(b"FIN %016x\n" % n for n in [*range(TOP - 8, TOP + 1), *range(8)]))
-@example(b"FIN ffffffffffffffff\nFIN 0000000000000000\n" * 4)
-@example(b"FIN 0000000000000000\n" * 8)
-def test_both_decode_the_same_fins(lines: bytes) -> None:
-    assert_both_agree(lambda: hear(SUBSCRIBED + lines, Limits()))
-
-
 SMALL = Limits(max_msg_size=20, max_body_size=60)
 MESSAGE = st.one_of(
     st.binary(min_size=1, max_size=20).map(lambda body: struct.pack(">i", len(body)) + body),
@@ -102,27 +93,35 @@ MESSAGE = st.one_of(
 
 
 @needs_kernel
-@given(count=st.integers(0, 13), messages=st.lists(MESSAGE, max_size=13).map(b"".join))
-def test_both_cut_an_mpub_into_the_same_messages(count: int, messages: bytes) -> None:
-    data = MAGIC + b"MPUB t\n" + struct.pack(">ii", 9, count) + messages
-    assert_both_agree(lambda: hear(data, SMALL))
+class TestBothBuilds:
+    __test__ = CAN_BE_COMPILED
 
+    @given(FIN_LINES)
+    @example(b"".join(b"FIN %016x\n" % n for n in [*range(TOP - 8, TOP + 1), *range(8)]))
+    @example(b"FIN ffffffffffffffff\nFIN 0000000000000000\n" * 4)
+    @example(b"FIN 0000000000000000\n" * 8)
+    def test_both_decode_the_same_fins(self, lines: bytes) -> None:
+        assert_both_agree(lambda: hear(SUBSCRIBED + lines, Limits()))
 
-@needs_kernel
-@given(
-    st.integers(0, 2**64 - 40) | st.integers(2**64 - 40, 2**64 - 31),
-    st.integers(-(2**63), 2**63 - 1) | st.none(),
-    st.lists(st.binary(max_size=30), max_size=30),
-    st.randoms(use_true_random=False),
-)
-def test_both_build_the_same_frames(
-    first_id: int, stamp: int | None, bodies: list[bytes], random: Any
-) -> None:
-    stamps: Any = stamp
-    if stamp is None:
-        stamps = np.array([random.randint(-(2**63), 2**63 - 1) for _ in bodies], np.int64)
-    lengths, data = array("I", map(len, bodies)), b"".join(bodies)
-    assert_both_agree(lambda: build_frames(first_id, stamps, lengths, data))
+    @given(count=st.integers(0, 13), messages=st.lists(MESSAGE, max_size=13).map(b"".join))
+    def test_both_cut_an_mpub_into_the_same_messages(self, count: int, messages: bytes) -> None:
+        data = MAGIC + b"MPUB t\n" + struct.pack(">ii", 9, count) + messages
+        assert_both_agree(lambda: hear(data, SMALL))
+
+    @given(
+        st.integers(0, 2**64 - 40) | st.integers(2**64 - 40, 2**64 - 31),
+        st.integers(-(2**63), 2**63 - 1) | st.none(),
+        st.lists(st.binary(max_size=30), max_size=30),
+        st.randoms(use_true_random=False),
+    )
+    def test_both_build_the_same_frames(
+        self, first_id: int, stamp: int | None, bodies: list[bytes], random: Any
+    ) -> None:
+        stamps: Any = stamp
+        if stamp is None:
+            stamps = np.array([random.randint(-(2**63), 2**63 - 1) for _ in bodies], np.int64)
+        lengths, data = array("I", map(len, bodies)), b"".join(bodies)
+        assert_both_agree(lambda: build_frames(first_id, stamps, lengths, data))
 
 
 # The functions themselves

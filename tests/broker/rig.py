@@ -152,12 +152,12 @@ class TestFiles(Files):
     __test__ = False
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: Counter[str] = Counter()
         self.is_cold = False
-        """Nothing is in the system's memory but what was just read in the background."""
+        """Nothing is in the system's memory: every read has to wait for the disk."""
         self._failing: dict[tuple[str, str], OSError] = {}
         self._paths: dict[int, str] = {}
-        self._warm: set[str] = set()
 
     def fail(self, call: str, suffix: str = "", error: int = errno.ENOSPC) -> None:
         """From now on `call` raises for files whose path ends in `suffix`."""
@@ -201,7 +201,7 @@ class TestFiles(Files):
         self._note("read", self._paths.get(fd, ""))
         return super().read(fd, size, position)
 
-    def read_cached(self, fd: int, size: int, position: int) -> bytes | None:
+    def read_cached(self, fd: int, size: int, position: int) -> memoryview | None:
         self._note("read_cached", self._paths.get(fd, ""))
         return None if self.is_cold else super().read_cached(fd, size, position)
 
@@ -238,6 +238,7 @@ class Rig:
         self.clock = clock or Clock()
         self.options = NsqdOptions(**{"data_path": str(data_path), "node_id": NODE_ID, **flags})
         self.wakes = 0
+        self._is_woken = False
         self.broker: Broker
         self.start()
 
@@ -248,6 +249,7 @@ class Rig:
 
     def _wake(self) -> None:
         self.wakes += 1
+        self._is_woken = True
 
     def close(self) -> None:
         self.broker.close()
@@ -329,7 +331,13 @@ class Rig:
         self.turn()
 
     def turn(self) -> None:
-        self.broker.turn()
+        """End the turn, and those that it asks for."""
+        for _ in range(1000):
+            self._is_woken = False
+            self.broker.turn()
+            if not self._is_woken:
+                return
+        raise AssertionError("the broker does not come to rest")
 
     def scan(self) -> None:
         for _ in self.broker.scan.scan(self.clock()):

@@ -357,8 +357,11 @@ def test_a_topic_paused_and_emptied_without_channels_starts_over(rig: Rig):
     assert rig.subscribe(rdy=10).take_bodies() == [b"1"]
 
 
+@pytest.mark.parametrize("rdy", [1, 10])
 @pytest.mark.parametrize("how", ["from disk", "after a restart", "after a crash"])
-def test_emptied_messages_stay_away_when_their_neighbours_are_read_from_disk(make_rig: MakeRig, how: str):
+def test_emptied_messages_stay_away_when_their_neighbours_are_read_from_disk(
+    make_rig: MakeRig, how: str, rdy: int
+):
     rig = make_rig(mem_queue_size=1 if how == "from disk" else 10_000)
     rig.channel()
     rig.publish("t", b"0")
@@ -373,7 +376,7 @@ def test_emptied_messages_stay_away_when_their_neighbours_are_read_from_disk(mak
     elif how == "after a crash":
         rig.crash()
     assert rig.channel().depth == 3
-    client = rig.subscribe(rdy=1)
+    client = rig.subscribe(rdy=rdy)
     got = []
     while new := client.take():
         got += [message.body for message in new]

@@ -35,9 +35,11 @@ class FaultyFiles(Files):
     """The disk as it is, without waiting for its fsyncs, until a call is told to fail."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: Counter[str] = Counter()
         self.synced_directories: list[Path] = []
         self._faults: dict[str, _Fault] = {}
+        self._buffer = bytearray()
 
     def fail(
         self, call: str, code: int = errno.ENOSPC, *, after: int = 0, times: int | None = 1, torn: int = 0
@@ -84,11 +86,17 @@ class FaultyFiles(Files):
         self._check("read")
         return super().read(fd, size, position)
 
-    def read_cached(self, fd: int, size: int, position: int) -> bytes | None:
-        """Stands in for RWF_NOWAIT, which not every file system has: the fault is that nothing is cached."""
+    def read_cached(self, fd: int, size: int, position: int) -> memoryview | None:
+        """Stands in for RWF_NOWAIT, which not every file system has: the fault is that nothing is cached.
+        As with the real one, the next call overwrites what was given."""
         if self._due("read_cached") is not None:
             return None
-        return super().read(fd, size, position)
+        data = super().read(fd, size, position)
+        if size > len(self._buffer):
+            self._buffer = bytearray(size)
+        view = memoryview(self._buffer)[: len(data)]
+        view[:] = data
+        return view
 
     def truncate(self, fd: int, size: int) -> None:
         self._check("truncate")

@@ -296,14 +296,14 @@ def test_memory_mode_passes_over_what_was_not_written(tmp_path: Path) -> None:
     log = open_log(tmp_path, durability=MEMORY, memory_messages=2)
     low = FLOOR
     log.reader_low = lambda: low
-    first = fill(log, 2, 2)[:2]
+    written = fill(log, 2, 2)
     low = FLOOR + 4
-    fill(log, 2, 2)
+    written += fill(log, 1, 2)
     low = FLOOR
-    last = fill(log, 3, 2)
+    written += fill(log, 4, 2)
+    del written[2:4]
     found = read_all(log, FLOOR)
-    assert [m for m in found if m not in first and m not in last] == []
-    assert last == [m for m in found if m in last]
+    assert found == written
     assert log.count(FLOOR, log.end) == len(found)
     assert log.corrupt_batches == log.corrupt_messages == 0
     clean_end = stop(log)
@@ -505,7 +505,9 @@ def test_reading_begins_at_any_number(tmp_path: Path, durability: Durability) ->
             assert batch is not None
             assert batch.base <= message.sequence < batch.end, memory
             assert message in messages_of([batch])
-    assert log.read(0, wait=True) is log.read(FLOOR, wait=True)
+    batch = log.read(0, wait=True)
+    assert batch is not None
+    assert batch.base == FLOOR, "before the start, the first there is"
     assert log.read(log.end) is None
     assert log.read(log.end + 5) is None
     crash(log)
@@ -530,7 +532,7 @@ def test_what_comes_from_disk_is_what_was_appended_times_and_all(tmp_path: Path)
     assert len(segment_files(tmp_path)) > 2
     log = open_log(tmp_path, clean_end=clean_end)
     assert read_all(log) == written
-    batch = log.read(FLOOR, wait=True)
+    batch = log.read(FLOOR + 20, wait=True)
     assert batch is not None
     assert batch.count > 9, "small batches come joined"
     crash(log)
@@ -1141,7 +1143,7 @@ def test_retention_by_age_keeps_young_segments(tmp_path: Path) -> None:
     for number in range(30):
         append(log, b"x" * 200, now_ns=(1000 + 10 * number) * 1_000_000_000)
         bases.append(int(segment_files(tmp_path)[-1].stem))
-    assert remove(log, log.end, 1100) == 0
+    assert remove(log, log.end, 1099) == 0
     assert remove(log, log.end, 1200) > 0
     kept = segment_files(tmp_path)[0]
     assert all(1000 + 10 * n >= 1100 for n, base in enumerate(bases) if base > int(kept.stem))
@@ -1209,20 +1211,6 @@ def test_count_leaves_gaps_out(tmp_path: Path) -> None:
     log.gaps.add(FLOOR + 5, FLOOR + 10)
     assert log.count(FLOOR, log.end) == 25
     assert log.count(FLOOR + 7, FLOOR + 12) == 2
-    crash(log)
-
-
-def test_emptied_messages_do_not_come_back_from_disk(tmp_path: Path) -> None:
-    """A batch that is read ends where a gap begins: its reader goes through it to the end."""
-    log = open_log(tmp_path, memory_messages=1)
-    written = fill(log, 10, 2)
-    log.gaps.add(FLOOR + 6, FLOOR + 12)
-    found, sequence = list[Message](), FLOOR
-    while (batch := log.read(log.gaps.skip(sequence), wait=True)) is not None:
-        sequence = max(log.gaps.skip(sequence), batch.base)
-        found += [message for message in messages_of([batch]) if message.sequence >= sequence]
-        sequence = batch.end
-    assert found == written[:6] + written[12:]
     crash(log)
 
 

@@ -574,8 +574,8 @@ def test_reading_without_waiting_says_where_the_disk_would_have_to_be_waited_for
 
 def test_bytes_of_which_only_some_are_in_memory_are_cold(segment: Segment) -> None:
     class HalfCached(FaultyFiles):
-        def read_cached(self, fd: int, size: int, position: int) -> bytes | None:
-            return super().read(fd, size - 1, position)
+        def read_cached(self, fd: int, size: int, position: int) -> memoryview | None:
+            return super().read_cached(fd, size - 1, position)
 
     add(segment, b"a")
     segment.files = HalfCached()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,13 @@ from nsparq.errors import FatalClientError
 from nsparq.wire.commands import Finish, Refusal
 from nsparq.wire.limits import Limits
 from nsparq.wire.server import MAGIC, LineTooLong, ServerProtocol
+from tests.support import multi
+
+LIMITS = Limits(max_msg_size=1000, max_body_size=5000, max_rdy_count=2500)
+SUB = b"SUB t c\n"
+CLS = b"CLS\n"
+ID = b"0123456789abcdef"
+NUMBER = 0x0123456789ABCDEF
 
 COMPILED: dict[str, Any] = {
     name: getattr(kernel, name) for name in ("split_messages", "build_frames", "decode_fins")
@@ -117,13 +125,55 @@ def one_by_one(data: bytes) -> list[bytes]:
     return [data[i : i + 1] for i in range(len(data))]
 
 
-def assert_cost_is_linear(work: Callable[[int], Callable[[], object]], size: int) -> None:
+def hear(data: bytes, limits: Limits = LIMITS, *, eof: bool = False) -> Outcome:
+    """What comes of these bytes after the magic: in one piece, and the same in single bytes."""
+    data = MAGIC + data
+    whole = talk([data], limits, eof=eof)
+    assert talk(one_by_one(data), limits, eof=eof) == whole
+    return whole
+
+
+def commands(data: bytes, limits: Limits = LIMITS) -> list[object]:
+    outcome = hear(data, limits)
+    assert outcome.error is None
+    return outcome.commands
+
+
+def refusal(data: bytes, limits: Limits = LIMITS) -> str | None:
+    """The fatal error that these bytes end with."""
+    return hear(data, limits).error
+
+
+def cut_off(data: bytes, limits: Limits = LIMITS) -> str | None:
+    """The error when the stream ends behind these bytes."""
+    assert hear(data, limits).error is None
+    return hear(data, limits, eof=True).error
+
+
+def size(number: int) -> bytes:
+    return struct.pack(">i", number)
+
+
+def mpub(topic: bytes, bodies: list[bytes], declared: int | None = None) -> bytes:
+    body = multi(bodies)
+    return b"MPUB %s\n" % topic + size(len(body) if declared is None else declared) + body
+
+
+def fins(*numbers: int) -> bytes:
+    return b"".join(b"FIN %016x\n" % number for number in numbers)
+
+
+def finished(*numbers: int) -> list[object]:
+    return [("FIN", number) for number in numbers]
+
+
+def assert_cost_is_linear(work: Callable[[int], Callable[[], object]], amount: int) -> None:
     """`work(n)` prepares a job; one of four times the size may not take anything like sixteen times as long.
 
     Processor time, so that a busy machine does not matter much; three attempts, because it does a little.
     """
     for _ in range(3):
-        small, large = _seconds(work(size)), _seconds(work(4 * size))
+        small, large = _seconds(work(amount)), _seconds(work(4 * amount))
         if large < 8 * small + 0.05:
             return
     pytest.fail(f"four times the input took {large / small:.1f} times as long: {small:.3f} s, {large:.3f} s")
@@ -133,3 +183,15 @@ def _seconds(job: Callable[[], object]) -> float:
     started_at = time.process_time()
     job()
     return time.process_time() - started_at
+
+
+def feed_slowly(data: bytes, limits: Limits) -> Callable[[], object]:
+    """A job that hears one command in single bytes."""
+    protocol = started(limits)
+    pieces = one_by_one(data)
+
+    def job() -> None:
+        heard = [command for piece in pieces for command in protocol.receive_data(piece)]
+        assert len(heard) == 1
+
+    return job

@@ -487,3 +487,10 @@ def test_a_client_that_never_identified_has_the_defaults_and_its_address() -> No
         client_id="10.0.0.1", hostname="10.0.0.1", output_buffer_timeout_ms=60, msg_timeout_ms=5_000
     )
     assert (identity.heartbeat_ms, identity.output_buffer_size) == (30_000, 16_384)
+
+
+def test_a_second_identify_keeps_the_times_and_sizes_it_does_not_name() -> None:
+    first = decode_identify(b'{"heartbeat_interval":-1,"msg_timeout":2000,"output_buffer_size":64}', LIMITS)
+    second = decode_identify(b'{"client_id":"a","sample_rate":5}', LIMITS, first)
+    assert (second.heartbeat_ms, second.msg_timeout_ms, second.output_buffer_size) == (0, 2000, 64)
+    assert (second.client_id, second.sample_rate) == ("a", 5)

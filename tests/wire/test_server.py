@@ -1,20 +1,17 @@
-"""The server's side of a conversation: which commands come out of the bytes, and every way to be refused."""
+"""The server's side of a conversation: which commands come out of the bytes, and the ways to be refused."""
 
 from __future__ import annotations
 
 import json
-import struct
 
 import pytest
 
-from nsparq.errors import ClientError, FatalClientError
+from nsparq.errors import FatalClientError
 from nsparq.wire.commands import (
     Auth,
-    Finish,
     Identify,
     Publish,
     Ready,
-    Refusal,
     Requeue,
     StartClose,
     Subscribe,
@@ -24,57 +21,30 @@ from nsparq.wire.identify import Identity
 from nsparq.wire.limits import Limits
 from nsparq.wire.server import CLOSING, INIT, MAGIC, SUBSCRIBED, LineTooLong, ServerProtocol
 from tests.support import multi, sized
-from tests.wire.harness import Heard, Outcome, assert_cost_is_linear, one_by_one, started, talk
+from tests.wire.harness import (
+    CLS,
+    ID,
+    LIMITS,
+    NUMBER,
+    SUB,
+    Heard,
+    Outcome,
+    assert_cost_is_linear,
+    commands,
+    cut_off,
+    feed_slowly,
+    finished,
+    fins,
+    hear,
+    mpub,
+    one_by_one,
+    refusal,
+    size,
+    started,
+    talk,
+)
 
 pytestmark = pytest.mark.usefixtures("build")
-
-LIMITS = Limits(max_msg_size=1000, max_body_size=5000, max_rdy_count=2500)
-SUB = b"SUB t c\n"
-CLS = b"CLS\n"
-ID = b"0123456789abcdef"
-NUMBER = 0x0123456789ABCDEF
-
-
-def hear(data: bytes, limits: Limits = LIMITS, *, eof: bool = False) -> Outcome:
-    """What comes of these bytes after the magic: in one piece, and the same in single bytes."""
-    data = MAGIC + data
-    whole = talk([data], limits, eof=eof)
-    assert talk(one_by_one(data), limits, eof=eof) == whole
-    return whole
-
-
-def commands(data: bytes, limits: Limits = LIMITS) -> list[object]:
-    outcome = hear(data, limits)
-    assert outcome.error is None
-    return outcome.commands
-
-
-def refusal(data: bytes, limits: Limits = LIMITS) -> str | None:
-    """The fatal error that these bytes end with."""
-    return hear(data, limits).error
-
-
-def cut_off(data: bytes, limits: Limits = LIMITS) -> str | None:
-    """The error when the stream ends behind these bytes."""
-    assert hear(data, limits).error is None
-    return hear(data, limits, eof=True).error
-
-
-def size(number: int) -> bytes:
-    return struct.pack(">i", number)
-
-
-def mpub(topic: bytes, bodies: list[bytes], declared: int | None = None) -> bytes:
-    body = multi(bodies)
-    return b"MPUB %s\n" % topic + size(len(body) if declared is None else declared) + body
-
-
-def fins(*numbers: int) -> bytes:
-    return b"".join(b"FIN %016x\n" % number for number in numbers)
-
-
-def finished(*numbers: int) -> list[object]:
-    return [("FIN", number) for number in numbers]
 
 
 # 1. The magic
@@ -416,6 +386,10 @@ def test_a_json_bomb_in_identify_is_an_ordinary_refusal() -> None:
     )
 
 
+def test_the_cost_of_identify_in_single_bytes_is_linear() -> None:
+    assert_cost_is_linear(lambda n: feed_slowly(b"IDENTIFY\n" + sized(b"{}".ljust(n)), Limits()), 32 << 10)
+
+
 # 11. AUTH
 
 
@@ -536,208 +510,6 @@ def test_rdy_while_closing_is_ignored_whatever_its_parameter(line: bytes) -> Non
     assert outcome.completed == 3
 
 
-# 14. FIN, REQ, TOUCH
-
-
-def test_answers_carry_the_id_as_a_number() -> None:
-    heard = commands(SUB + b"FIN %s\nREQ %s 1500\nTOUCH %s\n" % (ID, ID, ID))
-    assert heard[1:] == [("FIN", NUMBER), Requeue(NUMBER, 1500), Touch(NUMBER)]
-
-
-@pytest.mark.parametrize(
-    ("line", "verb"),
-    [(b"FIN", "FIN"), (b"REQ", "REQ"), (b"REQ %s" % ID, "REQ"), (b"REQ x", "REQ"), (b"TOUCH", "TOUCH")],
-)
-def test_answers_need_their_parameters(line: bytes, verb: str) -> None:
-    assert refusal(SUB + line + b"\n") == f"E_INVALID {verb} insufficient number of params"
-
-
-@pytest.mark.parametrize("raw", [b"", b"x", ID[:15], ID + b"0", ID + b"\r", b"0" * 1000], ids=repr)
-@pytest.mark.parametrize("line", [b"FIN %s\n", b"REQ %s 0\n", b"REQ %s x\n", b"TOUCH %s\n"])
-def test_an_id_that_is_not_16_bytes_is_malformed(line: bytes, raw: bytes) -> None:
-    data = line % raw
-    # The last CR of a line is not part of the id.
-    if not data.endswith(b"\r\n"):
-        assert refusal(SUB + data) == "E_INVALID invalid message ID"
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [b"0123456789ABCDEF", b"0123456789abcdeF", b"z" * 16, b"-123456789abcdef", b"0x23456789abcdef"]
-    + [b"_123456789abcde_", b"0_23456789abcdef", b"\t" * 16, b"\x00" * 16, b"\xff" * 16, "é".encode() * 8],
-    ids=repr,
-)
-@pytest.mark.parametrize("verb", ["FIN", "REQ", "TOUCH"])
-def test_16_bytes_that_are_no_id_of_ours_are_not_in_flight(verb: str, raw: bytes) -> None:
-    shown = raw.decode("utf-8", "surrogateescape")
-    line = b"%s %s 5\n" % (verb.encode(), raw)
-    outcome = hear(SUB + line + b"NOP\n")
-    assert outcome.error is None
-    assert outcome.commands[1:] == [f"E_{verb}_FAILED {verb} {shown} failed ID not in flight"]
-    assert outcome.completed == 3
-
-
-def test_such_an_answer_does_not_end_the_conversation() -> None:
-    (command,) = started(LIMITS, SUB).receive_data(b"FIN " + b"z" * 16 + b"\n")
-    assert isinstance(command, Refusal)
-    assert isinstance(command.error, ClientError)
-    assert not command.error.fatal
-
-
-@pytest.mark.parametrize(
-    ("text", "timeout_ms"),
-    [
-        (b"", 0),
-        (b"0", 0),
-        (b"1", 1),
-        (b"3600000", 3_600_000),
-        (b"3600001", 3_600_000),
-        (b"9223372036854775807", 3_600_000),
-        (b"9223372036854775808", 0),
-        (b"18446744073709551615", 0),
-        (b"18446744073709551617", 1),
-    ],
-)
-def test_a_requeue_timeout_is_clamped_without_an_error(text: bytes, timeout_ms: int) -> None:
-    assert commands(SUB + b"REQ %s %s\n" % (ID, text))[1:] == [Requeue(NUMBER, timeout_ms)]
-
-
-def test_the_clamp_of_requeue_is_the_configured_one() -> None:
-    limits = Limits(max_req_timeout_ms=1000)
-    assert commands(SUB + b"REQ %s 1001\n" % ID, limits)[1:] == [Requeue(NUMBER, 1000)]
-
-
-def test_the_timeout_of_a_requeue_is_judged_even_where_the_id_is_unknown() -> None:
-    assert refusal(SUB + b"REQ %s x\n" % (b"z" * 16)) == "E_INVALID REQ could not parse timeout x"
-
-
-# Runs of FINs: one after the other they are decoded together, and nobody may notice
-
-TOP = 2**64 - 1
-RUNS = {
-    "one": [5],
-    "a few": [5, 6, 7],
-    "seven": list(range(7)),
-    "eight": list(range(8)),
-    "many in order": list(range(1000, 3000)),
-    "backwards": list(range(50, 0, -1)),
-    "every other": list(range(0, 100, 2)),
-    "all the same": [7] * 20,
-    "two by two": [n for i in range(20) for n in (10 * i, 10 * i + 1)],
-    "the largest": [TOP] * 10,
-    "up to the largest": list(range(TOP - 9, TOP + 1)),
-    "beyond the largest": [*range(TOP - 4, TOP + 1), *range(5)],
-    "largest and zero in turn": [TOP, 0] * 8,
-    "around the sign": list(range(2**63 - 5, 2**63 + 5)),
-    "zeros": [0] * 10,
-}
-
-
-@pytest.mark.parametrize("numbers", RUNS.values(), ids=RUNS)
-def test_a_run_of_fins_gives_each_id_in_order(numbers: list[int]) -> None:
-    outcome = hear(SUB + fins(*numbers))
-    assert outcome.commands[1:] == finished(*numbers)
-    assert outcome.completed == 1 + len(numbers)
-
-
-@pytest.mark.parametrize("numbers", [v for v in RUNS.values() if len(v) >= 8])
-def test_a_run_comes_as_one_command(numbers: list[int]) -> None:
-    (command,) = started(LIMITS, SUB).receive_data(fins(*numbers))
-    assert isinstance(command, Finish)
-
-
-def test_consecutive_ids_of_a_run_are_one_span() -> None:
-    (command,) = started(LIMITS, SUB).receive_data(fins(*range(10, 30), *range(5, 10), 99))
-    assert isinstance(command, Finish)
-    assert command.spans == [(10, 30), (5, 10), (99, 100)]
-
-
-def test_a_run_is_finished_while_closing_too() -> None:
-    assert commands(SUB + CLS + fins(*range(20)))[2:] == finished(*range(20))
-
-
-def test_a_run_before_sub_is_refused() -> None:
-    assert refusal(fins(*range(20))) == "E_INVALID cannot FIN in current state"
-
-
-@pytest.mark.parametrize("before", [0, 1, 7, 8, 30])
-@pytest.mark.parametrize(
-    ("middle", "heard"),
-    [
-        (b"NOP\n", []),
-        (b"RDY 5\n", [Ready(5)]),
-        (b"TOUCH %s\n" % ID, [Touch(NUMBER)]),
-        (b"REQ %s 0\n" % ID, [Requeue(NUMBER, 0)]),
-        (b"PUB t\n" + sized(fins(1, 2)), [Publish("PUB", "t", [fins(1, 2)])]),
-        (b"CLS\n", [StartClose()]),
-        (b"FIN %s\r\n" % ID, finished(NUMBER)),
-        (b"FIN %s\r\n" % ID * 10, finished(*[NUMBER] * 10)),
-        (b"FIN %s more\n" % ID, finished(NUMBER)),
-        (b"FIN %s \n" % ID, finished(NUMBER)),
-        (b"FIN 0123456789ABCDEF\n", ["E_FIN_FAILED FIN 0123456789ABCDEF failed ID not in flight"]),
-        (b"FIN 0123456789abcdeg\n", ["E_FIN_FAILED FIN 0123456789abcdeg failed ID not in flight"]),
-        (b"FIN               \t \n", None),
-        (b"FIN  123456789abcdef\n", None),
-        (b"FIN 0123456789abcde\nX", None),
-        (b"FIN 0123456789abcde\r\n", None),
-        (b"FIN 0123456789abcdef0\n", None),
-        (b"FIN\n", "E_INVALID FIN insufficient number of params"),
-        (b"FINISH 123456789abcd\n", "E_INVALID invalid command FINISH"),
-        (b"fin 0123456789abcdef\n", "E_INVALID invalid command fin"),
-        (b"\n", "E_INVALID invalid command "),
-    ],
-    ids=lambda value: repr(value)[:40],
-)
-def test_a_run_may_be_interrupted_by_anything(
-    before: int, middle: bytes, heard: list[object] | str | None
-) -> None:
-    outcome = hear(SUB + fins(*range(before)) + middle + fins(*range(100, 130)))
-    if isinstance(heard, list):
-        assert outcome.error is None
-        assert outcome.commands[1:] == [*finished(*range(before)), *heard, *finished(*range(100, 130))]
-    else:
-        assert outcome.error == heard or heard is None and outcome.error == "E_INVALID invalid message ID"
-        assert outcome.commands[1:] == finished(*range(before))
-        assert outcome.completed == 1 + before
-
-
-@pytest.mark.parametrize("cut", range(1, 22))
-def test_a_run_cut_inside_a_line_goes_on_with_the_next_piece(cut: int) -> None:
-    data = fins(*range(40))
-    for count in (1, 7, 8, 9, 20):
-        at = 21 * count + cut
-        assert talk([MAGIC + SUB, data[:at], data[at:]], LIMITS).commands[1:] == finished(*range(40))
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        fins(*range(7)) + b"NOP\n",
-        b"FIN %s\r\n" % ID * 7,
-        fins(1) + b"TOUCH %s\n" % ID,
-        fins(1) + b"FIN 0123456789ABCDEF\n",
-    ],
-    ids=["short runs", "CRLF", "in turn", "upper case in turn"],
-)
-def test_the_cost_of_many_short_runs_in_one_piece_is_linear(block: bytes) -> None:
-    def work(length: int) -> object:
-        protocol = started(LIMITS, SUB)
-        data = block * (length // len(block))
-        return lambda: list(protocol.receive_data(data))
-
-    assert_cost_is_linear(work, 64 << 10)
-
-
-@pytest.mark.parametrize("last", [b"FIN 0123456789ABCDEF\n", b"FIN 0123456789abcdeg\n"])
-def test_the_cost_of_a_long_run_with_a_bad_id_at_its_end_is_linear(last: bytes) -> None:
-    def work(count: int) -> object:
-        protocol = started(LIMITS, SUB)
-        data = fins(*range(count)) + last
-        return lambda: list(protocol.receive_data(data))
-
-    assert_cost_is_linear(work, 3000)
-
-
 # 15. CLS, NOP
 
 
@@ -745,196 +517,6 @@ def test_cls_and_nop() -> None:
     outcome = hear(b"NOP\n" + SUB + b"NOP\nCLS\nNOP\n")
     assert outcome.commands == [Subscribe("t", "c"), StartClose()]
     assert outcome.completed == 5
-
-
-# 16. PUB and DPUB
-
-SINGLES = [("PUB", b"PUB t\n", 0), ("DPUB", b"DPUB t 1500\n", 1500)]
-single = pytest.mark.parametrize(("verb", "line", "defer_ms"), SINGLES, ids=["PUB", "DPUB"])
-
-
-@single
-@pytest.mark.parametrize(
-    "body",
-    [b"x", b"\n", b"NOP\n", b"PUB t\n", b"\r\n\r\n", bytes(256), bytes(range(256)), b"x" * 1000],
-    ids=len,
-)
-def test_a_body_is_any_bytes_up_to_the_largest_size(
-    verb: str, line: bytes, defer_ms: int, body: bytes
-) -> None:
-    data = (line + sized(body)) * 3 + b"NOP\n"
-    assert commands(data) == [Publish(verb, "t", [body], defer_ms)] * 3
-
-
-@single
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "invalid message body size 0"),
-        (-1, "invalid message body size -1"),
-        (-(2**31), "invalid message body size -2147483648"),
-        (1001, "message too big 1001 > 1000"),
-        (2**31 - 1, "message too big 2147483647 > 1000"),
-    ],
-)
-def test_a_message_size_out_of_range_is_refused_before_the_body_comes(
-    verb: str, line: bytes, defer_ms: int, number: int, text: str
-) -> None:
-    assert refusal(line + size(number)) == f"E_BAD_MESSAGE {verb} {text}"
-    assert refusal(line + size(number) + bytes(2000)) == f"E_BAD_MESSAGE {verb} {text}"
-
-
-@single
-def test_a_stream_that_ends_inside_a_publish_names_what_is_missing(
-    verb: str, line: bytes, defer_ms: int
-) -> None:
-    for part in (b"", b"\x00", b"\x00\x00\x00"):
-        assert cut_off(line + part) == f"E_BAD_MESSAGE {verb} failed to read message body size"
-    for part in (b"", b"x", b"xxxx"):
-        assert cut_off(line + size(5) + part) == f"E_BAD_MESSAGE {verb} failed to read message body"
-    assert hear(line + size(5) + b"xxxxx", eof=True).error is None
-
-
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        (b"PUB", "E_INVALID PUB insufficient number of parameters"),
-        (b"PUB t!", 'E_BAD_TOPIC PUB topic name "t!" is not valid'),
-        (b"PUB " + b"x" * 65, f'E_BAD_TOPIC PUB topic name "{"x" * 65}" is not valid'),
-        (b"PUB #ephemeral", 'E_BAD_TOPIC PUB topic name "#ephemeral" is not valid'),
-        (b"MPUB", "E_INVALID MPUB insufficient number of parameters"),
-        (b"MPUB t!", 'E_BAD_TOPIC E_BAD_TOPIC MPUB topic name "t!" is not valid'),
-        (b"DPUB", "E_INVALID DPUB insufficient number of parameters"),
-        (b"DPUB t", "E_INVALID DPUB insufficient number of parameters"),
-        (b"DPUB t!", "E_INVALID DPUB insufficient number of parameters"),
-        (b"DPUB t! x", 'E_BAD_TOPIC DPUB topic name "t!" is not valid'),
-        (b"DPUB t x", "E_INVALID DPUB could not parse timeout x"),
-        (b"DPUB t -1", "E_INVALID DPUB could not parse timeout -1"),
-        (b"DPUB t 3600001", "E_INVALID DPUB timeout 3600001 out of range 0-3600000"),
-        (
-            b"DPUB t 9223372036854775808",
-            "E_INVALID DPUB timeout -9223372036854775808 out of range 0-3600000",
-        ),
-    ],
-    ids=lambda value: repr(value)[:40],
-)
-def test_a_publish_line_is_checked_before_its_body_comes(line: bytes, error: str) -> None:
-    assert refusal(line + b"\n") == error
-
-
-@pytest.mark.parametrize(
-    ("text", "defer_ms"),
-    [(b"", 0), (b"0", 0), (b"1", 1), (b"3600000", 3_600_000), (b"18446744073709551617", 1)],
-)
-def test_the_defer_time_is_taken_up_to_and_with_its_maximum(text: bytes, defer_ms: int) -> None:
-    assert commands(b"DPUB t %s\n" % text + sized(b"x")) == [Publish("DPUB", "t", [b"x"], defer_ms)]
-
-
-def test_many_topics_on_one_connection_are_never_mixed_up() -> None:
-    # More than the protocol remembers, and each again.
-    names = [f"t{i}" for i in range(150)]
-    data = b"".join(b"PUB %s\n" % n.encode() + sized(n.encode()) + mpub(n.encode(), [b"m"]) for n in names)
-    heard = [p for n in names for p in (Publish("PUB", n, [n.encode()]), Publish("MPUB", n, [b"m"]))]
-    assert talk([MAGIC + data * 2], LIMITS).commands == heard * 2
-
-
-# 16. MPUB
-
-
-@pytest.mark.parametrize(
-    "bodies",
-    [
-        [b"x"],
-        [b"x", b"yy", b"zzz"],
-        [b"\n"] * 10,
-        [b"x" * 1000] * 4,
-        [b"x"] * 999,
-        [fins(1), b"PUB t\n", bytes(4), size(-1)],
-    ],
-    ids=["one", "three", "line feeds", "large", "as many as fit", "like commands"],
-)
-def test_an_mpub_gives_its_messages_in_order(bodies: list[bytes]) -> None:
-    data = mpub(b"t", bodies)
-    assert commands(data * 2 + b"NOP\n") == [Publish("MPUB", "t", bodies)] * 2
-
-
-@pytest.mark.parametrize(
-    ("data", "error"),
-    [
-        (size(0), "E_BAD_BODY MPUB invalid body size 0"),
-        (size(-1), "E_BAD_BODY MPUB invalid body size -1"),
-        (size(5001), "E_BAD_BODY MPUB body too big 5001 > 5000"),
-        (size(2**31 - 1), "E_BAD_BODY MPUB body too big 2147483647 > 5000"),
-        (size(9) + size(0), "E_BAD_BODY MPUB invalid message count 0"),
-        (size(9) + size(-1), "E_BAD_BODY MPUB invalid message count -1"),
-        (size(9) + size(1000), "E_BAD_BODY MPUB invalid message count 1000"),
-        (size(9) + size(2**31 - 1), "E_BAD_BODY MPUB invalid message count 2147483647"),
-        (size(9) + size(1) + size(0), "E_BAD_MESSAGE MPUB invalid message(0) body size 0"),
-        (size(9) + size(1) + size(-5), "E_BAD_MESSAGE MPUB invalid message(0) body size -5"),
-        (size(9) + size(1) + size(1001), "E_BAD_MESSAGE MPUB message too big 1001 > 1000"),
-        (size(99) + size(9) + sized(b"x") * 3 + size(0), "E_BAD_MESSAGE MPUB invalid message(3) body size 0"),
-        (
-            size(99) + size(9) + sized(b"x") * 3 + size(-(2**31)),
-            "E_BAD_MESSAGE MPUB invalid message(3) body size -2147483648",
-        ),
-        (size(99) + size(9) + sized(b"x") * 3 + size(1001), "E_BAD_MESSAGE MPUB message too big 1001 > 1000"),
-    ],
-    ids=lambda value: repr(value)[:60],
-)
-def test_an_mpub_is_refused_at_its_first_wrong_number(data: bytes, error: str) -> None:
-    outcome = hear(b"MPUB t\n" + data)
-    assert (outcome.error, outcome.commands) == (error, [])
-
-
-def test_an_mpub_may_hold_as_many_messages_as_its_largest_body_could() -> None:
-    assert cut_off(b"MPUB t\n" + size(9) + size(999)) is not None
-    assert refusal(b"MPUB t\n" + size(9) + size(1000)) == "E_BAD_BODY MPUB invalid message count 1000"
-
-
-def test_a_stream_that_ends_inside_an_mpub_names_what_is_missing() -> None:
-    data = b"MPUB t\n"
-    for part in (b"", b"\x00\x00\x00"):
-        assert cut_off(data + part) == "E_BAD_BODY MPUB failed to read body size"
-    data += size(14)
-    for part in (b"", b"\x00\x00\x00"):
-        assert cut_off(data + part) == "E_BAD_BODY MPUB failed to read message count"
-    data += size(2)
-    for number, whole in enumerate([b"", sized(b"x")]):
-        data += whole
-        for part in (b"", b"\x00\x00\x00"):
-            assert cut_off(data + part) == f"E_BAD_MESSAGE MPUB failed to read message({number}) body size"
-        for part in (b"", b"x", b"xx"):
-            assert cut_off(data + size(3) + part) == "E_BAD_MESSAGE MPUB failed to read message body"
-
-
-@pytest.mark.parametrize("declared", [1, 4, 9, 16, 18, 100, 5000])
-def test_an_mpub_ends_with_its_last_message_whatever_size_it_declared(declared: int) -> None:
-    heard = commands(mpub(b"t", [b"x", b"yy"], declared) + b"PUB t\n" + sized(b"z"))
-    assert heard == [Publish("MPUB", "t", [b"x", b"yy"]), Publish("PUB", "t", [b"z"])]
-
-
-def test_an_mpub_that_lies_about_its_size_is_held_to_the_largest_body() -> None:
-    # What we hold for it must be bounded, and how it arrives may not decide.
-    error = hear(mpub(b"t", [b"x" * 1000] * 100, 9)).error
-    assert error is not None
-    assert error.startswith("E_BAD_BODY MPUB body too big ")
-
-
-@pytest.mark.parametrize("count", [5, 6])
-def test_whether_an_mpub_is_too_big_does_not_depend_on_its_pieces(count: int) -> None:
-    data = MAGIC + mpub(b"t", [b"x" * 1000] * count, 9)
-    whole = talk([data], LIMITS)
-    assert (whole.error is None) == (count == 5)
-    for length in (1, 7, 900, 1004, 2008, 4000, len(data) - 1):
-        pieces = [data[i : i + length] for i in range(0, len(data), length)]
-        assert talk(pieces, LIMITS) == whole
-
-
-def test_what_an_unfinished_mpub_keeps_in_memory_is_bounded() -> None:
-    protocol = started(LIMITS, b"MPUB t\n" + size(9) + size(999))
-    with pytest.raises(FatalClientError, match="^E_BAD_BODY MPUB body too big "):
-        for _ in range(7):
-            list(protocol.receive_data(sized(b"x" * 1000)))
 
 
 # Pieces
@@ -1019,40 +601,3 @@ def test_the_rest_includes_pieces_that_were_only_put_by() -> None:
     assert fresh.take_rest() == b"  "
     assert Heard(fresh.receive_data(MAGIC[:3])) == []
     assert Heard(fresh.receive_data(MAGIC[3:] + SUB)) == [Subscribe("t", "c")]
-
-
-# Cost
-
-
-def feed_slowly(data: bytes, limits: Limits) -> object:
-    protocol = started(limits)
-    pieces = one_by_one(data)
-
-    def job() -> None:
-        heard = [command for piece in pieces for command in protocol.receive_data(piece)]
-        assert len(heard) == 1
-
-    return job
-
-
-def test_the_cost_of_a_body_in_single_bytes_is_linear() -> None:
-    assert_cost_is_linear(lambda n: feed_slowly(b"PUB t\n" + sized(bytes(n)), Limits()), 64 << 10)
-
-
-def test_the_cost_of_a_large_mpub_message_in_single_bytes_is_linear() -> None:
-    assert_cost_is_linear(lambda n: feed_slowly(mpub(b"t", [bytes(n)]), Limits()), 32 << 10)
-
-
-def test_the_cost_of_an_mpub_of_tiny_messages_in_single_bytes_is_linear() -> None:
-    assert_cost_is_linear(lambda n: feed_slowly(mpub(b"t", [b"x"] * n), Limits()), 2000)
-
-
-def test_the_cost_of_identify_in_single_bytes_is_linear() -> None:
-    assert_cost_is_linear(lambda n: feed_slowly(b"IDENTIFY\n" + sized(b"{}".ljust(n)), Limits()), 32 << 10)
-
-
-def test_a_megabyte_in_small_pieces_is_put_together_once() -> None:
-    body = bytes(range(256)) * 4096
-    data = MAGIC + b"PUB t\n" + sized(body)
-    pieces = [data[i : i + 100] for i in range(0, len(data), 100)]
-    assert talk(pieces, Limits()).commands == [Publish("PUB", "t", [body])]

@@ -7,6 +7,7 @@ fields carry no fraction or exponent, unknown keys are ignored.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from nsparq.wire.limits import (
     Limits,
 )
 
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _STRINGS: Final = ("client_id", "hostname", "user_agent", "topology_region", "topology_zone")
 _BOOLEANS: Final = ("feature_negotiation", "tls_v1", "snappy", "deflate")
 _INTEGERS: Final = {
@@ -88,12 +90,19 @@ def default_identity(limits: Limits, peer: str) -> Identity:
     )
 
 
-def decode_identify(body: bytes, limits: Limits) -> Identity:
-    """Parse and check an IDENTIFY body; the first bad field decides the error."""
+def decode_identify(body: bytes, limits: Limits, current: Identity | None = None) -> Identity:
+    """Parse and check an IDENTIFY body; the first bad field decides the error.
+
+    Times and sizes that are absent or 0 stay as they are in `current`: the defaults, or what an earlier
+    IDENTIFY said.
+    """
+    current = current or default_identity(limits, "")
     fields = _decode_fields(body)
-    heartbeat_ms = _check_heartbeat(fields.get("heartbeat_interval", 0), limits)
-    timeout_ms = _check_buffer_timeout(fields.get("output_buffer_timeout", 0), limits)
-    buffer_size = _check_buffer_size(fields.get("output_buffer_size", 0), limits)
+    heartbeat_ms = _check_heartbeat(fields.get("heartbeat_interval", 0), limits, current.heartbeat_ms)
+    timeout_ms = _check_buffer_timeout(
+        fields.get("output_buffer_timeout", 0), limits, current.output_buffer_timeout_ms
+    )
+    buffer_size = _check_buffer_size(fields.get("output_buffer_size", 0), limits, current.output_buffer_size)
     if fields.get("output_buffer_size") == -1:
         timeout_ms = 0
     sample_rate = fields.get("sample_rate", 0)
@@ -116,7 +125,7 @@ def decode_identify(body: bytes, limits: Limits) -> Identity:
         output_buffer_size=buffer_size,
         output_buffer_timeout_ms=timeout_ms,
         sample_rate=sample_rate,
-        msg_timeout_ms=msg_timeout_ms or limits.msg_timeout_ms,
+        msg_timeout_ms=msg_timeout_ms or current.msg_timeout_ms,
         tls=negotiates and limits.tls_available and fields.get("tls_v1", False),
         snappy=snappy,
         deflate=deflate,
@@ -128,7 +137,10 @@ def _decode_fields(body: bytes) -> dict[str, Any]:
     """The known keys of the body, type-checked; absent where missing or null."""
     try:
         parsed = json.loads(
-            body.decode("utf-8", "replace"), object_pairs_hook=_Pairs, parse_constant=_refuse_constant
+            body.decode("utf-8", "replace"),
+            object_pairs_hook=_Pairs,
+            parse_int=_parse_int,
+            parse_constant=_refuse_constant,
         )
     except (ValueError, RecursionError) as error:
         raise _undecodable() from error
@@ -154,8 +166,15 @@ def _decode_fields(body: bytes) -> dict[str, Any]:
             raise _undecodable()
         if isinstance(value, int) and name in _INTEGERS and not _fits(value, _INTEGERS[name]):
             raise _undecodable()
-        fields[name] = value
+        # Half a surrogate pair could not be encoded again; Go replaces it as well.
+        fields[name] = _SURROGATE.sub("\ufffd", value) if isinstance(value, str) else value
     return fields
+
+
+def _parse_int(digits: str) -> int:
+    """No field takes more than 64 bits; Python refuses to read very long numbers, which must be ignored
+    under an unknown key."""
+    return int(digits[:25])
 
 
 def _fits(value: int, bits: int) -> bool:
@@ -170,31 +189,31 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _check_heartbeat(wanted: int, limits: Limits) -> int:
+def _check_heartbeat(wanted: int, limits: Limits, current: int) -> int:
     if wanted == -1:
         return 0
     if wanted == 0:
-        return DEFAULT_HEARTBEAT_MS
+        return current
     if not MIN_HEARTBEAT_MS <= wanted <= limits.max_heartbeat_interval_ms:
         raise _invalid("heartbeat interval", wanted)
     return wanted
 
 
-def _check_buffer_timeout(wanted: int, limits: Limits) -> int:
+def _check_buffer_timeout(wanted: int, limits: Limits, current: int) -> int:
     if wanted == -1:
         return 0
     if wanted == 0:
-        return limits.output_buffer_timeout_ms
+        return current
     if not limits.min_output_buffer_timeout_ms <= wanted <= limits.max_output_buffer_timeout_ms:
         raise _invalid("output buffer timeout", wanted)
     return wanted
 
 
-def _check_buffer_size(wanted: int, limits: Limits) -> int:
+def _check_buffer_size(wanted: int, limits: Limits, current: int) -> int:
     if wanted == -1:
         return 1
     if wanted == 0:
-        return DEFAULT_OUTPUT_BUFFER_SIZE
+        return current
     if not MIN_OUTPUT_BUFFER_SIZE <= wanted <= limits.max_output_buffer_size:
         raise _invalid("output buffer size", wanted)
     return wanted

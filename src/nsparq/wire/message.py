@@ -63,6 +63,8 @@ def build_frames(first_id: int, timestamps_ns: Timestamps, lengths: array[int], 
     heads["id"] = np.frombuffer(ids.tobytes().hex().encode(), "S16")
     ends = np.cumsum(sizes, dtype=np.int64)
     body_ends = ends.tolist()
+    if count and body_ends[-1] != len(data):
+        raise ValueError("lengths do not add up")
     pieces: list[bytes] = [b""] * (2 * count)
     pieces[0::2] = heads.view("V34").tolist()
     pieces[1::2] = [data[a:b] for a, b in zip([0, *body_ends], body_ends, strict=False)]
@@ -78,6 +80,8 @@ def _build_few(first_id: int, timestamp_ns: int, lengths: array[int], data: byte
         pieces.append(b"%016x" % (first_id + index))
         pieces.append(data[position : position + length])
         position += length
+    if position != len(data):
+        raise ValueError("lengths do not add up")
     offsets = [0, *accumulate(length + FRAME_OVERHEAD for length in lengths)]
     return Frames(b"".join(pieces), offsets)
 

@@ -9,8 +9,10 @@ LineTooLong; the conversation is then over.
 from __future__ import annotations
 
 import binascii
+import re
 import struct
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -61,9 +63,15 @@ _FIN_WORD = int.from_bytes(b"FIN ", "little")
 _FIN_WIDTH = _FIN_LINE.itemsize
 _FIN_RUN = 8
 """From this many whole FIN lines on, decoding them as one array pays."""
+_FIN_WINDOW = 512
+"""At most so many lines are looked at together, so that a line that ends a run is not met again and again."""
+_SHORT_LINE = 128
+"""Longer lines are not worth remembering: they carry parameters that nobody reads."""
 _LF = 10
 _DIGITS = frozenset(b"0123456789")
-_HEX = frozenset(b"0123456789abcdef")
+_HEX_DIGITS = b"0123456789abcdef"
+_HEX = frozenset(_HEX_DIGITS)
+_NOT_HEX = re.compile(b"[^0-9a-f]")
 
 
 class LineTooLong(NsparqError):
@@ -222,7 +230,7 @@ class ServerProtocol:
 
     def _identify(self, line: bytes, params: list[bytes]) -> Command | None:
         def finish(body: bytes) -> Command:
-            self.identity = decode_identify(body, self.limits)
+            self.identity = decode_identify(body, self.limits, self.identity)
             return Identify(self.identity)
 
         return self._sized_body("IDENTIFY", finish)
@@ -282,26 +290,25 @@ class ServerProtocol:
             self._position = behind
             self.commands += (behind - start) // _FIN_WIDTH - 1
             return Finish(spans)
-        count = (len(buffer) - start) // _FIN_WIDTH
+        count = min((len(buffer) - start) // _FIN_WIDTH, _FIN_WINDOW)
         if count < _FIN_RUN:
             return None
         lines = np.frombuffer(buffer, _FIN_LINE, count, start)
         regular = (lines["word"] == _FIN_WORD) & (lines["end"] == _LF)
         if not regular.all():
             count = int(regular.argmin())
-            if count < _FIN_RUN:
-                return None
-            lines = lines[:count]
-        digits = lines["id"].tobytes()
-        if digits != digits.lower():
+        digits = lines["id"][:count].tobytes()
+        odd = _NOT_HEX.search(digits) if digits.translate(None, _HEX_DIGITS) else None
+        if odd is not None:
+            count = odd.start() // 16
+            digits = digits[: 16 * count]
+        if count < _FIN_RUN:
             return None
-        try:
-            ids = np.frombuffer(binascii.unhexlify(digits), ">u8").astype(np.uint64)
-        except binascii.Error:
-            return None
+        ids = np.frombuffer(binascii.unhexlify(digits), ">u8").astype(np.uint64)
         self._position = start + count * _FIN_WIDTH
         self.commands += count - 1
-        breaks = np.flatnonzero(np.diff(ids) != 1)
+        # The difference wraps: zero does not follow the largest id.
+        breaks = np.flatnonzero((np.diff(ids) != 1) | (ids[1:] == 0))
         firsts = ids[np.concatenate(([0], breaks + 1))].tolist()
         lasts = ids[np.concatenate((breaks, [count - 1]))].tolist()
         return Finish([(first, last + 1) for first, last in zip(firsts, lasts, strict=True)])
@@ -370,6 +377,8 @@ class ServerProtocol:
         return params[0].decode()
 
     def _remember(self, line: bytes, verb: str, topic: str) -> None:
+        if len(line) > _SHORT_LINE:
+            return
         if len(self._publish_lines) >= 64:
             self._publish_lines.clear()
         self._publish_lines[line] = verb, topic
@@ -399,6 +408,7 @@ class ServerProtocol:
 
     def _multiple(self, topic: str) -> Command | None:
         bodies: list[bytes] = []
+        held = 0
         limits = self.limits
 
         def read_size() -> Command | None:
@@ -416,7 +426,14 @@ class ServerProtocol:
             return self._await_body(lambda: read_messages(count), "E_BAD_MESSAGE", "")
 
         def read_messages(count: int) -> Command:
-            self._walk_messages(bodies, count)
+            nonlocal held
+            before, known = self._position, len(bodies)
+            try:
+                self._walk_messages(bodies, count)
+            finally:
+                held += self._position - before - 4 * (len(bodies) - known)
+                if held > limits.max_body_size:
+                    raise _too_much(bodies, limits.max_body_size) from None
             return Publish("MPUB", topic, bodies)
 
         return self._await_body(read_size, "E_BAD_BODY", "MPUB failed to read body size")
@@ -445,12 +462,6 @@ class ServerProtocol:
                     raise _Incomplete(4 + size)
                 append(buffer[position + 4 : end])
                 position = end
-        except _Incomplete:
-            # The peer may have lied about the size; what we hold for it stays bounded.
-            held = sum(map(len, bodies))
-            if held > self.limits.max_body_size:
-                raise _bad_body(f"MPUB body too big {held} > {self.limits.max_body_size}") from None
-            raise
         finally:
             self._position = position
 
@@ -510,3 +521,9 @@ def _bad_body(description: str) -> FatalClientError:
 
 def _bad_message(description: str) -> FatalClientError:
     return FatalClientError("E_BAD_MESSAGE", description)
+
+
+def _too_much(bodies: list[bytes], limit: int) -> FatalClientError:
+    """An MPUB whose messages add up to more than a body may hold, named by the first one beyond."""
+    held = next(total for total in accumulate(map(len, bodies)) if total > limit)
+    return _bad_body(f"MPUB body too big {held} > {limit}")

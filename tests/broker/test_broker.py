@@ -1,0 +1,728 @@
+"""broker.broker: opening and closing, metadata, health, the two rhythms, and stats."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nsparq.broker.broker import Broker, run_inline
+from nsparq.broker.channel import PUMP_NS
+from nsparq.errors import StartError
+from nsparq.options import NsqdOptions
+from tests.broker.rig import FakeClient, Later, Rig, TestFiles, bodies, counts
+
+MakeRig = Callable[..., Rig]
+
+
+def metadata(rig: Rig) -> dict:
+    return json.loads((rig.data_path / "nsqd.dat").read_bytes())
+
+
+# Opening and closing.
+
+
+def test_a_data_path_belongs_to_one_broker(rig: Rig):
+    other = Broker(rig.options)
+    with pytest.raises(StartError, match="possibly in use by another instance of nsqd"):
+        other.open()
+    other.close()
+    assert rig.publish("t", b"x").is_ok
+
+
+def test_a_data_path_that_is_not_there_is_refused(tmp_path: Path):
+    broker = Broker(NsqdOptions(data_path=str(tmp_path / "missing")))
+    with pytest.raises(StartError, match="failed to lock data-path"):
+        broker.open()
+
+
+def test_closing_lets_go_of_the_data_path_and_twice_is_safe(rig: Rig):
+    rig.close()
+    rig.close()
+    other = Broker(rig.options)
+    other.open()
+    other.close()
+
+
+def test_a_broker_that_could_not_load_holds_nothing(tmp_path: Path):
+    (tmp_path / "nsqd.dat").write_text("{")
+    broker = Broker(NsqdOptions(data_path=str(tmp_path)))
+    with pytest.raises(StartError, match="failed to load metadata - failed to parse metadata in"):
+        broker.open()
+    assert broker._lock_fd == -1
+    broker.close()
+    (tmp_path / "nsqd.dat").unlink()
+    again = Broker(NsqdOptions(data_path=str(tmp_path)))
+    again.open()
+    again.close()
+
+
+def test_the_empty_data_path_is_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    broker = Broker(NsqdOptions())
+    broker.open()
+    broker.close()
+    assert (tmp_path / "nsqd.dat").exists()
+
+
+def test_closing_appends_what_was_published_and_answers(rig: Rig):
+    rig.channel()
+    receipt = rig.send("t", b"x")
+    rig.close()
+    assert receipt.is_ok
+    rig.start()
+    assert rig.channel().depth == 1
+
+
+def test_closing_waits_for_no_thread(make_rig: MakeRig):
+    later = Later()
+    rig = make_rig(durability="fsync", background=later)
+    rig.channel()
+    receipt = rig.send("t", b"x")
+    rig.close()
+    assert receipt.is_ok
+    assert not later.jobs
+
+
+def test_closing_takes_leave_of_every_client(rig: Rig):
+    clients = [rig.subscribe(name, rdy=1) for name in ("a", "b")]
+    rig.close()
+    assert [client.close_calls for client in clients] == [1, 1]
+
+
+def test_closing_saves_the_other_topics_when_one_cannot_be_saved(rig: Rig):
+    for name in ("a", "b"):
+        rig.channel("c", name)
+        rig.publish(name, *bodies(3))
+        client = rig.subscribe(name, rdy=3)
+        rig.finish(client, *client.take())
+    rig.files.fail("replace", "a.topic/c.channel")
+    rig.close()
+    rig.files.heal()
+    rig.clock.advance(1)
+    rig.start()
+    assert rig.channel("c", "a").depth == 3, "as after a crash"
+    assert rig.channel("c", "b").depth == 0
+
+
+def test_run_inline_does_the_one_then_the_other():
+    order = []
+    run_inline(lambda: order.append(1), lambda: order.append(2))
+    assert order == [1, 2]
+
+
+# Topics and metadata.
+
+
+def test_topics_and_channels_are_made_on_first_use_and_found_again(rig: Rig):
+    topic = rig.broker.get_topic("t")
+    assert rig.broker.get_topic("t") is topic
+    assert topic.get_channel("c") is topic.get_channel("c")
+    rig.publish("u", b"x")
+    assert sorted(rig.broker.topics) == ["t", "u"]
+
+
+def test_a_fresh_data_path_gets_its_metadata_at_once(rig: Rig):
+    assert metadata(rig) == {"topics": [], "version": "1.3.0"}
+
+
+def test_new_topics_and_channels_are_in_the_metadata_after_the_next_maintenance(rig: Rig):
+    rig.channel("c")
+    rig.topic("bare")
+    rig.maintain()
+    assert metadata(rig)["topics"] == [
+        {"name": "t", "paused": False, "channels": [{"name": "c", "paused": False}]},
+        {"name": "bare", "paused": False, "channels": []},
+    ]
+
+
+def test_maintenance_writes_no_metadata_when_nothing_has_changed(rig: Rig):
+    rig.channel()
+    rig.maintain()
+    (rig.data_path / "nsqd.dat").unlink()
+    rig.maintain()
+    assert not (rig.data_path / "nsqd.dat").exists()
+
+
+def test_pause_and_unpause_are_in_the_metadata_at_once(rig: Rig):
+    channel = rig.channel()
+    channel.pause()
+    assert metadata(rig)["topics"][0]["channels"] == [{"name": "c", "paused": True}]
+    rig.topic().pause()
+    assert metadata(rig)["topics"][0]["paused"] is True
+    channel.unpause()
+    rig.topic().unpause()
+    assert metadata(rig)["topics"] == [
+        {"name": "t", "paused": False, "channels": [{"name": "c", "paused": False}]}
+    ]
+
+
+def test_deletions_are_in_the_metadata_at_once(rig: Rig):
+    rig.channel("c")
+    rig.channel("d")
+    rig.maintain()
+    rig.topic().delete_channel("c")
+    assert [c["name"] for c in metadata(rig)["topics"][0]["channels"]] == ["d"]
+    rig.broker.delete_topic("t")
+    assert metadata(rig)["topics"] == []
+
+
+def test_topics_of_another_nsqd_are_made_as_its_metadata_says(make_rig: MakeRig, tmp_path: Path):
+    rig = make_rig()
+    rig.close()
+    listed = {
+        "topics": [
+            {"name": "t", "paused": True, "channels": [{"name": "c", "paused": True}, {"name": "d"}]},
+            {"name": "bare", "paused": False, "channels": None},
+        ],
+        "version": "1.2.1",
+    }
+    (rig.data_path / "nsqd.dat").write_text(json.dumps(listed))
+    rig.start()
+    assert sorted(rig.broker.topics) == ["bare", "t"]
+    assert rig.topic("t").paused
+    assert rig.channel("c").paused
+    assert not rig.channel("d").paused
+    assert rig.topic("bare").channels == {}
+    rig.crash()
+    assert rig.topic("t").paused
+    assert rig.channel("c").paused
+
+
+def test_our_own_state_wins_over_the_metadata(rig: Rig):
+    rig.channel().pause()
+    rig.close()
+    listed = {"topics": [{"name": "t", "paused": True, "channels": [{"name": "c", "paused": False}]}]}
+    (rig.data_path / "nsqd.dat").write_text(json.dumps(listed))
+    rig.start()
+    assert not rig.topic().paused
+    assert rig.channel().paused
+
+
+@pytest.mark.parametrize("name", ["bad name", "", "x" * 65, "\ud800"], ids=["blank", "empty", "long", "half"])
+def test_an_invalid_topic_name_in_the_metadata_is_skipped(rig: Rig, name: str):
+    rig.close()
+    topics = [{"name": name, "channels": [{"name": "c"}]}, {"name": "good", "channels": []}]
+    (rig.data_path / "nsqd.dat").write_text(json.dumps({"topics": topics}))
+    rig.start()
+    assert [*rig.broker.topics] == ["good"]
+
+
+@pytest.mark.parametrize("name", ["bad name", "\ud800"], ids=["blank", "half"])
+def test_an_invalid_channel_name_in_the_metadata_costs_that_channel_only(rig: Rig, name: str):
+    rig.close()
+    topics = [{"name": "t", "paused": True, "channels": [{"name": name}, {"name": "good"}]}]
+    (rig.data_path / "nsqd.dat").write_text(json.dumps({"topics": topics}))
+    rig.start()
+    assert [*rig.broker.topics["t"].channels] == ["good"]
+    assert rig.topic("t").paused
+
+
+def test_a_channel_that_only_the_metadata_knows_is_made_again(rig: Rig):
+    rig.channel("a")
+    rig.channel("b")
+    rig.close()
+    (rig.topic_directory() / "b.channel").unlink()
+    rig.start()
+    assert sorted(rig.topic().channels) == ["a", "b"]
+
+
+def test_a_topic_that_the_disk_refuses_is_not_there(rig: Rig):
+    rig.files.fail("replace", "topic.json")
+    with pytest.raises(OSError):
+        rig.publish("t", b"x")
+    assert "t" not in rig.broker.topics
+    rig.files.heal()
+    assert rig.publish("t", b"x").is_ok
+
+
+def test_a_channel_that_the_disk_refuses_is_not_there(rig: Rig):
+    """Else it would take messages that a crash then forgets."""
+    rig.channel("other")
+    rig.files.fail("replace", ".channel")
+    with pytest.raises(OSError):
+        rig.subscribe(channel="c")
+    assert [*rig.topic().channels] == ["other"]
+    rig.files.heal()
+    rig.channel("c")
+    rig.publish("t", b"x")
+    rig.crash()
+    assert rig.channel("c").depth == 1
+
+
+def test_a_first_channel_that_the_disk_refuses_leaves_the_topic_its_messages(rig: Rig):
+    rig.publish("t", b"0")
+    rig.publish("t", b"later", defer_ms=1000)
+    rig.files.fail("replace", ".channel")
+    with pytest.raises(OSError):
+        rig.channel()
+    assert rig.topic().depth == 2
+    rig.files.heal()
+    assert counts(rig.channel()) == (1, 0, 1)
+
+
+# Health.
+
+
+def test_health_is_the_error_of_the_latest_write_until_one_succeeds(rig: Rig):
+    assert rig.broker.stats()["health"] == "OK"
+    rig.topic()
+    rig.files.fail("write", ".log")
+    rig.publish("t", b"x")
+    assert rig.broker.stats()["health"].startswith("NOK - ")
+    assert "No space left on device" in rig.broker.health
+    rig.files.heal()
+    rig.publish("t", b"x")
+    assert rig.broker.stats()["health"] == "OK"
+
+
+def test_a_publish_to_an_ephemeral_topic_says_nothing_about_the_disk(rig: Rig):
+    rig.topic()
+    rig.files.fail("write", ".log")
+    rig.publish("t", b"x")
+    rig.publish("u#ephemeral", b"x")
+    assert rig.broker.health is not None
+
+
+def test_metadata_that_cannot_be_written_is_a_matter_of_health_and_tried_again(rig: Rig):
+    rig.files.fail("replace", "nsqd.dat", errno.EIO)
+    rig.channel()
+    rig.maintain()
+    assert "failed to persist metadata" in rig.broker.health
+    rig.files.heal()
+    rig.maintain()
+    assert [t["name"] for t in metadata(rig)["topics"]] == ["t"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_matter_of_health_and_tried_again(rig: Rig):
+    client = rig.subscribe(rdy=1)
+    rig.publish("t", b"x")
+    rig.finish(client, *client.take())
+    rig.files.fail("replace", ".channel")
+    rig.maintain()
+    assert "failed to checkpoint t:c" in rig.broker.health
+    rig.files.heal()
+    rig.maintain()
+    rig.crash()
+    assert counts(rig.channel()) == (0, 0, 0)
+
+
+def test_messages_that_cannot_be_carried_over_are_a_matter_of_health_and_stay_where_they_are(
+    make_rig: MakeRig,
+):
+    rig = make_rig(max_bytes_per_file=2000)
+    client = rig.subscribe(rdy=200)
+    for number in range(0, 100, 10):
+        rig.publish("t", *bodies(10, start=number, size=150))
+    held, *rest = client.take()
+    rig.finish(client, *rest)
+    rig.files.fail("write", ".carry")
+    rig.maintain()
+    assert "cannot carry messages over" in rig.broker.health
+    rig.requeue(client, held)
+    assert client.take_bodies() == [held.body]
+    rig.files.heal()
+    rig.maintain()
+    assert rig.names("*.carry") == ["c.carry"]
+    rig.requeue(client, held)
+    assert client.take_bodies() == [held.body]
+
+
+def test_carried_messages_whose_sync_fails_are_not_given_up(make_rig: MakeRig):
+    rig = make_rig(max_bytes_per_file=2000)
+    client = rig.subscribe(rdy=200)
+    for number in range(0, 100, 10):
+        rig.publish("t", *bodies(10, start=number, size=150))
+    held, *rest = client.take()
+    rig.finish(client, *rest)
+    rig.files.fail("sync", ".carry", errno.EIO)
+    rig.maintain()
+    rig.files.heal()
+    rig.maintain()
+    rig.maintain()
+    rig.crash()
+    assert rig.subscribe(rdy=10).take_bodies() == [held.body]
+
+
+# The turn.
+
+
+def test_the_broker_asks_to_be_woken_once_for_all_that_a_turn_has_to_do(rig: Rig):
+    client = rig.subscribe()
+    rig.turn()
+    rig.wakes = 0
+    rig.send("t", b"x")
+    rig.send("u", b"x")
+    client.channel.set_ready(client, 1)
+    assert rig.wakes == 1
+    rig.turn()
+    assert client.take_bodies() == [b"x"]
+    rig.send("t", b"y")
+    assert rig.wakes == 2
+
+
+def test_an_idle_turn_does_nothing(rig: Rig):
+    rig.channel()
+    rig.turn()
+    rig.files.calls.clear()
+    rig.turn()
+    assert not rig.files.calls
+
+
+def test_one_channel_may_not_send_for_ever(make_rig: MakeRig):
+    rig = make_rig()
+    client = rig.subscribe()
+    rig.publish("t", *bodies(2000, size=1000))
+    client.channel.set_ready(client, 2500)
+
+    def ticking() -> int:
+        rig.clock.advance(PUMP_NS / 4e9)
+        return rig.clock()
+
+    rig.broker.clock = ticking
+    rig.wakes = 0
+    rig.broker.turn()
+    assert 0 < len(client.messages) < 2000
+    assert rig.wakes == 1, "it goes on in the next turn"
+    rig.turn()
+    assert len(client.messages) == 2000
+
+
+def test_a_disk_that_cannot_be_read_in_one_topic_does_not_hold_up_the_others(make_rig: MakeRig):
+    rig = make_rig(mem_queue_size=1)
+    for name in ("a", "b"):
+        rig.channel("c", name)
+        for number in range(5):
+            rig.publish(name, b"%d" % number)
+    clients = {name: rig.subscribe(name) for name in ("a", "b")}
+    log = rig.names("*.log", "a")[0]
+    for call in ("read", "read_cached"):
+        rig.files.fail(call, f"a.topic/{log}", errno.EIO)
+    for client in clients.values():
+        client.channel.set_ready(client, 100)
+    rig.turn()
+    assert clients["b"].take_bodies() == bodies(5)
+    rig.files.heal()
+    rig.publish("a", b"5")
+    rig.turn()
+    assert clients["a"].take_bodies() == bodies(6)
+
+
+# Maintenance.
+
+
+def test_what_changed_is_checkpointed_by_the_next_maintenance_and_by_it_alone(rig: Rig):
+    client = rig.subscribe(rdy=1)
+    rig.subscribe("u", rdy=1)
+    rig.maintain()
+    rig.publish("t", b"x")
+    rig.files.calls.clear()
+    rig.finish(client, *client.take())
+    assert rig.files.calls["replace"] == 0
+    rig.maintain()
+    assert rig.files.calls["replace"] == 1
+    rig.clock.advance(5)
+    rig.maintain()
+    assert rig.files.calls["replace"] == 1
+
+
+def test_a_client_that_takes_no_more_has_its_answers_checkpointed_all_the_same(rig: Rig):
+    client = rig.subscribe(rdy=3)
+    rig.publish("t", *bodies(3))
+    rig.maintain()
+    rig.ready(client, 0)
+    rig.maintain()
+    zero, one, two = client.take()
+    rig.finish(client, zero)
+    rig.requeue(client, one, 5000)
+    rig.requeue(client, two)
+    rig.maintain()
+    rig.crash()
+    assert counts(rig.channel()) == (1, 0, 1)
+
+
+def test_checkpoints_are_synced_only_when_publishes_are(make_rig: MakeRig):
+    for durability, synced in (("os", 0), ("fsync", 1)):
+        rig = make_rig(durability=durability)
+        client = rig.subscribe(rdy=1)
+        rig.publish("t", b"x")
+        rig.maintain()
+        rig.finish(client, *client.take())
+        rig.files.calls.clear()
+        rig.maintain()
+        assert rig.files.calls["replace"] == 1
+        assert rig.files.calls["replace sync"] == synced
+
+
+def test_a_channel_is_not_checkpointed_again_while_its_checkpoint_is_being_written(make_rig: MakeRig):
+    later = Later()
+    rig = make_rig(background=later)
+    client = rig.subscribe(rdy=2)
+    rig.publish("t", *bodies(2))
+    zero, one = client.take()
+    rig.finish(client, zero)
+    rig.maintain()
+    jobs = len(later.jobs)
+    rig.finish(client, one)
+    rig.maintain()
+    assert len(later.jobs) == jobs
+    later.run_all()
+    rig.maintain()
+    later.run_all()
+    rig.crash()
+    assert counts(rig.channel()) == (0, 0, 0)
+
+
+def test_a_costly_checkpoint_is_taken_less_often(make_rig: MakeRig):
+    rig = make_rig()
+    client = rig.subscribe(rdy=3)
+    rig.publish("t", *bodies(3))
+    channel = rig.channel()
+    snapshot = channel.snapshot
+    taken = []
+
+    def slow_snapshot():
+        taken.append(rig.clock())
+        rig.clock.advance(0.5)
+        return snapshot()
+
+    channel.snapshot = slow_snapshot  # type: ignore[method-assign]
+    rig.maintain()
+    for message in client.take():
+        rig.finish(client, message)
+        rig.clock.advance(4)
+        rig.maintain()
+    assert len(taken) == 2
+
+
+@pytest.mark.parametrize("write_first", [True, False], ids=["written before", "written after"])
+def test_a_late_checkpoint_of_a_deleted_channel_does_not_harm_its_successor(
+    make_rig: MakeRig, write_first: bool
+):
+    later = Later()
+    rig = make_rig(background=later)
+    rig.channel("other")
+    rig.channel("c")
+    rig.publish("t", b"old")
+    client = rig.subscribe(rdy=1)
+    rig.finish(client, *client.take())
+    later.run_all()
+    rig.maintain()
+    jobs, later.jobs = later.jobs, []
+    if write_first:
+        for work, _ in jobs:
+            work()
+    rig.topic().delete_channel("c")
+    rig.channel("c")
+    if not write_first:
+        for work, _ in jobs:
+            work()
+    for _, then in jobs:
+        then()
+    rig.publish("t", b"new")
+    rig.crash()
+    assert rig.subscribe(rdy=10).take_bodies() == [b"new"]
+
+
+def test_a_late_checkpoint_of_a_deleted_channel_leaves_no_file(make_rig: MakeRig):
+    later = Later()
+    rig = make_rig(background=later)
+    client = rig.subscribe(rdy=1)
+    rig.publish("t", b"x")
+    rig.finish(client, *client.take())
+    rig.maintain()
+    rig.topic().delete_channel("c")
+    later.run_all()
+    assert rig.names("*.channel") == []
+
+
+def test_a_late_checkpoint_of_a_deleted_topic_is_of_no_consequence(make_rig: MakeRig):
+    later = Later()
+    rig = make_rig(background=later)
+    client = rig.subscribe(rdy=1)
+    rig.publish("t", b"x")
+    rig.finish(client, *client.take())
+    rig.maintain()
+    rig.broker.delete_topic("t")
+    later.run_all()
+    assert rig.broker.health is None
+    assert [*(rig.data_path / "topics").iterdir()] == []
+
+
+def test_the_worker_pool_follows_the_number_of_channels(rig: Rig):
+    for number in range(12):
+        rig.channel(f"c{number}", f"t{number % 3}")
+    rig.maintain()
+    assert rig.broker.scan.workers == 3
+    rig.broker.delete_topic("t0")
+    rig.topic("t1").delete_channel("c1")
+    rig.maintain()
+    assert rig.broker.scan.workers == 1
+    for number in range(13):
+        rig.channel(f"c{number}", "u")
+    rig.restart()
+    rig.maintain()
+    assert rig.broker.scan.workers == 4
+
+
+def test_the_files_of_an_idle_topic_are_closed_and_open_again_when_needed(rig: Rig):
+    client = rig.subscribe(rdy=1)
+    rig.publish("t", b"0")
+    rig.maintain()
+    log = rig.topic().log
+    assert log._segments[-1]._fd >= 0
+    for _ in range(4):
+        rig.clock.advance(3)
+        rig.maintain()
+    assert log._segments[-1]._fd < 0
+    rig.publish("t", b"1")
+    rig.finish(client, client.take()[0])
+    assert client.take_bodies() == [b"1"]
+
+
+def test_finished_segments_go_and_retained_ones_stay(make_rig: MakeRig):
+    for age, kept in ((0.0, 1), (3600.0, 10)):
+        rig = make_rig(max_bytes_per_file=1000, retention_age=age)
+        client = rig.subscribe(rdy=10)
+        for number in range(10):
+            rig.publish("t", *bodies(1, start=number, size=800))
+        rig.finish(client, *client.take())
+        rig.maintain()
+        assert len(rig.names("*.log")) == kept
+        rig.restart()
+        assert counts(rig.channel()) == (0, 0, 0)
+
+
+# Stats.
+
+TOPIC_KEYS = [
+    "topic_name", "channels", "depth", "backend_depth", "message_count", "message_bytes", "paused",
+    "e2e_processing_latency",
+]  # fmt: skip
+CHANNEL_KEYS = [
+    "channel_name", "depth", "backend_depth", "in_flight_count", "deferred_count", "message_count",
+    "requeue_count", "timeout_count", "client_count", "clients", "paused", "e2e_processing_latency",
+]  # fmt: skip
+
+
+def test_stats_of_a_fresh_broker(rig: Rig):
+    assert rig.broker.stats() == {
+        "version": "1.3.0",
+        "health": "OK",
+        "start_time": 1_700_000_000,
+        "topics": [],
+        "producers": None,
+    }
+
+
+def test_stats_show_every_field_of_topic_and_channel(rig: Rig):
+    client = rig.subscribe(rdy=2, msg_timeout_ms=1000)
+    rig.publish("t", b"one", b"two", b"three")
+    rig.publish("t", b"later", defer_ms=60_000)
+    rig.requeue(client, client.messages[0])
+    rig.pass_time(1)
+    rig.finish(client, client.messages[-1])
+    rig.ready(client, 0)
+    rig.channel().pause()
+    (topic,) = rig.broker.stats()["topics"]
+    assert [*topic][: len(TOPIC_KEYS)] == TOPIC_KEYS
+    assert {key: topic[key] for key in TOPIC_KEYS if key != "channels"} == {
+        "topic_name": "t",
+        "depth": 0,
+        "backend_depth": 0,
+        "message_count": 4,
+        "message_bytes": 16,
+        "paused": False,
+        "e2e_processing_latency": {"count": 0, "percentiles": None},
+    }
+    assert topic["dropped_count"] == topic["corrupt_batches"] == topic["corrupt_messages"] == 0
+    assert topic["log_bytes"] > 16
+    (channel,) = topic["channels"]
+    assert [*channel][: len(CHANNEL_KEYS)] == CHANNEL_KEYS
+    shown = {key: channel[key] for key in CHANNEL_KEYS if key != "clients"}
+    assert shown == {
+        "channel_name": "c",
+        "depth": 3 - 1 - client.in_flight,
+        "backend_depth": 0,
+        "in_flight_count": client.in_flight,
+        "deferred_count": 1,
+        "message_count": 4,
+        "requeue_count": 1,
+        "timeout_count": 2,
+        "client_count": 1,
+        "paused": True,
+        "e2e_processing_latency": {"count": 0, "percentiles": None},
+    }
+    assert channel["dropped_count"] == 0
+    assert channel["clients"] == [client.stats()]
+    json.dumps(rig.broker.stats())
+
+
+def test_topics_and_channels_are_sorted_by_name(rig: Rig):
+    for topic in ("b", "a", "c"):
+        for channel in ("z", "x", "y"):
+            rig.channel(channel, topic)
+    shown = rig.broker.stats()["topics"]
+    assert [topic["topic_name"] for topic in shown] == ["a", "b", "c"]
+    assert [channel["channel_name"] for channel in shown[0]["channels"]] == ["x", "y", "z"]
+
+
+def test_stats_of_one_topic_and_of_one_channel(rig: Rig):
+    for topic, channel in (("a", "x"), ("a", "y"), ("b", "y")):
+        rig.channel(channel, topic)
+
+    def shown(**filters: str) -> object:
+        topics = rig.broker.stats(**filters)["topics"]
+        return topics and [(t["topic_name"], [c["channel_name"] for c in t["channels"]]) for t in topics]
+
+    assert shown(topic="a") == [("a", ["x", "y"])]
+    assert shown(topic="a", channel="y") == [("a", ["y"])]
+    assert shown(channel="y") == [("a", ["y"]), ("b", ["y"])]
+    assert shown(topic="b", channel="x") == []
+    assert shown(topic="nobody") is None
+
+
+def test_stats_without_clients_still_count_them(rig: Rig):
+    client = rig.subscribe()
+    client.publish_counts["t"] = 1
+    shown = rig.broker.stats(include_clients=False)
+    assert shown["producers"] is None
+    (channel,) = shown["topics"][0]["channels"]
+    assert channel["clients"] is None
+    assert channel["client_count"] == 1
+
+
+def test_a_channel_without_clients_shows_an_empty_list(rig: Rig):
+    rig.channel()
+    assert rig.broker.stats()["topics"][0]["channels"][0]["clients"] == []
+
+
+def test_producers_are_the_clients_that_have_published(rig: Rig):
+    silent, busy = FakeClient("silent"), FakeClient("busy")
+    rig.broker.clients |= {silent, busy}
+    busy.publish_counts.update({"t": 2, "u": 1})
+    (shown,) = rig.broker.stats()["producers"]
+    assert shown["client_id"] == "busy"
+    (shown,) = rig.broker.stats(topic="u")["producers"]
+    assert shown["pub_counts"] == [{"topic": "u", "count": 1}]
+
+
+def test_stats_of_a_paused_topic_that_overflows_memory(make_rig: MakeRig):
+    rig = make_rig(mem_queue_size=2)
+    rig.channel()
+    rig.topic().pause()
+    for number in range(5):
+        rig.publish("t", b"%d" % number)
+    (topic,) = rig.broker.stats()["topics"]
+    assert (topic["paused"], topic["depth"], topic["backend_depth"]) == (True, 5, 3)
+
+
+def test_the_files_given_are_the_ones_used(tmp_path: Path):
+    files = TestFiles()
+    broker = Broker(NsqdOptions(data_path=str(tmp_path)), files=files)
+    broker.open()
+    broker.close()
+    assert files.calls["replace"] == 2

@@ -1,0 +1,315 @@
+"""The one door to the disk, on a real one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsparq.errors import StartError
+from nsparq.storage.files import _MAX_BUFFERS, Files
+
+
+@pytest.fixture
+def files() -> Files:
+    return Files()
+
+
+@pytest.fixture
+def fd(files: Files, tmp_path: Path) -> Iterator[int]:
+    fd = files.open(tmp_path / "file")
+    yield fd
+    files.close(fd)
+
+
+@pytest.fixture
+def descriptors() -> Iterator[None]:
+    """Nothing is left open."""
+    before = os.listdir("/proc/self/fd")
+    yield
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def content(tmp_path: Path) -> bytes:
+    return (tmp_path / "file").read_bytes()
+
+
+def test_a_file_is_made_for_the_owner_only_and_not_inherited(fd: int, tmp_path: Path) -> None:
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
+    assert not os.get_inheritable(fd)
+
+
+def test_an_existing_file_is_opened_as_it_is(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"before")
+    fd = files.open(tmp_path / "file")
+    assert files.read(fd, 100, 0) == b"before"
+    assert files.size(fd) == 6
+    files.close(fd)
+
+
+def test_a_file_opened_to_read_must_exist_and_cannot_be_written(files: Files, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        files.open_read(tmp_path / "file")
+    (tmp_path / "file").write_bytes(b"before")
+    fd = files.open_read(tmp_path / "file")
+    assert files.read(fd, 3, 2) == b"for"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        files.write(fd, [b"x"], 0)
+    files.close(fd)
+
+
+def test_all_buffers_are_written_from_the_position_on(files: Files, fd: int, tmp_path: Path) -> None:
+    files.write(fd, [b"0123456789"], 0)
+    files.write(fd, [b"ab", bytearray(b"c"), memoryview(b"de"), b""], 5)
+    assert content(tmp_path) == b"01234abcde"
+    files.write(fd, [b"z"], 12)
+    assert content(tmp_path) == b"01234abcde\0\0z"
+
+
+def test_any_number_of_buffers_is_written(files: Files, fd: int, tmp_path: Path) -> None:
+    for count in (_MAX_BUFFERS, _MAX_BUFFERS + 1, 5000):
+        buffers = [b"%d," % n for n in range(count)]
+        files.truncate(fd, 0)
+        files.write(fd, buffers, 0)
+        assert content(tmp_path) == b"".join(buffers)
+
+
+@pytest.mark.parametrize("count", [3, _MAX_BUFFERS + 5])
+def test_a_write_that_the_system_cuts_short_is_carried_on(
+    files: Files, fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    pwritev, pwrite = os.pwritev, os.pwrite
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, at: pwritev(fd, [b"".join(buffers)[:5]], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:3], at))
+    buffers = [b"%04d" % n for n in range(count)]
+    files.write(fd, buffers, 2)
+    assert content(tmp_path) == b"\0\0" + b"".join(buffers)
+
+
+def test_a_write_that_fails_half_way_raises(
+    files: Files, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", lambda *_: 2)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        files.write(fd, [b"0123456789"], 0)
+
+
+def test_reading_gives_what_is_there(files: Files, fd: int) -> None:
+    files.write(fd, [b"0123456789"], 0)
+    assert files.read(fd, 4, 3) == b"3456"
+    assert files.read(fd, 100, 8) == b"89"
+    assert files.read(fd, 100, 50) == b""
+
+
+def test_reading_from_the_system_s_memory_gives_the_same_or_nothing(files: Files, fd: int) -> None:
+    files.write(fd, [b"0123456789"], 0)
+    for size, position, expected in ((4, 3, b"3456"), (100, 8, b"89"), (100, 50, b""), (0, 3, b"")):
+        assert files.read_cached(fd, size, position) in (expected, None)
+
+
+class Preadv:
+    """Stands in for os.preadv."""
+
+    def __init__(self, result: int | bytes) -> None:
+        self.result = result
+
+    def __call__(self, fd: int, buffers: list[bytearray], position: int, flags: int) -> int:
+        assert flags == os.RWF_NOWAIT
+        if isinstance(self.result, int):
+            raise OSError(self.result, os.strerror(self.result))
+        buffers[0][: len(self.result)] = self.result
+        return len(self.result)
+
+
+def test_reading_would_wait_is_none(files: Files, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", Preadv(errno.EAGAIN))
+    assert files.read_cached(fd, 4, 3) is None
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_where_the_system_cannot_tell_it_is_read(
+    files: Files, fd: int, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    files.write(fd, [b"0123456789"], 0)
+    monkeypatch.setattr(os, "preadv", Preadv(code))
+    assert files.read_cached(fd, 4, 3) == b"3456"
+
+
+def test_an_error_while_reading_from_the_system_s_memory_is_raised(
+    files: Files, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "preadv", Preadv(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        files.read_cached(fd, 4, 3)
+
+
+def test_a_part_in_the_system_s_memory_is_given_as_such(
+    files: Files, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "preadv", Preadv(b"01"))
+    assert files.read_cached(fd, 4, 0) == b"01"
+
+
+def test_a_file_is_cut(files: Files, fd: int, tmp_path: Path) -> None:
+    files.write(fd, [b"0123456789"], 0)
+    files.truncate(fd, 4)
+    assert content(tmp_path) == b"0123"
+    assert files.size(fd) == 4
+
+
+def test_a_duplicate_outlives_the_original(files: Files, tmp_path: Path) -> None:
+    fd = files.open(tmp_path / "file")
+    copy = files.duplicate(fd)
+    files.close(fd)
+    files.write(copy, [b"x"], 0)
+    files.sync(copy)
+    files.close(copy)
+    assert not os.path.exists(f"/proc/self/fd/{copy}")
+    assert content(tmp_path) == b"x"
+
+
+def test_removing_what_is_not_there_is_no_error(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    files.unlink(tmp_path / "file")
+    files.unlink(tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+
+
+def test_directories_are_made_with_their_parents_listed_renamed_and_removed(
+    files: Files, tmp_path: Path
+) -> None:
+    path = tmp_path / "a" / "b"
+    files.make_directory(path)
+    files.make_directory(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    for name in ("z", "a", "m"):
+        (path / name).touch()
+    assert files.list_directory(path) == ["a", "m", "z"]
+    files.rename(path, tmp_path / "c")
+    assert files.list_directory(path) == []
+    assert files.list_directory(tmp_path / "c") == ["a", "m", "z"]
+    files.remove_tree(tmp_path / "c")
+    assert files.list_directory(tmp_path) == ["a"]
+
+
+def test_a_whole_file_or_none(files: Files, tmp_path: Path) -> None:
+    assert files.read_whole(tmp_path / "file") is None
+    (tmp_path / "file").write_bytes(b"content")
+    assert files.read_whole(tmp_path / "file") == b"content"
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_replacing_leaves_the_new_content_and_nothing_else(
+    files: Files, tmp_path: Path, descriptors: None, sync: bool
+) -> None:
+    path = tmp_path / "file"
+    for text in (b"first", b"second, and longer", b""):
+        files.replace(path, text, sync=sync)
+        assert path.read_bytes() == text
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_replacing_is_not_hindered_by_what_a_crash_left(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "file.tmp").write_bytes(b"half of something much longer than this")
+    files.replace(tmp_path / "file", b"new", sync=False)
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+def test_a_synced_replacement_is_on_disk_before_its_name_is(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(fd: int) -> None:
+        order.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def note_replace(source: Path, target: Path) -> None:
+        order.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    files.replace(tmp_path / "file", b"new", sync=True)
+    assert order == ["sync file.tmp", "rename", f"sync {tmp_path.name}"]
+    order.clear()
+    files.replace(tmp_path / "file", b"new", sync=False)
+    assert order == ["rename"]
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fsync", "replace"])
+def test_a_replacement_that_fails_leaves_the_old_content(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, descriptors: None, call: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(OSError, match="No space left"):
+            files.replace(path, b"new", sync=True)
+    assert path.read_bytes() == b"old"
+    files.replace(path, b"new", sync=True)
+    assert path.read_bytes() == b"new"
+
+
+def test_a_directory_that_is_not_there_cannot_be_synced(files: Files, tmp_path: Path) -> None:
+    files.sync_directory(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        files.sync_directory(tmp_path / "nowhere")
+
+
+LOCK = """
+import sys
+from pathlib import Path
+from nsparq.errors import StartError
+from nsparq.storage.files import Files
+try:
+    Files().lock_directory(Path(sys.argv[1]))
+except StartError as error:
+    sys.exit(str(error))
+"""
+
+
+def lock_elsewhere(path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", LOCK, str(path)], capture_output=True, text=True, timeout=30)
+
+
+def test_a_data_path_is_for_one_process(files: Files, tmp_path: Path, descriptors: None) -> None:
+    fd = files.lock_directory(tmp_path)
+    with pytest.raises(StartError, match="possibly in use by another instance of nsqd"):
+        files.lock_directory(tmp_path)
+    other = lock_elsewhere(tmp_path)
+    assert other.returncode == 1
+    assert other.stderr.startswith(f"failed to lock data-path: cannot flock directory {tmp_path} - ")
+    files.close(fd)
+    assert lock_elsewhere(tmp_path).returncode == 0
+    files.close(files.lock_directory(tmp_path))
+
+
+def test_a_data_path_that_is_not_there_is_named(files: Files, tmp_path: Path) -> None:
+    path = tmp_path / "nowhere"
+    with pytest.raises(StartError) as error:
+        files.lock_directory(path)
+    assert str(error.value) == f"failed to lock data-path: open {path}: no such file or directory"
+
+
+def test_a_data_path_that_is_a_file_is_named(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StartError, match="failed to lock data-path: open .*: not a directory"):
+        files.lock_directory(tmp_path / "file")

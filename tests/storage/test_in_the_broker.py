@@ -1,0 +1,85 @@
+"""Faults of the storage as the broker meets them: one topic's trouble stays its own, nothing comes back."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from tests.broker.rig import Rig
+
+
+@pytest.fixture
+def rig(tmp_path: Path):  # type: ignore[no-untyped-def]
+    made = Rig(tmp_path, mem_queue_size=1, max_bytes_per_file=2_000)
+    yield made
+    made.files.heal()
+    made.drop()
+
+
+def test_emptied_messages_do_not_come_back_from_disk(rig: Rig) -> None:
+    """Neighbouring small batches are read as one: the one that was emptied may lie in the middle."""
+    rig.subscribe()
+    rig.publish("t", b"kept")
+    rig.topic().pause()
+    rig.publish("t", b"emptied")
+    rig.topic().empty()
+    rig.topic().unpause()
+    rig.publish("t", b"kept too")
+    rig.restart()
+    client = rig.subscribe(rdy=10)
+    assert client.take_bodies() == [b"kept", b"kept too"]
+    assert rig.channel().depth == 0
+
+
+def test_an_error_while_reading_one_topic_does_not_hold_up_another(rig: Rig) -> None:
+    client = rig.subscribe("bad", "c")
+    other = rig.subscribe("good", "c", rdy=10)
+    for number in range(5):
+        rig.publish("bad", b"%d" % number)
+    for call in ("read", "read_cached"):
+        rig.files.fail(call, ".log", errno.EIO)
+    rig.broker.topics["bad"].channels["c"].set_ready(client, 10)
+    rig.send("good", b"delivered")
+    rig.turn()
+    assert other.take_bodies() == [b"delivered"]
+    rig.files.heal()
+    rig.publish("bad", b"5")
+    rig.pass_time(5)
+    assert client.take_bodies() == [b"%d" % number for number in range(6)]
+
+
+def test_an_error_while_tidying_one_topic_does_not_hold_up_the_others(rig: Rig) -> None:
+    """A carried message is finished, and its file cannot be removed."""
+    for name in ("a", "bad", "z"):
+        client = rig.subscribe(name, "c", rdy=1000)
+        for number in range(200):
+            rig.publish(name, b"%d" % number * 20)
+        stuck, *rest = client.take()
+        rig.finish(client, *rest)
+        rig.maintain()
+        assert rig.names("*.carry", name), "the first message is carried over"
+        rig.finish(client, stuck)
+    rig.files.fail("unlink", "bad.topic/c.carry", errno.EIO)
+    rig.maintain()
+    assert rig.names("*.carry", "a") == rig.names("*.carry", "z") == []
+    assert rig.broker.health is not None
+    rig.files.heal()
+    rig.publish("bad", b"more")
+    rig.maintain()
+    assert rig.names("*.carry", "bad") == []
+
+
+def test_a_message_that_cannot_be_carried_over_is_not_lost(rig: Rig) -> None:
+    client = rig.subscribe(rdy=1000)
+    for number in range(200):
+        rig.publish("t", b"%d" % number * 20)
+    _, *rest = client.take()
+    rig.finish(client, *rest)
+    rig.files.fail("write", ".carry")
+    rig.maintain()
+    rig.files.heal()
+    rig.crash()
+    client = rig.subscribe(rdy=1000)
+    assert b"0" * 20 in client.take_bodies()

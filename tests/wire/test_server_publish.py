@@ -1,0 +1,239 @@
+"""PUB, DPUB and MPUB: names, numbers, bodies, and what it costs to receive them slowly."""
+
+from __future__ import annotations
+
+import pytest
+
+from nsparq.errors import FatalClientError
+from nsparq.wire.commands import Publish
+from nsparq.wire.limits import Limits
+from nsparq.wire.server import MAGIC
+from tests.support import sized
+from tests.wire.harness import (
+    LIMITS,
+    assert_cost_is_linear,
+    commands,
+    cut_off,
+    feed_slowly,
+    fins,
+    hear,
+    mpub,
+    refusal,
+    size,
+    started,
+    talk,
+)
+
+pytestmark = pytest.mark.usefixtures("build")
+
+
+# 16. PUB and DPUB
+
+SINGLES = [("PUB", b"PUB t\n", 0), ("DPUB", b"DPUB t 1500\n", 1500)]
+single = pytest.mark.parametrize(("verb", "line", "defer_ms"), SINGLES, ids=["PUB", "DPUB"])
+
+
+@single
+@pytest.mark.parametrize(
+    "body",
+    [b"x", b"\n", b"NOP\n", b"PUB t\n", b"\r\n\r\n", bytes(256), bytes(range(256)), b"x" * 1000],
+    ids=len,
+)
+def test_a_body_is_any_bytes_up_to_the_largest_size(
+    verb: str, line: bytes, defer_ms: int, body: bytes
+) -> None:
+    data = (line + sized(body)) * 3 + b"NOP\n"
+    assert commands(data) == [Publish(verb, "t", [body], defer_ms)] * 3
+
+
+@single
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "invalid message body size 0"),
+        (-1, "invalid message body size -1"),
+        (-(2**31), "invalid message body size -2147483648"),
+        (1001, "message too big 1001 > 1000"),
+        (2**31 - 1, "message too big 2147483647 > 1000"),
+    ],
+)
+def test_a_message_size_out_of_range_is_refused_before_the_body_comes(
+    verb: str, line: bytes, defer_ms: int, number: int, text: str
+) -> None:
+    assert refusal(line + size(number)) == f"E_BAD_MESSAGE {verb} {text}"
+    assert refusal(line + size(number) + bytes(2000)) == f"E_BAD_MESSAGE {verb} {text}"
+
+
+@single
+def test_a_stream_that_ends_inside_a_publish_names_what_is_missing(
+    verb: str, line: bytes, defer_ms: int
+) -> None:
+    for part in (b"", b"\x00", b"\x00\x00\x00"):
+        assert cut_off(line + part) == f"E_BAD_MESSAGE {verb} failed to read message body size"
+    for part in (b"", b"x", b"xxxx"):
+        assert cut_off(line + size(5) + part) == f"E_BAD_MESSAGE {verb} failed to read message body"
+    assert hear(line + size(5) + b"xxxxx", eof=True).error is None
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (b"PUB", "E_INVALID PUB insufficient number of parameters"),
+        (b"PUB t!", 'E_BAD_TOPIC PUB topic name "t!" is not valid'),
+        (b"PUB " + b"x" * 65, f'E_BAD_TOPIC PUB topic name "{"x" * 65}" is not valid'),
+        (b"PUB #ephemeral", 'E_BAD_TOPIC PUB topic name "#ephemeral" is not valid'),
+        (b"MPUB", "E_INVALID MPUB insufficient number of parameters"),
+        (b"MPUB t!", 'E_BAD_TOPIC E_BAD_TOPIC MPUB topic name "t!" is not valid'),
+        (b"DPUB", "E_INVALID DPUB insufficient number of parameters"),
+        (b"DPUB t", "E_INVALID DPUB insufficient number of parameters"),
+        (b"DPUB t!", "E_INVALID DPUB insufficient number of parameters"),
+        (b"DPUB t! x", 'E_BAD_TOPIC DPUB topic name "t!" is not valid'),
+        (b"DPUB t x", "E_INVALID DPUB could not parse timeout x"),
+        (b"DPUB t -1", "E_INVALID DPUB could not parse timeout -1"),
+        (b"DPUB t 3600001", "E_INVALID DPUB timeout 3600001 out of range 0-3600000"),
+        (
+            b"DPUB t 9223372036854775808",
+            "E_INVALID DPUB timeout -9223372036854775808 out of range 0-3600000",
+        ),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_publish_line_is_checked_before_its_body_comes(line: bytes, error: str) -> None:
+    assert refusal(line + b"\n") == error
+
+
+@pytest.mark.parametrize(
+    ("text", "defer_ms"),
+    [(b"", 0), (b"0", 0), (b"1", 1), (b"3600000", 3_600_000), (b"18446744073709551617", 1)],
+)
+def test_the_defer_time_is_taken_up_to_and_with_its_maximum(text: bytes, defer_ms: int) -> None:
+    assert commands(b"DPUB t %s\n" % text + sized(b"x")) == [Publish("DPUB", "t", [b"x"], defer_ms)]
+
+
+def test_many_topics_on_one_connection_are_never_mixed_up() -> None:
+    # More than the protocol remembers, and each again.
+    names = [f"t{i}" for i in range(150)]
+    data = b"".join(b"PUB %s\n" % n.encode() + sized(n.encode()) + mpub(n.encode(), [b"m"]) for n in names)
+    heard = [p for n in names for p in (Publish("PUB", n, [n.encode()]), Publish("MPUB", n, [b"m"]))]
+    assert talk([MAGIC + data * 2], LIMITS).commands == heard * 2
+
+
+# 16. MPUB
+
+
+@pytest.mark.parametrize(
+    "bodies",
+    [
+        [b"x"],
+        [b"x", b"yy", b"zzz"],
+        [b"\n"] * 10,
+        [b"x" * 1000] * 4,
+        [b"x"] * 999,
+        [fins(1), b"PUB t\n", bytes(4), size(-1)],
+    ],
+    ids=["one", "three", "line feeds", "large", "as many as fit", "like commands"],
+)
+def test_an_mpub_gives_its_messages_in_order(bodies: list[bytes]) -> None:
+    data = mpub(b"t", bodies)
+    assert commands(data * 2 + b"NOP\n") == [Publish("MPUB", "t", bodies)] * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (size(0), "E_BAD_BODY MPUB invalid body size 0"),
+        (size(-1), "E_BAD_BODY MPUB invalid body size -1"),
+        (size(5001), "E_BAD_BODY MPUB body too big 5001 > 5000"),
+        (size(2**31 - 1), "E_BAD_BODY MPUB body too big 2147483647 > 5000"),
+        (size(9) + size(0), "E_BAD_BODY MPUB invalid message count 0"),
+        (size(9) + size(-1), "E_BAD_BODY MPUB invalid message count -1"),
+        (size(9) + size(1000), "E_BAD_BODY MPUB invalid message count 1000"),
+        (size(9) + size(2**31 - 1), "E_BAD_BODY MPUB invalid message count 2147483647"),
+        (size(9) + size(1) + size(0), "E_BAD_MESSAGE MPUB invalid message(0) body size 0"),
+        (size(9) + size(1) + size(-5), "E_BAD_MESSAGE MPUB invalid message(0) body size -5"),
+        (size(9) + size(1) + size(1001), "E_BAD_MESSAGE MPUB message too big 1001 > 1000"),
+        (size(99) + size(9) + sized(b"x") * 3 + size(0), "E_BAD_MESSAGE MPUB invalid message(3) body size 0"),
+        (
+            size(99) + size(9) + sized(b"x") * 3 + size(-(2**31)),
+            "E_BAD_MESSAGE MPUB invalid message(3) body size -2147483648",
+        ),
+        (size(99) + size(9) + sized(b"x") * 3 + size(1001), "E_BAD_MESSAGE MPUB message too big 1001 > 1000"),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_an_mpub_is_refused_at_its_first_wrong_number(data: bytes, error: str) -> None:
+    outcome = hear(b"MPUB t\n" + data)
+    assert (outcome.error, outcome.commands) == (error, [])
+
+
+def test_an_mpub_may_hold_as_many_messages_as_its_largest_body_could() -> None:
+    assert cut_off(b"MPUB t\n" + size(9) + size(999)) is not None
+    assert refusal(b"MPUB t\n" + size(9) + size(1000)) == "E_BAD_BODY MPUB invalid message count 1000"
+
+
+def test_a_stream_that_ends_inside_an_mpub_names_what_is_missing() -> None:
+    data = b"MPUB t\n"
+    for part in (b"", b"\x00\x00\x00"):
+        assert cut_off(data + part) == "E_BAD_BODY MPUB failed to read body size"
+    data += size(14)
+    for part in (b"", b"\x00\x00\x00"):
+        assert cut_off(data + part) == "E_BAD_BODY MPUB failed to read message count"
+    data += size(2)
+    for number, whole in enumerate([b"", sized(b"x")]):
+        data += whole
+        for part in (b"", b"\x00\x00\x00"):
+            assert cut_off(data + part) == f"E_BAD_MESSAGE MPUB failed to read message({number}) body size"
+        for part in (b"", b"x", b"xx"):
+            assert cut_off(data + size(3) + part) == "E_BAD_MESSAGE MPUB failed to read message body"
+
+
+@pytest.mark.parametrize("declared", [1, 4, 9, 16, 18, 100, 5000])
+def test_an_mpub_ends_with_its_last_message_whatever_size_it_declared(declared: int) -> None:
+    heard = commands(mpub(b"t", [b"x", b"yy"], declared) + b"PUB t\n" + sized(b"z"))
+    assert heard == [Publish("MPUB", "t", [b"x", b"yy"]), Publish("PUB", "t", [b"z"])]
+
+
+def test_an_mpub_that_lies_about_its_size_is_held_to_the_largest_body() -> None:
+    # What we hold for it must be bounded, and how it arrives may not decide.
+    error = hear(mpub(b"t", [b"x" * 1000] * 100, 9)).error
+    assert error is not None
+    assert error.startswith("E_BAD_BODY MPUB body too big ")
+
+
+@pytest.mark.parametrize("count", [5, 6])
+def test_whether_an_mpub_is_too_big_does_not_depend_on_its_pieces(count: int) -> None:
+    data = MAGIC + mpub(b"t", [b"x" * 1000] * count, 9)
+    whole = talk([data], LIMITS)
+    assert (whole.error is None) == (count == 5)
+    for length in (1, 7, 900, 1004, 2008, 4000, len(data) - 1):
+        pieces = [data[i : i + length] for i in range(0, len(data), length)]
+        assert talk(pieces, LIMITS) == whole
+
+
+def test_what_an_unfinished_mpub_keeps_in_memory_is_bounded() -> None:
+    protocol = started(LIMITS, b"MPUB t\n" + size(9) + size(999))
+    with pytest.raises(FatalClientError, match="^E_BAD_BODY MPUB body too big "):
+        for _ in range(7):
+            list(protocol.receive_data(sized(b"x" * 1000)))
+
+
+# Cost
+
+
+def test_the_cost_of_a_body_in_single_bytes_is_linear() -> None:
+    assert_cost_is_linear(lambda n: feed_slowly(b"PUB t\n" + sized(bytes(n)), Limits()), 64 << 10)
+
+
+def test_the_cost_of_a_large_mpub_message_in_single_bytes_is_linear() -> None:
+    assert_cost_is_linear(lambda n: feed_slowly(mpub(b"t", [bytes(n)]), Limits()), 32 << 10)
+
+
+def test_the_cost_of_an_mpub_of_tiny_messages_in_single_bytes_is_linear() -> None:
+    assert_cost_is_linear(lambda n: feed_slowly(mpub(b"t", [b"x"] * n), Limits()), 2000)
+
+
+def test_a_megabyte_in_small_pieces_is_put_together_once() -> None:
+    body = bytes(range(256)) * 4096
+    data = MAGIC + b"PUB t\n" + sized(body)
+    pieces = [data[i : i + 100] for i in range(0, len(data), 100)]
+    assert talk(pieces, Limits()).commands == [Publish("PUB", "t", [body])]
