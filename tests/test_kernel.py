@@ -17,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nsparq import kernel
+from nsparq.packed import PackedBodies
 from nsparq.wire.limits import Limits
 from nsparq.wire.message import build_frames
 from nsparq.wire.server import MAGIC
@@ -128,7 +129,7 @@ class TestBothBuilds:
 
 
 def messages_in(data: bytes, position: int, count: int, max_size: int) -> tuple[list[bytes], int]:
-    """What split_messages does, slowly."""
+    """What pack_messages finds, slowly."""
     bodies: list[bytes] = []
     while len(bodies) < count and position + 4 <= len(data):
         (size,) = struct.unpack_from(">i", data, position)
@@ -150,7 +151,7 @@ class Index:
 
 
 @needs_kernel
-class TestSplitMessages:
+class TestPackMessages:
     __test__ = CAN_BE_COMPILED
 
     @given(
@@ -159,77 +160,60 @@ class TestSplitMessages:
         st.integers(-2, 10),
         st.sampled_from([0, 1, 19, 20, 2**31 - 1, 2**31, 2**40, -1]),
     )
-    def test_it_appends_whole_messages_of_an_allowed_size(
+    def test_it_packs_whole_messages_of_an_allowed_size(
         self, data: bytes, position: int, count: int, max_size: int
     ) -> None:
-        bodies: list[bytes] = []
-        end = COMPILED["split_messages"](data, position, count, max_size, bodies)
-        assert (bodies, end) == messages_in(data, position, count, max_size)
-
-    def test_messages_already_there_count(self) -> None:
-        bodies = [b"a", b"b"]
-        assert COMPILED["split_messages"](b"\x00\x00\x00\x01c" * 5, 0, 3, 10, bodies) == 5
-        assert bodies == [b"a", b"b", b"c"]
+        lengths, bodies, end = COMPILED["pack_messages"](data, position, count, max_size)
+        packed = PackedBodies(array("I", lengths), bodies)
+        assert (packed[:], end) == messages_in(data, position, count, max_size)
 
     @pytest.mark.parametrize("position", [5, 6, 1000, sys.maxsize])
     def test_a_position_at_or_behind_the_end_gives_nothing(self, position: int) -> None:
-        bodies: list[bytes] = []
-        assert COMPILED["split_messages"](b"\x00\x00\x00\x01c", position, 3, 10, bodies) == position
-        assert bodies == []
+        assert COMPILED["pack_messages"](b"\x00\x00\x00\x01c", position, 3, 10) == (b"", b"", position)
 
     def test_a_negative_position_is_refused(self) -> None:
         for position in (-1, -4, -sys.maxsize - 1):
             with pytest.raises(ValueError, match="position is negative"):
-                COMPILED["split_messages"](b"\x00\x00\x00\x01c", position, 3, 10, [])
+                COMPILED["pack_messages"](b"\x00\x00\x00\x01c", position, 3, 10)
 
     @pytest.mark.parametrize(
         "arguments",
         [
             (),
-            (b"", 0, 1, 1),
-            (b"", 0, 1, 1, [], None),
-            (bytearray(b""), 0, 1, 1, []),
-            (memoryview(b""), 0, 1, 1, []),
-            ("", 0, 1, 1, []),
-            (None, 0, 1, 1, []),
-            (b"", "0", 1, 1, []),
-            (b"", 0.0, 1, 1, []),
-            (b"", 0, None, 1, []),
-            (b"", 0, 1, b"1", []),
-            (b"", 0, 1, 1, ()),
+            (b"", 0, 1),
             (b"", 0, 1, 1, None),
+            (bytearray(b""), 0, 1, 1),
+            (memoryview(b""), 0, 1, 1),
+            ("", 0, 1, 1),
+            (None, 0, 1, 1),
+            (b"", "0", 1, 1),
+            (b"", 0.0, 1, 1),
+            (b"", 0, None, 1),
+            (b"", 0, 1, b"1"),
         ],
     )
     def test_other_types_are_refused(self, arguments: tuple[Any, ...]) -> None:
         with pytest.raises(TypeError):
-            COMPILED["split_messages"](*arguments)
+            COMPILED["pack_messages"](*arguments)
 
     @pytest.mark.parametrize("place", [1, 2, 3])
     @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**100])
     def test_numbers_beyond_64_bits_are_refused(self, place: int, number: int) -> None:
-        arguments: list[Any] = [b"\x00\x00\x00\x01c", 0, 1, 1, []]
+        arguments: list[Any] = [b"\x00\x00\x00\x01c", 0, 1, 1]
         arguments[place] = number
         with pytest.raises(OverflowError):
-            COMPILED["split_messages"](*arguments)
+            COMPILED["pack_messages"](*arguments)
 
     def test_an_error_while_an_argument_is_read_comes_through(self) -> None:
         def fail() -> int:
             raise KeyError("no number")
 
-        bodies: list[bytes] = []
         with pytest.raises(KeyError):
-            COMPILED["split_messages"](b"\x00\x00\x00\x01c", 0, 1, Index(fail), bodies)
-        assert bodies == []
-
-    def test_a_list_changed_while_an_argument_is_read_does_no_harm(self) -> None:
-        bodies = [b"x"] * 1000
-        max_size = Index(lambda: bodies.clear() or 1)  # type: ignore[func-returns-value]
-        assert COMPILED["split_messages"](b"\x00\x00\x00\x01c", 0, 1, max_size, bodies) == 5
-        assert bodies == [b"c"]
+            COMPILED["pack_messages"](b"\x00\x00\x00\x01c", 0, 1, Index(fail))
 
     def test_it_keeps_nothing(self) -> None:
         data = b"\x00\x00\x00\x02ab" * 50
-        assert_nothing_is_kept(lambda: COMPILED["split_messages"](data, 0, 100, 10, []))
+        assert_nothing_is_kept(lambda: COMPILED["pack_messages"](data, 0, 100, 10))
 
 
 @needs_kernel

@@ -15,11 +15,12 @@ import nsparq
 SOURCE = Path(nsparq.__file__).parent
 
 # What each package or module directly under nsparq may import from the others.
-BASE = {"errors", "names", "version"}
+BASE = {"errors", "names", "packed", "version"}
 MAY_IMPORT = {
     "errors": set(),
     "names": set(),
     "kernel": {"_kernel"},
+    "packed": set(),
     "version": {"kernel"},
     "flags": set(),
     "option_table": {"errors", "flags"},

@@ -34,44 +34,59 @@ put_u64(unsigned char *p, uint64_t v)
     return put_u32(put_u32(p, (uint32_t)(v >> 32)), (uint32_t)v);
 }
 
-PyDoc_STRVAR(split_messages_doc,
-"split_messages(buffer, position, count, max_size, bodies) -> position\n\n"
-"Append to `bodies` the size-prefixed messages in `buffer` from `position` on, until there are `count`,\n"
-"or the next one is incomplete or not of an allowed size. Gives the position behind the last one.");
+PyDoc_STRVAR(pack_messages_doc,
+"pack_messages(buffer, position, count, max_size) -> (lengths, data, position)\n\n"
+"Pack the size-prefixed messages in `buffer` from `position` on, up to `count` of them: their sizes as native\n"
+"32-bit numbers, their bodies end to end. Stops before a message that is incomplete or not of an allowed\n"
+"size, and gives the position behind the last one taken.");
 
 static PyObject *
-split_messages(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+pack_messages(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 5 || !PyBytes_Check(args[0]) || !PyList_Check(args[4])) {
-        PyErr_SetString(PyExc_TypeError, "split_messages(bytes, int, int, int, list)");
+    if (nargs != 4 || !PyBytes_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "pack_messages(bytes, int, int, int)");
         return NULL;
     }
     const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(args[0]);
     Py_ssize_t available = PyBytes_GET_SIZE(args[0]);
-    Py_ssize_t position = PyLong_AsSsize_t(args[1]);
-    Py_ssize_t count = PyLong_AsSsize_t(args[2]);
-    long long max_size = PyLong_AsLongLong(args[3]);
-    PyObject *bodies = args[4];
-    if (PyErr_Occurred())
+    Py_ssize_t start = PyLong_AsSsize_t(args[1]);
+    if (start == -1 && PyErr_Occurred())
         return NULL;
-    if (position < 0) {
+    Py_ssize_t most = PyLong_AsSsize_t(args[2]);
+    if (most == -1 && PyErr_Occurred())
+        return NULL;
+    long long max_size = PyLong_AsLongLong(args[3]);
+    if (max_size == -1 && PyErr_Occurred())
+        return NULL;
+    if (start < 0) {
         PyErr_SetString(PyExc_ValueError, "position is negative");
         return NULL;
     }
-    while (PyList_GET_SIZE(bodies) < count && available - position >= 4) {
+    Py_ssize_t position = start, count = 0;
+    while (count < most && available - position >= 4) {
         long long size = read_u32(data + position);
         if (size == 0 || size > max_size || size > INT32_MAX || available - position - 4 < size)
             break;
-        PyObject *body = PyBytes_FromStringAndSize((const char *)data + position + 4, (Py_ssize_t)size);
-        if (body == NULL)
-            return NULL;
-        int failed = PyList_Append(bodies, body);
-        Py_DECREF(body);
-        if (failed)
-            return NULL;
         position += 4 + (Py_ssize_t)size;
+        count++;
     }
-    return PyLong_FromSsize_t(position);
+    PyObject *lengths = PyBytes_FromStringAndSize(NULL, 4 * count);
+    PyObject *bodies = PyBytes_FromStringAndSize(NULL, position - start - 4 * count);
+    if (lengths == NULL || bodies == NULL) {
+        Py_XDECREF(lengths);
+        Py_XDECREF(bodies);
+        return NULL;
+    }
+    char *length = PyBytes_AS_STRING(lengths), *body = PyBytes_AS_STRING(bodies);
+    const unsigned char *from = data + start;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint32_t size = read_u32(from);
+        memcpy(length + 4 * i, &size, 4);
+        memcpy(body, from + 4, size);
+        body += size;
+        from += 4 + size;
+    }
+    return Py_BuildValue("NNn", lengths, bodies, position);
 }
 
 static const char HEX[] = "0123456789abcdef";
@@ -238,7 +253,7 @@ decode_fins(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyMethodDef methods[] = {
-    {"split_messages", (PyCFunction)(void (*)(void))split_messages, METH_FASTCALL, split_messages_doc},
+    {"pack_messages", (PyCFunction)(void (*)(void))pack_messages, METH_FASTCALL, pack_messages_doc},
     {"build_frames", (PyCFunction)(void (*)(void))build_frames, METH_FASTCALL, build_frames_doc},
     {"decode_fins", (PyCFunction)(void (*)(void))decode_fins, METH_FASTCALL, decode_fins_doc},
     {NULL, NULL, 0, NULL},

@@ -10,11 +10,11 @@ from array import array
 from collections.abc import Callable
 from typing import Any, Final
 
-SplitMessages = Callable[[bytes, int, int, int, list[bytes]], int]
+PackMessages = Callable[[bytes, int, int, int], tuple[bytes, bytes, int]]
 BuildFrames = Callable[[int, Any, "array[int]", bytes], tuple[bytes, list[int]]]
 DecodeFins = Callable[[bytes, int], tuple[list[tuple[int, int]], int]]
 
-split_messages: SplitMessages | None = None
+pack_messages: PackMessages | None = None
 build_frames: BuildFrames | None = None
 decode_fins: DecodeFins | None = None
 
@@ -24,9 +24,9 @@ if not os.environ.get("NSPARQ_NO_EXTENSIONS"):
     except ImportError:
         pass
     else:
-        split_messages = _kernel.split_messages
+        pack_messages = _kernel.pack_messages
         build_frames = _kernel.build_frames
         decode_fins = _kernel.decode_fins
 
-BUILD: Final = "python" if split_messages is None else "compiled"
+BUILD: Final = "python" if pack_messages is None else "compiled"
 """Which of the two is in use; `nsqd --version` names it."""

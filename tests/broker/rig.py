@@ -1,4 +1,6 @@
-"""A broker without a server: time stands still unless told, clients keep what they get, the disk does as told.
+"""A broker without a server: time stands still unless told, clients are lists, the disk does as told.
+
+In a test:
 
     rig = Rig(tmp_path, mem_queue_size=5)
     client = rig.subscribe("t", "c", rdy=2)
@@ -372,4 +374,6 @@ def counts(channel: Channel) -> tuple[int, int, int]:
 
 def bodies(count: int, start: int = 0, size: int = 0) -> list[bytes]:
     """Distinct bodies, padded to `size` bytes."""
-    return [b"%d" % number + b"." * max(0, size - len(b"%d" % number)) for number in range(start, start + count)]
+    return [
+        b"%d" % number + b"." * max(0, size - len(b"%d" % number)) for number in range(start, start + count)
+    ]

@@ -360,8 +360,9 @@ def test_the_broker_asks_to_be_woken_once_for_all_that_a_turn_has_to_do(rig: Rig
     assert rig.wakes == 1
     rig.turn()
     assert client.take_bodies() == [b"x"]
+    rig.wakes = 0
     rig.send("t", b"y")
-    assert rig.wakes == 2
+    assert rig.wakes == 1
 
 
 def test_an_idle_turn_does_nothing(rig: Rig):

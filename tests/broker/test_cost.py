@@ -1,4 +1,4 @@
-"""Cost grows with work only: what is idle costs nothing, and an answer costs the same whatever is in flight."""
+"""Cost grows with work only: what is idle costs nothing, an answer the same whatever is in flight."""
 
 from __future__ import annotations
 

@@ -250,4 +250,3 @@ def write_segment(directory: Path, base: int, content: bytes) -> Segment:
 
 ALL_MODES = [*Durability]
 ON_DISK = [Durability.OS, Durability.FSYNC]
-

@@ -93,9 +93,7 @@ def test_a_write_that_the_system_cuts_short_is_carried_on(
     assert content(tmp_path) == b"\0\0" + b"".join(buffers)
 
 
-def test_a_write_that_fails_half_way_raises(
-    files: Files, fd: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_half_way_raises(files: Files, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -116,6 +114,19 @@ def test_reading_from_the_system_s_memory_gives_the_same_or_nothing(files: Files
     files.write(fd, [b"0123456789"], 0)
     for size, position, expected in ((4, 3, b"3456"), (100, 8, b"89"), (100, 50, b""), (0, 3, b"")):
         assert files.read_cached(fd, size, position) in (expected, None)
+
+
+def test_what_was_read_from_the_system_s_memory_stands_until_the_next_call(
+    files: Files, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much is asked for; without RWF_NOWAIT here, so that the answer is always there."""
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at, flags: preadv(fd, buffers, at))
+    large = os.urandom(1 << 20)
+    files.write(fd, [large], 0)
+    for size in (10, 1 << 20, 300 << 10):
+        view = files.read_cached(fd, size, 5)
+        assert view == large[5 : 5 + size]
 
 
 class Preadv:

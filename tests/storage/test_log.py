@@ -538,6 +538,17 @@ def test_what_comes_from_disk_is_what_was_appended_times_and_all(tmp_path: Path)
     crash(log)
 
 
+def test_far_more_readers_than_places_remembered_all_get_everything(tmp_path: Path) -> None:
+    log = open_log(tmp_path, cache_bytes=0, memory_messages=1)
+    written = [message for n in range(100) for message in append(log, b"%03d" % n * 40_000)]
+    for order in (reversed(written), written, written[::2]):
+        for message in order:
+            batch = log.read(message.sequence, wait=True)
+            assert batch is not None
+            assert messages_of([batch]) == [message]
+    crash(log)
+
+
 @in_all_modes
 def test_many_readers_at_different_places_all_get_everything(tmp_path: Path, durability: Durability) -> None:
     log = open_log(tmp_path, durability=durability, cache_bytes=3_000, **SMALL)

@@ -6,7 +6,7 @@ import pytest
 
 from nsparq.storage import recovery
 from nsparq.storage.batch import MAGIC
-from nsparq.storage.recovery import Damage, Found, next_batch, scan
+from nsparq.storage.recovery import Damage, Found, behind_damage, scan
 
 from .support import encoded, reader
 
@@ -15,12 +15,12 @@ SECOND = encoded(3, b"ccc")
 THIRD = encoded(4, b"", b"dddd")
 
 
-def scanned(content: bytes, position: int = 0) -> list[tuple[int, int] | Damage]:
+def scanned(content: bytes) -> list[tuple[int, int] | Damage]:
     """Damage, and for a batch its position and first sequence number."""
-    found: list[tuple[int, int] | Damage] = []
-    for item in scan(reader(content), position, len(content)):
-        found.append((item.position, item.head.base) if isinstance(item, Found) else item)
-    return found
+    return [
+        (item.position, item.head.base) if isinstance(item, Found) else item
+        for item in scan(reader(content), len(content), first=1)
+    ]
 
 
 def test_nothing_gives_nothing() -> None:
@@ -29,10 +29,6 @@ def test_nothing_gives_nothing() -> None:
 
 def test_whole_batches_are_found_in_order() -> None:
     assert scanned(FIRST + SECOND + THIRD) == [(0, 1), (len(FIRST), 3), (len(FIRST + SECOND), 4)]
-
-
-def test_scanning_may_begin_further_on() -> None:
-    assert scanned(FIRST + SECOND, len(FIRST)) == [(len(FIRST), 3)]
 
 
 @pytest.mark.parametrize("cut", range(1, len(SECOND)))
@@ -66,12 +62,24 @@ def test_bodies_that_look_like_a_header_are_not_mistaken_for_one() -> None:
     assert scanned(content) == [Damage(0, len(tricky)), (len(tricky), 3)]
 
 
-def test_next_batch_is_at_or_after_the_position() -> None:
+def test_reading_goes_on_at_the_first_whole_batch_behind_the_damage() -> None:
     content = b"junk" + FIRST + SECOND
-    assert next_batch(reader(content), 0, len(content)) == 4
-    assert next_batch(reader(content), 4, len(content)) == 4
-    assert next_batch(reader(content), 5, len(content)) == 4 + len(FIRST)
-    assert next_batch(reader(content), 5 + len(FIRST), len(content)) == len(content)
+    assert behind_damage(reader(content), 0, len(content), 1) == 4
+    assert behind_damage(reader(content), 0, len(content), None) == 4
+    assert behind_damage(reader(content), 5, len(content), None) == 4 + len(FIRST)
+    assert behind_damage(reader(content), 5 + len(FIRST), len(content), None) == len(content)
+
+
+def test_a_batch_whose_numbers_do_not_fit_is_passed_over() -> None:
+    content = b"junk" + encoded(100, b"x") + SECOND
+    assert behind_damage(reader(content), 0, len(content), 3) == len(content) - len(SECOND)
+    assert behind_damage(reader(content), 0, len(content), None) == 4
+
+
+def test_without_an_order_any_whole_batch_is_taken() -> None:
+    content = SECOND + b"junk" + FIRST
+    found = [item for item in scan(reader(content), len(content), first=None) if isinstance(item, Found)]
+    assert [item.head.base for item in found] == [3, 1]
 
 
 @pytest.mark.parametrize("window", [4, 5, 7, 47, 48, 49, 64, 100, 1000])
@@ -98,7 +106,7 @@ def test_memory_is_bounded_by_the_window_whatever_the_size(monkeypatch: pytest.M
         asked.append(size)
         return content[at : at + size]
 
-    assert sum(isinstance(item, Found) for item in scan(read, 0, len(content))) == 200
+    assert sum(isinstance(item, Found) for item in scan(read, len(content), first=0)) == 200
     assert max(asked) <= 1000
 
 
@@ -113,7 +121,7 @@ def test_bodies_full_of_magic_do_not_make_recovery_quadratic(monkeypatch: pytest
         read_bytes += size
         return content[at : at + size]
 
-    assert [*scan(read, 0, len(content))] == [Damage(0, len(content))]
+    assert [*scan(read, len(content), first=1)] == [Damage(0, len(content))]
     assert read_bytes <= 8 * len(content)
 
 
@@ -122,13 +130,17 @@ def test_a_batch_published_inside_a_message_is_not_taken_for_one_of_the_log() ->
     around = encoded(3, encoded(77, b"not a message of this log"), b"x")
     for cut in range(len(around)):
         content = FIRST + around[:cut]
-        bases = [item.head.base for item in scan(reader(content), 0, len(content)) if isinstance(item, Found)]
+        bases = [
+            item.head.base for item in scan(reader(content), len(content), first=1) if isinstance(item, Found)
+        ]
         assert bases == [1], f"cut at byte {cut}"
     for position in range(len(around)):
         damaged = bytearray(around)
         damaged[position] ^= 0x10
         content = FIRST + bytes(damaged) + encoded(5, b"next")
-        bases = [item.head.base for item in scan(reader(content), 0, len(content)) if isinstance(item, Found)]
+        bases = [
+            item.head.base for item in scan(reader(content), len(content), first=1) if isinstance(item, Found)
+        ]
         assert bases == [1, 5], f"damaged at byte {position}"
 
 
@@ -137,5 +149,5 @@ def test_a_file_shorter_than_it_was_said_to_be_ends_the_scan() -> None:
     size = len(content) + 50
     assert [
         item.head.base if isinstance(item, Found) else (item.position, item.end)
-        for item in scan(reader(content), 0, size)
+        for item in scan(reader(content), size, first=1)
     ] == [1, 3, (len(content), size)]

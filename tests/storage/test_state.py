@@ -139,6 +139,21 @@ def test_a_channel_s_state_is_decoded_as_it_was_encoded(count: int) -> None:
     assert_same(decode_channel_state(channel_state(count).encode()), channel_state(count))
 
 
+def test_what_a_channel_passes_by_is_decoded_as_it_was_encoded() -> None:
+    state = ChannelState(cursor=5, seen=6, skips=[(7, 9), (1 << 54, (1 << 54) + 1)])
+    assert decode_channel_state(state.encode()).skips == state.skips
+    assert decode_channel_state(channel_state().encode()).skips == []
+
+
+def test_unfinished_messages_can_be_forgotten_from_an_id_on() -> None:
+    state = channel_state()
+    state.drop_from((1 << 63) + 2)
+    assert state.ids.tolist() == [(1 << 63) + 1]
+    assert (state.due_ns.tolist(), state.attempts.tolist()) == ([0], [65535])
+    state.drop_from(0)
+    assert len(state.ids) == len(state.due_ns) == len(state.attempts) == 0
+
+
 def test_a_channel_begins_with_nothing_unfinished() -> None:
     state = ChannelState(cursor=5, seen=6)
     assert_same(decode_channel_state(state.encode()), state)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from nsparq.broker.channel import Channel
 from nsparq.broker.client import Client
+from nsparq.broker.importer import import_queues
 from nsparq.broker.scan import QueueScan
 from nsparq.broker.topic import Topic
 from nsparq.names import is_valid_name
@@ -86,10 +87,14 @@ class Broker:
         self._with_files: set[Topic] = set()
         """Topics whose log may have files open; those of idle topics are closed."""
         self._is_metadata_stale = False
+        self._is_loading = True
+        """Until all of nsqd.dat has been taken in, it must not be written."""
         self._checkpointing: set[Channel] = set()
         self._checkpoint_after: dict[Channel, int] = {}
         """Channels whose last checkpoint was costly: not again before this."""
         self._channel_count = 0
+        self._stuck: set[Channel] = set()
+        """Channels whose last read the disk refused."""
         self._lock_fd = -1
 
     # opening and closing
@@ -100,7 +105,11 @@ class Broker:
         try:
             self._load()
         except BaseException:
+            for topic in self.topics.values():
+                if isinstance(topic.log, Log):
+                    topic.log.delete()  # only lets go of its files
             self.files.close(self._lock_fd)
+            self._lock_fd = -1
             raise
 
     def _load(self) -> None:
@@ -117,6 +126,8 @@ class Broker:
                 self._used.add(topic)
         for entry in listed:
             self._restore(entry)
+        import_queues(self)
+        self._is_loading = False
         self.write_metadata()
 
     def _restore(self, entry: TopicEntry) -> None:
@@ -200,6 +211,7 @@ class Broker:
     def channel_deleted(self, channel: Channel) -> None:
         self._channel_count -= 1
         self._dirty_channels.pop(channel, None)
+        self._stuck.discard(channel)
         self._checkpoint_after.pop(channel, None)
         self._used.add(channel.topic)
         if channel.is_durable and not channel.topic.is_exiting:
@@ -212,6 +224,8 @@ class Broker:
             self.write_metadata()
 
     def write_metadata(self) -> None:
+        if self._is_loading:
+            return
         topics = [
             TopicEntry(
                 t.name,
@@ -233,7 +247,7 @@ class Broker:
     def publish(
         self,
         topic_name: str,
-        bodies: list[bytes],
+        bodies: Sequence[bytes],
         defer_ms: int,
         done: Callable[[str, Exception | None], None],
         verb: str,
@@ -272,6 +286,11 @@ class Broker:
         for topic in flushed:
             if topic.is_ephemeral:
                 topic.bound()
+
+    def read_failed(self, channel: Channel, error: OSError) -> None:
+        """A disk that does not read: the channel tries again at the next round of maintenance."""
+        self.set_health(f"{channel}: cannot read the log: {error.strerror or error}")
+        self._stuck.add(channel)
 
     def warm(self, cold: Cold, then: Work) -> None:
         """Bring bytes from the disk into the system's memory without holding anybody up."""
@@ -325,6 +344,9 @@ class Broker:
         """Checkpoint, sync and reclaim whatever has been used since the last time."""
         if self._is_metadata_stale:
             self.write_metadata()
+        for channel in self._stuck:
+            self.schedule_channel(channel)
+        self._stuck.clear()
         used, self._used = self._used, set()
         for topic in self._with_files - used:
             if isinstance(topic.log, Log) and topic.log.release_files():

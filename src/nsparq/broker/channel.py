@@ -24,6 +24,7 @@ from nsparq.errors import ClientError, Exiting, SubscribeRefused
 from nsparq.names import is_ephemeral
 from nsparq.storage.batch import Batch
 from nsparq.storage.carry import CARRY_SUFFIX, CarryFile
+from nsparq.storage.gaps import Gaps
 from nsparq.storage.segment import Cold
 from nsparq.storage.state import CHANNEL_SUFFIX, ChannelState
 from nsparq.wire.message import build_frames, with_attempts
@@ -50,6 +51,9 @@ class Channel:
         """Whether its state is kept on disk."""
         self.cursor = cursor
         """The next sequence number never delivered."""
+        self.skips = Gaps()
+        """Messages of the log that the cursor passes by: taken over from another nsqd for one channel alone,
+        or, with their attempts, among the requeued from the start."""
         self.paused = False
         self.is_exiting = False
         self.clients: set[Client] = set()
@@ -101,11 +105,21 @@ class Channel:
     @property
     def backend_depth(self) -> int:
         """The part of the depth that is beyond the memory queue."""
-        return self.topic.log.count(self.cursor, min(self.topic.log.memory_start, self.topic.visible_end))
+        return self._count_to(min(self.topic.log.memory_start, self.topic.visible_end))
 
     @property
     def _ahead(self) -> int:
-        return self.topic.log.count(self.cursor, self.topic.visible_end) - self._deferred_ahead
+        return self._count_to(self.topic.visible_end) - self._deferred_ahead
+
+    def _count_to(self, end: int) -> int:
+        """Messages from the cursor to `end`, less those that it will pass by."""
+        log = self.topic.log
+        if not self.skips.ranges:
+            return log.count(self.cursor, end)
+        both = Gaps(self.skips.ranges)
+        for start, stop in log.gaps.ranges:
+            both.add(start, stop)
+        return max(0, end - self.cursor) - both.count(self.cursor, end)
 
     def low(self) -> int:
         """The oldest sequence number that this channel may still have to read from the log."""
@@ -327,6 +341,9 @@ class Channel:
         except Cold as cold:
             self._warm(cold)
             return False
+        except OSError as error:
+            self.topic.broker.read_failed(self, error)
+            return False
         self._mark_changed()
         return True
 
@@ -336,7 +353,7 @@ class Channel:
             return
         buffer, offsets = batch.frames or self._build(batch)
         index = self.cursor - batch.base
-        most = min(limit, batch.count - index, self.topic.visible_end - self.cursor)
+        most = min(limit, batch.count - index, self._stretch_end() - self.cursor)
         fitting = bisect_right(offsets, offsets[index] + MAX_WRITE) - 1 - index
         number = max(1, min(most, fitting))
         first = self.topic.first_id + self.cursor
@@ -372,12 +389,13 @@ class Channel:
     def _batch_at_cursor(self) -> Batch | None:
         """The batch that holds the cursor, which steps over gaps and deferred messages; None at the end."""
         batch = self._current
-        gaps = self.topic.log.gaps
-        while batch is None or not batch.base <= self.cursor < batch.end or batch.due_ns:
-            if gaps.ranges:
-                self.cursor = min(gaps.skip(self.cursor), self.topic.visible_end)
+        while True:
+            self.step_over()
             if self.cursor >= self.topic.visible_end:
                 return None
+            if batch is not None and batch.base <= self.cursor < batch.end and not batch.due_ns:
+                self._current = batch
+                return batch
             batch = self.topic.log.read(self.cursor, wait=self._must_wait)
             self._must_wait = False
             if batch is None:
@@ -387,8 +405,25 @@ class Channel:
             if batch.due_ns and self.cursor < batch.end:
                 self.cursor = batch.end
                 self._deferred_ahead -= batch.count
-        self._current = batch
-        return batch
+
+    def step_over(self) -> None:
+        """Move the cursor out of numbers that hold no message for this channel."""
+        gaps, skips = self.topic.log.gaps, self.skips
+        while gaps.ranges or skips.ranges:
+            following = min(skips.skip(gaps.skip(self.cursor)), self.topic.visible_end)
+            if following <= self.cursor:
+                break
+            self.cursor = following
+
+    def _stretch_end(self) -> int:
+        """How far the cursor may go before it must step over something. Batches that were read from disk
+        come joined, so this may be inside one."""
+        end = self.topic.visible_end
+        for ranges in (self.topic.log.gaps.ranges, self.skips.ranges):
+            for start, _ in ranges:
+                if self.cursor < start < end:
+                    end = start
+        return end
 
     def _deliver_again(self, client: Client, limit: int, now_ns: int) -> None:
         pieces: list[bytes] = []
@@ -467,7 +502,7 @@ class Channel:
             batch = self._batch_at_cursor()
             if batch is None:
                 break
-            step = min(surplus, batch.end - self.cursor)
+            step = min(surplus, min(batch.end, self._stretch_end()) - self.cursor)
             self.cursor += step
             self.dropped_count += step
             surplus -= step
@@ -519,10 +554,12 @@ class Channel:
         due[len(ids) - len(self.deferred) :] = np.fromiter(
             self.deferred.due_ns.values(), np.int64, len(self.deferred)
         )
+        self.skips.drop_before(self.cursor)
         return ChannelState(
             cursor=self.cursor,
             seen=self.topic.visible_end,
             paused=self.paused,
+            skips=self.skips.ranges,
             ids=np.array(ids, np.uint64),
             due_ns=due,
             attempts=np.array(attempts, np.uint16),
@@ -537,6 +574,7 @@ class Channel:
             self._mark_changed()
             state = ChannelState(cursor=log.start, seen=log.start)
         self.cursor = max(state.cursor, log.start)
+        self.skips = Gaps(state.skips)
         self.paused = state.paused
         unfinished = set()
         for message_id, due_ns, attempts in zip(
@@ -562,6 +600,14 @@ class Channel:
             self._deferred_ahead += 1
             if sequence >= state.seen:
                 self._defer(first + sequence, due_ns)
+
+    def add_tried(self, sequence: int, attempts: list[int]) -> None:
+        """Messages from `sequence` on that another nsqd has delivered before, so many times each: they wait
+        to be sent again, and the cursor will pass them by."""
+        first = self.topic.first_id + sequence
+        self.skips.add(sequence, sequence + len(attempts))
+        self.requeued.extend(range(first, first + len(attempts)))
+        self._attempts.update(zip(range(first, first + len(attempts)), attempts, strict=True))
 
     def carry_over(self, before: int, limit: int) -> bool:
         """Copy what is unfinished of the log before `before` into the channel's own keeping, so that the

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,17 @@ from nsparq.broker.channel import Channel
 from nsparq.broker.latency import summarize
 from nsparq.errors import Exiting, StorageError, WriteFailed
 from nsparq.names import is_ephemeral
+from nsparq.packed import PackedBodies
 from nsparq.storage.log import Log
 from nsparq.storage.memory import MemoryLog
 from nsparq.storage.segment import Segment
-from nsparq.storage.state import CHANNEL_SUFFIX, TopicState, read_channel_state, read_topic_state
+from nsparq.storage.state import (
+    CHANNEL_SUFFIX,
+    ChannelState,
+    TopicState,
+    read_channel_state,
+    read_topic_state,
+)
 
 if TYPE_CHECKING:
     from nsparq.broker.broker import Broker
@@ -66,15 +73,19 @@ class Topic:
         self.origin = 0
         """Where the first channel starts: what comes after it is kept while there is no channel."""
         self._pause_position = -1
-        self._bodies: list[bytes] = []
+        self._published: list[PackedBodies] = []
         """Published in this turn, to be appended at its end."""
-        self._deferred: list[tuple[list[bytes], int]] = []
+        self._gathered = 0
+        """Messages among them."""
+        self._deferred: list[tuple[PackedBodies, int]] = []
         self._waiting: list[tuple[Done, str]] = []
         self._uncommitted: list[tuple[int, list[tuple[Done, str]]]] = []
         """Publishers who wait for an fsync, with the log's end that it must reach."""
         self._held_back: list[tuple[int, int]] = []
         """Deferred messages, sequence number and due time, that no channel may see yet."""
         self._is_marked_used = False
+        self._import_start = -1
+        """Where the messages of another nsqd begin, while they are being taken over."""
         self._low = (0, 0)
         self.synced_ns = 0
         """When the log was last asked to sync."""
@@ -88,6 +99,8 @@ class Topic:
             self.log = MemoryLog(floor=epoch)
         else:
             self.broker.files.make_directory(self.directory)
+            if self.broker.is_synchronous:
+                self.broker.files.sync_directory(self.directory.parent)
             self.log = self._new_log(self.directory, epoch)
             self.log.open(clean_end=epoch, epoch=epoch)
             self._is_marked_used = True
@@ -114,10 +127,14 @@ class Topic:
             self._pause_position = state.pause_position
             for start, end in state.gaps:
                 log.gaps.add(start, end)
+            if state.import_start >= 0:
+                self._undo_import(state.import_start, log, channel_states.values())
         for file_name, channel_state in channel_states.items():
             channel = Channel(self, file_name.removesuffix(CHANNEL_SUFFIX), log.start)
             channel.restore(channel_state)
             self.channels[channel.name] = channel
+        if state is not None and state.import_start >= 0:
+            self._end_import()
         since = self.visible_end if self.channels else self.origin
         self._held_back = list(log.deferred_since(since))
 
@@ -126,7 +143,7 @@ class Topic:
         log.reader_low = self._recent_low
         return log
 
-    def _write_state(self, *, clean: bool) -> None:
+    def _write_state(self, *, clean: bool, sync: bool = False) -> None:
         if self.directory is None:
             return
         state = TopicState(
@@ -136,8 +153,9 @@ class Topic:
             pause_position=self._pause_position,
             clean_end=self.log.end if clean else -1,
             gaps=self.log.gaps.ranges,
+            import_start=self._import_start,
         )
-        state.write(self.broker.files, self.directory, sync=clean or self.broker.is_synchronous)
+        state.write(self.broker.files, self.directory, sync=clean or sync or self.broker.is_synchronous)
 
     def close(self) -> None:
         """Persist everything, in an order in which a crash on the way loses nothing."""
@@ -152,6 +170,46 @@ class Topic:
                     self.broker.files.replace(self.directory / channel.file_name, state.encode(), sync=True)
             self._write_state(clean=True)
 
+    # taking over what another nsqd has left: see broker.importer
+
+    def begin_import(self) -> None:
+        """Whatever is appended from here on is as if it had never been, until end_import()."""
+        self._import_start = self.log.end
+        self._is_marked_used = True
+        self._write_state(clean=False, sync=True)
+
+    def show_imported(self) -> None:
+        """What has been appended so far was with the channels already: a paused topic does not hold it up."""
+        if self.paused and self.channels and not self.log.count(self._pause_position, self._import_start):
+            self._pause_position = self.log.end
+
+    def end_import(self) -> None:
+        """Have all of it on disk, with where the channels stand, and let it count."""
+        assert isinstance(self.log, Log)
+        self.log.close()
+        self._end_import()
+
+    def _end_import(self) -> None:
+        """The channels' states first: they speak of the messages that the topic's state is about to let
+        count, or no longer of those that it is about to forget."""
+        assert self.directory is not None
+        for channel in self.channels.values():
+            channel.step_over()
+            if channel.is_durable:
+                state = channel.snapshot()
+                self.broker.files.replace(self.directory / channel.file_name, state.encode(), sync=True)
+        self._import_start = -1
+        self._is_marked_used = True
+        self._write_state(clean=False, sync=True)
+
+    def _undo_import(self, start: int, log: Log, states: Iterable[ChannelState | None]) -> None:
+        """It was broken off and will begin anew: no channel may see the first part of it."""
+        logger.warning("%s: taking over another nsqd's messages was broken off, and begins anew", self)
+        log.gaps.add(start, log.end)
+        for state in states:
+            if state is not None:
+                state.drop_from(self.first_id + start)
+
     # publishing
 
     @property
@@ -159,31 +217,31 @@ class Topic:
         """Channels see no further than this."""
         return self._pause_position if self.paused else self.log.end
 
-    def publish(self, bodies: list[bytes], due_ns: int, done: Done, verb: str) -> None:
+    def publish(self, bodies: Sequence[bytes], due_ns: int, done: Done, verb: str) -> None:
         """Append at the end of this turn; `done` is called then, or when the disk has it."""
         if self.is_exiting:
             raise Exiting
-        if due_ns:
-            self._deferred.append((bodies, due_ns))
-        else:
-            self._bodies += bodies
+        packed = PackedBodies.of(bodies)
         self._waiting.append((done, verb))
-        if len(self._bodies) >= EAGER_BATCH or len(bodies[0]) >= EAGER_BYTES:
+        if due_ns:
+            self._deferred.append((packed, due_ns))
+        else:
+            self._published.append(packed)
+            self._gathered += len(packed.lengths)
+        if self._gathered >= EAGER_BATCH or len(packed.data) >= EAGER_BYTES:
             self.flush(self.broker.clock())
         else:
             self.broker.schedule_topic(self)
 
     def flush(self, now_ns: int) -> None:
         """Append what was published in this turn and let the channels see it."""
-        bodies, deferred, waiting = self._bodies, self._deferred, self._waiting
+        published, deferred, waiting = self._published, self._deferred, self._waiting
         if not waiting:
             return
-        self._bodies, self._deferred, self._waiting = [], [], []
+        self._published, self._deferred, self._waiting, self._gathered = [], [], [], 0
         groups = deferred
-        if 0 < len(bodies) <= MAX_BATCH:
-            groups = [(bodies, 0), *deferred]
-        elif bodies:
-            groups = [(bodies[i : i + MAX_BATCH], 0) for i in range(0, len(bodies), MAX_BATCH)] + deferred
+        if published:
+            groups = [(part, 0) for part in PackedBodies.join(published).split(MAX_BATCH)] + deferred
         before = self.log.end
         try:
             if self.is_exiting:

@@ -28,10 +28,16 @@ class BatchCache:
     def add(self, owner: Owner, batch: Batch) -> None:
         self._batches[batch] = owner
         self.size_bytes += batch.size
-        while self.size_bytes > self.limit_bytes and len(self._batches) > 1:
-            oldest, its_owner = next(iter(self._batches.items()))
-            if not its_owner.forget(oldest):
+        if self.size_bytes > self.limit_bytes:
+            self._evict(batch)
+
+    def _evict(self, newest: Batch) -> None:
+        for batch, owner in [*self._batches.items()]:
+            if self.size_bytes <= self.limit_bytes:
                 break
+            # One that the disk does not take stays, and must not hold up the others.
+            if batch is not newest and batch in self._batches:
+                owner.forget(batch)
 
     def use(self, batch: Batch) -> None:
         """Note that a batch read back from disk was of use again."""

@@ -6,9 +6,11 @@ batches of one message each, and the segment is free.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
+from nsparq.errors import CorruptBatch
 from nsparq.storage.batch import (
     Batch,
     checksum_holds,
@@ -19,7 +21,9 @@ from nsparq.storage.batch import (
     lengths_of,
 )
 from nsparq.storage.files import Files
-from nsparq.storage.recovery import Found, scan
+from nsparq.storage.recovery import Damage, scan
+
+logger = logging.getLogger(__name__)
 
 CARRY_SUFFIX = ".carry"
 _WORTH_REWRITING = 1 << 20
@@ -42,8 +46,12 @@ class CarryFile:
         if raw is None:
             return []
         self._size = len(raw)
-        for item in scan(lambda size, at: raw[at : at + size], 0, len(raw)):
-            if isinstance(item, Found):
+        for item in scan(lambda size, at: raw[at : at + size], len(raw), first=None):
+            if isinstance(item, Damage):
+                logger.error(
+                    "%s", CorruptBatch(self._path, item.position, "messages carried over are unreadable")
+                )
+            else:
                 self._places[item.head.base] = (item.position, item.head.size)
                 self._live += item.head.size
         return [*self._places]

@@ -7,15 +7,17 @@ In `memory` mode `stable` trails behind: batches are written when they leave mem
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right, insort
+import re
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 from nsparq.errors import CorruptBatch, WriteFailed
-from nsparq.storage.batch import Batch, encode_head, lengths_of
+from nsparq.packed import PackedBodies
+from nsparq.storage.batch import Batch, encode_head
 from nsparq.storage.cache import BatchCache
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.gaps import Gaps
@@ -27,6 +29,8 @@ EPOCH_BITS = 12
 """A log opened after a crash goes on at the clock's millisecond, shifted by this: its numbers cannot have
 been used before, even where the disk has lost the last of them, as long as a topic takes under four million
 messages a second. 42 bits of milliseconds last until 2109."""
+
+_SEGMENT_NAME = re.compile(r"[0-9]{20}\.log")
 
 _IDLE_ROLL_SIZE = 8 << 20
 """A segment that all channels have passed is rolled, and so reclaimed, at this size already."""
@@ -83,6 +87,8 @@ class Log:
         self._memory: dict[int, Batch] = {}
         self._next_position: dict[int, tuple[Segment, int]] = {}
         """Where on disk the batch after one just read begins; bounded."""
+        self._unsynced_directory: Path | None = None
+        """Our directory, when it has a new segment whose name is not synced."""
         self._closing_fds: list[int] = []
         """Sealed segments not yet synced."""
 
@@ -91,9 +97,8 @@ class Log:
     def open(self, *, clean_end: int, epoch: int) -> None:
         """Read what is on disk. `clean_end` is where the last clean stop ended, -1 if there was none;
         `epoch` the number from which on nothing can have been used."""
-        bases = [
-            int(name[:-4]) for name in self.files.list_directory(self.directory) if name.endswith(".log")
-        ]
+        names = self.files.list_directory(self.directory)
+        bases = [int(name[:-4]) for name in names if _SEGMENT_NAME.fullmatch(name)]
         for number, base in enumerate(sorted(bases)):
             segment = Segment(self.files, self.directory, base)
             for _ in segment.open(last=number == len(bases) - 1):
@@ -137,7 +142,10 @@ class Log:
     def close(self) -> None:
         """Write what only memory holds, sync, and leave an index that makes the next start quick."""
         self._write_out(self.end)
-        self.sync_now()
+        try:
+            self.sync_now()
+        finally:
+            self._close_fds()
         if self._segments:
             self._segments[-1].write_index(sync=True)
         for segment in self._segments:
@@ -162,12 +170,13 @@ class Log:
 
     # appending
 
-    def append(self, groups: list[tuple[list[bytes], int]], now_ns: int) -> list[Batch]:
+    def append(self, groups: Sequence[tuple[Sequence[bytes], int]], now_ns: int) -> list[Batch]:
         """Append each group, (bodies, due time or 0), as one batch; all of them or, raising, none."""
         batches = []
         base = self.end
         for bodies, due_ns in groups:
-            batch = Batch(base, now_ns, due_ns, lengths_of(bodies), b"".join(bodies))
+            packed = PackedBodies.of(bodies)
+            batch = Batch(base, now_ns, due_ns, packed.lengths, packed.data)
             batches.append(batch)
             base = batch.end
         if self.settings.durability is not Durability.MEMORY:
@@ -207,11 +216,16 @@ class Log:
         if self._segments:
             active = self._segments[-1]
             # A gap in the numbers begins a new segment, so that opening a log finds its gaps again.
-            if active.end == base and active.size + size <= self.settings.segment_bytes:
+            fits = active.size + size <= self.settings.segment_bytes or not active.size
+            if active.end == base and fits:
                 return active
-            self._seal(active)
+            if active.size:
+                self._seal(active)
+            else:
+                self._segments.pop().remove()
         segment = Segment(self.files, self.directory, base)
         self._segments.append(segment)
+        self._unsynced_directory = self.directory
         return segment
 
     def _seal(self, segment: Segment) -> None:
@@ -231,6 +245,8 @@ class Log:
     def _make_room(self, count: int) -> None:
         """Memory mode: write out what `count` more messages will push out of memory; raises if it cannot."""
         leaving = self.end + count - self.settings.memory_messages
+        if self._cache.size_bytes > self._cache.limit_bytes:
+            leaving = self.end
         if leaving > self.stable:
             self._write_out(min(leaving, self.end))
 
@@ -291,7 +307,6 @@ class Log:
 
     def _read_disk(self, sequence: int, wait: bool) -> Batch | None:
         known = self._next_position.pop(sequence, None)
-        damaged = False
         while True:
             if known is not None:
                 segment, place = known[0], (known[1], sequence)
@@ -308,12 +323,11 @@ class Log:
                 found = segment.read(place, sequence, wait=wait)
             except CorruptBatch as error:
                 self.corrupt_batches += 1
-                damaged = True
                 logger.error("%s; its messages are lost, reading goes on behind it", error)
                 continue
             following = segment.end if found is None else found[0].base
             if following > sequence:
-                self._note_gap(sequence, following, damaged)
+                self._note_gap(sequence, following, segment)
             if found is None:
                 sequence = segment.end
                 continue
@@ -325,7 +339,7 @@ class Log:
             return batch
 
     def _first_in_memory(self, sequence: int) -> Batch | None:
-        entry = bisect_right(self._bases, sequence)
+        entry = bisect_left(self._bases, sequence)
         return self._memory[self._bases[entry]] if entry < len(self._bases) else None
 
     def _remember(self, batch: Batch) -> None:
@@ -334,9 +348,10 @@ class Log:
             self._memory[batch.base] = batch
             self._cache.add(self, batch)
 
-    def _note_gap(self, start: int, end: int, damaged: bool) -> None:
-        if damaged:
-            self.corrupt_messages += end - start - self.gaps.count(start, end)
+    def _note_gap(self, start: int, end: int, segment: Segment) -> None:
+        """Numbers that are not there. Inside a segment none are left out on purpose: those are lost."""
+        inside = max(start, segment.base)
+        self.corrupt_messages += max(0, end - inside - self.gaps.count(inside, end))
         self.gaps.add(start, end)
 
     def count(self, start: int, end: int) -> int:
@@ -349,20 +364,26 @@ class Log:
 
     def begin_sync(self) -> Sync:
         """What must be synced for everything stable to be committed; run() it in a thread."""
-        fds, self._closing_fds = self._closing_fds, []
-        if self._segments:
-            fds.append(self.files.duplicate(self._segments[-1].fd))
+        active = [self.files.duplicate(self._segments[-1].fd)] if self._segments else []
+        fds, self._closing_fds = self._closing_fds + active, []
+        directory, self._unsynced_directory = self._unsynced_directory, None
+        sync = Sync(self.files, fds, directory, self.stable, self.unsynced)
         self.unsynced = 0
         self.is_syncing = True
-        return Sync(self.files, fds, self.stable)
+        return sync
 
     def end_sync(self, sync: Sync) -> None:
         self.is_syncing = False
         if sync.error is None:
             self.committed = max(self.committed, sync.end)
+            return
+        # Nothing of it counts as synced: the next one tries all of it again.
+        self.unsynced += max(sync.count, 1)
+        self._closing_fds = sync.failed + self._closing_fds
+        self._unsynced_directory = self._unsynced_directory or sync.directory
 
     def sync_now(self) -> None:
-        if self.unsynced or self._closing_fds:
+        if self.unsynced or self._closing_fds or self.committed < self.stable:
             sync = self.begin_sync()
             sync.run()
             self.end_sync(sync)
@@ -410,10 +431,16 @@ class Log:
 class Sync:
     """An fsync of everything a log had written when it was made."""
 
-    def __init__(self, files: Files, fds: list[int], end: int) -> None:
+    def __init__(self, files: Files, fds: list[int], directory: Path | None, end: int, count: int) -> None:
         self._files = files
         self._fds = fds
+        self.directory = directory
+        """To be synced as well: it has got a new file."""
         self.end = end
+        self.count = count
+        """Messages it is about."""
+        self.failed: list[int] = []
+        """Descriptors whose sync failed; still open."""
         self.error: OSError | None = None
 
     def run(self) -> None:
@@ -422,5 +449,11 @@ class Sync:
                 self._files.sync(fd)
             except OSError as error:
                 self.error = error
-            finally:
+                self.failed.append(fd)
+            else:
                 self._files.close(fd)
+        if self.directory is not None:
+            try:
+                self._files.sync_directory(self.directory)
+            except OSError as error:
+                self.error = error

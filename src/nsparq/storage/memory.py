@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from nsparq.storage.batch import Batch, lengths_of
+from nsparq.packed import PackedBodies
+from nsparq.storage.batch import Batch
 from nsparq.storage.gaps import Gaps
 
 
@@ -30,10 +31,11 @@ class MemoryLog:
     def memory_start(self) -> int:
         return self.start
 
-    def append(self, groups: list[tuple[list[bytes], int]], now_ns: int) -> list[Batch]:
+    def append(self, groups: Sequence[tuple[Sequence[bytes], int]], now_ns: int) -> list[Batch]:
         batches = []
         for bodies, due_ns in groups:
-            batch = Batch(self.end, now_ns, due_ns, lengths_of(bodies), b"".join(bodies))
+            packed = PackedBodies.of(bodies)
+            batch = Batch(self.end, now_ns, due_ns, packed.lengths, packed.data)
             self._bases.append(batch.base)
             self._batches[batch.base] = batch
             self.end = batch.end

@@ -1,4 +1,9 @@
-"""Finding the batches in a file that a crash, or a bad disk, may have damaged."""
+"""Finding the batches in a file that a crash, or a bad disk, may have damaged.
+
+A message body may itself look like a batch: someone publishes pieces of a log. So bytes behind damage are
+believed only where a batch can be: at the end of the damaged one, if its header still makes sense, or at
+a header whose numbers fit between what came before and what the skipped bytes could have held.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,9 @@ from nsparq.storage.batch import HEADER_SIZE, MAGIC, Head, checksum_holds, decod
 
 _WINDOW = 4 << 20
 """Bytes held while scanning: recovery costs the same memory whatever the segment's size."""
+
+_LEAST_MESSAGE = 4
+"""Bytes that any message takes in a batch: its entry in the table of lengths."""
 
 Read = Callable[[int, int], bytes]
 """Bytes of the file: (size, position)."""
@@ -28,38 +36,51 @@ class Damage(NamedTuple):
     end: int
 
 
-def scan(read: Read, position: int, size: int) -> Iterator[Found | Damage]:
-    """Every whole batch from `position` to `size`, and every stretch that is none."""
+def scan(read: Read, size: int, *, first: int | None) -> Iterator[Found | Damage]:
+    """Every whole batch of a file, and every stretch that is none.
+
+    `first` is the number that the first batch begins with, and the others follow without a gap; None for
+    a file whose batches stand in no order.
+    """
     window = _Window(read, size)
+    position, expected = 0, first
     while position < size:
         head = window.batch_at(position)
         if head is not None:
             yield Found(position, head)
             position += head.size
+            expected = None if first is None else head.end
             continue
-        behind = _next_batch(window, position + 1, size)
+        behind = _behind_damage(window, position, size, expected)
         yield Damage(position, behind)
         position = behind
 
 
-def next_batch(read: Read, position: int, size: int) -> int:
-    """Where the first whole batch at or after `position` begins; `size` when there is none."""
-    return _next_batch(_Window(read, size), position, size)
+def behind_damage(read: Read, position: int, size: int, expected: int | None) -> int:
+    """Where reading goes on behind the damage at `position`, where a batch that begins with the number
+    `expected` should be (None if that is not known); `size` if nothing follows."""
+    return _behind_damage(_Window(read, size), position, size, expected)
 
 
-def _next_batch(window: _Window, position: int, size: int) -> int:
-    while position < size:
-        data = window.bytes_at(position, min(_WINDOW, size - position))
-        found = data.find(MAGIC)
-        if found < 0:
-            # The magic may straddle two windows.
-            position += max(1, len(data) - len(MAGIC) + 1)
-            continue
-        position += found
-        if window.batch_at(position) is not None:
-            return position
-        position += 1
+def _behind_damage(window: _Window, position: int, size: int, expected: int | None) -> int:
+    head = window.head_at(position)
+    if head is not None and head.base == expected:
+        # The header makes sense, so the batch reaches as far as it says, or to the end of a torn file.
+        behind = position + head.size
+        if behind >= size or window.batch_at(behind) is not None:
+            return min(behind, size)
+    found = position + 1
+    while (found := window.find_magic(found)) < size:
+        head = window.head_at(found)
+        if head is not None and _can_follow(head, expected, found - position):
+            if window.batch_at(found) is not None:
+                return found
+        found += 1
     return size
+
+
+def _can_follow(head: Head, expected: int | None, skipped_bytes: int) -> bool:
+    return expected is None or expected <= head.base <= expected + skipped_bytes // _LEAST_MESSAGE
 
 
 class _Window:
@@ -71,18 +92,36 @@ class _Window:
         self._data = b""
         self._start = 0
 
-    def bytes_at(self, position: int, size: int) -> bytes:
+    def _load(self, position: int, size: int) -> int:
+        """Have `size` bytes from `position` on in the buffer, as far as the file has them. Gives the
+        offset at which they stand."""
         offset = position - self._start
         if offset < 0 or offset + size > len(self._data):
-            self._data = self._read(max(size, min(_WINDOW, self._size - position)), position)
+            self._data = self._read(min(max(size, _WINDOW), self._size - position), position)
             self._start, offset = position, 0
-        return self._data[offset : offset + size]
+        return offset
+
+    def head_at(self, position: int) -> Head | None:
+        if self._size - position < HEADER_SIZE:
+            return None
+        offset = self._load(position, HEADER_SIZE)
+        return decode_head(self._data, offset)
 
     def batch_at(self, position: int) -> Head | None:
         """The header of the batch at `position`, if the whole batch is there and is what was written."""
-        head = decode_head(self.bytes_at(position, min(HEADER_SIZE, self._size - position)))
+        head = self.head_at(position)
         if head is None or position + head.size > self._size:
             return None
-        if head.size > len(self._data) - (position - self._start):
-            self.bytes_at(position, head.size)
-        return head if checksum_holds(head, self._data, position - self._start) else None
+        offset = self._load(position, head.size)
+        return head if checksum_holds(head, self._data, offset) else None
+
+    def find_magic(self, position: int) -> int:
+        """The next place from `position` on that begins like a batch; the file's size if there is none."""
+        while self._size - position >= HEADER_SIZE:
+            offset = self._load(position, HEADER_SIZE)
+            found = self._data.find(MAGIC, offset)
+            if found >= 0:
+                return self._start + found
+            # The magic may straddle two windows.
+            position = max(position + 1, self._start + len(self._data) - len(MAGIC) + 1)
+        return self._size

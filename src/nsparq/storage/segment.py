@@ -28,7 +28,7 @@ from nsparq.storage.batch import (
     decode_lengths,
 )
 from nsparq.storage.files import Buffer, Files
-from nsparq.storage.recovery import Damage, next_batch, scan
+from nsparq.storage.recovery import Damage, behind_damage, scan
 
 logger = logging.getLogger(__name__)
 
@@ -66,21 +66,30 @@ class Segment:
         self._sequences = array("Q")
         self._positions = array("Q")
         self._fd = -1
+        self._is_ragged = False
+        """Whether a failed write has left bytes behind `size`."""
         self._damage: dict[int, int] = {}
         """Where unreadable bytes begin, and where reading goes on."""
 
     # writing
 
     def append(self, buffers: list[Buffer], size: int) -> None:
-        """Write whole batches, or raise. What a failed write leaves behind `size` is overwritten by the
-        next one, or cut off by the next start; cutting it off now gives a full disk its space back."""
+        """Write whole batches, or raise and leave the file as it was."""
+        self.tidy()
         try:
             self.files.write(self.fd, buffers, self.size)
         except OSError:
+            self._is_ragged = True
             with suppress(OSError):
-                self.files.truncate(self.fd, self.size)
+                self.tidy()
             raise
         self.size += size
+
+    def tidy(self) -> None:
+        """Cut off what a failed write has left, so that it can never be read as if it had succeeded."""
+        if self._is_ragged:
+            self.files.truncate(self.fd, self.size)
+            self._is_ragged = False
 
     def note(self, position: int, base: int, end: int, timestamp_ns: int, due_ns: int) -> None:
         """Account for a batch that stands at `position`."""
@@ -107,6 +116,7 @@ class Segment:
             self._fd = -1
 
     def write_index(self, *, sync: bool) -> None:
+        self.tidy()
         body = self._sequences.tobytes() + self._positions.tobytes() + self.deferred.tobytes()
         fields = (self.base, self.end, self.size, self.first_ns, self.last_ns)
         counts = (len(self._positions), len(self.deferred))
@@ -131,7 +141,7 @@ class Segment:
         if self._load_index():
             return []
         found: list[Damage] = []
-        for item in scan(lambda size, at: self.files.read(self.fd, size, at), 0, self.size):
+        for item in scan(self._read_at, self.size, first=self.base):
             if isinstance(item, Damage):
                 found.append(item)
                 self._damage[item.position] = item.end
@@ -197,37 +207,42 @@ class Segment:
                 if head is None:
                     if len(block) - offset < HEADER_SIZE and position + len(block) < self.size:
                         break
-                    raise self.corrupt(position + offset, "no batch header")
+                    raise self.corrupt(position + offset, "no batch header", expected)
                 if head.end > sequence:
-                    return self._gather(block, offset, head, position, wait)
-                if head.base != expected:
+                    return self._gather(block, offset, head, position, expected, wait)
+                if head.base != expected and not self._is_whole(block, offset, head, position):
                     # Numbers in a segment follow each other. This may be a batch that we want, misnumbered.
-                    self._verify(position + offset, head, wait)
+                    raise self.corrupt(position + offset, "checksum mismatch", expected)
                 expected = head.end
                 offset += head.size
             position += offset
         return None
 
-    def _verify(self, position: int, head: Head, wait: bool) -> None:
-        if not checksum_holds(head, self._block(position, head.size, wait)):
-            raise self.corrupt(position, "checksum mismatch")
+    def _is_whole(self, block: memoryview, offset: int, head: Head, position: int) -> bool:
+        if head.size <= len(block) - offset:
+            return checksum_holds(head, block, offset)
+        return checksum_holds(head, self._read_at(head.size, position + offset))
+
+    def _read_at(self, size: int, position: int) -> bytes:
+        return self.files.read(self.fd, size, position)
 
     def _block(self, position: int, size: int, wait: bool) -> memoryview:
         size = min(size, self.size - position)
-        if wait:
-            block = self.files.read(self.fd, size, position)
-            if len(block) < size:
-                missing = position + len(block)
-                self._damage[missing] = self.size
-                raise CorruptBatch(self.path, missing, "the file is shorter than it was")
-            return memoryview(block)
-        cached = self.files.read_cached(self.fd, size, position)
-        if cached is None or len(cached) < size:
-            raise Cold(self.path, position)
-        return cached
+        if not wait:
+            cached = self.files.read_cached(self.fd, size, position)
+            if cached is None or len(cached) < size:
+                raise Cold(self.path, position)
+            return cached
+        block = self._read_at(size, position)
+        if len(block) < size:
+            logger.error(
+                "%s", CorruptBatch(self.path, position + len(block), "the file is shorter than it was")
+            )
+            self.size = position + len(block)
+        return memoryview(block)
 
     def _gather(
-        self, block: memoryview, offset: int, head: Head, position: int, wait: bool
+        self, block: memoryview, offset: int, head: Head, position: int, expected: int, wait: bool
     ) -> tuple[Batch, int]:
         """The batch at `offset` of a block read from `position`, joined with small ones that follow it."""
         if head.size > len(block) - offset:
@@ -240,24 +255,25 @@ class Segment:
             if not checksum_holds(following, block, offset):
                 if parts:
                     break
-                raise self.corrupt(position + offset, "checksum mismatch")
+                raise self.corrupt(position + offset, "checksum mismatch", expected)
             start, end = data_range(following, offset)
             parts.append((following.timestamp_ns, decode_lengths(following, block, offset), block[start:end]))
             offset += following.size
             size += following.size
             if due_ns or size >= GATHER_SIZE:
                 break
-            expected = following.end
+            behind = following.end
             following = decode_head(block, offset)
-            if following is not None and (following.due_ns or following.base != expected):
+            if following is not None and (following.due_ns or following.base != behind):
                 break
         if len(parts) == 1:
             timestamp_ns, lengths, data = parts[0]
             return Batch(base, timestamp_ns, due_ns, lengths, bytes(data)), position + offset
         return Batch.join(base, parts), position + offset
 
-    def corrupt(self, position: int, reason: str) -> CorruptBatch:
-        """Note the damage at `position`, so that the next read goes on behind it."""
-        read = lambda size, at: self.files.read(self.fd, size, at)  # noqa: E731
-        self._damage[position] = next_batch(read, position + 1, self.size)
+    def corrupt(self, position: int, reason: str, expected: int) -> CorruptBatch:
+        """Note the damage at `position`, where a batch beginning with the number `expected` should be (-1 if
+        that is not known), so that the next read goes on behind it."""
+        known = None if expected < 0 else expected
+        self._damage[position] = behind_damage(self._read_at, position, self.size, known)
         return CorruptBatch(self.path, position, reason)

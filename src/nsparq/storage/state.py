@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import struct
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -44,9 +45,19 @@ class TopicState:
     """The log's end at a clean stop; -1 while the topic is in use."""
     gaps: list[tuple[int, int]] = field(default_factory=list)
     """Sequence numbers emptied while the log still held them."""
+    import_start: int = -1
+    """Where taking over another nsqd's messages began; -1 unless it was broken off, and then nothing from
+    here on counts."""
 
     def write(self, files: Files, directory: Path, *, sync: bool) -> None:
-        files.replace(directory / TOPIC_FILE, json.dumps(asdict(self)).encode(), sync=sync)
+        fields = asdict(self)
+        content = json.dumps(fields | {"crc": _crc_of(fields)}).encode()
+        files.replace(directory / TOPIC_FILE, content, sync=sync)
+
+
+def _crc_of(fields: dict[str, Any]) -> int:
+    crc: int = crc32c(json.dumps(fields, sort_keys=True).encode())
+    return crc
 
 
 def read_topic_state(files: Files, directory: Path) -> TopicState | None:
@@ -55,13 +66,14 @@ def read_topic_state(files: Files, directory: Path) -> TopicState | None:
     if raw is None:
         return None
     try:
-        parsed = json.loads(raw)
-        parsed["gaps"] = [(int(a), int(b)) for a, b in parsed["gaps"]]
-        return TopicState(**parsed)
-    except (ValueError, TypeError, KeyError) as error:
-        logger.error(
-            "%s cannot be understood (%s): the log is kept, from its start", directory / TOPIC_FILE, error
-        )
+        fields = json.loads(raw)
+        if fields.pop("crc") != _crc_of(fields):
+            raise ValueError("checksum mismatch")
+        fields["gaps"] = [(int(a), int(b)) for a, b in fields["gaps"]]
+        return TopicState(**fields)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        path = directory / TOPIC_FILE
+        logger.error("%s cannot be understood (%s): the log is kept, from its start", path, error)
         return None
 
 
@@ -76,9 +88,20 @@ class ChannelState:
     due_ns: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """0 for a message that may be delivered at once."""
     attempts: npt.NDArray[np.uint16] = field(default_factory=lambda: np.empty(0, np.uint16))
+    skips: list[tuple[int, int]] = field(default_factory=list)
+    """Sequence numbers ahead of the cursor that it passes by; see Channel.skips."""
+
+    def drop_from(self, message_id: int) -> None:
+        """Forget the unfinished messages from this id on."""
+        kept = self.ids < np.uint64(message_id)
+        self.ids, self.due_ns, self.attempts = self.ids[kept], self.due_ns[kept], self.attempts[kept]
 
     def encode(self) -> bytes:
-        fields = {"cursor": self.cursor, "seen": self.seen, "paused": self.paused, "count": len(self.ids)}
+        fields: dict[str, Any] = {
+            "cursor": self.cursor, "seen": self.seen, "paused": self.paused, "count": len(self.ids)
+        }  # fmt: skip
+        if self.skips:
+            fields["skips"] = self.skips
         text = json.dumps(fields).encode()
         body = b"".join(
             (
@@ -100,15 +123,24 @@ def decode_channel_state(raw: bytes) -> ChannelState:
     body = memoryview(raw)[_CHANNEL.size :]
     if magic != _MAGIC or crc32c(body, crc32c(length.to_bytes(4, "little"))) != crc:
         raise ValueError("checksum mismatch")
-    fields: dict[str, Any] = json.loads(bytes(body[:length]))
+    try:
+        return _channel_state(json.loads(bytes(body[:length])), body, length)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a field is missing or not what it should be: {error}") from error
+
+
+def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> ChannelState:
     count = fields["count"]
+    if len(body) != length + 18 * count:
+        raise ValueError("the count does not fit the size")
     return ChannelState(
-        cursor=fields["cursor"],
-        seen=fields["seen"],
-        paused=fields["paused"],
+        cursor=operator.index(fields["cursor"]),
+        seen=operator.index(fields["seen"]),
+        paused=bool(fields["paused"]),
         ids=np.frombuffer(body, "<u8", count, length),
         due_ns=np.frombuffer(body, "<i8", count, length + 8 * count),
         attempts=np.frombuffer(body, "<u2", count, length + 16 * count),
+        skips=[(int(a), int(b)) for a, b in fields.get("skips", ())],
     )
 
 
@@ -119,6 +151,6 @@ def read_channel_state(files: Files, path: Path) -> ChannelState | None:
         return None
     try:
         return decode_channel_state(raw)
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         logger.error("%s is damaged (%s): the channel starts again at the oldest message kept", path, error)
         return None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nsparq.errors import ClientError
+from nsparq.packed import PackedBodies
 from nsparq.wire.identify import Identity
 
 
@@ -27,7 +28,7 @@ class Publish(NamedTuple):
 
     verb: str
     topic: str
-    bodies: list[bytes]
+    bodies: PackedBodies
     defer_ms: int = 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import binascii
 import re
 import struct
+from array import array
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Final
@@ -20,6 +21,7 @@ import numpy as np
 from nsparq import kernel
 from nsparq.errors import ClientError, FatalClientError, NsparqError
 from nsparq.names import is_valid_name, quote
+from nsparq.packed import PackedBodies
 from nsparq.wire.commands import (
     Auth,
     Command,
@@ -65,6 +67,8 @@ _FIN_RUN = 8
 """From this many whole FIN lines on, decoding them as one array pays."""
 _FIN_WINDOW = 512
 """At most so many lines are looked at together, so that a line that ends a run is not met again and again."""
+_MANY_PARTS = 64
+"""An MPUB that arrives in dribs and drabs is put together now and then."""
 _SHORT_LINE = 128
 """Longer lines are not worth remembering: they carry parameters that nobody reads."""
 _LF = 10
@@ -390,7 +394,9 @@ class ServerProtocol:
             end = position + 4 + size
             if 0 < size <= self.limits.max_msg_size and end <= len(buffer):
                 self._position = end
-                return Publish(verb, topic, [buffer[position + 4 : end]], defer_ms)
+                return Publish(
+                    verb, topic, PackedBodies(array("I", (size,)), buffer[position + 4 : end]), defer_ms
+                )
 
         def read_size() -> Command | None:
             size = self._read_size()
@@ -399,7 +405,7 @@ class ServerProtocol:
             if size > self.limits.max_msg_size:
                 raise _bad_message(f"{verb} message too big {size} > {self.limits.max_msg_size}")
             return self._await_body(
-                lambda: Publish(verb, topic, [self._read_bytes(size)], defer_ms),
+                lambda: Publish(verb, topic, PackedBodies.of([self._read_bytes(size)]), defer_ms),
                 "E_BAD_MESSAGE",
                 f"{verb} failed to read message body",
             )
@@ -407,8 +413,7 @@ class ServerProtocol:
         return self._await_body(read_size, "E_BAD_MESSAGE", f"{verb} failed to read message body size")
 
     def _multiple(self, topic: str) -> Command | None:
-        bodies: list[bytes] = []
-        held = 0
+        parts: list[PackedBodies] = []
         limits = self.limits
 
         def read_size() -> Command | None:
@@ -426,36 +431,52 @@ class ServerProtocol:
             return self._await_body(lambda: read_messages(count), "E_BAD_MESSAGE", "")
 
         def read_messages(count: int) -> Command:
-            nonlocal held
-            before, known = self._position, len(bodies)
             try:
-                self._walk_messages(bodies, count)
+                self._walk_messages(parts, count)
             finally:
-                held += self._position - before - 4 * (len(bodies) - known)
-                if held > limits.max_body_size:
-                    raise _too_much(bodies, limits.max_body_size) from None
-            return Publish("MPUB", topic, bodies)
+                # The peer may have lied about the size; what we hold for it stays bounded.
+                if sum(len(part.data) for part in parts) > limits.max_body_size:
+                    raise _too_much(parts, limits.max_body_size) from None
+            return Publish("MPUB", topic, PackedBodies.join(parts))
 
         return self._await_body(read_size, "E_BAD_BODY", "MPUB failed to read body size")
 
-    def _walk_messages(self, bodies: list[bytes], count: int) -> None:
-        """Cut the buffered part of an MPUB into bodies. The declared body size is not what ends it: NSQ
-        reads `count` messages whatever they add up to, and so do we, up to the largest body allowed."""
+    def _walk_messages(self, parts: list[PackedBodies], count: int) -> None:
+        """Take the buffered messages of an MPUB as one more part. The declared body size is not what ends
+        it: NSQ reads `count` messages whatever they add up to, and so do we, up to the largest body
+        allowed."""
+        found = sum(len(part.lengths) for part in parts)
+        if kernel.pack_messages is not None:
+            sizes, data, self._position = kernel.pack_messages(
+                self._buffer, self._position, count - found, self.limits.max_msg_size
+            )
+            if sizes:
+                parts.append(PackedBodies(array("I", sizes), data))
+                found += len(sizes) // 4
+        bodies: list[bytes] = []
+        try:
+            self._walk_one_by_one(bodies, found, count)
+        finally:
+            if bodies:
+                parts.append(PackedBodies.of(bodies))
+            if len(parts) >= _MANY_PARTS:
+                parts[:] = [PackedBodies.join(parts)]
+
+    def _walk_one_by_one(self, bodies: list[bytes], found: int, count: int) -> None:
+        """The messages from number `found` on, with NSQ's error for the first bad one."""
         buffer, position, available = self._buffer, self._position, len(self._buffer)
         max_msg_size = self.limits.max_msg_size
         unpack, append = _SIZE.unpack_from, bodies.append
-        if kernel.split_messages is not None:
-            position = kernel.split_messages(buffer, position, count, max_msg_size, bodies)
         try:
-            while len(bodies) < count:
+            for number in range(found, count):
                 if available - position < 4:
-                    self._unread = f"MPUB failed to read message({len(bodies)}) body size"
+                    self._unread = f"MPUB failed to read message({number}) body size"
                     raise _Incomplete(4)
                 (size,) = unpack(buffer, position)
                 end = position + 4 + size
                 if not 0 < size <= max_msg_size:
                     if size <= 0:
-                        raise _bad_message(f"MPUB invalid message({len(bodies)}) body size {size}")
+                        raise _bad_message(f"MPUB invalid message({number}) body size {size}")
                     raise _bad_message(f"MPUB message too big {size} > {max_msg_size}")
                 if end > available:
                     self._unread = "MPUB failed to read message body"
@@ -523,7 +544,8 @@ def _bad_message(description: str) -> FatalClientError:
     return FatalClientError("E_BAD_MESSAGE", description)
 
 
-def _too_much(bodies: list[bytes], limit: int) -> FatalClientError:
+def _too_much(parts: list[PackedBodies], limit: int) -> FatalClientError:
     """An MPUB whose messages add up to more than a body may hold, named by the first one beyond."""
-    held = next(total for total in accumulate(map(len, bodies)) if total > limit)
+    lengths = PackedBodies.join(parts).lengths
+    held = next(total for total in accumulate(lengths) if total > limit)
     return _bad_body(f"MPUB body too big {held} > {limit}")

@@ -1,0 +1,74 @@
+"""The cursor and what it must not deliver: batches read back from disk come joined, so that this may begin
+and end inside one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.broker.rig import Rig, counts
+
+MakeRig = Callable[..., Rig]
+
+
+@pytest.mark.parametrize("rdy", [1, 100])
+def test_messages_emptied_on_a_paused_topic_stay_away_when_read_with_their_neighbours(
+    make_rig: MakeRig, rdy: int
+):
+    rig = make_rig()
+    rig.channel()
+    rig.publish("t", b"before")
+    rig.topic().pause()
+    rig.publish("t", b"emptied")
+    rig.restart()
+    rig.topic().empty()
+    rig.publish("t", b"after")
+    rig.topic().unpause()
+    rig.restart()
+    assert counts(rig.channel()) == (2, 0, 0)
+    client = rig.subscribe(rdy=rdy)
+    got = client.take()
+    while rig.channel().depth:
+        rig.finish(client, got[-1])
+        got += client.take()
+    assert [message.body for message in got] == [b"before", b"after"]
+
+
+def test_every_other_range_is_passed_by(make_rig: MakeRig):
+    rig = make_rig()
+    channel = rig.channel()
+    for number in range(10):
+        rig.publish("t", b"%d" % number)
+    start = channel.cursor
+    for number in range(0, 10, 2):
+        channel.skips.add(start + number, start + number + 1)
+    rig.restart()
+    assert counts(rig.channel()) == (5, 0, 0)
+    client = rig.subscribe(rdy=3)
+    assert client.take_bodies() == [b"1", b"3", b"5"]
+    assert counts(rig.channel()) == (2, 3, 0)
+    rig.crash()
+    assert sorted(rig.subscribe(rdy=100).take_bodies()) == [b"1", b"3", b"5", b"7", b"9"]
+
+
+def test_a_gap_inside_what_is_passed_by_counts_once(rig: Rig):
+    channel = rig.channel()
+    rig.publish("t", *(b"%d" % number for number in range(10)))
+    start = channel.cursor
+    channel.skips.add(start + 2, start + 8)
+    rig.topic().log.gaps.add(start + 4, start + 9)
+    assert counts(channel) == (3, 0, 0)
+    assert rig.subscribe(rdy=100).take_bodies() == [b"0", b"1", b"9"]
+    assert counts(channel) == (0, 3, 0)
+
+
+def test_an_ephemeral_channel_that_falls_behind_counts_only_messages_as_dropped(make_rig: MakeRig):
+    rig = make_rig(mem_queue_size=2)
+    channel = rig.channel("c#ephemeral")
+    rig.publish("t", *(b"%d" % number for number in range(2)))
+    start = channel.cursor
+    channel.skips.add(start + 1, start + 5)
+    rig.publish("t", *(b"%d" % number for number in range(2, 10)))
+    assert channel.dropped_count == 4
+    assert rig.subscribe(channel="c#ephemeral", rdy=10).take_bodies() == [b"8", b"9"]

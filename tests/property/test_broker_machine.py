@@ -1,0 +1,490 @@
+"""Random lives of a topic against a model: nothing lost, nothing back after FIN but what a crash redelivers.
+
+Besides: no message with two clients at once, attempts that grow, depths that add up at every step, delivery
+as soon as somebody may take a message, and ids that are never given twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from nsparq.broker.broker import run_inline
+from nsparq.errors import ClientError
+from tests.broker.rig import MILLISECOND, SECOND, FakeClient, Later, Rig
+from tests.property.broker_model import ChannelModel, State, TopicModel
+
+TOPIC = "t"
+MAX_MSG_TIMEOUT_S = 15
+names = st.sampled_from(["a", "b"])
+delays_ms = st.sampled_from([1, 700, 3000, 20_000])
+
+
+class BrokerMachine(RuleBasedStateMachine):
+    """Every rule does one thing to the broker and to the model, then takes in what was delivered."""
+
+    flags: ClassVar[dict[str, Any]] = {}
+    may_crash: ClassVar[bool] = True
+    is_slow: ClassVar[bool] = False
+    """Background work is done some time later, and every read of the disk is background work."""
+
+    @initialize()
+    def start(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="broker-machine-"))
+        self.background = Later() if self.is_slow else None
+        self.rig = Rig(
+            self.directory,
+            background=self.background,
+            max_msg_timeout=float(MAX_MSG_TIMEOUT_S),
+            **self.flags,
+        )
+        self.rig.files.is_cold = self.is_slow
+        self.rig.topic(TOPIC)
+        self.model = TopicModel()
+        self.clients: list[FakeClient] = []
+        self.channel_of: dict[FakeClient, str] = {}
+        self.published = 0
+        self.published_ns: dict[bytes, int] = {}
+        self.earliest_ns: dict[bytes, int] = {}
+        self.bodies_by_id: dict[int, bytes] = {}
+        self.ids_by_body: dict[bytes, int] = {}
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        try:
+            self.drain()
+        finally:
+            self.rig.drop()
+            shutil.rmtree(self.directory)
+
+    # publishing
+
+    def new_body(self, size: int) -> bytes:
+        self.published += 1
+        body = b"%d:" % self.published
+        body += b"x" * max(0, size - len(body))
+        self.published_ns[body] = self.rig.clock()
+        return body
+
+    @rule(sizes=st.lists(st.sampled_from([0, 30, 300, 900]), min_size=1, max_size=6))
+    def publish(self, sizes: list[int]) -> None:
+        bodies = [self.new_body(size) for size in sizes]
+        for body in bodies:
+            self.model.publish(body, 0)
+        assert self.rig.publish(TOPIC, *bodies).is_ok
+        self.observe()
+
+    @rule(count=st.sampled_from([64, 70]))
+    def publish_many(self, count: int) -> None:
+        self.publish([20] * count)
+
+    @rule(sizes=st.lists(st.sampled_from([0, 30]), min_size=2, max_size=5))
+    def publish_one_by_one(self, sizes: list[int]) -> None:
+        for size in sizes:
+            self.publish([size])
+
+    @rule(delay_ms=delays_ms, size=st.sampled_from([0, 300]))
+    def publish_deferred(self, delay_ms: int, size: int) -> None:
+        body = self.new_body(size)
+        due_ns = self.rig.clock() + delay_ms * MILLISECOND
+        self.earliest_ns[body] = due_ns
+        self.model.publish(body, due_ns)
+        assert self.rig.publish(TOPIC, body, defer_ms=delay_ms).is_ok
+        self.observe()
+
+    @rule(delay_ms=delays_ms)
+    def publish_both_kinds_in_one_turn(self, delay_ms: int) -> None:
+        deferred, plain = self.new_body(10), self.new_body(20)
+        due_ns = self.rig.clock() + delay_ms * MILLISECOND
+        self.earliest_ns[deferred] = due_ns
+        receipts = [
+            self.rig.send(TOPIC, deferred, defer_ms=delay_ms),
+            self.rig.send(TOPIC, plain),
+        ]
+        self.model.publish(deferred, due_ns)
+        self.model.publish(plain, 0)
+        self.rig.turn()
+        assert all(receipt.is_ok for receipt in receipts)
+        self.observe()
+
+    # clients
+
+    @precondition(lambda self: len(self.clients) < 5)
+    @rule(name=names, rdy=st.integers(0, 8), timeout_s=st.sampled_from([2, 10]))
+    def subscribe(self, name: str, rdy: int, timeout_s: int) -> None:
+        self.model.create(name)
+        client = self.rig.subscribe(TOPIC, name, msg_timeout_ms=timeout_s * 1000)
+        self.clients.append(client)
+        self.channel_of[client] = name
+        self.rig.ready(client, rdy)
+        self.observe()
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data(), count=st.sampled_from([0, 1, 3, 10, 1000]))
+    def ready(self, data: st.DataObject, count: int) -> None:
+        self.rig.ready(data.draw(st.sampled_from(self.clients)), count)
+        self.observe()
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data())
+    def disconnect(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(self.clients))
+        self.forget(client)
+        self.rig.disconnect(client)
+        self.observe()
+
+    def forget(self, client: FakeClient) -> None:
+        self.clients.remove(client)
+        self.model.channels[self.channel_of[client]].release(client)
+
+    # answers
+
+    def holders(self) -> list[FakeClient]:
+        return [client for client in self.clients if self.held(client)]
+
+    def held(self, client: FakeClient) -> list[bytes]:
+        """In the order of their ids."""
+        entries = self.model.channels[self.channel_of[client]].held_by(client)
+        return sorted((entry.body for entry in entries), key=lambda body: self.ids_by_body[body])
+
+    @precondition(lambda self: self.holders())
+    @rule(data=st.data(), share=st.sampled_from([0.3, 1.0]))
+    def finish_in_order(self, data: st.DataObject, share: float) -> None:
+        client = data.draw(st.sampled_from(self.holders()))
+        bodies = self.held(client)
+        self.finish(client, bodies[: max(1, int(share * len(bodies)))])
+
+    @precondition(lambda self: self.holders())
+    @rule(data=st.data())
+    def finish_all_but_one(self, data: st.DataObject) -> None:
+        """A straggler, which must not keep the files of all the others."""
+        client = data.draw(st.sampled_from(self.holders()))
+        straggler = data.draw(st.sampled_from(self.held(client)))
+        self.finish(client, [body for body in self.held(client) if body != straggler])
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data())
+    def race_ahead(self, data: st.DataObject) -> None:
+        """Several files go through while somebody holds on to a message or two."""
+        for client in self.clients:
+            self.rig.ready(client, 1000)
+        for _ in range(5):
+            self.publish([20] * 20)
+        for client in self.holders():
+            bodies = self.held(client)
+            kept = {data.draw(st.sampled_from(bodies)), bodies[0]}
+            self.finish(client, [body for body in bodies if body not in kept])
+        self.maintain()
+
+    def finish(self, client: FakeClient, bodies: list[bytes]) -> None:
+        spans: list[tuple[int, int]] = []
+        for body in bodies:
+            message_id = self.ids_by_body[body]
+            if spans and spans[-1][1] == message_id:
+                spans[-1] = (spans[-1][0], message_id + 1)
+            else:
+                spans.append((message_id, message_id + 1))
+            self.model.channels[self.channel_of[client]].finish(body)
+        assert client.channel.finish(client, spans, self.rig.clock()) == []
+        self.rig.turn()
+        self.observe()
+
+    @precondition(lambda self: self.holders())
+    @rule(data=st.data())
+    def finish_out_of_order(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(self.holders()))
+        bodies = data.draw(st.permutations(self.held(client)))
+        for body in bodies[:3]:
+            self.model.channels[self.channel_of[client]].finish(body)
+            assert client.channel.finish(client, [self.span(body)], self.rig.clock()) == []
+        self.rig.turn()
+        self.observe()
+
+    def span(self, body: bytes) -> tuple[int, int]:
+        return self.ids_by_body[body], self.ids_by_body[body] + 1
+
+    @precondition(lambda self: self.clients and self.ids_by_body)
+    @rule(data=st.data())
+    def answer_what_is_not_ones_own(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(self.clients))
+        own = set(self.held(client))
+        others = [body for body in self.ids_by_body if body not in own]
+        if not others:
+            return
+        message_id = self.ids_by_body[data.draw(st.sampled_from(others))]
+        (error,) = self.rig.finish(client, message_id)
+        assert error.code == "E_FIN_FAILED"
+        for act in (self.rig.requeue, self.rig.touch):
+            with pytest.raises(ClientError):
+                act(client, message_id)
+        self.observe()
+
+    @precondition(lambda self: self.holders())
+    @rule(data=st.data(), delay_ms=st.sampled_from([0, 0, 1, 700, 3000]))
+    def requeue(self, data: st.DataObject, delay_ms: int) -> None:
+        client = data.draw(st.sampled_from(self.holders()))
+        body = data.draw(st.sampled_from(self.held(client)))
+        entry = self.model.channels[self.channel_of[client]].entries[body]
+        if delay_ms:
+            entry.defer(self.rig.clock() + delay_ms * MILLISECOND)
+        else:
+            entry.wait()
+        self.rig.requeue(client, self.ids_by_body[body], delay_ms)
+        self.observe()
+
+    @precondition(lambda self: self.holders())
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(self.holders()))
+        body = data.draw(st.sampled_from(self.held(client)))
+        entry = self.model.channels[self.channel_of[client]].entries[body]
+        entry.deadline_ns = min(
+            self.rig.clock() + client.msg_timeout_ns, entry.delivered_ns + MAX_MSG_TIMEOUT_S * SECOND
+        )
+        self.rig.touch(client, self.ids_by_body[body])
+        self.observe()
+
+    # time
+
+    @rule(seconds=st.sampled_from([0.001, 0.7, 2.0, 9.0, 30.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.rig.clock.advance(seconds)
+        self.expire()
+
+    def expire(self) -> None:
+        for channel in self.model.channels.values():
+            channel.expire(self.rig.clock())
+        self.rig.scan()
+        self.observe()
+
+    @rule()
+    def maintain(self) -> None:
+        self.rig.maintain()
+        if not self.is_slow:  # else the checkpoint may come to nothing
+            for channel in self.model.channels.values():
+                channel.checkpoint()
+        self.observe()
+
+    @precondition(lambda self: self.background is not None and self.background.jobs)
+    @rule(all_of_it=st.booleans())
+    def work_in_the_background(self, all_of_it: bool) -> None:
+        if all_of_it:
+            self.background.run_all()
+        else:
+            self.background.run()
+        self.rig.turn()
+        self.observe()
+
+    # management
+
+    @rule(pause=st.booleans())
+    def pause_topic(self, pause: bool) -> None:
+        topic = self.rig.topic(TOPIC)
+        topic.pause() if pause else topic.unpause()
+        self.model.paused = pause
+        self.model.show()
+        self.rig.turn()
+        self.observe()
+
+    @precondition(lambda self: self.model.channels)
+    @rule(data=st.data(), pause=st.booleans())
+    def pause_channel(self, data: st.DataObject, pause: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model.channels)))
+        channel = self.rig.channel(name, TOPIC)
+        channel.pause() if pause else channel.unpause()
+        self.model.channels[name].paused = pause
+        self.model.channels[name].checkpoint()
+        self.rig.turn()
+        self.observe()
+
+    @rule()
+    def empty_topic(self) -> None:
+        self.rig.topic(TOPIC).empty()
+        self.model.kept.clear()
+        self.observe()
+
+    @precondition(lambda self: self.model.channels)
+    @rule(data=st.data())
+    def empty_channel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model.channels)))
+        self.rig.channel(name, TOPIC).empty()
+        self.model.channels[name].empty()
+        self.rig.turn()
+        self.observe()
+
+    @precondition(lambda self: self.model.channels)
+    @rule(data=st.data())
+    def delete_channel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model.channels)))
+        for client in [client for client in self.clients if self.channel_of[client] == name]:
+            self.forget(client)
+        self.rig.topic(TOPIC).delete_channel(name)
+        del self.model.channels[name]
+        self.rig.turn()
+        self.observe()
+
+    # the end, and after
+
+    @rule()
+    def restart(self) -> None:
+        if self.background is not None:
+            self.background.run_all()
+        self.rig.turn()
+        self.observe()
+        self.rig.restart()
+        self.everyone_is_gone()
+        for channel in self.model.channels.values():
+            channel.release()
+            channel.checkpoint()
+        self.observe()
+
+    @precondition(lambda self: self.may_crash)
+    @rule(seconds=st.sampled_from([0.001, 1.0, 30.0]))
+    def crash(self, seconds: float) -> None:
+        self.rig.crash(seconds)
+        self.everyone_is_gone()
+        for name, model in self.model.channels.items():
+            model.crash()
+            model.ghosts = self.total(name) - len(model.entries)
+            assert 0 <= model.ghosts <= len(model.maybe), f"{name}: {model.ghosts} of {len(model.maybe)}"
+        self.expire()
+
+    def everyone_is_gone(self) -> None:
+        self.clients.clear()
+        assert sorted(self.rig.broker.topics) == [TOPIC]
+        assert sorted(self.rig.topic(TOPIC).channels) == sorted(self.model.channels)
+
+    # what was delivered
+
+    def observe(self) -> None:
+        """Take in what the clients got."""
+        now_ns = self.rig.clock()
+        for client in self.clients:
+            model = self.model.channels[self.channel_of[client]]
+            for message in client.take():
+                body = message.body
+                assert message.timestamp_ns == self.published_ns[body]
+                assert now_ns >= self.earliest_ns.get(body, 0), f"{body!r} is not due"
+                assert self.bodies_by_id.setdefault(message.id, body) == body, "an id was given twice"
+                assert self.ids_by_body.setdefault(body, message.id) == message.id, "an id has changed"
+                model.deliver(client, message, now_ns, client.msg_timeout_ns)
+            assert client.in_flight == len(model.held_by(client))
+
+    def total(self, name: str) -> int:
+        channel = self.rig.channel(name, TOPIC)
+        return channel.depth + len(channel.in_flight) + len(channel.deferred)
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        topic = self.rig.broker.topics[TOPIC]
+        assert topic.paused == self.model.paused
+        assert topic.depth == self.model.depth
+        for name, model in self.model.channels.items():
+            channel = topic.channels[name]
+            assert channel.paused == model.paused
+            assert self.total(name) == model.total, name
+            assert len(channel.in_flight) == model.count(State.IN_FLIGHT)
+            assert channel.dropped_count == 0
+            if model.is_exact:
+                assert len(channel.deferred) == model.count(State.DEFERRED)
+                assert channel.depth == model.count(State.WAITING)
+            self.check_liveness(name, model)
+
+    def check_liveness(self, name: str, model: ChannelModel) -> None:
+        """Nothing waits while somebody may take it."""
+        if self.background is not None and self.background.jobs:
+            return
+        takers = [c for c in self.clients if self.channel_of[c] == name and c.capacity > 0]
+        if takers and not model.paused:
+            assert not model.count(State.WAITING), f"{name}: messages wait for {len(takers)} ready clients"
+
+    def drain(self) -> None:
+        """Everything unfinished comes, sooner or later; then nothing is left."""
+        if self.background is not None:
+            self.background.run_all()
+            self.rig.background = self.background = None
+            self.rig.broker._background = run_inline
+            self.rig.turn()
+            self.observe()
+        for client in [*self.clients]:
+            self.forget(client)
+            self.rig.disconnect(client)
+            self.observe()
+        for name, model in self.model.channels.items():
+            self.rig.channel(name, TOPIC).unpause()
+            model.paused = False
+        for name in {"a", *self.model.channels}:
+            self.subscribe(name, 2500, 10)
+        self.pause_topic(False)
+        self.pass_time(100)
+        for client in self.clients:
+            while bodies := self.held(client):
+                for body in bodies:
+                    self.model.channels[self.channel_of[client]].finish(body)
+                assert not self.rig.finish(client, *(self.ids_by_body[body] for body in bodies))
+                self.observe()
+        for name, model in self.model.channels.items():
+            assert not model.entries, f"{name}: {len(model.entries)} messages are lost"
+            assert self.total(name) == 0
+        assert self.rig.broker.health is None
+        self.rig.maintain()
+        self.rig.restart()
+        for name in self.model.channels:
+            assert self.total(name) == 0
+
+
+SMALL = {"max_bytes_per_file": 2000, "mem_queue_size": 5}
+RUNS = [
+    pytest.param("os", SMALL, False, 60, id="os, small files, little memory"),
+    pytest.param("os", SMALL, True, 40, id="os, a slow disk"),
+    pytest.param("os", {}, False, 20, id="os, defaults"),
+    pytest.param("os", SMALL | {"mem_queue_bytes": 600}, False, 20, id="os, a tiny cache"),
+    pytest.param("fsync", SMALL, False, 15, id="fsync"),
+    pytest.param("memory", SMALL, False, 30, id="memory, clean stops only"),
+]
+
+
+@pytest.mark.parametrize(("durability", "flags", "is_slow", "examples"), RUNS)
+def test_random_lives_agree_with_the_model(
+    durability: str, flags: dict[str, int], is_slow: bool, examples: int
+) -> None:
+    machine = type(
+        "Machine",
+        (BrokerMachine,),
+        {
+            "flags": {"durability": durability, **flags},
+            "may_crash": durability != "memory",
+            "is_slow": is_slow,
+        },
+    )
+    logging.disable(logging.CRITICAL)  # thousands of lines that say nothing new
+    try:
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=50,
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    finally:
+        logging.disable(logging.NOTSET)
