@@ -108,6 +108,31 @@ def test_closing_saves_the_other_topics_when_one_cannot_be_saved(rig: Rig):
     assert rig.channel("c", "b").depth == 0
 
 
+def test_a_broker_that_fails_to_load_after_some_topics_lets_go_of_their_files(rig: Rig):
+    rig.publish("a", b"x")
+    rig.publish("b", b"x")
+    rig.close()
+    rig.files.fail("open", "b.topic/" + rig.names("*.log", "b")[0], errno.EACCES)
+    for index in rig.data_path.rglob("*.index"):
+        index.unlink()
+    with pytest.raises(OSError):
+        rig.start()
+    assert rig.broker._lock_fd == -1
+    rig.files.heal()
+    rig.start()
+    assert sorted(rig.broker.topics) == ["a", "b"]
+
+
+def test_things_that_are_not_ours_among_the_topics_are_left_alone(rig: Rig):
+    rig.publish("t", b"x")
+    rig.close()
+    stranger = rig.data_path / "topics" / "lost+found"
+    stranger.mkdir()
+    rig.start()
+    assert [*rig.broker.topics] == ["t"]
+    assert stranger.exists()
+
+
 def test_run_inline_does_the_one_then_the_other():
     order = []
     run_inline(lambda: order.append(1), lambda: order.append(2))
@@ -373,11 +398,11 @@ def test_an_idle_turn_does_nothing(rig: Rig):
     assert not rig.files.calls
 
 
-def test_one_channel_may_not_send_for_ever(make_rig: MakeRig):
-    rig = make_rig()
-    client = rig.subscribe()
-    rig.publish("t", *bodies(2000, size=1000))
-    client.channel.set_ready(client, 2500)
+def test_one_channel_may_not_send_for_ever(rig: Rig):
+    crew = [rig.subscribe() for _ in range(50)]
+    rig.publish("t", *bodies(2000))
+    for client in crew:
+        client.channel.set_ready(client, 2500)
 
     def ticking() -> int:
         rig.clock.advance(PUMP_NS / 4e9)
@@ -386,10 +411,12 @@ def test_one_channel_may_not_send_for_ever(make_rig: MakeRig):
     rig.broker.clock = ticking
     rig.wakes = 0
     rig.broker.turn()
-    assert 0 < len(client.messages) < 2000
+    assert 0 < sum(len(client.messages) for client in crew) < 2000
     assert rig.wakes == 1, "it goes on in the next turn"
     rig.turn()
-    assert len(client.messages) == 2000
+    shares = [len(client.messages) for client in crew]
+    assert sum(shares) == 2000
+    assert max(shares) < 2 * min(shares)
 
 
 def test_a_disk_that_cannot_be_read_in_one_topic_does_not_hold_up_the_others(make_rig: MakeRig):
@@ -406,10 +433,12 @@ def test_a_disk_that_cannot_be_read_in_one_topic_does_not_hold_up_the_others(mak
         client.channel.set_ready(client, 100)
     rig.turn()
     assert clients["b"].take_bodies() == bodies(5)
+    assert clients["a"].take_bodies() == []
+    assert counts(rig.channel("c", "a")) == (5, 0, 0)
     rig.files.heal()
-    rig.publish("a", b"5")
+    rig.maintain()
     rig.turn()
-    assert clients["a"].take_bodies() == bodies(6)
+    assert clients["a"].take_bodies() == bodies(5)
 
 
 # Maintenance.
@@ -528,6 +557,25 @@ def test_a_late_checkpoint_of_a_deleted_channel_does_not_harm_its_successor(
     assert rig.subscribe(rdy=10).take_bodies() == [b"new"]
 
 
+@pytest.mark.parametrize("act", ["pause", "empty"])
+def test_a_late_checkpoint_does_not_undo_what_was_saved_after_it_was_taken(make_rig: MakeRig, act: str):
+    later = Later()
+    rig = make_rig(background=later)
+    channel = rig.channel()
+    rig.publish("t", *bodies(3))
+    client = rig.subscribe(rdy=1)
+    rig.finish(client, *client.take())
+    rig.disconnect(client)
+    rig.maintain()
+    getattr(channel, act)()
+    later.run_all()
+    rig.maintain()
+    later.run_all()
+    rig.crash()
+    assert rig.channel().paused == (act == "pause")
+    assert rig.channel().depth == (2 if act == "pause" else 0)
+
+
 def test_a_late_checkpoint_of_a_deleted_channel_leaves_no_file(make_rig: MakeRig):
     later = Later()
     rig = make_rig(background=later)
@@ -595,6 +643,25 @@ def test_finished_segments_go_and_retained_ones_stay(make_rig: MakeRig):
         assert len(rig.names("*.log")) == kept
         rig.restart()
         assert counts(rig.channel()) == (0, 0, 0)
+
+
+def test_maintenance_that_fails_for_one_topic_is_done_for_the_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("a", "b"):
+        client = rig.subscribe(name, rdy=1)
+        rig.publish(name, b"x")
+        rig.finish(client, *client.take())
+
+    def fail(now_s: float) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(rig.topic("a"), "reclaim", fail)
+    rig.files.calls.clear()
+    rig.maintain()
+    assert rig.files.calls["replace"] >= 2
+    rig.crash()
+    assert counts(rig.channel("c", "b")) == (0, 0, 0)
 
 
 # Stats.

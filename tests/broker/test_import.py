@@ -14,6 +14,7 @@ from nsparq.broker import importer
 from nsparq.broker.importer import IMPORTED
 from nsparq.broker.topic import Topic
 from nsparq.errors import StartError
+from nsparq.storage.state import ChannelState, decode_channel_state
 from tests.broker.rig import NODE_ID, Delivered, FakeClient, Rig, TestFiles, counts
 from tests.support.go_queue import GO_TIME_NS, GoMessage, GoQueue, go_messages, write_metadata
 
@@ -379,8 +380,9 @@ def test_what_was_taken_over_is_said_in_the_log(
     GoQueue(tmp_path, "t").write(*go_messages(5)).save()
     GoQueue(tmp_path, "t", "c").write(*go_messages(3), *go_messages(3, "", 2)).save()
     start()
-    texts = [record.getMessage() for record in caplog.records if "imported" in record.getMessage()]
+    texts = [record.getMessage() for record in caplog.records if "import" in record.getMessage()]
     assert texts == [
+        "TOPIC(t): importing from NSQ: t, t:c",
         "CHANNEL(t:c): imported 6 messages from NSQ",
         "TOPIC(t): imported 5 messages from NSQ",
     ]
@@ -653,6 +655,14 @@ def test_skips_are_forgotten_once_passed(tmp_path: Path, start: StartRig):
         drain(rig, name)
     rig.maintain()
     assert [rig.channel(name).skips.ranges for name in "abc"] == [[], [], []]
+
+
+def test_skips_are_part_of_a_channel_s_state_and_absent_from_older_files():
+    plain = ChannelState(cursor=5, seen=9)
+    assert b"skips" not in plain.encode()
+    assert decode_channel_state(plain.encode()).skips == []
+    with_skips = ChannelState(cursor=5, seen=9, skips=[(6, 7), (8, 2**53)])
+    assert decode_channel_state(with_skips.encode()).skips == [(6, 7), (8, 2**53)]
 
 
 def test_importing_holds_little_memory(tmp_path: Path, start: StartRig, monkeypatch: pytest.MonkeyPatch):

@@ -256,6 +256,14 @@ def test_a_channel_is_known_after_a_crash_before_any_checkpoint(rig: Rig):
     assert rig.channel("b").depth == 1
 
 
+def test_kept_messages_handed_to_the_first_channel_survive_a_crash_right_after(rig: Rig):
+    rig.publish("t", b"now")
+    rig.publish("t", b"later", defer_ms=60_000)
+    rig.channel()
+    rig.crash()
+    assert counts(rig.channel()) == (1, 0, 1)
+
+
 def test_messages_deferred_after_the_last_checkpoint_are_deferred_again(rig: Rig):
     rig.channel()
     rig.maintain()
@@ -450,6 +458,21 @@ def test_messages_carried_over_whose_segments_are_gone_before_the_checkpoint_sur
     got = client.take()
     assert held.body in {m.body for m in got}
     assert len({m.id for m in got}) == len(got)
+
+
+def test_a_topic_of_deferred_messages_only_lets_go_of_its_files(make_rig: MakeRig):
+    rig = make_rig(max_bytes_per_file=2000, mem_queue_size=5)
+    client = rig.subscribe(rdy=10)
+    for number in range(100):
+        rig.publish("t", *bodies(1, start=number, size=200), defer_ms=100)
+        rig.pass_time(0.1)
+        rig.finish(client, *client.take())
+    assert client.finish_count == 100
+    rig.maintain()
+    assert len(rig.names("*.log")) <= 3
+    rig.crash()
+    assert counts(rig.channel()) == (0, 0, 0)
+    assert rig.subscribe(rdy=10).take() == []
 
 
 def damage_carry_file(rig: Rig) -> None:

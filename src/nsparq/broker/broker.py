@@ -132,14 +132,15 @@ class Broker:
 
     def _restore(self, entry: TopicEntry) -> None:
         """What nsqd.dat lists beyond the directories: another nsqd has been here, or one that crashed."""
-        names = [entry.name, *(channel.name for channel in entry.channels)]
-        for name in names:
-            if not is_valid_name(name.encode()):
-                logger.warning("skipping creation of invalid name %r in %s", name, FILE_NAME)
-                return
+        if not _is_valid(entry.name):
+            logger.warning("skipping creation of invalid topic %r in %s", entry.name, FILE_NAME)
+            return
         is_new = entry.name not in self.topics
         topic = self.get_topic(entry.name)
         for channel_entry in entry.channels:
+            if not _is_valid(channel_entry.name):
+                logger.warning("skipping creation of invalid channel %r in %s", channel_entry.name, FILE_NAME)
+                continue
             channel = topic.get_channel(channel_entry.name)
             if is_new and channel_entry.paused:
                 channel.pause()
@@ -334,6 +335,9 @@ class Broker:
 
         def synced() -> None:
             log.end_sync(sync)
+            if topic.is_exiting:
+                log.close_descriptors()
+                return
             if sync.error is not None:
                 self.set_health(f"fsync failed: {sync.error}")
             topic.committed(sync.error)
@@ -351,7 +355,7 @@ class Broker:
         for topic in self._with_files - used:
             if isinstance(topic.log, Log) and topic.log.release_files():
                 self._with_files.discard(topic)
-        self._with_files |= used
+        self._with_files.update(topic for topic in used if not topic.is_ephemeral)
         for topic in used:
             try:
                 if not topic.is_exiting:
@@ -363,6 +367,7 @@ class Broker:
 
     def _maintain_topic(self, topic: Topic, now_ns: int) -> None:
         self._checkpoint(topic, now_ns)
+        topic.checkpoint()
         log = topic.log
         if isinstance(log, Log) and log.unsynced:
             self._used.add(topic)
@@ -385,14 +390,15 @@ class Broker:
             # A channel with a million deferred messages takes a while to write down: it is done less often.
             self._checkpoint_after[channel] = now_ns + 20 * (self.clock() - now_ns)
             self._checkpointing.add(channel)
-            self._write_checkpoint(channel, topic.directory / channel.file_name, content)
+            self._write_checkpoint(channel, content)
 
-    def _write_checkpoint(self, channel: Channel, path: Path, content: bytes) -> None:
+    def _write_checkpoint(self, channel: Channel, content: bytes) -> None:
         failure: list[OSError] = []
+        version = channel.next_version()
 
         def write() -> None:
             try:
-                self.files.replace(path, content, sync=self.is_synchronous)
+                channel.write_state(content, version, sync=self.is_synchronous)
             except OSError as error:
                 failure.append(error)
 
@@ -402,8 +408,6 @@ class Broker:
                 channel.is_changed = True
                 self._used.add(channel.topic)
                 self.set_health(f"failed to checkpoint {channel}: {failure[0]}")
-            elif channel.is_exiting:
-                channel.remove_files()
 
         self._background(write, written)
 
@@ -433,6 +437,10 @@ class Broker:
             else None,
             "producers": producers or None,
         }
+
+
+def _is_valid(name: str) -> bool:
+    return is_valid_name(name.encode("utf-8", "replace"))
 
 
 def _remove(segments: list[Segment]) -> None:

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from itertools import chain, islice
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +50,8 @@ class Channel:
         self.is_ephemeral = is_ephemeral(name)
         self.is_durable = not self.is_ephemeral and topic.directory is not None
         """Whether its state is kept on disk."""
+        self.is_bounded = not self.is_durable
+        """Whether it keeps no more than the memory queue's size."""
         self.cursor = cursor
         """The next sequence number never delivered."""
         self.skips = Gaps()
@@ -76,9 +79,13 @@ class Channel:
         self._latency = Latency(percentiles, window_s, topic.broker.clock()) if percentiles else None
         self._attempts: dict[int, int] = {}
         """Deliveries so far of the messages requeued or deferred after one."""
-        self._deferred_ahead = 0
-        """Deferred batches that the cursor has still to step over."""
+        self._deferred_ahead: deque[int] = deque()
+        """Sequence numbers of deferred messages that the cursor has still to step over."""
         self._ready: deque[Client] = deque()
+        self._turns = 0
+        """Clients still to be served in the round of delivery under way."""
+        self._share = 0
+        """What each of them gets."""
         self._current: Batch | None = None
         """The batch under the cursor."""
         self._requeued_next = True
@@ -86,6 +93,8 @@ class Channel:
         self._is_warming = False
         self._must_wait = False
         """The disk has just been asked for what is read next: do not ask again, wait."""
+        self._writing = Lock()
+        self._version = 0
         self._carried: CarryFile | dict[int, Batch] = {}
         if self.is_durable and topic.directory is not None:
             self._carried = CarryFile(topic.broker.files, topic.directory / (name + CARRY_SUFFIX))
@@ -105,11 +114,11 @@ class Channel:
     @property
     def backend_depth(self) -> int:
         """The part of the depth that is beyond the memory queue."""
-        return self._count_to(min(self.topic.log.memory_start, self.topic.visible_end))
+        return min(self._ahead, self._count_to(min(self.topic.log.memory_start, self.topic.visible_end)))
 
     @property
     def _ahead(self) -> int:
-        return self._count_to(self.topic.visible_end) - self._deferred_ahead
+        return self._count_to(self.topic.visible_end) - len(self._deferred_ahead)
 
     def _count_to(self, end: int) -> int:
         """Messages from the cursor to `end`, less those that it will pass by."""
@@ -150,6 +159,9 @@ class Channel:
         self.clients.remove(client)
         client.channel = None
         client.ready_count = 0
+        if client.is_queued:
+            client.is_queued = False
+            self._ready.remove(client)
         for run in sorted(client.runs, key=lambda run: run.first):
             self._take_back(run, [*run.unanswered()])
         client.runs.clear()
@@ -246,7 +258,7 @@ class Channel:
 
     def defer_published(self, sequence: int, due_ns: int) -> None:
         """A message published with a delay: it waits here from the start, and the cursor will pass it by."""
-        self._deferred_ahead += 1
+        self._deferred_ahead.append(sequence)
         self._defer(self.topic.first_id + sequence, due_ns)
 
     def _defer(self, message_id: int, due_ns: int) -> None:
@@ -297,60 +309,82 @@ class Channel:
     def appended(self, count: int) -> None:
         """The topic has made `count` more messages visible."""
         self.message_count += count
-        if self._ready or self.is_ephemeral:
+        if self._ready or self.is_bounded:
             self.topic.broker.schedule_channel(self)
 
     def pump(self, now_ns: int) -> None:
-        """Send what can be sent: runs of messages, spread over the clients that are ready."""
-        ready = self._ready
-        clock, stop_ns = self.topic.broker.clock, self.topic.broker.clock() + PUMP_NS
-        while ready and not self.paused:
-            if clock() > stop_ns:
-                self.topic.broker.schedule_channel(self)
-                break
-            client = ready[0]
-            capacity = client.capacity
-            if capacity <= 0:
-                ready.popleft()
-                client.is_queued = False
-                continue
-            waiting = len(self.requeued) + self.topic.visible_end - self.cursor
-            if waiting <= 0:
-                break
-            share = -(-waiting // len(ready))
-            if not self._deliver(client, min(capacity, share), now_ns):
-                break
-            ready.rotate(-1)
-        if not ready:
+        """Send what can be sent, in rounds: what waits is spread evenly over the clients that are ready."""
+        stop_ns = self.topic.broker.clock() + PUMP_NS
+        while not self.paused and self._round(now_ns, stop_ns):
+            pass
+        self.step_over()
+        if not self._ready:
             self._current = None
-        if self.is_ephemeral:
+        if self.is_bounded:
             self._bound()
 
-    def _deliver(self, client: Client, limit: int, now_ns: int) -> bool:
-        """Send up to `limit` messages. False when there is nothing that could be sent now."""
+    def _round(self, now_ns: int, stop_ns: int) -> bool:
+        """Give each ready client its share. False when nothing more can be sent now."""
+        ready, clock = self._ready, self.topic.broker.clock
+        if not self._turns:
+            depth = self.depth
+            self._turns = min(len(ready), depth)
+            self._share = max(1, depth // len(ready)) if ready else 0
+        while self._turns and ready:
+            if clock() > stop_ns:
+                # The round goes on with the same shares when the others have had their time.
+                self.topic.broker.schedule_channel(self)
+                return False
+            self._turns -= 1
+            client = ready[0]
+            if not self._serve(client, now_ns):
+                self._turns = 0
+                return False
+            ready.rotate(-1)
+            if client.capacity <= 0:
+                ready.pop()
+                client.is_queued = False
+        self._turns = 0
+        return len(ready) > 0 and self.depth > 0
+
+    def _serve(self, client: Client, now_ns: int) -> bool:
+        """Give one client its share, as far as it can take it. False when nothing can be sent now."""
+        wanted = self._share
+        while wanted > 0 and (capacity := client.capacity) > 0:
+            passed = self._deliver(client, min(capacity, wanted), now_ns)
+            if passed is None:
+                return False
+            if not passed and not self.depth:
+                break
+            wanted -= passed
+        return True
+
+    def _deliver(self, client: Client, limit: int, now_ns: int) -> int | None:
+        """Send up to `limit` messages; gives how many have gone from the queue. None if it cannot be done
+        now."""
         if self._is_warming:
-            return False
+            return None
         has_new = self.cursor < self.topic.visible_end
         try:
             if self.requeued and (self._requeued_next or not has_new):
                 self._requeued_next = False
-                self._deliver_again(client, limit, now_ns)
+                passed = self._deliver_again(client, limit, now_ns)
             else:
                 self._requeued_next = True
-                self._deliver_new(client, limit, now_ns)
+                passed = self._deliver_new(client, limit, now_ns)
         except Cold as cold:
             self._warm(cold)
-            return False
+            return None
         except OSError as error:
             self.topic.broker.read_failed(self, error)
-            return False
+            return None
         self._mark_changed()
-        return True
+        return passed
 
-    def _deliver_new(self, client: Client, limit: int, now_ns: int) -> None:
+    def _deliver_new(self, client: Client, limit: int, now_ns: int) -> int:
         batch = self._batch_at_cursor()
         if batch is None:
-            return
+            return 0
         buffer, offsets = batch.frames or self._build(batch)
         index = self.cursor - batch.base
         most = min(limit, batch.count - index, self._stretch_end() - self.cursor)
@@ -360,7 +394,7 @@ class Channel:
         self.cursor += number
         if client.identity.sample_rate:
             self._deliver_sample(client, batch, index, number, now_ns)
-            return
+            return number
         start, end = offsets[index], offsets[index + number]
         # A slice is copied: a client that does not read must not hold on to the whole batch.
         client.send(buffer if end - start == len(buffer) else buffer[start:end])
@@ -370,6 +404,7 @@ class Channel:
         self._launch(Run(client, first, first + number, now_ns, now_ns + client.msg_timeout_ns, 1, stamps))
         client.in_flight += number
         client.message_count += number
+        return number
 
     def _deliver_sample(self, client: Client, batch: Batch, index: int, number: int, now_ns: int) -> None:
         """A client that asked for a share: what it does not get is gone for the channel."""
@@ -403,17 +438,19 @@ class Channel:
                 return None
             self.cursor = min(max(self.cursor, batch.base), self.topic.visible_end)
             if batch.due_ns and self.cursor < batch.end:
-                self.cursor = batch.end
-                self._deferred_ahead -= batch.count
+                self._jump(batch.end)
 
     def step_over(self) -> None:
         """Move the cursor out of numbers that hold no message for this channel."""
+        if not self._ahead:
+            self._jump(self.topic.visible_end)
         gaps, skips = self.topic.log.gaps, self.skips
         while gaps.ranges or skips.ranges:
             following = min(skips.skip(gaps.skip(self.cursor)), self.topic.visible_end)
             if following <= self.cursor:
                 break
-            self.cursor = following
+            self._jump(following)
+        skips.drop_before(self.cursor)
 
     def _stretch_end(self) -> int:
         """How far the cursor may go before it must step over something. Batches that were read from disk
@@ -425,15 +462,16 @@ class Channel:
                     end = start
         return end
 
-    def _deliver_again(self, client: Client, limit: int, now_ns: int) -> None:
+    def _deliver_again(self, client: Client, limit: int, now_ns: int) -> int:
         pieces: list[bytes] = []
+        before = len(self.requeued)
         deadline_ns = now_ns + client.msg_timeout_ns
         size = 0
         for _ in range(min(limit, len(self.requeued))):
             message_id = self.requeued[0]
             try:
                 found = self._find(message_id - self.topic.first_id)
-            except Cold:
+            except (Cold, OSError):
                 if pieces:
                     break
                 raise
@@ -455,6 +493,7 @@ class Channel:
             client.send(b"".join(pieces))
         client.in_flight += len(pieces)
         client.message_count += len(pieces)
+        return before - len(self.requeued)
 
     def _find(self, sequence: int) -> tuple[bytes, int] | None:
         """The first-delivery frame of a message and its publish time."""
@@ -497,15 +536,29 @@ class Channel:
             self._attempts.pop(self.requeued.popleft(), None)
             self.dropped_count += 1
             surplus -= 1
-        while surplus > 0:
-            self._must_wait = True
-            batch = self._batch_at_cursor()
-            if batch is None:
-                break
-            step = min(surplus, min(batch.end, self._stretch_end()) - self.cursor)
-            self.cursor += step
-            self.dropped_count += step
-            surplus -= step
+        if surplus > 0:
+            before = self._ahead
+            self._jump(self._behind(surplus))
+            self._current = None
+            self.dropped_count += before - self._ahead
+
+    def _behind(self, count: int) -> int:
+        """The sequence number that the cursor reaches when it passes `count` messages."""
+        end = self.topic.visible_end
+        reached = self.cursor + count
+        while reached < end:
+            deferred = sum(1 for sequence in self._deferred_ahead if sequence < reached)
+            missing = count - (self._count_to(reached) - deferred)
+            if missing <= 0:
+                return reached
+            reached += missing
+        return end
+
+    def _jump(self, sequence: int) -> None:
+        """Move the cursor, and forget the deferred messages that it passes by."""
+        self.cursor = sequence
+        while self._deferred_ahead and self._deferred_ahead[0] < sequence:
+            self._deferred_ahead.popleft()
 
     # management
 
@@ -523,7 +576,7 @@ class Channel:
     def empty(self) -> None:
         """Drop everything: what waits, what is in flight, what is deferred."""
         self.cursor = self.topic.visible_end
-        self._deferred_ahead = 0
+        self._deferred_ahead.clear()
         self._current = None
         self.in_flight.clear()
         self.deferred.clear()
@@ -554,7 +607,6 @@ class Channel:
         due[len(ids) - len(self.deferred) :] = np.fromiter(
             self.deferred.due_ns.values(), np.int64, len(self.deferred)
         )
-        self.skips.drop_before(self.cursor)
         return ChannelState(
             cursor=self.cursor,
             seen=self.topic.visible_end,
@@ -591,13 +643,14 @@ class Channel:
                 self._defer(message_id, due_ns)
             else:
                 self.requeued.append(message_id)
-        # Delivered, and carried over, after the checkpoint.
-        self.requeued.extend(first + s for s in carried if s >= state.cursor and s not in unfinished)
+        # Delivered, and carried over, after the checkpoint; what the log still has, the cursor finds.
+        late = (s for s in carried if state.cursor <= s < self.cursor and s not in unfinished)
+        self.requeued.extend(first + sequence for sequence in late)
         self.drop_carried()
         for sequence, due_ns in log.deferred_since(self.cursor):
             if sequence >= self.topic.visible_end:
                 continue
-            self._deferred_ahead += 1
+            self._deferred_ahead.append(sequence)
             if sequence >= state.seen:
                 self._defer(first + sequence, due_ns)
 
@@ -658,7 +711,21 @@ class Channel:
     def file_name(self) -> str:
         return self.name + CHANNEL_SUFFIX
 
+    def next_version(self) -> int:
+        """Number the state about to be written: a checkpoint still on its way to the disk is now too late."""
+        with self._writing:
+            self._version += 1
+            return self._version
+
+    def write_state(self, content: bytes, version: int, *, sync: bool) -> None:
+        """Put a state on disk, unless a later one has been numbered since. May be called in any thread."""
+        assert self.topic.directory is not None
+        with self._writing:
+            if version == self._version:
+                self.topic.broker.files.replace(self.topic.directory / self.file_name, content, sync=sync)
+
     def remove_files(self) -> None:
+        self.next_version()
         if self.is_durable and self.topic.directory is not None:
             self.topic.broker.files.unlink(self.topic.directory / self.file_name)
             self.topic.broker.files.unlink(self.topic.directory / (self.name + CARRY_SUFFIX))

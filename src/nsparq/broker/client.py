@@ -58,7 +58,7 @@ class Client:
     def stats(self, topic: str = "") -> dict[str, Any]:
         """The client as NSQ's /stats shows it, keys in its order."""
         identity = self.identity
-        counts = {topic: self.publish_counts[topic]} if topic in self.publish_counts else self.publish_counts
+        counts = {name: n for name, n in self.publish_counts.items() if topic in ("", name)}
         shown: dict[str, Any] = {
             "client_id": identity.client_id,
             "hostname": identity.hostname,

@@ -67,6 +67,7 @@ def _import_topic(broker: Broker, name: str, queues: list[DiskQueue]) -> None:
     # An empty queue brings nothing to life that the metadata does not list.
     full = [queue for queue in queues if queue.has_records()]
     if full:
+        logger.info("TOPIC(%s): importing from NSQ: %s", name, ", ".join(map(str, full)))
         topic = broker.get_topic(name)
         channels = [(topic.get_channel(queue.channel), queue) for queue in full if queue.channel]
         topic.begin_import()

@@ -33,10 +33,14 @@ class Latency:
         return self._current + self._previous
 
     def _rotate(self, now_ns: int) -> None:
-        while now_ns >= self._rotate_at:
+        late_ns = now_ns - self._rotate_at
+        if late_ns >= self._half_ns:
+            # A half window and more without a value: both are old.
+            self._previous, self._current = Counter(), Counter()
+            self._rotate_at = now_ns + self._half_ns
+        elif late_ns >= 0:
             self._previous, self._current = self._current, Counter()
-            idle = now_ns - self._rotate_at >= 2 * self._half_ns
-            self._rotate_at = now_ns + self._half_ns if idle else self._rotate_at + self._half_ns
+            self._rotate_at += self._half_ns
 
 
 def summarize(percentiles: tuple[float, ...], parts: Iterable[Counter[int]]) -> dict[str, Any]:

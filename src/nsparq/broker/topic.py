@@ -84,6 +84,7 @@ class Topic:
         self._held_back: list[tuple[int, int]] = []
         """Deferred messages, sequence number and due time, that no channel may see yet."""
         self._is_marked_used = False
+        self._handed_out = -1
         self._import_start = -1
         """Where the messages of another nsqd begin, while they are being taken over."""
         self._low = (0, 0)
@@ -148,7 +149,7 @@ class Topic:
             return
         state = TopicState(
             incarnation=self.incarnation,
-            origin=self.origin,
+            origin=self.visible_end if self.channels else self.origin,
             paused=self.paused,
             pause_position=self._pause_position,
             clean_end=self.log.end if clean else -1,
@@ -166,8 +167,7 @@ class Topic:
             self.log.close()
             for channel in self.channels.values():
                 if channel.is_durable:
-                    state = channel.snapshot()
-                    self.broker.files.replace(self.directory / channel.file_name, state.encode(), sync=True)
+                    channel.write_state(channel.snapshot().encode(), channel.next_version(), sync=True)
             self._write_state(clean=True)
 
     # taking over what another nsqd has left: see broker.importer
@@ -192,12 +192,10 @@ class Topic:
     def _end_import(self) -> None:
         """The channels' states first: they speak of the messages that the topic's state is about to let
         count, or no longer of those that it is about to forget."""
-        assert self.directory is not None
         for channel in self.channels.values():
             channel.step_over()
             if channel.is_durable:
-                state = channel.snapshot()
-                self.broker.files.replace(self.directory / channel.file_name, state.encode(), sync=True)
+                channel.write_state(channel.snapshot().encode(), channel.next_version(), sync=True)
         self._import_start = -1
         self._is_marked_used = True
         self._write_state(clean=False, sync=True)
@@ -261,6 +259,8 @@ class Topic:
             self.message_bytes += len(batch.data)
             if batch.due_ns:
                 self._held_back.append((batch.base, batch.due_ns))
+        if self.is_ephemeral:
+            self.broker.schedule_topic(self)
         self.broker.note_used(self, now_ns)
         if self.channels:
             self._show(before)
@@ -311,10 +311,12 @@ class Topic:
             raise Exiting
         is_first = not self.channels
         channel = Channel(self, name, self.origin if is_first else self.visible_end)
+        # On disk first: if the disk refuses, there is no channel.
+        self.save_channel(channel)
         self.channels[name] = channel
         if is_first:
             self._show(self.origin)
-        self.save_channel(channel)
+            self.broker.note_changed(self)
         self.broker.channel_created(channel)
         return channel
 
@@ -336,10 +338,8 @@ class Topic:
         if channel.is_durable and self.directory is not None:
             self._mark_used()
             channel.is_changed = False
-            state = channel.snapshot()
-            self.broker.files.replace(
-                self.directory / channel.file_name, state.encode(), sync=self.broker.is_synchronous
-            )
+            content = channel.snapshot().encode()
+            channel.write_state(content, channel.next_version(), sync=self.broker.is_synchronous)
 
     # management
 
@@ -389,6 +389,14 @@ class Topic:
 
     # upkeep
 
+    def checkpoint(self) -> None:
+        """Without a durable channel the topic itself must remember what has been handed out."""
+        if self.directory is None or not self.channels or any(c.is_durable for c in self.channels.values()):
+            return
+        if self._handed_out != self.visible_end:
+            self._handed_out = self.visible_end
+            self._write_state(clean=False)
+
     def low(self) -> int:
         """The oldest sequence number that anyone still needs."""
         if not self.channels:
@@ -405,6 +413,7 @@ class Topic:
     def reclaim(self, now_s: float) -> list[Segment]:
         """Let go of what no channel needs; gives the segments to be removed."""
         for channel in self.channels.values():
+            channel.step_over()
             channel.drop_carried()
         if isinstance(self.log, MemoryLog):
             self._reclaim_memory(self.log)
@@ -436,10 +445,14 @@ class Topic:
             if surplus > 0:
                 self.dropped_count += surplus
                 self.origin += surplus
+                self._held_back = [held for held in self._held_back if held[0] >= self.origin]
+            if self.paused:
+                self._pause_position = self.origin
             log.trim(self.origin)
             return
         if self.paused:
             self.dropped_count += log.discard_oldest(self._pause_position, limit)
+            self._held_back = [held for held in self._held_back if log.gaps.skip(held[0]) == held[0]]
         cursor = min(channel.cursor for channel in self.channels.values())
         for channel in self.channels.values():
             channel.carry_over(cursor, log.end)
@@ -455,7 +468,7 @@ class Topic:
     @property
     def backend_depth(self) -> int:
         start = self.origin if not self.channels else self.visible_end
-        return self.log.count(start, max(start, self.log.memory_start)) if self.depth else 0
+        return min(self.depth, self.log.count(start, max(start, self.log.memory_start)))
 
     def stats(self, channel: str, include_clients: bool, now_ns: int) -> dict[str, Any]:
         names = sorted(self.channels) if not channel else [channel]

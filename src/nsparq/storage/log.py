@@ -127,7 +127,7 @@ class Log:
             if segment.end > sequence:
                 pairs = segment.deferred
                 for i in range(0, len(pairs), 2):
-                    if pairs[i] >= sequence:
+                    if pairs[i] >= sequence and self.gaps.skip(pairs[i]) == pairs[i]:
                         yield pairs[i], pairs[i + 1]
 
     @property
@@ -145,7 +145,7 @@ class Log:
         try:
             self.sync_now()
         finally:
-            self._close_fds()
+            self.close_descriptors()
         if self._segments:
             self._segments[-1].write_index(sync=True)
         for segment in self._segments:
@@ -154,7 +154,7 @@ class Log:
 
     def delete(self) -> None:
         """Let go of everything; the directory is the caller's to remove."""
-        self._close_fds()
+        self.close_descriptors()
         for segment in self._segments:
             segment.close()
         self._segments.clear()
@@ -390,7 +390,8 @@ class Log:
             if sync.error is not None:
                 raise WriteFailed(f"{self.directory.name}: {sync.error}") from sync.error
 
-    def _close_fds(self) -> None:
+    def close_descriptors(self) -> None:
+        """Let go of sealed segments that are still to be synced."""
         for fd in self._closing_fds:
             self.files.close(fd)
         self._closing_fds.clear()
