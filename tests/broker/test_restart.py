@@ -148,6 +148,19 @@ def test_pauses_are_kept_with_what_they_hold_back(rig: Rig, clean: bool):
 
 
 @both_ends
+def test_a_topic_paused_before_it_held_anything_holds_nothing(rig: Rig, clean: bool):
+    rig.topic().pause()
+    end(rig, clean)
+    rig.channel()
+    assert rig.topic().depth == 0
+    rig.publish("t", b"x")
+    assert rig.topic().depth == 1
+    rig.topic().unpause()
+    assert counts(rig.channel()) == (1, 0, 0)
+    assert rig.channel().message_count == 1
+
+
+@both_ends
 def test_a_topic_without_channels_still_keeps_its_messages(rig: Rig, clean: bool):
     rig.channel()
     rig.publish("t", b"old")

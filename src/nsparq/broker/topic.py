@@ -311,12 +311,18 @@ class Topic:
             raise Exiting
         is_first = not self.channels
         channel = Channel(self, name, self.origin if is_first else self.visible_end)
-        # On disk first: if the disk refuses, there is no channel.
-        self.save_channel(channel)
+        held_back = self._held_back
         self.channels[name] = channel
         if is_first:
             self._show(self.origin)
-            self.broker.note_changed(self)
+        try:
+            self.save_channel(channel)
+        except OSError:
+            # The disk refuses: there is no channel, and the topic keeps what it had for it.
+            channel.is_exiting = True
+            del self.channels[name]
+            self._held_back = held_back
+            raise
         self.broker.channel_created(channel)
         return channel
 

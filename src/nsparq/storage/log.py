@@ -118,6 +118,8 @@ class Log:
             start = max(self.end, clean_end, epoch)
             self.gaps.add(self.end, start)
             self.end = start
+        if not self._segments:
+            self.gaps.add(0, self.end)
         self.stable = self.committed = self.memory_start = self.end
         self.low = self.start
 
