@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 NSQJS := tests/conformance/nsqjs
 BENCH_ARGS ?=
+# Run a second time without the compiled kernel: whatever passes through it.
+PURE_TESTS := tests/wire tests/broker tests/storage tests/test_kernel.py tests/test_packed.py tests/conformance/test_e_delivery.py tests/conformance/test_h_publish.py
 
 .PHONY: help venv demo test check pytest bench docs fmt clean
 .DEFAULT_GOAL := help
@@ -32,6 +34,9 @@ check: venv
 
 pytest: venv $(VENV)/.nsqjs
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+ifeq ($(PYTEST_ARGS),)
+	NSPARQ_NO_EXTENSIONS=1 $(BIN)/python -m pytest -q $(PURE_TESTS)
+endif
 
 bench: venv
 	$(BIN)/python -m benchmarks.macro.broker $(BENCH_ARGS)

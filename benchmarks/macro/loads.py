@@ -106,6 +106,10 @@ class Round:
     def work(self, roles: Sequence[tuple[str, dict[str, Any]]]) -> list[Span]:
         return self.crew.work(roles, self.parameters.deadline)
 
+    def cpu_seconds(self) -> float | None:
+        """Processor time that the broker has used; None for one that the tool has not started."""
+        return self.broker.cpu_seconds() if isinstance(self.broker, Spawned) else None
+
     def create_channel(self, channel: str = CHANNEL) -> None:
         create_channel(self.broker.address, self.topic, channel)
 
@@ -202,9 +206,13 @@ def fanout8(run: Round) -> Figures:
         spread = [pairs[part :: p.consumers] for part in range(min(p.consumers, p.channels))]
         consumers = run.consumers(p.fanout_messages * p.channels, spread)
         publishers = run.publishers(p.fanout_messages, topic)
+        used = run.cpu_seconds()
         spans = run.work(publishers) + run.work(consumers) if piled_up else run.work(consumers + publishers)
         check_delivery(spans, p.fanout_messages)
         figures[label] = Figure(consumed_rate(spans, p.rdy * p.channels) / p.channels, "msg/s")
+        if used is not None:
+            spent = (run.cpu_seconds() or 0.0) - used
+            figures[f"{label}, broker CPU"] = Figure(1e6 * spent / (p.fanout_messages * p.channels), "us")
     return figures
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.macro.loads import Figures, Parameters
 
-LOWER_IS_BETTER = {"ms", "s", "MiB", "messages"}
+LOWER_IS_BETTER = {"ms", "s", "us", "MiB", "messages"}
 HEADINGS = (
     "load",
     "unit",

@@ -23,6 +23,13 @@ UNKNOWN_ID = b"0000000000000000"
 Address = tuple[str, int] | str
 
 
+def wait_readable(connection: socket.socket, seconds: float) -> bool:
+    """poll, not select: with a thousand connections open, descriptors are beyond what select takes."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
 class Frame(NamedTuple):
     type: int
     data: bytes
@@ -263,7 +270,7 @@ class RawConnection:
         """Have at least count bytes of input; what was read stays there when the deadline passes."""
         while len(self._input) < count:
             remaining = max(0.0, deadline - time.monotonic())
-            if not select.select([self.socket], [], [], remaining)[0]:
+            if not wait_readable(self.socket, remaining):
                 raise TimeoutError(f"waited for {count} bytes, have {bytes(self._input[:64])!r}")
             received = self.socket.recv(1 << 20)
             if not received:

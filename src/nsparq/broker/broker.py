@@ -75,8 +75,8 @@ class Broker:
         self.topics: dict[str, Topic] = {}
         self.clients: set[Client] = set()
         self.scan = QueueScan(options.queue_scan_selection_count, options.queue_scan_worker_pool_max)
-        self.health: str | None = None
-        """The error of the latest write, None after a good one."""
+        self._troubles: dict[str, str] = {}
+        """The latest error of each source that has not worked since."""
         self._wake = wake
         self._background = background
         self._is_awake = False
@@ -191,6 +191,8 @@ class Broker:
         self._dirty_topics.pop(topic, None)
         self._used.discard(topic)
         self._with_files.discard(topic)
+        for work in ("sync", "carry"):
+            self.set_health(None, f"{work} {topic}")
         if topic.directory is not None:
             trash = topic.directory.with_name(f"{name}.{topic.incarnation}{TRASH_SUFFIX}")
             self.files.rename(topic.directory, trash)
@@ -213,6 +215,8 @@ class Broker:
         self._channel_count -= 1
         self._dirty_channels.pop(channel, None)
         self._stuck.discard(channel)
+        for work in ("read", "checkpoint"):
+            self.set_health(None, f"{work} {channel}")
         self._checkpoint_after.pop(channel, None)
         self._used.add(channel.topic)
         if channel.is_durable and not channel.topic.is_exiting:
@@ -241,7 +245,9 @@ class Broker:
             self.files.replace(self.data_path / FILE_NAME, encode_metadata(topics, NSQ_VERSION), sync=True)
         except OSError as error:
             self._is_metadata_stale = True
-            self.set_health(f"failed to persist metadata - {error}")
+            self.set_health(f"failed to persist metadata - {error}", "metadata")
+        else:
+            self.set_health(None, "metadata")
 
     # the turn
 
@@ -290,7 +296,7 @@ class Broker:
 
     def read_failed(self, channel: Channel, error: OSError) -> None:
         """A disk that does not read: the channel tries again at the next round of maintenance."""
-        self.set_health(f"{channel}: cannot read the log: {error.strerror or error}")
+        self.set_health(f"{channel}: cannot read the log: {error.strerror or error}", f"read {channel}")
         self._stuck.add(channel)
 
     def warm(self, cold: Cold, then: Work) -> None:
@@ -338,8 +344,8 @@ class Broker:
             if topic.is_exiting:
                 log.close_descriptors()
                 return
-            if sync.error is not None:
-                self.set_health(f"fsync failed: {sync.error}")
+            error = None if sync.error is None else f"fsync failed: {sync.error}"
+            self.set_health(error, f"sync {topic}")
             topic.committed(sync.error)
 
         self._background(sync.run, synced)
@@ -349,6 +355,8 @@ class Broker:
         if self._is_metadata_stale:
             self.write_metadata()
         for channel in self._stuck:
+            # If it fails again, it says so again.
+            self.set_health(None, f"read {channel}")
             self.schedule_channel(channel)
         self._stuck.clear()
         used, self._used = self._used, set()
@@ -404,19 +412,32 @@ class Broker:
 
         def written() -> None:
             self._checkpointing.discard(channel)
-            if failure and not channel.is_exiting:
+            if channel.is_exiting:
+                return
+            if failure:
                 channel.is_changed = True
                 self._used.add(channel.topic)
-                self.set_health(f"failed to checkpoint {channel}: {failure[0]}")
+            error = f"failed to checkpoint {channel}: {failure[0]}" if failure else None
+            self.set_health(error, f"checkpoint {channel}")
 
         self._background(write, written)
 
-    def set_health(self, error: str | None) -> None:
-        if error is not None and error != self.health:
-            logger.error("%s", error)
-        elif error is None and self.health is not None:
-            logger.info("writing works again")
-        self.health = error
+    def set_health(self, error: str | None, source: str = "publish") -> None:
+        """Note the trouble of one source, or that it is over. Publishing is one; others are named after
+        what they do and for whom."""
+        known = self._troubles.get(source)
+        if error is not None:
+            if error != known:
+                logger.error("%s", error)
+            self._troubles[source] = error
+        elif known is not None:
+            logger.info("recovered from: %s", known)
+            del self._troubles[source]
+
+    @property
+    def health(self) -> str | None:
+        """What is wrong now; None when nothing is."""
+        return next(iter(self._troubles.values()), None)
 
     # stats
 

@@ -222,7 +222,8 @@ class Topic:
         packed = PackedBodies.of(bodies)
         self._waiting.append((done, verb))
         if due_ns:
-            self._deferred.append((packed, due_ns))
+            # One batch each: a deferred batch is known by its first sequence number alone.
+            self._deferred += ((single, due_ns) for single in packed.split(1))
         else:
             self._published.append(packed)
             self._gathered += len(packed.lengths)
@@ -432,8 +433,9 @@ class Topic:
                 if not all(c.carry_over(segment.end, limit) for c in self.channels.values()):
                     break
             except (WriteFailed, OSError) as error:
-                self.broker.set_health(f"{self}: cannot carry messages over: {error}")
+                self.broker.set_health(f"{self}: cannot carry messages over: {error}", f"carry {self}")
                 break
+            self.broker.set_health(None, f"carry {self}")
         return self.log.trim(self.low(), now_s)
 
     def bound(self) -> None:

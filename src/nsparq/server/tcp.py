@@ -90,7 +90,11 @@ class Connection(asyncio.Protocol):
             return
         protocol = self._protocol
         try:
-            for command in protocol.receive_data(data):
+            publish = protocol.receive_publish(data)
+            if publish is not None:
+                self._on_publish(publish)
+                data = b""
+            for command in protocol.receive_data(data) if data else ():
                 _HANDLERS[type(command)](self, command)
                 if self._transport.is_closing():
                     break

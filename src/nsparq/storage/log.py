@@ -196,23 +196,25 @@ class Log:
 
     def _write(self, batches: list[Batch]) -> None:
         buffers: list[Buffer] = []
-        sizes = []
+        places = []
+        size = 0
         for batch in batches:
-            head = encode_head(batch.base, batch.timestamp_of(0), batch.due_ns, batch.lengths, batch.data)
+            stamp_ns = batch.timestamp_of(0)
+            head = encode_head(batch.base, stamp_ns, batch.due_ns, batch.lengths, batch.data)
             buffers += (head, batch.data)
-            sizes.append(len(head) + len(batch.data))
-        size = sum(sizes)
+            places.append((size, batch.base, batch.base + batch.count, stamp_ns, batch.due_ns))
+            size += len(head) + len(batch.data)
         try:
             segment = self._segment_for(size, batches[0].base)
             position = segment.size
             segment.append(buffers, size)
         except OSError as error:
             raise WriteFailed(f"{self.directory.name}: {error.strerror or error}") from error
-        for batch, size in zip(batches, sizes, strict=True):
-            segment.note(position, batch.base, batch.end, batch.timestamp_of(0), batch.due_ns)
-            position += size
-            self.unsynced += batch.count
-        self.stable = batches[-1].end
+        for offset, base, end, stamp_ns, due_ns in places:
+            segment.note(position + offset, base, end, stamp_ns, due_ns)
+        end = batches[-1].end
+        self.unsynced += end - batches[0].base
+        self.stable = end
 
     def _segment_for(self, size: int, base: int) -> Segment:
         if self._segments:

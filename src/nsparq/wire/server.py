@@ -128,6 +128,21 @@ class ServerProtocol:
         self._missing = 0
         yield from self._commands()
 
+    def receive_publish(self, data: bytes) -> Publish | None:
+        """The bytes from the peer as one PUB, if that is all they are and its line is known: what a busy
+        publisher sends, without what it takes to understand everything else."""
+        if self._missing or self._body is not None or self._position < len(self._buffer):
+            return None
+        end = data.find(b"\n", 0, _SHORT_LINE)
+        known = self._publish_lines.get(data[:end])
+        if known is None or known[0] != "PUB" or len(data) < end + 5:
+            return None
+        (size,) = _SIZE.unpack_from(data, end + 1)
+        if len(data) != end + 5 + size or not 0 < size <= self.limits.max_msg_size:
+            return None
+        self.commands += 1
+        return Publish("PUB", known[1], PackedBodies(array("I", (size,)), data[end + 5 :]))
+
     def receive_eof(self) -> None:
         """The peer is done. Raises if it stopped in the middle of a command's body."""
         if self._body is not None:
