@@ -157,7 +157,10 @@ class NsqdOptions:
         choice("os", "fsync", "memory"),
     )
     mem_queue_size: int = opt(
-        10_000, "messages kept in memory, per topic and channel", INT, bound="not negative"
+        10_000,
+        "newest messages of a topic kept in memory too; the most an ephemeral one holds",
+        INT,
+        bound="not negative",
     )
     mem_queue_bytes: int = opt(
         64 * 1024 * 1024,
@@ -168,7 +171,10 @@ class NsqdOptions:
     max_bytes_per_file: int = opt(
         100 * 1024 * 1024, "bytes of a log file before the next is begun", INT, bound="positive"
     )
-    sync_every: int = opt(2500, "messages per fsync", INT, bound="positive")
+    sync_every: int = opt(
+        2500, "messages per fsync of a topic's log, which happens ten times a second at the most", INT,
+        bound="positive",
+    )  # fmt: skip
     sync_timeout: float = opt(
         2.0, "longest time between fsyncs while messages arrive", DURATION, bound="positive"
     )

@@ -24,6 +24,7 @@ from nsparq.storage.files import Files
 from nsparq.storage.log import EPOCH_BITS, Durability, Log, LogSettings
 from nsparq.storage.metadata import FILE_NAME, ChannelEntry, TopicEntry, encode_metadata, read_metadata
 from nsparq.storage.segment import READ_SIZE, Cold, Segment
+from nsparq.storage.state import StateFile
 from nsparq.version import NSQ_VERSION
 from nsparq.wire.message import SEQUENCE_BITS
 
@@ -388,7 +389,7 @@ class Broker:
 
     def _checkpoint(self, topic: Topic, now_ns: int) -> None:
         for channel in topic.channels.values():
-            if not channel.is_changed or not channel.is_durable or topic.directory is None:
+            if not channel.is_changed or channel.state_file is None:
                 continue
             if channel in self._checkpointing or now_ns < self._checkpoint_after.get(channel, 0):
                 self._used.add(topic)
@@ -398,15 +399,15 @@ class Broker:
             # A channel with a million deferred messages takes a while to write down: it is done less often.
             self._checkpoint_after[channel] = now_ns + 20 * (self.clock() - now_ns)
             self._checkpointing.add(channel)
-            self._write_checkpoint(channel, content)
+            self._write_checkpoint(channel, channel.state_file, content)
 
-    def _write_checkpoint(self, channel: Channel, content: bytes) -> None:
+    def _write_checkpoint(self, channel: Channel, state_file: StateFile, content: bytes) -> None:
         failure: list[OSError] = []
-        version = channel.next_version()
+        version = state_file.next_version()
 
         def write() -> None:
             try:
-                channel.write_state(content, version, sync=self.is_synchronous)
+                state_file.write(content, version, sync=self.is_synchronous)
             except OSError as error:
                 failure.append(error)
 

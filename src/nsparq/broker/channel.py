@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from itertools import chain, islice
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,10 +23,10 @@ from nsparq.broker.latency import Latency, summarize
 from nsparq.errors import ClientError, Exiting, SubscribeRefused
 from nsparq.names import is_ephemeral
 from nsparq.storage.batch import Batch
-from nsparq.storage.carry import CARRY_SUFFIX, CarryFile
+from nsparq.storage.carry import CARRY_SUFFIX, CarryFile, MemoryCarry
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.segment import Cold
-from nsparq.storage.state import CHANNEL_SUFFIX, ChannelState
+from nsparq.storage.state import CHANNEL_SUFFIX, ChannelState, StateFile
 from nsparq.wire.message import build_frames, with_attempts
 
 if TYPE_CHECKING:
@@ -93,11 +92,12 @@ class Channel:
         self._is_warming = False
         self._must_wait = False
         """The disk has just been asked for what is read next: do not ask again, wait."""
-        self._writing = Lock()
-        self._version = 0
-        self._carried: CarryFile | dict[int, Batch] = {}
+        self.state_file: StateFile | None = None
+        self._carried: CarryFile | MemoryCarry = MemoryCarry()
         if self.is_durable and topic.directory is not None:
-            self._carried = CarryFile(topic.broker.files, topic.directory / (name + CARRY_SUFFIX))
+            files = topic.broker.files
+            self.state_file = StateFile(files, topic.directory / (name + CHANNEL_SUFFIX))
+            self._carried = CarryFile(files, topic.directory / (name + CARRY_SUFFIX))
 
     def _mark_changed(self) -> None:
         """Have the next round of checkpoints include this channel."""
@@ -497,10 +497,7 @@ class Channel:
 
     def _find(self, sequence: int) -> tuple[bytes, int] | None:
         """The first-delivery frame of a message and its publish time."""
-        if isinstance(self._carried, dict):
-            batch = self._carried.get(sequence)
-        else:
-            batch = self._carried.read(sequence) if sequence in self._carried else None
+        batch = self._carried.read(sequence) if sequence in self._carried else None
         if batch is None:
             batch = self.topic.log.read(sequence, wait=self._must_wait)
             self._must_wait = False
@@ -620,7 +617,7 @@ class Channel:
     def restore(self, state: ChannelState | None) -> None:
         """Go on where an earlier run stood. Without its state, everything that is kept is sent again."""
         log, first = self.topic.log, self.topic.first_id
-        carried = self._carried.load() if isinstance(self._carried, CarryFile) else []
+        carried = self._carried.load()
         self.is_changed = False
         if state is None:
             self._mark_changed()
@@ -683,52 +680,29 @@ class Channel:
             messages.append(
                 (sequence, batch.timestamp_of(index), batch.data[start : start + batch.lengths[index]])
             )
-        if isinstance(self._carried, dict):
-            self._carried.update(
-                {s: Batch.single(s, timestamp_ns, body) for s, timestamp_ns, body in messages}
-            )
-        elif messages:
+        if messages:
             self._carried.add(messages)
         return True
 
     def drop_carried(self) -> None:
         """Let go of carried messages that have been finished since."""
-        if not len(self._carried):
-            return
-        first = self.topic.first_id
-        wanted = [i - first for i in self._unfinished()]
-        if isinstance(self._carried, CarryFile):
-            self._carried.keep_only(wanted)
-        else:
-            self._carried = {
-                sequence: self._carried[sequence] for sequence in wanted if sequence in self._carried
-            }
+        if len(self._carried):
+            first = self.topic.first_id
+            self._carried.keep_only(i - first for i in self._unfinished())
 
     def _unfinished(self) -> Iterable[int]:
         return chain(self.in_flight, self.requeued, self.deferred.due_ns)
 
-    @property
-    def file_name(self) -> str:
-        return self.name + CHANNEL_SUFFIX
-
-    def next_version(self) -> int:
-        """Number the state about to be written: a checkpoint still on its way to the disk is now too late."""
-        with self._writing:
-            self._version += 1
-            return self._version
-
-    def write_state(self, content: bytes, version: int, *, sync: bool) -> None:
-        """Put a state on disk, unless a later one has been numbered since. May be called in any thread."""
-        assert self.topic.directory is not None
-        with self._writing:
-            if version == self._version:
-                self.topic.broker.files.replace(self.topic.directory / self.file_name, content, sync=sync)
+    def save(self, *, sync: bool) -> None:
+        """Write down now where the channel stands."""
+        if self.state_file is not None:
+            self.is_changed = False
+            self.state_file.write(self.snapshot().encode(), self.state_file.next_version(), sync=sync)
 
     def remove_files(self) -> None:
-        self.next_version()
-        if self.is_durable and self.topic.directory is not None:
-            self.topic.broker.files.unlink(self.topic.directory / self.file_name)
-            self.topic.broker.files.unlink(self.topic.directory / (self.name + CARRY_SUFFIX))
+        if self.state_file is not None:
+            self.state_file.remove()
+        self._carried.remove()
 
     def stats(self, include_clients: bool, now_ns: int) -> dict[str, Any]:
         latency = self._latency

@@ -166,8 +166,7 @@ class Topic:
         if self.directory is not None and isinstance(self.log, Log):
             self.log.close()
             for channel in self.channels.values():
-                if channel.is_durable:
-                    channel.write_state(channel.snapshot().encode(), channel.next_version(), sync=True)
+                channel.save(sync=True)
             self._write_state(clean=True)
 
     # taking over what another nsqd has left: see broker.importer
@@ -194,8 +193,7 @@ class Topic:
         count, or no longer of those that it is about to forget."""
         for channel in self.channels.values():
             channel.step_over()
-            if channel.is_durable:
-                channel.write_state(channel.snapshot().encode(), channel.next_version(), sync=True)
+            channel.save(sync=True)
         self._import_start = -1
         self._is_marked_used = True
         self._write_state(clean=False, sync=True)
@@ -342,11 +340,9 @@ class Topic:
 
     def save_channel(self, channel: Channel) -> None:
         """Write the channel's state now: a message acknowledged after this finds it after a crash."""
-        if channel.is_durable and self.directory is not None:
+        if channel.is_durable:
             self._mark_used()
-            channel.is_changed = False
-            content = channel.snapshot().encode()
-            channel.write_state(content, channel.next_version(), sync=self.broker.is_synchronous)
+            channel.save(sync=self.broker.is_synchronous)
 
     # management
 

@@ -62,6 +62,8 @@ class Connection(asyncio.Protocol):
         self._blocked_since = 0.0
         """When the client stopped taking our bytes; 0 while it does."""
         self._is_closing = False
+        self._is_ending = False
+        """Whether the last word is among the replies: nothing more is heard."""
         self._is_reading = True
 
     # asyncio.Protocol
@@ -86,7 +88,7 @@ class Connection(asyncio.Protocol):
         logger.info("TCP: new client(%s)", address)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_closing:
+        if self._is_closing or self._is_ending:
             return
         protocol = self._protocol
         try:
@@ -96,7 +98,7 @@ class Connection(asyncio.Protocol):
                 data = b""
             for command in protocol.receive_data(data) if data else ():
                 _HANDLERS[type(command)](self, command)
-                if self._transport.is_closing():
+                if self._is_ending or self._transport.is_closing():
                     break
         except LineTooLong:
             logger.warning("client(%s): line too long", self.client.address)
@@ -157,7 +159,9 @@ class Connection(asyncio.Protocol):
             self._transport.write(OK)
             while replies and replies[0] is not None:
                 self._transport.write(replies.popleft())  # type: ignore[arg-type]  # just seen not to be None
-            if not self._is_reading:
+            if self._is_ending and not replies:
+                self.close()
+            elif not self._is_reading:
                 self._adjust_reading()
         else:
             replies.clear()
@@ -171,9 +175,14 @@ class Connection(asyncio.Protocol):
         if not error.fatal:
             self._reply(frame)
             return
-        if None in self._replies:
+        if self._replies:
             # Publishes are still to be answered: have them appended now.
             self._broker.turn()
+        if self._replies:
+            # They wait for the disk. Their answers go first, then this one, then the connection.
+            self._replies.append(frame)
+            self._is_ending = True
+            return
         self._transport.write(frame)
         self.close()
 

@@ -32,10 +32,19 @@ class BatchCache:
             self._evict(batch)
 
     def _evict(self, newest: Batch) -> None:
+        while self.size_bytes > self.limit_bytes:
+            batch, owner = next(iter(self._batches.items()))
+            if batch is newest:
+                return
+            if not owner.forget(batch):
+                self._evict_what_can_go(newest)
+                return
+
+    def _evict_what_can_go(self, newest: Batch) -> None:
+        """The disk does not take the oldest batch, which stays; that must not hold up the others."""
         for batch, owner in [*self._batches.items()]:
             if self.size_bytes <= self.limit_bytes:
-                break
-            # One that the disk does not take stays, and must not hold up the others.
+                return
             if batch is not newest and batch in self._batches:
                 owner.forget(batch)
 

@@ -122,3 +122,32 @@ class CarryFile:
         self._files.unlink(self._path)
         self._places.clear()
         self._size = self._live = 0
+
+
+class MemoryCarry:
+    """The same for a channel that keeps nothing on disk."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, Batch] = {}
+
+    def load(self) -> list[int]:
+        return []
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def add(self, messages: Iterable[tuple[int, int, bytes]]) -> None:
+        for sequence, timestamp_ns, body in messages:
+            self._batches[sequence] = Batch.single(sequence, timestamp_ns, body)
+
+    def read(self, sequence: int) -> Batch | None:
+        return self._batches.get(sequence)
+
+    def keep_only(self, wanted: Iterable[int]) -> None:
+        self._batches = {s: self._batches[s] for s in wanted if s in self._batches}
+
+    def remove(self) -> None:
+        self._batches.clear()

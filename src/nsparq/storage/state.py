@@ -16,6 +16,7 @@ import operator
 import struct
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,32 @@ class ChannelState:
         )
         length = len(text).to_bytes(4, "little")
         return _CHANNEL.pack(_MAGIC, crc32c(body, crc32c(length)), len(text)) + body
+
+
+class StateFile:
+    """Where a channel's state is kept. Checkpoints are written in threads and may come late: each is numbered
+    when it is taken, and one that has been overtaken is not written any more."""
+
+    def __init__(self, files: Files, path: Path) -> None:
+        self._files = files
+        self._path = path
+        self._writing = Lock()
+        self._version = 0
+
+    def next_version(self) -> int:
+        with self._writing:
+            self._version += 1
+            return self._version
+
+    def write(self, content: bytes, version: int, *, sync: bool) -> None:
+        """Put a state on disk unless a later one has been numbered since. May be called in any thread."""
+        with self._writing:
+            if version == self._version:
+                self._files.replace(self._path, content, sync=sync)
+
+    def remove(self) -> None:
+        self.next_version()
+        self._files.unlink(self._path)
 
 
 def decode_channel_state(raw: bytes) -> ChannelState:
