@@ -44,6 +44,7 @@ class Nsqd:
     async def start(self) -> None:
         """Raises StartError, with nothing left open."""
         self._loop = asyncio.get_running_loop()
+        _refuse_what_cannot_be_kept(self.options)
         logger.info("%s", version_line("nsqd"))
         logger.info("ID: %d", self.options.node_id)
         _raise_file_limit()
@@ -170,6 +171,14 @@ def split_address(address: str) -> tuple[str, int] | None:
 
 def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _refuse_what_cannot_be_kept(options: NsqdOptions) -> None:
+    """Better no broker than one that is open where its operator asked for a lock."""
+    if options.tls_required or options.tls_client_auth_policy:
+        raise StartError("--tls-required cannot be met: TLS is not there yet")
+    if options.auth_http_address:
+        raise StartError("--auth-http-address cannot be met: AUTH is not there yet")
 
 
 def _raise_file_limit() -> None:

@@ -1,0 +1,103 @@
+"""Starting and stopping: what is refused, what is left behind, what an address is."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from nsparq.errors import StartError
+from nsparq.options import NsqdOptions, TlsRequired
+from nsparq.server.daemon import Nsqd, join_address, split_address
+
+
+def options(tmp_path: Path, **more: object) -> NsqdOptions:
+    return NsqdOptions(**{"tcp_address": "127.0.0.1:0", "data_path": str(tmp_path), **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1:4150", ("127.0.0.1", 4150)),
+        (":4150", ("", 4150)),
+        ("[::1]:4150", ("::1", 4150)),
+        ("nsqd.sock", None),
+        ("/run/nsqd.sock", None),
+        ("/run/nsqd:4150", None),
+        ("host:port", None),
+    ],
+)
+def test_an_address_is_host_and_port_or_a_path(address: str, expected: tuple[str, int] | None) -> None:
+    assert split_address(address) == expected
+
+
+def test_an_ipv6_host_is_joined_in_brackets() -> None:
+    assert (join_address("::1", 4150), join_address("127.0.0.1", 1)) == ("[::1]:4150", "127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"tls_required": TlsRequired.YES}, "--tls-required cannot be met"),
+        ({"tls_client_auth_policy": "require"}, "--tls-required cannot be met"),
+        ({"auth_http_address": ("127.0.0.1:1",)}, "--auth-http-address cannot be met"),
+    ],
+)
+def test_a_lock_that_does_not_exist_yet_is_not_pretended(
+    tmp_path: Path, more: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(StartError, match=reason):
+        asyncio.run(Nsqd(options(tmp_path, **more)).start())
+
+
+def test_a_port_that_is_taken_is_named_and_nothing_stays_locked(tmp_path: Path) -> None:
+    async def scenario(address: str) -> None:
+        with pytest.raises(StartError, match=rf"listen \({address}\) failed - "):
+            await Nsqd(options(tmp_path, tcp_address=address)).start()
+        again = Nsqd(options(tmp_path))
+        await again.start()
+        await again.stop()
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        asyncio.run(scenario(f"127.0.0.1:{taken.getsockname()[1]}"))
+
+
+def test_stopping_twice_is_safe_and_the_port_is_free_afterwards(tmp_path: Path) -> None:
+    async def scenario() -> tuple[str, int]:
+        nsqd = Nsqd(options(tmp_path))
+        await nsqd.start()
+        assert isinstance(nsqd.tcp_address, tuple)
+        await nsqd.stop()
+        await nsqd.stop()
+        return nsqd.tcp_address
+
+    socket.create_server(asyncio.run(scenario())).close()
+
+
+def test_the_socket_file_of_a_killed_daemon_is_replaced_and_ours_removed(tmp_path: Path) -> None:
+    path = tmp_path / "nsqd.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+
+    async def scenario() -> None:
+        nsqd = Nsqd(options(tmp_path, tcp_address=str(path)))
+        await nsqd.start()
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        writer.write(b"XXXX")
+        assert b"E_BAD_PROTOCOL" in await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        await nsqd.stop()
+
+    asyncio.run(scenario())
+    assert not path.exists()
+
+
+def test_a_file_that_is_no_socket_is_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "precious"
+    path.write_text("mine")
+    with pytest.raises(StartError, match="failed"):
+        asyncio.run(Nsqd(options(tmp_path, tcp_address=str(path))).start())
+    assert path.read_text() == "mine"
