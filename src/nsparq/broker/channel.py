@@ -442,6 +442,8 @@ class Channel:
 
     def step_over(self) -> None:
         """Move the cursor out of numbers that hold no message for this channel."""
+        if not (self.topic.log.gaps.ranges or self.skips.ranges or self._deferred_ahead):
+            return
         if not self._ahead:
             self._jump(self.topic.visible_end)
         gaps, skips = self.topic.log.gaps, self.skips
@@ -456,6 +458,8 @@ class Channel:
         """How far the cursor may go before it must step over something. Batches that were read from disk
         come joined, so this may be inside one."""
         end = self.topic.visible_end
+        if not (self.topic.log.gaps.ranges or self.skips.ranges):
+            return end
         for ranges in (self.topic.log.gaps.ranges, self.skips.ranges):
             for start, _ in ranges:
                 if self.cursor < start < end:

@@ -16,8 +16,8 @@ from itertools import count
 from nsparq.broker.client import Client
 from nsparq.storage.batch import Timestamps
 
-_BLOCK_BITS = 4
-"""Runs are registered for each 16 ids: few entries for a long run, few neighbours for a short one."""
+_BLOCK_BITS = 6
+"""Runs are registered for each 64 ids: few entries for a long run, few neighbours for a short one."""
 
 _order = count()
 

@@ -116,10 +116,9 @@ class Log:
             self.end = clean_end
         if self.end != clean_end:
             start = max(self.end, clean_end, epoch)
-            self.gaps.add(self.end, start)
+            # Without a segment nothing says where the numbers that were used ended: none of them is left.
+            self.gaps.add(self.end if self._segments else 0, start)
             self.end = start
-        if not self._segments:
-            self.gaps.add(0, self.end)
         self.stable = self.committed = self.memory_start = self.end
         self.low = self.start
 
