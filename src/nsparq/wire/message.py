@@ -89,7 +89,3 @@ def _build_few(first_id: int, timestamp_ns: int, lengths: array[int], data: byte
 def with_attempts(frame: bytes, attempts: int) -> bytes:
     """The same frame as delivery number `attempts`, which is 16 bits wide and wraps."""
     return frame[:_ATTEMPTS_AT] + _ATTEMPTS.pack(attempts & 0xFFFF) + frame[_ATTEMPTS_AT + 2 :]
-
-
-def body_of(frame: bytes) -> bytes:
-    return frame[FRAME_OVERHEAD:]
