@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -104,3 +105,24 @@ def nothing_left_over(request: pytest.FixtureRequest) -> Iterator[None]:
         logging.getLogger("asyncio").removeHandler(loop_errors)
     assert not left, f"left over: {left}"
     assert not loop_errors.texts, f"logged by the event loop: {loop_errors.texts}"
+
+
+# What a main does to its process
+
+
+@pytest.fixture
+def root_logger_restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def signals_restored() -> Iterator[None]:
+    signums = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = {signum: signal.getsignal(signum) for signum in signums}
+    yield
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)

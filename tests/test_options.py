@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from nsparq.option_table import OptionError
+from nsparq.option_table import CommandLineExit, OptionError
 from nsparq.options import (
     TABLE,
-    CommandLineExit,
     NsqdOptions,
     TlsRequired,
     default_node_id,
-    parse_command_line,
 )
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
@@ -80,12 +78,13 @@ OUR_OPTIONS: dict[str, tuple[str, Any]] = {
     "retention-bytes": ("retention_bytes", 0),
     "mem-queue-bytes": ("mem_queue_bytes", 67108864),
     "checkpoint-interval": ("checkpoint_interval", 1.0),
+    "auth-policy-file": ("auth_policy_file", ""),
 }
 FROM_HOSTNAME = {"node-id": "id", "broadcast-address": "broadcast_address"}
 
 
 def parse(*arguments: str) -> NsqdOptions:
-    return parse_command_line(arguments)[0]
+    return TABLE.read_command_line(arguments)[0]
 
 
 def parse_file(tmp_path: Path, content: str, *arguments: str) -> NsqdOptions:
@@ -96,7 +95,7 @@ def parse_file(tmp_path: Path, content: str, *arguments: str) -> NsqdOptions:
 
 def refused(*arguments: str) -> CommandLineExit:
     with pytest.raises(CommandLineExit) as caught:
-        parse_command_line(arguments)
+        TABLE.read_command_line(arguments)
     return caught.value
 
 
@@ -121,7 +120,7 @@ def test_options_are_frozen_and_slotted() -> None:
 
 
 def test_without_arguments_the_defaults_hold_and_are_valid() -> None:
-    options, warnings = parse_command_line([])
+    options, warnings = TABLE.read_command_line([])
     assert (options, warnings) == (NsqdOptions(), [])
     options.validate()
 
@@ -239,9 +238,11 @@ def test_help_is_status_0_and_names_every_flag() -> None:
 
 
 def test_options_of_features_to_come_are_accepted_with_a_warning() -> None:
-    options, warnings = parse_command_line(["--lookupd-tcp-address=a:1", "--snappy=true", "--sync-every=1"])
-    assert options.lookupd_tcp_address == ("a:1",)
-    assert warnings == ["--lookupd-tcp-address has no effect in this version"]
+    options, warnings = TABLE.read_command_line(
+        ["--enable-experiment=x", "--snappy=true", "--sync-every=1"]
+    )
+    assert options.enable_experiment == ("x",)
+    assert warnings == ["--enable-experiment has no effect in this version"]
 
 
 # The file
@@ -339,7 +340,7 @@ def test_a_wrong_value_in_the_file_names_the_file_the_key_and_the_flag(
 def test_unknown_keys_of_the_file_are_ignored_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "nsqd.toml"
     path.write_text("sync_every = 5\nsync_evry = 6\n[table]\nx = 1\n")
-    options, warnings = parse_command_line([f"--config={path}"])
+    options, warnings = TABLE.read_command_line([f"--config={path}"])
     assert options.sync_every == 5
     assert warnings == [f"{path}: unknown key sync_evry ignored", f"{path}: unknown key table ignored"]
 
@@ -429,7 +430,7 @@ def test_the_checked_in_reference_is_what_the_source_generates(name: str, genera
 
 
 def test_the_example_file_gives_the_defaults() -> None:
-    options, warnings = parse_command_line([f"--config={REFERENCE / 'nsqd.example.toml'}"])
+    options, warnings = TABLE.read_command_line([f"--config={REFERENCE / 'nsqd.example.toml'}"])
     assert (options, warnings) == (NsqdOptions(), [])
 
 

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any, Final, Generic, Literal, TypeVar
 
 from nsparq.errors import StartError
-from nsparq.flags import FlagError, format_duration, parse_bool, parse_duration, parse_int, scan_flags
+from nsparq.flags import (
+    FlagError,
+    HelpWanted,
+    format_duration,
+    parse_bool,
+    parse_duration,
+    parse_int,
+    scan_flags,
+)
+from nsparq.version import version_line
 
 __all__ = [
     "BOOL",
@@ -25,6 +34,7 @@ __all__ = [
     "STRING",
     "STRINGS",
     "CommandFlag",
+    "CommandLineExit",
     "Kind",
     "Option",
     "OptionError",
@@ -271,13 +281,45 @@ reported in the log and otherwise ignored.
 | --- | --- |"""
 
 
-class OptionTable:
+class CommandLineExit(Exception):
+    """Nothing to start: show the text and leave, with status 0 if that was asked for, 2 after a mistake."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.text, self.status = text, status
+
+
+class OptionTable(Generic[T]):
     """Every way of giving a value to the fields of one options class, and of describing them."""
 
-    def __init__(self, program: str, options_class: type, command_flags: Sequence[CommandFlag]) -> None:
+    def __init__(self, program: str, options_class: type[T], command_flags: Sequence[CommandFlag]) -> None:
         self.program = program
+        self._options_class = options_class
         self.command_flags = tuple(command_flags)
-        self.options = tuple(map(_option, fields(options_class)))
+        self.options = tuple(map(_option, fields(options_class)))  # type: ignore[arg-type]  # a dataclass
+
+    def read_command_line(self, arguments: Sequence[str]) -> tuple[T, list[str]]:
+        """The options (flag over file over default), not yet validated, and what an operator should be
+        warned of. Knows the command flags `version` and `config`.
+
+        Raises CommandLineExit, or OptionError if the config file cannot be used.
+        """
+        try:
+            commands, from_flags = self.read_flags(arguments)
+        except HelpWanted:
+            raise CommandLineExit(self.usage(), 0) from None
+        except FlagError as error:
+            raise CommandLineExit(f"{error}\n{self.usage()}", 2) from None
+        if commands.get("version"):
+            raise CommandLineExit(version_line(self.program) + "\n", 0)
+        from_file: dict[str, Any] = {}
+        warnings: list[str] = []
+        if path := commands.get("config"):
+            from_file, unknown = self.read_file(Path(path))
+            warnings += [f"{path}: unknown key {key} ignored" for key in unknown]
+        values = from_file | from_flags
+        warnings += [f"--{flag} has no effect in this version" for flag in self.planned_flags(values)]
+        return self._options_class(**values), warnings
 
     def read_flags(self, arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The command flags by flag name and the options by attribute, those that were given.

@@ -7,13 +7,11 @@ import hashlib
 import socket
 import sys
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from nsparq.flags import FlagError, HelpWanted, parse_bool
+from nsparq.flags import parse_bool
 from nsparq.option_table import (
     BOOL,
     DURATION,
@@ -29,9 +27,8 @@ from nsparq.option_table import (
     format_number,
     opt,
 )
-from nsparq.version import version_line
 
-__all__ = ["CommandLineExit", "NsqdOptions", "TlsRequired", "default_node_id", "parse_command_line"]
+__all__ = ["TABLE", "NsqdOptions", "TlsRequired", "default_node_id"]
 
 NODE_IDS: Final = 1024
 
@@ -102,46 +99,38 @@ class NsqdOptions:
         "0.0.0.0:4151",
         "`host:port` for HTTP clients, or the path of a Unix socket; empty disables",
         STRING,
-        planned=True,
     )
     https_address: str = opt(
         "0.0.0.0:4152",
         "`host:port` for HTTPS clients, with TLS configured; empty disables",
         STRING,
-        planned=True,
     )
     broadcast_address: str = opt(
         socket.gethostname,
         "address that nsqlookupd tells consumers to connect to",
         STRING,
         default_text="the hostname",
-        planned=True,
     )
     broadcast_tcp_port: int = opt(
         0,
         "TCP port that nsqlookupd tells consumers; 0 means the real one",
         INT,
         bound="not negative",
-        planned=True,
     )
     broadcast_http_port: int = opt(
         0,
         "HTTP port that nsqlookupd tells consumers; 0 means the real one",
         INT,
         bound="not negative",
-        planned=True,
     )
     lookupd_tcp_address: tuple[str, ...] = opt(
         (),
         "`host:port` of an nsqlookupd to register with",
         STRINGS,
         file_key="nsqlookupd_tcp_addresses",
-        planned=True,
     )
-    topology_region: str = opt(
-        "", "region of this node, for topology-aware consumption", STRING, planned=True
-    )
-    topology_zone: str = opt("", "zone of this node, for topology-aware consumption", STRING, planned=True)
+    topology_region: str = opt("", "region of this node, for topology-aware consumption", STRING)
+    topology_zone: str = opt("", "zone of this node, for topology-aware consumption", STRING)
 
     data_path: str = opt(
         "",
@@ -252,47 +241,36 @@ class NsqdOptions:
     )
 
     statsd_address: str = opt(
-        "", "UDP `host:port` of a statsd daemon; empty means none", STRING, heading="statsd", planned=True
+        "", "UDP `host:port` of a statsd daemon; empty means none", STRING, heading="statsd"
     )
-    statsd_interval: float = opt(
-        60.0, "time between pushes to statsd", DURATION, bound="positive", planned=True
-    )
-    statsd_mem_stats: bool = opt(True, "push memory and garbage collector figures too", BOOL, planned=True)
-    statsd_prefix: str = opt(
-        "nsq.%s", "prefix of statsd keys; %s becomes the node's name", STRING, planned=True
-    )
-    statsd_udp_packet_size: int = opt(508, "bytes of one statsd packet", INT, bound="positive", planned=True)
-    statsd_exclude_ephemeral: bool = opt(False, "leave out ephemeral topics and channels", BOOL, planned=True)
+    statsd_interval: float = opt(60.0, "time between pushes to statsd", DURATION, bound="positive")
+    statsd_mem_stats: bool = opt(True, "push memory and garbage collector figures too", BOOL)
+    statsd_prefix: str = opt("nsq.%s", "prefix of statsd keys; %s becomes the node's name", STRING)
+    statsd_udp_packet_size: int = opt(508, "bytes of one statsd packet", INT, bound="positive")
+    statsd_exclude_ephemeral: bool = opt(False, "leave out ephemeral topics and channels", BOOL)
 
-    tls_cert: str = opt("", "path of the certificate file", STRING, heading="TLS", planned=True)
-    tls_key: str = opt("", "path of the key file", STRING, planned=True)
-    tls_root_ca_file: str = opt("", "path of the certificate authorities file", STRING, planned=True)
+    tls_cert: str = opt("", "path of the certificate file", STRING, heading="TLS")
+    tls_key: str = opt("", "path of the key file", STRING)
+    tls_root_ca_file: str = opt("", "path of the certificate authorities file", STRING)
     tls_client_auth_policy: str = opt(
         "",
         "`require` a client certificate, or `require-verify` a valid one; implies --tls-required",
         STRING,
-        planned=True,
     )
     tls_required: TlsRequired = opt(
         TlsRequired.NO,
         "require TLS: true, false, or tcp-https to leave plain HTTP open",
         TLS_REQUIRED,
-        planned=True,
     )
     tls_min_version: str = opt(
         "tls1.0",
         "oldest version accepted: tls1.0, tls1.1, tls1.2, tls1.3",
         choice("tls1.0", "tls1.1", "tls1.2", "tls1.3", empty="tls1.0"),
-        planned=True,
     )
 
-    deflate: bool = opt(
-        True, "let clients ask for deflate compression", BOOL, heading="Compression", planned=True
-    )
-    max_deflate_level: int = opt(
-        6, "highest deflate level that a client may ask for, 1 to 9", INT, planned=True
-    )
-    snappy: bool = opt(True, "let clients ask for snappy compression", BOOL, planned=True)
+    deflate: bool = opt(True, "let clients ask for deflate compression", BOOL, heading="Compression")
+    max_deflate_level: int = opt(6, "highest deflate level that a client may ask for, 1 to 9", INT)
+    snappy: bool = opt(True, "let clients ask for snappy compression", BOOL)
 
     auth_http_address: tuple[str, ...] = opt(
         (),
@@ -300,20 +278,21 @@ class NsqdOptions:
         STRINGS,
         file_key="auth_http_addresses",
         heading="Auth",
-        planned=True,
     )
-    auth_http_request_method: str = opt(
-        "get", "how the auth server is asked: get or post", STRING, planned=True
+    auth_policy_file: str = opt(
+        "",
+        "path of a file that says which secrets may do what; guards the HTTP API as well. See docs/auth.md",
+        STRING,
     )
+    auth_http_request_method: str = opt("get", "how the auth server is asked: get or post", STRING)
     http_client_connect_timeout: float = opt(
-        2.0, "time to connect to auth servers and nsqlookupds", DURATION, bound="not negative", planned=True
+        2.0, "time to connect to auth servers and nsqlookupds", DURATION, bound="not negative"
     )
     http_client_request_timeout: float = opt(
         5.0,
         "time for a request to auth servers and nsqlookupds",
         DURATION,
         bound="not negative",
-        planned=True,
     )
 
     enable_experiment: tuple[str, ...] = opt(
@@ -352,37 +331,6 @@ TABLE: Final = OptionTable(
         CommandFlag(flag="worker-id", kind=BOOL, help="accepted for old scripts, no effect; see --node-id"),
     ),
 )
-
-
-class CommandLineExit(Exception):
-    """Nothing to start: show the text and leave, with status 0 if that was asked for, 2 after a mistake."""
-
-    def __init__(self, text: str, status: int) -> None:
-        super().__init__(text)
-        self.text, self.status = text, status
-
-
-def parse_command_line(arguments: Sequence[str]) -> tuple[NsqdOptions, list[str]]:
-    """The options (flag over file over default), not yet validated, and what an operator should be warned of.
-
-    Raises CommandLineExit, or OptionError if the config file cannot be used.
-    """
-    try:
-        commands, from_flags = TABLE.read_flags(arguments)
-    except HelpWanted:
-        raise CommandLineExit(TABLE.usage(), 0) from None
-    except FlagError as error:
-        raise CommandLineExit(f"{error}\n{TABLE.usage()}", 2) from None
-    if commands.get("version"):
-        raise CommandLineExit(version_line(TABLE.program) + "\n", 0)
-    from_file: dict[str, Any] = {}
-    warnings: list[str] = []
-    if path := commands.get("config"):
-        from_file, unknown = TABLE.read_file(Path(path))
-        warnings += [f"{path}: unknown key {key} ignored" for key in unknown]
-    values = from_file | from_flags
-    warnings += [f"--{flag} has no effect in this version" for flag in TABLE.planned_flags(values)]
-    return NsqdOptions(**values), warnings
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ import pytest
 from nsparq.errors import StartError
 from nsparq.kernel import BUILD
 from nsparq.options import NsqdOptions
+from nsparq.process import serve
 from nsparq.server import main as main_module
-from nsparq.server.main import main, serve
+from nsparq.server.main import main
 from nsparq.version import NSQ_VERSION, __version__
 from tests.support import BrokerProcess, wait_until
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from nsparq.server import logs
+from nsparq import logs
 
 SHAPE = re.compile(r"\[x\] \d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{6} ([A-Z]+): (.*)")
 

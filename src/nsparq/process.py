@@ -1,0 +1,121 @@
+"""A daemon as a process: command line in, signals in, log lines and an exit status out.
+
+Status 0 after a clean stop, 1 after a FATAL line, 2 for a wrong command line.
+"""
+
+import asyncio
+import gc
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+from nsparq import logs
+from nsparq.errors import StartError
+from nsparq.option_table import CommandLineExit, OptionTable
+
+__all__ = ["Daemon", "load_runner", "run_daemon", "serve"]
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+Runner = Callable[[Coroutine[Any, Any, None]], None]
+
+
+class Daemon(Protocol):
+    """start() raises StartError with nothing left open; reload() is SIGHUP; stop() is clean and complete."""
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    def reload(self) -> None: ...
+
+
+def run_daemon(
+    table: OptionTable[Any],
+    load: Callable[[], tuple[Runner, Callable[[Any], Daemon]]],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """The whole of a daemon's main. `load` gives what runs a coroutine and what makes the daemon; it is
+    called late, so that --help and --version need no extra packages."""
+    program = table.program
+    logs.configure("info", f"[{program}] ")
+    try:
+        options, warnings = table.read_command_line(sys.argv[1:] if argv is None else argv)
+    except CommandLineExit as leave:
+        (sys.stderr if leave.status else sys.stdout).write(leave.text)
+        return leave.status
+    except StartError as error:
+        logger.critical("failed to load config file %s", error)
+        return 1
+    logs.configure(options.log_level, options.log_prefix)
+    for warning in warnings:
+        logger.warning("%s", warning)
+    try:
+        options.validate()
+        run, make = load()
+        run(serve(make, options))
+    except StartError as error:
+        logger.critical("failed to instantiate %s - %s", program, error)
+        return 1
+    except Exception:
+        logger.critical("stopped by an unexpected error", exc_info=True)
+        return 1
+    return 0
+
+
+def load_runner(load: Callable[[], Any]) -> tuple[Runner, Any]:
+    """uvloop, and what `load` imports. A missing package of an extra is a StartError that names it."""
+    try:
+        import uvloop
+
+        loaded = load()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "nsparq":
+            raise
+        raise StartError(f"the package {error.name} is missing: pip install 'nsparq[server]'") from error
+    return uvloop.run, loaded
+
+
+async def serve(make: Callable[[Any], Daemon], options: Any) -> None:
+    """Run one daemon until SIGTERM or SIGINT. Raises StartError."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_stop(signum: int, frame: FrameType | None) -> None:
+        loop.call_soon_threadsafe(stop.set)
+
+    def on_hangup(signum: int, frame: FrameType | None) -> None:
+        loop.call_soon_threadsafe(reload)
+
+    def reload() -> None:
+        try:
+            daemon.reload()
+        except Exception:
+            logger.exception("reload failed")
+
+    # Not loop.add_signal_handler: when the loop closes that restores the default action, and a second SIGTERM
+    # in the last moments would kill a process that was about to leave with status 0.
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, on_stop)
+        daemon = make(options)
+        await daemon.start()
+        _calm_collector()
+        signal.signal(signal.SIGHUP, on_hangup)
+        await stop.wait()
+        await daemon.stop()
+    finally:
+        for signum in (*STOP_SIGNALS, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)
+
+
+def _calm_collector() -> None:
+    """What has been loaded stays, and what a daemon makes per message is freed by reference count: looking
+    for cycles often would cost more the more topics there are."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
