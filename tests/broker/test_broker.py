@@ -772,8 +772,10 @@ def test_producers_are_the_clients_that_have_published(rig: Rig):
     silent, busy = FakeClient("silent"), FakeClient("busy")
     rig.broker.clients |= {silent, busy}
     busy.publish_counts.update({"t": 2, "u": 1})
+    rig.broker.get_topic("u")
     (shown,) = rig.broker.stats()["producers"]
     assert shown["client_id"] == "busy"
+    assert rig.broker.stats(topic="unknown")["producers"] is None
     (shown,) = rig.broker.stats(topic="u")["producers"]
     assert shown["pub_counts"] == [{"topic": "u", "count": 1}]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 from nsparq.broker.deferred import Deferred
 
 
@@ -48,3 +51,50 @@ def test_clear_leaves_nothing():
     assert len(deferred) == 0
     assert deferred.next_due() is None
     assert deferred.pop_due(100) is None
+
+
+def test_against_a_plain_model():
+    """Whatever is added, taken and dropped: the answers that a dictionary gives, and no heaps of the dead."""
+    chance = random.Random(5)
+    deferred, model = Deferred(), {}
+    for step in range(5000):
+        action = chance.random()
+        if action < 0.5:
+            message_id, due_ns = chance.randrange(300), chance.randrange(1000)
+            if message_id not in model:
+                deferred.add(message_id, due_ns)
+                model[message_id] = due_ns
+        elif action < 0.9:
+            now_ns = chance.randrange(1000)
+            due = min(((at, i) for i, at in model.items() if at <= now_ns), default=None)
+            assert deferred.pop_due(now_ns) == (due and due[1])
+            if due:
+                del model[due[1]]
+        elif action < 0.95:
+            limit = chance.randrange(100)
+            assert deferred.drop_below(limit) == sorted(i for i in model if i < limit)
+            model = {i: at for i, at in model.items() if i >= limit}
+        elif step % 500 == 0:
+            deferred.clear()
+            model.clear()
+        ordered = sorted(model, key=lambda i: (model[i], i))
+        for count in (0, 1, 7, 1000):
+            assert deferred.soonest(count) == ordered[:count]
+        assert deferred.lowest() == min(model, default=None)
+        assert deferred.next_due() == min(model.values(), default=None)
+        assert deferred.due_ns == model
+        assert max(len(deferred._heap), len(deferred._ids)) <= 2 * len(model) + 64
+
+
+def test_looking_at_the_soonest_does_not_slow_with_their_number():
+    def cost(number: int) -> float:
+        deferred = Deferred()
+        for i in range(number):
+            deferred.add(i, (i * 7919) % number)
+        started = time.process_time()
+        for _ in range(100):
+            assert len(deferred.soonest(20)) == 20
+            deferred.lowest()
+        return time.process_time() - started
+
+    assert min(cost(50_000) for _ in range(3)) < 6 * min(cost(2_000) for _ in range(3)) + 0.01

@@ -7,6 +7,7 @@ fallen back to what the checkpoint knew, and a delay asked for since may be forg
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -116,6 +117,26 @@ class ChannelModel:
         self.maybe.clear()
         self.ghosts = 0
         self.checkpoint()
+
+    def start_over(self, seen: Mapping[bytes, int], now_ns: int) -> None:
+        """Stand before these messages of the log, with their due times, as if none had been delivered."""
+        for body in [*self.entries]:
+            self.finish(body)
+        for body, due_ns in seen.items():
+            self.finished.pop(body, None)
+            self.show(body, due_ns if due_ns > now_ns else 0)
+        self.maybe.clear()
+        self.ghosts = 0
+        self.checkpoint()
+
+    def commit(self, passed: Container[bytes]) -> None:
+        """These are done. The caller says how many ghosts are left."""
+        for body in [body for body in self.entries if body in passed]:
+            self.finish(body)
+        # One that a crash has brought back may be done once more, and once more unknown to the checkpoint.
+        done = {body for body in self.maybe if body in passed}
+        self.maybe -= done
+        self.since |= done
 
     def crash(self) -> None:
         self.release()

@@ -1,7 +1,8 @@
 """Random lives of a topic against a model: nothing lost, nothing back after FIN but what a crash redelivers.
 
 Besides: no message with two clients at once, attempts that grow, depths that add up at every step, delivery
-as soon as somebody may take a message, and ids that are never given twice.
+as soon as somebody may take a message, and ids that are never given twice. And whoever goes back in the log,
+by seek, by range or by looking, finds what was published.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from hypothesis.stateful import (
 )
 
 from nsparq.broker.broker import run_inline
+from nsparq.broker.peek import STATES, peek_channel, peek_topic
+from nsparq.broker.settings import TopicSettings
 from nsparq.errors import ClientError
+from nsparq.storage.decode import iter_batches
+from nsparq.storage.ranges import OffsetAhead
 from tests.broker.rig import MILLISECOND, SECOND, FakeClient, Later, Rig
 from tests.property.broker_model import ChannelModel, State, TopicModel
 
@@ -63,6 +68,9 @@ class BrokerMachine(RuleBasedStateMachine):
         self.earliest_ns: dict[bytes, int] = {}
         self.bodies_by_id: dict[int, bytes] = {}
         self.ids_by_body: dict[bytes, int] = {}
+        self.log: dict[bytes, tuple[int, int]] = {}
+        """Everything published and not emptied: sequence number and due time, in the log's order."""
+        self.settings = TopicSettings()
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
@@ -82,9 +90,16 @@ class BrokerMachine(RuleBasedStateMachine):
         self.published_ns[body] = self.rig.clock()
         return body
 
+    def note(self, *messages: tuple[bytes, int]) -> None:
+        """What is about to be appended, in this order."""
+        end = self.rig.topic(TOPIC).log.end
+        for number, (body, due_ns) in enumerate(messages):
+            self.log[body] = (end + number, due_ns)
+
     @rule(sizes=st.lists(st.sampled_from([0, 30, 300, 900]), min_size=1, max_size=6))
     def publish(self, sizes: list[int]) -> None:
         bodies = [self.new_body(size) for size in sizes]
+        self.note(*((body, 0) for body in bodies))
         for body in bodies:
             self.model.publish(body, 0)
         assert self.rig.publish(TOPIC, *bodies).is_ok
@@ -104,6 +119,7 @@ class BrokerMachine(RuleBasedStateMachine):
         body = self.new_body(size)
         due_ns = self.rig.clock() + delay_ms * MILLISECOND
         self.earliest_ns[body] = due_ns
+        self.note((body, due_ns))
         self.model.publish(body, due_ns)
         assert self.rig.publish(TOPIC, body, defer_ms=delay_ms).is_ok
         self.observe()
@@ -113,6 +129,7 @@ class BrokerMachine(RuleBasedStateMachine):
         deferred, plain = self.new_body(10), self.new_body(20)
         due_ns = self.rig.clock() + delay_ms * MILLISECOND
         self.earliest_ns[deferred] = due_ns
+        self.note((plain, 0), (deferred, due_ns))
         receipts = [
             self.rig.send(TOPIC, deferred, defer_ms=delay_ms),
             self.rig.send(TOPIC, plain),
@@ -316,6 +333,9 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule()
     def empty_topic(self) -> None:
         self.rig.topic(TOPIC).empty()
+        if self.model.channels:
+            for body, _ in self.model.kept:
+                del self.log[body]
         self.model.kept.clear()
         self.observe()
 
@@ -337,6 +357,163 @@ class BrokerMachine(RuleBasedStateMachine):
         self.rig.topic(TOPIC).delete_channel(name)
         del self.model.channels[name]
         self.rig.turn()
+        self.observe()
+
+    # back in the log
+
+    def stored(self) -> dict[bytes, tuple[int, int]]:
+        """What the log still has of everything published."""
+        log = self.rig.topic(TOPIC).log
+        return {
+            body: (sequence, due_ns)
+            for body, (sequence, due_ns) in self.log.items()
+            if sequence >= log.start and log.gaps.skip(sequence) == sequence
+        }
+
+    def visible(self, start: int) -> dict[bytes, int]:
+        """Due times of what a channel that stands at `start` has ahead of it."""
+        held_back = {body for body, _ in self.model.kept} if self.rig.topic(TOPIC).paused else set()
+        return {
+            body: due_ns
+            for body, (sequence, due_ns) in self.stored().items()
+            if sequence >= start and body not in held_back
+        }
+
+    def draw_place(self, data: st.DataObject) -> int:
+        log = self.rig.topic(TOPIC).log
+        known = [sequence for sequence, _ in self.log.values()]
+        places = [0, log.start, log.start + 1, log.end - 1, log.end, *known[:: max(1, len(known) // 8)]]
+        return data.draw(st.sampled_from(sorted(places)))
+
+    @precondition(lambda self: self.model.channels)
+    @rule(data=st.data())
+    def seek(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model.channels)))
+        channel, model = self.rig.channel(name, TOPIC), self.model.channels[name]
+        target = self.draw_place(data)
+        plan = channel.seek(target)
+        topic = self.rig.topic(TOPIC)
+        assert plan.target == min(max(target, topic.log.start), topic.visible_end)
+        numbers = [sequence for sequence, _ in self.stored().values()]
+        assert plan.again == sum(plan.target <= sequence < plan.cursor for sequence in numbers)
+        if not model.ghosts:
+            unfinished = [self.log[body][0] for body in model.entries]
+            assert plan.skipped == sum(sequence < plan.target for sequence in unfinished)
+        model.start_over(self.visible(plan.target), self.rig.clock())
+        self.rig.turn()
+        self.observe()
+
+    @precondition(lambda self: self.model.channels)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model.channels)))
+        channel, model = self.rig.channel(name, TOPIC), self.model.channels[name]
+        sequence = self.draw_place(data)
+        cursor = channel.cursor
+        if sequence > self.rig.topic(TOPIC).visible_end:
+            with pytest.raises(OffsetAhead):
+                channel.commit(sequence)
+            return
+        channel.commit(sequence)
+        assert channel.cursor == max(cursor, sequence)
+        model.commit({body for body, (number, _) in self.log.items() if number < sequence})
+        model.ghosts = self.total(name) - len(model.entries)
+        assert 0 <= model.ghosts <= len(model.maybe)
+        self.rig.turn()
+        self.observe()
+
+    @precondition(lambda self: len(self.model.channels) < 2)
+    @rule(data=st.data())
+    def create_channel_somewhere(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted({"a", "b"} - set(self.model.channels))))
+        start = self.draw_place(data)
+        channel = self.rig.topic(TOPIC).get_channel(name, start=start)
+        if not self.model.channels and not self.model.paused:
+            self.model.kept.clear()
+        self.model.channels[name] = ChannelModel()
+        self.model.channels[name].start_over(self.visible(channel.cursor), self.rig.clock())
+        self.rig.turn()
+        self.observe()
+
+    @rule(holds=st.booleans())
+    def hold(self, holds: bool) -> None:
+        topic = self.rig.topic(TOPIC)
+        topic.hold = topic.log.start if holds else None
+
+    @rule(max_bytes=st.sampled_from([1, 500, 1 << 20]))
+    def read_the_log(self, max_bytes: int) -> None:
+        log = self.rig.topic(TOPIC).log
+        found: dict[bytes, tuple[int, int]] = {}
+        sequence = log.start
+        while (located := log.locate(sequence, max_bytes)).size:
+            assert located.next > sequence
+            for batch in iter_batches(located.read()):
+                for number, body in enumerate(batch.bodies(), batch.base):
+                    is_gap = any(low <= number < high for low, high in located.gaps)
+                    if number >= sequence and not is_gap:
+                        assert body not in found
+                        assert batch.timestamp_ns == self.published_ns[body]
+                        found[body] = (number, batch.due_ns)
+            sequence = located.next
+        assert found == self.stored()
+        positions = log.positions()
+        assert (positions.earliest, positions.latest) == (log.start, log.end)
+        assert log.count(log.start, log.end) == len(found)
+
+    @precondition(lambda self: self.published_ns)
+    @rule(data=st.data())
+    def find_a_time(self, data: st.DataObject) -> None:
+        at_ns = data.draw(st.sampled_from(sorted(set(self.published_ns.values())))) + data.draw(
+            st.sampled_from([0, 1])
+        )
+        found = self.rig.topic(TOPIC).log.sequence_at(at_ns)
+        for body, (sequence, _) in self.stored().items():
+            assert (sequence >= found) == (self.published_ns[body] >= at_ns)
+
+    @precondition(lambda self: self.model.channels)
+    @rule(data=st.data())
+    def peek(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model.channels)))
+        model = self.model.channels[name]
+        look = peek_channel(self.rig.channel(name, TOPIC), STATES, 10_000, 1 << 30)
+        seen = {message.body: message for message in look.read()}
+        assert look.missing == 0
+        assert len(seen) == model.total
+        assert set(model.entries) <= set(seen)
+        for body, entry in model.entries.items():
+            message = seen[body]
+            assert message.timestamp_ns == self.published_ns[body]
+            if entry.state is State.IN_FLIGHT:
+                assert (message.state, message.attempts) == ("in_flight", entry.attempts)
+                assert message.deadline_ns == entry.deadline_ns
+            elif entry.state is State.DEFERRED:
+                assert (message.state, message.due_ns) == ("deferred", entry.due_ns)
+            elif entry.state is State.WAITING:
+                assert message.state in ("ready", "requeued")
+        newest = peek_topic(self.rig.topic(TOPIC), None, 5, 1 << 30).read()
+        assert [message.body for message in newest] == [*self.stored()][-5:]
+
+    @rule(data=st.data())
+    def change_settings(self, data: st.DataObject) -> None:
+        modes = [None, "os"]
+        if not self.is_slow:
+            modes.append("fsync")
+        if not self.may_crash:
+            modes.append("memory")
+        changes = data.draw(
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "durability": st.sampled_from(modes),
+                    "retention_bytes": st.sampled_from([None, 0, 3000, 1 << 20]),
+                    "retention_age": st.sampled_from([None, 0, 5]),
+                },
+            )
+        )
+        self.settings = self.rig.topic(TOPIC).change_settings(changes)
+        for model in self.model.channels.values():
+            if self.rig.topic(TOPIC).is_synchronous:
+                model.checkpoint()
         self.observe()
 
     # the end, and after
@@ -383,6 +560,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 assert now_ns >= self.earliest_ns.get(body, 0), f"{body!r} is not due"
                 assert self.bodies_by_id.setdefault(message.id, body) == body, "an id was given twice"
                 assert self.ids_by_body.setdefault(body, message.id) == message.id, "an id has changed"
+                assert message.id == self.rig.topic(TOPIC).first_id + self.log[body][0]
                 model.deliver(client, message, now_ns, client.msg_timeout_ns)
             assert client.in_flight == len(model.held_by(client))
 
@@ -395,6 +573,7 @@ class BrokerMachine(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         topic = self.rig.broker.topics[TOPIC]
+        assert topic.settings == self.settings
         assert topic.paused == self.model.paused
         assert topic.depth == self.model.depth
         for name, model in self.model.channels.items():

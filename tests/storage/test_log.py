@@ -610,10 +610,10 @@ def test_an_error_of_the_disk_while_opening_is_not_taken_for_damage(
     log = open_log(tmp_path, files=files, **SMALL)
     written = fill(log, 20)
     crash(log)
-    for path in tmp_path.glob("*.index"):
-        path.unlink()
     sizes = [path.stat().st_size for path in segment_files(tmp_path)]
     for after in range(5):
+        for path in tmp_path.glob("*.index"):
+            path.unlink()
         files.fail("read", errno.EIO, after=after)
         with pytest.raises(OSError, match="Input/output error"):
             open_log(tmp_path, files=files)

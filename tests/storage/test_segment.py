@@ -95,7 +95,7 @@ def test_what_is_written_is_read(segment: Segment) -> None:
     assert read_all(segment) == (written, [])
     assert segment.end == 104
     assert segment.size == segment.path.stat().st_size
-    assert (segment.first_ns, segment.last_ns) == (NOW_NS, NOW_NS)
+    assert (segment.first_ns, segment.last_ns) == (NOW_NS, NOW_NS + 1)
     assert segment.deferred.tolist() == [103, 5]
     segment.close()
 

@@ -42,6 +42,10 @@ Background = Callable[[Work, Work], None]
 """Runs the first in a thread, then the second where the broker lives."""
 
 
+Announce = Callable[[str, str, str], None]
+"""Told REGISTER or UNREGISTER, the topic, and the channel or nothing, as they come and go."""
+
+
 def run_inline(work: Work, then: Work) -> None:
     """For tests and for shutting down: no threads."""
     work()
@@ -59,6 +63,7 @@ class Broker:
         clock: Callable[[], int] = time.time_ns,
         wake: Callable[[], None] = lambda: None,
         background: Background = run_inline,
+        announce: Announce = lambda verb, topic, channel: None,
     ) -> None:
         self.options = options
         self.files = files or Files()
@@ -66,10 +71,8 @@ class Broker:
         self.data_path = Path(options.data_path or ".")
         self.first_id = options.node_id << SEQUENCE_BITS
         self.start_s = clock() // 1_000_000_000
-        durability = Durability(options.durability)
-        self.is_synchronous = durability is Durability.FSYNC
         self.log_settings = LogSettings(
-            durability, options.max_bytes_per_file, options.mem_queue_size,
+            Durability(options.durability), options.max_bytes_per_file, options.mem_queue_size,
             options.retention_age, options.retention_bytes,
         )  # fmt: skip
         self.cache = BatchCache(options.mem_queue_bytes)
@@ -80,6 +83,7 @@ class Broker:
         """The latest error of each source that has not worked since."""
         self._wake = wake
         self._background = background
+        self._announce = announce
         self._is_awake = False
         self._dirty_topics: dict[Topic, None] = {}
         self._dirty_channels: dict[Channel, None] = {}
@@ -182,6 +186,8 @@ class Broker:
             self.topics[name] = topic
             self._is_metadata_stale |= not topic.is_ephemeral
             logger.info("TOPIC(%s): created", name)
+            if not self._is_loading:
+                self._announce("REGISTER", name, "")
         return topic
 
     def delete_topic(self, name: str) -> None:
@@ -199,6 +205,7 @@ class Broker:
             self.files.rename(topic.directory, trash)
             self.write_metadata()
             self._background(lambda: self.files.remove_tree(trash), lambda: None)
+        self._announce("UNREGISTER", name, "")
         logger.info("TOPIC(%s): deleted", name)
 
     def topic_changed(self, topic: Topic) -> None:
@@ -210,6 +217,8 @@ class Broker:
         self._channel_count += 1
         self._is_metadata_stale |= channel.is_durable
         self._used.add(channel.topic)
+        if not self._is_loading:
+            self._announce("REGISTER", channel.topic.name, channel.name)
         logger.info("TOPIC(%s): new channel(%s)", channel.topic.name, channel.name)
 
     def channel_deleted(self, channel: Channel) -> None:
@@ -222,6 +231,7 @@ class Broker:
         self._used.add(channel.topic)
         if channel.is_durable and not channel.topic.is_exiting:
             self.write_metadata()
+        self._announce("UNREGISTER", channel.topic.name, channel.name)
         logger.info("TOPIC(%s): deleting channel %s", channel.topic.name, channel.name)
 
     def channel_changed(self, channel: Channel) -> None:
@@ -326,7 +336,7 @@ class Broker:
 
     def note_used(self, topic: Topic, now_ns: int) -> None:
         self._used.add(topic)
-        if now_ns - topic.synced_ns < SYNC_REST_NS or self.is_synchronous:
+        if now_ns - topic.synced_ns < SYNC_REST_NS or topic.is_synchronous:
             return
         log = topic.log
         if isinstance(log, Log) and log.unsynced >= self.options.sync_every:
@@ -407,7 +417,7 @@ class Broker:
 
         def write() -> None:
             try:
-                state_file.write(content, version, sync=self.is_synchronous)
+                state_file.write(content, version, sync=channel.topic.is_synchronous)
             except OSError as error:
                 failure.append(error)
 
@@ -448,7 +458,9 @@ class Broker:
         names = sorted(self.topics) if not topic else [topic] if topic in self.topics else []
         chosen = [self.topics[name] for name in names if not channel or channel in self.topics[name].channels]
         producers = [
-            client.stats(topic) for client in self.clients if client.publish_counts and include_clients
+            client.stats(topic)
+            for client in self.clients
+            if client.publish_counts and include_clients and (names or not topic)
         ]
         return {
             "version": NSQ_VERSION,

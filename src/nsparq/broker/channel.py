@@ -1,7 +1,6 @@
-"""A channel: a cursor over its topic's log, and the exceptions to it.
+"""A channel: its clients, and the delivery to them of what its backlog holds.
 
-Every message before the cursor is finished unless it is in flight, waiting to be sent again, or deferred.
-Messages are known here by id (see wire.message): the node's part plus the sequence number.
+Where it stands in its topic's log, and how that is kept, is in `backlog`.
 """
 
 from __future__ import annotations
@@ -10,23 +9,17 @@ import logging
 import random
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from nsparq.broker.backlog import Backlog, SeekPlan
 from nsparq.broker.client import Client
-from nsparq.broker.deferred import Deferred
-from nsparq.broker.inflight import InFlight, Run
+from nsparq.broker.inflight import Run
 from nsparq.broker.latency import Latency, summarize
 from nsparq.errors import ClientError, Exiting, SubscribeRefused
-from nsparq.names import is_ephemeral
 from nsparq.storage.batch import Batch
-from nsparq.storage.carry import CARRY_SUFFIX, CarryFile, MemoryCarry
-from nsparq.storage.gaps import Gaps
+from nsparq.storage.ranges import OffsetAhead
 from nsparq.storage.segment import Cold
-from nsparq.storage.state import CHANNEL_SUFFIX, ChannelState, StateFile
 from nsparq.wire.message import build_frames, with_attempts
 
 if TYPE_CHECKING:
@@ -40,23 +33,13 @@ PUMP_NS = 10_000_000
 """How long one channel may send before the rest of the daemon has its turn."""
 
 
-class Channel:
+class Channel(Backlog):
     """Delivery of one topic's messages, each to one of the channel's clients."""
 
     def __init__(self, topic: Topic, name: str, cursor: int) -> None:
-        self.topic = topic
-        self.name = name
-        self.is_ephemeral = is_ephemeral(name)
-        self.is_durable = not self.is_ephemeral and topic.directory is not None
-        """Whether its state is kept on disk."""
+        super().__init__(topic, name, cursor)
         self.is_bounded = not self.is_durable
         """Whether it keeps no more than the memory queue's size."""
-        self.cursor = cursor
-        """The next sequence number never delivered."""
-        self.skips = Gaps()
-        """Messages of the log that the cursor passes by: taken over from another nsqd for one channel alone,
-        or, with their attempts, among the requeued from the start."""
-        self.paused = False
         self.is_exiting = False
         self.clients: set[Client] = set()
         self.message_count = 0
@@ -64,22 +47,12 @@ class Channel:
         self.timeout_count = 0
         self.dropped_count = 0
         """Messages given up: an ephemeral channel that fell too far behind, or bytes lost to a bad disk."""
-        self.is_changed = True
-        """Whether a checkpoint would differ from the last one."""
-        self.in_flight = InFlight()
-        self.deferred = Deferred()
-        self.requeued: deque[int] = deque()
-        """Ids to be sent again, in the order in which they came back."""
         self.watched_ns: int | None = None
         """When the queue scan will look at this channel next."""
         options = topic.broker.options
         percentiles = options.e2e_processing_latency_percentile
         window_s = options.e2e_processing_latency_window_time
         self._latency = Latency(percentiles, window_s, topic.broker.clock()) if percentiles else None
-        self._attempts: dict[int, int] = {}
-        """Deliveries so far of the messages requeued or deferred after one."""
-        self._deferred_ahead: deque[int] = deque()
-        """Sequence numbers of deferred messages that the cursor has still to step over."""
         self._ready: deque[Client] = deque()
         self._turns = 0
         """Clients still to be served in the round of delivery under way."""
@@ -92,54 +65,6 @@ class Channel:
         self._is_warming = False
         self._must_wait = False
         """The disk has just been asked for what is read next: do not ask again, wait."""
-        self.state_file: StateFile | None = None
-        self._carried: CarryFile | MemoryCarry = MemoryCarry()
-        if self.is_durable and topic.directory is not None:
-            files = topic.broker.files
-            self.state_file = StateFile(files, topic.directory / (name + CHANNEL_SUFFIX))
-            self._carried = CarryFile(files, topic.directory / (name + CARRY_SUFFIX))
-
-    def _mark_changed(self) -> None:
-        """Have the next round of checkpoints include this channel."""
-        self.is_changed = True
-        self.topic.broker.note_changed(self.topic)
-
-    # what is there
-
-    @property
-    def depth(self) -> int:
-        """Messages ready to be sent: neither in flight nor deferred."""
-        return len(self.requeued) + self._ahead
-
-    @property
-    def backend_depth(self) -> int:
-        """The part of the depth that is beyond the memory queue."""
-        return min(self._ahead, self._count_to(min(self.topic.log.memory_start, self.topic.visible_end)))
-
-    @property
-    def _ahead(self) -> int:
-        return self._count_to(self.topic.visible_end) - len(self._deferred_ahead)
-
-    def _count_to(self, end: int) -> int:
-        """Messages from the cursor to `end`, less those that it will pass by."""
-        log = self.topic.log
-        if not self.skips.ranges:
-            return log.count(self.cursor, end)
-        both = Gaps(self.skips.ranges)
-        for start, stop in log.gaps.ranges:
-            both.add(start, stop)
-        return max(0, end - self.cursor) - both.count(self.cursor, end)
-
-    def low(self) -> int:
-        """The oldest sequence number that this channel may still have to read from the log."""
-        first = self.topic.first_id
-        lowest = min(self.cursor, (self.in_flight.lowest() or self.cursor + first) - first)
-        for ids in (self.requeued, self.deferred.due_ns):
-            lowest = min(lowest, min(ids, default=self.cursor + first) - first)
-        if lowest in self._carried:
-            kept = (i - first for i in self._unfinished() if i - first not in self._carried)
-            lowest = min(self.cursor, min(kept, default=self.cursor))
-        return lowest
 
     # clients
 
@@ -255,15 +180,6 @@ class Channel:
         return run
 
     # time
-
-    def defer_published(self, sequence: int, due_ns: int) -> None:
-        """A message published with a delay: it waits here from the start, and the cursor will pass it by."""
-        self._deferred_ahead.append(sequence)
-        self._defer(self.topic.first_id + sequence, due_ns)
-
-    def _defer(self, message_id: int, due_ns: int) -> None:
-        self.deferred.add(message_id, due_ns)
-        self._watch(due_ns)
 
     def _launch(self, run: Run) -> None:
         self.in_flight.add(run)
@@ -424,11 +340,12 @@ class Channel:
     def _batch_at_cursor(self) -> Batch | None:
         """The batch that holds the cursor, which steps over gaps and deferred messages; None at the end."""
         batch = self._current
+        passes_by = False
         while True:
             self.step_over()
             if self.cursor >= self.topic.visible_end:
                 return None
-            if batch is not None and batch.base <= self.cursor < batch.end and not batch.due_ns:
+            if batch is not None and batch.base <= self.cursor < batch.end and not passes_by:
                 self._current = batch
                 return batch
             batch = self.topic.log.read(self.cursor, wait=self._must_wait)
@@ -437,34 +354,9 @@ class Channel:
                 self.cursor = self.topic.visible_end
                 return None
             self.cursor = min(max(self.cursor, batch.base), self.topic.visible_end)
-            if batch.due_ns and self.cursor < batch.end:
+            passes_by = batch.due_ns > 0 and not self._is_replayed(batch.base, batch.due_ns)
+            if passes_by and self.cursor < batch.end:
                 self._jump(batch.end)
-
-    def step_over(self) -> None:
-        """Move the cursor out of numbers that hold no message for this channel."""
-        if not (self.topic.log.gaps.ranges or self.skips.ranges or self._deferred_ahead):
-            return
-        if not self._ahead:
-            self._jump(self.topic.visible_end)
-        gaps, skips = self.topic.log.gaps, self.skips
-        while gaps.ranges or skips.ranges:
-            following = min(skips.skip(gaps.skip(self.cursor)), self.topic.visible_end)
-            if following <= self.cursor:
-                break
-            self._jump(following)
-        skips.drop_before(self.cursor)
-
-    def _stretch_end(self) -> int:
-        """How far the cursor may go before it must step over something. Batches that were read from disk
-        come joined, so this may be inside one."""
-        end = self.topic.visible_end
-        if not (self.topic.log.gaps.ranges or self.skips.ranges):
-            return end
-        for ranges in (self.topic.log.gaps.ranges, self.skips.ranges):
-            for start, _ in ranges:
-                if self.cursor < start < end:
-                    end = start
-        return end
 
     def _deliver_again(self, client: Client, limit: int, now_ns: int) -> int:
         pieces: list[bytes] = []
@@ -543,24 +435,6 @@ class Channel:
             self._current = None
             self.dropped_count += before - self._ahead
 
-    def _behind(self, count: int) -> int:
-        """The sequence number that the cursor reaches when it passes `count` messages."""
-        end = self.topic.visible_end
-        reached = self.cursor + count
-        while reached < end:
-            deferred = sum(1 for sequence in self._deferred_ahead if sequence < reached)
-            missing = count - (self._count_to(reached) - deferred)
-            if missing <= 0:
-                return reached
-            reached += missing
-        return end
-
-    def _jump(self, sequence: int) -> None:
-        """Move the cursor, and forget the deferred messages that it passes by."""
-        self.cursor = sequence
-        while self._deferred_ahead and self._deferred_ahead[0] < sequence:
-            self._deferred_ahead.popleft()
-
     # management
 
     def pause(self) -> None:
@@ -577,17 +451,50 @@ class Channel:
     def empty(self) -> None:
         """Drop everything: what waits, what is in flight, what is deferred."""
         self.cursor = self.topic.visible_end
-        self._deferred_ahead.clear()
-        self._current = None
-        self.in_flight.clear()
-        self.deferred.clear()
-        self.requeued.clear()
-        self._attempts.clear()
+        self._drop_all()
         self._mark_changed()
+        self._offer_all()
+        self.topic.broker.channel_changed(self)
+
+    def seek(self, sequence: int) -> SeekPlan:
+        """Go to a number of the log, or as near as the log reaches: everything from there on is delivered, as
+        if for the first time, and everything before it is done. On disk before this returns; raises OSError,
+        with nothing changed.
+
+        What is in flight is so no longer: the clients get other messages, and their late answers an error.
+        """
+        plan = self.plan_seek(sequence)
+        state = self.state_at(plan.target)
+        self.topic.save_channel(self, state)
+        self._drop_all()
+        self.resume(state)
+        self.topic.low_fell()
+        self.topic.broker.note_changed(self.topic)
+        self._offer_all()
+        self.topic.broker.schedule_channel(self)
+        return plan
+
+    def commit(self, sequence: int) -> None:
+        """Everything before this number is done, in flight or not. The cursor never goes back. As with FIN,
+        the next checkpoint keeps it. Raises OffsetAhead."""
+        if sequence > self.topic.visible_end:
+            raise OffsetAhead(sequence, self.topic.visible_end)
+        limit = self.topic.first_id + sequence
+        self._drop_below(limit)
+        if sequence > self.cursor:
+            self._jump(sequence)
+            self._current = None
+        self._mark_changed()
+        for client, number in self.in_flight.drop_below(limit).items():
+            client.in_flight -= number
+            self.offer(client)
+
+    def _offer_all(self) -> None:
+        """Nothing is in flight any more."""
+        self._current = None
         for client in self.clients:
             client.in_flight = 0
             self.offer(client)
-        self.topic.broker.channel_changed(self)
 
     def close(self) -> None:
         """Take leave of the clients, because the channel goes or the daemon stops."""
@@ -595,118 +502,6 @@ class Channel:
         for client in [*self.clients]:
             client.close()
             self.remove_client(client)
-
-    # state
-
-    def snapshot(self) -> ChannelState:
-        """Everything needed to go on after a restart."""
-        flying = [(i, run.attempts) for run in self.in_flight.runs for i in run.unanswered()]
-        waiting = [*self.requeued, *self.deferred.due_ns]
-        ids = [i for i, _ in flying] + waiting
-        attempts = [number for _, number in flying] + [self._attempts.get(i, 0) for i in waiting]
-        due = np.zeros(len(ids), np.int64)
-        due[len(ids) - len(self.deferred) :] = np.fromiter(
-            self.deferred.due_ns.values(), np.int64, len(self.deferred)
-        )
-        return ChannelState(
-            cursor=self.cursor,
-            seen=self.topic.visible_end,
-            paused=self.paused,
-            skips=self.skips.ranges,
-            ids=np.array(ids, np.uint64),
-            due_ns=due,
-            attempts=np.array(attempts, np.uint16),
-        )
-
-    def restore(self, state: ChannelState | None) -> None:
-        """Go on where an earlier run stood. Without its state, everything that is kept is sent again."""
-        log, first = self.topic.log, self.topic.first_id
-        carried = self._carried.load()
-        self.is_changed = False
-        if state is None:
-            self._mark_changed()
-            state = ChannelState(cursor=log.start, seen=log.start)
-        self.cursor = max(state.cursor, log.start)
-        self.skips = Gaps(state.skips)
-        self.paused = state.paused
-        unfinished = set()
-        for message_id, due_ns, attempts in zip(
-            state.ids.tolist(), state.due_ns.tolist(), state.attempts.tolist(), strict=True
-        ):
-            sequence = message_id - first
-            # The log lets go only of what is finished or carried: this one was finished after the checkpoint.
-            if sequence < log.start and sequence not in self._carried:
-                continue
-            unfinished.add(sequence)
-            if attempts:
-                self._attempts[message_id] = attempts
-            if due_ns:
-                self._defer(message_id, due_ns)
-            else:
-                self.requeued.append(message_id)
-        # Delivered, and carried over, after the checkpoint; what the log still has, the cursor finds.
-        late = (s for s in carried if state.cursor <= s < self.cursor and s not in unfinished)
-        self.requeued.extend(first + sequence for sequence in late)
-        self.drop_carried()
-        for sequence, due_ns in log.deferred_since(self.cursor):
-            if sequence >= self.topic.visible_end:
-                continue
-            self._deferred_ahead.append(sequence)
-            if sequence >= state.seen:
-                self._defer(first + sequence, due_ns)
-
-    def add_tried(self, sequence: int, attempts: list[int]) -> None:
-        """Messages from `sequence` on that another nsqd has delivered before, so many times each: they wait
-        to be sent again, and the cursor will pass them by."""
-        first = self.topic.first_id + sequence
-        self.skips.add(sequence, sequence + len(attempts))
-        self.requeued.extend(range(first, first + len(attempts)))
-        self._attempts.update(zip(range(first, first + len(attempts)), attempts, strict=True))
-
-    def carry_over(self, before: int, limit: int) -> bool:
-        """Copy what is unfinished of the log before `before` into the channel's own keeping, so that the
-        log can let go of it. False, and nothing done, if that would be more than `limit` messages."""
-        if self.cursor < before:
-            return False
-        first = self.topic.first_id
-        wanted = [
-            i - first for i in self._unfinished() if i - first < before and i - first not in self._carried
-        ]
-        if len(wanted) > limit:
-            return False
-        messages: list[tuple[int, int, bytes]] = []
-        for sequence in sorted(wanted):
-            batch = self.topic.log.read(sequence, wait=True)
-            if batch is None or not batch.base <= sequence < batch.end:
-                continue
-            index = sequence - batch.base
-            start = sum(batch.lengths[:index])
-            messages.append(
-                (sequence, batch.timestamp_of(index), batch.data[start : start + batch.lengths[index]])
-            )
-        if messages:
-            self._carried.add(messages)
-        return True
-
-    def drop_carried(self) -> None:
-        """Let go of carried messages that have been finished since."""
-        if len(self._carried):
-            first = self.topic.first_id
-            self._carried.keep_only(i - first for i in self._unfinished())
-
-    def _unfinished(self) -> Iterable[int]:
-        return chain(self.in_flight, self.requeued, self.deferred.due_ns)
-
-    def save(self, *, sync: bool) -> None:
-        """Write down now where the channel stands."""
-        if self.state_file is not None:
-            self.is_changed = False
-            self.state_file.write(self.snapshot().encode(), self.state_file.next_version(), sync=sync)
-
-    def remove_files(self) -> None:
-        if self.state_file is not None:
-            self.state_file.remove()
-        self._carried.remove()
 
     def stats(self, include_clients: bool, now_ns: int) -> dict[str, Any]:
         latency = self._latency
@@ -730,9 +525,6 @@ class Channel:
 
     def latency_parts(self, now_ns: int) -> list[Any]:
         return [self._latency.buckets(now_ns)] if self._latency else []
-
-    def __str__(self) -> str:
-        return f"{self.topic.name}:{self.name}"
 
 
 def _failed(verb: str, message_id: int, reason: str) -> ClientError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nsparq.wire.identify import Identity
 from nsparq.wire.server import INIT
@@ -12,6 +12,24 @@ from nsparq.wire.server import INIT
 if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
     from nsparq.broker.inflight import Run
+
+
+class Secured(Protocol):
+    """What is known of the TLS connection that a client speaks through."""
+
+    cipher_suite: str
+    version: str
+    negotiated_protocol: str
+    common_name: str
+
+
+class Granted(Protocol):
+    """Who a client has shown to be."""
+
+    @property
+    def identity(self) -> str: ...
+    @property
+    def identity_url(self) -> str: ...
 
 
 class Client:
@@ -45,6 +63,8 @@ class Client:
         """False while what was sent before has not left."""
         self.is_queued = False
         """Whether it stands in its channel's line of ready clients."""
+        self.tls: Secured | None = None
+        self.grant: Granted | None = None
 
     @property
     def capacity(self) -> int:
@@ -75,16 +95,26 @@ class Client:
             "deflate": identity.deflate,
             "snappy": identity.snappy,
             "user_agent": identity.user_agent,
+            **_authorisation(self.grant),
             "topology_zone": identity.topology_zone,
             "topology_region": identity.topology_region,
         }
         if counts:
             shown["pub_counts"] = [{"topic": name, "count": count} for name, count in counts.items()]
+        tls = self.tls
         shown |= {
-            "tls": identity.tls,
-            "tls_cipher_suite": "",
-            "tls_version": "",
-            "tls_negotiated_protocol": "",
-            "tls_negotiated_protocol_is_mutual": False,
+            "tls": tls is not None,
+            "tls_cipher_suite": tls.cipher_suite if tls else "",
+            "tls_version": tls.version if tls else "",
+            "tls_negotiated_protocol": tls.negotiated_protocol if tls else "",
+            "tls_negotiated_protocol_is_mutual": bool(tls and tls.negotiated_protocol),
         }
         return shown
+
+
+def _authorisation(grant: Granted | None) -> dict[str, Any]:
+    """NSQ leaves out what is not so."""
+    if grant is None:
+        return {}
+    named = {"auth_identity": grant.identity, "auth_identity_url": grant.identity_url}
+    return {"authed": True, **{key: value for key, value in named.items() if value}}

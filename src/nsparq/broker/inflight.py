@@ -9,6 +9,7 @@ deadlines until the heap is half dead.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -81,6 +82,23 @@ class Run:
 
     def unanswered(self) -> Iterator[int]:
         return (message_id for message_id in range(self.low, self.end) if message_id not in self.holes)
+
+    def count_below(self, message_id: int) -> int:
+        """How many of those with smaller ids are unanswered."""
+        end = min(self.end, message_id)
+        if end == self.end or not self.holes:
+            return max(0, end - self.low) - len(self.holes)
+        return max(0, end - self.low) - sum(hole < end for hole in self.holes)
+
+    def answer_below(self, message_id: int) -> int:
+        """Count everything with a smaller id as answered. Gives the number of those that were not."""
+        number = self.count_below(message_id)
+        self.low = max(self.low, min(self.end, message_id))
+        self.holes = {hole for hole in self.holes if hole >= self.low}
+        while self.low in self.holes:
+            self.holes.remove(self.low)
+            self.low += 1
+        return number
 
     def timestamp_of(self, message_id: int) -> int:
         stamps = self.timestamps_ns
@@ -162,6 +180,21 @@ class InFlight:
             self._heap = [entry for entry in self._heap if entry[2].low < entry[2].end]
             heapify(self._heap)
             self._dead = 0
+
+    def count_below(self, message_id: int) -> int:
+        """How many messages with smaller ids are in flight."""
+        return sum(run.count_below(message_id) for run in self.runs)
+
+    def drop_below(self, message_id: int) -> Counter[Client]:
+        """Take out every message with a smaller id. Gives how many each client had of them."""
+        dropped: Counter[Client] = Counter()
+        for run in [run for run in self.runs if run.low < message_id]:
+            number = run.answer_below(message_id)
+            dropped[run.client] += number
+            self._count -= number
+            if run.low == run.end:
+                self._settle(run)
+        return dropped
 
     def next_deadline(self) -> int | None:
         heap = self._heap

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nsparq.broker.channel import Channel
 from nsparq.broker.latency import summarize
+from nsparq.broker.settings import TopicSettings
 from nsparq.errors import Exiting, StorageError, WriteFailed
 from nsparq.names import is_ephemeral
 from nsparq.packed import PackedBodies
-from nsparq.storage.log import Log
+from nsparq.storage.log import Durability, Log, LogSettings
 from nsparq.storage.memory import MemoryLog
 from nsparq.storage.segment import Segment
 from nsparq.storage.state import (
@@ -53,6 +54,24 @@ Done = Callable[[str, Exception | None], None]
 """Told the publisher's verb and None once its messages are as durable as configured, or the failure."""
 
 
+class TopicPositions(NamedTuple):
+    """How far a topic's log reaches."""
+
+    incarnation: str
+    """Names the log: a topic deleted and created again has another, and its numbers mean other messages."""
+    earliest: int
+    """The first sequence number that can be read."""
+    latest: int
+    """The one that the next message gets."""
+    first_ns: int
+    """When the earliest message was published; 0 if there is none."""
+    last_ns: int
+    """The latest publish time; 0 if there is no message."""
+    messages: int
+    size_bytes: int
+    """On disk."""
+
+
 class Topic:
     """One named stream of messages."""
 
@@ -72,6 +91,12 @@ class Topic:
         self.log: Log | MemoryLog
         self.origin = 0
         """Where the first channel starts: what comes after it is kept while there is no channel."""
+        self.hold: int | None = None
+        """While it is being found out which channels there should be: nothing from here on is let go."""
+        self.settings = TopicSettings()
+        self.is_synchronous = False
+        """Whether publishers wait for an fsync."""
+        self._apply(self.settings)
         self._pause_position = -1
         self._published: list[PackedBodies] = []
         """Published in this turn, to be appended at its end."""
@@ -100,7 +125,7 @@ class Topic:
             self.log = MemoryLog(floor=epoch)
         else:
             self.broker.files.make_directory(self.directory)
-            if self.broker.is_synchronous:
+            if self.is_synchronous:
                 self.broker.files.sync_directory(self.directory.parent)
             self.log = self._new_log(self.directory, epoch)
             self.log.open(clean_end=epoch, epoch=epoch)
@@ -117,6 +142,8 @@ class Topic:
         channel_states = {name: read_channel_state(files, self.directory / name) for name in names}
         # Should the clock have been set back, the checkpoints still know what has been used.
         epoch = max(self.broker.epoch(), *(known.seen for known in channel_states.values() if known), 0)
+        if state is not None:
+            self._restore_settings(state.settings)
         log = self._new_log(self.directory, epoch)
         log.open(clean_end=state.clean_end if state else -1, epoch=epoch)
         self.log = log
@@ -137,10 +164,11 @@ class Topic:
         if state is not None and state.import_start >= 0:
             self._end_import()
         since = self.visible_end if self.channels else self.origin
-        self._held_back = list(log.deferred_since(since))
+        self._held_back = log.deferred_since(since)
 
     def _new_log(self, directory: Path, floor: int) -> Log:
-        log = Log(self.broker.files, directory, self.broker.cache, self.broker.log_settings, floor=floor)
+        settings = self.settings.applied_to(self.broker.log_settings)
+        log = Log(self.broker.files, directory, self.broker.cache, settings, floor=floor)
         log.reader_low = self._recent_low
         return log
 
@@ -155,8 +183,9 @@ class Topic:
             clean_end=self.log.end if clean else -1,
             gaps=self.log.gaps.ranges,
             import_start=self._import_start,
+            settings=self.settings.stored(),
         )
-        state.write(self.broker.files, self.directory, sync=clean or sync or self.broker.is_synchronous)
+        state.write(self.broker.files, self.directory, sync=clean or sync or self.is_synchronous)
 
     def close(self) -> None:
         """Persist everything, in an order in which a crash on the way loses nothing."""
@@ -263,7 +292,7 @@ class Topic:
         self.broker.note_used(self, now_ns)
         if self.channels:
             self._show(before)
-        if self.broker.is_synchronous and isinstance(self.log, Log):
+        if self.is_synchronous and isinstance(self.log, Log):
             self._uncommitted.append((self.log.end, waiting))
             self.broker.request_sync(self)
             return
@@ -301,8 +330,9 @@ class Topic:
 
     # channels
 
-    def get_channel(self, name: str) -> Channel:
-        """The channel, created if need be. The first one starts where the topic has kept its messages."""
+    def get_channel(self, name: str, start: int | None = None) -> Channel:
+        """The channel, created if need be. The first one starts where the topic has kept its messages, any
+        other at the end; or all of them at `start`, as far as the log reaches back."""
         channel = self.channels.get(name)
         if channel is not None:
             return channel
@@ -312,7 +342,9 @@ class Topic:
         channel = Channel(self, name, self.origin if is_first else self.visible_end)
         held_back = self._held_back
         self.channels[name] = channel
-        if is_first:
+        if start is not None:
+            self._start_at(channel, start, is_first)
+        elif is_first:
             self._show(self.origin)
         try:
             self.save_channel(channel)
@@ -324,6 +356,15 @@ class Topic:
             raise
         self.broker.channel_created(channel)
         return channel
+
+    def _start_at(self, channel: Channel, start: int, is_first: bool) -> None:
+        start = min(max(start, self.log.start), self.visible_end)
+        if is_first and not self.paused:
+            # The channel finds them in the log.
+            self._held_back = []
+        channel.resume(channel.state_at(start))
+        channel.appended(self.log.count(start, self.visible_end))
+        self.low_fell()
 
     def delete_channel(self, name: str) -> None:
         """Raises KeyError. An ephemeral topic goes with its last channel."""
@@ -338,11 +379,12 @@ class Topic:
         if self.is_ephemeral and not self.channels and not self.is_exiting:
             self.broker.delete_topic(self.name)
 
-    def save_channel(self, channel: Channel) -> None:
-        """Write the channel's state now: a message acknowledged after this finds it after a crash."""
+    def save_channel(self, channel: Channel, state: ChannelState | None = None) -> None:
+        """Write the channel's state now: a message acknowledged after this finds it after a crash. `state` is
+        what it is about to be, if not what it is."""
         if channel.is_durable:
             self._mark_used()
-            channel.save(sync=self.broker.is_synchronous)
+            channel.save(sync=self.is_synchronous, state=state)
 
     # management
 
@@ -375,6 +417,49 @@ class Topic:
         self._write_state(clean=False)
         self.broker.note_used(self, self.broker.clock())
 
+    def positions(self) -> TopicPositions:
+        """How far the log reaches."""
+        found = self.log.positions()
+        messages = self.log.count(found.earliest, found.latest)
+        return TopicPositions(self.incarnation, *found, messages, self.log.size_bytes)
+
+    def change_settings(self, changes: Mapping[str, object]) -> TopicSettings:
+        """Depart from the daemon's flags, or go back to them (None). On disk before this returns. Raises
+        ValueError, or WriteFailed or OSError, with nothing changed."""
+        if not isinstance(self.log, Log) or self.directory is None:
+            raise ValueError(f"{self} is ephemeral: it is not kept on disk, and has no settings for that")
+        before = self.settings
+        settings = before.changed(changes)
+        self.log.change_settings(settings.applied_to(self.broker.log_settings))
+        self._apply(settings)
+        try:
+            if self.is_synchronous:
+                # As if it had been so from the start.
+                self.broker.files.sync_directory(self.directory.parent)
+                for channel in self.channels.values():
+                    self.save_channel(channel)
+            self._write_state(clean=False, sync=True)
+        except OSError:
+            self.log.change_settings(self._apply(before))
+            raise
+        self.low_fell()
+        self.broker.note_used(self, self.broker.clock())
+        if self.is_synchronous and self.log.unsynced:
+            self.broker.request_sync(self)
+        return settings
+
+    def _apply(self, settings: TopicSettings) -> LogSettings:
+        self.settings = settings
+        applied = settings.applied_to(self.broker.log_settings)
+        self.is_synchronous = applied.durability is Durability.FSYNC
+        return applied
+
+    def _restore_settings(self, stored: Mapping[str, object]) -> None:
+        try:
+            self._apply(self.settings.changed(stored))
+        except ValueError as error:
+            logger.error("%s: its settings cannot be understood, the flags apply: %s", self, error)
+
     def delete(self) -> None:
         """The end of the topic, its channels and its messages."""
         self.is_exiting = True
@@ -402,9 +487,12 @@ class Topic:
 
     def low(self) -> int:
         """The oldest sequence number that anyone still needs."""
-        if not self.channels:
-            return self.origin
-        return min(channel.low() for channel in self.channels.values())
+        lowest = min((channel.low() for channel in self.channels.values()), default=self.origin)
+        return lowest if self.hold is None else min(lowest, self.hold)
+
+    def low_fell(self) -> None:
+        """Somebody has gone back in the log: what was known of low() does not hold any more."""
+        self._low = (0, 0)
 
     def _recent_low(self) -> int:
         """low() as of a moment ago: asked for each batch that leaves memory, and costly to work out."""
@@ -460,6 +548,8 @@ class Topic:
         cursor = min(channel.cursor for channel in self.channels.values())
         for channel in self.channels.values():
             channel.carry_over(cursor, log.end)
+        if self.hold is not None:
+            cursor = min(cursor, max(self.hold, log.end - limit))
         log.trim(cursor)
 
     @property

@@ -28,7 +28,8 @@ Timestamps = int | npt.NDArray[np.int64]
 MAGIC: Final = b"NQB1"
 HEADER: Final = struct.Struct("<4sIIHHQqqII")
 HEADER_SIZE: Final = HEADER.size
-_CHECKED_FROM = 8
+CHECKED_FROM: Final = 8
+"""The checksum covers everything from here on."""
 _BIG_ENDIAN = sys.byteorder == "big"
 
 
@@ -88,7 +89,7 @@ def encode_head(base: int, timestamp_ns: int, due_ns: int, lengths: array[int], 
     table = _table_bytes(lengths)
     size = HEADER_SIZE + len(table) + len(data)
     head = HEADER.pack(MAGIC, 0, size, 0, 0, base, timestamp_ns, due_ns, len(lengths), len(data)) + table
-    checked = head[_CHECKED_FROM:]
+    checked = head[CHECKED_FROM:]
     return MAGIC + crc32c(data, crc32c(checked)).to_bytes(4, "little") + checked
 
 
@@ -132,7 +133,7 @@ def decode_head(buffer: bytes | memoryview, position: int = 0) -> Head | None:
 def checksum_holds(head: Head, buffer: bytes | memoryview, position: int = 0) -> bool:
     """Whether `buffer` holds the whole batch with the bytes that were written."""
     end = position + head.size
-    return end <= len(buffer) and crc32c(memoryview(buffer)[position + _CHECKED_FROM : end]) == head.crc
+    return end <= len(buffer) and crc32c(memoryview(buffer)[position + CHECKED_FROM : end]) == head.crc
 
 
 def decode_lengths(head: Head, buffer: bytes | memoryview, position: int = 0) -> array[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from weakref import ref
 
 from nsparq.errors import CorruptBatch
 from nsparq.storage.batch import (
@@ -21,6 +22,7 @@ from nsparq.storage.batch import (
     lengths_of,
 )
 from nsparq.storage.files import Files
+from nsparq.storage.ranges import Handle, Range, memory_range
 from nsparq.storage.recovery import Damage, scan
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ class CarryFile:
         """Sequence number to position and size."""
         self._size = 0
         self._live = 0
+        self._handle: ref[Handle] | None = None
+        """Of the file as it is now, while somebody reads it."""
 
     def load(self) -> list[int]:
         """Find what an earlier run left; gives the sequence numbers."""
@@ -97,6 +101,15 @@ class CarryFile:
         start, end = data_range(head)
         return Batch(head.base, head.timestamp_ns, 0, decode_lengths(head, raw), raw[start:end])
 
+    def locate(self, sequence: int) -> Range:
+        """Where the message lies, for reading it in a thread."""
+        position, size = self._places[sequence]
+        handle = self._handle() if self._handle is not None else None
+        if handle is None:
+            handle = Handle(self._files, self._path)
+            self._handle = ref(handle)
+        return Range(sequence, sequence + 1, size, position=position, handle=handle)
+
     def keep_only(self, wanted: Iterable[int]) -> None:
         """Let go of what has been finished; the file shrinks when most of it is dead."""
         kept = {sequence: self._places[sequence] for sequence in wanted if sequence in self._places}
@@ -115,10 +128,12 @@ class CarryFile:
             pieces.append(raw[start : start + size])
             places[sequence] = (position, size)
             position += size
+        self._handle = None
         self._files.replace(self._path, b"".join(pieces), sync=True)
         self._places, self._size, self._live = places, position, position
 
     def remove(self) -> None:
+        self._handle = None
         self._files.unlink(self._path)
         self._places.clear()
         self._size = self._live = 0
@@ -145,6 +160,11 @@ class MemoryCarry:
 
     def read(self, sequence: int) -> Batch | None:
         return self._batches.get(sequence)
+
+    def locate(self, sequence: int) -> Range:
+        found = memory_range([self._batches[sequence]], 1, ())
+        assert found is not None
+        return found
 
     def keep_only(self, wanted: Iterable[int]) -> None:
         self._batches = {s: self._batches[s] for s in wanted if s in self._batches}

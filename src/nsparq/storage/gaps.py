@@ -29,6 +29,16 @@ class Gaps:
         """How many numbers of the range hold no message."""
         return sum(max(0, min(high, end) - max(low, start)) for low, high in self.ranges)
 
+    def back(self, end: int, count: int) -> int:
+        """The number from which on there are `count` messages before `end`."""
+        for low, high in reversed(self.ranges):
+            if low < end:
+                if end - high >= count:
+                    break
+                count -= max(0, end - high)
+                end = low
+        return end - count
+
     def skip(self, sequence: int) -> int:
         """`sequence`, or the end of the gap it lies in."""
         for low, high in self.ranges:

@@ -10,10 +10,13 @@ import logging
 import re
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
 
 from nsparq.errors import CorruptBatch, WriteFailed
 from nsparq.packed import PackedBodies
@@ -21,7 +24,18 @@ from nsparq.storage.batch import Batch, encode_head
 from nsparq.storage.cache import BatchCache
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.gaps import Gaps
-from nsparq.storage.segment import Segment
+from nsparq.storage.ranges import (
+    Handle,
+    LogPositions,
+    Lost,
+    OffsetAhead,
+    OffsetGone,
+    Range,
+    TimeSearch,
+    inside,
+    memory_range,
+)
+from nsparq.storage.segment import Segment, Stretch
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +94,8 @@ class Log:
         """Asked in memory mode, before writing out what perhaps nobody needs any more."""
         self._cache = cache
         self._segments: list[Segment] = []
+        self._given_up = floor
+        """What lies before this is on no disk and gone, though some of it may still be in memory."""
         self._tail: deque[Batch] = deque()
         """The newest batches, without a break up to the end."""
         self._bases: list[int] = []
@@ -91,6 +107,8 @@ class Log:
         """Our directory, when it has a new segment whose name is not synced."""
         self._closing_fds: list[int] = []
         """Sealed segments not yet synced."""
+        self._handles: WeakValueDictionary[Path, Handle] = WeakValueDictionary()
+        """Segments that ranges are being read of."""
 
     # opening and closing
 
@@ -119,22 +137,28 @@ class Log:
             # Without a segment nothing says where the numbers that were used ended: none of them is left.
             self.gaps.add(self.end if self._segments else 0, start)
             self.end = start
-        self.stable = self.committed = self.memory_start = self.end
+        self.stable = self.committed = self.memory_start = self._given_up = self.end
         self.low = self.start
 
-    def deferred_since(self, sequence: int) -> Iterator[tuple[int, int]]:
-        """Sequence number and due time of every deferred message on disk from `sequence` on."""
+    def deferred_since(self, sequence: int, due_after: int = 0) -> list[tuple[int, int]]:
+        """Sequence number and due time of every deferred message from `sequence` on, in order; of those with
+        later due times alone, if asked."""
+        found: list[tuple[int, int]] = []
         for segment in self._segments:
-            if segment.end > sequence:
-                pairs = segment.deferred
-                for i in range(0, len(pairs), 2):
-                    if pairs[i] >= sequence and self.gaps.skip(pairs[i]) == pairs[i]:
-                        yield pairs[i], pairs[i + 1]
+            if segment.end > sequence and segment.deferred:
+                pairs = np.array(segment.deferred, np.int64).reshape(-1, 2)
+                found += map(tuple, pairs[(pairs[:, 0] >= sequence) & (pairs[:, 1] > due_after)].tolist())
+        for batch in self._tail:
+            if batch.due_ns > due_after and batch.base >= max(sequence, self.stable):
+                found.append((batch.base, batch.due_ns))
+        if self.gaps.ranges:
+            found = [pair for pair in found if self.gaps.skip(pair[0]) == pair[0]]
+        return found
 
     @property
     def start(self) -> int:
         """The oldest sequence number that can still be read."""
-        return self._segments[0].base if self._segments else self.memory_start
+        return self._segments[0].base if self._segments else max(self.memory_start, self._given_up)
 
     @property
     def size_bytes(self) -> int:
@@ -168,6 +192,13 @@ class Log:
         for segment in self._segments:
             segment.close()
         return True
+
+    def change_settings(self, settings: LogSettings) -> None:
+        """Go by other settings from now on. What memory alone holds is written first if that is no longer to
+        be so; raises WriteFailed, with nothing changed."""
+        if self.settings.durability is Durability.MEMORY is not settings.durability:
+            self._write_out(self.end)
+        self.settings = settings
 
     # appending
 
@@ -272,14 +303,20 @@ class Log:
         return True
 
     def _write_out(self, end: int) -> None:
-        """Memory mode: write batches that begin before `end`, except those that nobody needs any more."""
-        low = self.reader_low()
+        """Memory mode: write batches that begin before `end`, except those that nobody needs any more: they
+        are gone from now on, so that nobody comes back to them."""
+        settings = self.settings
+        low = -1 if settings.retention_s or settings.retention_bytes else self.reader_low()
         for batch in self._tail:
             if batch.base >= end:
                 break
             if batch.base >= self.stable:
                 if batch.end > low:
                     self._write([batch])
+                elif self._segments:
+                    self.gaps.add(batch.base, batch.end)
+                else:
+                    self._given_up = batch.end
                 self.stable = batch.end
 
     def _forget_all(self) -> None:
@@ -335,11 +372,14 @@ class Log:
                 sequence = segment.end
                 continue
             batch, behind = found
-            if len(self._next_position) >= 64:
-                self._next_position.clear()
-            self._next_position[batch.end] = (segment, behind)
+            self._note_position(batch.end, segment, behind)
             self._remember(batch)
             return batch
+
+    def _note_position(self, sequence: int, segment: Segment, position: int) -> None:
+        if len(self._next_position) >= 64:
+            self._next_position.clear()
+        self._next_position[sequence] = (segment, position)
 
     def _first_in_memory(self, sequence: int) -> Batch | None:
         entry = bisect_left(self._bases, sequence)
@@ -362,6 +402,91 @@ class Log:
         if start >= end:
             return 0
         return end - start - (self.gaps.count(start, end) if self.gaps.ranges else 0)
+
+    # ranges
+
+    def positions(self) -> LogPositions:
+        """How far the log reaches, in numbers and in time."""
+        start = self.start
+        stored = [segment for segment in (self._segments[:1] + self._segments[-1:]) if segment.size]
+        kept = next((batch for batch in self._tail if batch.base >= start), None)
+        first_ns = stored[0].first_ns if stored else kept.timestamp_of(0) if kept is not None else 0
+        last_ns = self._tail[-1].timestamp_of(0) if kept is not None else 0
+        return LogPositions(start, self.end, first_ns, max([last_ns, *(s.last_ns for s in stored)]))
+
+    def locate(self, sequence: int, max_bytes: int) -> Range:
+        """Whole batches from the one with `sequence` on, or a little before it, up to about `max_bytes`.
+        Raises OffsetGone or OffsetAhead; at the end the range is empty.
+
+        This costs the same whatever the range holds. It begins and ends where the index knows a batch to
+        begin, every 64 KiB or so, and is at least as long as that.
+        """
+        if sequence < self.start:
+            raise OffsetGone(sequence, self.start)
+        if sequence > self.end:
+            raise OffsetAhead(sequence, self.end)
+        wanted = min(self.gaps.skip(sequence), self.end)
+        known = self._next_position.get(wanted)
+        if known is not None and known[1] < known[0].size:
+            return self._range_of(known[0], known[0].stretch(wanted, max_bytes, known[1]))
+        number = bisect_right(self._segments, wanted, key=lambda s: s.base) - 1
+        while number < len(self._segments) and (number < 0 or self._segments[number].end <= wanted):
+            number += 1
+        if number < len(self._segments):
+            segment = self._segments[number]
+            return self._range_of(segment, segment.stretch(wanted, max_bytes))
+        entry = max(0, bisect_right(self._bases, wanted) - 1)
+        following = (self._memory[self._bases[i]] for i in range(entry, len(self._bases)))
+        found = memory_range((b for b in following if b.end > wanted), max_bytes, self.gaps.ranges)
+        return found or Range(self.end, self.end, 0)
+
+    def _range_of(self, segment: Segment, stretch: Stretch) -> Range:
+        if stretch.end == segment.size:
+            # A reader that follows the log comes back for exactly what is appended behind this.
+            self._note_position(stretch.next, segment, stretch.end)
+        return Range(
+            stretch.first,
+            stretch.next,
+            stretch.end - stretch.position,
+            inside(self.gaps.ranges, stretch.first, stretch.next),
+            stretch.position,
+            self._handle_of(segment),
+        )
+
+    def _handle_of(self, segment: Segment) -> Handle:
+        handle = self._handles.get(segment.path)
+        if handle is None:
+            handle = self._handles[segment.path] = Handle(self.files, segment.path)
+        return handle
+
+    def note_lost(self, found: Range, lost: Sequence[Lost]) -> None:
+        """Damage that reading a range has met: reported and counted once, whoever meets it first."""
+        for segment in self._segments:
+            if found.handle is None or segment.path != found.handle.path:
+                continue
+            for damage in lost:
+                if segment.note_damage(damage.position, damage.end):
+                    self.corrupt_batches += 1
+                    reason = f"{damage.end - damage.position} bytes unreadable"
+                    logger.error("%s", CorruptBatch(segment.path, damage.position, reason))
+                self._note_gap(damage.first, damage.next, segment)
+
+    def search_time(self, timestamp_ns: int) -> TimeSearch:
+        """A search for the first message in the log published at or after a time. Exact whatever the clock
+        did: all messages before the one found were published earlier, by the clock of their time."""
+        for segment in self._segments:
+            if segment.last_ns >= timestamp_ns and segment.end > segment.base:
+                found = self._range_of(segment, segment.stretch_at_time(timestamp_ns))
+                return TimeSearch(timestamp_ns, found.next, found)
+        first = max(self.start, self.stable)
+        for batch in self._tail:
+            if batch.base >= first and batch.timestamp_of(0) >= timestamp_ns:
+                return TimeSearch(timestamp_ns, batch.base)
+        return TimeSearch(timestamp_ns, self.end)
+
+    def sequence_at(self, timestamp_ns: int) -> int:
+        """The same at once; may wait for the disk."""
+        return self.search_time(timestamp_ns).run()
 
     # syncing
 
@@ -418,6 +543,7 @@ class Log:
                 break
             dropped.append(segment)
         if dropped:
+            self._given_up = dropped[-1].end
             del self._segments[: len(dropped)]
             self._next_position.clear()
             self.gaps.drop_before(min(low, self.start))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from nsparq.packed import PackedBodies
 from nsparq.storage.batch import Batch
 from nsparq.storage.gaps import Gaps
+from nsparq.storage.ranges import LogPositions, Lost, OffsetAhead, OffsetGone, Range, TimeSearch, memory_range
 
 
 class MemoryLog:
@@ -48,10 +49,44 @@ class MemoryLog:
             return self._batches[self._bases[entry]]
         return self._batches[self._bases[entry + 1]] if entry + 1 < len(self._bases) else None
 
-    def deferred_since(self, sequence: int) -> Iterator[tuple[int, int]]:
-        for batch in self._batches.values():
-            if batch.due_ns and batch.base >= sequence:
-                yield batch.base, batch.due_ns
+    def deferred_since(self, sequence: int, due_after: int = 0) -> list[tuple[int, int]]:
+        return [
+            (batch.base, batch.due_ns)
+            for batch in self._batches.values()
+            if batch.due_ns > due_after
+            and batch.base >= sequence
+            and self.gaps.skip(batch.base) == batch.base
+        ]
+
+    def positions(self) -> LogPositions:
+        if not self._bases:
+            return LogPositions(self.start, self.end, 0, 0)
+        first, last = self._batches[self._bases[0]], self._batches[self._bases[-1]]
+        return LogPositions(self.start, self.end, first.timestamp_of(0), last.timestamp_of(0))
+
+    def locate(self, sequence: int, max_bytes: int) -> Range:
+        """As in Log, from memory."""
+        if sequence < self.start:
+            raise OffsetGone(sequence, self.start)
+        if sequence > self.end:
+            raise OffsetAhead(sequence, self.end)
+        wanted = self.gaps.skip(sequence)
+        entry = max(0, bisect_right(self._bases, wanted) - 1)
+        following = (self._batches[self._bases[i]] for i in range(entry, len(self._bases)))
+        found = memory_range((b for b in following if b.end > wanted), max_bytes, self.gaps.ranges)
+        return found or Range(self.end, self.end, 0)
+
+    def search_time(self, timestamp_ns: int) -> TimeSearch:
+        """As in Log."""
+        batches = (self._batches[base] for base in self._bases)
+        found = (batch.base for batch in batches if batch.timestamp_of(0) >= timestamp_ns)
+        return TimeSearch(timestamp_ns, next(found, self.end))
+
+    def sequence_at(self, timestamp_ns: int) -> int:
+        return self.search_time(timestamp_ns).run()
+
+    def note_lost(self, found: Range, lost: Sequence[Lost]) -> None:
+        """Memory loses nothing."""
 
     def count(self, start: int, end: int) -> int:
         return max(0, end - start - self.gaps.count(start, end))

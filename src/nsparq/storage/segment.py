@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import struct
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from crc32c import crc32c
 
@@ -38,7 +38,9 @@ GATHER_SIZE: Final = 96 << 10
 """Small neighbouring batches are read as one, up to about this many bytes."""
 
 _INDEX = struct.Struct("<4sIQQQqqQQ")
-_INDEX_MAGIC = b"NQX1"
+_INDEX_MAGIC = b"NQX2"
+_OLD_INDEX_MAGIC = b"NQX1"
+"""Without times; the segment is read instead, once."""
 
 
 class Cold(Exception):
@@ -47,6 +49,17 @@ class Cold(Exception):
     def __init__(self, path: Path, position: int) -> None:
         super().__init__(f"{path} at byte {position}")
         self.path, self.position = path, position
+
+
+class Stretch(NamedTuple):
+    """Whole batches of a segment, from one byte position to another."""
+
+    position: int
+    end: int
+    first: int
+    """The sequence number that the first of them begins with."""
+    next: int
+    """The one after the last."""
 
 
 class Segment:
@@ -61,10 +74,13 @@ class Segment:
         self.size = 0
         self.first_ns = 0
         self.last_ns = 0
+        """The latest publish time: that of the last message, unless the clock was set back."""
         self.deferred = array("q")
         """Pairs of sequence number and due time."""
         self._sequences = array("Q")
         self._positions = array("Q")
+        self._times = array("q")
+        """The latest publish time of all that lies before each entry; so in order, whatever the clock did."""
         self._fd = -1
         self._is_ragged = False
         """Whether a failed write has left bytes behind `size`."""
@@ -96,9 +112,11 @@ class Segment:
         if not self._positions or position - self._positions[-1] >= INDEX_EVERY:
             self._sequences.append(base)
             self._positions.append(position)
+            self._times.append(self.last_ns)
         if not self.first_ns:
             self.first_ns = timestamp_ns
-        self.last_ns = timestamp_ns
+        if timestamp_ns > self.last_ns:
+            self.last_ns = timestamp_ns
         self.end = end
         if due_ns:
             self.deferred.extend((base, due_ns))
@@ -117,7 +135,8 @@ class Segment:
 
     def write_index(self, *, sync: bool) -> None:
         self.tidy()
-        body = self._sequences.tobytes() + self._positions.tobytes() + self.deferred.tobytes()
+        arrays = (self._sequences, self._positions, self._times, self.deferred)
+        body = b"".join(entries.tobytes() for entries in arrays)
         fields = (self.base, self.end, self.size, self.first_ns, self.last_ns)
         counts = (len(self._positions), len(self.deferred))
         crc = crc32c(body, crc32c(_INDEX.pack(_INDEX_MAGIC, 0, *fields, *counts)))
@@ -162,6 +181,10 @@ class Segment:
                 "%s",
                 CorruptBatch(self.path, damage.position, f"{damage.end - damage.position} bytes unreadable"),
             )
+        if not found and not last and self.size:
+            # The next start need not read it again.
+            with suppress(OSError):
+                self.write_index(sync=False)
         return found
 
     def _load_index(self) -> bool:
@@ -171,6 +194,8 @@ class Segment:
         magic, crc, base, end, size, first_ns, last_ns, entries, deferred = _INDEX.unpack_from(raw)
         body = raw[_INDEX.size :]
         unsigned = _INDEX.pack(_INDEX_MAGIC, 0, base, end, size, first_ns, last_ns, entries, deferred)
+        if magic == _OLD_INDEX_MAGIC:
+            return False
         if magic != _INDEX_MAGIC or crc32c(body, crc32c(unsigned)) != crc:
             logger.warning("%s is damaged; reading the segment instead", self.index_path.name)
             return False
@@ -179,7 +204,8 @@ class Segment:
         self.end, self.first_ns, self.last_ns = end, first_ns, last_ns
         self._sequences.frombytes(body[: 8 * entries])
         self._positions.frombytes(body[8 * entries : 16 * entries])
-        self.deferred.frombytes(body[16 * entries :])
+        self._times.frombytes(body[16 * entries : 24 * entries])
+        self.deferred.frombytes(body[24 * entries :])
         return True
 
     # reading
@@ -188,6 +214,40 @@ class Segment:
         """The position of a batch at or before the one with `sequence`, and the number it begins with."""
         entry = bisect_right(self._sequences, sequence) - 1
         return (self._positions[entry], self._sequences[entry]) if entry >= 0 else (0, self.base)
+
+    def stretch(self, sequence: int, max_bytes: int, known: int | None = None) -> Stretch:
+        """About `max_bytes` of whole batches, the one with `sequence` among the first of them. By the index
+        alone: it begins and ends at entries, or at the segment's end, and so has one entry's worth at least.
+        `known` is where the batch that begins with `sequence` stands, if that is known.
+        """
+        place = self.place_before(sequence) if known is None else (known, sequence)
+        position, first = place
+        if self.size - position <= max_bytes:
+            return Stretch(position, self.size, first, self.end)
+        least = bisect_right(self._positions, position)
+        entry = max(least, bisect_right(self._positions, position + max_bytes) - 1)
+        if entry >= len(self._positions):
+            return Stretch(position, self.size, first, self.end)
+        return Stretch(position, self._positions[entry], first, self._sequences[entry])
+
+    def stretch_at_time(self, timestamp_ns: int) -> Stretch:
+        """Where the first message published at or after a time is; there must be one."""
+        entry = max(0, bisect_left(self._times, timestamp_ns) - 1)
+        following = entry + 1
+        is_last = following == len(self._positions)
+        return Stretch(
+            self._positions[entry],
+            self.size if is_last else self._positions[following],
+            self._sequences[entry],
+            self.end if is_last else self._sequences[following],
+        )
+
+    def note_damage(self, position: int, end: int) -> bool:
+        """Bytes that are no batch. False if that is known already."""
+        if position in self._damage:
+            return False
+        self._damage[position] = end
+        return True
 
     def read(self, place: tuple[int, int], sequence: int, *, wait: bool) -> tuple[Batch, int] | None:
         """The first batch from `place` on that ends beyond `sequence`, and the position behind it.

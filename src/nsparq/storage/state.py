@@ -49,9 +49,13 @@ class TopicState:
     import_start: int = -1
     """Where taking over another nsqd's messages began; -1 unless it was broken off, and then nothing from
     here on counts."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Where the topic departs from the daemon's flags; see broker.settings."""
 
     def write(self, files: Files, directory: Path, *, sync: bool) -> None:
         fields = asdict(self)
+        if not self.settings:
+            del fields["settings"]
         content = json.dumps(fields | {"crc": _crc_of(fields)}).encode()
         files.replace(directory / TOPIC_FILE, content, sync=sync)
 
@@ -90,7 +94,9 @@ class ChannelState:
     """0 for a message that may be delivered at once."""
     attempts: npt.NDArray[np.uint16] = field(default_factory=lambda: np.empty(0, np.uint16))
     skips: list[tuple[int, int]] = field(default_factory=list)
-    """Sequence numbers ahead of the cursor that it passes by; see Channel.skips."""
+    """Sequence numbers ahead of the cursor that it passes by; see Backlog.skips."""
+    replay: tuple[int, int] = (0, 0)
+    """Deferred messages ahead of the cursor that are the cursor's to deliver; see Backlog.replay."""
 
     def drop_from(self, message_id: int) -> None:
         """Forget the unfinished messages from this id on."""
@@ -103,6 +109,8 @@ class ChannelState:
         }  # fmt: skip
         if self.skips:
             fields["skips"] = self.skips
+        if self.replay[0]:
+            fields["replay"] = self.replay
         text = json.dumps(fields).encode()
         body = b"".join(
             (
@@ -160,6 +168,7 @@ def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> Cha
     count = fields["count"]
     if len(body) != length + 18 * count:
         raise ValueError("the count does not fit the size")
+    replay = fields.get("replay", (0, 0))
     return ChannelState(
         cursor=operator.index(fields["cursor"]),
         seen=operator.index(fields["seen"]),
@@ -168,6 +177,7 @@ def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> Cha
         due_ns=np.frombuffer(body, "<i8", count, length + 8 * count),
         attempts=np.frombuffer(body, "<u2", count, length + 16 * count),
         skips=[(int(a), int(b)) for a, b in fields.get("skips", ())],
+        replay=(int(replay[0]), int(replay[1])),
     )
 
 

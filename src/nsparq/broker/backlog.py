@@ -1,0 +1,382 @@
+"""Where a channel stands in its topic's log: the cursor, the exceptions to it, and keeping both on disk.
+
+Every message before the cursor is finished unless it is in flight, waiting to be sent again, or deferred.
+Messages are known here by id (see wire.message): the node's part plus the sequence number. Nothing here knows
+how messages are sent.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from nsparq.broker.deferred import Deferred
+from nsparq.broker.inflight import InFlight
+from nsparq.names import is_ephemeral
+from nsparq.storage.carry import CARRY_SUFFIX, CarryFile, MemoryCarry
+from nsparq.storage.gaps import Gaps
+from nsparq.storage.ranges import Range
+from nsparq.storage.state import CHANNEL_SUFFIX, ChannelState, StateFile
+
+if TYPE_CHECKING:
+    from nsparq.broker.topic import Topic
+
+
+class SeekPlan(NamedTuple):
+    """What a seek does, or would do."""
+
+    cursor: int
+    """Where the channel stands before it."""
+    target: int
+    """Where it goes: what was asked for, as far as the log reaches."""
+    again: int
+    """Messages that the cursor had passed and meets again."""
+    skipped: int
+    """Messages not finished that count as done."""
+
+
+class Backlog(ABC):
+    """What a channel has still to deliver."""
+
+    def __init__(self, topic: Topic, name: str, cursor: int) -> None:
+        self.topic = topic
+        self.name = name
+        self.is_ephemeral = is_ephemeral(name)
+        self.is_durable = not self.is_ephemeral and topic.directory is not None
+        """Whether its state is kept on disk."""
+        self.cursor = cursor
+        """The next sequence number never delivered."""
+        self.skips = Gaps()
+        """Messages of the log that the cursor passes by: taken over from another nsqd for one channel alone,
+        or, with their attempts, among the requeued from the start."""
+        self.replay = (0, 0)
+        """Deferred messages numbered below the first and due by the second are the cursor's to deliver, like
+        any other: their time had come when the channel went back to them."""
+        self.paused = False
+        self.is_changed = True
+        """Whether a checkpoint would differ from the last one."""
+        self.in_flight = InFlight()
+        self.deferred = Deferred()
+        self.requeued: deque[int] = deque()
+        """Ids to be sent again, in the order in which they came back."""
+        self._attempts: dict[int, int] = {}
+        """Deliveries so far of the messages requeued or deferred after one."""
+        self._deferred_ahead: deque[int] = deque()
+        """Sequence numbers of deferred messages that the cursor has still to step over."""
+        self.state_file: StateFile | None = None
+        self._carried: CarryFile | MemoryCarry = MemoryCarry()
+        if self.is_durable and topic.directory is not None:
+            files = topic.broker.files
+            self.state_file = StateFile(files, topic.directory / (name + CHANNEL_SUFFIX))
+            self._carried = CarryFile(files, topic.directory / (name + CARRY_SUFFIX))
+
+    @abstractmethod
+    def _watch(self, at_ns: int) -> None:
+        """Have something look at what is due then."""
+
+    def _mark_changed(self) -> None:
+        """Have the next round of checkpoints include this channel."""
+        self.is_changed = True
+        self.topic.broker.note_changed(self.topic)
+
+    # what is there
+
+    @property
+    def depth(self) -> int:
+        """Messages ready to be sent: neither in flight nor deferred."""
+        return len(self.requeued) + self._ahead
+
+    @property
+    def backend_depth(self) -> int:
+        """The part of the depth that is beyond the memory queue."""
+        return min(self._ahead, self._count_to(min(self.topic.log.memory_start, self.topic.visible_end)))
+
+    @property
+    def _ahead(self) -> int:
+        return self._count_to(self.topic.visible_end) - len(self._deferred_ahead)
+
+    def _count_to(self, end: int) -> int:
+        """Messages from the cursor to `end`, less those that it will pass by."""
+        log = self.topic.log
+        if not self.skips.ranges:
+            return log.count(self.cursor, end)
+        both = Gaps(self.skips.ranges)
+        for start, stop in log.gaps.ranges:
+            both.add(start, stop)
+        return max(0, end - self.cursor) - both.count(self.cursor, end)
+
+    def low(self) -> int:
+        """The oldest sequence number that this channel may still have to read from the log."""
+        first = self.topic.first_id
+        beyond = self.cursor + first
+        lowest = min(
+            beyond,
+            self.in_flight.lowest() or beyond,
+            self.deferred.lowest() or beyond,
+            min(self.requeued, default=beyond),
+        )
+        if lowest - first in self._carried:
+            kept = (i for i in self._unfinished() if i - first not in self._carried)
+            lowest = min(beyond, min(kept, default=beyond))
+        return lowest - first
+
+    def _unfinished(self) -> Iterable[int]:
+        return chain(self.in_flight, self.requeued, self.deferred.due_ns)
+
+    def attempts_of(self, message_id: int) -> int:
+        """Deliveries so far of a message that is requeued or deferred."""
+        return self._attempts.get(message_id, 0)
+
+    def ready(self, count: int) -> list[int]:
+        """The next sequence numbers that the cursor will deliver, up to `count`."""
+        gaps, skips, end = self.topic.log.gaps, self.skips, self.topic.visible_end
+        deferred = iter(self._deferred_ahead)
+        passed_by = next(deferred, end)
+        found: list[int] = []
+        sequence = self.cursor
+        while len(found) < count:
+            following = skips.skip(gaps.skip(sequence))
+            if following > sequence:
+                sequence = following
+                continue
+            if sequence >= end:
+                break
+            while passed_by < sequence:
+                passed_by = next(deferred, end)
+            if sequence != passed_by:
+                found.append(sequence)
+            sequence += 1
+        return found
+
+    def locate(self, sequence: int) -> Range:
+        """Where an unfinished message can be read."""
+        if sequence in self._carried:
+            return self._carried.locate(sequence)
+        return self.topic.log.locate(sequence, 1)
+
+    # moving
+
+    def step_over(self) -> None:
+        """Move the cursor out of numbers that hold no message for this channel."""
+        if not (self.topic.log.gaps.ranges or self.skips.ranges or self._deferred_ahead):
+            return
+        if not self._ahead:
+            self._jump(self.topic.visible_end)
+        gaps, skips = self.topic.log.gaps, self.skips
+        while gaps.ranges or skips.ranges:
+            following = min(skips.skip(gaps.skip(self.cursor)), self.topic.visible_end)
+            if following <= self.cursor:
+                break
+            self._jump(following)
+        skips.drop_before(self.cursor)
+
+    def _stretch_end(self) -> int:
+        """How far the cursor may go before it must step over something. Batches that were read from disk
+        come joined, so this may be inside one."""
+        end = self.topic.visible_end
+        if not (self.topic.log.gaps.ranges or self.skips.ranges):
+            return end
+        for ranges in (self.topic.log.gaps.ranges, self.skips.ranges):
+            for start, _ in ranges:
+                if self.cursor < start < end:
+                    end = start
+        return end
+
+    def _behind(self, count: int) -> int:
+        """The sequence number that the cursor reaches when it passes `count` messages."""
+        end = self.topic.visible_end
+        reached = self.cursor + count
+        while reached < end:
+            deferred = sum(1 for sequence in self._deferred_ahead if sequence < reached)
+            missing = count - (self._count_to(reached) - deferred)
+            if missing <= 0:
+                return reached
+            reached += missing
+        return end
+
+    def _jump(self, sequence: int) -> None:
+        """Move the cursor, and forget the deferred messages that it passes by."""
+        self.cursor = sequence
+        while self._deferred_ahead and self._deferred_ahead[0] < sequence:
+            self._deferred_ahead.popleft()
+
+    def defer_published(self, sequence: int, due_ns: int) -> None:
+        """A message published with a delay: it waits here from the start, and the cursor will pass it by."""
+        self._deferred_ahead.append(sequence)
+        self._defer(self.topic.first_id + sequence, due_ns)
+
+    def _defer(self, message_id: int, due_ns: int) -> None:
+        self.deferred.add(message_id, due_ns)
+        self._watch(due_ns)
+
+    def _is_replayed(self, sequence: int, due_ns: int) -> bool:
+        """Whether a deferred message is delivered by the cursor."""
+        return sequence < self.replay[0] and due_ns <= self.replay[1]
+
+    def plan_seek(self, sequence: int) -> SeekPlan:
+        """What it would mean to go to this number."""
+        log, end = self.topic.log, self.topic.visible_end
+        target = min(max(sequence, log.start), end)
+        limit = self.topic.first_id + target
+        waiting = chain(self.requeued, self.deferred.due_ns)
+        skipped = self.in_flight.count_below(limit) + sum(1 for i in waiting if i < limit)
+        if target > self.cursor:
+            skipped += self._count_to(target) - sum(1 for s in self._deferred_ahead if s < target)
+        return SeekPlan(self.cursor, target, log.count(target, self.cursor), skipped)
+
+    def state_at(self, sequence: int) -> ChannelState:
+        """Standing at a number of the log, with everything from there on still to be delivered."""
+        replay = (self.topic.visible_end, self.topic.broker.clock())
+        return ChannelState(cursor=sequence, seen=sequence, paused=self.paused, replay=replay)
+
+    def _drop_all(self) -> None:
+        """Count everything unfinished behind the cursor, and what is deferred, as done."""
+        self._deferred_ahead.clear()
+        self.in_flight.clear()
+        self.deferred.clear()
+        self.requeued.clear()
+        self._attempts.clear()
+
+    def _drop_below(self, message_id: int) -> None:
+        """Count everything unfinished below an id, in flight aside, as done."""
+        dropped = self.deferred.drop_below(message_id)
+        if min(self.requeued, default=message_id) < message_id:
+            dropped += [i for i in self.requeued if i < message_id]
+            self.requeued = deque(i for i in self.requeued if i >= message_id)
+        for i in dropped:
+            self._attempts.pop(i, None)
+
+    # state
+
+    def snapshot(self) -> ChannelState:
+        """Everything needed to go on after a restart."""
+        flying = [(i, run.attempts) for run in self.in_flight.runs for i in run.unanswered()]
+        waiting = [*self.requeued, *self.deferred.due_ns]
+        ids = [i for i, _ in flying] + waiting
+        attempts = [number for _, number in flying] + [self._attempts.get(i, 0) for i in waiting]
+        due = np.zeros(len(ids), np.int64)
+        due[len(ids) - len(self.deferred) :] = np.fromiter(
+            self.deferred.due_ns.values(), np.int64, len(self.deferred)
+        )
+        return ChannelState(
+            cursor=self.cursor,
+            seen=self.topic.visible_end,
+            paused=self.paused,
+            skips=self.skips.ranges,
+            replay=self.replay if self.cursor < self.replay[0] else (0, 0),
+            ids=np.array(ids, np.uint64),
+            due_ns=due,
+            attempts=np.array(attempts, np.uint16),
+        )
+
+    def restore(self, state: ChannelState | None) -> None:
+        """Go on where an earlier run stood. Without its state, everything that is kept is sent again."""
+        log = self.topic.log
+        carried = self._carried.load()
+        self.is_changed = False
+        if state is None:
+            self._mark_changed()
+            state = ChannelState(cursor=log.start, seen=log.start)
+        unfinished = self.resume(state)
+        # Delivered, and carried over, after the checkpoint; what the log still has, the cursor finds.
+        late = (s for s in carried if state.cursor <= s < self.cursor and s not in unfinished)
+        self.requeued.extend(self.topic.first_id + sequence for sequence in late)
+        self.drop_carried()
+
+    def resume(self, state: ChannelState) -> set[int]:
+        """Stand where `state` says. Gives the sequence numbers that it names as unfinished, and are here."""
+        log, first = self.topic.log, self.topic.first_id
+        self.cursor = max(state.cursor, log.start)
+        self.skips = Gaps(state.skips)
+        self.replay = state.replay
+        self.paused = state.paused
+        unfinished = set()
+        for message_id, due_ns, attempts in zip(
+            state.ids.tolist(), state.due_ns.tolist(), state.attempts.tolist(), strict=True
+        ):
+            sequence = message_id - first
+            # The log lets go only of what is finished or carried: this one was finished after the checkpoint.
+            if sequence < log.start and sequence not in self._carried:
+                continue
+            unfinished.add(sequence)
+            if attempts:
+                self._attempts[message_id] = attempts
+            if due_ns:
+                self._defer(message_id, due_ns)
+            else:
+                self.requeued.append(message_id)
+        # What is replayed is left out below, too; but a replay of years need not be looked at one by one.
+        replay_end, replay_due_ns = state.replay
+        due_after = replay_due_ns if replay_end >= self.topic.visible_end else 0
+        for sequence, due_ns in log.deferred_since(self.cursor, due_after):
+            if sequence >= self.topic.visible_end or self._is_replayed(sequence, due_ns):
+                continue
+            self._deferred_ahead.append(sequence)
+            if sequence >= state.seen:
+                self._defer(first + sequence, due_ns)
+        return unfinished
+
+    def add_tried(self, sequence: int, attempts: list[int]) -> None:
+        """Messages from `sequence` on that another nsqd has delivered before, so many times each: they wait
+        to be sent again, and the cursor will pass them by."""
+        first = self.topic.first_id + sequence
+        self.skips.add(sequence, sequence + len(attempts))
+        self.requeued.extend(range(first, first + len(attempts)))
+        self._attempts.update(zip(range(first, first + len(attempts)), attempts, strict=True))
+
+    def carry_over(self, before: int, limit: int) -> bool:
+        """Copy what is unfinished of the log before `before` into the channel's own keeping, so that the
+        log can let go of it. False, and nothing done, if that would be more than `limit` messages."""
+        if self.cursor < before:
+            return False
+        first = self.topic.first_id
+        wanted = [
+            i - first for i in self._unfinished() if i - first < before and i - first not in self._carried
+        ]
+        if len(wanted) > limit:
+            return False
+        messages: list[tuple[int, int, bytes]] = []
+        for sequence in sorted(wanted):
+            batch = self.topic.log.read(sequence, wait=True)
+            if batch is None or not batch.base <= sequence < batch.end:
+                continue
+            index = sequence - batch.base
+            start = sum(batch.lengths[:index])
+            messages.append(
+                (sequence, batch.timestamp_of(index), batch.data[start : start + batch.lengths[index]])
+            )
+        if messages:
+            self._carried.add(messages)
+        return True
+
+    def drop_carried(self) -> None:
+        """Let go of carried messages that have been finished since."""
+        if len(self._carried):
+            first = self.topic.first_id
+            self._carried.keep_only(i - first for i in self._unfinished())
+
+    def save(self, *, sync: bool, state: ChannelState | None = None) -> None:
+        """Write down now where the channel stands, or is about to."""
+        if self.state_file is None:
+            return
+        content = (state or self.snapshot()).encode()
+        self.is_changed = False
+        try:
+            self.state_file.write(content, self.state_file.next_version(), sync=sync)
+        except OSError:
+            # A checkpoint under way has been overtaken by this one, and is not written either.
+            self._mark_changed()
+            raise
+
+    def remove_files(self) -> None:
+        if self.state_file is not None:
+            self.state_file.remove()
+        self._carried.remove()
+
+    def __str__(self) -> str:
+        return f"{self.topic.name}:{self.name}"

@@ -1,0 +1,224 @@
+"""Looking at messages without taking them: nothing of the topic or channel changes, nor of what is cached.
+
+Choosing is done at once, from what is in memory; the bodies are then read from the log in a thread, through
+ranges (see storage.ranges), so that a cold disk holds nobody up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import islice
+from operator import attrgetter
+from typing import Final, NamedTuple
+
+from nsparq.broker.backlog import Backlog
+from nsparq.broker.topic import Topic
+from nsparq.storage.decode import RawBatch, iter_batches
+from nsparq.storage.ranges import OffsetGone, Range
+
+IN_FLIGHT: Final = "in_flight"
+REQUEUED: Final = "requeued"
+DEFERRED: Final = "deferred"
+READY: Final = "ready"
+STORED: Final = "stored"
+STATES: Final = (IN_FLIGHT, REQUEUED, DEFERRED, READY)
+"""Where a channel's unfinished messages can be."""
+
+BODY_LIMIT: Final = 64 << 10
+"""Bytes shown of a body unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeekedMessage:
+    """A message as it stands."""
+
+    id: str
+    """16 hex digits, as clients get it."""
+    sequence: int
+    timestamp_ns: int
+    attempts: int
+    """Deliveries so far."""
+    state: str
+    """One of STATES, or STORED: in the topic's log, whatever the channels have made of it."""
+    due_ns: int | None
+    """When a deferred message may be delivered."""
+    deadline_ns: int | None
+    """When a message in flight counts as timed out."""
+    client: str
+    """The address of the client that has it in flight."""
+    body: bytes
+    """Its beginning, if it is long."""
+    size: int
+    """Bytes of the whole body."""
+
+
+class _Wanted(NamedTuple):
+    sequence: int
+    state: str
+    attempts: int = 0
+    due_ns: int | None = None
+    deadline_ns: int | None = None
+    client: str = ""
+
+
+class ChannelPeek:
+    """Messages of a channel, chosen but not yet read. read() once, in any thread."""
+
+    def __init__(
+        self, first_id: int, chosen: list[tuple[_Wanted, Range]], max_bytes: int, body_limit: int
+    ) -> None:
+        self.missing = 0
+        """Chosen messages that could not be read: lost to a damaged disk."""
+        self._first_id = first_id
+        self._chosen = chosen
+        self._max_bytes = max_bytes
+        self._body_limit = body_limit
+
+    def read(self) -> list[PeekedMessage]:
+        """In the order in which they were chosen, until `max_bytes` are full; one in any case."""
+        found: list[PeekedMessage] = []
+        size = 0
+        known: Range | None = None
+        batches: list[RawBatch] = []
+        for wanted, place in self._chosen:
+            if place is not known:
+                known, batches = place, [*iter_batches(place.read_verified().data)]
+            entry = bisect_right(batches, wanted.sequence, key=attrgetter("base")) - 1
+            if entry < 0 or wanted.sequence >= batches[entry].end:
+                self.missing += 1
+                continue
+            message = _shown(self._first_id, wanted, batches[entry], self._body_limit)
+            size += len(message.body)
+            if found and size > self._max_bytes:
+                break
+            found.append(message)
+        return found
+
+
+class TopicPeek:
+    """Messages of a topic's log from a number on. read() once, in any thread."""
+
+    def __init__(
+        self, first_id: int, start: int, count: int, ranges: list[Range], max_bytes: int, body_limit: int
+    ) -> None:
+        self.missing = 0
+        """Numbers among those looked at whose messages are lost to a damaged disk."""
+        self._first_id = first_id
+        self._start = start
+        self._count = count
+        self._ranges = ranges
+        self._max_bytes = max_bytes
+        self._body_limit = body_limit
+
+    def read(self) -> list[PeekedMessage]:
+        """In the order of the log, until `max_bytes` are full; one in any case."""
+        found: list[PeekedMessage] = []
+        size = 0
+        for wanted, batch in islice(self._walk(), self._count):
+            message = _shown(self._first_id, wanted, batch, self._body_limit)
+            size += len(message.body)
+            if found and size > self._max_bytes:
+                break
+            found.append(message)
+        return found
+
+    def _walk(self) -> Iterator[tuple[_Wanted, RawBatch]]:
+        for place in self._ranges:
+            verified = place.read_verified()
+            self.missing += sum(max(0, lost.next - max(lost.first, self._start)) for lost in verified.lost)
+            for batch in iter_batches(verified.data):
+                for sequence in range(max(batch.base, self._start), batch.end):
+                    if not any(low <= sequence < high for low, high in place.gaps):
+                        yield _Wanted(sequence, STORED, due_ns=batch.due_ns or None), batch
+
+
+def peek_topic(
+    topic: Topic, sequence: int | None, count: int, max_bytes: int, body_limit: int = BODY_LIMIT
+) -> TopicPeek:
+    """Up to `count` messages of the log from `sequence` on; without it, the newest. Raises OffsetGone or
+    OffsetAhead."""
+    log = topic.log
+    start = max(log.start, log.gaps.back(log.end, count)) if sequence is None else sequence
+    ranges: list[Range] = []
+    size, reached = 0, start
+    while not ranges or (log.count(start, reached) < count and size <= max_bytes and reached < log.end):
+        ranges.append(log.locate(reached, 1))
+        size += ranges[-1].size
+        reached = ranges[-1].next
+    return TopicPeek(topic.first_id, start, count, ranges, max_bytes, body_limit)
+
+
+def peek_channel(
+    channel: Backlog,
+    states: Sequence[str],
+    count: int,
+    max_bytes: int,
+    body_limit: int = BODY_LIMIT,
+) -> ChannelPeek:
+    """Up to `count` of the channel's unfinished messages, those of the first state named first. In flight by
+    id, requeued as they will be sent, deferred by due time, ready from the cursor on."""
+    wanted: list[_Wanted] = []
+    for state in states:
+        wanted += _CHOOSE[state](channel, count - len(wanted))
+    places: dict[int, Range] = {}
+    known: Range | None = None
+    for sequence in sorted(one.sequence for one in wanted):
+        if known is None or not known.first <= sequence < known.next:
+            try:
+                known = channel.locate(sequence)
+            except OffsetGone:
+                # Finished, or lost, long since: it will be dropped when its turn comes.
+                known = None
+                continue
+        places[sequence] = known
+    chosen = [(one, places[one.sequence]) for one in wanted if one.sequence in places]
+    peek = ChannelPeek(channel.topic.first_id, chosen, max_bytes, body_limit)
+    peek.missing = len(wanted) - len(chosen)
+    return peek
+
+
+def _in_flight(channel: Backlog, count: int) -> list[_Wanted]:
+    first = channel.topic.first_id
+    runs = nsmallest(count, channel.in_flight.runs, key=lambda run: run.low)
+    ids = ((i, run) for run in runs for i in run.unanswered())
+    return [
+        _Wanted(i - first, IN_FLIGHT, run.attempts, deadline_ns=run.deadline_ns, client=run.client.address)
+        for i, run in islice(ids, count)
+    ]
+
+
+def _requeued(channel: Backlog, count: int) -> list[_Wanted]:
+    first = channel.topic.first_id
+    return [_Wanted(i - first, REQUEUED, channel.attempts_of(i)) for i in islice(channel.requeued, count)]
+
+
+def _deferred(channel: Backlog, count: int) -> list[_Wanted]:
+    first, due_ns = channel.topic.first_id, channel.deferred.due_ns
+    ids = channel.deferred.soonest(count)
+    return [_Wanted(i - first, DEFERRED, channel.attempts_of(i), due_ns[i]) for i in ids]
+
+
+def _ready(channel: Backlog, count: int) -> list[_Wanted]:
+    return [_Wanted(sequence, READY) for sequence in channel.ready(count)]
+
+
+_CHOOSE = {IN_FLIGHT: _in_flight, REQUEUED: _requeued, DEFERRED: _deferred, READY: _ready}
+
+
+def _shown(first_id: int, wanted: _Wanted, batch: RawBatch, body_limit: int) -> PeekedMessage:
+    body = batch.between(wanted.sequence, wanted.sequence + 1).data
+    return PeekedMessage(
+        id=f"{first_id + wanted.sequence:016x}",
+        sequence=wanted.sequence,
+        timestamp_ns=batch.timestamp_ns,
+        attempts=wanted.attempts,
+        state=wanted.state,
+        due_ns=wanted.due_ns,
+        deadline_ns=wanted.deadline_ns,
+        client=wanted.client,
+        body=bytes(body[:body_limit]),
+        size=len(body),
+    )

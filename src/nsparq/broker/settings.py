@@ -1,0 +1,59 @@
+"""Where a topic departs from the daemon's flags: changed while it runs, and kept over restarts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from nsparq.storage.log import Durability, LogSettings
+
+
+@dataclass(frozen=True, slots=True)
+class TopicSettings:
+    """None: as the flag says."""
+
+    retention_age: float | None = None
+    """Seconds that messages are kept after every channel has passed them; 0: not at all."""
+    retention_bytes: int | None = None
+    """Bytes that are kept after every channel has passed them; 0: none."""
+    durability: str | None = None
+    """When a publish is acknowledged: "os", "fsync" or "memory"."""
+
+    def changed(self, changes: Mapping[str, object]) -> TopicSettings:
+        """With some of them changed, by name. Raises ValueError, with a text for people."""
+        return replace(self, **{name: _checked(name, value) for name, value in changes.items()})
+
+    def applied_to(self, flags: LogSettings) -> LogSettings:
+        """What the topic's log is to go by."""
+        settings = flags
+        if self.retention_age is not None:
+            settings = settings._replace(retention_s=self.retention_age)
+        if self.retention_bytes is not None:
+            settings = settings._replace(retention_bytes=self.retention_bytes)
+        if self.durability is not None:
+            settings = settings._replace(durability=Durability(self.durability))
+        return settings
+
+    def stored(self) -> dict[str, Any]:
+        """For the topic's state: what departs from the flags, and nothing else."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name not in TopicSettings.__slots__:
+        raise ValueError(f"there is no setting {name!r}; there are {', '.join(TopicSettings.__slots__)}")
+    if value is None:
+        return None
+    if name == "durability":
+        if value not in [mode.value for mode in Durability]:
+            raise ValueError(f'durability must be "os", "fsync", "memory" or null, not {value!r}')
+        return value
+    if name == "retention_bytes":
+        if type(value) is not int or value < 0:
+            raise ValueError(f"retention_bytes must be a whole number, not negative, or null, not {value!r}")
+        return value
+    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"retention_age must be a number of seconds, not negative, or null, not {value!r}")
+    return float(value)

@@ -1,0 +1,94 @@
+"""Raw batches, as a range of a log holds them, for those who read ranges: nothing here walks messages.
+
+A reader that meets CorruptRange asks for the rest, from the sequence number that it names, with the damage
+left out (Range.read_verified): the bytes in between tell nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from nsparq.errors import StorageError
+from nsparq.storage.batch import CHECKED_FROM, HEADER, HEADER_SIZE, MAGIC
+
+_U32 = np.dtype("<u4")
+
+
+class CorruptRange(StorageError):
+    """Bytes that are not the batch that should be here, or not all of it."""
+
+    def __init__(self, position: int, sequence: int | None, reason: str) -> None:
+        super().__init__(f"{reason} at byte {position}")
+        self.position = position
+        self.sequence = sequence
+        """The first message not read; None if nothing before it said so."""
+        self.reason = reason
+
+
+class RawBatch(NamedTuple):
+    """Consecutive messages, published together. Views of the buffer that they were decoded from."""
+
+    base: int
+    """Sequence number of the first."""
+    timestamp_ns: int
+    due_ns: int
+    """The time before which they may not be delivered; 0 if there is none."""
+    lengths: npt.NDArray[np.uint32]
+    data: memoryview
+    """Their bodies, end to end."""
+
+    @property
+    def end(self) -> int:
+        """The sequence number after the last."""
+        return self.base + len(self.lengths)
+
+    def between(self, start: int, end: int) -> RawBatch:
+        """Those of the messages with numbers from `start` to before `end`."""
+        low = min(max(start - self.base, 0), len(self.lengths))
+        high = max(low, min(end - self.base, len(self.lengths)))
+        if low == 0 and high == len(self.lengths):
+            return self
+        first = int(self.lengths[:low].sum(dtype=np.int64))
+        last = first + int(self.lengths[low:high].sum(dtype=np.int64))
+        return self._replace(base=self.base + low, lengths=self.lengths[low:high], data=self.data[first:last])
+
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Where each body begins in `data`, and where the last one ends."""
+        offsets = np.zeros(len(self.lengths) + 1, np.int64)
+        np.cumsum(self.lengths, out=offsets[1:])
+        return offsets
+
+    def bodies(self) -> list[bytes]:
+        ends = self.offsets().tolist()
+        return [bytes(self.data[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def iter_batches(buffer: bytes | bytearray | memoryview) -> Iterator[RawBatch]:
+    """The batches of a range, each checked. Raises CorruptRange at the first that is not what was written."""
+    view = memoryview(buffer)
+    size = len(view)
+    position = 0
+    expected: int | None = None
+    while position < size:
+        if size - position < HEADER_SIZE:
+            raise CorruptRange(position, expected, "the last batch is cut off")
+        fields = HEADER.unpack_from(view, position)
+        magic, crc, whole, _, _, base, timestamp_ns, due_ns, count, data_size = fields
+        table = position + HEADER_SIZE
+        data = table + 4 * count
+        if magic != MAGIC or not count or whole != HEADER_SIZE + 4 * count + data_size:
+            raise CorruptRange(position, expected, "no batch header")
+        if position + whole > size:
+            raise CorruptRange(position, expected, "the last batch is cut off")
+        if crc32c(view[position + CHECKED_FROM : position + whole]) != crc:
+            raise CorruptRange(position, expected, "checksum mismatch")
+        yield RawBatch(
+            base, timestamp_ns, due_ns, np.frombuffer(view, _U32, count, table), view[data : data + data_size]
+        )
+        position += whole
+        expected = base + count
