@@ -349,15 +349,15 @@ def test_the_first_bad_field_in_nsq_s_order_decides() -> None:
 
 # Negotiation
 
-OFFERING = Limits(tls_available=True, compression_available=True)
+OFFERING = Limits(tls_available=True)
 
 
 @pytest.mark.parametrize(
     ("asked", "attribute", "needed"),
     [
         ("tls_v1", "tls", ["tls_available"]),
-        ("snappy", "snappy", ["snappy_allowed", "compression_available"]),
-        ("deflate", "deflate", ["deflate_allowed", "compression_available"]),
+        ("snappy", "snappy", ["snappy_allowed"]),
+        ("deflate", "deflate", ["deflate_allowed"]),
     ],
 )
 def test_a_layer_comes_when_asked_for_negotiated_and_offered(
@@ -415,10 +415,9 @@ def test_without_deflate_the_level_is_the_default_within_the_maximum(maximum: in
 
 @pytest.mark.parametrize(("maximum", "level"), [(9, 6), (6, 6), (3, 3)])
 def test_a_server_that_does_not_deflate_reports_the_same_default(maximum: int, level: int) -> None:
-    for condition in ("deflate_allowed", "compression_available"):
-        limits = replace(OFFERING, max_deflate_level=maximum, **{condition: False})
-        identity = identify(limits, feature_negotiation=True, deflate=True, deflate_level=2)
-        assert (identity.deflate, identity.deflate_level) == (False, level)
+    limits = replace(OFFERING, max_deflate_level=maximum, deflate_allowed=False)
+    identity = identify(limits, feature_negotiation=True, deflate=True, deflate_level=2)
+    assert (identity.deflate, identity.deflate_level) == (False, level)
 
 
 # The reply
@@ -448,7 +447,6 @@ def test_the_reply_holds_the_client_s_values_and_the_server_s_limits() -> None:
         topology_zone="z",
         auth_required=True,
         tls_available=True,
-        compression_available=True,
     )
     identity = identify(
         limits,

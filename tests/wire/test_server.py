@@ -578,7 +578,7 @@ def test_bodies_do_not_share_memory_with_what_was_received() -> None:
 
 @pytest.mark.parametrize("layer", ["tls", "snappy"])
 def test_bytes_behind_identify_can_be_handed_to_a_new_layer(layer: str) -> None:
-    protocol = started(Limits(tls_available=True, compression_available=True))
+    protocol = started(Limits(tls_available=True))
     body = json.dumps({"feature_negotiation": True, "tls_v1": layer == "tls", "snappy": layer == "snappy"})
     behind = b"\x16\x03\x01 not a command\n"
     heard = protocol.receive_data(b"IDENTIFY\n" + sized(body.encode()) + behind)

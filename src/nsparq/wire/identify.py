@@ -116,7 +116,6 @@ def decode_identify(body: bytes, limits: Limits, current: Identity | None = None
     snappy = negotiates and limits.snappy_allowed and fields.get("snappy", False)
     if deflate and snappy:
         raise FatalClientError("E_IDENTIFY_FAILED", "cannot enable both deflate and snappy compression")
-    deflate, snappy = deflate and limits.compression_available, snappy and limits.compression_available
     level = fields.get("deflate_level", 0) if deflate else 0
     return Identity(
         **{name: fields.get(name, "") for name in _STRINGS},

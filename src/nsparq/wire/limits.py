@@ -40,8 +40,6 @@ class Limits:
     tls_required: bool = False
     deflate_allowed: bool = True
     snappy_allowed: bool = True
-    compression_available: bool = False
-    """Whether the layers exist; until then a wish that is allowed is answered with false."""
 
     @property
     def max_mpub_count(self) -> int:

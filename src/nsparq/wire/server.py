@@ -502,6 +502,25 @@ class ServerProtocol:
             self._position = position
 
 
+def decode_multiple(body: bytes, limits: Limits) -> PackedBodies:
+    """The messages of an MPUB's body without its leading size, which is what /mpub takes in binary form.
+    Raises FatalClientError."""
+    protocol = ServerProtocol(limits)
+    protocol._buffer = body
+    parts: list[PackedBodies] = []
+    try:
+        count = protocol._read_size()
+        if not 1 <= count <= limits.max_mpub_count:
+            raise _bad_body(f"MPUB invalid message count {count}")
+        protocol._unread = "MPUB failed to read message body size"
+        protocol._walk_messages(parts, count)
+    except _Incomplete:
+        if not protocol._unread:
+            raise _bad_body("MPUB failed to read message count") from None
+        raise _bad_message(protocol._unread) from None
+    return PackedBodies.join(parts)
+
+
 _Handler = Callable[[ServerProtocol, bytes, list[bytes]], Command | None]
 
 _HANDLERS: Final[dict[bytes, _Handler]] = {

@@ -1,0 +1,1 @@
+"""nsqlookupd: the directory of who produces which topic."""

@@ -1,0 +1,79 @@
+"""The JSON of nsqlookupd's answers, put together from parts that are already JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from nsparq.wire.lookup import PeerInfo
+
+GO_ZERO_TIME_NS: Final = -6795364578871345152
+"""What Go makes of a time that was never set; NSQ shows it for an entry that was never tombstoned."""
+
+
+def _encode(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def producer(peer: PeerInfo) -> bytes:
+    """An nsqd in /lookup."""
+    return _encode(
+        {
+            "remote_address": peer.remote_address,
+            "hostname": peer.hostname,
+            "broadcast_address": peer.broadcast_address,
+            "tcp_port": peer.tcp_port,
+            "http_port": peer.http_port,
+            "version": peer.version,
+            "topology_zone": peer.topology_zone,
+            "topology_region": peer.topology_region,
+        }
+    )
+
+
+def node(producer_json: bytes, tombstones: Sequence[bool], topics: Sequence[str]) -> bytes:
+    """An nsqd in /nodes: the same, and at equal positions its topics and whether they are tombstoned."""
+    more = _encode({"tombstones": tombstones, "topics": topics})
+    return producer_json[:-1] + b"," + more[1:]
+
+
+def nodes(parts: Iterable[bytes]) -> bytes:
+    return b'{"producers":[' + b",".join(parts) + b"]}"
+
+
+def lookup(channels: Iterable[str], producers: Iterable[bytes]) -> bytes:
+    return b'{"channels":' + _encode([*channels]) + b',"producers":[' + b",".join(producers) + b"]}"
+
+
+def names(key: str, found: Iterable[str]) -> bytes:
+    return _encode({key: [*found]})
+
+
+def debug_entry(peer: PeerInfo, last_update_ns: int, tombstoned_ns: int) -> bytes:
+    """A producer of one registration in /debug, keys sorted. `tombstoned_ns` is 0 if it never was."""
+    return _encode(
+        {
+            "broadcast_address": peer.broadcast_address,
+            "hostname": peer.hostname,
+            "http_port": peer.http_port,
+            "id": peer.remote_address,
+            "last_update": last_update_ns,
+            "tcp_port": peer.tcp_port,
+            "tombstoned": tombstoned_ns != 0,
+            "tombstoned_at": tombstoned_ns or GO_ZERO_TIME_NS,
+            "topology_region": peer.topology_region,
+            "topology_zone": peer.topology_zone,
+            "version": peer.version,
+        }
+    )
+
+
+def debug(registrations: Mapping[str, Sequence[bytes]]) -> bytes:
+    """By `category:topic:channel`, sorted; those without producers are left out."""
+    found = [
+        _encode(key) + b":[" + b",".join(registrations[key]) + b"]"
+        for key in sorted(registrations)
+        if registrations[key]
+    ]
+    return b"{" + b",".join(found) + b"}"

@@ -1,0 +1,165 @@
+"""nsqlookupd as a running thing: the registry, its two listeners, and their clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from nsparq.addresses import join_address, split_address
+from nsparq.errors import StartError
+from nsparq.http.server import HttpServer
+from nsparq.lookup.http_api import HttpApi
+from nsparq.lookup.options import NsqlookupdOptions
+from nsparq.lookup.registry import Registry
+from nsparq.lookup.tcp import Connection
+from nsparq.version import NSQ_VERSION, version_line
+from nsparq.wire.lookup import encode_identify_reply
+
+logger = logging.getLogger(__name__)
+
+IDLE_S: Final = 600.0
+"""A connection without a command for so long, or for twice the inactive-producer-timeout if that is more, is
+ended. An nsqd says something every 15 seconds; NSQ's nsqlookupd would wait for ever."""
+SWEEP_S: Final = 10.0
+DRAIN_S: Final = 2.0
+"""How long closing connections may take at shutdown."""
+
+
+class Nsqlookupd:
+    """One daemon. start() and stop() once each; everything runs on the loop that start() is called on."""
+
+    def __init__(self, options: NsqlookupdOptions, *, clock: Callable[[], int] | None = None) -> None:
+        self.options = options
+        self.clock = clock or steady_clock()
+        """Unix time in nanoseconds."""
+        self.registry = Registry(
+            inactive_timeout_ns=_ns(options.inactive_producer_timeout),
+            tombstone_lifetime_ns=_ns(options.tombstone_lifetime),
+            max_registrations=options.max_registrations,
+        )
+        self.connections: set[Connection] = set()
+        self.identify_reply = b""
+        self.tcp_address: tuple[str, int] = ("", 0)
+        self.http_address: tuple[str, int] = ("", 0)
+        self.idle_limit_s = max(IDLE_S, 2 * options.inactive_producer_timeout)
+        self._all_gone = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop
+        self._server: asyncio.AbstractServer | None = None
+        self._http: HttpServer
+        self._sweeper: asyncio.TimerHandle
+
+    async def start(self) -> None:
+        """Raises StartError, with nothing left open."""
+        self._loop = asyncio.get_running_loop()
+        logger.info("%s", version_line("nsqlookupd"))
+        _raise_file_limit()
+        tcp_address = _host_and_port(self.options.tcp_address)
+        http_address = _host_and_port(self.options.http_address)
+        self._http = HttpServer(HttpApi(self.registry, self.clock).api)
+        try:
+            server = await self._loop.create_server(
+                lambda: Connection(self),
+                tcp_address[0] or None,
+                tcp_address[1],
+                backlog=1024,
+                reuse_address=True,
+            )
+        except OSError as error:
+            raise _cannot_listen(self.options.tcp_address, error) from error
+        try:
+            http_bound = await self._http.listen(http_address)
+        except OSError as error:
+            server.close()
+            raise _cannot_listen(self.options.http_address, error) from error
+        self._server = server
+        self.tcp_address = server.sockets[0].getsockname()[:2]
+        assert isinstance(http_bound, tuple)
+        self.http_address = http_bound
+        self.identify_reply = encode_identify_reply(
+            broadcast_address=self.options.broadcast_address,
+            hostname=socket.gethostname(),
+            http_port=self.http_address[1],
+            tcp_port=self.tcp_address[1],
+            version=NSQ_VERSION,
+        )
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+        logger.info("TCP: listening on %s", join_address(*self.tcp_address))
+        logger.info("HTTP: listening on %s", join_address(*self.http_address))
+
+    async def stop(self) -> None:
+        """Stop accepting, end the connections. Calling it again does nothing."""
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        logger.info("TCP: closing %s", join_address(*self.tcp_address))
+        logger.info("HTTP: closing %s", join_address(*self.http_address))
+        server.close()
+        self._sweeper.cancel()
+        for connection in [*self.connections]:
+            connection.close()
+        if self.connections:
+            self._all_gone.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_S):
+                    await self._all_gone.wait()
+        for connection in [*self.connections]:
+            connection.abort()
+        await self._http.close()
+
+    def reload(self) -> None:
+        """SIGHUP: there is nothing to reread, but it must not end the daemon."""
+        logger.info("SIGHUP: nothing to reload")
+
+    def connection_ended(self, connection: Connection) -> None:
+        self.connections.discard(connection)
+        if not self.connections:
+            self._all_gone.set()
+
+    def _sweep(self) -> None:
+        """End the connections that have been silent for too long, identified or not."""
+        silent_since_s = self._loop.time() - self.idle_limit_s
+        for connection in [*self.connections]:
+            if connection.last_command_s < silent_since_s:
+                logger.warning(
+                    "client(%s): said nothing for %.0f s; closing", connection.address, self.idle_limit_s
+                )
+                connection.abort()
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+
+def steady_clock() -> Callable[[], int]:
+    """Unix time in nanoseconds, as it was at this call and moving evenly since: a machine whose clock is set
+    must not lose all its producers for that."""
+    offset = time.time_ns() - time.monotonic_ns()
+    return lambda: time.monotonic_ns() + offset
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1_000_000_000)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    found = split_address(address)
+    if found is None:
+        raise StartError(f"listen ({address}) failed - not of the form host:port")
+    return found
+
+
+def _cannot_listen(address: str, error: OSError) -> StartError:
+    return StartError(f"listen ({address}) failed - {error.strerror or error}")
+
+
+def _raise_file_limit() -> None:
+    """A connection is a file: take what the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError) as error:
+            logger.warning("cannot raise the limit of open files above %d: %s", soft, error)

@@ -1,0 +1,205 @@
+"""The TCP side of nsqlookupd: one Connection per nsqd, between the event loop and the registry.
+
+What a peer can make us hold is bounded: a line, one IDENTIFY, its registrations, and the answers that it does
+not read, for we stop reading from it meanwhile. A peer that says nothing for long is let go; see Nsqlookupd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from nsparq.addresses import join_address
+from nsparq.errors import FatalClientError
+from nsparq.lookup.registry import Producer
+from nsparq.wire.lookup import (
+    OK,
+    Command,
+    Identify,
+    LookupServerProtocol,
+    PeerInfo,
+    Register,
+    Unregister,
+    encode_error,
+)
+
+if TYPE_CHECKING:
+    from nsparq.lookup.daemon import Nsqlookupd
+
+logger = logging.getLogger(__name__)
+
+WRITE_HIGH: Final = 64 << 10
+"""Bytes waiting to leave at which a peer is not read from."""
+COMMANDS_PER_TURN: Final = 200
+"""How many commands of one peer are handled before the others have their turn."""
+MAX_FIELD: Final = 1024
+"""Characters of a text in IDENTIFY: each is repeated in answers about every topic of the peer."""
+LINGER_S: Final = 5.0
+"""How long a closing connection may take to accept its last bytes."""
+KEEPALIVE: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+)
+"""The system asks after a peer that is silent, so one whose machine is gone is noticed within two minutes."""
+
+
+class Connection(asyncio.Protocol):
+    """One nsqd from accept to end of stream."""
+
+    def __init__(self, nsqlookupd: Nsqlookupd) -> None:
+        self._nsqlookupd = nsqlookupd
+        self._registry = nsqlookupd.registry
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._protocol: LookupServerProtocol
+        self.address = ""
+        self.producer: Producer | None = None
+        """Once it has identified itself."""
+        self.last_command_s = self._loop.time()
+        self._commands: Iterator[Command] | None = None
+        """Those that wait for the next turn, or until the peer reads; nothing is read meanwhile."""
+        self._is_writable = True
+        self._is_closing = False
+        self._linger: asyncio.TimerHandle | None = None
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # never another
+        self._transport = transport
+        transport.set_write_buffer_limits(WRITE_HIGH)
+        for level, option, value in KEEPALIVE:
+            transport.get_extra_info("socket").setsockopt(level, option, value)
+        host, port = transport.get_extra_info("peername")[:2]
+        self.address = join_address(host, port)
+        self._protocol = LookupServerProtocol(self.address)
+        self._nsqlookupd.connections.add(self)
+        logger.info("TCP: new client(%s)", self.address)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_closing:
+            self._handle(self._protocol.receive_data(data))
+
+    def eof_received(self) -> None:
+        try:
+            self._protocol.receive_eof()
+        except FatalClientError as error:
+            self._fail(error)
+
+    def pause_writing(self) -> None:
+        self._is_writable = False
+        self._adjust_reading()
+
+    def resume_writing(self) -> None:
+        self._is_writable = True
+        if self._commands is not None:
+            self._loop.call_soon(self._handle_more)
+        self._adjust_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_closing = True
+        if self._linger is not None:
+            self._linger.cancel()
+        if self.producer is not None:
+            self._registry.remove(self.producer)
+        self._nsqlookupd.connection_ended(self)
+        logger.info("client(%s): disconnected", self.address)
+
+    # Commands
+
+    def _handle(self, commands: Iterator[Command]) -> None:
+        """Answer the commands, so many at a time that nobody else waits long."""
+        replies: list[bytes] = []
+        error: FatalClientError | None = None
+        was_waiting, self._commands = self._commands is not None, None
+        try:
+            for command in commands:
+                replies.append(self._answer(command))
+                if len(replies) == COMMANDS_PER_TURN:
+                    self._commands = commands
+                    break
+        except FatalClientError as found:
+            error = found
+        except Exception:
+            logger.exception("client(%s): internal error", self.address)
+            self.close()
+            return
+        if replies:
+            self.last_command_s = self._loop.time()
+            self._transport.write(b"".join(replies))
+        if error is not None:
+            self._fail(error)
+        elif self._commands is not None and self._is_writable:
+            self._loop.call_soon(self._handle_more)
+        if was_waiting or self._commands is not None:
+            self._adjust_reading()
+
+    def _handle_more(self) -> None:
+        if self._commands is not None and self._is_writable and not self._is_closing:
+            self._handle(self._commands)
+
+    def _answer(self, command: Command) -> bytes:
+        producer = self.producer
+        if isinstance(command, Identify):
+            return self._identify(command.peer)
+        if producer is not None:
+            if isinstance(command, Register):
+                if self._registry.register(producer, command.topic, command.channel):
+                    logger.debug("client(%s): REGISTER %s %s", self.address, *command)
+            elif isinstance(command, Unregister):
+                if self._registry.unregister(producer, command.topic, command.channel):
+                    logger.debug("client(%s): UNREGISTER %s %s", self.address, *command)
+            else:
+                self._registry.ping(producer, self._nsqlookupd.clock())
+        return OK
+
+    def _identify(self, peer: PeerInfo) -> bytes:
+        texts = (
+            peer.broadcast_address,
+            peer.hostname,
+            peer.version,
+            peer.topology_zone,
+            peer.topology_region,
+        )
+        if max(map(len, texts)) > MAX_FIELD:
+            raise FatalClientError("E_BAD_BODY", f"IDENTIFY field longer than {MAX_FIELD}")
+        self.producer = self._registry.identify(peer, self._nsqlookupd.clock())
+        logger.info(
+            "client(%s): IDENTIFY Address:%s TCP:%d HTTP:%d Version:%s",
+            self.address,
+            peer.broadcast_address,
+            peer.tcp_port,
+            peer.http_port,
+            peer.version,
+        )
+        return self._nsqlookupd.identify_reply
+
+    # Ending
+
+    def _fail(self, error: FatalClientError) -> None:
+        logger.error("client(%s): %s", self.address, error)
+        self._transport.write(encode_error(error))
+        self.close()
+
+    def close(self) -> None:
+        """End the connection after what is written has left, or after a while all the same."""
+        if not self._is_closing:
+            self._is_closing = True
+            self._transport.close()
+            self._linger = self._loop.call_later(LINGER_S, self._transport.abort)
+
+    def abort(self) -> None:
+        self._is_closing = True
+        self._transport.abort()
+
+    def _adjust_reading(self) -> None:
+        if self._is_closing:
+            return
+        if self._is_writable and self._commands is None:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()

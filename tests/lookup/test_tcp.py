@@ -1,0 +1,173 @@
+"""A connection on an event loop: turns, slow readers, silence, and what is logged."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nsparq.lookup import daemon, tcp
+from tests.support import wait_until
+from tests.support.lookupd import NSQD, LookupdThread
+
+OK = b"\0\0\0\x02OK"
+
+
+@pytest.fixture
+def lookupd() -> Iterator[LookupdThread]:
+    with LookupdThread() as lookupd:
+        yield lookupd
+
+
+def test_a_peer_with_many_commands_lets_others_have_their_turn(
+    lookupd: LookupdThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[int] = []
+    handle = tcp.Connection._handle
+
+    def counted(connection: tcp.Connection, commands: Iterator[tcp.Command]) -> None:
+        counts = iter(commands)
+        handled = 0
+
+        def watched() -> Iterator[tcp.Command]:
+            nonlocal handled
+            for command in counts:
+                handled += 1
+                yield command
+
+        handle(connection, watched())
+        turns.append(handled)
+
+    monkeypatch.setattr(tcp.Connection, "_handle", counted)
+    with lookupd.peer() as busy:
+        busy.send(b"PING\n" * 5000)
+        for _ in range(5000):
+            busy.expect_ok()
+    assert max(turns) <= tcp.COMMANDS_PER_TURN
+
+
+def test_an_error_comes_after_the_answers_before_it(lookupd: LookupdThread) -> None:
+    with lookupd.peer() as peer:
+        peer.send(b"PING\n" * 1000 + b"REGISTER t c\nREGISTER bad!\n")
+        for _ in range(1001):
+            peer.expect_ok()
+        peer.expect_fatal("E_BAD_TOPIC REGISTER topic name 'bad!' is not valid")
+    assert lookupd.channels("t") == ["c"]
+
+
+def test_a_peer_that_does_not_read_is_not_read_from(lookupd: LookupdThread) -> None:
+    with lookupd.connect() as peer:
+        peer.socket.setblocking(False)
+        sent, quiet_since = 0, time.monotonic()
+        block = b"PING\n" * 10_000
+        while time.monotonic() - quiet_since < 0.5:
+            assert sent < 64 << 20, "no end of reading"
+            try:
+                sent += peer.socket.send(block[sent % 5 :])
+                quiet_since = time.monotonic()
+            except BlockingIOError:
+                time.sleep(0.01)
+        (connection,) = lookupd.lookupd.connections
+        assert 0 < connection._transport.get_write_buffer_size() < 2 * tcp.WRITE_HIGH
+        with lookupd.peer() as other:
+            other.ping()
+        # Once it reads, it gets every answer.
+        peer.socket.settimeout(10)
+        answers = 0
+        while answers < sent // 5 * len(OK):
+            received = peer.socket.recv(1 << 20)
+            assert received == (OK * len(received))[answers % len(OK) :][: len(received)]
+            answers += len(received)
+
+
+def test_a_silent_peer_is_let_go(
+    lookupd: LookupdThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether it has identified itself or not, and even if it dribbles half a command."""
+    caplog.set_level(logging.WARNING)
+    with lookupd.peer() as identified, lookupd.connect() as unknown, lookupd.peer() as lively:
+        identified.register("t")
+        unknown.send(b"PIN")
+        lookupd.lookupd.idle_limit_s = 0.2
+        time.sleep(0.25)
+        lively.ping()
+        lookupd.call_daemon(lambda found: found._sweep())
+        identified.expect_closed()
+        unknown.expect_closed()
+        lively.ping()
+    wait_until(lambda: not lookupd.lookup("t")["producers"])
+    assert caplog.text.count("said nothing for 0 s; closing") == 2
+
+
+def test_the_idle_limit_is_never_shorter_than_twice_the_inactive_timeout() -> None:
+    with LookupdThread(inactive_producer_timeout=3600.0) as lookupd:
+        assert lookupd.lookupd.idle_limit_s == 7200.0
+    with LookupdThread(inactive_producer_timeout=1.0) as lookupd:
+        assert lookupd.lookupd.idle_limit_s == daemon.IDLE_S
+
+
+def test_the_system_watches_over_silent_connections(lookupd: LookupdThread) -> None:
+    with lookupd.connect() as peer:
+        peer.ping()
+        (connection,) = lookupd.lookupd.connections
+        sock = connection._transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+
+
+@pytest.mark.parametrize("field", ["broadcast_address", "hostname", "version", "topology_zone"])
+def test_a_text_that_would_bloat_every_answer_is_refused(lookupd: LookupdThread, field: str) -> None:
+    body = json.dumps({**NSQD, field: "x" * (tcp.MAX_FIELD + 1)}).encode()
+    with lookupd.connect() as peer:
+        peer.command("IDENTIFY", body=body)
+        peer.expect_fatal("E_BAD_BODY IDENTIFY field longer than 1024")
+    assert lookupd.nodes() == []
+
+
+def test_too_many_registrations_end_the_connection() -> None:
+    with LookupdThread(max_registrations=2) as lookupd, lookupd.peer() as peer:
+        peer.register("t", "c")
+        peer.command("REGISTER", "u")
+        peer.expect_fatal("E_INVALID REGISTER too many registrations")
+
+
+def test_a_mistake_of_ours_ends_one_connection_only(
+    lookupd: LookupdThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("bug")
+
+    with lookupd.peer() as peer, lookupd.peer() as other:
+        monkeypatch.setattr(lookupd.lookupd.registry, "register", fail)
+        peer.command("REGISTER", "t")
+        peer.expect_closed()
+        other.ping()
+    assert "internal error" in caplog.text
+
+
+def test_a_peer_that_resets_leaves_its_names_and_nothing_else(lookupd: LookupdThread) -> None:
+    peer = lookupd.peer()
+    peer.register("t", "c")
+    peer.send(b"IDENTIFY\n" + struct.pack(">i", 100))
+    peer.abort()
+    wait_until(lambda: not lookupd.lookupd.connections)
+    assert lookupd.debug() == {}
+    assert lookupd.lookup("t") == {"channels": ["c"], "producers": []}
+
+
+def test_peers_over_ipv6_are_named_with_brackets() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 on this machine")
+    with LookupdThread(tcp_address="[::1]:0") as lookupd:
+        with socket.create_connection(lookupd.address) as raw:
+            body = json.dumps(NSQD).encode()
+            raw.sendall(b"  V1IDENTIFY\n" + struct.pack(">i", len(body)) + body)
+            (node,) = wait_until(lookupd.nodes)
+            assert node["remote_address"] == f"[::1]:{raw.getsockname()[1]}"
