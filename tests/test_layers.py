@@ -16,6 +16,7 @@ SOURCE = Path(nsparq.__file__).parent
 
 # What each package or module directly under nsparq may import from the others.
 BASE = {"errors", "names", "packed", "version"}
+DAEMON = {"addresses", "http", "logs", "option_table", "process"}
 MAY_IMPORT = {
     "errors": set(),
     "names": set(),
@@ -23,12 +24,19 @@ MAY_IMPORT = {
     "packed": set(),
     "version": {"kernel"},
     "flags": set(),
-    "option_table": {"errors", "flags"},
-    "options": {"errors", "flags", "option_table", "version"},
+    "addresses": set(),
+    "logs": set(),
+    "option_table": {"errors", "flags", "version"},
+    "options": {"errors", "flags", "option_table"},
+    "process": {"errors", "logs", "option_table"},
+    "fetch": {"errors"},
+    "http": {"errors"},
     "wire": BASE | {"kernel"},
     "storage": BASE,
     "broker": BASE | {"options", "storage", "wire"},
-    "server": BASE | {"broker", "options", "storage", "wire"},
+    "server": BASE | DAEMON | {"broker", "fetch", "flags", "options", "storage", "wire"},
+    "lookup": BASE | DAEMON | {"wire"},
+    "tools": BASE | {"server"},
     "demo": BASE | {"options", "wire"},
 }
 
@@ -142,8 +150,10 @@ def test_every_module_imports_alone() -> None:
 
 
 def test_the_command_line_needs_no_package_of_an_extra() -> None:
-    block = "import sys; sys.modules.update(dict.fromkeys(('uvloop', 'numpy', 'crc32c', 'rich')))"
-    code = f"{block}; from nsparq.server.main import main; sys.exit(main(['--version']))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith("nsqd v")
+    extras = ("OpenSSL", "cramjam", "crc32c", "cryptography", "httptools", "numpy", "re2", "rich", "uvloop")
+    block = f"import sys; sys.modules.update(dict.fromkeys({extras}))"
+    for package, program in (("server", "nsqd"), ("lookup", "nsqlookupd")):
+        code = f"{block}; from nsparq.{package}.main import main; sys.exit(main(['--version']))"
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.startswith(f"{program} v")

@@ -3,26 +3,61 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import logging
 import resource
-from collections.abc import Callable
+import socket
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
 
+from OpenSSL import SSL
+
+from nsparq import logs
+from nsparq.addresses import join_address, remove_stale_socket, split_address
 from nsparq.broker.broker import Broker
 from nsparq.broker.scan import INTERVAL_S
-from nsparq.errors import StartError
-from nsparq.options import NsqdOptions
+from nsparq.broker.topic import Topic
+from nsparq.errors import Exiting, StartError
+from nsparq.fetch import FetchError, fetch
+from nsparq.http.api import ApiError, Endpoint, Request, Response
+from nsparq.http.server import HttpServer
+from nsparq.names import is_ephemeral, is_valid_name
+from nsparq.options import NsqdOptions, TlsRequired
+from nsparq.server.auth import (
+    AuthChain,
+    Authenticator,
+    AuthFailed,
+    AuthServers,
+    Grant,
+    Permission,
+    TokenCache,
+    secret_from_header,
+)
+from nsparq.server.http_api import HttpApi
+from nsparq.server.lookup_peer import LookupPeers
+from nsparq.server.memory import watch_collector
+from nsparq.server.metrics import LoopLag
+from nsparq.server.statsd import Statsd, expand_prefix
 from nsparq.server.tcp import Connection
+from nsparq.server.tls import TlsLayer, build_context
 from nsparq.storage.files import Files
 from nsparq.version import NSQ_VERSION, version_line
 from nsparq.wire.limits import Limits
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 DRAIN_S = 2.0
 """How long closing connections may take at shutdown."""
+MAX_ANSWER = 16 << 20
+"""Bytes of an nsqlookupd's list of channels."""
 
 
 class Nsqd:
@@ -30,89 +65,351 @@ class Nsqd:
 
     def __init__(self, options: NsqdOptions, *, files: Files | None = None) -> None:
         self.options = options
+        self.limits = _limits(options)
+        self.hostname = socket.gethostname()
         self.connections: set[Connection] = set()
+        self.lag = LoopLag()
+        self.tls_context: SSL.Context
+        self.authenticator: Authenticator | None = None
+        self._tokens: TokenCache | None = None
+        """Guards the HTTP API, where a policy file says who may use it."""
         self._all_gone = asyncio.Event()
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="nsqd-disk")
+        self._askers = ThreadPoolExecutor(16, thread_name_prefix="nsqd-ask")
+        """For questions to other servers, which may keep a thread for seconds."""
         self._server: asyncio.AbstractServer | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._http: list[HttpServer] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop
-        self._unix_path: Path | None = None
+        self._unix_paths: list[Path] = []
         self.tcp_address: tuple[str, int] | str = ""
         """Where clients connect: host and port, or the path of a Unix socket."""
-        self.broker = Broker(options, files=files, wake=self._wake, background=self._in_thread)
+        self.http_address: tuple[str, int] | str = ""
+        self.https_address: tuple[str, int] | str = ""
+        self.broker = Broker(
+            options, files=files, wake=self._wake, background=self._in_thread, announce=self._on_change
+        )
+        self.peers = LookupPeers(
+            options.lookupd_tcp_address,
+            identity=self._identity,
+            registrations=self._registrations,
+            max_body_size=options.max_body_size,
+        )
+        self._statsd: Statsd | None = None
+
+    # who we are
+
+    @property
+    def tcp_port(self) -> int:
+        return _port(self.tcp_address)
+
+    @property
+    def http_port(self) -> int:
+        return _port(self.http_address)
+
+    @property
+    def broadcast_tcp_port(self) -> int:
+        return self.options.broadcast_tcp_port or max(self.tcp_port, 0)
+
+    @property
+    def broadcast_http_port(self) -> int:
+        return self.options.broadcast_http_port or max(self.http_port, 0)
+
+    @property
+    def http_connection_count(self) -> int:
+        return sum(len(server.connections) for server in self._http)
+
+    # start and stop
 
     async def start(self) -> None:
         """Raises StartError, with nothing left open."""
         self._loop = asyncio.get_running_loop()
-        _refuse_what_cannot_be_kept(self.options)
+        self.options.validate()
         logger.info("%s", version_line("nsqd"))
         logger.info("ID: %d", self.options.node_id)
         _raise_file_limit()
+        watch_collector()
+        self._load_security()
         self.broker.open()
         try:
             await self._listen()
-        except OSError as error:
+        except BaseException:
+            self._close_listeners()
             self.broker.close()
             self._threads.shutdown()
-            address = self.options.tcp_address
-            raise StartError(f"listen ({address}) failed - {error.strerror or error}") from error
-        self._tasks = [asyncio.create_task(self._scan()), asyncio.create_task(self._maintain())]
+            self._askers.shutdown()
+            raise
+        for work in (self._scan(), self._maintain(), self.lag.watch()):
+            self._launch(work)
+        await self.peers.start()
+        if self.options.statsd_address:
+            await self._start_statsd()
+
+    def _load_security(self) -> None:
+        """Certificates and policies; raises StartError before anything is open."""
+        options = self.options
+        if options.tls_cert:
+            self.tls_context = self._build_tls_context()
+        sources: list[Authenticator] = []
+        if options.auth_policy_file:
+            from nsparq.server.auth_policy import StaticPolicy
+
+            sources.append(StaticPolicy(Path(options.auth_policy_file), self._askers))
+        if options.auth_http_address:
+            servers = AuthServers(
+                options.auth_http_address,
+                self._askers,
+                method=options.auth_http_request_method,
+                connect_timeout=options.http_client_connect_timeout,
+                request_timeout=options.http_client_request_timeout,
+                ca_file=options.tls_root_ca_file,
+            )
+            sources.append(servers)
+        if sources:
+            self.authenticator = sources[0] if len(sources) == 1 else AuthChain(sources)
+        if options.auth_policy_file and self.authenticator is not None:
+            self._tokens = TokenCache(self.authenticator)
+
+    def _build_tls_context(self) -> SSL.Context:
+        options = self.options
+        return build_context(
+            options.tls_cert,
+            options.tls_key,
+            root_ca_file=options.tls_root_ca_file,
+            policy=options.tls_client_auth_policy,
+            min_version=options.tls_min_version,
+        )
 
     async def _listen(self) -> None:
-        limits = _limits(self.options)
+        options = self.options
+        api = HttpApi(self).api
+        self.tcp_address = await self._bind("TCP", options.tcp_address, self._listen_tcp)
+        if options.http_address:
+            plain = HttpServer(api, refuse_all=self._tls_required_answer)
+            self._http.append(plain)
+            self.http_address = await self._bind("HTTP", options.http_address, plain.listen)
+        if options.tls_cert and options.https_address:
+            secure = HttpServer(api, layer=lambda: TlsLayer(self.tls_context))
+            self._http.append(secure)
+            self.https_address = await self._bind("HTTPS", options.https_address, secure.listen)
 
+    async def _bind(
+        self, name: str, address: str, listen: Callable[[Any], Awaitable[tuple[str, int] | str]]
+    ) -> tuple[str, int] | str:
+        """Listen on what an option says; raises StartError."""
+        wanted = split_address(address)
+        try:
+            if wanted is None:
+                remove_stale_socket(Path(address))
+            bound = await listen(address if wanted is None else wanted)
+        except OSError as error:
+            raise StartError(f"listen ({address}) failed - {error.strerror or error}") from error
+        if isinstance(bound, str):
+            self._unix_paths.append(Path(bound))
+        logger.info("%s: listening on %s", name, bound if isinstance(bound, str) else join_address(*bound))
+        return bound
+
+    async def _listen_tcp(self, address: tuple[str, int] | str) -> tuple[str, int] | str:
         def connect() -> Connection:
-            return Connection(self, limits)
+            return Connection(self, self.limits)
 
-        host_port = split_address(self.options.tcp_address)
-        if host_port is None:
-            path = self.options.tcp_address
-            _remove_stale_socket(Path(path))
-            self._server = await self._loop.create_unix_server(connect, path, backlog=1024)
-            self._unix_path = Path(path)
-            self.tcp_address = path
-            logger.info("TCP: listening on %s", path)
-            return
-        host, port = host_port
+        if isinstance(address, str):
+            self._server = await self._loop.create_unix_server(connect, address, backlog=1024)
+            return address
         self._server = await self._loop.create_server(
-            connect, host or None, port, backlog=1024, reuse_address=True
+            connect, address[0] or None, address[1], backlog=1024, reuse_address=True
         )
         bound = self._server.sockets[0].getsockname()
-        self.tcp_address = (bound[0], bound[1])
-        logger.info("TCP: listening on %s", join_address(bound[0], bound[1]))
+        return bound[0], bound[1]
+
+    def _tls_required_answer(self) -> Response | None:
+        """What the plain port says to everything where TLS is required of HTTP too."""
+        if self.options.tls_required is not TlsRequired.YES:
+            return None
+        text = f'{{"message": "TLS_REQUIRED", "https_port": {_port(self.https_address)}}}'
+        return Response(status=403, body=text.encode(), content_type="application/json; charset=utf-8")
+
+    async def _start_statsd(self) -> None:
+        options = self.options
+        self._statsd = Statsd(
+            self.broker,
+            options.statsd_address,
+            interval=options.statsd_interval,
+            prefix=expand_prefix(options.statsd_prefix, options.broadcast_address, self.broadcast_http_port),
+            packet_size=options.statsd_udp_packet_size,
+            mem_stats=options.statsd_mem_stats,
+            exclude_ephemeral=options.statsd_exclude_ephemeral,
+        )
+        await self._statsd.start()
+
+    def _launch(self, work: Any) -> None:
+        """Run a task for as long as the daemon runs, or until it is done."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _close_listeners(self) -> None:
+        for http in self._http:
+            http.close_listener()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for path in self._unix_paths:
+            path.unlink(missing_ok=True)
 
     async def stop(self) -> None:
         """Stop accepting, take leave of the clients, persist. Calling it again does nothing."""
         if self._server is None:
             return
-        server, self._server = self._server, None
         logger.info("NSQ: stopping")
-        server.close()
-        for task in self._tasks:
+        self._close_listeners()
+        tasks = [*self._tasks]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._statsd is not None:
+            await self._statsd.stop()
         self.broker.turn()
         for connection in [*self.connections]:
             connection.close()
         self._all_gone.set() if not self.connections else self._all_gone.clear()
+        await asyncio.gather(self._wait_for_clients(), *(http.close() for http in self._http))
+        if self._tokens is not None:
+            await self._tokens.close()
+        await self.peers.stop()
+        await asyncio.to_thread(self._threads.shutdown)
+        # A question under way may take seconds, and nobody waits for its answer any more.
+        self._askers.shutdown(wait=False, cancel_futures=True)
+        await asyncio.sleep(0)
+        self.broker.close()
+        logger.info("NSQ: bye")
+
+    async def _wait_for_clients(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
                 await self._all_gone.wait()
-        await asyncio.to_thread(self._threads.shutdown)
-        await asyncio.sleep(0)
-        self.broker.close()
-        if self._unix_path is not None:
-            self._unix_path.unlink(missing_ok=True)
-        logger.info("NSQ: bye")
 
     def connection_ended(self, connection: Connection) -> None:
         self.connections.discard(connection)
         if not self.connections:
             self._all_gone.set()
 
+    # changes at run time
+
     def reload(self) -> None:
-        """SIGHUP: nothing that is reread yet, but it must not end the daemon."""
-        logger.info("SIGHUP: nothing to reload")
+        """SIGHUP: certificates and the policy file. What cannot be used is reported and changes nothing."""
+        if self.options.tls_cert:
+            try:
+                self.tls_context = self._build_tls_context()
+                logger.info("SIGHUP: certificates reloaded")
+            except StartError as error:
+                logger.error("SIGHUP: the certificates stay as they were: %s", error)
+        if self.authenticator is not None:
+            self.authenticator.reload()
+            for connection in [*self.connections]:
+                self._launch(connection.recheck())
+
+    def change_lookupds(self, addresses: tuple[str, ...]) -> None:
+        self.options = dataclasses.replace(self.options, lookupd_tcp_address=addresses)
+        self.peers.set_addresses(addresses)
+
+    def change_log_level(self, level: str) -> None:
+        self.options = dataclasses.replace(self.options, log_level=level)
+        logging.getLogger().setLevel(logs.LEVELS[level])
+
+    # who may use the HTTP API
+
+    def guard(self, request: Request, endpoint: Endpoint) -> Awaitable[None] | None:
+        """Let the request pass, or raise ApiError; something to wait for where that must be asked."""
+        tokens = self._tokens
+        if tokens is None:
+            return None
+        tls = request.secure
+        about: dict[str, Any] = {
+            "remote_ip": request.peer,
+            "tls": tls is not None,
+            "common_name": tls.common_name if tls else "",
+        }
+        try:
+            secret = secret_from_header(request.header("Authorization"))
+        except AuthFailed as error:
+            raise _auth_required() from error
+        grant = tokens.known(secret, **about)
+        if grant is not None:
+            _check_permission(grant, request, endpoint)
+            return None
+        return self._ask_guard(tokens, secret, about, request, endpoint)
+
+    async def _ask_guard(
+        self, tokens: TokenCache, secret: bytes, about: dict[str, Any], request: Request, endpoint: Endpoint
+    ) -> None:
+        try:
+            grant = await tokens.grant(secret, **about)
+        except AuthFailed as error:
+            logger.info("HTTP client(%s): %s", request.peer, error)
+            raise _auth_required() from error
+        _check_permission(grant, request, endpoint)
+
+    # nsqlookupd
+
+    def _identity(self) -> dict[str, str | int]:
+        return {
+            "version": NSQ_VERSION,
+            "tcp_port": self.broadcast_tcp_port,
+            "http_port": self.broadcast_http_port,
+            "hostname": self.hostname,
+            "broadcast_address": self.options.broadcast_address,
+            "topology_zone": self.options.topology_zone,
+            "topology_region": self.options.topology_region,
+        }
+
+    def _registrations(self) -> list[tuple[str, str]]:
+        return [
+            (topic.name, channel)
+            for topic in self.broker.topics.values()
+            for channel in (topic.channels or ("",))
+        ]
+
+    def _on_change(self, verb: str, topic_name: str, channel: str) -> None:
+        self.peers.changed("REGISTER" if verb == "REGISTER" else "UNREGISTER", topic_name, channel)
+        if verb == "REGISTER" and not channel and self.peers.addresses:
+            topic = self.broker.topics[topic_name]
+            topic.hold = topic.log.end
+            self._launch(self._discover_channels(topic, topic.log.end))
+
+    async def _discover_channels(self, topic: Topic, birth: int) -> None:
+        """A topic that is new here may have channels elsewhere: they are to see its messages from the
+        first on, so they are asked for before any of those can be let go."""
+        try:
+            await self.peers.settled()
+            asked = [self._ask_channels(address, topic.name) for address in self.peers.http_addresses]
+            names = {name for found in await asyncio.gather(*asked) for name in found}
+            for name in sorted(names - topic.channels.keys()):
+                if not topic.is_exiting and is_valid_name(name.encode()) and not is_ephemeral(name):
+                    topic.get_channel(name, start=birth)
+        except (Exiting, OSError) as error:
+            logger.warning("TOPIC(%s): channels could not be created: %s", topic.name, error)
+        finally:
+            topic.hold = None
+
+    async def _ask_channels(self, address: str, topic: str) -> list[str]:
+        url = f"http://{address}/channels?topic={quote(topic)}"
+        ask = partial(
+            fetch,
+            url,
+            connect_timeout=self.options.http_client_connect_timeout,
+            request_timeout=self.options.http_client_request_timeout,
+            max_bytes=MAX_ANSWER,
+        )
+        try:
+            answer = await self._loop.run_in_executor(self._askers, ask)
+            found = json.loads(answer.body)["channels"] if answer.status == 200 else []
+        except (FetchError, ValueError, KeyError, TypeError) as error:
+            logger.warning("TOPIC(%s): cannot ask %s for channels: %s", topic, address, error)
+            return []
+        return [name for name in found if isinstance(name, str)]
+
+    # the loop's rhythms
 
     def _wake(self) -> None:
         self._loop.call_soon(self._turn)
@@ -138,6 +435,10 @@ class Nsqd:
 
         future.add_done_callback(done)
 
+    async def in_disk_thread(self, work: Callable[[], T]) -> T:
+        """Have something read from disk without holding anybody up."""
+        return await self._loop.run_in_executor(self._threads, work)
+
     async def _scan(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL_S)
@@ -156,29 +457,21 @@ class Nsqd:
                 logger.exception("maintenance failed")
 
 
-def _remove_stale_socket(path: Path) -> None:
-    if path.is_socket():
-        path.unlink()
+def _port(address: tuple[str, int] | str) -> int:
+    """-1 for a Unix socket, and where there is no listener."""
+    return address[1] if isinstance(address, tuple) else -1
 
 
-def split_address(address: str) -> tuple[str, int] | None:
-    """Host and port; None for what is a path."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:
-        return None
-    return host.strip("[]"), int(port)
+def _auth_required() -> ApiError:
+    return ApiError(401, "AUTH_REQUIRED", (("WWW-Authenticate", "Bearer"),))
 
 
-def join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _refuse_what_cannot_be_kept(options: NsqdOptions) -> None:
-    """Better no broker than one that is open where its operator asked for a lock."""
-    if options.tls_required or options.tls_client_auth_policy:
-        raise StartError("--tls-required cannot be met: TLS is not there yet")
-    if options.auth_http_address:
-        raise StartError("--auth-http-address cannot be met: AUTH is not there yet")
+def _check_permission(grant: Grant, request: Request, endpoint: Endpoint) -> None:
+    permission = Permission(endpoint.permission)
+    parameters = request.parameters
+    channel = "" if permission is Permission.PUBLISH else parameters.get("channel", "")
+    if not grant.allows(permission, parameters.get("topic", ""), channel):
+        raise ApiError(403, "UNAUTHORIZED")
 
 
 def _raise_file_limit() -> None:
@@ -211,6 +504,8 @@ def _limits(options: NsqdOptions) -> Limits:
         topology_region=options.topology_region,
         topology_zone=options.topology_zone,
         tls_required=bool(options.tls_required),
+        tls_available=bool(options.tls_cert),
+        auth_required=bool(options.auth_http_address or options.auth_policy_file),
     )
 
 

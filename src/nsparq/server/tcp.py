@@ -3,6 +3,9 @@
 Replies leave in the order of their commands. A publish is answered when its topic's append is done, so
 anything said after it waits its turn behind it. What a client does not read is bounded: we stop sending
 messages to it, and stop reading from it, until it catches up; if it never does, it is cut off.
+
+IDENTIFY may put transport layers under the conversation, and AUTH may have to be asked for elsewhere: while
+that is under way nothing further is read, and what has been read already waits.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from nsparq.broker.broker import Broker
@@ -23,6 +26,10 @@ from nsparq.errors import (
     StorageError,
     SubscribeRefused,
 )
+from nsparq.server.auth import AuthFailed, Grant, Permission
+from nsparq.server.compress import DeflateLayer, SnappyLayer
+from nsparq.server.layers import Layer, LayerError, LayerStack
+from nsparq.server.tls import TlsLayer
 from nsparq.wire import commands
 from nsparq.wire.frames import CLOSE_WAIT, ERROR, HEARTBEAT, OK, RESPONSE, encode_frame
 from nsparq.wire.limits import Limits
@@ -40,6 +47,12 @@ MAX_UNANSWERED = 4096
 """Publishes of one connection that may wait for the disk before it is not read from."""
 LINGER_S = 5.0
 """How long a closing connection may take to accept its last bytes."""
+HANDSHAKE_S = 5.0
+"""How long TLS may take to come about."""
+MAX_PIECES = 16
+"""Pieces of 64 KiB that one client's compressed bytes may become before the others have their turn."""
+SEND_AT_ONCE = 64 << 10
+"""Bytes that are not held back until the end of the turn to be encrypted or compressed together."""
 
 
 class Connection(asyncio.Protocol):
@@ -65,11 +78,32 @@ class Connection(asyncio.Protocol):
         self._is_ending = False
         """Whether the last word is among the replies: nothing more is heard."""
         self._is_reading = True
+        self._write: Callable[[bytes | memoryview], None]
+        """Sends through the layers, if there are any."""
+        self._layers: LayerStack | None = None
+        self._is_confirmed = False
+        """Whether the client has been told that the layers are up."""
+        self._outgoing: list[bytes | memoryview] = []
+        """Frames of this turn that wait to go through the layers together."""
+        self._outgoing_size = 0
+        self._waiting_for: asyncio.Task[None] | None = None
+        """What must be done before anything further is heard from the client."""
+        self._again: commands.Command | None = None
+        """The command that waits for it."""
+        self._commands: Iterator[commands.Command] | None = None
+        """Commands received behind it."""
+        self._pieces: Iterator[bytes] | None = None
+        """What the layers are still to decode."""
+        self._held: list[bytes] = []
+        """Bytes that arrived although we were not reading."""
+        self._secret = b""
+        self._grant: Grant | None = None
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # never another
         self._transport = transport
+        self._write = transport.write
         transport.set_write_buffer_limits(WRITE_HIGH, WRITE_LOW)
         peer = transport.get_extra_info("peername")
         host, address = (peer[0], f"{peer[0]}:{peer[1]}") if isinstance(peer, tuple) else ("", "")
@@ -90,15 +124,29 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_closing or self._is_ending:
             return
+        if self._waiting_for is not None or self._pieces is not None:
+            self._held.append(data)
+        elif self._layers is None:
+            self._receive(data)
+        else:
+            self._decode(self._layers.receive(data))
+
+    def _receive(self, data: bytes) -> None:
+        """Bytes of the conversation itself, whatever lies under it."""
+        protocol = self._protocol
+        publish = protocol.receive_publish(data)
+        self._run((publish,) if publish is not None else protocol.receive_data(data))
+
+    def _run(self, received: Iterable[commands.Command]) -> None:
+        """Do what the client says, until it is to wait."""
         protocol = self._protocol
         try:
-            publish = protocol.receive_publish(data)
-            if publish is not None:
-                self._on_publish(publish)
-                data = b""
-            for command in protocol.receive_data(data) if data else ():
+            for command in received:
                 _HANDLERS[type(command)](self, command)
                 if self._is_ending or self._transport.is_closing():
+                    break
+                if self._waiting_for is not None:
+                    self._commands = iter(received) if not isinstance(received, tuple) else None
                     break
         except LineTooLong:
             logger.warning("client(%s): line too long", self.client.address)
@@ -119,6 +167,152 @@ class Connection(asyncio.Protocol):
             self._fail(error)
         return self._is_closing
 
+    # layers
+
+    def _upgrade(self) -> None:
+        """Put the layers under the conversation that IDENTIFY has agreed on."""
+        identity = self.client.identity
+        wanted: list[Layer] = []
+        if identity.tls:
+            wanted.append(TlsLayer(self._nsqd.tls_context))
+        if identity.snappy:
+            wanted.append(SnappyLayer())
+        elif identity.deflate:
+            wanted.append(DeflateLayer(identity.deflate_level))
+        if not wanted:
+            return
+        if self._layers is not None or self._replies:
+            reason = "publishes are unanswered" if self._replies else "the layers are up already"
+            raise FatalClientError("E_IDENTIFY_FAILED", f"IDENTIFY failed {reason}")
+        self._layers = LayerStack(wanted)
+        self._write = self.client.send = self._write_layered
+        if identity.tls:
+            self._loop.call_later(HANDSHAKE_S, self._check_handshake)
+        else:
+            self._confirm()
+        # A client that did not wait for our answer has sent bytes of the new layer already.
+        rest = self._protocol.take_rest()
+        if rest:
+            self._decode(self._layers.receive(rest))
+
+    def _check_handshake(self) -> None:
+        if not self._is_confirmed and not self._is_closing:
+            self._layer_failed(LayerError("TLS handshake timed out"))
+
+    def _confirm(self) -> None:
+        """One OK for each layer, inside it."""
+        layers = self._layers
+        assert layers is not None
+        self._is_confirmed = True
+        tls = layers.layers[0]
+        if isinstance(tls, TlsLayer):
+            self._protocol.tls_active = True
+            self.client.tls = tls
+        self._transport.write(layers.confirm(OK))
+
+    def _decode(self, pieces: Iterator[bytes]) -> None:
+        """Take in what the layers make of the bytes received, a bounded part of it at a time."""
+        layers = self._layers
+        assert layers is not None
+        self._pieces = pieces
+        done = 0
+        try:
+            for piece in pieces:
+                if not self._is_confirmed:
+                    self._confirm()
+                self._receive(piece)
+                done += 1
+                if self._is_closing or self._is_ending or self._waiting_for is not None:
+                    return
+                if done >= MAX_PIECES:
+                    self._adjust_reading()
+                    self._loop.call_soon(self._go_on)
+                    return
+        except LayerError as error:
+            self._layer_failed(error)
+            return
+        self._pieces = None
+        output = layers.take_output()
+        if output:
+            self._transport.write(output)
+        if layers.is_established and not self._is_confirmed:
+            self._confirm()
+        if layers.is_ended and not self._is_closing:
+            self.eof_received()
+            self.close()
+
+    def _layer_failed(self, error: LayerError) -> None:
+        logger.info("client(%s): %s", self.client.address, error)
+        layers, was_up = self._layers, self._is_confirmed
+        assert layers is not None
+        self._transport.write(layers.take_output())
+        if not was_up:
+            self._layers = None
+            self._write = self._transport.write
+            reason = f"IDENTIFY failed {error.reason}"
+            self._write(encode_frame(ERROR, f"E_IDENTIFY_FAILED {reason}".encode("utf-8", "replace")))
+        self._pieces = None
+        self.close()
+
+    def _write_layered(self, data: bytes | memoryview) -> None:
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append(data)
+        self._outgoing_size += len(data)
+        if self._outgoing_size >= SEND_AT_ONCE:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Encode what was said in this turn as one piece. Nothing leaves before the layers are up."""
+        outgoing, layers = self._outgoing, self._layers
+        if not outgoing or layers is None or not self._is_confirmed:
+            return
+        self._outgoing, self._outgoing_size = [], 0
+        try:
+            self._transport.write(layers.send(outgoing[0] if len(outgoing) == 1 else b"".join(outgoing)))
+        except LayerError as error:
+            self._layer_failed(error)
+
+    # waiting
+
+    def _wait_for(self, work: Awaitable[None], command: commands.Command | None) -> None:
+        """Hear nothing further from the client until `work` is done; then do `command` (again)."""
+
+        async def run() -> None:
+            try:
+                await work
+            except ProtocolError as error:
+                self._again = None
+                self._fail(error)
+            except Exception:
+                logger.exception("client(%s): internal error", self.client.address)
+                self._again = None
+                self.close()
+            self._waiting_for = None
+            if not self._is_closing and not self._is_ending:
+                self._go_on()
+
+        self._again = command
+        self._waiting_for = asyncio.ensure_future(run())
+        self._adjust_reading()
+
+    def _go_on(self) -> None:
+        """Take up what had to wait: the command, those behind it, bytes half decoded, bytes not looked at."""
+        if self._is_closing or self._is_ending:
+            return
+        again, self._again = self._again, None
+        if again is not None:
+            self._run((again,))
+        if self._commands is not None and self._waiting_for is None:
+            received, self._commands = self._commands, None
+            self._run(received)
+        if self._pieces is not None and self._waiting_for is None:
+            self._decode(self._pieces)
+        while self._held and self._waiting_for is None and self._pieces is None and not self._is_closing:
+            data = self._held.pop(0)
+            self.data_received(data)
+        self._adjust_reading()
+
     def pause_writing(self) -> None:
         self.client.is_writable = False
         self._blocked_since = self._loop.time()
@@ -135,6 +329,8 @@ class Connection(asyncio.Protocol):
         self._is_closing = True
         if self._timer is not None:
             self._timer.cancel()
+        if self._waiting_for is not None:
+            self._waiting_for.cancel()
         self._nsqd.connection_ended(self)
         self._broker.clients.discard(self.client)
         if self.client.channel is not None:
@@ -147,7 +343,7 @@ class Connection(asyncio.Protocol):
         if self._replies:
             self._replies.append(frame)
         else:
-            self._transport.write(frame)
+            self._write(frame)
 
     def _published(self, verb: str, error: Exception | None) -> None:
         """The oldest unanswered publish is done."""
@@ -156,9 +352,9 @@ class Connection(asyncio.Protocol):
         replies = self._replies
         if error is None:
             replies.popleft()
-            self._transport.write(OK)
+            self._write(OK)
             while replies and replies[0] is not None:
-                self._transport.write(replies.popleft())  # type: ignore[arg-type]  # just seen not to be None
+                self._write(replies.popleft())  # type: ignore[arg-type]  # just seen not to be None
             if self._is_ending and not replies:
                 self.close()
             elif not self._is_reading:
@@ -183,7 +379,7 @@ class Connection(asyncio.Protocol):
             self._replies.append(frame)
             self._is_ending = True
             return
-        self._transport.write(frame)
+        self._write(frame)
         self.close()
 
     def close(self) -> None:
@@ -193,14 +389,24 @@ class Connection(asyncio.Protocol):
         self._is_closing = True
         if self.client.channel is not None:
             self.client.channel.remove_client(self.client)
+        if self._layers is not None:
+            self._flush()
+            self._layers.close()
+            self._transport.write(self._layers.take_output())
         self._transport.close()
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(LINGER_S, self._transport.abort)
 
     def _adjust_reading(self) -> None:
-        """Stop reading from a client that does not read, or that publishes faster than the disk takes it."""
-        wanted = self.client.is_writable and len(self._replies) < MAX_UNANSWERED
+        """Stop reading from a client that does not read, that publishes faster than the disk takes it, or of
+        which enough is waiting already."""
+        wanted = (
+            self.client.is_writable
+            and len(self._replies) < MAX_UNANSWERED
+            and self._waiting_for is None
+            and self._pieces is None
+        )
         if wanted == self._is_reading or self._is_closing:
             return
         self._is_reading = wanted
@@ -234,7 +440,7 @@ class Connection(asyncio.Protocol):
             return
         if now - self._last_heartbeat >= interval:
             self._last_heartbeat = now
-            if not self._blocked_since:
+            if not self._blocked_since and (self._layers is None or self._is_confirmed):
                 self._reply(HEARTBEAT)
         self._schedule_timer()
 
@@ -248,12 +454,74 @@ class Connection(asyncio.Protocol):
         self.client.identity = command.identity
         self._last_heartbeat = self._last_command = self._loop.time()
         self._schedule_timer()
+        if self._replies:
+            self._broker.turn()
         self._reply(encode_frame(RESPONSE, command.identity.reply(self._limits)))
+        self._upgrade()
 
     def _on_auth(self, command: commands.Auth) -> None:
-        raise FatalClientError("E_AUTH_DISABLED", "AUTH disabled")
+        if self._grant is not None:
+            raise FatalClientError("E_INVALID", "AUTH already set")
+        if self._nsqd.authenticator is None:
+            raise FatalClientError("E_AUTH_DISABLED", "AUTH disabled")
+        self._secret = command.secret
+        self._wait_for(self._authenticate(answer=True), None)
+
+    async def _authenticate(self, *, answer: bool = False) -> None:
+        """Have the client's secret looked at, for the first time or because what it grants has expired."""
+        authenticator, tls = self._nsqd.authenticator, self.client.tls
+        assert authenticator is not None
+        try:
+            grant = await authenticator.authenticate(
+                self._secret,
+                remote_ip=self.client.address.rpartition(":")[0],
+                tls=tls is not None,
+                common_name=tls.common_name if tls else "",
+            )
+        except AuthFailed as error:
+            logger.warning("client(%s): AUTH failed: %s", self.client.address, error)
+            raise FatalClientError("E_AUTH_FAILED", "AUTH failed") from error
+        if not grant.authorizations and answer:
+            raise FatalClientError("E_UNAUTHORIZED", "AUTH no authorizations found")
+        self._grant = self.client.grant = grant
+        if answer:
+            self._reply(encode_frame(RESPONSE, grant.reply()))
+
+    def _may(self, command: commands.Command, verb: str, topic: str, channel: str) -> bool:
+        """Whether the client may do this. False when that is being asked: the command will come again.
+        Raises what an answer of no is."""
+        authenticator = self._nsqd.authenticator
+        if authenticator is None:
+            return True
+        grant = self._grant or authenticator.anonymous
+        if grant is None:
+            raise FatalClientError("E_AUTH_FIRST", f"AUTH required before {verb}")
+        if self._grant is not None and grant.is_expired(self._loop.time()):
+            self._wait_for(self._authenticate(), command)
+            return False
+        permission = Permission.SUBSCRIBE if verb == "SUB" else Permission.PUBLISH
+        if not grant.allows(permission, topic, channel):
+            raise FatalClientError("E_UNAUTHORIZED", f'AUTH failed for {verb} on "{topic}" "{channel}"')
+        return True
+
+    async def recheck(self) -> None:
+        """The policy has changed: end the subscription that it no longer allows."""
+        channel = self.client.channel
+        if self._grant is None or channel is None or not self._grant.is_expired(self._loop.time()):
+            return
+        try:
+            await self._authenticate()
+            if not self._grant.allows(Permission.SUBSCRIBE, channel.topic.name, channel.name):
+                raise FatalClientError(
+                    "E_UNAUTHORIZED", f'AUTH failed for SUB on "{channel.topic.name}" "{channel.name}"'
+                )
+        except FatalClientError as error:
+            if not self._is_closing:
+                self._fail(error)
 
     def _on_subscribe(self, command: commands.Subscribe) -> None:
+        if not self._may(command, "SUB", command.topic, command.channel):
+            return
         try:
             self._broker.subscribe(self.client, command.topic, command.channel)
         except (Exiting, SubscribeRefused, OSError) as error:
@@ -263,6 +531,8 @@ class Connection(asyncio.Protocol):
 
     def _on_publish(self, command: commands.Publish) -> None:
         verb = command.verb
+        if self._nsqd.authenticator is not None and not self._may(command, verb, command.topic, ""):
+            return
         self._replies.append(None)
         try:
             self._broker.publish(command.topic, command.bodies, command.defer_ms, self._published, verb)

@@ -1,0 +1,272 @@
+"""nsqd's HTTP API: NSQ's endpoints, and the table of all of them.
+
+`python -m nsparq.server.http_api --markdown` prints the checked-in reference page, `--openapi` the
+description that the daemon serves.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from array import array
+from typing import TYPE_CHECKING, Final
+
+from nsparq.errors import Exiting, FatalClientError, StorageError
+from nsparq.http.api import (
+    LATER,
+    TEXT_TYPE,
+    Api,
+    ApiError,
+    Later,
+    Request,
+    Response,
+    Result,
+)
+from nsparq.http.describe import markdown, openapi
+from nsparq.names import is_valid_name
+from nsparq.packed import PackedBodies
+from nsparq.server.debug import DebugApi
+from nsparq.server.http_endpoints import nsqd_endpoints
+from nsparq.server.log_api import LogApi
+from nsparq.server.memory import memory_stats
+from nsparq.server.metrics import Metrics
+from nsparq.server.stats_text import render_stats
+from nsparq.version import NSQ_VERSION
+from nsparq.wire.server import decode_multiple
+
+if TYPE_CHECKING:
+    from nsparq.broker.channel import Channel
+    from nsparq.broker.topic import Topic
+    from nsparq.server.daemon import Nsqd
+
+_DEFER = re.compile(r"[+-]?[0-9]{1,19}")
+
+
+class HttpApi:
+    """The handlers of one nsqd."""
+
+    def __init__(self, nsqd: Nsqd) -> None:
+        self.nsqd = nsqd
+        self.broker = nsqd.broker
+        self.metrics = Metrics(nsqd)
+        self.log = LogApi(nsqd)
+        self.debug = DebugApi(nsqd)
+        self.api = Api(title="nsqd", version=NSQ_VERSION, endpoints=nsqd_endpoints(self), guard=nsqd.guard)
+
+    # publishing
+
+    def pub(self, request: Request) -> Result | Later:
+        body = request.body
+        if not body:
+            raise ApiError(400, "MSG_EMPTY")
+        topic = self._valid_topic(request)
+        defer = request.parameters.get("defer")
+        defer_ms = 0
+        if defer is not None:
+            self._topic_to_publish(topic)
+            defer_ms = int(defer) if _DEFER.fullmatch(defer) else -1
+            if not 0 <= defer_ms <= self.nsqd.options.max_req_timeout * 1000:
+                raise ApiError(400, "INVALID_DEFER")
+        return self._publish(request, topic, PackedBodies(array("I", (len(body),)), body), defer_ms)
+
+    def mpub(self, request: Request) -> Result | Later:
+        topic = self._valid_topic(request)
+        self._topic_to_publish(topic)
+        mode = request.parameters.get("binary", "false")
+        bodies = self._lines(request.body) if mode in ("false", "0") else self._binary(request.body)
+        if not bodies:
+            return "OK"
+        return self._publish(request, topic, bodies, 0)
+
+    def _lines(self, body: bytes) -> PackedBodies:
+        lines = [line for line in body.split(b"\n") if line]
+        if lines and max(map(len, lines)) > self.nsqd.options.max_msg_size:
+            raise ApiError(413, "MSG_TOO_BIG")
+        return PackedBodies.of(lines)
+
+    def _binary(self, body: bytes) -> PackedBodies:
+        try:
+            return decode_multiple(body, self.nsqd.limits)
+        except FatalClientError as error:
+            raise ApiError(413, error.code.removeprefix("E_")) from error
+
+    def _valid_topic(self, request: Request) -> str:
+        topic = request.parameters.get("topic")
+        if topic is None:
+            raise ApiError(400, "MISSING_ARG_TOPIC")
+        if topic not in self.broker.topics and not _is_valid(topic):
+            raise ApiError(400, "INVALID_TOPIC")
+        return topic
+
+    def _topic_to_publish(self, name: str) -> None:
+        """NSQ creates the topic before it looks at the rest of the request."""
+        try:
+            self.broker.get_topic(name)
+        except (Exiting, StorageError, OSError) as error:
+            raise ApiError(503, "EXITING") from error
+
+    def _publish(self, request: Request, topic: str, bodies: PackedBodies, defer_ms: int) -> Later:
+        def done(verb: str, error: Exception | None) -> None:
+            request.answer("OK" if error is None else ApiError(503, "EXITING"))
+
+        try:
+            self.broker.publish(topic, bodies, defer_ms, done, "PUB")
+        except (Exiting, StorageError, OSError) as error:
+            raise ApiError(503, "EXITING") from error
+        return LATER
+
+    # topics and channels
+
+    def create_topic(self, request: Request) -> None:
+        self.broker.get_topic(self._valid_topic(request))
+
+    def delete_topic(self, request: Request) -> None:
+        self.broker.delete_topic(self._known_topic(request).name)
+
+    def empty_topic(self, request: Request) -> None:
+        self._valid_topic(request)
+        self._known_topic(request).empty()
+
+    def pause_topic(self, request: Request) -> None:
+        self._known_topic(request).pause()
+
+    def unpause_topic(self, request: Request) -> None:
+        self._known_topic(request).unpause()
+
+    def _known_topic(self, request: Request) -> Topic:
+        name = request.parameters.get("topic")
+        if name is None:
+            raise ApiError(400, "MISSING_ARG_TOPIC")
+        topic = self.broker.topics.get(name)
+        if topic is None:
+            raise ApiError(404, "TOPIC_NOT_FOUND")
+        return topic
+
+    def create_channel(self, request: Request) -> None:
+        topic, channel = self.topic_and_channel(request)
+        topic.get_channel(channel)
+
+    def delete_channel(self, request: Request) -> None:
+        channel = self.known_channel(request)
+        channel.topic.delete_channel(channel.name)
+
+    def empty_channel(self, request: Request) -> None:
+        self.known_channel(request).empty()
+
+    def pause_channel(self, request: Request) -> None:
+        self.known_channel(request).pause()
+
+    def unpause_channel(self, request: Request) -> None:
+        self.known_channel(request).unpause()
+
+    def topic_and_channel(self, request: Request) -> tuple[Topic, str]:
+        return topic_and_channel(self.nsqd, request)
+
+    def known_channel(self, request: Request) -> Channel:
+        return known_channel(self.nsqd, request)
+
+    # watching
+
+    def ping(self, request: Request) -> Response:
+        trouble = self.broker.health
+        if trouble is None:
+            return Response(body=b"OK", content_type=TEXT_TYPE, nsq_header=False)
+        text = f"NOK - {trouble}".encode("utf-8", "replace")
+        return Response(status=500, body=text, content_type=TEXT_TYPE, nsq_header=False)
+
+    def info(self, request: Request) -> Result:
+        nsqd, options = self.nsqd, self.nsqd.options
+        return {
+            "version": NSQ_VERSION,
+            "broadcast_address": options.broadcast_address,
+            "hostname": nsqd.hostname,
+            "http_port": nsqd.http_port,
+            "tcp_port": nsqd.tcp_port,
+            "start_time": self.broker.start_s,
+            "max_heartbeat_interval": round(options.max_heartbeat_interval * 1e9),
+            "max_output_buffer_size": options.max_output_buffer_size,
+            "max_output_buffer_timeout": round(options.max_output_buffer_timeout * 1e9),
+            "max_deflate_level": options.max_deflate_level,
+            "topology_zone": options.topology_zone,
+            "topology_region": options.topology_region,
+        }
+
+    def stats(self, request: Request) -> Result:
+        parameters = request.parameters
+        stats = self.broker.stats(
+            parameters.get("topic", ""),
+            parameters.get("channel", ""),
+            request.flag("include_clients", default=True),
+        )
+        if request.flag("include_mem", default=True):
+            producers = stats.pop("producers")
+            stats |= {"memory": memory_stats(), "producers": producers}
+        if parameters.get("format") == "json":
+            return stats
+        return render_stats(stats, self.broker.clock() / 1e9)
+
+
+def topic_and_channel(nsqd: Nsqd, request: Request) -> tuple[Topic, str]:
+    """A topic that exists, and a valid channel name, with NSQ's checks in its order."""
+    topic = _argument(request, "topic")
+    channel = _argument(request, "channel")
+    found = nsqd.broker.topics.get(topic)
+    if found is None:
+        raise ApiError(404, "TOPIC_NOT_FOUND")
+    return found, channel
+
+
+def known_channel(nsqd: Nsqd, request: Request) -> Channel:
+    topic, name = topic_and_channel(nsqd, request)
+    channel = topic.channels.get(name)
+    if channel is None:
+        raise ApiError(404, "CHANNEL_NOT_FOUND")
+    return channel
+
+
+def _argument(request: Request, name: str) -> str:
+    value = request.parameters.get(name)
+    if value is None:
+        raise ApiError(400, f"MISSING_ARG_{name.upper()}")
+    if not _is_valid(value):
+        raise ApiError(400, f"INVALID_ARG_{name.upper()}")
+    return value
+
+
+def _is_valid(name: str) -> bool:
+    return is_valid_name(name.encode("utf-8", "surrogateescape"))
+
+
+INTRODUCTION: Final = """
+# nsqd's HTTP API
+
+Made from the table that the daemon routes by (`make docs`); the same description, for programs, is at
+`/openapi.json`. Parameters go into the query string, also for POST; of a repeated one the first counts.
+Errors are `{"message":"CODE"}`. Names of topics and channels: 1 to 64 of `.a-zA-Z0-9_-`, and `#ephemeral`
+(as `%23ephemeral`) behind them if they are to leave nothing.
+
+Any endpoint may answer 400 `INVALID_REQUEST` (the query cannot be parsed), 404 `NOT_FOUND`, 405
+`METHOD_NOT_ALLOWED`, 413 (the body is too long), 500 `INTERNAL_ERROR`, 503 `OVERLOADED` (too much is waiting
+to be read by slow clients); 401 `AUTH_REQUIRED` and 403 `UNAUTHORIZED` where the API is guarded (see
+[auth](../auth.md)), and 403 `TLS_REQUIRED` on the plain port with `--tls-required`. A request line with its
+headers may have 64 KiB and 10 seconds, a body 60 seconds.
+
+Sequence numbers count the messages of one topic on one node. They never repeat, and they may skip.
+"""
+
+
+def _describe(form: str) -> str:
+    from nsparq.options import NsqdOptions
+    from nsparq.server.daemon import Nsqd
+
+    api = HttpApi(Nsqd(NsqdOptions())).api
+    if form == "--markdown":
+        return markdown(api, INTRODUCTION)
+    return json.dumps(openapi(api), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in ("--markdown", "--openapi"):
+        sys.exit("usage: python -m nsparq.server.http_api --markdown|--openapi")
+    sys.stdout.write(_describe(sys.argv[1]))

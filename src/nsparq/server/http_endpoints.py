@@ -1,0 +1,238 @@
+"""The table of nsqd's HTTP API: see http_api for the handlers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from nsparq.http.api import JSON_TYPE, TEXT_TYPE, Endpoint, Param
+from nsparq.http.describe import openapi
+from nsparq.server.config import get_config, put_config
+from nsparq.server.log_endpoints import log_endpoints
+from nsparq.server.schemas import INFO, STATS
+
+if TYPE_CHECKING:
+    from nsparq.server.http_api import HttpApi
+
+TOPIC: Final = Param(name="topic", help="name of the topic", required=True)
+CHANNEL: Final = Param(name="channel", help="name of the channel", required=True)
+_BOOLEAN: Final = {"type": "string", "enum": ["true", "1", "false", "0"]}
+
+_TOPIC_ERRORS: Final = ((400, "MISSING_ARG_TOPIC"), (400, "INVALID_TOPIC"))
+_CHANNEL_ERRORS: Final = (
+    (400, "MISSING_ARG_TOPIC"),
+    (400, "INVALID_ARG_TOPIC"),
+    (400, "MISSING_ARG_CHANNEL"),
+    (400, "INVALID_ARG_CHANNEL"),
+    (404, "TOPIC_NOT_FOUND"),
+)
+
+
+def nsqd_endpoints(api: HttpApi) -> list[Endpoint]:
+    options = api.nsqd.options
+    return [
+        Endpoint(
+            group="Publishing",
+            method="POST",
+            path="/pub",
+            handler=api.pub,
+            summary="Publish one message.",
+            details="Answered when the message is as durable as the daemon is told to make it.",
+            params=(
+                TOPIC,
+                Param(
+                    name="defer",
+                    help="milliseconds before it is delivered, up to `--max-req-timeout`",
+                    schema={"type": "integer", "minimum": 0, "maximum": 3_600_000},
+                ),
+            ),
+            permission="publish",
+            keeps_body=True,
+            body_help="the message",
+            max_body=options.max_msg_size,
+            too_big="MSG_TOO_BIG",
+            success="`OK`",
+            success_type=TEXT_TYPE,
+            success_schema={"type": "string", "const": "OK"},
+            errors=((400, "MSG_EMPTY"), *_TOPIC_ERRORS, (400, "INVALID_DEFER"), (503, "EXITING")),
+        ),
+        Endpoint(
+            group="Publishing",
+            method="POST",
+            path="/mpub",
+            handler=api.mpub,
+            summary="Publish several messages, all or none.",
+            details="One per line, empty lines left out; or, with `binary`, a 32-bit count and then each "
+            "message behind its 32-bit size, big endian.",
+            params=(
+                TOPIC,
+                Param(name="binary", help="`true` or `1` for the binary form", schema=_BOOLEAN),
+            ),
+            permission="publish",
+            keeps_body=True,
+            body_help="the messages",
+            max_body=options.max_body_size,
+            success="`OK`",
+            success_type=TEXT_TYPE,
+            success_schema={"type": "string", "const": "OK"},
+            errors=(
+                *_TOPIC_ERRORS,
+                (413, "MSG_TOO_BIG"),
+                (413, "BAD_BODY"),
+                (413, "BAD_MESSAGE"),
+                (503, "EXITING"),
+            ),
+        ),
+        _topic_endpoint(api, "create", "Create a topic; fine if it exists.", *_TOPIC_ERRORS),
+        _topic_endpoint(
+            api,
+            "delete",
+            "Delete a topic with its channels and messages.",
+            _TOPIC_ERRORS[0],
+            (404, "TOPIC_NOT_FOUND"),
+        ),
+        _topic_endpoint(
+            api,
+            "empty",
+            "Drop the messages that no channel has seen.",
+            *_TOPIC_ERRORS,
+            (404, "TOPIC_NOT_FOUND"),
+        ),
+        _topic_endpoint(
+            api,
+            "pause",
+            "Stop the flow from a topic to its channels.",
+            _TOPIC_ERRORS[0],
+            (404, "TOPIC_NOT_FOUND"),
+        ),
+        _topic_endpoint(api, "unpause", "Let it flow again.", _TOPIC_ERRORS[0], (404, "TOPIC_NOT_FOUND")),
+        _channel_endpoint(api, "create", "Create a channel of a topic; fine if it exists."),
+        _channel_endpoint(api, "delete", "Delete a channel.", (404, "CHANNEL_NOT_FOUND")),
+        _channel_endpoint(
+            api,
+            "empty",
+            "Drop everything a channel holds: waiting, in flight and deferred.",
+            (404, "CHANNEL_NOT_FOUND"),
+        ),
+        _channel_endpoint(api, "pause", "Stop the flow to clients.", (404, "CHANNEL_NOT_FOUND")),
+        _channel_endpoint(api, "unpause", "Let it flow again.", (404, "CHANNEL_NOT_FOUND")),
+        *log_endpoints(api.log),
+        Endpoint(
+            group="Watching",
+            method="GET",
+            path="/ping",
+            handler=api.ping,
+            summary="Whether the daemon is well.",
+            details="500 and `NOK - <reason>`, as plain text, while the disk refuses something.",
+            permission="read",
+            success="`OK`",
+            success_type=TEXT_TYPE,
+            success_schema={"type": "string", "const": "OK"},
+            errors=((500, "NOK - …"),),
+        ),
+        Endpoint(
+            group="Watching",
+            method="GET",
+            path="/info",
+            handler=api.info,
+            summary="Who this is: version, addresses, limits. Durations in nanoseconds.",
+            permission="read",
+            success="an object",
+            success_type=JSON_TYPE,
+            success_schema=INFO,
+        ),
+        Endpoint(
+            group="Watching",
+            method="GET",
+            path="/stats",
+            handler=api.stats,
+            summary="Topics, channels, clients and producers with their figures.",
+            details='An unknown `topic` gives `"topics":null`; a topic without the named channel is left '
+            "out.",
+            params=(
+                Param(name="format", help="`json`; anything else is text"),
+                Param(name="topic", help="only this topic"),
+                Param(name="channel", help="only this channel"),
+                Param(name="include_clients", help="list the clients (default true)", schema=_BOOLEAN),
+                Param(name="include_mem", help="memory figures too (default true)", schema=_BOOLEAN),
+            ),
+            permission="read",
+            success="the figures, as text or as an object",
+            success_type=JSON_TYPE,
+            success_schema=STATS,
+        ),
+        Endpoint(
+            group="Watching",
+            method="GET",
+            path="/metrics",
+            handler=api.metrics.handle,
+            summary="The figures for Prometheus.",
+            permission="read",
+            success="the text exposition format",
+            success_type="text/plain",
+        ),
+        Endpoint(
+            group="Watching",
+            method="GET",
+            path="/openapi.json",
+            handler=lambda _: openapi(api.api),
+            summary="This API, described for programs.",
+            permission="read",
+            success="an OpenAPI 3.1 document",
+            success_type=JSON_TYPE,
+        ),
+        Endpoint(
+            group="Configuration",
+            method="GET",
+            path="/config/{key}",
+            handler=lambda request: get_config(api.nsqd, request.path_value),
+            summary="The value of an option, by its key in the configuration file.",
+            details="Texts as they are, everything else as JSON; durations in nanoseconds.",
+            permission="admin",
+            success="the value",
+            success_type=JSON_TYPE,
+            errors=((400, "INVALID_OPTION"),),
+        ),
+        Endpoint(
+            group="Configuration",
+            method="PUT",
+            path="/config/{key}",
+            handler=lambda request: put_config(api.nsqd, request.path_value, request.body),
+            summary="Change `nsqlookupd_tcp_addresses` (a JSON list) or `log_level` (a bare word).",
+            details="At once, until the daemon stops.",
+            permission="admin",
+            keeps_body=True,
+            body_help="the new value",
+            max_body=options.max_msg_size,
+            too_big="INVALID_VALUE",
+            success="the value",
+            success_type=JSON_TYPE,
+            errors=((400, "INVALID_OPTION"), (400, "INVALID_VALUE"), (413, "INVALID_VALUE")),
+        ),
+        *api.debug.endpoints(),
+    ]
+
+
+def _topic_endpoint(api: HttpApi, action: str, summary: str, *errors: tuple[int, str]) -> Endpoint:
+    return Endpoint(
+        group="Topics",
+        method="POST",
+        path=f"/topic/{action}",
+        handler=getattr(api, f"{action}_topic"),
+        summary=summary,
+        params=(TOPIC,),
+        permission="admin",
+        errors=errors,
+    )
+
+
+def _channel_endpoint(api: HttpApi, action: str, summary: str, *errors: tuple[int, str]) -> Endpoint:
+    return Endpoint(
+        group="Channels",
+        method="POST",
+        path=f"/channel/{action}",
+        handler=getattr(api, f"{action}_channel"),
+        summary=summary,
+        params=(TOPIC, CHANNEL),
+        permission="admin",
+        errors=(*_CHANNEL_ERRORS, *errors),
+    )

@@ -1,0 +1,291 @@
+"""What nsqd's HTTP API adds to NSQ's: the topic as a log, the channel as a cursor over it.
+
+Sequence numbers are the log's own. A reader names the incarnation that its numbers belong to: a topic that
+was deleted and created again has the same name and other messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import json
+from collections.abc import Callable
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from nsparq.broker.peek import STATES, PeekedMessage, peek_channel, peek_topic
+from nsparq.errors import CorruptBatch
+from nsparq.flags import parse_duration
+from nsparq.http.api import ApiError, Request, Response, Result
+from nsparq.names import is_valid_name
+from nsparq.server.log_endpoints import BATCHES_TYPE, DEFAULT_PEEK, MAX_PEEK
+from nsparq.storage.ranges import OffsetAhead, OffsetGone
+
+if TYPE_CHECKING:
+    from nsparq.broker.channel import Channel
+    from nsparq.broker.topic import Topic
+    from nsparq.server.daemon import Nsqd
+
+DEFAULT_READ: Final = 4 << 20
+MAX_READ: Final = 16 << 20
+MAX_READERS: Final = 8
+"""Ranges read at a time; others wait."""
+MAX_PEEK_BYTES: Final = 4 << 20
+MAX_SEQUENCE: Final = 1 << 63
+
+T = TypeVar("T")
+
+
+class LogApi:
+    """The handlers of one nsqd."""
+
+    def __init__(self, nsqd: Nsqd) -> None:
+        self._nsqd = nsqd
+        self._readers = asyncio.Semaphore(MAX_READERS)
+
+    # reading
+
+    def positions(self, request: Request) -> Result:
+        topic = self._topic(request)
+        found = topic.positions()
+        return {
+            "topic": topic.name,
+            "incarnation": found.incarnation,
+            "earliest": found.earliest,
+            "latest": found.latest,
+            "visible": topic.visible_end,
+            "messages": found.messages,
+            "bytes": found.size_bytes,
+            "first_timestamp": found.first_ns,
+            "last_timestamp": found.last_ns,
+        }
+
+    async def read(self, request: Request) -> Response:
+        topic = self._topic(request)
+        _check_incarnation(request, topic)
+        start = _number(request, "from")
+        if start is None:
+            raise ApiError(400, "MISSING_ARG_FROM")
+        wanted = _number(request, "max_bytes")
+        if wanted == 0:
+            raise ApiError(400, "INVALID_ARG_MAX_BYTES")
+        size = min(DEFAULT_READ if wanted is None else wanted, MAX_READ)
+        async with self._readers:
+            if topic.is_exiting:
+                raise ApiError(404, "TOPIC_NOT_FOUND")
+            try:
+                found = topic.log.locate(start, size)
+            except OffsetGone as error:
+                raise ApiError(410, "OFFSET_GONE", earliest=error.earliest) from error
+            except OffsetAhead as error:
+                raise ApiError(416, "OFFSET_AHEAD", latest=error.latest) from error
+            lost = 0
+            if request.flag("verify", default=False):
+                verified = await self._in_thread(found.read_verified)
+                data = verified.data
+                if verified.lost and not topic.is_exiting:
+                    topic.log.note_lost(found, verified.lost)
+                lost = sum(damage.next - damage.first for damage in verified.lost)
+            else:
+                try:
+                    data = await self._in_thread(found.read) if found.size else b""
+                except CorruptBatch as error:
+                    raise ApiError(500, "LOG_DAMAGED") from error
+        headers = (
+            ("X-Nsparq-Incarnation", topic.incarnation),
+            ("X-Nsparq-First", str(found.first)),
+            ("X-Nsparq-Next", str(found.next)),
+            ("X-Nsparq-Latest", str(topic.log.end)),
+            ("X-Nsparq-Gaps", json.dumps(found.gaps)),
+            ("X-Nsparq-Lost", str(lost)),
+        )
+        return Response(body=data, content_type=BATCHES_TYPE, headers=headers)
+
+    async def peek_topic(self, request: Request) -> Result:
+        topic = self._topic(request)
+        start = _number(request, "from")
+        try:
+            peek = peek_topic(topic, start, _peek_count(request), MAX_PEEK_BYTES)
+        except OffsetGone as error:
+            raise ApiError(410, "OFFSET_GONE", earliest=error.earliest) from error
+        except OffsetAhead as error:
+            raise ApiError(416, "OFFSET_AHEAD", latest=error.latest) from error
+        found = await self._in_thread(peek.read)
+        return {"messages": [_shown(message) for message in found], "missing": peek.missing}
+
+    async def peek_channel(self, request: Request) -> Result:
+        channel = self._channel(request)
+        asked = request.parameters.get("state")
+        states = tuple(dict.fromkeys(asked.split(","))) if asked else STATES
+        if not set(STATES).issuperset(states):
+            raise ApiError(400, "INVALID_ARG_STATE")
+        peek = peek_channel(channel, states, _peek_count(request), MAX_PEEK_BYTES)
+        found = await self._in_thread(peek.read)
+        return {"messages": [_shown(message) for message in found], "missing": peek.missing}
+
+    # moving
+
+    async def seek(self, request: Request) -> Result:
+        channel = self._channel(request)
+        topic = channel.topic
+        _check_incarnation(request, topic)
+        target = await self._target(request, topic)
+        if channel.is_exiting:
+            raise ApiError(404, "CHANNEL_NOT_FOUND")
+        is_rehearsal = request.flag("dry_run", default=False)
+        plan = channel.plan_seek(target) if is_rehearsal else channel.seek(target)
+        return plan._asdict()
+
+    async def _target(self, request: Request, topic: Topic) -> int:
+        parameters = request.parameters
+        given = [name for name in ("to", "sequence", "time") if name in parameters]
+        if len(given) != 1:
+            raise ApiError(400, "MISSING_ARG_TARGET")
+        if given == ["sequence"]:
+            sequence = _number(request, "sequence")
+            assert sequence is not None
+            return sequence
+        if given == ["time"]:
+            search = topic.log.search_time(_time_ns(parameters["time"]))
+            return await self._in_thread(search.run)
+        if parameters["to"] not in ("start", "end"):
+            raise ApiError(400, "INVALID_ARG_TO")
+        return topic.log.start if parameters["to"] == "start" else topic.visible_end
+
+    def commit(self, request: Request) -> Result:
+        channel = self._channel(request)
+        _check_incarnation(request, channel.topic)
+        sequence = _number(request, "sequence")
+        if sequence is None:
+            raise ApiError(400, "MISSING_ARG_SEQUENCE")
+        try:
+            channel.commit(sequence)
+        except OffsetAhead as error:
+            raise ApiError(416, "OFFSET_AHEAD", latest=error.latest) from error
+        return {"cursor": channel.cursor, "depth": channel.depth}
+
+    # settings
+
+    def settings(self, request: Request) -> Result:
+        return _settings_of(self._topic(request))
+
+    def change_settings(self, request: Request) -> Result:
+        topic = self._topic(request)
+        try:
+            wanted = json.loads(request.body)
+            if not isinstance(wanted, dict):
+                raise ValueError("not an object")
+            age = wanted.get("retention_age")
+            if isinstance(age, str):
+                wanted["retention_age"] = parse_duration(age)
+            topic.change_settings(wanted)
+        except ValueError as error:
+            raise ApiError(400, "INVALID_SETTINGS", reason=str(error)) from error
+        return _settings_of(topic)
+
+    # finding
+
+    def _topic(self, request: Request) -> Topic:
+        name = _name(request, "topic")
+        topic = self._nsqd.broker.topics.get(name)
+        if topic is None:
+            raise ApiError(404, "TOPIC_NOT_FOUND")
+        return topic
+
+    def _channel(self, request: Request) -> Channel:
+        _name(request, "topic")
+        name = _name(request, "channel")
+        channel = self._topic(request).channels.get(name)
+        if channel is None:
+            raise ApiError(404, "CHANNEL_NOT_FOUND")
+        return channel
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await self._nsqd.in_disk_thread(work)
+
+
+def _name(request: Request, parameter: str) -> str:
+    value = request.parameters.get(parameter)
+    if value is None:
+        raise ApiError(400, f"MISSING_ARG_{parameter.upper()}")
+    if not is_valid_name(value.encode("utf-8", "surrogateescape")):
+        raise ApiError(400, f"INVALID_ARG_{parameter.upper()}")
+    return value
+
+
+def _number(request: Request, parameter: str) -> int | None:
+    text = request.parameters.get(parameter)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) < MAX_SEQUENCE):
+        raise ApiError(400, f"INVALID_ARG_{parameter.upper()}")
+    return int(text)
+
+
+def _peek_count(request: Request) -> int:
+    count = _number(request, "count")
+    if count is None:
+        return DEFAULT_PEEK
+    if not 1 <= count <= MAX_PEEK:
+        raise ApiError(400, "INVALID_ARG_COUNT")
+    return count
+
+
+def _time_ns(text: str) -> int:
+    """Unix seconds, with a fraction if need be, or RFC 3339."""
+    try:
+        at_ns = int(float(text) * 1e9)
+    except (ValueError, OverflowError):
+        try:
+            at = datetime.fromisoformat(text)
+        except ValueError:
+            raise ApiError(400, "INVALID_ARG_TIME") from None
+        if at.tzinfo is None:
+            raise ApiError(400, "INVALID_ARG_TIME") from None
+        at_ns = int(at.timestamp() * 1e9)
+    if not 0 <= at_ns < MAX_SEQUENCE:
+        raise ApiError(400, "INVALID_ARG_TIME")
+    return at_ns
+
+
+def _check_incarnation(request: Request, topic: Topic) -> None:
+    wanted = request.parameters.get("incarnation")
+    if wanted is not None and wanted != topic.incarnation:
+        raise ApiError(409, "WRONG_INCARNATION", incarnation=topic.incarnation)
+
+
+def _settings_of(topic: Topic) -> dict[str, Any]:
+    options = topic.broker.options
+    own = dataclasses.asdict(topic.settings)
+    flags = {
+        "retention_age": options.retention_age,
+        "retention_bytes": options.retention_bytes,
+        "durability": options.durability,
+    }
+    if topic.is_ephemeral:
+        flags = {"retention_age": 0.0, "retention_bytes": 0, "durability": "memory"}
+    effective = {name: flags[name] if value is None else value for name, value in own.items()}
+    return {**own, "effective": effective}
+
+
+def _shown(message: PeekedMessage) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "id": message.id,
+        "sequence": message.sequence,
+        "timestamp": message.timestamp_ns,
+        "attempts": message.attempts,
+        "state": message.state,
+        "size": message.size,
+    }
+    if message.due_ns is not None:
+        shown["due"] = message.due_ns
+    if message.deadline_ns is not None:
+        shown["deadline"] = message.deadline_ns
+    if message.client:
+        shown["client"] = message.client
+    try:
+        shown["body"] = message.body.decode()
+    except UnicodeDecodeError:
+        shown["body_base64"] = base64.b64encode(message.body).decode()
+    return shown

@@ -1,0 +1,302 @@
+"""The table of what nsqd's HTTP API adds to NSQ's: see log_api for the handlers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from nsparq.http.api import JSON_TYPE, Endpoint, Param
+from nsparq.server.schemas import COUNT, INT, TEXT, listed, obj
+
+if TYPE_CHECKING:
+    from nsparq.server.log_api import LogApi
+
+BATCHES_TYPE: Final = "application/vnd.nsparq.batches"
+DEFAULT_PEEK: Final = 10
+MAX_PEEK: Final = 1000
+MAX_SETTINGS: Final = 64 << 10
+
+_TOPIC: Final = Param(name="topic", help="name of the topic", required=True)
+_CHANNEL: Final = Param(name="channel", help="name of the channel", required=True)
+_ENDS: Final = {"type": "string", "enum": ["start", "end"]}
+_SEQUENCE: Final = {"type": "integer", "minimum": 0}
+_INCARNATION: Final = Param(
+    name="incarnation", help="the log that the numbers are of; 409 `WRONG_INCARNATION` if it is another now"
+)
+_TOPIC_ERRORS: Final = (
+    (400, "MISSING_ARG_TOPIC"),
+    (400, "INVALID_ARG_TOPIC"),
+    (404, "TOPIC_NOT_FOUND"),
+)
+_CHANNEL_ERRORS: Final = (
+    *_TOPIC_ERRORS[:2],
+    (400, "MISSING_ARG_CHANNEL"),
+    (400, "INVALID_ARG_CHANNEL"),
+    _TOPIC_ERRORS[2],
+    (404, "CHANNEL_NOT_FOUND"),
+)
+_POSITIONS: Final = obj(
+    {
+        "topic": TEXT,
+        "incarnation": TEXT,
+        "earliest": COUNT,
+        "latest": COUNT,
+        "visible": COUNT,
+        "messages": COUNT,
+        "bytes": COUNT,
+        "first_timestamp": INT,
+        "last_timestamp": INT,
+    }
+)
+_MESSAGES: Final = obj(
+    {
+        "messages": listed(
+            obj(
+                {
+                    "id": TEXT,
+                    "sequence": COUNT,
+                    "timestamp": INT,
+                    "attempts": COUNT,
+                    "state": {
+                        "type": "string",
+                        "enum": ["stored", "ready", "requeued", "in_flight", "deferred"],
+                    },
+                    "size": COUNT,
+                },
+                {"due": INT, "deadline": INT, "client": TEXT, "body": TEXT, "body_base64": TEXT},
+            )
+        ),
+        "missing": COUNT,
+    }
+)
+_SETTINGS: Final = obj(
+    {
+        "retention_age": {"type": ["number", "null"]},
+        "retention_bytes": {"type": ["integer", "null"]},
+        "durability": {"type": ["string", "null"]},
+        "effective": {"type": "object"},
+    }
+)
+
+_PEEK_PARAMS: Final = (
+    Param(
+        name="count",
+        help=f"how many (default {DEFAULT_PEEK}, at most {MAX_PEEK})",
+        schema={"type": "integer", "minimum": 1, "maximum": MAX_PEEK},
+    ),
+)
+_PEEK_ERRORS: Final = ((400, "INVALID_ARG_COUNT"),)
+_PEEKED: Final = (
+    "an object; a body that is not UTF-8 comes as `body_base64`, of a long one only the beginning; `missing` "
+    "counts messages that a damaged disk has lost"
+)
+
+
+def log_endpoints(api: LogApi) -> list[Endpoint]:
+    return [
+        Endpoint(
+            group="The log",
+            method="GET",
+            path="/topic/positions",
+            handler=api.positions,
+            summary="Where a topic's log begins and ends.",
+            details="`earliest` is the oldest sequence number that can be read, `latest` the one that "
+            "the next message gets, `visible` where channels stop: `latest`, or the position at which "
+            "the topic was paused. Timestamps are nanoseconds, 0 for an empty log.",
+            params=(_TOPIC,),
+            permission="subscribe",
+            success="an object",
+            success_type=JSON_TYPE,
+            success_schema=_POSITIONS,
+            errors=_TOPIC_ERRORS,
+        ),
+        Endpoint(
+            group="The log",
+            method="GET",
+            path="/topic/read",
+            handler=api.read,
+            summary="A range of a topic's log, as it lies on disk.",
+            details="Whole batches, each with the table of its messages' lengths: see "
+            "docs/architecture.md for the format. The first batch may begin before `from`. "
+            "`X-Nsparq-First` and `X-Nsparq-Next` say what the answer covers, and `from` the next "
+            "request; `X-Nsparq-Gaps` lists ranges inside it that do not count, as JSON. An empty "
+            "answer: nothing more yet. Each batch has a checksum; a reader that meets a "
+            "bad one asks again from there with `verify`, and gets what can be read, with the number "
+            "of messages lost in `X-Nsparq-Lost`.",
+            params=(
+                _TOPIC,
+                Param(name="from", help="the first sequence number wanted", required=True, schema=_SEQUENCE),
+                Param(
+                    name="max_bytes",
+                    help="about how many bytes (default 4 MiB, at most 16 MiB)",
+                    schema={"type": "integer", "minimum": 1},
+                ),
+                _INCARNATION,
+                Param(
+                    name="verify",
+                    help="`true`: check each batch and leave out what is damaged",
+                    schema={"type": "string", "enum": ["true", "false"]},
+                ),  # fmt: skip
+            ),
+            permission="subscribe",
+            success="batches",
+            success_type=BATCHES_TYPE,
+            errors=(
+                *_TOPIC_ERRORS,
+                (400, "MISSING_ARG_FROM"),
+                (400, "INVALID_ARG_FROM"),
+                (400, "INVALID_ARG_MAX_BYTES"),
+                (409, "WRONG_INCARNATION"),
+                (410, "OFFSET_GONE"),
+                (416, "OFFSET_AHEAD"),
+            ),
+        ),
+        Endpoint(
+            group="The log",
+            method="GET",
+            path="/topic/peek",
+            handler=api.peek_topic,
+            summary="Messages of a topic, without consuming them.",
+            params=(
+                _TOPIC,
+                Param(
+                    name="from",
+                    help="sequence number to begin at (default: so that the newest come)",
+                    schema=_SEQUENCE,
+                ),
+                *_PEEK_PARAMS,
+            ),
+            permission="subscribe",
+            success=_PEEKED,
+            success_type=JSON_TYPE,
+            success_schema=_MESSAGES,
+            errors=(
+                *_TOPIC_ERRORS,
+                (400, "INVALID_ARG_FROM"),
+                *_PEEK_ERRORS,
+                (410, "OFFSET_GONE"),
+                (416, "OFFSET_AHEAD"),
+            ),
+        ),
+        Endpoint(
+            group="The log",
+            method="GET",
+            path="/topic/settings",
+            handler=api.settings,
+            summary="A topic's own settings; null where the daemon's flags hold.",
+            params=(_TOPIC,),
+            permission="read",
+            success="the settings, and those in effect; ages in seconds",
+            success_type=JSON_TYPE,
+            success_schema=_SETTINGS,
+            errors=_TOPIC_ERRORS,
+        ),
+        Endpoint(
+            group="The log",
+            method="PUT",
+            path="/topic/settings",
+            handler=api.change_settings,
+            summary="Change a topic's settings. Kept over restarts.",
+            details="A JSON object with any of `retention_age` (seconds, or a duration such as `24h`), "
+            "`retention_bytes`, `durability` (`os`, `fsync`, `memory`); null goes back to the flag.",
+            params=(_TOPIC,),
+            permission="admin",
+            keeps_body=True,
+            body_help="a JSON object",
+            body_type="application/json",
+            max_body=MAX_SETTINGS,
+            success="the settings, and those in effect",
+            success_type=JSON_TYPE,
+            success_schema=_SETTINGS,
+            errors=(*_TOPIC_ERRORS, (400, "INVALID_SETTINGS")),
+        ),
+        Endpoint(
+            group="The log",
+            method="POST",
+            path="/channel/seek",
+            handler=api.seek,
+            summary="Move a channel: everything from there on is delivered (again), nothing before it.",
+            details="What is in flight, requeued or deferred is dropped with what lies before; deferred "
+            "messages from the target on keep their time. Exactly one of `to`, `sequence` and `time`.",
+            params=(
+                _TOPIC,
+                _CHANNEL,
+                Param(
+                    name="to",
+                    help="`start` or `end`",
+                    schema={"type": "string", "enum": ["start", "end"]},
+                ),
+                Param(name="sequence", help="a sequence number", schema=_SEQUENCE),
+                Param(
+                    name="time",
+                    help="the first message published then or later: Unix seconds or RFC 3339",
+                ),
+                _INCARNATION,
+                Param(
+                    name="dry_run",
+                    help="`true`: only say what would happen",
+                    schema={"type": "string", "enum": ["true", "false"]},
+                ),  # fmt: skip
+            ),
+            permission="admin",
+            success="where it was, where it goes, how many messages come again, how many are skipped",
+            success_type=JSON_TYPE,
+            success_schema=obj({"cursor": COUNT, "target": COUNT, "again": COUNT, "skipped": COUNT}),
+            errors=(
+                *_CHANNEL_ERRORS,
+                (400, "MISSING_ARG_TARGET"),
+                (400, "INVALID_ARG_TO"),
+                (400, "INVALID_ARG_SEQUENCE"),
+                (400, "INVALID_ARG_TIME"),
+                (409, "WRONG_INCARNATION"),
+            ),
+        ),
+        Endpoint(
+            group="The log",
+            method="POST",
+            path="/channel/commit",
+            handler=api.commit,
+            summary="Finish everything of a channel that lies before a sequence number.",
+            details="For readers of ranges: the channel's depth is then their lag, and the log keeps what "
+            "they have not committed. A commit never moves a channel back, so repeating one does no harm.",
+            params=(
+                _TOPIC,
+                _CHANNEL,
+                Param(name="sequence", help="the first number not done", required=True, schema=_SEQUENCE),
+                _INCARNATION,
+            ),
+            permission="subscribe",
+            success="the channel's cursor and depth afterwards",
+            success_type=JSON_TYPE,
+            success_schema=obj({"cursor": COUNT, "depth": COUNT}),
+            errors=(
+                *_CHANNEL_ERRORS,
+                (400, "MISSING_ARG_SEQUENCE"),
+                (400, "INVALID_ARG_SEQUENCE"),
+                (409, "WRONG_INCARNATION"),
+                (416, "OFFSET_AHEAD"),
+            ),
+        ),
+        Endpoint(
+            group="The log",
+            method="GET",
+            path="/channel/peek",
+            handler=api.peek_channel,
+            summary="Messages that a channel holds, without consuming them.",
+            details="In flight (with attempts, deadline and client), requeued, deferred (with the time "
+            "at which they are due), and ready.",
+            params=(
+                _TOPIC,
+                _CHANNEL,
+                Param(
+                    name="state",
+                    help="only `ready`, `requeued`, `in_flight` or `deferred`; several with commas",
+                ),
+                *_PEEK_PARAMS,
+            ),
+            permission="subscribe",
+            success=_PEEKED,
+            success_type=JSON_TYPE,
+            success_schema=_MESSAGES,
+            errors=(*_CHANNEL_ERRORS, (400, "INVALID_ARG_STATE"), *_PEEK_ERRORS),
+        ),
+    ]

@@ -1,0 +1,303 @@
+"""nsqd's connections to its nsqlookupds: who we are, and which topics and channels are here.
+
+A task for each nsqlookupd, so that one that is slow or dead holds up neither the others nor the broker.
+Nothing is remembered for a peer that is away: whenever it is reached, it is told everything anew. What
+changes while it is connected is sent in order, and all commands are pipelined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import Final, Literal
+
+from nsparq.addresses import join_address, split_address
+from nsparq.errors import NsparqError
+from nsparq.wire import lookup as wire
+from nsparq.wire.lookup import BadReply, PeerInfo, ReplyDecoder
+
+__all__ = ["LookupPeers"]
+
+logger = logging.getLogger(__name__)
+
+PING_INTERVAL_S: Final = 15.0
+IO_TIMEOUT_S: Final = 1.0
+"""How long connecting may take, and how long a peer may keep silent when it owes a reply."""
+FIRST_RETRY_S: Final = 0.1
+LAST_RETRY_S: Final = 5.0
+"""A peer that failed is tried again, ever less often; one that stayed this long starts from the beginning."""
+MAX_PIPELINED: Final = 2_000
+"""Commands sent before their replies are awaited: they and their replies fit the sockets' buffers."""
+MAX_PENDING: Final = 10_000
+"""Changes that may wait for a slow peer. Beyond that it is cheaper to begin again."""
+
+
+class LookupPeers:
+    """All nsqlookupds of an nsqd. Everything here runs on the event loop."""
+
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        *,
+        identity: Callable[[], Mapping[str, str | int]],
+        registrations: Callable[[], Iterable[tuple[str, str]]],
+        max_body_size: int,
+        ping_interval: float = PING_INTERVAL_S,
+    ) -> None:
+        self.identity = identity
+        """The fields of IDENTIFY, asked for at each connection."""
+        self.registrations = registrations
+        """Topic and channel of everything there is; the channel is empty for a topic that has none."""
+        self.max_body_size = max_body_size
+        self.ping_interval = ping_interval
+        self._peers = {address: _Peer(self, address) for address in addresses}
+        self._tasks: dict[_Peer, asyncio.Task[None]] = {}
+        """Those of removed peers too, until they have ended."""
+        self._is_running = False
+
+    @property
+    def addresses(self) -> list[str]:
+        return [*self._peers]
+
+    @property
+    def http_addresses(self) -> list[str]:
+        """Where the nsqlookupds that have been reached answer questions, also those that are away now."""
+        infos = [peer.info for peer in self._peers.values() if peer.info is not None]
+        return [
+            join_address(info.broadcast_address, info.http_port)
+            for info in infos
+            if info.broadcast_address and info.http_port
+        ]
+
+    async def start(self) -> None:
+        self._is_running = True
+        for peer in self._peers.values():
+            self._launch(peer)
+
+    async def stop(self) -> None:
+        """Close all connections; the nsqlookupds then forget us. Calling it again does nothing."""
+        self._is_running = False
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def settled(self) -> None:
+        """Wait until every peer has answered IDENTIFY or failed to, once: some 2 s at the most."""
+        for peer in [*self._peers.values()]:
+            await peer.tried.wait()
+
+    def set_addresses(self, addresses: Iterable[str]) -> None:
+        """Take leave of those that are not in the list, and connect to those that are new."""
+        wanted = dict.fromkeys(addresses)
+        for address in [address for address in self._peers if address not in wanted]:
+            logger.info("LOOKUP(%s): removing peer", address)
+            peer = self._peers.pop(address)
+            peer.tried.set()
+            if peer in self._tasks:
+                self._tasks[peer].cancel()
+        for address in wanted:
+            if address not in self._peers:
+                peer = self._peers[address] = _Peer(self, address)
+                if self._is_running:
+                    self._launch(peer)
+
+    def changed(self, verb: Literal["REGISTER", "UNREGISTER"], topic: str, channel: str = "") -> None:
+        """A topic or channel has come or gone."""
+        encode = wire.encode_register if verb == "REGISTER" else wire.encode_unregister
+        line = encode(topic, channel)
+        for peer in self._peers.values():
+            peer.tell(line)
+
+    def _launch(self, peer: _Peer) -> None:
+        logger.info("LOOKUP(%s): adding peer", peer.address)
+        task = asyncio.create_task(peer.run(), name=f"lookupd {peer.address}")
+        self._tasks[peer] = task
+        task.add_done_callback(lambda _: self._tasks.pop(peer, None))
+
+
+class _Peer:
+    """One nsqlookupd, connected or not."""
+
+    def __init__(self, owner: LookupPeers, address: str) -> None:
+        self._owner = owner
+        self.address = address
+        self.info: PeerInfo | None = None
+        """What it last said about itself."""
+        self.tried = asyncio.Event()
+        """Set once it has identified itself or failed."""
+        self._link: _Link | None = None
+        """Set while changes have to be told; at other times the full registration to come covers them."""
+        self._pending: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        """Set when there is something pending, or the connection is lost."""
+        self._is_failure_logged = False
+
+    def tell(self, line: bytes) -> None:
+        if self._link is None:
+            return
+        if len(self._pending) >= MAX_PENDING:
+            self._link.fail(ConnectionAbortedError(f"it is {MAX_PENDING} changes behind"))
+            return
+        self._pending.append(line)
+        self._news.set()
+
+    async def run(self) -> None:
+        """Connect, converse, and again, until cancelled."""
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while True:
+            started = loop.time()
+            try:
+                await self._converse()
+            except (OSError, NsparqError) as error:
+                self._log_failure(error)
+            except Exception:
+                logger.exception("LOOKUPD(%s): internal error", self.address)
+            self.tried.set()
+            failures = 0 if loop.time() - started > LAST_RETRY_S else failures + 1
+            delay = min(FIRST_RETRY_S * 2.0 ** min(failures, 30), LAST_RETRY_S)
+            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+
+    async def _converse(self) -> None:
+        """One connection from beginning to end, which is an exception."""
+        link = _Link(self._owner.max_body_size, self._news)
+        try:
+            async with asyncio.timeout(IO_TIMEOUT_S):
+                await self._connect(link)
+            await self._introduce(link)
+            self._link = link
+            # From here on changes queue up behind what is registered now.
+            await self._register(link, [*self._owner.registrations()])
+            await self._keep_up(link)
+        finally:
+            self._link = None
+            self._pending.clear()
+            await link.close()
+
+    async def _connect(self, link: _Link) -> None:
+        host_port = split_address(self.address)
+        if host_port is None:
+            raise OSError(f"{self.address!r} is not host:port")
+        host, port = host_port
+        logger.debug("LOOKUP connecting to %s", self.address)
+        await asyncio.get_running_loop().create_connection(lambda: link, host or "localhost", port)
+
+    async def _introduce(self, link: _Link) -> None:
+        (reply,) = await link.ask(wire.MAGIC + wire.encode_identify(self._owner.identity()), 1)
+        self.info = info = wire.decode_identify_reply(reply)
+        self.tried.set()
+        http = join_address(info.broadcast_address, info.http_port)
+        logger.info("LOOKUPD(%s): connected, version %s, HTTP at %s", self.address, info.version, http)
+        if not info.broadcast_address:
+            logger.error("LOOKUPD(%s): no broadcast address", self.address)
+
+    async def _register(self, link: _Link, registrations: list[tuple[str, str]]) -> None:
+        for start in range(0, len(registrations), MAX_PIPELINED):
+            some = registrations[start : start + MAX_PIPELINED]
+            await link.ask(b"".join([wire.encode_register(*names) for names in some]), len(some))
+        self._is_failure_logged = False
+        logger.info("LOOKUPD(%s): registered %d topics and channels", self.address, len(registrations))
+
+    async def _keep_up(self, link: _Link) -> None:
+        loop = asyncio.get_running_loop()
+        next_ping = loop.time() + self._owner.ping_interval
+        while True:
+            self._news.clear()
+            link.check()
+            if loop.time() >= next_ping:
+                await link.ask(wire.PING, 1)
+                next_ping = loop.time() + self._owner.ping_interval
+            elif self._pending:
+                some = [*islice(self._pending, MAX_PIPELINED)]
+                for _ in some:
+                    self._pending.popleft()
+                logger.debug("LOOKUPD(%s): %d changes, first %s", self.address, len(some), some[0])
+                await link.ask(b"".join(some), len(some))
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(next_ping):
+                        await self._news.wait()
+
+    def _log_failure(self, error: Exception) -> None:
+        """Once, and not at every further attempt."""
+        level = logging.DEBUG if self._is_failure_logged else logging.WARNING
+        reason = str(error) or ("timed out" if isinstance(error, TimeoutError) else repr(error))
+        logger.log(level, "LOOKUPD(%s): disconnected - %s", self.address, reason)
+        self._is_failure_logged = True
+
+
+class _Link(asyncio.Protocol):
+    """A connection as questions and answers."""
+
+    def __init__(self, max_reply_size: int, news: asyncio.Event) -> None:
+        self._decoder = ReplyDecoder(max_reply_size)
+        self._transport: asyncio.Transport | None = None
+        self._replies: list[bytes] = []
+        self._owed = 0
+        self._error: Exception | None = None
+        self._progress = asyncio.Event()
+        """Set when bytes have come or the connection is lost."""
+        self._lost = asyncio.Event()
+        self._news = news
+
+    async def ask(self, commands: bytes, count: int) -> list[bytes]:
+        """Send `count` commands and give their replies. Raises OSError (a TimeoutError too) or BadReply."""
+        assert self._transport is not None
+        self.check()
+        self._owed = count
+        self._transport.write(commands)
+        while len(self._replies) < count:
+            self.check()
+            self._progress.clear()
+            async with asyncio.timeout(IO_TIMEOUT_S):
+                await self._progress.wait()
+        replies, self._replies, self._owed = self._replies, [], 0
+        return replies
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def fail(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = error
+        self._progress.set()
+        self._news.set()
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+            await self._lost.wait()
+
+    # called by the event loop
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # never another
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._replies += self._decoder.receive_data(data)
+        except BadReply as error:
+            self.fail(error)
+            return
+        if len(self._replies) > self._owed:
+            self.fail(BadReply(f"unasked it said {_shown(self._replies[-1])}"))
+        self._progress.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost.set()
+        last = self._replies[-1] if self._replies else b""
+        if last.startswith(b"E_"):
+            self.fail(BadReply(f"it said {_shown(last)}"))
+        self.fail(error or ConnectionResetError("closed by the peer"))
+
+
+def _shown(reply: bytes) -> str:
+    return repr(reply[:200])[1:]

@@ -1,0 +1,178 @@
+"""`nsparq auth`: secrets for clients, their hashes for the policy file, and a look at what the file says.
+
+Data goes to standard output, so that it can be put into a file; explanations go to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import getpass
+import secrets
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from nsparq.errors import NsparqError
+from nsparq.server.auth import Authorization
+from nsparq.server.auth_policy import (
+    Identity,
+    Policy,
+    StaticPolicy,
+    hash_generated,
+    hash_password,
+    read_policy,
+)
+
+__all__ = ["main"]
+
+SHORT_PASSWORD = 12
+
+DESCRIPTION = """\
+Secrets and permissions of an nsqd that was started with --auth-policy-file.
+
+The file names identities, the hash of each one's secret, and what each may do:
+
+  [[identity]]
+  name = "billing"
+  secret = "sha256:..."
+  [[identity.allow]]
+  topic = "^billing"
+  permissions = ["publish", "subscribe"]
+
+After a change, `kill -HUP` makes nsqd read it again.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="nsparq auth", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("secret", help="make a secret that nobody can guess, and its hash")
+    command.set_defaults(run=make_secret)
+    command = commands.add_parser(
+        "hash",
+        help="the hash of a password that somebody chose",
+        description="Asks for a password (or reads it from standard input) and prints its line for the file.",
+    )
+    command.add_argument(
+        "--generated",
+        action="store_true",
+        help="it is no password but a long random secret: use the fast hash, and no name in front of it",
+    )
+    command.set_defaults(run=hash_secret)
+    command = commands.add_parser("check", help="say whether a policy file is right, and what it permits")
+    command.add_argument("file", type=Path)
+    command.set_defaults(run=check)
+    command = commands.add_parser(
+        "who",
+        help="say whose secret it is, and what it permits",
+        description="Asks for a secret (or reads it from standard input), as a client would send it.",
+    )
+    command.add_argument("file", type=Path)
+    command.set_defaults(run=who)
+    arguments = parser.parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except (NsparqError, _Refused) as error:
+        print(f"nsparq auth: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+class _Refused(Exception):
+    """What was typed is of no use."""
+
+
+def make_secret(arguments: argparse.Namespace) -> int:
+    secret = secrets.token_hex(32)
+    print(secret)
+    print(f'secret = "{hash_generated(secret.encode())}"')
+    print(
+        "The first line is the client's secret; it is kept nowhere. The second is for the policy file.",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def hash_secret(arguments: argparse.Namespace) -> int:
+    secret = _read_secret("Secret: " if arguments.generated else "Password: ", confirm=True)
+    if arguments.generated:
+        print(f'secret = "{hash_generated(secret)}"')
+        return 0
+    if len(secret) < SHORT_PASSWORD:
+        print("This is short. `nsparq auth secret` makes a better one.", file=sys.stderr)
+    print(f'secret = "{hash_password(secret)}"')
+    print("As its secret the client sends name:password, with the identity's name.", file=sys.stderr)
+    return 0
+
+
+def check(arguments: argparse.Namespace) -> int:
+    policy = read_policy(arguments.file)
+    print(_table(_policy_rows(policy)))
+    for warning in policy.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return 0
+
+
+def who(arguments: argparse.Namespace) -> int:
+    with ThreadPoolExecutor(1) as threads:
+        policy = StaticPolicy(arguments.file, threads)
+        secret = _read_secret("Secret: ")
+        grant = asyncio.run(policy.authenticate(secret, remote_ip="", tls=False, common_name=""))
+    print(_table(_rows(grant.identity, "", grant.authorizations), HEADINGS_WHO))
+    return 0
+
+
+def _read_secret(prompt: str, *, confirm: bool = False) -> bytes:
+    if not sys.stdin.isatty():
+        secret = sys.stdin.buffer.read().removesuffix(b"\n").removesuffix(b"\r")
+    else:
+        typed = getpass.getpass(prompt)
+        if confirm and typed != getpass.getpass("Again: "):
+            raise _Refused("the two are not the same")
+        secret = typed.encode()
+    if not secret:
+        raise _Refused("nothing was typed")
+    return secret
+
+
+Row = tuple[str, ...]
+HEADINGS: Row = ("identity", "secrets", "topic", "channels", "permissions")
+HEADINGS_WHO: Row = ("identity", "", "topic", "channels", "permissions")
+
+
+def _policy_rows(policy: Policy) -> list[Row]:
+    rows: list[Row] = []
+    for identity in policy.identities.values():
+        rows += _rows(identity.name, _kinds(identity), identity.authorizations)
+    if policy.anonymous is not None:
+        rows += _rows("(anonymous)", "none", policy.anonymous)
+    return rows
+
+
+def _kinds(identity: Identity) -> str:
+    kinds = [(len(identity.generated), "generated"), (len(identity.passwords), "password")]
+    return ", ".join(f"{count} {kind}" if count > 1 else kind for count, kind in kinds if count)
+
+
+def _rows(name: str, kinds: str, authorizations: Sequence[Authorization]) -> list[Row]:
+    if not authorizations:
+        return [(name, kinds, "", "", "nothing")]
+    rows: list[Row] = []
+    for entry in authorizations:
+        channels = " ".join(pattern.text for pattern in entry.channels)
+        rows.append((name, kinds, entry.topic.text, channels, ", ".join(sorted(entry.permissions))))
+        name = kinds = ""
+    return rows
+
+
+def _table(rows: Sequence[Row], headings: Row = HEADINGS) -> str:
+    everything = [headings, *rows]
+    used = [column for column in range(len(headings)) if any(row[column] for row in everything)]
+    widths = {column: max(len(row[column]) for row in everything) for column in used}
+    return "\n".join(
+        "  ".join(f"{row[column]:<{widths[column]}}" for column in used).rstrip() for row in everything
+    )

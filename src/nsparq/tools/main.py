@@ -1,0 +1,102 @@
+"""The `nsparq` command: finds the sub-command, loads only that, and runs it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from nsparq.version import __version__
+
+__all__ = ["COMMANDS", "Command", "main"]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A sub-command: `module`.main takes the arguments behind its name and returns the exit status."""
+
+    name: str
+    module: str
+    help: str
+    extra: str = ""
+    """The extra of the package that it needs."""
+
+
+COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
+    "Daemons": (
+        Command("nsqd", "nsparq.server.main", "the broker: takes, keeps and hands out messages", "server"),
+        Command("nsqlookupd", "nsparq.lookup.main", "the directory: which nsqd has which topic", "server"),
+    ),
+    "Tools": (Command("auth", "nsparq.tools.auth", "make secrets for clients, check a policy file"),),
+}
+
+
+def usage() -> str:
+    lines = [
+        "Usage: nsparq COMMAND [ARGUMENTS]",
+        "",
+        "A message broker that NSQ clients work with: producers publish messages to a topic,",
+        "consumers subscribe to a channel of it.",
+    ]
+    for heading, commands in COMMANDS.items():
+        lines += ["", f"{heading}:", *(f"  {command.name:<12}{command.help}" for command in commands)]
+    lines += [
+        "",
+        "nsparq COMMAND --help    what a command does and takes",
+        "nsparq --version         the version",
+        "",
+        "To try it: `nsparq nsqd` in one terminal, and in another",
+        "  curl -d 'hello' 'http://127.0.0.1:4151/pub?topic=greetings'",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Status 0 when all went well, 1 for a failure, 2 for a wrong command line."""
+    name, *arguments = (sys.argv[1:] if argv is None else list(argv)) or [""]
+    known = {command.name: command for commands in COMMANDS.values() for command in commands}
+    if name == "help" and arguments and arguments[0] in known:
+        name, arguments = arguments[0], ["--help"]
+    if name in ("help", "-h", "-help", "--help"):
+        sys.stdout.write(usage())
+        return 0
+    if name in ("version", "-version", "--version"):
+        sys.stdout.write(f"nsparq {__version__}\n")
+        return 0
+    if not name:
+        sys.stderr.write(usage())
+        return 2
+    if name not in known:
+        similar = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean `nsparq {similar[0]}`?" if similar else "`nsparq --help` lists the commands"
+        sys.stderr.write(f"nsparq: there is no command {name!r}; {hint}\n")
+        return 2
+    return _run(known[name], arguments)
+
+
+def _run(command: Command, arguments: list[str]) -> int:
+    try:
+        run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
+        status = run(arguments)
+        sys.stdout.flush()
+        return status
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "nsparq":
+            raise
+        package = f"nsparq[{command.extra}]" if command.extra else error.name
+        sys.stderr.write(f"nsparq {command.name}: {error.name} is missing: pip install '{package}'\n")
+        return 1
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; the interpreter must not complain at its end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

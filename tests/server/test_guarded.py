@@ -1,0 +1,532 @@
+"""With a policy on, nothing is reachable without permission: every TCP command, every HTTP endpoint.
+
+What there is to try is read from the code, so that a new command or endpoint cannot be forgotten.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+
+from nsparq.errors import StartError
+from nsparq.http.api import Endpoint
+from nsparq.server.auth import Permission
+from nsparq.server.auth_policy import hash_generated
+from nsparq.server.http_api import HttpApi
+from nsparq.wire import server as wire_server
+from tests.support import Answer, BrokerThread, RawConnection, multi, unique_name, wait_until
+from tests.support.auth_server import AuthServer, entry
+
+MINE, THEIRS, OTHER = "mine", "theirs", "other"
+
+
+def identity(name: str, *permissions: str, topic: str = ".*", channels: str = '[".*"]') -> str:
+    """Its secret is its name, backwards."""
+    return f"""
+[[identity]]
+name = "{name}"
+secret = "{hash_generated(name[::-1].encode())}"
+[[identity.allow]]
+topic = "{topic}"
+channels = {channels}
+permissions = {list(permissions)}
+"""
+
+
+ALL = [str(permission) for permission in Permission]
+POLICY = "".join(
+    [
+        identity("everything", *ALL),
+        *(identity(f"only-{name}", name) for name in ALL),
+        *(identity(f"not-{name}", *(other for other in ALL if other != name)) for name in ALL),
+        identity("owner", *ALL, topic=f"^{MINE}$"),
+        identity("consumer", *ALL, topic=f"^{MINE}$", channels=f'["^{MINE}$"]'),
+    ]
+)
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name[::-1]}"}
+
+
+@pytest.fixture(scope="module")
+def policy_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("policy") / "policy.toml"
+    path.write_text(POLICY)
+    return path
+
+
+@pytest.fixture(scope="module")
+def broker(policy_file: Path) -> Iterator[BrokerThread]:
+    with BrokerThread(auth_policy_file=str(policy_file)) as broker:
+        yield broker
+
+
+# Endpoints
+
+# Parameters that an endpoint needs to do its work, beside topic and channel.
+NEEDED = {
+    "from": "0",
+    "sequence": "0",
+    "to": "end",
+    "seconds": "0.01",
+}
+BODIES = {"/config/{key}": b"info", "/topic/settings": b"{}", "/pub": b"x", "/mpub": b"x"}
+
+
+def endpoints() -> list[Endpoint]:
+    """The table, without a daemon that serves it."""
+
+    class Nothing:
+        def __getattr__(self, name: str) -> Nothing:
+            return Nothing()
+
+        def __call__(self, *_: object, **__: object) -> Nothing:
+            return Nothing()
+
+    return list(HttpApi(Nothing()).api.endpoints)  # type: ignore[arg-type]
+
+
+ENDPOINTS = [pytest.param(endpoint, id=f"{endpoint.method} {endpoint.path}") for endpoint in endpoints()]
+
+
+REACHED = (200, 404, 410, 416)
+"""Said by handlers: done, or a topic, channel or sequence number that is not there (any more)."""
+
+
+def takes(endpoint: Endpoint, name: str) -> bool:
+    return any(param.name == name for param in endpoint.params)
+
+
+def target(endpoint: Endpoint, **more: str) -> str:
+    """A request for it that is in order, with the topic and channel given where it takes some."""
+    query = {
+        param.name: NEEDED[param.name]
+        for param in endpoint.params
+        if param.name in NEEDED and (param.required or param.name in ("to", "seconds"))
+    }
+    path = endpoint.path.replace("{key}", "log_level")
+    path, _, _ = path.partition("{")
+    return f"{path}?{urlencode(query | more)}"
+
+
+def ask(broker: BrokerThread, endpoint: Endpoint, headers: dict[str, str], **query: str) -> Answer:
+    body = BODIES.get(endpoint.path) if endpoint.keeps_body else None
+    return broker.request(endpoint.method, target(endpoint, **query), body, headers)
+
+
+def names(endpoint: Endpoint, topic: str = MINE, channel: str = MINE) -> dict[str, str]:
+    given = {"topic": topic, "channel": channel}
+    return {name: value for name, value in given.items() if takes(endpoint, name)}
+
+
+@pytest.fixture
+def topics(broker: BrokerThread) -> Iterator[None]:
+    """Both topics with both channels; refused requests change nothing."""
+    for topic in (MINE, THEIRS):
+        for channel in (MINE, OTHER):
+            broker.control("create", topic, channel)
+    yield
+    for topic in {found["topic_name"] for found in broker.stats()["topics"]}:
+        broker.control("delete", topic)
+
+
+def snapshot(broker: BrokerThread) -> object:
+    stats = broker.stats()
+    found = [
+        (
+            topic["topic_name"],
+            topic["message_count"],
+            topic["paused"],
+            channel["channel_name"],
+            channel["paused"],
+        )
+        for topic in stats["topics"]
+        for channel in topic["channels"]
+    ]
+    return found, broker.nsqd.options.log_level, len(stats["topics"])
+
+
+@pytest.fixture
+def unchanged(broker: BrokerThread, topics: None) -> Iterator[None]:
+    before = snapshot(broker)
+    yield
+    assert snapshot(broker) == before
+
+
+def assert_needs_secret(answer: Answer) -> None:
+    answer.expect_error(401, "AUTH_REQUIRED")
+    assert (answer.header("WWW-Authenticate") or "").startswith("Bearer")
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_every_endpoint_names_its_permission(endpoint: Endpoint) -> None:
+    assert Permission(endpoint.permission)
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_no_endpoint_is_reachable_without_a_secret(broker: BrokerThread, endpoint: Endpoint) -> None:
+    assert_needs_secret(ask(broker, endpoint, {}, **names(endpoint)))
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_no_endpoint_is_reachable_with_a_wrong_secret(broker: BrokerThread, endpoint: Endpoint) -> None:
+    wrong = [
+        "Bearer wrong",
+        "Bearer",
+        "Basic d3Jvbmc6d3Jvbmc=",
+        "gnihtyreve",
+        "Bearer everything",
+        "Digest gnihtyreve",
+    ]
+    for value in wrong:
+        assert_needs_secret(ask(broker, endpoint, {"Authorization": value}, **names(endpoint)))
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_no_endpoint_is_reachable_without_its_permission(broker: BrokerThread, endpoint: Endpoint) -> None:
+    who = bearer(f"not-{endpoint.permission}")
+    ask(broker, endpoint, who, **names(endpoint)).expect_error(403, "UNAUTHORIZED")
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_no_endpoint_is_reachable_for_another_topic(broker: BrokerThread, endpoint: Endpoint) -> None:
+    for who in ("owner", "consumer"):
+        answer = ask(broker, endpoint, bearer(who), **names(endpoint, THEIRS, MINE))
+        answer.expect_error(403, "UNAUTHORIZED")
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_permission_for_a_channel_is_none_for_another_or_for_the_topic(
+    broker: BrokerThread, endpoint: Endpoint
+) -> None:
+    answer = ask(broker, endpoint, bearer("consumer"), **names(endpoint, MINE, OTHER))
+    answer.expect_error(403, "UNAUTHORIZED")
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_name_that_an_endpoint_does_not_take_opens_nothing(
+    broker: BrokerThread, endpoint: Endpoint
+) -> None:
+    if takes(endpoint, "channel"):
+        return
+    answer = ask(broker, endpoint, bearer("consumer"), **(names(endpoint) | {"channel": MINE}))
+    answer.expect_error(403, "UNAUTHORIZED")
+    if not takes(endpoint, "topic"):
+        answer = ask(broker, endpoint, bearer("owner"), topic=MINE)
+        answer.expect_error(403, "UNAUTHORIZED")
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_of_a_name_given_twice_the_one_that_counts_is_checked(
+    broker: BrokerThread, endpoint: Endpoint
+) -> None:
+    if takes(endpoint, "topic"):
+        first = target(endpoint, **names(endpoint, THEIRS, MINE))
+        body = BODIES.get(endpoint.path) if endpoint.keeps_body else None
+        for twice in (f"{first}&topic={MINE}", f"{first}&TOPIC={MINE}", f"{first}&topic%00={MINE}"):
+            answer = broker.request(endpoint.method, twice, body, bearer("owner"))
+            answer.expect_error(403, "UNAUTHORIZED")
+
+
+@pytest.mark.usefixtures("topics")
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_every_endpoint_is_reachable_with_its_permission(broker: BrokerThread, endpoint: Endpoint) -> None:
+    for who in (f"only-{endpoint.permission}", "everything"):
+        answer = ask(broker, endpoint, bearer(who), **names(endpoint))
+        assert answer.status in REACHED, answer
+        assert b'"NOT_FOUND"' not in answer.body
+
+
+@pytest.mark.usefixtures("topics")
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_who_owns_a_topic_reaches_what_concerns_it_and_nothing_else(
+    broker: BrokerThread, endpoint: Endpoint
+) -> None:
+    answer = ask(broker, endpoint, bearer("owner"), **names(endpoint))
+    if takes(endpoint, "topic"):
+        assert answer.status in REACHED, answer
+    else:
+        answer.expect_error(403, "UNAUTHORIZED")
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_other_spellings_and_methods_reach_nothing(broker: BrokerThread, endpoint: Endpoint) -> None:
+    proper = target(endpoint, **names(endpoint))
+    path, _, query = proper.partition("?")
+    for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH"):
+        for spelling in (path, path + "/", "/" + path, path.upper(), path.replace("/", "//"), f"/x/..{path}"):
+            answer = broker.request(method, f"{spelling}?{query}", headers={})
+            assert answer.status in (301, 308, 401, 404, 405), (method, spelling, answer)
+
+
+def test_the_figures_of_one_topic_show_no_other(broker: BrokerThread, topics: None) -> None:
+    with broker.connect() as producer:
+        authenticate(producer, "everything")
+        for topic in (MINE, THEIRS):
+            producer.pub(topic, b"x")
+        for form in ("text", "json"):
+            answer = broker.request("GET", f"/stats?topic={MINE}&format={form}", headers=bearer("owner"))
+            assert answer.status == 200
+            assert THEIRS.encode() not in answer.body
+
+
+def test_basic_credentials_do_as_well(broker: BrokerThread) -> None:
+    for login in ("gnihtyreve", ":gnihtyreve"):
+        encoded = base64.b64encode(login.encode()).decode()
+        assert broker.request("GET", "/ping", headers={"Authorization": f"Basic {encoded}"}).status == 200
+
+
+def test_each_request_of_a_connection_shows_its_own_secret(broker: BrokerThread) -> None:
+    with broker.http_connect() as connection:
+        assert connection.request("GET", "/ping", headers=bearer("everything")).status == 200
+        assert connection.request("GET", "/ping").status == 401
+        assert connection.request("GET", "/ping", headers=bearer("not-read")).status == 403
+        assert connection.request("GET", "/ping", headers=bearer("only-read")).status == 200
+
+
+# Commands
+
+PUBLISH, SUBSCRIBE = "publish", "subscribe"
+COMMANDS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "PUB": (PUBLISH, lambda topic: b"PUB %b\n\x00\x00\x00\x01x" % topic),
+    "DPUB": (PUBLISH, lambda topic: b"DPUB %b 1\n\x00\x00\x00\x01x" % topic),
+    "MPUB": (PUBLISH, lambda topic: b"MPUB %b\n\x00\x00\x00\x09" % topic + multi([b"x"])),
+    "SUB": (SUBSCRIBE, lambda topic: b"SUB %b %b\n" % (topic, topic)),
+}
+SUBSCRIBED_ONLY = {
+    "RDY": b"RDY 1\n",
+    "FIN": b"FIN 0123456789abcdef\n",
+    "REQ": b"REQ 0123456789abcdef 0\n",
+    "TOUCH": b"TOUCH 0123456789abcdef\n",
+    "CLS": b"CLS\n",
+}
+ALWAYS = {"IDENTIFY", "AUTH", "NOP"}
+
+
+def authenticate(connection: RawConnection, name: str) -> None:
+    connection.command("AUTH", body=name[::-1].encode())
+    frame = connection.read_frame()
+    assert b'"identity":"%b"' % name.encode() in frame.data, frame
+
+
+def test_every_command_is_known_here() -> None:
+    assert {name.decode() for name in wire_server._HANDLERS} == {*COMMANDS, *SUBSCRIBED_ONLY, *ALWAYS}
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("verb", COMMANDS)
+@pytest.mark.parametrize("topic", [MINE, "new"])
+def test_no_command_is_done_without_a_secret(broker: BrokerThread, verb: str, topic: str) -> None:
+    with broker.connect() as connection:
+        assert connection.identify()["auth_required"] is True
+        connection.send(COMMANDS[verb][1](topic.encode()))
+        connection.expect_fatal(f"E_AUTH_FIRST AUTH required before {verb}")
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_no_command_is_done_after_a_wrong_secret(broker: BrokerThread, verb: str) -> None:
+    with broker.connect() as connection:
+        connection.send(b"AUTH\n\x00\x00\x00\x05wrong" + COMMANDS[verb][1](MINE.encode()))
+        connection.expect_fatal("E_AUTH_FAILED AUTH failed")
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("verb", COMMANDS)
+@pytest.mark.parametrize(
+    ("who", "topic"), [("not", MINE), ("not", "new"), ("owner", THEIRS), ("owner", "new")]
+)
+def test_no_command_is_done_without_its_permission(
+    broker: BrokerThread, verb: str, who: str, topic: str
+) -> None:
+    permission, command = COMMANDS[verb]
+    with broker.connect() as connection:
+        authenticate(connection, f"not-{permission}" if who == "not" else who)
+        connection.send(command(topic.encode()))
+        channel = topic if verb == "SUB" else ""
+        connection.expect_fatal(f'E_UNAUTHORIZED AUTH failed for {verb} on "{topic}" "{channel}"')
+
+
+@pytest.mark.usefixtures("topics")
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_every_command_is_done_with_its_permission(broker: BrokerThread, verb: str) -> None:
+    permission, command = COMMANDS[verb]
+    for who in (f"only-{permission}", "everything", "owner"):
+        with broker.connect() as connection:
+            authenticate(connection, who)
+            connection.send(command(MINE.encode()))
+            connection.expect_ok()
+
+
+def test_a_permission_is_not_remembered_from_another_topic(broker: BrokerThread, topics: None) -> None:
+    with broker.connect() as connection:
+        authenticate(connection, "owner")
+        for _ in range(3):  # the broker takes a known line the short way
+            connection.pub(MINE, b"x")
+        connection.command("PUB", THEIRS, body=b"x")
+        connection.expect_fatal(f'E_UNAUTHORIZED AUTH failed for PUB on "{THEIRS}" ""')
+
+
+@pytest.mark.parametrize("verb", SUBSCRIBED_ONLY)
+def test_what_belongs_to_a_subscription_needs_one(broker: BrokerThread, verb: str) -> None:
+    with broker.connect() as connection:
+        connection.send(SUBSCRIBED_ONLY[verb])
+        connection.expect_fatal(f"E_INVALID cannot {verb} in current state")
+
+
+# Without a secret
+
+
+ANONYMOUS = '[[anonymous.allow]]\ntopic = ".*"\npermissions = ["read"]\n'
+
+
+def test_what_the_policy_leaves_to_everybody_needs_no_secret(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(
+        POLICY + ANONYMOUS + f'[[anonymous.allow]]\ntopic = "^{MINE}$"\npermissions = ["publish"]'
+    )
+    with BrokerThread(auth_policy_file=str(path)) as broker:
+        assert broker.request("GET", "/ping").status == 200
+        assert broker.request("POST", f"/pub?topic={MINE}", b"x").status == 200
+        assert broker.request("POST", f"/pub?topic={THEIRS}", b"x").status in (401, 403)
+        assert broker.request("POST", f"/topic/create?topic={THEIRS}").status in (401, 403)
+        assert broker.request("GET", "/ping", headers={"Authorization": "Bearer wrong"}).status == 401
+        with broker.connect() as connection:
+            connection.pub(MINE, b"x")
+            connection.command("SUB", MINE, MINE)
+            connection.expect_fatal(f'E_UNAUTHORIZED AUTH failed for SUB on "{MINE}" "{MINE}"')
+
+
+# The other doors
+
+
+def test_https_is_guarded_too(policy_file: Path) -> None:
+    made = pytest.importorskip("tests.support.certificates").certificates()
+    with BrokerThread(auth_policy_file=str(policy_file), **made.server_flags()) as broker:
+        with broker.http_connect(https=True, tls=made.client_context()) as connection:
+            assert_needs_secret(connection.request("GET", "/stats"))
+            assert connection.request("GET", "/stats", headers=bearer("only-read")).status == 200
+
+
+def test_unix_sockets_are_guarded_too(policy_file: Path, tmp_path: Path) -> None:
+    flags = {"tcp_address": str(tmp_path / "t.sock"), "http_address": str(tmp_path / "h.sock")}
+    with BrokerThread(auth_policy_file=str(policy_file), **flags) as broker:
+        assert_needs_secret(broker.request("GET", "/stats"))
+        assert broker.request("GET", "/stats", headers=bearer("only-read")).status == 200
+        with broker.connect() as connection:
+            connection.command("PUB", "t", body=b"x")
+            connection.expect_fatal("E_AUTH_FIRST AUTH required before PUB")
+
+
+# Auth servers
+
+
+def test_an_auth_server_alone_leaves_http_open_as_in_nsq() -> None:
+    with AuthServer() as server, BrokerThread(auth_http_address=(server.address,)) as broker:
+        assert broker.request("GET", "/stats").status == 200
+        with broker.connect() as connection:
+            connection.command("PUB", "t", body=b"x")
+            connection.expect_fatal("E_AUTH_FIRST AUTH required before PUB")
+
+
+def test_with_both_the_file_comes_first_and_http_is_guarded(policy_file: Path) -> None:
+    with (
+        AuthServer() as server,
+        BrokerThread(auth_policy_file=str(policy_file), auth_http_address=(server.address,)) as broker,
+    ):
+        server.grant(entry("^theirs$", "publish", "read"), identity="remote")
+        with broker.connect() as connection:
+            authenticate(connection, "owner")
+        assert broker.request("GET", "/stats", headers=bearer("everything")).status == 200
+        assert server.queries == []
+        with broker.connect() as connection:
+            authenticate(connection, "remote")
+            connection.pub(THEIRS, b"x")
+        assert server.queries[-1].fields["secret"] == "etomer"
+        before = len(server.queries)
+        for _ in range(3):
+            assert broker.request("GET", f"/stats?topic={THEIRS}", headers=bearer("remote")).status == 200
+        assert broker.request("GET", "/stats", headers=bearer("remote")).status == 403
+        assert len(server.queries) == before + 1  # a token is asked about once
+        server.answer(b"", 500)
+        assert_needs_secret(broker.request("GET", "/stats", headers=bearer("unknown")))
+
+
+# Start and reload
+
+
+def test_a_bad_policy_file_is_no_start(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    with pytest.raises(StartError, match="No such file"):
+        BrokerThread(auth_policy_file=str(path))
+    path.write_text("[[identity]]")
+    with pytest.raises(StartError, match="identity 1: name must be"):
+        BrokerThread(auth_policy_file=str(path))
+
+
+def reload(broker: BrokerThread) -> None:
+    broker.call(lambda _: broker.nsqd.reload())
+
+
+def test_a_reload_takes_away_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(POLICY)
+    topic = unique_name("topic")
+    with BrokerThread(auth_policy_file=str(path)) as broker:
+        with broker.connect() as leaver, broker.connect() as stayer, broker.connect() as publisher:
+            authenticate(leaver, "only-subscribe")
+            leaver.sub(topic, "c", rdy=1)
+            authenticate(stayer, "everything")
+            stayer.sub(topic, "d", rdy=1)
+            authenticate(publisher, "only-publish")
+            publisher.pub(topic, b"x")
+            assert broker.request("GET", "/ping", headers=bearer("only-read")).status == 200
+
+            path.write_text(identity("everything", *ALL))
+            reload(broker)
+            assert_needs_secret(broker.request("GET", "/ping", headers=bearer("only-read")))
+            assert broker.request("GET", "/ping", headers=bearer("everything")).status == 200
+            publisher.command("PUB", topic, body=b"x")
+            publisher.expect_fatal("E_AUTH_FAILED AUTH failed")
+            leaver.read_message()
+            leaver.expect_fatal("E_AUTH_FAILED AUTH failed")
+            stayer.fin(stayer.read_message().id)
+            stayer.pub(topic, b"still here")
+            stayer.fin(stayer.read_message().id)
+        wait_until(lambda: not broker.stats()["topics"][0]["channels"][0]["clients"])
+
+
+def test_a_reload_that_takes_a_permission_ends_the_subscription_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(identity("me", *ALL))
+    with BrokerThread(auth_policy_file=str(path)) as broker, broker.connect() as connection:
+        authenticate(connection, "me")
+        connection.sub(MINE, MINE)
+        path.write_text(identity("me", "publish"))
+        reload(broker)
+        connection.expect_fatal(f'E_UNAUTHORIZED AUTH failed for SUB on "{MINE}" "{MINE}"')
+
+
+def test_a_bad_file_at_reload_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(POLICY)
+    with BrokerThread(auth_policy_file=str(path)) as broker, broker.connect() as connection:
+        authenticate(connection, "everything")
+        path.write_text("")
+        reload(broker)
+        connection.pub("t", b"x")
+        assert broker.request("GET", "/ping", headers=bearer("only-read")).status == 200
+        assert_needs_secret(broker.request("GET", "/ping"))

@@ -1,0 +1,103 @@
+"""NSQ's memory figures: the keys, plausible values, and their price."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nsparq.server import memory
+from nsparq.server.memory import memory_stats, watch_collector
+
+KEYS = [
+    "heap_objects",
+    "heap_idle_bytes",
+    "heap_in_use_bytes",
+    "heap_released_bytes",
+    "gc_pause_usec_100",
+    "gc_pause_usec_99",
+    "gc_pause_usec_95",
+    "next_gc_bytes",
+    "gc_total_runs",
+]
+
+
+@pytest.fixture(autouse=True)
+def unwatched() -> Iterator[None]:
+    yield
+    if memory._pauses in gc.callbacks:
+        gc.callbacks.remove(memory._pauses)
+    memory._pauses.last_ns.clear()
+
+
+def test_the_keys_are_nsqs_and_the_values_integers() -> None:
+    stats = memory_stats()
+    assert [*stats] == KEYS
+    assert all(type(value) is int and value >= 0 for value in stats.values())
+
+
+def test_the_figures_follow_what_is_allocated() -> None:
+    before = memory_stats()
+    held = [bytearray(4096) for _ in range(20_000)]
+    after = memory_stats()
+    assert after["heap_objects"] - before["heap_objects"] > 10_000
+    assert after["heap_in_use_bytes"] - before["heap_in_use_bytes"] > 40_000_000
+    assert after["next_gc_bytes"] >= after["heap_in_use_bytes"]
+    assert after["heap_released_bytes"] <= after["heap_idle_bytes"]
+    assert len(held) == 20_000
+
+
+def test_collections_are_counted_and_their_pauses_timed() -> None:
+    watch_collector()
+    watch_collector()
+    assert gc.callbacks.count(memory._pauses) == 1
+    before = memory_stats()["gc_total_runs"]
+    started = time.perf_counter_ns()
+    gc.collect()
+    took_usec = (time.perf_counter_ns() - started) // 1000
+    stats = memory_stats()
+    assert stats["gc_total_runs"] > before
+    assert 0 < stats["gc_pause_usec_100"] <= took_usec
+    assert stats["gc_pause_usec_95"] <= stats["gc_pause_usec_99"] <= stats["gc_pause_usec_100"]
+
+
+def test_percentiles_of_pauses_are_taken_as_go_takes_them() -> None:
+    pauses = memory._Pauses()
+    assert pauses.percentiles_usec(100, 99, 95) == [0, 0, 0]
+    pauses.last_ns.extend(number * 1000 for number in range(1, 101))
+    assert pauses.percentiles_usec(100, 99, 95) == [100, 100, 96]
+    pauses.last_ns.extend([0] * 1000)
+    assert len(pauses.last_ns) == 256, "only the last ones are kept"
+
+
+def test_a_collection_under_way_when_watching_begins_is_not_timed() -> None:
+    pauses = memory._Pauses()
+    pauses("stop", {})
+    assert not pauses.last_ns
+
+
+def test_without_proc_the_peak_stands_for_what_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(memory, "_STATM", tmp_path / "absent")
+    stats = memory_stats()
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert stats["heap_in_use_bytes"] <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    assert (stats["heap_idle_bytes"], stats["heap_released_bytes"]) == (0, 0)
+
+
+def test_asking_costs_little_however_many_objects_there_are() -> None:
+    held = [[number] for number in range(1_000_000)]
+    best = min(_cost() for _ in range(5))
+    assert best < 0.01, f"{best * 1000:.1f} ms with {len(held)} objects"
+
+
+def _cost() -> float:
+    started = time.perf_counter()
+    memory_stats()
+    return time.perf_counter() - started
