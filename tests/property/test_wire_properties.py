@@ -336,7 +336,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
-OFFERING = Limits(tls_available=True, compression_available=True)
+OFFERING = Limits(tls_available=True)
 
 
 @settings(max_examples=200)

@@ -555,7 +555,7 @@ X = f'[[identity]]\nname = "x"\n{SECRET}\n'
         ),
         (
             f'{X}[[identity.allow]]\ntopic = "("\npermissions = ["read"]',
-            "identity 'x', allow 1: missing closing ) in '('",
+            "identity 'x', allow 1: missing ): ( in '('",
         ),
         (
             f'{X}[[identity.allow]]\ntopic = "t"\nchannels = [1]',

@@ -39,6 +39,7 @@ from nsparq.server.auth import (
     TokenCache,
     secret_from_header,
 )
+from nsparq.server.auth_policy import StaticPolicy
 from nsparq.server.http_api import HttpApi
 from nsparq.server.lookup_peer import LookupPeers
 from nsparq.server.memory import watch_collector
@@ -152,8 +153,6 @@ class Nsqd:
             self.tls_context = self._build_tls_context()
         sources: list[Authenticator] = []
         if options.auth_policy_file:
-            from nsparq.server.auth_policy import StaticPolicy
-
             sources.append(StaticPolicy(Path(options.auth_policy_file), self._askers))
         if options.auth_http_address:
             servers = AuthServers(
@@ -467,10 +466,14 @@ def _auth_required() -> ApiError:
 
 
 def _check_permission(grant: Grant, request: Request, endpoint: Endpoint) -> None:
-    permission = Permission(endpoint.permission)
     parameters = request.parameters
-    channel = "" if permission is Permission.PUBLISH else parameters.get("channel", "")
-    if not grant.allows(permission, parameters.get("topic", ""), channel):
+    # Only names that the handler looks at: any other could be the one that the client may use.
+    taken = {param.name for param in endpoint.params}
+    topic = parameters.get("topic", "") if "topic" in taken else ""
+    channel = parameters.get("channel", "") if "channel" in taken else ""
+    if not grant.allows(Permission(endpoint.permission), topic, channel):
+        if not request.header("Authorization"):
+            raise _auth_required()
         raise ApiError(403, "UNAUTHORIZED")
 
 

@@ -1,17 +1,13 @@
-"""IDENTIFY: the JSON body, its checks in NSQ's order, and the reply.
-
-Go's decoder decides what is acceptable: keys match in any case, null means absent, numbers of integer
-fields carry no fraction or exponent, unknown keys are ignored.
-"""
+"""IDENTIFY: the JSON body, its checks in NSQ's order, and the reply."""
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any, Final
 
 from nsparq.errors import FatalClientError
+from nsparq.wire.go_json import BOOL, INT32, INT64, STRING, decode_object
 from nsparq.wire.limits import (
     DEFAULT_DEFLATE_LEVEL,
     DEFAULT_HEARTBEAT_MS,
@@ -22,16 +18,13 @@ from nsparq.wire.limits import (
     Limits,
 )
 
-_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _STRINGS: Final = ("client_id", "hostname", "user_agent", "topology_region", "topology_zone")
-_BOOLEANS: Final = ("feature_negotiation", "tls_v1", "snappy", "deflate")
-_INTEGERS: Final = {
-    "heartbeat_interval": 64,
-    "output_buffer_size": 64,
-    "output_buffer_timeout": 64,
-    "deflate_level": 64,
-    "sample_rate": 32,
-    "msg_timeout": 64,
+_KINDS: Final = {
+    **dict.fromkeys(_STRINGS, STRING),
+    **dict.fromkeys(("feature_negotiation", "tls_v1", "snappy", "deflate"), BOOL),
+    **dict.fromkeys(("heartbeat_interval", "output_buffer_size", "output_buffer_timeout"), INT64),
+    **dict.fromkeys(("deflate_level", "msg_timeout"), INT64),
+    "sample_rate": INT32,
 }
 
 
@@ -135,57 +128,9 @@ def decode_identify(body: bytes, limits: Limits, current: Identity | None = None
 def _decode_fields(body: bytes) -> dict[str, Any]:
     """The known keys of the body, type-checked; absent where missing or null."""
     try:
-        parsed = json.loads(
-            body.decode("utf-8", "replace"),
-            object_pairs_hook=_Pairs,
-            parse_int=_parse_int,
-            parse_constant=_refuse_constant,
-        )
-    except (ValueError, RecursionError) as error:
-        raise _undecodable() from error
-    if parsed is None:
-        return {}
-    if not isinstance(parsed, _Pairs):
-        raise _undecodable()
-    fields: dict[str, Any] = {}
-    value: Any
-    for key, value in parsed:
-        name = key.lower()
-        if name in _STRINGS:
-            wanted: type = str
-        elif name in _BOOLEANS:
-            wanted = bool
-        elif name in _INTEGERS:
-            wanted = int
-        else:
-            continue
-        if value is None:
-            continue
-        if type(value) is not wanted:
-            raise _undecodable()
-        if isinstance(value, int) and name in _INTEGERS and not _fits(value, _INTEGERS[name]):
-            raise _undecodable()
-        # Half a surrogate pair could not be encoded again; Go replaces it as well.
-        fields[name] = _SURROGATE.sub("\ufffd", value) if isinstance(value, str) else value
-    return fields
-
-
-def _parse_int(digits: str) -> int:
-    """No field takes more than 64 bits; Python refuses to read very long numbers, which must be ignored
-    under an unknown key."""
-    return int(digits[:25])
-
-
-def _fits(value: int, bits: int) -> bool:
-    return -(1 << (bits - 1)) <= value < 1 << (bits - 1)
-
-
-class _Pairs(list[tuple[str, Any]]):
-    """A JSON object as its pairs in order, so that of keys that differ only in case the last one wins."""
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+        return decode_object(body, _KINDS)
+    except ValueError as error:
+        raise FatalClientError("E_BAD_BODY", "IDENTIFY failed to decode JSON body") from error
 
 
 def _check_heartbeat(wanted: int, limits: Limits, current: int) -> int:
@@ -220,7 +165,3 @@ def _check_buffer_size(wanted: int, limits: Limits, current: int) -> int:
 
 def _invalid(field: str, value: int) -> FatalClientError:
     return FatalClientError("E_BAD_BODY", f"IDENTIFY {field} ({value}) is invalid")
-
-
-def _undecodable() -> FatalClientError:
-    return FatalClientError("E_BAD_BODY", "IDENTIFY failed to decode JSON body")
