@@ -62,7 +62,8 @@ class Channel(Backlog):
         """The batch under the cursor."""
         self._requeued_next = True
         """Whose turn it is when both requeued and new messages wait."""
-        self._is_warming = False
+        self._warming: Cold | None = None
+        """What the disk is being asked for; nothing is sent meanwhile."""
         self._must_wait = False
         """The disk has just been asked for what is read next: do not ask again, wait."""
 
@@ -278,7 +279,7 @@ class Channel(Backlog):
     def _deliver(self, client: Client, limit: int, now_ns: int) -> int | None:
         """Send up to `limit` messages; gives how many have gone from the queue. None if it cannot be done
         now."""
-        if self._is_warming:
+        if self._warming is not None:
             return None
         has_new = self.cursor < self.topic.visible_end
         try:
@@ -412,11 +413,12 @@ class Channel(Backlog):
 
     def _warm(self, cold: Cold) -> None:
         """Have the disk read in a thread; delivery goes on when it has."""
-        self._is_warming = True
+        self._warming = cold
 
         def warmed() -> None:
-            self._is_warming = False
-            self._must_wait = True
+            if self._warming is cold:
+                self._warming = None
+                self._must_wait = True
             self.topic.broker.schedule_channel(self)
 
         self.topic.broker.warm(cold, warmed)
@@ -490,8 +492,9 @@ class Channel(Backlog):
             self.offer(client)
 
     def _offer_all(self) -> None:
-        """Nothing is in flight any more."""
+        """The channel has gone elsewhere in the log, and nothing is in flight any more."""
         self._current = None
+        self._warming, self._must_wait = None, False
         for client in self.clients:
             client.in_flight = 0
             self.offer(client)

@@ -107,7 +107,7 @@ class Client:
             "tls_cipher_suite": tls.cipher_suite if tls else "",
             "tls_version": tls.version if tls else "",
             "tls_negotiated_protocol": tls.negotiated_protocol if tls else "",
-            "tls_negotiated_protocol_is_mutual": bool(tls and tls.negotiated_protocol),
+            "tls_negotiated_protocol_is_mutual": tls is not None,
         }
         return shown
 

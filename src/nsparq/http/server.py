@@ -70,6 +70,9 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 class Layer(Protocol):
     """What lies between the socket and HTTP: TLS."""
 
+    is_ended: bool
+    """Whether the client has said inside the layer that nothing follows."""
+
     def receive(self, data: bytes) -> Iterator[bytes]: ...
     def send(self, data: bytes) -> bytes: ...
     def take_output(self) -> bytes: ...
@@ -271,10 +274,17 @@ class HttpConnection(asyncio.Protocol):
             self._is_deaf = True
             self._end()
         self._write(b"")
+        if layer.is_ended:
+            self.eof_received()
 
     def _receive(self, data: bytes) -> None:
-        if self._is_deaf:
-            return
+        rest: bytes | memoryview = data
+        while rest and not self._is_deaf:
+            rest = self._feed(rest)
+        self._pump()
+
+    def _feed(self, data: bytes | memoryview) -> bytes | memoryview:
+        """Have the parser take in what arrived; gives what it is to be fed next."""
         before = self._body_size
         try:
             self._parser.feed_data(data)
@@ -292,14 +302,25 @@ class HttpConnection(asyncio.Protocol):
             else:
                 logger.error("internal error while reading a request", exc_info=cause)
                 self._refuse(error_response(500, "INTERNAL_ERROR"))
-        except httptools.HttpParserUpgrade:
-            # Nobody here speaks anything else. The request itself has been taken in.
+        except httptools.HttpParserUpgrade as offer:
+            if self._parser.get_method() != b"CONNECT":
+                self._decline()
+                return memoryview(data)[offer.args[0] :]
             self._is_deaf = True
             self._is_finishing = True
         except httptools.HttpParserError as error:
             logger.info("HTTP client(%s): not HTTP: %s", self._peer, error)
             self._refuse(_plain_error(400))
-        self._pump()
+        return b""
+
+    def _decline(self) -> None:
+        """The client offers to speak something else, as some do with any first request. Nobody here does, and
+        the parser leaves out the body then: it is to read the request as if there were no offer."""
+        parser = self._parser
+        lines = [b"%b %b HTTP/%b" % (parser.get_method(), self._url, parser.get_http_version().encode())]
+        lines += [b"%b: %b" % header for header in self._headers if header[0].lower() != b"upgrade"]
+        self._parser = httptools.HttpRequestParser(self)
+        self._feed(b"\r\n".join([*lines, b"", b""]))
 
     def eof_received(self) -> bool:
         """A client that is done sending still gets the answers to what it sent."""
@@ -307,7 +328,7 @@ class HttpConnection(asyncio.Protocol):
         self._is_finishing = True
         self._is_cut_short = False
         if self._busy is None and not self._queue:
-            self._transport.close()
+            self._end()
         return True
 
     def pause_writing(self) -> None:
@@ -354,15 +375,19 @@ class HttpConnection(asyncio.Protocol):
             raise _Refused(_plain_error(414))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name, value))
         self._head_size += len(name) + len(value) + 4
         if self._head_size > MAX_HEAD:
             raise _Refused(_plain_error(431))
+        if self._in_head:
+            # Not a trailer, which says nothing that anybody here may go by.
+            self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._partial = 0
         parser = self._parser
+        if parser.should_upgrade() and parser.get_method() != b"CONNECT":
+            return  # to come again: see _decline
         version = parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise _Refused(_plain_error(400 if version < "1" else 505))
@@ -499,6 +524,7 @@ class HttpConnection(asyncio.Protocol):
         request, self._busy = self._busy, None
         if request is None:
             return
+        request._answer = None
         self._server.gathered -= len(request.body)
         if self._is_closed:
             return
@@ -514,7 +540,8 @@ class HttpConnection(asyncio.Protocol):
         return error_response(500, "INTERNAL_ERROR")
 
     def _send(self, response: Response, request: Request, keeps: bool) -> None:
-        keeps = keeps and not self._is_finishing
+        # What waits behind it has been asked before the end, and is answered too.
+        keeps = keeps and (not self._is_finishing or bool(self._queue))
         self._write(self._server.encode(response, request, keeps))
         if keeps:
             self.deadline = self._loop.time() + IDLE_S

@@ -3,24 +3,29 @@
 Who writes the patterns has an nsqd in mind that is written in Go, so Go's syntax decides: `[[:alpha:]]` means
 something, look-ahead does not. And a client chooses the names that they are matched against, on the event
 loop of a broker that others use: Python's `re` needs hours for `(\\w+\\.?)+$` and a well-chosen name. RE2 is
-what Go's own package was made after.
+what Go's own package was made after. It is loaded with the first pattern: most daemons have none.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Final
-
-import re2
+from functools import cache, lru_cache
+from typing import Any, Final
 
 from nsparq.errors import NsparqError
 
 __all__ = ["BadPattern", "Pattern", "compile_pattern"]
 
 MAX_LENGTH: Final = 64 << 10
-_OPTIONS: Final = re2.Options()
-_OPTIONS.log_errors = False
-_OPTIONS.never_capture = True
+
+
+@cache
+def _engine() -> tuple[Any, Any]:
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    options.never_capture = True
+    return re2, options
 
 
 class BadPattern(NsparqError):
@@ -34,8 +39,9 @@ class Pattern:
         self.text = text
         if len(text) > MAX_LENGTH:
             raise BadPattern(f"longer than {MAX_LENGTH} characters: {text[:200]!r}")
+        re2, options = _engine()
         try:
-            self._compiled = re2.compile(text, _OPTIONS)
+            self._compiled = re2.compile(text, options)
         except (re2.error, ValueError) as error:
             reason = error.args[0] if error.args else "not a pattern"
             shown = reason.decode("utf-8", "replace") if isinstance(reason, bytes) else str(reason)

@@ -66,7 +66,8 @@ class SnappyLayer(Layer):
         """Bytes needed for the next step: a chunk's header, or all of it."""
         self._to_skip = 0
         """Bytes still to come of a chunk that is passed over."""
-        self._failure: LayerError | None = None
+        self._failure = ""
+        """Why nothing more can be read. Not the error itself: its traceback would keep the layer alive."""
 
     def send(self, data: bytes | memoryview) -> bytes:
         if not data:
@@ -98,8 +99,8 @@ class SnappyLayer(Layer):
     def _read(self) -> bytes:
         """The contents of as many whole chunks as make one piece. Small ones are common: a client flushes
         after each command."""
-        if self._failure is not None:
-            raise self._failure
+        if self._failure:
+            raise LayerError(self._failure)
         if self._held < self._wanted:
             return b""
         if self._arrived:
@@ -111,7 +112,7 @@ class SnappyLayer(Layer):
         try:
             self._decode_chunks(pieces)
         except LayerError as error:
-            self._failure = error
+            self._failure = error.reason
             if not pieces:
                 raise
         return b"".join(pieces)

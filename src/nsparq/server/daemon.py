@@ -4,52 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 import resource
 import socket
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import quote
-
-from OpenSSL import SSL
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nsparq import logs
 from nsparq.addresses import join_address, remove_stale_socket, split_address
 from nsparq.broker.broker import Broker
 from nsparq.broker.scan import INTERVAL_S
-from nsparq.broker.topic import Topic
-from nsparq.errors import Exiting, StartError
-from nsparq.fetch import FetchError, fetch
-from nsparq.http.api import ApiError, Endpoint, Request, Response
+from nsparq.errors import StartError
+from nsparq.http.api import Response
 from nsparq.http.server import HttpServer
-from nsparq.names import is_ephemeral, is_valid_name
 from nsparq.options import NsqdOptions, TlsRequired
 from nsparq.server.auth import (
     AuthChain,
     Authenticator,
-    AuthFailed,
     AuthServers,
-    Grant,
-    Permission,
-    TokenCache,
-    secret_from_header,
 )
 from nsparq.server.auth_policy import StaticPolicy
+from nsparq.server.discovery import Discovery
+from nsparq.server.guard import Guard
 from nsparq.server.http_api import HttpApi
 from nsparq.server.lookup_peer import LookupPeers
 from nsparq.server.memory import watch_collector
 from nsparq.server.metrics import LoopLag
 from nsparq.server.statsd import Statsd, expand_prefix
 from nsparq.server.tcp import Connection
-from nsparq.server.tls import TlsLayer, build_context
 from nsparq.storage.files import Files
 from nsparq.version import NSQ_VERSION, version_line
 from nsparq.wire.limits import Limits
+
+if TYPE_CHECKING:
+    from OpenSSL import SSL
+
+    from nsparq.server.tls import TlsLayer
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +50,6 @@ T = TypeVar("T")
 
 DRAIN_S = 2.0
 """How long closing connections may take at shutdown."""
-MAX_ANSWER = 16 << 20
-"""Bytes of an nsqlookupd's list of channels."""
 
 
 class Nsqd:
@@ -70,10 +61,10 @@ class Nsqd:
         self.hostname = socket.gethostname()
         self.connections: set[Connection] = set()
         self.lag = LoopLag()
-        self.tls_context: SSL.Context
+        self._tls_context: SSL.Context
         self.authenticator: Authenticator | None = None
-        self._tokens: TokenCache | None = None
-        """Guards the HTTP API, where a policy file says who may use it."""
+        self.guard: Guard | None = None
+        """Of the HTTP API, where a policy file says who may use it."""
         self._all_gone = asyncio.Event()
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="nsqd-disk")
         self._askers = ThreadPoolExecutor(16, thread_name_prefix="nsqd-ask")
@@ -96,6 +87,7 @@ class Nsqd:
             registrations=self._registrations,
             max_body_size=options.max_body_size,
         )
+        self._discovery = Discovery(options, self.peers, self._askers)
         self._statsd: Statsd | None = None
 
     # who we are
@@ -150,7 +142,7 @@ class Nsqd:
         """Certificates and policies; raises StartError before anything is open."""
         options = self.options
         if options.tls_cert:
-            self.tls_context = self._build_tls_context()
+            self._tls_context = self._build_tls_context()
         sources: list[Authenticator] = []
         if options.auth_policy_file:
             sources.append(StaticPolicy(Path(options.auth_policy_file), self._askers))
@@ -167,9 +159,18 @@ class Nsqd:
         if sources:
             self.authenticator = sources[0] if len(sources) == 1 else AuthChain(sources)
         if options.auth_policy_file and self.authenticator is not None:
-            self._tokens = TokenCache(self.authenticator)
+            self.guard = Guard(self.authenticator)
+
+    def tls_layer(self) -> TlsLayer:
+        """For one more connection."""
+        from nsparq.server.tls import TlsLayer
+
+        return TlsLayer(self._tls_context)
 
     def _build_tls_context(self) -> SSL.Context:
+        # Loaded where it is needed: it takes a tenth of a second and ten megabytes.
+        from nsparq.server.tls import build_context
+
         options = self.options
         return build_context(
             options.tls_cert,
@@ -188,7 +189,7 @@ class Nsqd:
             self._http.append(plain)
             self.http_address = await self._bind("HTTP", options.http_address, plain.listen)
         if options.tls_cert and options.https_address:
-            secure = HttpServer(api, layer=lambda: TlsLayer(self.tls_context))
+            secure = HttpServer(api, layer=self.tls_layer)
             self._http.append(secure)
             self.https_address = await self._bind("HTTPS", options.https_address, secure.listen)
 
@@ -273,8 +274,8 @@ class Nsqd:
             connection.close()
         self._all_gone.set() if not self.connections else self._all_gone.clear()
         await asyncio.gather(self._wait_for_clients(), *(http.close() for http in self._http))
-        if self._tokens is not None:
-            await self._tokens.close()
+        if self.guard is not None:
+            await self.guard.close()
         await self.peers.stop()
         await asyncio.to_thread(self._threads.shutdown)
         # A question under way may take seconds, and nobody waits for its answer any more.
@@ -299,7 +300,7 @@ class Nsqd:
         """SIGHUP: certificates and the policy file. What cannot be used is reported and changes nothing."""
         if self.options.tls_cert:
             try:
-                self.tls_context = self._build_tls_context()
+                self._tls_context = self._build_tls_context()
                 logger.info("SIGHUP: certificates reloaded")
             except StartError as error:
                 logger.error("SIGHUP: the certificates stay as they were: %s", error)
@@ -315,39 +316,6 @@ class Nsqd:
     def change_log_level(self, level: str) -> None:
         self.options = dataclasses.replace(self.options, log_level=level)
         logging.getLogger().setLevel(logs.LEVELS[level])
-
-    # who may use the HTTP API
-
-    def guard(self, request: Request, endpoint: Endpoint) -> Awaitable[None] | None:
-        """Let the request pass, or raise ApiError; something to wait for where that must be asked."""
-        tokens = self._tokens
-        if tokens is None:
-            return None
-        tls = request.secure
-        about: dict[str, Any] = {
-            "remote_ip": request.peer,
-            "tls": tls is not None,
-            "common_name": tls.common_name if tls else "",
-        }
-        try:
-            secret = secret_from_header(request.header("Authorization"))
-        except AuthFailed as error:
-            raise _auth_required() from error
-        grant = tokens.known(secret, **about)
-        if grant is not None:
-            _check_permission(grant, request, endpoint)
-            return None
-        return self._ask_guard(tokens, secret, about, request, endpoint)
-
-    async def _ask_guard(
-        self, tokens: TokenCache, secret: bytes, about: dict[str, Any], request: Request, endpoint: Endpoint
-    ) -> None:
-        try:
-            grant = await tokens.grant(secret, **about)
-        except AuthFailed as error:
-            logger.info("HTTP client(%s): %s", request.peer, error)
-            raise _auth_required() from error
-        _check_permission(grant, request, endpoint)
 
     # nsqlookupd
 
@@ -372,41 +340,7 @@ class Nsqd:
     def _on_change(self, verb: str, topic_name: str, channel: str) -> None:
         self.peers.changed("REGISTER" if verb == "REGISTER" else "UNREGISTER", topic_name, channel)
         if verb == "REGISTER" and not channel and self.peers.addresses:
-            topic = self.broker.topics[topic_name]
-            topic.hold = topic.log.end
-            self._launch(self._discover_channels(topic, topic.log.end))
-
-    async def _discover_channels(self, topic: Topic, birth: int) -> None:
-        """A topic that is new here may have channels elsewhere: they are to see its messages from the
-        first on, so they are asked for before any of those can be let go."""
-        try:
-            await self.peers.settled()
-            asked = [self._ask_channels(address, topic.name) for address in self.peers.http_addresses]
-            names = {name for found in await asyncio.gather(*asked) for name in found}
-            for name in sorted(names - topic.channels.keys()):
-                if not topic.is_exiting and is_valid_name(name.encode()) and not is_ephemeral(name):
-                    topic.get_channel(name, start=birth)
-        except (Exiting, OSError) as error:
-            logger.warning("TOPIC(%s): channels could not be created: %s", topic.name, error)
-        finally:
-            topic.hold = None
-
-    async def _ask_channels(self, address: str, topic: str) -> list[str]:
-        url = f"http://{address}/channels?topic={quote(topic)}"
-        ask = partial(
-            fetch,
-            url,
-            connect_timeout=self.options.http_client_connect_timeout,
-            request_timeout=self.options.http_client_request_timeout,
-            max_bytes=MAX_ANSWER,
-        )
-        try:
-            answer = await self._loop.run_in_executor(self._askers, ask)
-            found = json.loads(answer.body)["channels"] if answer.status == 200 else []
-        except (FetchError, ValueError, KeyError, TypeError) as error:
-            logger.warning("TOPIC(%s): cannot ask %s for channels: %s", topic, address, error)
-            return []
-        return [name for name in found if isinstance(name, str)]
+            self._launch(self._discovery.discover(self.broker.topics[topic_name]))
 
     # the loop's rhythms
 
@@ -459,22 +393,6 @@ class Nsqd:
 def _port(address: tuple[str, int] | str) -> int:
     """-1 for a Unix socket, and where there is no listener."""
     return address[1] if isinstance(address, tuple) else -1
-
-
-def _auth_required() -> ApiError:
-    return ApiError(401, "AUTH_REQUIRED", (("WWW-Authenticate", "Bearer"),))
-
-
-def _check_permission(grant: Grant, request: Request, endpoint: Endpoint) -> None:
-    parameters = request.parameters
-    # Only names that the handler looks at: any other could be the one that the client may use.
-    taken = {param.name for param in endpoint.params}
-    topic = parameters.get("topic", "") if "topic" in taken else ""
-    channel = parameters.get("channel", "") if "channel" in taken else ""
-    if not grant.allows(Permission(endpoint.permission), topic, channel):
-        if not request.header("Authorization"):
-            raise _auth_required()
-        raise ApiError(403, "UNAUTHORIZED")
 
 
 def _raise_file_limit() -> None:

@@ -29,7 +29,6 @@ from nsparq.errors import (
 from nsparq.server.auth import AuthFailed, Grant, Permission
 from nsparq.server.compress import DeflateLayer, SnappyLayer
 from nsparq.server.layers import Layer, LayerError, LayerStack
-from nsparq.server.tls import TlsLayer
 from nsparq.wire import commands
 from nsparq.wire.frames import CLOSE_WAIT, ERROR, HEARTBEAT, OK, RESPONSE, encode_frame
 from nsparq.wire.limits import Limits
@@ -174,7 +173,8 @@ class Connection(asyncio.Protocol):
         identity = self.client.identity
         wanted: list[Layer] = []
         if identity.tls:
-            wanted.append(TlsLayer(self._nsqd.tls_context))
+            self.client.tls = tls = self._nsqd.tls_layer()
+            wanted.append(tls)
         if identity.snappy:
             wanted.append(SnappyLayer())
         elif identity.deflate:
@@ -204,10 +204,7 @@ class Connection(asyncio.Protocol):
         layers = self._layers
         assert layers is not None
         self._is_confirmed = True
-        tls = layers.layers[0]
-        if isinstance(tls, TlsLayer):
-            self._protocol.tls_active = True
-            self.client.tls = tls
+        self._protocol.tls_active = self.client.tls is not None
         self._transport.write(layers.confirm(OK))
 
     def _decode(self, pieces: Iterator[bytes]) -> None:

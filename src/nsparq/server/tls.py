@@ -135,7 +135,8 @@ class TlsLayer(Layer):
         self._connection = SSL.Connection(context, None)
         self._connection.set_accept_state()
         self._has_input = False
-        self._failure: LayerError | None = None
+        self._failure = ""
+        """Why nothing more can be read. Not the error itself: its traceback would keep the layer alive."""
         self.is_established = False
         self.cipher_suite = ""
         """By its IANA name, such as TLS_AES_128_GCM_SHA256."""
@@ -153,8 +154,8 @@ class TlsLayer(Layer):
 
     def _read(self) -> bytes:
         """The contents of as many records as make one piece."""
-        if self._failure is not None:
-            raise self._failure
+        if self._failure:
+            raise LayerError(self._failure)
         if not self._has_input:
             return b""
         pieces: list[bytes] = []
@@ -173,9 +174,9 @@ class TlsLayer(Layer):
             self._has_input = False
             self.is_ended = True
         except (SSL.Error, ValueError) as error:
-            self._failure = LayerError(f"TLS: {_reason(error)}")
+            self._failure = f"TLS: {_reason(error)}"
             if not pieces:
-                raise self._failure from error
+                raise LayerError(self._failure) from error
         return b"".join(pieces)
 
     def _establish(self) -> None:
@@ -221,7 +222,7 @@ class TlsLayer(Layer):
             return output
 
     def close(self) -> None:
-        if self.is_established and self._failure is None:
+        if self.is_established and not self._failure:
             try:
                 self._connection.shutdown()
             except SSL.Error:

@@ -1,0 +1,68 @@
+"""Channels that a topic new to this node already has elsewhere, by nsqlookupd's account."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Coroutine
+from concurrent.futures import Executor
+from functools import partial
+from typing import Final
+from urllib.parse import quote
+
+from nsparq.broker.topic import Topic
+from nsparq.errors import Exiting
+from nsparq.fetch import FetchError, fetch
+from nsparq.names import is_ephemeral, is_valid_name
+from nsparq.options import NsqdOptions
+from nsparq.server.lookup_peer import LookupPeers
+
+logger = logging.getLogger(__name__)
+
+MAX_ANSWER: Final = 16 << 20
+"""Bytes of an nsqlookupd's list of channels."""
+
+
+class Discovery:
+    """Asks in threads, so that neither the topic nor anybody else waits for the answers."""
+
+    def __init__(self, options: NsqdOptions, peers: LookupPeers, threads: Executor) -> None:
+        self._options = options
+        self._peers = peers
+        self._threads = threads
+
+    def discover(self, topic: Topic) -> Coroutine[None, None, None]:
+        """What creates the channels of a topic that has just been born. They are to see its messages from
+        the first on, so from now on none of those is let go."""
+        topic.hold = topic.log.end
+        return self._create_channels(topic, topic.log.end)
+
+    async def _create_channels(self, topic: Topic, birth: int) -> None:
+        try:
+            await self._peers.settled()
+            asked = [self._ask(address, topic.name) for address in self._peers.http_addresses]
+            names = {name for found in await asyncio.gather(*asked) for name in found}
+            for name in sorted(names - topic.channels.keys()):
+                if not topic.is_exiting and is_valid_name(name.encode()) and not is_ephemeral(name):
+                    topic.get_channel(name, start=birth)
+        except (Exiting, OSError) as error:
+            logger.warning("TOPIC(%s): channels could not be created: %s", topic.name, error)
+        finally:
+            topic.hold = None
+
+    async def _ask(self, address: str, topic: str) -> list[str]:
+        ask = partial(
+            fetch,
+            f"http://{address}/channels?topic={quote(topic)}",
+            connect_timeout=self._options.http_client_connect_timeout,
+            request_timeout=self._options.http_client_request_timeout,
+            max_bytes=MAX_ANSWER,
+        )
+        try:
+            answer = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+            found = json.loads(answer.body)["channels"] if answer.status == 200 else []
+            return [name for name in found if isinstance(name, str)]
+        except (FetchError, ValueError, KeyError, TypeError) as error:
+            logger.warning("TOPIC(%s): cannot ask %s for channels: %s", topic, address, error)
+            return []

@@ -1,0 +1,62 @@
+"""Who may use the HTTP API: bearer tokens, looked up in the same policy as the secrets of AUTH."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable
+from typing import Any
+
+from nsparq.http.api import ApiError, Endpoint, Request
+from nsparq.server.auth import Authenticator, AuthFailed, Grant, Permission, TokenCache, secret_from_header
+
+logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """Stands before every endpoint."""
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._tokens = TokenCache(authenticator)
+
+    def __call__(self, request: Request, endpoint: Endpoint) -> Awaitable[None] | None:
+        """Let the request pass, or raise ApiError; something to wait for where that must be asked."""
+        tls = request.secure
+        about: dict[str, Any] = {
+            "remote_ip": request.peer,
+            "tls": tls is not None,
+            "common_name": tls.common_name if tls else "",
+        }
+        try:
+            secret = secret_from_header(request.header("Authorization"))
+        except AuthFailed as error:
+            raise _auth_required() from error
+        grant = self._tokens.known(secret, **about)
+        if grant is None:
+            return self._ask(secret, about, request, endpoint)
+        _check(grant, request, endpoint)
+        return None
+
+    async def _ask(self, secret: bytes, about: dict[str, Any], request: Request, endpoint: Endpoint) -> None:
+        try:
+            grant = await self._tokens.grant(secret, **about)
+        except AuthFailed as error:
+            logger.info("HTTP client(%s): %s", request.peer, error)
+            raise _auth_required() from error
+        _check(grant, request, endpoint)
+
+    async def close(self) -> None:
+        await self._tokens.close()
+
+
+def _auth_required() -> ApiError:
+    return ApiError(401, "AUTH_REQUIRED", (("WWW-Authenticate", "Bearer"),))
+
+
+def _check(grant: Grant, request: Request, endpoint: Endpoint) -> None:
+    parameters = request.parameters
+    # Only names that the handler looks at: any other could be the one that the client may use.
+    taken = {param.name for param in endpoint.params}
+    topic = parameters.get("topic", "") if "topic" in taken else ""
+    channel = parameters.get("channel", "") if "channel" in taken else ""
+    if not grant.allows(Permission(endpoint.permission), topic, channel):
+        raise ApiError(403, "UNAUTHORIZED") if request.header("Authorization") else _auth_required()
