@@ -693,3 +693,32 @@ def test_positions_name_the_log_and_its_ends(make_rig: MakeRig):
     assert rig.topic().positions()[:3] == found[:3]
     rig.broker.delete_topic("t")
     assert rig.topic().positions().incarnation != found.incarnation
+
+
+def test_after_a_seek_nobody_waits_for_a_disk_that_was_asked_for_something_else(make_rig: MakeRig):
+    background = Later()
+    rig = make_rig(mem_queue_size=1, background=background, **KEPT)
+    rig.channel()
+    start = number(rig)
+    for i in range(10):
+        rig.publish("t", b"%d" % i + b"." * 200_000)
+    background.run_all()
+    rig.files.is_cold = True
+    client = rig.subscribe(rdy=1)
+    assert len(background.jobs) == 1
+    rig.channel().seek(start + 5)
+    rig.turn()
+    assert len(background.jobs) == 2, "what is needed now is asked for at once"
+    rig.files.calls.clear()
+    first, second = background.jobs
+    background.jobs.clear()
+    first[0]()
+    first[1]()
+    reads = rig.files.calls["read"]
+    rig.turn()
+    assert rig.files.calls["read"] == reads, "the loop has not read what may be cold"
+    assert client.take() == []
+    second[0]()
+    second[1]()
+    rig.turn()
+    assert [message.body[:1] for message in client.take()] == [b"5"]

@@ -16,6 +16,9 @@ GROUPS = {
     "F": range(71, 88),
     "G": range(88, 95),
     "H": range(95, 112),
+    "I": range(112, 125),
+    "J": range(125, 134),
+    "K": range(134, 153),
     "L": range(153, 174),
     "M": range(174, 178),
 }

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from nsparq.server.compress import DeflateLayer, SnappyLayer
 from nsparq.server.layers import MAX_PIECE, Layer, LayerError
+from tests.support.memory import freed_without_collecting
 
 IDENTIFIER = b"\xff\x06\x00\x00sNaPpY"
 COMPRESSED, UNCOMPRESSED, PADDING = 0x00, 0x01, 0xFE
@@ -168,6 +169,20 @@ def test_a_bomb_is_expanded_piece_by_piece(kind: NewLayer) -> None:
         tracemalloc.stop()
     assert count == (64 << 20) - 3 * MAX_PIECE
     assert peak < len(wire) + (1 << 20)
+
+
+@each_kind
+@pytest.mark.parametrize("fails", [False, True], ids=["in use", "failed"])
+def test_a_layer_is_freed_with_its_last_reference(kind: NewLayer, fails: bool) -> None:
+    # A compressor has hundreds of kilobytes, and a busy broker collects cycles rarely.
+    layer = kind()
+    with freed_without_collecting(layer):
+        layer.send(b"something")
+        try:
+            decode(layer, b"\xff" * 100 if fails else kind().send(b"something"))
+        except LayerError:
+            pass
+        del layer
 
 
 # Deflate

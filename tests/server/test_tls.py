@@ -18,6 +18,7 @@ from nsparq.server.compress import DeflateLayer, SnappyLayer
 from nsparq.server.layers import MAX_PIECE, LayerError, LayerStack
 from nsparq.server.tls import TlsLayer, build_context
 from tests.support.certificates import Pair, certificates, issue
+from tests.support.memory import freed_without_collecting
 
 VERSIONS = {
     "tls1.0": ssl.TLSVersion.TLSv1,
@@ -499,3 +500,15 @@ def test_a_key_with_a_passphrase_is_refused_and_not_asked_for(tmp_path: Path) ->
     locked = issue(tmp_path, "locked", hosts=("localhost",), passphrase=b"secret")
     text = refused_start(locked.cert, locked.key)
     assert text == f"--tls-key: {locked.key}: a key with a passphrase cannot be used"
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["in use", "failed"])
+def test_a_layer_is_freed_with_its_last_reference(fails: bool) -> None:
+    layer, client = connected()
+    with freed_without_collecting(layer):
+        client.decrypt(layer.send(b"something"))
+        try:
+            list(layer.receive(bytes(100) if fails else client.encrypt(b"something")))
+        except LayerError:
+            pass
+        del layer

@@ -628,3 +628,22 @@ def test_an_encoded_head_is_what_the_log_writes(segment: Segment) -> None:
     segment.note(0, 100, 101, NOW_NS, 0)
     assert segment.path.read_bytes() == encoded(100, b"body")
     segment.close()
+
+
+def test_an_index_without_times_is_made_anew_quietly(
+    segment: Segment, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the first version wrote it. The last segment's is left until it is sealed."""
+    written = fill(segment)
+    segment.write_index(sync=False)
+    new = segment.index_path.read_bytes()
+    segment.index_path.write_bytes(b"NQX1" + new[4:])
+    fresh, damage = reopened(segment)
+    assert damage == []
+    assert read_all(fresh) == (written, [])
+    fresh.close()
+    assert caplog.text == ""
+    again = Segment(segment.files, segment.path.parent, segment.base)
+    again.open(last=False)
+    again.close()
+    assert segment.index_path.read_bytes() == new

@@ -30,7 +30,11 @@ Both, as context managers (close at the end removes a data path that was made he
     stats(topic, channel, include_clients)   topic_stats(topic), channel_stats(topic, channel): None if absent
     control(action, topic, channel="")       action: create delete empty pause unpause
     metadata()                      nsqd.dat as a dict
-    (stats and control of a process need its HTTP API.)
+    http_address, https_address     None if it does not listen there
+    http_connect(https=False, tls=None) -> HttpConnection       see tests/support/http.py
+    request(method, target, body, headers) -> Answer            on a connection of its own
+    http(method, path, body, **query) -> bytes                  the same, and the status must be 200
+    (stats and control of a process use its HTTP API.)
 
 start_broker(**flags), start_process(**flags)     ours, or the nsqd named by the environment variable
     NSPARQ_TEST_NSQD=/path/to/nsqd, which runs the suite against another NSQ-compatible nsqd
@@ -64,25 +68,32 @@ from .connection import (
     parse_message,
     sized,
 )
+from .http import JSON, NSQ_HEADER, TEXT, Answer, HttpConnection, encode_request
 from .polling import unique_name, wait_until
 
 __all__ = [
     "ERROR",
     "HEARTBEAT",
+    "JSON",
     "MAGIC",
     "MESSAGE",
+    "NSQ_HEADER",
     "REFERENCE",
     "RESPONSE",
+    "TEXT",
     "UNKNOWN_ID",
+    "Answer",
     "BrokerDied",
     "BrokerProcess",
     "BrokerThread",
     "ConnectionClosed",
     "Frame",
+    "HttpConnection",
     "Message",
     "RawConnection",
     "ReferenceProcess",
     "TestBroker",
+    "encode_request",
     "multi",
     "parse_message",
     "sized",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import http.client
 import json
 import os
 import re
@@ -15,13 +13,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from .connection import Address, RawConnection
+from .http import Answer, HttpConnection
 
 T = TypeVar("T")
 
@@ -29,6 +28,7 @@ T = TypeVar("T")
 REFERENCE = os.environ.get("NSPARQ_TEST_NSQD", "")
 START_TIMEOUT = STOP_TIMEOUT = 20.0
 SOURCE = Path(__file__).resolve().parents[2] / "src"
+ADDRESSES = ("tcp_address", "http_address", "https_address")
 
 
 class BrokerDied(Exception):
@@ -48,11 +48,13 @@ class TestBroker:
     __test__ = False
     is_reference = False
     address: Address
+    http_address: Address | None = None
+    https_address: Address | None = None
 
     def __init__(self, data_path: Path | str | None = None, **flags: Any) -> None:
         self._own_directory = None if data_path else tempfile.mkdtemp(prefix="nsparq-")
         self.data_path = Path(data_path or self._own_directory or "")
-        self.flags = {"tcp_address": "127.0.0.1:0", **flags}
+        self.flags = {**dict.fromkeys(ADDRESSES, "127.0.0.1:0"), **flags}
 
     def __enter__(self) -> Any:
         return self
@@ -92,6 +94,30 @@ class TestBroker:
         with self.connect() as connection:
             for start in range(0, len(bodies), 1000):
                 connection.mpub(topic, bodies[start : start + 1000])
+
+    def http_connect(self, *, https: bool = False, **arguments: Any) -> HttpConnection:
+        """A connection to the HTTP port, or to the HTTPS port (with tls=, an SSL context)."""
+        address = self.https_address if https else self.http_address
+        if address is None:
+            raise NotImplementedError("this broker serves no " + ("HTTPS" if https else "HTTP"))
+        return HttpConnection(address, **arguments)
+
+    def request(
+        self,
+        method: str,
+        target: str | bytes,
+        body: bytes | Iterable[bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """One HTTP request on a connection of its own, and its answer, whatever it is."""
+        with self.http_connect() as connection:
+            return connection.request(method, target, body, headers)
+
+    def http(self, method: str, path: str, body: bytes = b"", **query: str) -> bytes:
+        """The body of an answer that must have status 200."""
+        answer = self.request(method, f"{path}?{urlencode(query)}" if query else path, body)
+        assert answer.status == 200, (method, path, query, answer)
+        return answer.body
 
     def stats(self, topic: str = "", channel: str = "", include_clients: bool = True) -> dict[str, Any]:
         raise NotImplementedError
@@ -137,10 +163,7 @@ class BrokerThread(TestBroker):
         from nsparq.options import NsqdOptions
         from nsparq.server.daemon import Nsqd
 
-        known = {field.name for field in dataclasses.fields(NsqdOptions)}
-        defaults = {"http_address": "127.0.0.1:0", "https_address": "127.0.0.1:0"}
-        arguments = {name: value for name, value in defaults.items() if name in known}
-        options = NsqdOptions(**{**arguments, **self.flags, "data_path": str(self.data_path)})
+        options = NsqdOptions(**{**self.flags, "data_path": str(self.data_path)})
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(Nsqd, options, started), daemon=True)
         self._thread.start()
@@ -150,6 +173,8 @@ class BrokerThread(TestBroker):
             self._thread = None
             raise
         self.address = self.nsqd.tcp_address
+        self.http_address = self.nsqd.http_address or None
+        self.https_address = self.nsqd.https_address or None
 
     def _run(self, factory: Callable[[Any], Any], options: Any, started: Future[None]) -> None:
         async def serve() -> None:
@@ -226,20 +251,19 @@ class BrokerThread(TestBroker):
 class BrokerProcess(TestBroker):
     """`python -m nsparq.server.main` (or the command given) as a real process.
 
-    stats() and control() need its HTTP API. stderr goes to the file `log`, and to this process's stderr at
+    stats() and control() use its HTTP API. stderr goes to the file `log`, and to this process's stderr at
     stop, where pytest shows it for failed tests only.
     """
 
     def __init__(
         self, data_path: Path | str | None = None, *, command: tuple[str, ...] = (), **flags: Any
     ) -> None:
-        super().__init__(data_path, **{"http_address": "127.0.0.1:0", **flags})
+        super().__init__(data_path, **flags)
         self.command = command or (sys.executable, "-m", "nsparq.server.main")
         descriptor, name = tempfile.mkstemp(prefix="nsparq-", suffix=".log")
         os.close(descriptor)
         self.log = Path(name)
         self.process: subprocess.Popen[bytes] | None = None
-        self.http_address: tuple[str, int] | None = None
         try:
             self.start()
         except BaseException:
@@ -278,19 +302,22 @@ class BrokerProcess(TestBroker):
         offset = self.log.stat().st_size
         self.process = self.launch()
         deadline = time.monotonic() + START_TIMEOUT
-        while not (found := re.search(r"TCP: listening on (\S+)", self._log_since(offset))):
+        self.address = self._await_address("TCP", offset, deadline)
+        self.http_address = self.https_address = None
+        if self.flags["http_address"]:
+            self.http_address = self._await_address("HTTP", offset, deadline)
+        if self.flags["https_address"] and self.flags.get("tls_cert"):
+            self.https_address = self._await_address("HTTPS", offset, deadline)
+
+    def _await_address(self, kind: str, offset: int, deadline: float) -> Address:
+        """Where the process says it listens, in the log from here on."""
+        assert self.process is not None
+        while not (found := re.search(rf" {kind}: listening on (\S+)", self._log_since(offset))):
             if self.process.poll() is not None or time.monotonic() > deadline:
-                text = f"no address from {self.command}:\n{self.stderr_text()}"
+                text = f"no {kind} address from {self.command}:\n{self.stderr_text()}"
                 raise BrokerDied(text, self.process.poll())
             time.sleep(0.005)
-        self.address = _parse_address(found[1])
-        if self.is_reference:
-            while not (found := re.search(r" HTTP: listening on (\S+)", self._log_since(offset))):
-                time.sleep(0.005)
-        else:
-            found = re.search(r" HTTP: listening on (\S+)", self._log_since(offset))
-        address = _parse_address(found[1]) if found else None
-        self.http_address = address if isinstance(address, tuple) else None
+        return _parse_address(found[1])
 
     def _log_since(self, offset: int) -> str:
         with self.log.open("rb") as log:
@@ -345,19 +372,6 @@ class BrokerProcess(TestBroker):
             self.log.unlink(missing_ok=True)
 
     # By the HTTP API
-
-    def http(self, method: str, path: str, body: bytes = b"", **query: str) -> bytes:
-        if self.http_address is None:
-            raise NotImplementedError("this process serves no HTTP")
-        connection = http.client.HTTPConnection(*self.http_address, timeout=10)
-        try:
-            connection.request(method, f"{path}?{urlencode(query)}", body)
-            response = connection.getresponse()
-            content = response.read()
-        finally:
-            connection.close()
-        assert response.status == 200, (method, path, query, response.status, content)
-        return content
 
     def stats(self, topic: str = "", channel: str = "", include_clients: bool = True) -> dict[str, Any]:
         query = {"format": "json", "include_mem": "false", "include_clients": str(include_clients).lower()}
