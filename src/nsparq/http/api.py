@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
 
@@ -55,6 +56,10 @@ class Response:
     """Whether it says `X-NSQ-Content-Type`, by which clients tell NSQ's present format from its first one."""
 
 
+OK: Final = Response(body=b"OK", content_type=TEXT_TYPE)
+EMPTY: Final = Response()
+
+
 class Request:
     """One request. `body` is complete."""
 
@@ -89,14 +94,16 @@ class Request:
         self.endpoint: Endpoint | None = None
         self.path_value = ""
         """What stands in place of `{…}` in the endpoint's path."""
-        self._parameters: dict[str, str] | None = None
+        self._parameters: Mapping[str, str] | None = None
         self._answer: Callable[[Result | Exception], None] | None = None
 
     @property
     def parameters(self) -> Mapping[str, str]:
         """The query's parameters, of a repeated one the first. Raises ApiError."""
         if self._parameters is None:
-            self._parameters = parse_query(self.query)
+            query = self.query
+            # A publisher asks the same thing over and over.
+            self._parameters = _parse_known(query) if len(query) <= 256 else parse_query(query)
         return self._parameters
 
     def parameter(self, name: str, missing: str) -> str:
@@ -271,7 +278,7 @@ class Api:
         return await result if isinstance(result, Awaitable) else result
 
 
-def parse_query(query: str) -> dict[str, str]:
+def parse_query(query: str) -> Mapping[str, str]:
     """Parameters by name; the first of a repeated one. Bytes that are not UTF-8 become lone surrogates, which
     no name check lets pass. Raises ApiError for what cannot be parsed."""
     found: dict[str, str] = {}
@@ -284,6 +291,9 @@ def parse_query(query: str) -> dict[str, str]:
             name, _, value = part.partition("=")
             found.setdefault(_unquote(name), _unquote(value))
     return found
+
+
+_parse_known = lru_cache(1024)(parse_query)
 
 
 def _unquote(text: str) -> str:
@@ -301,10 +311,12 @@ def error_response(
 
 def to_response(result: Result) -> Response:
     """What a handler gave, as it goes out."""
+    if result == "OK":
+        return OK
     if isinstance(result, Response):
         return result
     if result is None:
-        return Response()
+        return EMPTY
     if isinstance(result, str):
         body = result.encode("utf-8", "replace")
         return Response(body=body, content_type=TEXT_TYPE if body else "")

@@ -16,16 +16,18 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import httptools
 
 from nsparq.errors import NsparqError
 from nsparq.http.api import (
     LATER,
+    OK,
     TEXT_TYPE,
     Api,
     ApiError,
+    Endpoint,
     Request,
     Response,
     Result,
@@ -37,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 MAX_HEAD: Final = 64 << 10
 """Bytes of a request line with its headers."""
+MAX_KNOWN: Final = 1 << 10
+"""Longer heads are not remembered."""
+MAX_HEADS: Final = 1 << 10
 MAX_PARTIAL: Final = 4 * MAX_HEAD
 """Bytes that may arrive of one before it is whole."""
 MAX_QUEUED: Final = 32
@@ -79,6 +84,18 @@ class Layer(Protocol):
     def close(self) -> None: ...
 
 
+class Head(NamedTuple):
+    """What a request's head says, once parsed, checked and routed."""
+
+    method: str
+    path: str
+    query: str
+    headers: list[tuple[bytes, bytes]]
+    endpoint: Endpoint
+    path_value: str
+    length: int
+
+
 class _Refused(Exception):
     """The request is answered before it is complete."""
 
@@ -108,6 +125,10 @@ class HttpServer:
         """Those with a full buffer of what they have not read."""
         self.date = b""
         self._date_s = 0
+        self._ok = b""
+        """What most publishers are told, ready to be sent."""
+        self.heads: dict[bytes, Head] = {}
+        """Heads that have been parsed before: a publisher sends the same one over and over."""
         self._server: asyncio.AbstractServer | None = None
         self._sweeper: asyncio.TimerHandle | None = None
         self._all_gone = asyncio.Event()
@@ -176,6 +197,10 @@ class HttpServer:
         if now_s != self._date_s:
             self._date_s = now_s
             self.date = b"Date: " + formatdate(now_s, usegmt=True).encode() + b"\r\n"
+            self._ok = b""
+        is_usual = response is OK and keep_alive and not request.is_old and request.method != "HEAD"
+        if is_usual and self._ok:
+            return self._ok
         status = response.status
         parts = [_STATUS_LINES.get(status) or _status_line(status)]
         if response.content_type:
@@ -192,7 +217,10 @@ class HttpServer:
         parts.append(b"Content-Length: %d\r\n\r\n" % len(response.body))
         if request.method != "HEAD":
             parts.append(response.body)
-        return b"".join(parts)
+        encoded = b"".join(parts)
+        if is_usual:
+            self._ok = encoded
+        return encoded
 
 
 class HttpConnection(asyncio.Protocol):
@@ -278,14 +306,64 @@ class HttpConnection(asyncio.Protocol):
             self.eof_received()
 
     def _receive(self, data: bytes) -> None:
-        rest: bytes | memoryview = data
-        while rest and not self._is_deaf:
-            rest = self._feed(rest)
+        is_start = not self._in_head and self._request is None and not self._is_deaf
+        if not is_start or not self._receive_known(data):
+            rest: bytes | memoryview = data
+            while rest and not self._is_deaf:
+                rest = self._feed(rest)
+            if is_start and len(self._queue) == 1 and self._request is None and not self._in_head:
+                self._remember(data)
         self._pump()
+
+    def _receive_known(self, data: bytes) -> bool:
+        """Take in a request that is whole and whose head is known, without parsing it again."""
+        end = data.find(b"\r\n\r\n", 0, MAX_KNOWN) + 4
+        known = self._server.heads.get(data[:end]) if end > 4 else None
+        if known is None or len(data) != end + known.length:
+            return False
+        if known.length and self._server.gathered + known.length > MAX_GATHERED:
+            return False
+        request = Request(known.method, known.path, known.query, known.headers)
+        request.peer = self._peer
+        request.secure = self._layer
+        request.endpoint, request.path_value = known.endpoint, known.path_value
+        request._answer = self._on_answer
+        if known.length and known.endpoint.keeps_body:
+            request.body = data[end:]
+            self._queued_bytes += known.length
+            self._server.gathered += known.length
+        self._queue.append((request, None, True))
+        return True
+
+    def _remember(self, data: bytes) -> None:
+        """The bytes were one whole request, just parsed. Only what is plain in every way is remembered."""
+        request, early, keeps = self._queue[0]
+        end = data.find(b"\r\n\r\n", 0, MAX_KNOWN) + 4
+        endpoint = request.endpoint
+        if end <= 4 or early is not None or not keeps or endpoint is None or request.is_old:
+            return
+        named = {name.lower(): value for name, value in request.headers}
+        length = int(named.get(b"content-length", b"0"))
+        if named.keys() & {b"expect", b"transfer-encoding", b"upgrade"} or len(data) != end + length:
+            return
+        if self._server.refuse_all() is None:
+            heads = self._server.heads
+            if len(heads) >= MAX_HEADS:
+                heads.clear()
+            heads[data[:end]] = Head(
+                request.method,
+                request.path,
+                request.query,
+                request.headers,
+                endpoint,
+                request.path_value,
+                length,
+            )
 
     def _feed(self, data: bytes | memoryview) -> bytes | memoryview:
         """Have the parser take in what arrived; gives what it is to be fed next."""
         before = self._body_size
+        rest: memoryview | None = None
         try:
             self._parser.feed_data(data)
             if self._in_head or (self._request is not None and self._body_size == before):
@@ -303,20 +381,23 @@ class HttpConnection(asyncio.Protocol):
                 logger.error("internal error while reading a request", exc_info=cause)
                 self._refuse(error_response(500, "INTERNAL_ERROR"))
         except httptools.HttpParserUpgrade as offer:
-            if self._parser.get_method() != b"CONNECT":
-                self._decline()
-                return memoryview(data)[offer.args[0] :]
-            self._is_deaf = True
-            self._is_finishing = True
+            rest = memoryview(data)[offer.args[0] :]
         except httptools.HttpParserError as error:
             logger.info("HTTP client(%s): not HTTP: %s", self._peer, error)
             self._refuse(_plain_error(400))
-        return b""
+        if rest is None:
+            return b""
+        self._decline()
+        return rest
 
     def _decline(self) -> None:
         """The client offers to speak something else, as some do with any first request. Nobody here does, and
         the parser leaves out the body then: it is to read the request as if there were no offer."""
         parser = self._parser
+        if parser.get_method() == b"CONNECT":
+            self._is_deaf = True
+            self._is_finishing = True
+            return
         lines = [b"%b %b HTTP/%b" % (parser.get_method(), self._url, parser.get_http_version().encode())]
         lines += [b"%b: %b" % header for header in self._headers if header[0].lower() != b"upgrade"]
         self._parser = httptools.HttpRequestParser(self)
