@@ -1,0 +1,179 @@
+"""The client's side of a V2 conversation, without I/O: commands into bytes, bytes into frames.
+
+Needs nothing but the standard library: a program that only talks to a broker installs nothing else.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from nsparq.errors import NsparqError
+from nsparq.wire.frames import ERROR, MESSAGE, RESPONSE
+
+MAGIC: Final = b"  V2"
+NOP: Final = b"NOP\n"
+CLS: Final = b"CLS\n"
+HEARTBEAT: Final = b"_heartbeat_"
+OK: Final = b"OK"
+CLOSE_WAIT: Final = b"CLOSE_WAIT"
+
+_SIZE = struct.Struct(">i")
+_MESSAGE = struct.Struct(">qH16s")
+_HEAD = struct.Struct(">ii")
+_FRAME_HEAD = 8
+_MESSAGE_HEAD = 26
+_HTTP = 0x48545450
+"""The letters HTTP where the size of a frame should be."""
+
+
+class BadFrame(NsparqError):
+    """Bytes that are no frames of an nsqd."""
+
+
+class Response(NamedTuple):
+    data: bytes
+
+
+class Error(NamedTuple):
+    text: str
+    """As the server wrote it: code, blank, description."""
+
+
+class Received(NamedTuple):
+    """A message as it came."""
+
+    timestamp_ns: int
+    attempts: int
+    id: bytes
+    body: bytes
+
+
+Frame = Response | Error | Received
+
+
+class FrameDecoder:
+    """Puts frames together, however the bytes are cut."""
+
+    def __init__(self, max_size: int = 0) -> None:
+        """`max_size` bounds a frame, in bytes; 0 means no bound."""
+        self._max_size = max_size
+        self._buffer = b""
+        self._chunks: list[bytes] = []
+        self._missing = 0
+        """Bytes that must arrive before looking again is of use."""
+
+    def receive_data(self, data: bytes) -> list[Frame]:
+        """The frames that are whole now. Raises BadFrame."""
+        if len(data) < self._missing:
+            self._missing -= len(data)
+            self._chunks.append(data)
+            return []
+        if self._chunks:
+            self._chunks.append(data)
+            data = b"".join(self._chunks)
+            self._chunks.clear()
+        buffer = self._buffer + data if self._buffer else data
+        frames: list[Frame] = []
+        position = self._decode(buffer, frames)
+        self._buffer = buffer[position:] if position else buffer
+        return frames
+
+    def _decode(self, buffer: bytes, frames: list[Frame]) -> int:
+        position, available = 0, len(buffer)
+        append, unpack_head, unpack_message = frames.append, _HEAD.unpack_from, _MESSAGE.unpack_from
+        self._missing = 0
+        while available - position >= _FRAME_HEAD:
+            size, kind = unpack_head(buffer, position)
+            end = position + 4 + size
+            if size < 4 or (self._max_size and size > self._max_size):
+                raise self._bad_size(size)
+            if end > available:
+                self._missing = end - available
+                break
+            start = position + _FRAME_HEAD
+            if kind == MESSAGE:
+                if size < 4 + _MESSAGE_HEAD:
+                    raise BadFrame(f"a message frame of {size} bytes")
+                timestamp_ns, attempts, message_id = unpack_message(buffer, start)
+                append(Received(timestamp_ns, attempts, message_id, buffer[start + _MESSAGE_HEAD : end]))
+            elif kind == RESPONSE:
+                append(Response(buffer[start:end]))
+            elif kind == ERROR:
+                append(Error(buffer[start:end].decode("utf-8", "replace")))
+            else:
+                raise BadFrame(f"a frame of type {kind}")
+            position = end
+        return position
+
+    def _bad_size(self, size: int) -> BadFrame:
+        if size == _HTTP:
+            return BadFrame("unexpected HTTP response, a nsqd TCP endpoint is required")
+        if self._max_size and size > self._max_size:
+            return BadFrame(f"a frame of {size} bytes is longer than {self._max_size}")
+        return BadFrame(f"a frame of {size} bytes")
+
+    def take_rest(self) -> bytes:
+        """Bytes not yet looked at: they belong to the layer that a negotiation switched on."""
+        rest = self._buffer + b"".join(self._chunks)
+        self._buffer = b""
+        self._chunks.clear()
+        self._missing = 0
+        return rest
+
+
+# Commands
+
+
+def sized(body: bytes) -> bytes:
+    return _SIZE.pack(len(body)) + body
+
+
+def identify(body: bytes) -> bytes:
+    return b"IDENTIFY\n" + sized(body)
+
+
+def auth(secret: bytes) -> bytes:
+    return b"AUTH\n" + sized(secret)
+
+
+def sub(topic: str, channel: str) -> bytes:
+    return f"SUB {topic} {channel}\n".encode()
+
+
+def rdy(count: int) -> bytes:
+    return b"RDY %d\n" % count
+
+
+def fin(message_id: bytes) -> bytes:
+    return b"FIN " + message_id + b"\n"
+
+
+def req(message_id: bytes, delay_ms: int) -> bytes:
+    return b"REQ %b %d\n" % (message_id, delay_ms)
+
+
+def touch(message_id: bytes) -> bytes:
+    return b"TOUCH " + message_id + b"\n"
+
+
+def pub(topic: str, body: bytes) -> bytes:
+    return b"PUB %b\n" % topic.encode() + sized(body)
+
+
+def dpub(topic: str, delay_ms: int, body: bytes) -> bytes:
+    return b"DPUB %b %d\n" % (topic.encode(), delay_ms) + sized(body)
+
+
+def mpub(topic: str, bodies: Sequence[bytes]) -> bytes:
+    pack = _SIZE.pack
+    parts: list[bytes] = [pack(len(bodies))]
+    for body in bodies:
+        parts += (pack(len(body)), body)
+    return b"MPUB %b\n" % topic.encode() + sized(b"".join(parts))
+
+
+def mpub_size(bodies: Iterable[bytes]) -> int:
+    """Bytes of an MPUB's body, which a server bounds."""
+    return 4 + sum(4 + len(body) for body in bodies)
