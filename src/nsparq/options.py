@@ -313,6 +313,8 @@ class NsqdOptions:
             raise OptionError("--tls-cert and --tls-key must be given together")
         if self.tls_required and not self.tls_cert:
             raise OptionError("cannot require TLS client connections without TLS key and cert")
+        if self.tls_client_auth_policy not in ("", "require", "require-verify"):
+            raise OptionError("--tls-client-auth-policy must be require or require-verify")
         if self.auth_http_request_method not in ("get", "post"):
             raise OptionError("--auth-http-request-method must be post or get")
         for percentile in self.e2e_processing_latency_percentile:

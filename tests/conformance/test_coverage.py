@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 GROUPS = {
     "A": range(1, 15),
     "B": range(15, 36),
+    "C": range(36, 48),
     "D": range(48, 56),
     "E": range(56, 71),
     "F": range(71, 88),
@@ -21,6 +22,7 @@ GROUPS = {
     "K": range(134, 153),
     "L": range(153, 174),
     "M": range(174, 178),
+    "N": range(178, 200),
 }
 
 

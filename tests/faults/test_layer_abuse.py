@@ -53,7 +53,7 @@ def test_a_deflate_bomb_hurts_nobody(broker: BrokerProcess, command: bytes) -> N
         reset_peak(broker.pid)
         with well_served(broker, within=1.0) as side:
             connection.send_wire(bomb)
-            wait_until(lambda: side.count >= 30 or side.problem, 30, what="thirty round trips")
+            wait_until(lambda: side.count >= 15 or side.problem, 30, what="fifteen round trips")
         assert peak_mib(broker.pid) - before < 24
 
 

@@ -155,6 +155,8 @@ class Endpoint:
 
     method: str
     path: str
+    path_schema: Mapping[str, Any] = field(default_factory=lambda: {"type": "string", "minLength": 1})
+    """What `{name}` may be, if the path has one."""
     handler: Handler
     summary: str
     details: str = ""
@@ -170,10 +172,15 @@ class Endpoint:
     """The code of the 413 that answers a longer body."""
     body_help: str = ""
     body_type: str = "application/octet-stream"
+    body_schema: Mapping[str, Any] | None = None
     success: str = "empty"
     """What a 200 brings, in words."""
     success_type: str = ""
     success_schema: Mapping[str, Any] | None = None
+    other_types: tuple[str, ...] = ()
+    """In which it may come as well."""
+    success_headers: tuple[tuple[str, str], ...] = ()
+    """Headers of its own, and what they say."""
     errors: tuple[tuple[int, str], ...] = ()
     """Status and code of every answer but success, and those that any endpoint may give."""
 

@@ -43,13 +43,13 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         operation["description"] = endpoint.details
     _, brace, rest = endpoint.path.partition("{")
     if brace:
+        schema = dict(endpoint.path_schema)
         name = rest.rstrip("}")
-        schema = {"type": "string", "minLength": 1}
         operation["parameters"].append({"name": name, "in": "path", "required": True, "schema": schema})
     if endpoint.keeps_body:
         operation["requestBody"] = {
             "description": endpoint.body_help,
-            "content": {endpoint.body_type: {}},
+            "content": {endpoint.body_type: {"schema": dict(endpoint.body_schema or {})}},
             "required": True,
         }
     return operation
@@ -73,10 +73,19 @@ def _parameter(param: Param) -> dict[str, Any]:
 def _responses(endpoint: Endpoint) -> dict[str, Any]:
     success: dict[str, Any] = {"description": endpoint.success}
     if endpoint.success_type:
-        success["content"] = {endpoint.success_type: {"schema": dict(endpoint.success_schema or {})}}
+        success["content"] = {
+            endpoint.success_type: {"schema": dict(endpoint.success_schema or {})},
+            **{other: {} for other in endpoint.other_types},
+        }
+    if endpoint.success_headers:
+        success["headers"] = {
+            name: {"description": about, "required": True, "schema": {"type": "string"}}
+            for name, about in endpoint.success_headers
+        }
     responses: dict[str, Any] = {"200": success}
     by_status: dict[int, list[str]] = {}
-    for status, code in (*endpoint.errors, *_ANYWHERE, (413, endpoint.too_big)):
+    nowhere = [(404, "NOT_FOUND")] if "{" in endpoint.path else []
+    for status, code in (*endpoint.errors, *nowhere, *_ANYWHERE, (413, endpoint.too_big)):
         by_status.setdefault(status, []).append(code)
     for status, codes in sorted(by_status.items()):
         is_plain = all(" " in code for code in codes)
@@ -94,8 +103,9 @@ _ANYWHERE = (
     (401, "AUTH_REQUIRED"),
     (403, "UNAUTHORIZED"),
     (500, "INTERNAL_ERROR"),
+    (503, "OVERLOADED"),
 )
-"""What any endpoint may answer: unparsable queries, and where the API is guarded."""
+"""What any endpoint may answer: to unparsable queries, where the API is guarded, and in trouble."""
 
 
 def markdown(api: Api, introduction: str) -> str:
@@ -117,9 +127,11 @@ def markdown(api: Api, introduction: str) -> str:
             lines.append("")
         if endpoint.keeps_body:
             lines += [f"Body: {endpoint.body_help}, {endpoint.max_body:,} bytes at the most by default.", ""]
-        lines += [
-            f"200: {endpoint.success}" + (f" (`{endpoint.success_type}`)" if endpoint.success_type else "")
-        ]
+        types = " or ".join(f"`{name}`" for name in (endpoint.success_type, *endpoint.other_types) if name)
+        lines += [f"200: {endpoint.success}" + (f" ({types})" if types else "")]
+        if endpoint.success_headers:
+            lines += ["", "| header | |", "| --- | --- |"]
+            lines += [f"| `{name}` | {about} |" for name, about in endpoint.success_headers]
         if endpoint.errors:
             lines += [""]
             lines += [", ".join(f"{status} `{code}`" for status, code in endpoint.errors)]

@@ -71,13 +71,16 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # never another
         self._transport = transport
+        self._nsqlookupd.connections.add(self)
+        peer = transport.get_extra_info("peername")
+        if peer is None:  # it has gone already
+            self.abort()
+            return
+        self.address = join_address(*peer[:2])
+        self._protocol = LookupServerProtocol(self.address)
         transport.set_write_buffer_limits(WRITE_HIGH)
         for level, option, value in KEEPALIVE:
             transport.get_extra_info("socket").setsockopt(level, option, value)
-        host, port = transport.get_extra_info("peername")[:2]
-        self.address = join_address(host, port)
-        self._protocol = LookupServerProtocol(self.address)
-        self._nsqlookupd.connections.add(self)
         logger.info("TCP: new client(%s)", self.address)
 
     def data_received(self, data: bytes) -> None:
@@ -181,7 +184,7 @@ class Connection(asyncio.Protocol):
     # Ending
 
     def _fail(self, error: FatalClientError) -> None:
-        logger.error("client(%s): %s", self.address, error)
+        logger.error("client(%s): %.200s", self.address, error)
         self._transport.write(encode_error(error))
         self.close()
 

@@ -18,6 +18,7 @@ _TLS_REQUIRED: Final = {TlsRequired.NO: 0, TlsRequired.EXCEPT_HTTP: 1, TlsRequir
 _TLS_VERSIONS: Final = {"tls1.0": 769, "tls1.1": 770, "tls1.2": 771, "tls1.3": 772}
 
 KEYS: Final = {option.file_key: option for option in TABLE.options}
+CHANGEABLE: Final = ("nsqlookupd_tcp_addresses", "log_level")
 
 
 def get_config(nsqd: Nsqd, key: str) -> Result:

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Final
 
 from nsparq.http.api import JSON_TYPE, TEXT_TYPE, Endpoint, Param
 from nsparq.http.describe import openapi
-from nsparq.server.config import get_config, put_config
+from nsparq.server.config import CHANGEABLE, KEYS, get_config, put_config
 from nsparq.server.log_endpoints import log_endpoints
-from nsparq.server.schemas import INFO, STATS
+from nsparq.server.schemas import INFO, NAME, STATS, TEXT
 
 if TYPE_CHECKING:
     from nsparq.server.http_api import HttpApi
 
-TOPIC: Final = Param(name="topic", help="name of the topic", required=True)
-CHANNEL: Final = Param(name="channel", help="name of the channel", required=True)
-_BOOLEAN: Final = {"type": "string", "enum": ["true", "1", "false", "0"]}
+TOPIC: Final = Param(name="topic", help="name of the topic", required=True, schema=NAME)
+CHANNEL: Final = Param(name="channel", help="name of the channel", required=True, schema=NAME)
+_MESSAGE: Final = {"type": "string", "format": "binary", "minLength": 1}
 
 _TOPIC_ERRORS: Final = ((400, "MISSING_ARG_TOPIC"), (400, "INVALID_TOPIC"))
 _CHANNEL_ERRORS: Final = (
@@ -48,6 +48,7 @@ def nsqd_endpoints(api: HttpApi) -> list[Endpoint]:
             permission="publish",
             keeps_body=True,
             body_help="the message",
+            body_schema=_MESSAGE,
             max_body=options.max_msg_size,
             too_big="MSG_TOO_BIG",
             success="`OK`",
@@ -65,7 +66,7 @@ def nsqd_endpoints(api: HttpApi) -> list[Endpoint]:
             "message behind its 32-bit size, big endian.",
             params=(
                 TOPIC,
-                Param(name="binary", help="`true` or `1` for the binary form", schema=_BOOLEAN),
+                Param(name="binary", help="anything but `false` and `0`: the binary form"),
             ),
             permission="publish",
             keeps_body=True,
@@ -152,13 +153,14 @@ def nsqd_endpoints(api: HttpApi) -> list[Endpoint]:
                 Param(name="format", help="`json`; anything else is text"),
                 Param(name="topic", help="only this topic"),
                 Param(name="channel", help="only this channel"),
-                Param(name="include_clients", help="list the clients (default true)", schema=_BOOLEAN),
-                Param(name="include_mem", help="memory figures too (default true)", schema=_BOOLEAN),
+                Param(name="include_clients", help="list the clients: `true` (default) or `false`"),
+                Param(name="include_mem", help="memory figures too: `true` (default) or `false`"),
             ),
             permission="read",
             success="the figures, as text or as an object",
             success_type=JSON_TYPE,
             success_schema=STATS,
+            other_types=(TEXT_TYPE,),
         ),
         Endpoint(
             group="Watching",
@@ -184,24 +186,29 @@ def nsqd_endpoints(api: HttpApi) -> list[Endpoint]:
             group="Configuration",
             method="GET",
             path="/config/{key}",
+            path_schema={"type": "string", "enum": sorted(KEYS)},
             handler=lambda request: get_config(api.nsqd, request.path_value),
             summary="The value of an option, by its key in the configuration file.",
             details="Texts as they are, everything else as JSON; durations in nanoseconds.",
             permission="admin",
-            success="the value",
+            success="the value; nothing at all for an empty text",
             success_type=JSON_TYPE,
+            other_types=(TEXT_TYPE,),
             errors=((400, "INVALID_OPTION"),),
         ),
         Endpoint(
             group="Configuration",
             method="PUT",
             path="/config/{key}",
+            path_schema={"type": "string", "enum": sorted(CHANGEABLE)},
             handler=lambda request: put_config(api.nsqd, request.path_value, request.body),
             summary="Change `nsqlookupd_tcp_addresses` (a JSON list) or `log_level` (a bare word).",
             details="At once, until the daemon stops.",
             permission="admin",
             keeps_body=True,
             body_help="the new value",
+            body_type="text/plain",
+            body_schema=TEXT | {"minLength": 1},
             max_body=options.max_msg_size,
             too_big="INVALID_VALUE",
             success="the value",

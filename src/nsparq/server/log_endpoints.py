@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from nsparq.http.api import JSON_TYPE, Endpoint, Param
-from nsparq.server.schemas import COUNT, INT, TEXT, listed, obj
+from nsparq.server.schemas import COUNT, INT, NAME, SEQUENCE, TEXT, listed, obj
 
 if TYPE_CHECKING:
     from nsparq.server.log_api import LogApi
@@ -15,10 +15,10 @@ DEFAULT_PEEK: Final = 10
 MAX_PEEK: Final = 1000
 MAX_SETTINGS: Final = 64 << 10
 
-_TOPIC: Final = Param(name="topic", help="name of the topic", required=True)
-_CHANNEL: Final = Param(name="channel", help="name of the channel", required=True)
-_ENDS: Final = {"type": "string", "enum": ["start", "end"]}
-_SEQUENCE: Final = {"type": "integer", "minimum": 0}
+_TOPIC: Final = Param(name="topic", help="name of the topic", required=True, schema=NAME)
+_CHANNEL: Final = Param(name="channel", help="name of the channel", required=True, schema=NAME)
+_FLAG: Final = {"type": "string", "enum": ["true", "1", "false", "0"]}
+_STATE: Final = "(ready|requeued|in_flight|deferred)"
 _INCARNATION: Final = Param(
     name="incarnation", help="the log that the numbers are of; 409 `WRONG_INCARNATION` if it is another now"
 )
@@ -77,6 +77,21 @@ _SETTINGS: Final = obj(
     }
 )
 
+_CHANGES: Final = {
+    "type": "object",
+    "properties": {
+        "retention_age": {
+            "anyOf": [
+                {"type": ["number", "null"], "minimum": 0},
+                {"type": "string", "pattern": "^[0-9]{1,9}(ms|s|m|h)$"},
+            ]
+        },
+        "retention_bytes": {"type": ["integer", "null"], "minimum": 0},
+        "durability": {"enum": ["os", "fsync", "memory", None]},
+    },
+    "additionalProperties": False,
+}
+
 _PEEK_PARAMS: Final = (
     Param(
         name="count",
@@ -117,37 +132,45 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             summary="A range of a topic's log, as it lies on disk.",
             details="Whole batches, each with the table of its messages' lengths: see "
             "docs/architecture.md for the format. The first batch may begin before `from`. "
-            "`X-Nsparq-First` and `X-Nsparq-Next` say what the answer covers, and `from` the next "
-            "request; `X-Nsparq-Gaps` lists ranges inside it that do not count, as JSON. An empty "
-            "answer: nothing more yet. Each batch has a checksum; a reader that meets a "
-            "bad one asks again from there with `verify`, and gets what can be read, with the number "
-            "of messages lost in `X-Nsparq-Lost`.",
+            "An empty answer: nothing more yet. Each batch has a checksum; a reader that meets a bad one "
+            "asks again from there with `verify`, and gets what can be read. Beside its code, 410 names "
+            "the `earliest` number there is, 416 the `latest`, 409 the `incarnation`.",
             params=(
                 _TOPIC,
-                Param(name="from", help="the first sequence number wanted", required=True, schema=_SEQUENCE),
+                Param(name="from", help="the first sequence number wanted", required=True, schema=SEQUENCE),
                 Param(
                     name="max_bytes",
                     help="about how many bytes (default 4 MiB, at most 16 MiB)",
-                    schema={"type": "integer", "minimum": 1},
+                    schema=SEQUENCE | {"minimum": 1},
                 ),
                 _INCARNATION,
                 Param(
                     name="verify",
                     help="`true`: check each batch and leave out what is damaged",
-                    schema={"type": "string", "enum": ["true", "false"]},
-                ),  # fmt: skip
+                    schema=_FLAG,
+                ),
             ),
             permission="subscribe",
             success="batches",
             success_type=BATCHES_TYPE,
+            success_headers=(
+                ("X-Nsparq-Incarnation", "names the log that the numbers are of"),
+                ("X-Nsparq-First", "the number that the first batch begins with"),
+                ("X-Nsparq-Next", "`from` of the next request"),
+                ("X-Nsparq-Latest", "the number that the next message gets"),
+                ("X-Nsparq-Gaps", "half-open ranges in it that do not count, as JSON: `[[5, 8]]`"),
+                ("X-Nsparq-Lost", "how many messages in it are lost to damage, with `verify`"),
+            ),
             errors=(
                 *_TOPIC_ERRORS,
                 (400, "MISSING_ARG_FROM"),
                 (400, "INVALID_ARG_FROM"),
                 (400, "INVALID_ARG_MAX_BYTES"),
+                (400, "INVALID_ARG_VERIFY"),
                 (409, "WRONG_INCARNATION"),
                 (410, "OFFSET_GONE"),
                 (416, "OFFSET_AHEAD"),
+                (500, "LOG_DAMAGED"),
             ),
         ),
         Endpoint(
@@ -161,7 +184,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
                 Param(
                     name="from",
                     help="sequence number to begin at (default: so that the newest come)",
-                    schema=_SEQUENCE,
+                    schema=SEQUENCE,
                 ),
                 *_PEEK_PARAMS,
             ),
@@ -203,6 +226,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             keeps_body=True,
             body_help="a JSON object",
             body_type="application/json",
+            body_schema=_CHANGES,
             max_body=MAX_SETTINGS,
             success="the settings, and those in effect",
             success_type=JSON_TYPE,
@@ -225,17 +249,19 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
                     help="`start` or `end`",
                     schema={"type": "string", "enum": ["start", "end"]},
                 ),
-                Param(name="sequence", help="a sequence number", schema=_SEQUENCE),
+                Param(name="sequence", help="a sequence number", schema=SEQUENCE),
                 Param(
                     name="time",
                     help="the first message published then or later: Unix seconds or RFC 3339",
+                    schema={
+                        "anyOf": [
+                            {"type": "number", "minimum": 0, "maximum": 9e9},
+                            {"type": "string", "format": "date-time"},
+                        ]
+                    },
                 ),
                 _INCARNATION,
-                Param(
-                    name="dry_run",
-                    help="`true`: only say what would happen",
-                    schema={"type": "string", "enum": ["true", "false"]},
-                ),  # fmt: skip
+                Param(name="dry_run", help="`true`: only say what would happen", schema=_FLAG),
             ),
             permission="admin",
             success="where it was, where it goes, how many messages come again, how many are skipped",
@@ -247,6 +273,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
                 (400, "INVALID_ARG_TO"),
                 (400, "INVALID_ARG_SEQUENCE"),
                 (400, "INVALID_ARG_TIME"),
+                (400, "INVALID_ARG_DRY_RUN"),
                 (409, "WRONG_INCARNATION"),
             ),
         ),
@@ -261,7 +288,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             params=(
                 _TOPIC,
                 _CHANNEL,
-                Param(name="sequence", help="the first number not done", required=True, schema=_SEQUENCE),
+                Param(name="sequence", help="the first number not done", required=True, schema=SEQUENCE),
                 _INCARNATION,
             ),
             permission="subscribe",
@@ -290,6 +317,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
                 Param(
                     name="state",
                     help="only `ready`, `requeued`, `in_flight` or `deferred`; several with commas",
+                    schema={"type": "string", "pattern": f"^{_STATE}(,{_STATE})*$"},
                 ),
                 *_PEEK_PARAMS,
             ),

@@ -14,6 +14,9 @@ def listed(items: Any) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
 
+NAME: Final = {"type": "string", "pattern": "^[.a-zA-Z0-9_-]+(#ephemeral)?$", "maxLength": 64}
+"""Of a topic or channel."""
+SEQUENCE: Final = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
 INT: Final = {"type": "integer"}
 COUNT: Final = {"type": "integer", "minimum": 0}
 TEXT: Final = {"type": "string"}

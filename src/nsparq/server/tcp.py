@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,8 @@ LINGER_S = 5.0
 """How long a closing connection may take to accept its last bytes."""
 HANDSHAKE_S = 5.0
 """How long TLS may take to come about."""
-MAX_PIECES = 16
-"""Pieces of 64 KiB that one client's compressed bytes may become before the others have their turn."""
+DECODE_S = 0.004
+"""How long one client's compressed bytes are decoded before the others have their turn."""
 SEND_AT_ONCE = 64 << 10
 """Bytes that are not held back until the end of the turn to be encrypted or compressed together."""
 
@@ -196,7 +197,7 @@ class Connection(asyncio.Protocol):
             self._decode(self._layers.receive(rest))
 
     def _check_handshake(self) -> None:
-        if not self._is_confirmed and not self._is_closing:
+        if not self._is_confirmed and not self._is_closing and self._layers is not None:
             self._layer_failed(LayerError("TLS handshake timed out"))
 
     def _confirm(self) -> None:
@@ -212,16 +213,16 @@ class Connection(asyncio.Protocol):
         layers = self._layers
         assert layers is not None
         self._pieces = pieces
-        done = 0
+        # Not the loop's clock: that one stands still within a turn.
+        stop = time.monotonic() + DECODE_S
         try:
             for piece in pieces:
                 if not self._is_confirmed:
                     self._confirm()
                 self._receive(piece)
-                done += 1
                 if self._is_closing or self._is_ending or self._waiting_for is not None:
                     return
-                if done >= MAX_PIECES:
+                if time.monotonic() > stop:
                     self._adjust_reading()
                     self._loop.call_soon(self._go_on)
                     return
@@ -328,6 +329,11 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         if self._waiting_for is not None:
             self._waiting_for.cancel()
+        # What a closed connection still refers to would wait for the garbage collector.
+        self._layers = self._pieces = self._commands = self._again = self.client.tls = None
+        self._held.clear()
+        self._outgoing.clear()
+        self._write = self.client.send = _nowhere
         self._nsqd.connection_ended(self)
         self._broker.clients.discard(self.client)
         if self.client.channel is not None:
@@ -587,6 +593,10 @@ _HANDLERS: dict[type, Callable[[Connection, Any], None]] = {
     commands.StartClose: Connection._on_start_close,
     commands.Refusal: Connection._on_refusal,
 }
+
+
+def _nowhere(data: bytes | memoryview) -> None:
+    """Where bytes for a client go that has left."""
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,219 @@
+"""What a producer or consumer can be told. Names, defaults and limits are those of NSQ's reference client.
+
+Durations are seconds. `Config.from_strings` reads what the tools' `--consumer-opt` and `--producer-opt`
+give: there a plain number is milliseconds, as in the reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import socket
+import ssl
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from nsparq.errors import NsparqError
+from nsparq.flags import parse_bool, parse_duration
+from nsparq.version import __version__
+
+__all__ = ["Config", "ConfigError"]
+
+_TLS_VERSIONS: Final = {
+    "tls1.0": ssl.TLSVersion.TLSv1,
+    "tls1.1": ssl.TLSVersion.TLSv1_1,
+    "tls1.2": ssl.TLSVersion.TLSv1_2,
+    "tls1.3": ssl.TLSVersion.TLSv1_3,
+}
+
+
+class ConfigError(NsparqError, ValueError):
+    """An option that does not exist, or a value that it cannot have."""
+
+
+def _option(
+    default: Any, *, low: float | None = None, high: float | None = None, duration: bool = False
+) -> Any:
+    metadata = {"low": low, "high": high, "duration": duration}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _seconds(default: float, low: float | None = None, high: float | None = None) -> Any:
+    return _option(default, low=low, high=high, duration=True)
+
+
+def _short_hostname() -> str:
+    return socket.gethostname().partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Checked when it is made. Copy one with `dataclasses.replace`."""
+
+    dial_timeout: float = _seconds(1.0)
+    read_timeout: float = _seconds(60.0, 0.1, 300)
+    write_timeout: float = _seconds(1.0, 0.1, 300)
+    """How long a server may leave our bytes unread."""
+    publish_timeout: float = _seconds(30.0, 0.001)
+    """How long a publish may take from the call to its acknowledgement, reconnecting included."""
+    local_addr: str = ""
+    """`host:port` at our end of connections; port 0 for any."""
+
+    lookupd_poll_interval: float = _seconds(60.0, 0.01, 300)
+    lookupd_poll_jitter: float = _option(0.3, low=0, high=1)
+    lookupd_poll_timeout: float = _seconds(60.0)
+    reconnect_delay: float = _seconds(0.2, 0, 300)
+    """Before a lost nsqd is tried again, at first; it doubles up to `max_reconnect_delay`."""
+    max_reconnect_delay: float = _seconds(15.0, 0, 300)
+
+    max_requeue_delay: float = _seconds(900.0, 0, 3600)
+    default_requeue_delay: float = _seconds(90.0, 0, 3600)
+    backoff_strategy: str = "exponential"
+    """Or `full_jitter`."""
+    max_backoff_duration: float = _seconds(120.0, 0, 3600)
+    """0: no back-off."""
+    backoff_multiplier: float = _seconds(1.0, 0, 3600)
+    max_attempts: int = _option(5, low=0, high=65535)
+    """0: never give up."""
+
+    low_rdy_idle_timeout: float = _seconds(10.0, 1, 300)
+    low_rdy_timeout: float = _seconds(30.0, 1, 300)
+    rdy_redistribute_interval: float = _seconds(5.0, 0.001, 5)
+
+    client_id: str = _option(_short_hostname)
+    hostname: str = _option(socket.gethostname)
+    user_agent: str = f"nsparq/{__version__}"
+    topology_region: str = ""
+    topology_zone: str = ""
+    heartbeat_interval: float = _seconds(30.0)
+    """Negative: none, and then a consumer cannot subscribe."""
+    sample_rate: int = _option(0, low=0, high=99)
+
+    tls_v1: bool = False
+    tls_config: ssl.SSLContext | None = None
+    """Instead of the next five."""
+    tls_root_ca_file: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_insecure_skip_verify: bool = False
+    tls_min_version: str = "tls1.2"
+    deflate: bool = False
+    deflate_level: int = _option(6, low=1, high=9)
+    snappy: bool = False
+
+    output_buffer_size: int = 16 * 1024
+    output_buffer_timeout: float = _seconds(0.25)
+    max_in_flight: int = _option(1, low=0)
+    msg_timeout: float = _seconds(0.0, 0)
+    """0: the server's."""
+    max_msg_size: int = _option(0, low=0)
+    """Bytes of the largest frame taken from a server; 0: any."""
+    auth_secret: str = ""
+    lookupd_authorization: bool = True
+    """Whether the secret is shown to nsqlookupd too."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            low, high = field.metadata.get("low"), field.metadata.get("high")
+            value = getattr(self, field.name)
+            if (low is not None and value < low) or (high is not None and value > high):
+                raise ConfigError(f"invalid {field.name} ! {value} is not between {low} and {high}")
+        if self.heartbeat_interval > self.read_timeout:
+            raise ConfigError("heartbeat_interval must not be longer than read_timeout")
+        if self.backoff_strategy not in ("exponential", "full_jitter"):
+            raise ConfigError(f"unknown backoff_strategy {self.backoff_strategy!r}")
+        if self.tls_min_version not in _TLS_VERSIONS:
+            raise ConfigError(f"unknown tls_min_version {self.tls_min_version!r}")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("tls_cert and tls_key must be given together")
+        if self.deflate and self.snappy:
+            raise ConfigError("deflate and snappy exclude each other")
+
+    @classmethod
+    def from_strings(cls, options: Iterable[str], **more: Any) -> Config:
+        """From texts `name,value`; without a comma the value is `true`. `more` wins over none of them."""
+        values: dict[str, Any] = dict(more)
+        for option in options:
+            name, comma, text = option.partition(",")
+            key = name.strip().replace("-", "_")
+            values[_ALIASES.get(key, key)] = _read(key, text.strip() if comma else "true")
+        return cls(**values)
+
+    def backoff(self, attempt: int) -> float:
+        """How long to pause at the given depth of back-off."""
+        longest = float(self.backoff_multiplier * 2**attempt)
+        return longest if self.backoff_strategy == "exponential" else random.uniform(0, longest)
+
+    def requeue_delay(self, attempts: int) -> float:
+        return min(self.default_requeue_delay * attempts, self.max_requeue_delay)
+
+    def ssl_context(self) -> ssl.SSLContext:
+        if self.tls_config is not None:
+            return self.tls_config
+        context = ssl.create_default_context(cafile=self.tls_root_ca_file or None)
+        context.minimum_version = _TLS_VERSIONS[self.tls_min_version]
+        if self.tls_cert:
+            context.load_cert_chain(self.tls_cert, self.tls_key)
+        if self.tls_insecure_skip_verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+    def identify(self) -> dict[str, Any]:
+        """The body of IDENTIFY. The keys of old servers are sent too."""
+        return {
+            "client_id": self.client_id,
+            "hostname": self.hostname,
+            "short_id": self.client_id,
+            "long_id": self.hostname,
+            "user_agent": self.user_agent,
+            "feature_negotiation": True,
+            "tls_v1": self.tls_v1,
+            "deflate": self.deflate,
+            "deflate_level": self.deflate_level,
+            "snappy": self.snappy,
+            "heartbeat_interval": _milliseconds(self.heartbeat_interval),
+            "sample_rate": self.sample_rate,
+            "output_buffer_size": self.output_buffer_size,
+            "output_buffer_timeout": _milliseconds(self.output_buffer_timeout),
+            "msg_timeout": _milliseconds(self.msg_timeout),
+            "topology_region": self.topology_region,
+            "topology_zone": self.topology_zone,
+        }
+
+
+_ALIASES: Final = {"skip_lookupd_authorization": "lookupd_authorization"}
+"""The reference's name for it says the opposite of what it does."""
+
+
+def _milliseconds(seconds: float) -> int:
+    return -1 if seconds < 0 else int(seconds * 1000)
+
+
+def _read(name: str, text: str) -> Any:
+    """The value of an option given as text. Raises ConfigError."""
+    field = {field.name: field for field in dataclasses.fields(Config)}.get(_ALIASES.get(name, name))
+    if field is None or field.name == "tls_config":
+        raise ConfigError(f"invalid option {name}")
+    reader: Callable[[str], Any]
+    if field.metadata.get("duration"):
+        reader = _duration
+    else:
+        readers: dict[str, Callable[[str], Any]] = {
+            "bool": parse_bool,
+            "int": int,
+            "float": float,
+            "str": str,
+        }
+        reader = readers[str(field.type)]
+    try:
+        return reader(text)
+    except ValueError:
+        raise ConfigError(f"invalid value {text!r} of option {name}") from None
+
+
+def _duration(text: str) -> float:
+    return int(text) / 1000 if text.lstrip("-").isdigit() else parse_duration(text)
