@@ -655,16 +655,14 @@ def nsqd(lookupd: TestLookupd, own_process: Callable[..., Any], host: str) -> Te
     return started
 
 
+def soon(fact: Callable[[], Any]) -> None:
+    """NSQ's own tests give it 350 ms; a machine that has other things to do needs some more."""
+    wait_until(fact, 2.0)
+
+
 def nsqd_flags(lookupd: TestLookupd, host: str) -> dict[str, Any]:
     address = "{}:{}".format(*lookupd.address)
     return {"broadcast_address": host, "lookupd_tcp_address": (address,), "log_level": "debug"}
-
-
-def within(seconds: float, fact: Callable[[], Any]) -> float:
-    """How long it took to become true, which is to be at most so long on a machine with nothing else to do."""
-    started = time.monotonic()
-    wait_until(fact, seconds + 2)
-    return time.monotonic() - started
 
 
 def test_case_177_an_ephemeral_channel_is_announced_and_withdrawn(
@@ -673,43 +671,41 @@ def test_case_177_an_ephemeral_channel_is_announced_and_withdrawn(
     with nsqd.connect() as connection:
         connection.identify()
         connection.sub(topic, "c#ephemeral")
-        within(0.35, lambda: lookupd.channels(topic) == ["c#ephemeral"])
-    within(0.35, lambda: lookupd.channels(topic) == [])
+        soon(lambda: lookupd.channels(topic) == ["c#ephemeral"])
+    soon(lambda: lookupd.channels(topic) == [])
     with nsqd.connect() as connection:
         connection.identify()
         connection.sub(topic + "#ephemeral", "c#ephemeral")
-        within(0.35, lambda: topic + "#ephemeral" in lookupd.topics())
-    within(0.35, lambda: topic + "#ephemeral" not in lookupd.topics())
+        soon(lambda: topic + "#ephemeral" in lookupd.topics())
+    soon(lambda: topic + "#ephemeral" not in lookupd.topics())
 
 
 def test_case_197_topics_and_channels_of_an_nsqd_appear_and_disappear(
     lookupd: TestLookupd, nsqd: Any, topic: str, host: str
 ) -> None:
     nsqd.http("POST", "/topic/create", topic=topic)
-    within(0.35, lambda: topic in lookupd.topics())
+    soon(lambda: topic in lookupd.topics())
     (producer,) = lookupd.lookup(topic)["producers"]
     assert producer["broadcast_address"] == host
     assert producer["hostname"]
     assert (producer["tcp_port"], producer["http_port"]) == (nsqd.address[1], nsqd.http_address[1])
     assert producer["version"].startswith("1.")
     nsqd.http("POST", "/channel/create", topic=topic, channel="ch")
-    within(0.35, lambda: lookupd.channels(topic) == ["ch"])
+    soon(lambda: lookupd.channels(topic) == ["ch"])
     assert {f"topic:{topic}:", f"channel:{topic}:ch"} <= {*lookupd.debug()}
     found = node(lookupd, host)
     assert found is not None and found["topics"] == [topic]
 
     nsqd.http("POST", "/channel/delete", topic=topic, channel="ch")
-    within(0.35, lambda: f"channel:{topic}:ch" not in lookupd.debug())
+    soon(lambda: f"channel:{topic}:ch" not in lookupd.debug())
     nsqd.http("POST", "/topic/delete", topic=topic)
-    within(0.35, lambda: f"topic:{topic}:" not in lookupd.debug())
+    soon(lambda: f"topic:{topic}:" not in lookupd.debug())
     assert lookupd.lookup(topic)["producers"] == []
 
 
-def test_case_197_an_nsqd_that_stops_is_gone(
-    lookupd: TestLookupd, nsqd: Any, topic: str, host: str
-) -> None:
+def test_case_197_an_nsqd_that_stops_is_gone(lookupd: TestLookupd, nsqd: Any, topic: str, host: str) -> None:
     nsqd.publish(topic, b"x")
-    within(0.35, lambda: addresses(lookupd, topic) == [host])
+    soon(lambda: addresses(lookupd, topic) == [host])
     nsqd.stop()
     wait_until(lambda: node(lookupd, host) is None)
     assert addresses(lookupd, topic) == []

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from OpenSSL import SSL
 
 from nsparq.errors import StartError
-from nsparq.server.compress import DeflateLayer, SnappyLayer
-from nsparq.server.layers import MAX_PIECE, LayerError, LayerStack
 from nsparq.server.tls import TlsLayer, build_context
+from nsparq.transport.deflate import DeflateLayer
+from nsparq.transport.layers import MAX_PIECE, LayerError, LayerStack
+from nsparq.transport.snappy import SnappyLayer
 from tests.support.certificates import Pair, certificates, issue
 from tests.support.memory import freed_without_collecting
 

@@ -149,7 +149,7 @@ class HttpApi:
                 path="/topic/delete",
                 handler=self._delete_topic,
                 summary="Forget a topic, its channels and who has them.",
-                details="An nsqd is not told; it comes back when it registers anew. Fine if there is no such topic.",
+                details="An nsqd is not told, and comes back when it registers anew. Fine if there is none.",
                 params=(TOPIC,),
                 errors=TOPIC_ERRORS,
             ),

@@ -39,12 +39,7 @@ MAX_FIELD: Final = 1024
 """Characters of a text in IDENTIFY: each is repeated in answers about every topic of the peer."""
 LINGER_S: Final = 5.0
 """How long a closing connection may take to accept its last bytes."""
-KEEPALIVE: Final = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
-)
+KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 """The system asks after a peer that is silent, so one whose machine is gone is noticed within two minutes."""
 
 
@@ -79,8 +74,7 @@ class Connection(asyncio.Protocol):
         self.address = join_address(*peer[:2])
         self._protocol = LookupServerProtocol(self.address)
         transport.set_write_buffer_limits(WRITE_HIGH)
-        for level, option, value in KEEPALIVE:
-            transport.get_extra_info("socket").setsockopt(level, option, value)
+        _keep_alive(transport.get_extra_info("socket"))
         logger.info("TCP: new client(%s)", self.address)
 
     def data_received(self, data: bytes) -> None:
@@ -92,6 +86,7 @@ class Connection(asyncio.Protocol):
             self._protocol.receive_eof()
         except FatalClientError as error:
             self._fail(error)
+        self.close()
 
     def pause_writing(self) -> None:
         self._is_writable = False
@@ -200,9 +195,16 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def _adjust_reading(self) -> None:
-        if self._is_closing:
+        if self._is_closing or self._transport.is_closing():
             return
         if self._is_writable and self._commands is None:
             self._transport.resume_reading()
         else:
             self._transport.pause_reading()
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):  # not every system lets us choose
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -117,7 +117,7 @@ class LogApi:
     async def peek_channel(self, request: Request) -> Result:
         channel = self._channel(request)
         asked = request.parameters.get("state")
-        states = tuple(dict.fromkeys(asked.split(","))) if asked else STATES
+        states = STATES if asked is None else tuple(dict.fromkeys(asked.split(",")))
         if not set(STATES).issuperset(states):
             raise ApiError(400, "INVALID_ARG_STATE")
         peek = peek_channel(channel, states, _peek_count(request), MAX_PEEK_BYTES)

@@ -28,8 +28,9 @@ from nsparq.errors import (
     SubscribeRefused,
 )
 from nsparq.server.auth import AuthFailed, Grant, Permission
-from nsparq.server.compress import DeflateLayer, SnappyLayer
-from nsparq.server.layers import Layer, LayerError, LayerStack
+from nsparq.transport.deflate import DeflateLayer
+from nsparq.transport.layers import Layer, LayerError, LayerStack
+from nsparq.transport.snappy import SnappyLayer
 from nsparq.wire import commands
 from nsparq.wire.frames import CLOSE_WAIT, ERROR, HEARTBEAT, OK, RESPONSE, encode_frame
 from nsparq.wire.limits import Limits

@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 from OpenSSL import SSL
 
 from nsparq.errors import StartError
-from nsparq.server.layers import MAX_PIECE, Layer, LayerError
+from nsparq.transport.layers import MAX_PIECE, Layer, LayerError
 
 REQUIRE: Final = "require"
 REQUIRE_VERIFY: Final = "require-verify"

@@ -64,8 +64,9 @@ class FrameDecoder:
         self._missing = 0
         """Bytes that must arrive before looking again is of use."""
 
-    def receive_data(self, data: bytes) -> list[Frame]:
-        """The frames that are whole now. Raises BadFrame."""
+    def receive_data(self, data: bytes, most: int = 0) -> list[Frame]:
+        """The frames that are whole now, `most` of them if that is given: what comes behind may be for a
+        layer that is still to be put on. Raises BadFrame."""
         if len(data) < self._missing:
             self._missing -= len(data)
             self._chunks.append(data)
@@ -76,11 +77,11 @@ class FrameDecoder:
             self._chunks.clear()
         buffer = self._buffer + data if self._buffer else data
         frames: list[Frame] = []
-        position = self._decode(buffer, frames)
+        position = self._decode(buffer, frames, most)
         self._buffer = buffer[position:] if position else buffer
         return frames
 
-    def _decode(self, buffer: bytes, frames: list[Frame]) -> int:
+    def _decode(self, buffer: bytes, frames: list[Frame], most: int) -> int:
         position, available = 0, len(buffer)
         append, unpack_head, unpack_message = frames.append, _HEAD.unpack_from, _MESSAGE.unpack_from
         self._missing = 0
@@ -105,6 +106,8 @@ class FrameDecoder:
             else:
                 raise BadFrame(f"a frame of type {kind}")
             position = end
+            if most and len(frames) >= most:
+                break
         return position
 
     def _bad_size(self, size: int) -> BadFrame:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsparq.server.compress import DeflateLayer, SnappyLayer
-from nsparq.server.layers import MAX_PIECE, Layer, LayerError, LayerStack
+from nsparq.transport.deflate import DeflateLayer
+from nsparq.transport.layers import MAX_PIECE, Layer, LayerError, LayerStack
+from nsparq.transport.snappy import SnappyLayer
 
 
 class Spelled(Layer):

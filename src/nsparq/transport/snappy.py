@@ -1,4 +1,4 @@
-"""The compressing layers, snappy and deflate, for either side of a connection.
+"""Snappy for either side of a connection.
 
 Expansion is bounded: a piece of output has at most MAX_PIECE bytes, and the next one is made only when it is
 asked for. What is kept of the input is less than one chunk, whatever length it claims.
@@ -7,14 +7,13 @@ asked for. What is kept of the input is less than one chunk, whatever length it 
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import cramjam
 from crc32c import crc32c
 
-from nsparq.server.layers import MAX_PIECE, Layer, LayerError
+from nsparq.transport.layers import MAX_PIECE, Layer, LayerError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -189,39 +188,3 @@ def _decompressed(compressed: Buffer) -> Buffer:
     except cramjam.DecompressionError as error:
         raise LayerError("snappy: corrupt chunk") from error
     return contents
-
-
-class DeflateLayer(Layer):
-    """One raw DEFLATE stream (RFC 1951) in each direction; each send() ends with a sync flush."""
-
-    def __init__(self, level: int = 6) -> None:
-        self._compressor = zlib.compressobj(level, zlib.DEFLATED, -zlib.MAX_WBITS)
-        self._decompressor = zlib.decompressobj(-zlib.MAX_WBITS)
-        self._input = b""
-        self._has_more = False
-        """Whether there is input, or output that did not fit the last piece."""
-
-    def send(self, data: bytes | memoryview) -> bytes:
-        if not data:
-            return b""
-        return self._compressor.compress(data) + self._compressor.flush(zlib.Z_SYNC_FLUSH)
-
-    def receive(self, data: bytes) -> Iterator[bytes]:
-        if data and not self.is_ended:
-            self._input = self._input + data if self._input else data
-            self._has_more = True
-        return iter(self._read, b"")
-
-    def _read(self) -> bytes:
-        if not self._has_more:
-            return b""
-        decompressor = self._decompressor
-        try:
-            piece = decompressor.decompress(self._input, MAX_PIECE)
-        except zlib.error as error:
-            raise LayerError("deflate: corrupt stream") from error
-        self._input = decompressor.unconsumed_tail
-        self._has_more = len(piece) == MAX_PIECE
-        if decompressor.eof:
-            self.is_ended, self._has_more, self._input = True, False, b""
-        return piece

@@ -14,8 +14,9 @@ from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsparq.server.compress import DeflateLayer, SnappyLayer
-from nsparq.server.layers import MAX_PIECE, Layer, LayerError
+from nsparq.transport.deflate import DeflateLayer
+from nsparq.transport.layers import MAX_PIECE, Layer, LayerError
+from nsparq.transport.snappy import SnappyLayer
 from tests.support.memory import freed_without_collecting
 
 IDENTIFIER = b"\xff\x06\x00\x00sNaPpY"

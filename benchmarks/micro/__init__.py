@@ -1,0 +1,1 @@
+"""Measurements of single modules, inside one process."""

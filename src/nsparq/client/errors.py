@@ -1,0 +1,56 @@
+"""What can go wrong between a program and its brokers.
+
+ClientError
+├── ConnectFailed        no connection: refused, timed out, not an nsqd, TLS or AUTH failed
+├── NotConnected         the connection went away before the answer came: it is unknown what became of it
+├── PublishFailed        the broker refused; `code` and `description` are its own
+├── PublishTimeout       no broker acknowledged in time
+└── Stopped              the producer or consumer has been stopped
+"""
+
+from __future__ import annotations
+
+from nsparq.errors import NsparqError
+
+__all__ = [
+    "ClientError",
+    "ConnectFailed",
+    "NotConnected",
+    "PublishFailed",
+    "PublishTimeout",
+    "Stopped",
+]
+
+
+class ClientError(NsparqError):
+    """Root of the tree above."""
+
+
+class ConnectFailed(ClientError):
+    """No conversation came about."""
+
+
+class NotConnected(ClientError):
+    """The connection is gone."""
+
+    def __init__(self, text: str = "not connected") -> None:
+        super().__init__(text)
+
+
+class PublishFailed(ClientError):
+    """The broker's own words."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code, _, self.description = text.partition(" ")
+
+
+class PublishTimeout(ClientError, TimeoutError):
+    """Nothing acknowledged it in time. It may still have been published."""
+
+
+class Stopped(ClientError):
+    """Nothing more goes through here."""
+
+    def __init__(self) -> None:
+        super().__init__("stopped")

@@ -1,0 +1,163 @@
+"""The daemons do what their OpenAPI descriptions say: schemathesis makes requests of them, good and bad."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.config import SchemathesisConfig
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
+
+from nsparq.http.api import Api
+from nsparq.http.describe import openapi
+from nsparq.lookup.http_api import describe as describe_lookupd
+from nsparq.names import is_valid_name
+from nsparq.options import NsqdOptions
+from nsparq.server.daemon import Nsqd
+from nsparq.server.http_api import HttpApi
+from tests.support import BrokerProcess
+from tests.support.lookupd import LookupdProcess
+
+pytestmark = pytest.mark.allow_leftovers("connections are kept from test to test")
+
+TOPICS = ["known", "another", "gone#ephemeral"]
+CHANNELS = ["known", "gone#ephemeral"]
+SOME = settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+# What NSQ says of bodies that are missing or make no sense, beside what schemathesis expects; and what may be
+# wrong with numbers and values that are spelled right: they are gone, not there yet, or exclude each other.
+REFUSALS = ["400", "401", "403", "404", "405", "409", "410", "413", "416"]
+CHECKS = {
+    "negative_data_rejection": {"expected-statuses": REFUSALS},
+    "positive_data_acceptance": {"expected-statuses": ["2xx", "404", "409", "410", "416"]},
+}
+SLOW = "/debug/pprof/profile"
+
+
+def load(document: dict[str, Any], *loose: str) -> Any:
+    """The paths named have rules for what is valid that a description cannot state."""
+    rules = [
+        {"include-path": path, "checks": {"positive_data_acceptance": {"enabled": False}}} for path in loose
+    ]
+    config = SchemathesisConfig.from_dict({"checks": CHECKS, "operations": rules})
+    return schemathesis.openapi.from_dict(document, config=config)
+
+
+def nsqd_api() -> Api:
+    return HttpApi(Nsqd(NsqdOptions())).api
+
+
+NSQD = openapi(nsqd_api())
+LOOKUPD = openapi(describe_lookupd())
+of_nsqd = load(
+    NSQD,
+    "/channel/seek",  # exactly one of three parameters
+    "/config/{key}",  # a value that fits its key
+    "/mpub",  # bytes that are as many messages as they say
+    "/topic/settings",  # not of an ephemeral topic
+)
+# Names are any text there, though not all of them can be created.
+of_lookupd = load(LOOKUPD, "/topic/create", "/channel/create", "/channel/delete")
+
+
+class Target:
+    """A daemon, over one connection. A process: hypothesis objects to threads that use `random`."""
+
+    def __init__(self, daemon: BrokerProcess) -> None:
+        self.session = requests.Session()
+        self.session.trust_env = False
+        assert daemon.http_address is not None
+        self.url = "http://{}:{}".format(*daemon.http_address)
+
+    def get(self, path: str) -> requests.Response:
+        return self.session.get(self.url + path, timeout=10)
+
+    def post(self, path: str, body: bytes = b"", **query: str) -> None:
+        self.session.post(self.url + path, body, params=query, timeout=10).raise_for_status()
+
+    def check(self, case: Any) -> None:
+        response = case.call(base_url=self.url, session=self.session)
+        # An empty text has no type: NSQ's way, of which OpenAPI has no notion.
+        is_empty_text = case.operation.path == "/config/{key}" and not response.content
+        left_out = [content_type_conformance, response_schema_conformance] if is_empty_text else []
+        case.validate_response(response, excluded_checks=left_out)
+
+
+@pytest.fixture(scope="module")
+def nsqd() -> Iterator[Target]:
+    with BrokerProcess() as broker:
+        target = Target(broker)
+        with target.session:
+            yield target
+
+
+@pytest.fixture(scope="module")
+def lookupd() -> Iterator[Target]:
+    with LookupdProcess() as daemon:
+        target = Target(daemon)
+        with target.session:
+            yield target
+
+
+def use_known_names(case: Any) -> None:
+    """In place of those that were made up, as long as they are valid."""
+    for parameter, known in (("topic", TOPICS), ("channel", CHANNELS)):
+        value = case.query.get(parameter) if case.query else None
+        if isinstance(value, str) and is_valid_name(value.encode("utf-8", "replace")):
+            case.query[parameter] = known[len(value) % len(known)]
+
+
+def furnish(target: Target) -> None:
+    """Every known name is there, with messages."""
+    found = target.get("/stats?format=json&include_mem=false&include_clients=false").json()["topics"] or []
+    there = {topic["topic_name"]: len(topic["channels"]) for topic in found if topic["message_count"]}
+    for topic in TOPICS:
+        if there.get(topic, 0) < len(CHANNELS):
+            target.post("/topic/create", topic=topic)
+            for channel in CHANNELS:
+                target.post("/channel/create", topic=topic, channel=channel)
+            target.post("/mpub", b"text\n\xff\n" + b"x" * 100, topic=topic)
+            target.post("/pub", b"deferred", topic=topic, defer="60000")
+
+
+def test_the_daemons_serve_these_descriptions(nsqd: Target, lookupd: Target) -> None:
+    for target, document in ((nsqd, NSQD), (lookupd, LOOKUPD)):
+        assert target.get("/openapi.json").json() == json.loads(json.dumps(document))
+
+
+@of_nsqd.exclude(path=SLOW).parametrize()
+@SOME
+def test_nsqd_answers_as_described(case: Any, nsqd: Target) -> None:
+    nsqd.check(case)
+
+
+@of_nsqd.exclude(path=SLOW).parametrize()
+@SOME
+def test_nsqd_answers_as_described_where_there_is_something_to_answer(case: Any, nsqd: Target) -> None:
+    furnish(nsqd)
+    use_known_names(case)
+    nsqd.check(case)
+
+
+@of_lookupd.parametrize()
+@SOME
+def test_nsqlookupd_answers_as_described(case: Any, lookupd: Target) -> None:
+    lookupd.check(case)
+
+
+@of_lookupd.parametrize()
+@SOME
+def test_nsqlookupd_answers_as_described_where_there_is_something_to_answer(
+    case: Any, lookupd: Target
+) -> None:
+    for topic in TOPICS:
+        lookupd.post("/channel/create", topic=topic, channel=CHANNELS[0])
+    use_known_names(case)
+    lookupd.check(case)
