@@ -237,14 +237,6 @@ def test_help_is_status_0_and_names_every_flag() -> None:
     )
 
 
-def test_options_of_features_to_come_are_accepted_with_a_warning() -> None:
-    options, warnings = TABLE.read_command_line(
-        ["--enable-experiment=x", "--snappy=true", "--sync-every=1"]
-    )
-    assert options.enable_experiment == ("x",)
-    assert warnings == ["--enable-experiment has no effect in this version"]
-
-
 # The file
 
 

@@ -41,6 +41,12 @@ def expand_command(template: str, data: Path, extra: list[str]) -> list[str]:
     return words + extra
 
 
+def cpu_seconds(pid: int) -> float:
+    """Processor time, its own and the system's for it, that a process has used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
+
+
 class External:
     """A broker that somebody else runs: it has an address, and nothing else that we may touch."""
 
@@ -123,8 +129,7 @@ class Spawned:
             self.process.wait()
 
     def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
+        return cpu_seconds(self.pid)
 
     def memory_mib(self) -> dict[str, float]:
         """VmRSS (resident now), VmHWM (its peak) and RssAnon (resident without mapped files)."""

@@ -35,8 +35,8 @@ class Crew:
     def __exit__(self, *exc_info: object) -> None:
         self.dismiss()
 
-    def work(self, roles: Sequence[tuple[str, dict[str, Any]]], deadline: float) -> list[acts.Span]:
-        """Play the roles, (class in roles.py, its arguments), at the same time, a process each."""
+    def work(self, roles: Sequence[tuple[str | type, dict[str, Any]]], deadline: float) -> list[acts.Span]:
+        """Play the roles at the same time, a process each: (class or its name in roles.py, arguments)."""
         if len(roles) > SLOTS:
             raise LoadFailed(f"{len(roles)} processes wanted; this tool is made for {SLOTS}")
         self._hire(len(roles))
@@ -90,12 +90,16 @@ def serve(parent: Connection, progress: acts.Progress) -> None:
     """A load process: one role after another until the parent hangs up. A failure is answered as its text."""
     try:
         while True:
-            name, arguments = parent.recv()
+            kind, arguments = parent.recv()
+            name = kind if isinstance(kind, str) else kind.__name__
             try:
-                role = getattr(acts, name)(**arguments)
+                role = (getattr(acts, kind) if isinstance(kind, str) else kind)(**arguments)
                 parent.send(None)
                 parent.recv()
-                parent.send(role.run(progress))
+                began = time.process_time()
+                span = role.run(progress)
+                span.cpu_s = time.process_time() - began
+                parent.send(span)
             except (BrokerRefused, acts.OutOfTime, OSError) as error:
                 parent.send(f"{name}: {type(error).__name__}: {error}")
             except Exception:

@@ -58,6 +58,7 @@ class Span:
     )  # when a run of messages was done with; how many
     ids: dict[str, npt.NDArray[np.uint64]] = field(default_factory=dict)  # by topic/channel
     latencies_ns: npt.NDArray[np.int64] | None = None
+    cpu_s: float = 0.0  # processor time that it took itself
 
 
 class Replies:
@@ -157,10 +158,17 @@ class Consumer:
         self.rdy, self.total, self.slot = rdy, total, slot
         self.deadline, self.idle_seconds = deadline, idle_seconds
         self.names = [f"{topic}/{channel}" for topic, channel in subscriptions]
-        self.connections = [connect(address, timeout=deadline) for _ in subscriptions]
+        self.connections = [self.connect(address, deadline) for _ in subscriptions]
         self.buffers = [FrameBuffer(size) for _ in subscriptions]
         for connection, (topic, channel) in zip(self.connections, subscriptions, strict=True):
             subscribe(connection, topic, channel)
+
+    def connect(self, address: Address, timeout: float) -> socket.socket:
+        return connect(address, timeout=timeout)
+
+    def has_more(self, connection: socket.socket) -> bool:
+        """Whether more can be received that epoll does not see."""
+        return False
 
     def run(self, progress: Progress) -> Span:
         span = Span()
@@ -185,16 +193,19 @@ class Consumer:
             for descriptor, _ in ready:
                 index = by_descriptor[descriptor]
                 connection, buffer = self.connections[index], self.buffers[index]
-                buffer.receive_from(connection)
-                for ids in buffer.take_messages():
-                    if not span.count:
-                        span.first_ns = time.monotonic_ns()
-                    connection.sendall(finisher.encode(ids))
-                    received[index].append(ids)
-                    span.count += len(ids)
-                    progress[self.slot] = span.count
-                    span.last_ns = time.monotonic_ns()
-                    span.arrivals.append((span.last_ns, len(ids)))
+                has_more = True
+                while has_more:
+                    buffer.receive_from(connection)
+                    for ids in buffer.take_messages():
+                        if not span.count:
+                            span.first_ns = time.monotonic_ns()
+                        connection.sendall(finisher.encode(ids))
+                        received[index].append(ids)
+                        span.count += len(ids)
+                        progress[self.slot] = span.count
+                        span.last_ns = time.monotonic_ns()
+                        span.arrivals.append((span.last_ns, len(ids)))
+                    has_more = self.has_more(connection)
                 check_errors(buffer, fin_may_fail=bool(self.idle_seconds))
                 if buffer.heartbeats:
                     buffer.heartbeats = 0

@@ -7,9 +7,10 @@ daemon.
 
 import json
 import re
+import sys
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Generic, Literal, TypeVar
@@ -218,12 +219,11 @@ class Option(CommandFlag):
     default_text: str  # what the default depends on; empty when it is the same everywhere
     heading: str  # opens a group of options in help and documentation
     bound: Bound | None
-    planned: bool  # accepted so that existing command lines work; does nothing yet
 
     @property
     def notes(self) -> list[str]:
         notes = ["may be given several times"] if self.kind.is_list else []
-        return [*notes, "accepted, without effect so far"] if self.planned else notes
+        return notes
 
 
 def opt(
@@ -235,7 +235,6 @@ def opt(
     default_text: str = "",
     heading: str = "",
     bound: Bound | None = None,
-    planned: bool = False,
 ) -> T:
     """A dataclass field that is an option. A callable default is called once per instance."""
     metadata = {
@@ -245,7 +244,6 @@ def opt(
         "default_text": default_text,
         "heading": heading,
         "bound": bound,
-        "planned": planned,
     }
     if callable(default):
         return field(default_factory=default, metadata=metadata)
@@ -318,7 +316,6 @@ class OptionTable(Generic[T]):
             from_file, unknown = self.read_file(Path(path))
             warnings += [f"{path}: unknown key {key} ignored" for key in unknown]
         values = from_file | from_flags
-        warnings += [f"--{flag} has no effect in this version" for flag in self.planned_flags(values)]
         return self._options_class(**values), warnings
 
     def read_flags(self, arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -359,14 +356,6 @@ class OptionTable(Generic[T]):
                     raise OptionError(f"{path}: {option.file_key} (flag --{option.flag}) {error}") from None
         return values, list(content)
 
-    def planned_flags(self, values: Mapping[str, Any]) -> list[str]:
-        """The flags among `values` that ask for something which does not exist yet."""
-        return [
-            option.flag
-            for option in self.options
-            if option.planned and option.attribute in values and values[option.attribute] != option.default
-        ]
-
     def check_bounds(self, options: object) -> None:
         """Raise OptionError for the first number that is out of bounds."""
         for option in self.options:
@@ -390,6 +379,14 @@ class OptionTable(Generic[T]):
             text = flag.help.replace("`", "") + (f" ({'; '.join(notes)})" if notes else "")
             lines += (f"    \t{line}" for line in textwrap.wrap(text, 100))
         return "\n".join(lines) + "\n"
+
+    def print_page(self, arguments: Sequence[str]) -> None:
+        """What `python -m` of an options module does: write one of the checked-in pages to stdout."""
+        pages = {"--markdown": self.markdown, "--toml": self.toml}
+        if len(arguments) != 1 or arguments[0] not in pages:
+            module = getattr(sys.modules["__main__"].__spec__, "name", "")
+            sys.exit(f"usage: python -m {module} {'|'.join(pages)}")
+        sys.stdout.write(pages[arguments[0]]())
 
     def markdown(self) -> str:
         """The reference page."""
@@ -419,8 +416,7 @@ class OptionTable(Generic[T]):
         for option in self.options:
             if option.heading:
                 lines += ["", f"# ---- {option.heading} ----"]
-            comment = f"{option.help} (without effect so far)" if option.planned else option.help
-            lines += ["", *(f"# {line}" for line in textwrap.wrap(comment, 100))]
+            lines += ["", *(f"# {line}" for line in textwrap.wrap(option.help, 100))]
             if option.default_text:
                 lines.append(f"# {option.file_key} = <{option.default_text}>")
             else:

@@ -296,7 +296,11 @@ class NsqdOptions:
     )
 
     enable_experiment: tuple[str, ...] = opt(
-        (), "name of an experiment to switch on", STRINGS, heading="Experiments", planned=True
+        (),
+        "name of an experiment to switch on: `topology-aware-consumption` serves clients of the same zone, "
+        "then of the same region, before others",
+        STRINGS,
+        heading="Experiments",
     )
 
     def __post_init__(self) -> None:
@@ -336,7 +340,4 @@ TABLE: Final = OptionTable(
 
 
 if __name__ == "__main__":
-    pages = {"--markdown": TABLE.markdown, "--toml": TABLE.toml}
-    if len(sys.argv) != 2 or sys.argv[1] not in pages:
-        sys.exit(f"usage: python -m nsparq.options {'|'.join(pages)}")
-    sys.stdout.write(pages[sys.argv[1]]())
+    TABLE.print_page(sys.argv[1:])

@@ -6,6 +6,7 @@ Status 0 after a clean stop, 1 after a FATAL line, 2 for a wrong command line.
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,7 +17,7 @@ from nsparq import logs
 from nsparq.errors import StartError
 from nsparq.option_table import CommandLineExit, OptionTable
 
-__all__ = ["Daemon", "load_runner", "run_daemon", "serve"]
+__all__ = ["Daemon", "load_runner", "raise_file_limit", "run_daemon", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,16 @@ async def serve(make: Callable[[Any], Daemon], options: Any) -> None:
     finally:
         for signum in (*STOP_SIGNALS, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)
+
+
+def raise_file_limit() -> None:
+    """A connection is a file, and so is a topic: take what the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError) as error:
+            logger.warning("cannot raise the limit of open files above %d: %s", soft, error)
 
 
 def _calm_collector() -> None:

@@ -776,7 +776,7 @@ def test_clients_that_come_and_go_leave_nothing_behind(rig: Rig, paused: bool):
         channel.pause()
     for _ in range(100):
         rig.disconnect(rig.subscribe(rdy=1))
-    assert len(channel._ready) < 10
+    assert sum(map(len, channel._lines)) < 10
 
 
 # Pause, unpause, empty.
@@ -946,3 +946,31 @@ def test_latency_of_messages_read_back_from_disk_is_counted_from_each_ones_publi
 def test_a_channel_is_named_by_its_topic_and_itself(rig: Rig):
     assert str(rig.channel("c", "t")) == "t:c"
     assert str(rig.topic("t")) == "t"
+
+
+# Near and far.
+
+
+def near_and_far(make_rig: MakeRig, **more: object) -> tuple[Rig, FakeClient, FakeClient, FakeClient]:
+    rig = make_rig(topology_zone="z", topology_region="r", **more)
+    places = (("z", "r"), ("other", "r"), ("other", "other"))
+    near, middle, far = (
+        rig.subscribe(rdy=10, topology_zone=zone, topology_region=region) for zone, region in places
+    )
+    return rig, near, middle, far
+
+
+def test_nearer_clients_are_served_first_where_that_experiment_is_on(make_rig: MakeRig):
+    rig, near, middle, far = near_and_far(make_rig, enable_experiment=("topology-aware-consumption",))
+    rig.publish("t", *(b"%d" % number for number in range(25)))
+    assert [len(client.messages) for client in (near, middle, far)] == [10, 10, 5]
+    (stats,) = rig.broker.stats()["topics"][0]["channels"]
+    counts = [stats[f"{name}_msg_count"] for name in ("zone_local", "region_local", "global")]
+    assert counts == [10, 10, 5]
+
+
+def test_without_the_experiment_it_makes_no_difference_where_a_client_is(make_rig: MakeRig):
+    rig, *clients = near_and_far(make_rig)
+    rig.publish("t", *(b"%d" % number for number in range(24)))
+    assert [len(client.messages) for client in clients] == [8, 8, 8]
+    assert not [key for key in rig.broker.stats()["topics"][0]["channels"][0] if key.endswith("_msg_count")]

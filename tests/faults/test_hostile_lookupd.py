@@ -97,7 +97,8 @@ def garbage(seed: int) -> bytes:
     names = [b"t", b"t#ephemeral", b"bad!", b"", b"*", b"n" * 65, b"\xff", b"a b c"]
     commands = [b"PING", b"PING\r", b"REGISTER", b"UNREGISTER", b"REGISTER " + choose.choice(names)]
     commands += [
-        verb + b" " + choose.choice(names) + b" " + choose.choice(names) for verb in (b"REGISTER", b"UNREGISTER")
+        verb + b" " + choose.choice(names) + b" " + choose.choice(names)
+        for verb in (b"REGISTER", b"UNREGISTER")
     ]
     commands += [choose.randbytes(choose.randint(0, 30)), b"IDENTIFY"]
     data = bytearray(b"  V1" + (IDENTIFY if choose.random() < 0.7 else b""))

@@ -41,7 +41,9 @@ def test_every_endpoint_of_nsq_is_in_the_table() -> None:
 def test_the_daemon_serves_its_own_description(lookupd: LookupdThread) -> None:
     served = lookupd.request("GET", "/openapi.json").json()
     assert served == openapi(describe())
-    assert {(method.upper(), path) for path, found in served["paths"].items() for method in found} == ENDPOINTS
+    assert {
+        (method.upper(), path) for path, found in served["paths"].items() for method in found
+    } == ENDPOINTS
 
 
 def test_the_reference_page_has_every_endpoint_and_error() -> None:

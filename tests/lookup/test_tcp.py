@@ -150,6 +150,30 @@ def test_a_mistake_of_ours_ends_one_connection_only(
     assert "internal error" in caplog.text
 
 
+def test_a_peer_that_half_closes_gets_its_answers_and_is_not_waited_for(
+    lookupd: LookupdThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lookupd.peer() as polite:
+        polite.send(b"PING\n" * 1000)
+        polite.end_of_stream()
+        for _ in range(1000):
+            polite.expect_ok()
+        polite.expect_closed()
+    monkeypatch.setattr(tcp, "LINGER_S", 0.1)
+    with lookupd.peer() as rude:
+        rude.socket.setblocking(False)
+        quiet_since = time.monotonic()
+        while time.monotonic() - quiet_since < 0.3:  # until it is held back
+            try:
+                rude.socket.send(b"PING\n" * 10_000)
+                quiet_since = time.monotonic()
+            except BlockingIOError:
+                time.sleep(0.01)
+        (connection,) = lookupd.lookupd.connections
+        lookupd.call_daemon(lambda _: connection.eof_received())
+        wait_until(lambda: not lookupd.lookupd.connections)
+
+
 def test_a_peer_that_resets_leaves_its_names_and_nothing_else(lookupd: LookupdThread) -> None:
     peer = lookupd.peer()
     peer.register("t", "c")

@@ -177,7 +177,7 @@ def test_the_real_remote_address_replaces_one_in_the_body() -> None:
         b'{"version":1}',
         b"\xff",
         b'{"tcp_port":NaN}',
-        b"[" * 100_000,
+        b"[" * 50_000,
         b'{"tcp_port":%s}' % (b"9" * 10_000),
     ],
 )

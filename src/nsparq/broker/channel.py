@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WRITE = 128 << 10
 """Bytes handed to one client before the next has its turn."""
+TOPOLOGY_AWARE = "topology-aware-consumption"
 PUMP_NS = 10_000_000
 """How long one channel may send before the rest of the daemon has its turn."""
 
@@ -53,7 +54,10 @@ class Channel(Backlog):
         percentiles = options.e2e_processing_latency_percentile
         window_s = options.e2e_processing_latency_window_time
         self._latency = Latency(percentiles, window_s, topic.broker.clock()) if percentiles else None
-        self._ready: deque[Client] = deque()
+        self._lines: tuple[deque[Client], ...] = (deque(), deque(), deque())
+        """Clients that are ready, by how far away they are: see _distance."""
+        self._delivered = [0, 0, 0]
+        """Messages delivered to each of these, where the distance counts."""
         self._turns = 0
         """Clients still to be served in the round of delivery under way."""
         self._share = 0
@@ -77,6 +81,18 @@ class Channel(Backlog):
             raise SubscribeRefused(f"consumers for {self.topic.name}:{self.name} exceeds limit of {limit}")
         self.clients.add(client)
         client.channel = self
+        client.distance = self._distance(client)
+
+    def _distance(self, client: Client) -> int:
+        """0 in the same zone, 1 in the same region, 2 elsewhere; the same for all unless that experiment of
+        NSQ's is on. Nearer clients are served first, and others only while no nearer one is ready."""
+        options = self.topic.broker.options
+        if TOPOLOGY_AWARE not in options.enable_experiment:
+            return 2
+        if options.topology_zone and client.identity.topology_zone == options.topology_zone:
+            return 0
+        same_region = client.identity.topology_region == options.topology_region
+        return 1 if options.topology_region and same_region else 2
 
     def remove_client(self, client: Client) -> None:
         """The client is gone: what it left unanswered is sent again at once."""
@@ -87,7 +103,7 @@ class Channel(Backlog):
         client.ready_count = 0
         if client.is_queued:
             client.is_queued = False
-            self._ready.remove(client)
+            self._lines[client.distance].remove(client)
         for run in sorted(client.runs, key=lambda run: run.first):
             self._take_back(run, [*run.unanswered()])
         client.runs.clear()
@@ -101,8 +117,8 @@ class Channel(Backlog):
         """The client may have become able to take messages."""
         if not client.is_queued and client.capacity > 0:
             client.is_queued = True
-            self._ready.append(client)
-        if self._ready:
+            self._lines[client.distance].append(client)
+        if any(self._lines):
             self.topic.broker.schedule_channel(self)
 
     def set_ready(self, client: Client, count: int) -> None:
@@ -226,7 +242,7 @@ class Channel(Backlog):
     def appended(self, count: int) -> None:
         """The topic has made `count` more messages visible."""
         self.message_count += count
-        if self._ready or self.is_bounded:
+        if self.is_bounded or any(self._lines):
             self.topic.broker.schedule_channel(self)
 
     def pump(self, now_ns: int) -> None:
@@ -235,14 +251,14 @@ class Channel(Backlog):
         while not self.paused and self._round(now_ns, stop_ns):
             pass
         self.step_over()
-        if not self._ready:
+        if not any(self._lines):
             self._current = None
         if self.is_bounded:
             self._bound()
 
     def _round(self, now_ns: int, stop_ns: int) -> bool:
         """Give each ready client its share. False when nothing more can be sent now."""
-        ready, clock = self._ready, self.topic.broker.clock
+        ready, clock = self._nearest(), self.topic.broker.clock
         if not self._turns:
             depth = self.depth
             self._turns = min(len(ready), depth)
@@ -262,7 +278,12 @@ class Channel(Backlog):
                 ready.pop()
                 client.is_queued = False
         self._turns = 0
-        return len(ready) > 0 and self.depth > 0
+        return any(self._lines) and self.depth > 0
+
+    def _nearest(self) -> deque[Client]:
+        """The line whose clients are served now."""
+        near, middle, far = self._lines
+        return near or middle or far
 
     def _serve(self, client: Client, now_ns: int) -> bool:
         """Give one client its share, as far as it can take it. False when nothing can be sent now."""
@@ -273,6 +294,7 @@ class Channel(Backlog):
                 return False
             if not passed and not self.depth:
                 break
+            self._delivered[client.distance] += passed
             wanted -= passed
         return True
 
@@ -515,6 +537,7 @@ class Channel(Backlog):
             "in_flight_count": len(self.in_flight),
             "deferred_count": len(self.deferred),
             "message_count": self.message_count,
+            **self._local_counts(),
             "requeue_count": self.requeue_count,
             "timeout_count": self.timeout_count,
             "client_count": len(self.clients),
@@ -525,6 +548,13 @@ class Channel(Backlog):
             ),
             "dropped_count": self.dropped_count,
         }
+
+    def _local_counts(self) -> dict[str, int]:
+        """Where the experiment is on; NSQ leaves out what is 0."""
+        if TOPOLOGY_AWARE not in self.topic.broker.options.enable_experiment:
+            return {}
+        names = ("zone_local_msg_count", "region_local_msg_count", "global_msg_count")
+        return {name: count for name, count in zip(names, self._delivered, strict=True) if count}
 
     def latency_parts(self, now_ns: int) -> list[Any]:
         return [self._latency.buckets(now_ns)] if self._latency else []

@@ -61,6 +61,8 @@ class Client:
         """Deliveries of which something is unanswered."""
         self.is_writable = True
         """False while what was sent before has not left."""
+        self.distance = 2
+        """How far away it is: see Channel._distance."""
         self.is_queued = False
         """Whether it stands in its channel's line of ready clients."""
         self.tls: Secured | None = None

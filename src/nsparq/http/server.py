@@ -52,6 +52,8 @@ MAX_GATHERED: Final = 256 << 20
 """Bytes of bodies, over all connections of a server, at which further ones are refused."""
 MAX_DROPPED: Final = 1 << 20
 """Bytes of a body that nobody wants which are read all the same, so that the connection can go on."""
+LARGE: Final = 64 << 10
+"""Bodies of this size are sent apart from their head, which saves a copy."""
 MAX_UNREAD: Final = 256 << 20
 """Bytes of answers that clients have not read yet at which nothing further is answered but that."""
 WRITE_HIGH: Final = 1 << 20
@@ -193,6 +195,7 @@ class HttpServer:
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep) if self.connections else None
 
     def encode(self, response: Response, request: Request, keep_alive: bool) -> bytes:
+        """The answer as it goes out, but for a body that is large: that is not copied."""
         now_s = int(time.time())
         if now_s != self._date_s:
             self._date_s = now_s
@@ -215,7 +218,7 @@ class HttpServer:
         elif request.is_old:
             parts.append(b"Connection: keep-alive\r\n")
         parts.append(b"Content-Length: %d\r\n\r\n" % len(response.body))
-        if request.method != "HEAD":
+        if request.method != "HEAD" and len(response.body) < LARGE:
             parts.append(response.body)
         encoded = b"".join(parts)
         if is_usual:
@@ -624,6 +627,8 @@ class HttpConnection(asyncio.Protocol):
         # What waits behind it has been asked before the end, and is answered too.
         keeps = keeps and (not self._is_finishing or bool(self._queue))
         self._write(self._server.encode(response, request, keeps))
+        if len(response.body) >= LARGE and request.method != "HEAD":
+            self._write(response.body)
         if keeps:
             self.deadline = self._loop.time() + IDLE_S
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import socket
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from nsparq.lookup.http_api import HttpApi
 from nsparq.lookup.options import NsqlookupdOptions
 from nsparq.lookup.registry import Registry
 from nsparq.lookup.tcp import Connection
+from nsparq.process import raise_file_limit
 from nsparq.version import NSQ_VERSION, version_line
 from nsparq.wire.lookup import encode_identify_reply
 
@@ -58,7 +58,7 @@ class Nsqlookupd:
         """Raises StartError, with nothing left open."""
         self._loop = asyncio.get_running_loop()
         logger.info("%s", version_line("nsqlookupd"))
-        _raise_file_limit()
+        raise_file_limit()
         tcp_address = _host_and_port(self.options.tcp_address)
         http_address = _host_and_port(self.options.http_address)
         self._http = HttpServer(HttpApi(self.registry, self.clock).api)
@@ -153,13 +153,3 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 def _cannot_listen(address: str, error: OSError) -> StartError:
     return StartError(f"listen ({address}) failed - {error.strerror or error}")
-
-
-def _raise_file_limit() -> None:
-    """A connection is a file: take what the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (ValueError, OSError) as error:
-            logger.warning("cannot raise the limit of open files above %d: %s", soft, error)

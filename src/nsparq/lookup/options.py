@@ -68,7 +68,4 @@ TABLE: Final = OptionTable(
 
 
 if __name__ == "__main__":
-    pages = {"--markdown": TABLE.markdown, "--toml": TABLE.toml}
-    if len(sys.argv) != 2 or sys.argv[1] not in pages:
-        sys.exit(f"usage: python -m nsparq.lookup.options {'|'.join(pages)}")
-    sys.stdout.write(pages[sys.argv[1]]())
+    TABLE.print_page(sys.argv[1:])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import resource
 import socket
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from nsparq.errors import StartError
 from nsparq.http.api import Response
 from nsparq.http.server import HttpServer
 from nsparq.options import NsqdOptions, TlsRequired
+from nsparq.process import raise_file_limit
 from nsparq.server.auth import (
     AuthChain,
     Authenticator,
@@ -120,7 +120,7 @@ class Nsqd:
         self.options.validate()
         logger.info("%s", version_line("nsqd"))
         logger.info("ID: %d", self.options.node_id)
-        _raise_file_limit()
+        raise_file_limit()
         watch_collector()
         self._load_security()
         self.broker.open()
@@ -393,16 +393,6 @@ class Nsqd:
 def _port(address: tuple[str, int] | str) -> int:
     """-1 for a Unix socket, and where there is no listener."""
     return address[1] if isinstance(address, tuple) else -1
-
-
-def _raise_file_limit() -> None:
-    """A connection is a file, and so is a topic: take what the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (ValueError, OSError) as error:
-            logger.warning("cannot raise the limit of open files above %d: %s", soft, error)
 
 
 def _limits(options: NsqdOptions) -> Limits:

@@ -24,7 +24,7 @@ from nsparq.wire.go_json import INT64, STRING, decode_object
 MAGIC: Final = b"  V1"
 MAX_LINE: Final = 16_384
 """Bytes of a line with its LF. NSQ has no limit here, and would keep a line without an end for ever."""
-MAX_IDENTIFY_BODY: Final = 1_048_576
+MAX_IDENTIFY_BODY: Final = 65_536
 """NSQ allocates whatever size the peer names, and dies of a negative one."""
 
 _SIZE = struct.Struct(">i")

@@ -1,0 +1,1 @@
+"""Measurements that settled a design; each file begins with its conclusion."""
