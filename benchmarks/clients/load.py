@@ -1,0 +1,57 @@
+"""One run of one client library, in a process of its own: what to do, and how long it took."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass
+class Load:
+    """Passed to a driver as JSON on its command line; its figures come back as JSON on stdout."""
+
+    what: str
+    address: str
+    topic: str
+    count: int
+    tasks: int = 16
+    batch: int = 200
+    size: int = 100
+    in_flight: int = 200
+    _began: float = field(default=0.0, repr=False)
+    _cpu: float = field(default=0.0, repr=False)
+    _seen: int = field(default=0, repr=False)
+
+    @classmethod
+    def from_arguments(cls) -> Load:
+        return cls(**json.loads(sys.argv[1]))
+
+    def to_argument(self) -> str:
+        return json.dumps({name: value for name, value in asdict(self).items() if not name.startswith("_")})
+
+    @property
+    def body(self) -> bytes:
+        return b"x" * self.size
+
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0]
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def begin(self) -> None:
+        self._began, self._cpu = time.perf_counter(), time.process_time()
+
+    def received(self, body: bytes) -> bool:
+        """Whether that was the last one."""
+        assert len(body) == self.size
+        self._seen += 1
+        return self._seen == self.count
+
+    def end(self) -> None:
+        elapsed, cpu = time.perf_counter() - self._began, time.process_time() - self._cpu
+        print(json.dumps({"elapsed": elapsed, "cpu": cpu}), flush=True)
