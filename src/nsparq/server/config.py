@@ -65,7 +65,7 @@ def put_config(nsqd: Nsqd, key: str, body: bytes) -> Result:
 def _addresses(body: bytes) -> tuple[str, ...]:
     try:
         wanted = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ApiError(400, "INVALID_VALUE") from None
     if wanted is None:
         return ()

@@ -354,7 +354,13 @@ class Nsqd:
             logger.exception("internal error at the end of a turn")
 
     def _in_thread(self, work: Callable[[], None], then: Callable[[], None]) -> None:
-        future = self._threads.submit(work)
+        try:
+            future = self._threads.submit(work)
+        except RuntimeError:
+            # The daemon is stopping, and the threads are gone: what is still to be done is done here.
+            work()
+            then()
+            return
 
         def done(_: object) -> None:
             with suppress(RuntimeError):  # the loop has closed: the daemon is gone

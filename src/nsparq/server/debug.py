@@ -93,9 +93,12 @@ class DebugApi:
             raise ApiError(400, "INVALID_ARG_SECONDS")
         if self._is_profiling:
             raise ApiError(409, "ALREADY_PROFILING")
-        self._is_profiling = True
         profile = cProfile.Profile()
-        profile.enable()
+        try:
+            profile.enable()
+        except ValueError:  # of another tool that is at work in this process
+            raise ApiError(409, "ALREADY_PROFILING") from None
+        self._is_profiling = True
         try:
             await asyncio.sleep(seconds)
         finally:

@@ -44,7 +44,11 @@ class Discovery:
             asked = [self._ask(address, topic.name) for address in self._peers.http_addresses]
             names = {name for found in await asyncio.gather(*asked) for name in found}
             for name in sorted(names - topic.channels.keys()):
-                if not topic.is_exiting and is_valid_name(name.encode()) and not is_ephemeral(name):
+                if (
+                    not topic.is_exiting
+                    and is_valid_name(name.encode("utf-8", "replace"))
+                    and not is_ephemeral(name)
+                ):
                     topic.get_channel(name, start=birth)
         except (Exiting, OSError) as error:
             logger.warning("TOPIC(%s): channels could not be created: %s", topic.name, error)
@@ -62,7 +66,9 @@ class Discovery:
         try:
             answer = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
             found = json.loads(answer.body)["channels"] if answer.status == 200 else []
+            if not isinstance(found, list):
+                raise TypeError("no list of channels")
             return [name for name in found if isinstance(name, str)]
-        except (FetchError, ValueError, KeyError, TypeError) as error:
+        except (FetchError, ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("TOPIC(%s): cannot ask %s for channels: %s", topic, address, error)
             return []

@@ -11,7 +11,8 @@ import base64
 import dataclasses
 import json
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from nsparq.broker.peek import STATES, PeekedMessage, peek_channel, peek_topic
@@ -33,6 +34,8 @@ MAX_READERS: Final = 8
 """Ranges read at a time; others wait."""
 MAX_PEEK_BYTES: Final = 4 << 20
 MAX_SEQUENCE: Final = 1 << 63
+NS_PER_S: Final = 1_000_000_000
+MAX_TIME_S: Final = (1 << 63) // NS_PER_S
 
 T = TypeVar("T")
 
@@ -71,6 +74,7 @@ class LogApi:
         if wanted == 0:
             raise ApiError(400, "INVALID_ARG_MAX_BYTES")
         size = min(DEFAULT_READ if wanted is None else wanted, MAX_READ)
+        is_verified = _flag(request, "verify")
         async with self._readers:
             if topic.is_exiting:
                 raise ApiError(404, "TOPIC_NOT_FOUND")
@@ -81,7 +85,7 @@ class LogApi:
             except OffsetAhead as error:
                 raise ApiError(416, "OFFSET_AHEAD", latest=error.latest) from error
             lost = 0
-            if request.flag("verify", default=False):
+            if is_verified:
                 verified = await self._in_thread(found.read_verified)
                 data = verified.data
                 if verified.lost and not topic.is_exiting:
@@ -130,10 +134,10 @@ class LogApi:
         channel = self._channel(request)
         topic = channel.topic
         _check_incarnation(request, topic)
+        is_rehearsal = _flag(request, "dry_run")
         target = await self._target(request, topic)
         if channel.is_exiting:
             raise ApiError(404, "CHANNEL_NOT_FOUND")
-        is_rehearsal = request.flag("dry_run", default=False)
         plan = channel.plan_seek(target) if is_rehearsal else channel.seek(target)
         return plan._asdict()
 
@@ -178,9 +182,9 @@ class LogApi:
                 raise ValueError("not an object")
             age = wanted.get("retention_age")
             if isinstance(age, str):
-                wanted["retention_age"] = parse_duration(age)
+                wanted["retention_age"] = _duration(age)
             topic.change_settings(wanted)
-        except ValueError as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             raise ApiError(400, "INVALID_SETTINGS", reason=str(error)) from error
         return _settings_of(topic)
 
@@ -223,6 +227,21 @@ def _number(request: Request, parameter: str) -> int | None:
     return int(text)
 
 
+def _flag(request: Request, parameter: str) -> bool:
+    """Yes or no. Where a wrong guess would do the real thing instead of a rehearsal, nothing is guessed."""
+    text = request.parameters.get(parameter, "false")
+    if text not in ("true", "1", "false", "0"):
+        raise ApiError(400, f"INVALID_ARG_{parameter.upper()}")
+    return text in ("true", "1")
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError:
+        raise ValueError(f"retention_age must be a duration such as 24h, not {text!r}") from None
+
+
 def _peek_count(request: Request) -> int:
     count = _number(request, "count")
     if count is None:
@@ -233,20 +252,22 @@ def _peek_count(request: Request) -> int:
 
 
 def _time_ns(text: str) -> int:
-    """Unix seconds, with a fraction if need be, or RFC 3339."""
+    """Unix seconds, with a fraction if need be, or RFC 3339. Exact: a message's own time leads to it."""
     try:
-        at_ns = int(float(text) * 1e9)
-    except (ValueError, OverflowError):
-        try:
-            at = datetime.fromisoformat(text)
-        except ValueError:
-            raise ApiError(400, "INVALID_ARG_TIME") from None
-        if at.tzinfo is None:
-            raise ApiError(400, "INVALID_ARG_TIME") from None
-        at_ns = int(at.timestamp() * 1e9)
-    if not 0 <= at_ns < MAX_SEQUENCE:
+        seconds = Decimal(text)
+    except InvalidOperation:
+        seconds = _unix_time(text)
+    if not seconds.is_finite() or not 0 <= seconds < MAX_TIME_S:
         raise ApiError(400, "INVALID_ARG_TIME")
-    return at_ns
+    return int(seconds * NS_PER_S)
+
+
+def _unix_time(text: str) -> Decimal:
+    try:
+        since = datetime.fromisoformat(text) - datetime.fromtimestamp(0, UTC)
+    except (ValueError, TypeError, OverflowError):  # a TypeError: it has no time zone
+        raise ApiError(400, "INVALID_ARG_TIME") from None
+    return Decimal(since // timedelta(microseconds=1)) / 1_000_000
 
 
 def _check_incarnation(request: Request, topic: Topic) -> None:

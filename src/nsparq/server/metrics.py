@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 SLICE: Final = 200
-"""Topics written down before others have their turn."""
+"""Topics and channels written down before others have their turn."""
 LAG_INTERVAL_S: Final = 0.5
 LAG_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _PAGE: Final = resource.getpagesize()
@@ -107,11 +107,14 @@ class Metrics:
         out = Exposition()
         await self._about_daemon(out)
         now_ns = self._nsqd.broker.clock()
-        for number, topic in enumerate([*self._nsqd.broker.topics.values()]):
-            if number % SLICE == SLICE - 1:
+        written = 0
+        for topic in [*self._nsqd.broker.topics.values()]:
+            if written >= SLICE:
+                written = 0
                 await asyncio.sleep(0)
             if not topic.is_exiting:
                 _about_topic(out, topic, now_ns)
+                written += 1 + len(topic.channels)
         return Response(body=out.text().encode(), content_type=CONTENT_TYPE)
 
     async def _about_daemon(self, out: Exposition) -> None:

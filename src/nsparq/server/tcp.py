@@ -95,6 +95,8 @@ class Connection(asyncio.Protocol):
         """Commands received behind it."""
         self._pieces: Iterator[bytes] | None = None
         """What the layers are still to decode."""
+        self._is_going_on = False
+        """Whether _go_on() is about to be called."""
         self._held: list[bytes] = []
         """Bytes that arrived although we were not reading."""
         self._secret = b""
@@ -147,7 +149,8 @@ class Connection(asyncio.Protocol):
                 if self._is_ending or self._transport.is_closing():
                     break
                 if self._waiting_for is not None:
-                    self._commands = iter(received) if not isinstance(received, tuple) else None
+                    if not isinstance(received, tuple):
+                        self._commands = iter(received)
                     break
         except LineTooLong:
             logger.warning("client(%s): line too long", self.client.address)
@@ -221,11 +224,10 @@ class Connection(asyncio.Protocol):
                 if not self._is_confirmed:
                     self._confirm()
                 self._receive(piece)
-                if self._is_closing or self._is_ending or self._waiting_for is not None:
+                if self._is_closing or self._is_ending:
                     return
-                if time.monotonic() > stop:
+                if not self._may_hear or time.monotonic() > stop:
                     self._adjust_reading()
-                    self._loop.call_soon(self._go_on)
                     return
         except LayerError as error:
             self._layer_failed(error)
@@ -238,6 +240,15 @@ class Connection(asyncio.Protocol):
             self._confirm()
         if layers.is_ended and not self._is_closing:
             self.eof_received()
+            self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        """Close as soon as every publish has its answer."""
+        if self._replies:
+            self._broker.turn()
+        if self._replies:
+            self._is_ending = True
+        else:
             self.close()
 
     def _layer_failed(self, error: LayerError) -> None:
@@ -297,20 +308,32 @@ class Connection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         """Take up what had to wait: the command, those behind it, bytes half decoded, bytes not looked at."""
+        self._is_going_on = False
         if self._is_closing or self._is_ending:
             return
         again, self._again = self._again, None
         if again is not None:
             self._run((again,))
-        if self._commands is not None and self._waiting_for is None:
+        if self._commands is not None and self._may_hear:
             received, self._commands = self._commands, None
             self._run(received)
-        if self._pieces is not None and self._waiting_for is None:
+        if self._pieces is not None and self._may_hear:
             self._decode(self._pieces)
-        while self._held and self._waiting_for is None and self._pieces is None and not self._is_closing:
-            data = self._held.pop(0)
-            self.data_received(data)
+        while self._held and self._pieces is None and self._may_hear:
+            self.data_received(self._held.pop(0))
         self._adjust_reading()
+
+    @property
+    def _may_hear(self) -> bool:
+        """Whether the client's next words can be dealt with: it reads, does not publish faster than the disk
+        takes it, and waits for nothing."""
+        return (
+            self.client.is_writable
+            and len(self._replies) < MAX_UNANSWERED
+            and self._waiting_for is None
+            and not self._is_closing
+            and not self._is_ending
+        )
 
     def pause_writing(self) -> None:
         self.client.is_writable = False
@@ -403,18 +426,21 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(LINGER_S, self._transport.abort)
 
     def _adjust_reading(self) -> None:
-        """Stop reading from a client that does not read, that publishes faster than the disk takes it, or of
-        which enough is waiting already."""
-        wanted = (
-            self.client.is_writable
-            and len(self._replies) < MAX_UNANSWERED
-            and self._waiting_for is None
-            and self._pieces is None
-        )
+        """Stop reading from a client that cannot be heard now, or of which enough is waiting already; have
+        that looked at once it can be heard."""
+        may_hear = self._may_hear
+        if may_hear and (self._pieces is not None or self._commands is not None or self._held):
+            if not self._is_going_on:
+                self._is_going_on = True
+                self._loop.call_soon(self._go_on)
+            may_hear = False
+        wanted = may_hear
         if wanted == self._is_reading or self._is_closing:
             return
         self._is_reading = wanted
         if wanted:
+            # It was not silent, it was not listened to.
+            self._last_command = self._loop.time()
             self._transport.resume_reading()
         else:
             self._transport.pause_reading()

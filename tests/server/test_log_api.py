@@ -1,0 +1,937 @@
+"""The topic as a log and the channel as a cursor, over HTTP: read, peek, seek, commit, settings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+import pytest
+
+from nsparq.http.api import Endpoint
+from nsparq.options import NsqdOptions
+from nsparq.server import log_api
+from nsparq.server.daemon import Nsqd
+from nsparq.server.http_api import HttpApi
+from nsparq.server.log_endpoints import BATCHES_TYPE, MAX_PEEK, log_endpoints
+from nsparq.storage.decode import CorruptRange, iter_batches
+from tests.support import Answer, BrokerThread, HttpConnection, unique_name, wait_until
+
+KEPT = {"retention_bytes": 1 << 30}
+MISSING = "no such thing"
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[BrokerThread]:
+    with BrokerThread(**KEPT) as broker:
+        yield broker
+
+
+@pytest.fixture
+def topic() -> str:
+    return unique_name("topic")
+
+
+def target(path: str, query: dict[str, Any]) -> str:
+    return f"{path}?{urlencode(query)}"
+
+
+def get(broker: BrokerThread, path: str, **query: Any) -> Any:
+    return broker.request("GET", target(path, query)).expect_json()
+
+
+def post(broker: BrokerThread, path: str, **query: Any) -> Any:
+    return broker.request("POST", target(path, query)).expect_json()
+
+
+def positions(broker: BrokerThread, topic: str) -> Any:
+    return get(broker, "/topic/positions", topic=topic)
+
+
+def bodies(count: int, start: int = 0) -> list[bytes]:
+    return [b"message %d " % i + b"x" * (i * 37 % 500) for i in range(start, start + count)]
+
+
+# Positions
+
+
+def test_positions_say_where_the_log_begins_and_ends(broker: BrokerThread, topic: str) -> None:
+    broker.control("create", topic, "c")
+    empty = positions(broker, topic)
+    assert (empty["topic"], empty["messages"], empty["bytes"]) == (topic, 0, 0)
+    assert empty["earliest"] == empty["latest"] == empty["visible"]
+    assert empty["first_timestamp"] == empty["last_timestamp"] == 0
+    broker.publish(topic, *bodies(10))
+    broker.publish(topic, *bodies(5))
+    found = positions(broker, topic)
+    assert (found["earliest"], found["latest"]) == (empty["earliest"], empty["latest"] + 15)
+    assert (found["visible"], found["messages"]) == (found["latest"], 15)
+    assert found["bytes"] > sum(map(len, bodies(15)[:10]))
+    assert 0 < found["first_timestamp"] <= found["last_timestamp"]
+    assert found["incarnation"] == empty["incarnation"]
+
+
+def test_the_position_of_a_pause_is_where_channels_stop(broker: BrokerThread, topic: str) -> None:
+    broker.control("create", topic, "c")
+    broker.publish(topic, *bodies(2))
+    broker.control("pause", topic)
+    broker.publish(topic, *bodies(3))
+    found = positions(broker, topic)
+    assert found["latest"] - found["visible"] == 3
+    broker.control("unpause", topic)
+    assert positions(broker, topic)["visible"] == found["latest"]
+
+
+def test_a_topic_of_the_same_name_is_another_log(broker: BrokerThread, topic: str) -> None:
+    broker.control("create", topic)
+    before = positions(broker, topic)
+    broker.control("delete", topic)
+    broker.control("create", topic)
+    after = positions(broker, topic)
+    assert after["incarnation"] != before["incarnation"]
+    assert after["earliest"] >= before["latest"], "no number means two messages"
+
+
+# Reading
+
+
+class Part(NamedTuple):
+    """What one answer of /topic/read says."""
+
+    data: bytes
+    incarnation: str
+    first: int
+    next: int
+    latest: int
+    gaps: list[list[int]]
+    lost: int
+
+
+def read(broker: BrokerThread | HttpConnection, topic: str, start: int, **query: Any) -> Part:
+    answer = broker.request("GET", target("/topic/read", {"topic": topic, "from": start, **query}))
+    assert (answer.status, answer.header("Content-Type")) == (200, BATCHES_TYPE), answer
+    told = {
+        name: answer.header(f"X-Nsparq-{name.title()}") or ""
+        for name in ("incarnation", "first", "next", "latest", "gaps", "lost")
+    }
+    return Part(
+        answer.body,
+        told["incarnation"],
+        int(told["first"]),
+        int(told["next"]),
+        int(told["latest"]),
+        json.loads(told["gaps"]),
+        int(told["lost"]),
+    )
+
+
+def messages(part: Part, start: int) -> list[tuple[int, bytes]]:
+    """Number and body of what counts, from a number on."""
+    return [
+        (batch.base + i, body)
+        for batch in iter_batches(part.data)
+        for i, body in enumerate(batch.bodies())
+        if batch.base + i >= start and not any(low <= batch.base + i < high for low, high in part.gaps)
+    ]
+
+
+def follow(broker: BrokerThread | HttpConnection, topic: str, start: int, **query: Any) -> list[bytes]:
+    """Every message from a number to the end of the log, resuming where each answer says."""
+    found: list[bytes] = []
+    while True:
+        part = read(broker, topic, start, **query)
+        assert part.first <= part.next and part.next <= part.latest
+        if not part.data:
+            assert part.next == start
+            return found
+        assert part.next > start, "it goes on"
+        found += [body for _, body in messages(part, start)]
+        start = part.next
+
+
+@pytest.mark.parametrize("durability", ["os", "memory"])
+@pytest.mark.parametrize("max_bytes", [1, 10_000, None])
+def test_following_the_log_gives_everything_that_was_published(
+    broker: BrokerThread, topic: str, durability: str, max_bytes: int | None
+) -> None:
+    broker.control("create", topic)
+    broker.request("PUT", f"/topic/settings?topic={topic}", json.dumps({"durability": durability}).encode())
+    sent = bodies(3_000)
+    for start in range(0, len(sent), 250):
+        broker.publish(topic, *sent[start : start + 250])
+    limit = {} if max_bytes is None else {"max_bytes": max_bytes}
+    with broker.http_connect() as connection:
+        assert follow(connection, topic, positions(broker, topic)["earliest"], **limit) == sent
+
+
+def test_a_range_begins_where_one_asks(broker: BrokerThread, topic: str) -> None:
+    broker.publish(topic, *bodies(10))
+    broker.publish(topic, *bodies(10, 10))
+    about = positions(broker, topic)
+    for skipped in (0, 3, 9, 10, 15, 19):
+        start = about["earliest"] + skipped
+        part = read(broker, topic, start)
+        assert part.first <= start, "a batch is not cut"
+        assert part._replace(data=b"", first=0) == Part(
+            b"", about["incarnation"], 0, about["latest"], about["latest"], [], 0
+        )
+        assert messages(part, start) == [
+            (start + i, body) for i, body in enumerate(bodies(20 - skipped, skipped))
+        ]
+    end = read(broker, topic, about["latest"])
+    assert (end.data, end.next) == (b"", about["latest"])
+
+
+def test_an_answer_has_its_limit_whatever_is_asked_for(
+    broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_api, "DEFAULT_READ", 200_000)
+    monkeypatch.setattr(log_api, "MAX_READ", 400_000)
+    for _ in range(60):
+        broker.publish(topic, b"x" * 20_000)
+    start = positions(broker, topic)["earliest"]
+    assert 100_000 < len(read(broker, topic, start).data) <= 200_000
+    for wanted in (10_000_000, 2**63 - 1):
+        assert 300_000 < len(read(broker, topic, start, max_bytes=wanted).data) <= 400_000
+
+
+def test_messages_carry_the_time_of_their_delivery(broker: BrokerThread, topic: str) -> None:
+    broker.publish(topic, b"now")
+    broker.http("POST", "/pub", b"later", topic=topic, defer="60000")
+    now, later = iter_batches(read(broker, topic, positions(broker, topic)["earliest"]).data)
+    assert now.due_ns == 0
+    assert 59e9 < later.due_ns - later.timestamp_ns < 61e9
+
+
+def test_what_was_emptied_is_named_as_a_gap(broker: BrokerThread, topic: str) -> None:
+    broker.control("create", topic, "c")
+    broker.publish(topic, b"before")
+    broker.control("pause", topic)
+    broker.publish(topic, b"dropped", b"dropped")
+    broker.control("empty", topic)
+    broker.control("unpause", topic)
+    broker.publish(topic, b"after")
+    start = positions(broker, topic)["earliest"]
+    assert read(broker, topic, start).gaps == [[start + 1, start + 3]]
+    assert follow(broker, topic, start) == [b"before", b"after"]
+
+
+def test_an_ephemeral_topic_is_read_as_far_as_memory_goes(broker: BrokerThread, topic: str) -> None:
+    name = f"{topic}#ephemeral"
+    broker.publish(name, *bodies(5))
+    assert follow(broker, name, positions(broker, name)["earliest"]) == bodies(5)
+
+
+def test_a_reader_keeps_up_while_others_publish(broker: BrokerThread, topic: str) -> None:
+    count, parts = 40, 100
+    broker.control("create", topic, "c")
+    start = positions(broker, topic)["earliest"]
+    sent = [b"%d" % i for i in range(count * parts)]
+
+    def publish() -> None:
+        with broker.connect() as connection:
+            for begin in range(0, len(sent), parts):
+                connection.mpub(topic, sent[begin : begin + parts])
+
+    publisher = threading.Thread(target=publish)
+    publisher.start()
+    found: list[bytes] = []
+    with broker.http_connect() as connection:
+
+        def has_all() -> bool:
+            nonlocal start
+            part = read(connection, topic, start, max_bytes=3_000)
+            found.extend(body for _, body in messages(part, start))
+            start = part.next
+            return len(found) >= len(sent)
+
+        wait_until(has_all, 20, interval=0)
+    publisher.join()
+    assert found == sent
+
+
+def test_a_number_that_is_gone_is_told_from_one_that_is_not_there_yet(tmp_path: Path) -> None:
+    with BrokerThread(tmp_path, max_bytes_per_file=2_000, checkpoint_interval=0.05) as broker:
+        broker.control("create", "t", "c")
+        start = positions(broker, "t")["earliest"]
+        for i in range(10):
+            broker.publish("t", *bodies(20, i))
+        with broker.connect() as consumer:
+            consumer.sub("t", "c", rdy=200)
+            consumer.read_messages(200, finish=True)
+            wait_until(lambda: positions(broker, "t")["earliest"] > start)
+        about = positions(broker, "t")
+        gone = broker.request("GET", target("/topic/read", {"topic": "t", "from": start}))
+        assert (gone.status, gone.json()) == (
+            410,
+            {"message": "OFFSET_GONE", "earliest": about["earliest"]},
+        )
+        ahead = broker.request("GET", target("/topic/read", {"topic": "t", "from": about["latest"] + 1}))
+        assert (ahead.status, ahead.json()) == (416, {"message": "OFFSET_AHEAD", "latest": about["latest"]})
+        assert read(broker, "t", about["earliest"]).first == about["earliest"]
+
+
+def test_numbers_of_another_log_are_refused_with_the_name_of_this_one(
+    broker: BrokerThread, topic: str
+) -> None:
+    broker.control("create", topic, "c")
+    incarnation = positions(broker, topic)["incarnation"]
+    start = positions(broker, topic)["earliest"]
+    assert read(broker, topic, start, incarnation=incarnation).incarnation == incarnation
+    for method, path, query in (
+        ("GET", "/topic/read", {"from": start}),
+        ("POST", "/channel/seek", {"channel": "c", "sequence": start}),
+        ("POST", "/channel/commit", {"channel": "c", "sequence": start}),
+    ):
+        answer = broker.request(method, target(path, {"topic": topic, "incarnation": "0" * 32, **query}))
+        assert (answer.status, answer.json()) == (
+            409,
+            {"message": "WRONG_INCARNATION", "incarnation": incarnation},
+        )
+
+
+def segments(broker: BrokerThread, topic: str) -> list[Path]:
+    return sorted((broker.data_path / "topics" / f"{topic}.topic").glob("*.log"))
+
+
+def flip(path: Path, marker: bytes) -> None:
+    """Damage the first place where these bytes stand."""
+    content = bytearray(path.read_bytes())
+    content[content.index(marker)] ^= 1
+    with path.open("r+b") as file:
+        file.write(content)
+
+
+def test_damage_is_met_by_the_reader_and_left_out_on_request(tmp_path: Path) -> None:
+    with BrokerThread(tmp_path) as broker:
+        for i in range(5):
+            broker.publish("t", *[b"batch %d" % i] * 10)
+        start = positions(broker, "t")["earliest"]
+        (segment,) = segments(broker, "t")
+        flip(segment, b"batch 2")
+        as_it_is = read(broker, "t", start)
+        assert (as_it_is.next, as_it_is.lost) == (start + 50, 0)
+        with pytest.raises(CorruptRange) as caught:
+            messages(as_it_is, start)
+        # The reader asks again, from the number that it got to.
+        assert caught.value.sequence == start + 20
+        part = read(broker, "t", start + 20, verify="true")
+        assert (part.next, part.lost) == (start + 50, 10)
+        assert messages(part, start + 20) == [(start + i, b"batch %d" % (i // 10)) for i in range(30, 50)]
+        # And it is counted, but once.
+        read(broker, "t", start, verify="1")
+        stats = broker.topic_stats("t")
+        assert stats is not None and (stats["corrupt_batches"], stats["corrupt_messages"]) == (1, 10)
+
+
+def test_verify_changes_nothing_where_nothing_is_wrong(broker: BrokerThread, topic: str) -> None:
+    broker.publish(topic, *bodies(100))
+    start = positions(broker, topic)["earliest"]
+    assert read(broker, topic, start, verify="true") == read(broker, topic, start, verify="false")
+    assert follow(broker, topic, start, verify="true") == bodies(100)
+
+
+def test_a_file_that_has_become_shorter_is_an_error_until_it_is_verified(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with BrokerThread(tmp_path) as broker:
+        for i in range(3):
+            broker.publish("t", *[b"batch %d" % i] * 10)
+        start = positions(broker, "t")["earliest"]
+        (segment,) = segments(broker, "t")
+        content = segment.read_bytes()
+        with segment.open("r+b") as file:
+            file.truncate(content.index(b"batch 2"))
+        broker.request("GET", f"/topic/read?topic=t&from={start}").expect_error(500, "LOG_DAMAGED")
+        part = read(broker, "t", start, verify="true")
+        assert (part.next, part.lost, len(messages(part, start))) == (start + 30, 10, 20)
+        with segment.open("r+b") as file:
+            file.write(content)
+    assert not [record for record in caplog.records if record.exc_info], "no traceback"
+
+
+class Gate:
+    """Holds up what is read from disk until it is let go."""
+
+    def __init__(self, broker: BrokerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reading = self.most = 0
+        self.opened = threading.Event()
+        original = broker.nsqd.in_disk_thread
+
+        async def held(work: Callable[[], Any]) -> Any:
+            self.reading += 1
+            self.most = max(self.most, self.reading)
+            try:
+                while not self.opened.is_set():  # noqa: ASYNC110  # set by another thread
+                    await asyncio.sleep(0.005)
+                return await original(work)
+            finally:
+                self.reading -= 1
+
+        monkeypatch.setattr(broker.nsqd, "in_disk_thread", held)
+
+
+def test_only_so_many_ranges_are_read_at_a_time_and_the_others_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_api, "MAX_READERS", 2)
+    with BrokerThread(tmp_path) as broker:
+        broker.publish("t", *bodies(10))
+        start = positions(broker, "t")["earliest"]
+        gate = Gate(broker, monkeypatch)
+        connections = [broker.http_connect() for _ in range(6)]
+        for connection in connections:
+            connection.send_request("GET", f"/topic/read?topic=t&from={start}")
+        wait_until(lambda: gate.reading == 2)
+        assert broker.request("GET", "/ping").status == 200
+        assert gate.most == 2
+        gate.opened.set()
+        for connection in connections:
+            assert connection.read_answer().status == 200
+            connection.close()
+        assert gate.most == 2
+
+
+def test_a_topic_that_goes_while_a_reader_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_api, "MAX_READERS", 1)
+    with BrokerThread(tmp_path) as broker:
+        broker.publish("t", *bodies(10))
+        start = positions(broker, "t")["earliest"]
+        gate = Gate(broker, monkeypatch)
+        with broker.http_connect() as first, broker.http_connect() as second:
+            first.send_request("GET", f"/topic/read?topic=t&from={start}&verify=true")
+            wait_until(lambda: gate.reading == 1)
+            second.send_request("GET", f"/topic/read?topic=t&from={start}")
+            wait_until(lambda: broker.nsqd.http_connection_count == 2)
+            broker.control("delete", "t")
+            gate.opened.set()
+            answer = first.read_answer()
+            assert answer.status == 200, "it had begun"
+            assert [body for batch in iter_batches(answer.body) for body in batch.bodies()] == bodies(10)
+            second.read_answer().expect_error(404, "TOPIC_NOT_FOUND")
+
+
+def test_readers_that_leave_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_api, "MAX_READERS", 1)
+    with BrokerThread(tmp_path) as broker:
+        broker.publish("t", *bodies(10))
+        start = positions(broker, "t")["earliest"]
+        gate = Gate(broker, monkeypatch)
+        for _ in range(3):
+            connection = broker.http_connect()
+            connection.send_request("GET", f"/topic/read?topic=t&from={start}")
+            wait_until(lambda: gate.reading == 1)
+            connection.abort()
+            wait_until(lambda: gate.reading == 0)
+        gate.opened.set()
+        assert follow(broker, "t", start) == bodies(10)
+
+
+# Peeking
+
+
+def peek(broker: BrokerThread, topic: str, channel: str = "", **query: Any) -> list[dict[str, Any]]:
+    where = {"topic": topic, "channel": channel} if channel else {"topic": topic}
+    found = get(broker, "/channel/peek" if channel else "/topic/peek", **where, **query)
+    assert found["missing"] == 0
+    shown: list[dict[str, Any]] = found["messages"]
+    return shown
+
+
+def test_the_newest_messages_of_a_topic_are_shown(broker: BrokerThread, topic: str) -> None:
+    broker.publish(topic, *bodies(25))
+    about = positions(broker, topic)
+    found = peek(broker, topic)
+    assert [message["body"].encode() for message in found] == bodies(25)[15:]
+    assert [message["sequence"] for message in found] == [*range(about["latest"] - 10, about["latest"])]
+    last = found[-1]
+    assert last.keys() == {"id", "sequence", "timestamp", "attempts", "state", "size", "body"}
+    assert (last["state"], last["attempts"], last["size"]) == ("stored", 0, len(bodies(25)[-1]))
+    assert last["timestamp"] == about["last_timestamp"]
+    assert len(peek(broker, topic, count=3)) == 3
+    assert len(peek(broker, topic, count=MAX_PEEK)) == 25
+
+
+def test_messages_are_shown_from_a_number_on(broker: BrokerThread, topic: str) -> None:
+    broker.publish(topic, *bodies(25))
+    about = positions(broker, topic)
+    found = peek(broker, topic, **{"from": about["earliest"] + 5, "count": 4})
+    assert [message["body"].encode() for message in found] == bodies(4, 5)
+    assert peek(broker, topic, **{"from": about["latest"]}) == []
+
+
+def test_a_body_that_is_no_text_comes_in_base64_and_a_long_one_is_cut(
+    broker: BrokerThread, topic: str
+) -> None:
+    broker.publish(topic, b"\xff\x00", b"x" * 100_000, "ä\n".encode())
+    odd, long, text = peek(broker, topic)
+    assert "body" not in odd and odd["body_base64"] == "/wA="
+    assert (len(long["body"]), long["size"]) == (65_536, 100_000)
+    assert text["body"] == "ä\n"
+
+
+def test_a_channel_shows_its_messages_in_every_state(broker: BrokerThread, topic: str) -> None:
+    broker.control("create", topic, "c")
+    with broker.connect() as consumer:
+        consumer.sub(topic, "c", rdy=3)
+        broker.publish(topic, b"put back", b"put off", b"held")
+        put_back, put_off, held = sorted(consumer.read_messages(3), key=lambda message: message.id)
+        consumer.rdy(0)
+        consumer.req(put_back.id, 0)
+        consumer.req(put_off.id, 60_000)
+        consumer.barrier()
+        broker.publish(topic, b"waiting")
+        broker.http("POST", "/pub", b"deferred", topic=topic, defer="50000")
+        found = {message["body"]: message for message in peek(broker, topic, "c")}
+        assert {body: (message["state"], message["attempts"]) for body, message in found.items()} == {
+            "held": ("in_flight", 1),
+            "put back": ("requeued", 1),
+            "put off": ("deferred", 1),
+            "deferred": ("deferred", 0),
+            "waiting": ("ready", 0),
+        }
+        assert found["held"]["id"] == held.id.decode()
+        assert found["held"]["client"] == consumer.local_address
+        assert found["held"]["timestamp"] == held.timestamp_ns
+        assert 0 < found["held"]["deadline"] - held.timestamp_ns < 61e9
+        assert found["deferred"]["due"] < found["put off"]["due"]
+        extra = {"due", "deadline", "client"}
+        assert {body: extra & message.keys() for body, message in found.items()} == {
+            "held": {"deadline", "client"},
+            "put back": set(),
+            "put off": {"due"},
+            "deferred": {"due"},
+            "waiting": set(),
+        }
+
+        def states(text: str, **more: Any) -> list[str]:
+            return [message["state"] for message in peek(broker, topic, "c", state=text, **more)]
+
+        assert states("ready") == ["ready"]
+        assert states("deferred,in_flight") == ["deferred", "deferred", "in_flight"]
+        assert states("ready,ready,requeued") == ["ready", "requeued"]
+        assert states("deferred,in_flight", count=1) == ["deferred"]
+        # Nothing of it has changed anything.
+        stats = broker.channel_stats(topic, "c")
+        assert stats is not None
+        assert (stats["depth"], stats["in_flight_count"], stats["deferred_count"]) == (2, 1, 2)
+        consumer.fin(held.id)
+        consumer.rdy(3)
+        assert {message.body for message in consumer.read_messages(2)} == {b"put back", b"waiting"}
+
+
+def test_messages_lost_to_damage_are_counted(tmp_path: Path) -> None:
+    with BrokerThread(tmp_path) as broker:
+        broker.control("create", "t", "c")
+        for i in range(3):
+            broker.publish("t", b"batch %d" % i)
+        flip(segments(broker, "t")[0], b"batch 1")
+        found = get(broker, "/topic/peek", topic="t")
+        assert ([message["body"] for message in found["messages"]], found["missing"]) == (
+            ["batch 0", "batch 2"],
+            1,
+        )
+
+
+# Seeking
+
+
+class Moved(NamedTuple):
+    cursor: int
+    target: int
+    again: int
+    skipped: int
+
+
+def seek(broker: BrokerThread, topic: str, channel: str = "c", **query: Any) -> Moved:
+    return Moved(**post(broker, "/channel/seek", topic=topic, channel=channel, **query))
+
+
+@pytest.fixture
+def consumed(broker: BrokerThread, topic: str) -> tuple[str, int]:
+    """A topic of five batches of ten, all consumed by its channel, and its first number."""
+    broker.control("create", topic, "c")
+    for i in range(5):
+        broker.publish(topic, *bodies(10, 10 * i))
+    with broker.connect() as consumer:
+        consumer.sub(topic, "c", rdy=100)
+        consumer.read_messages(50, finish=True)
+        consumer.barrier()
+    return topic, positions(broker, topic)["earliest"]
+
+
+def delivered(broker: BrokerThread, topic: str, count: int) -> list[bytes]:
+    """What a new consumer gets, which must be so many messages and no more."""
+    with broker.connect() as consumer:
+        consumer.sub(topic, "c", rdy=1000)
+        found = consumer.read_messages(count, finish=True)
+        consumer.barrier()
+        consumer.expect_silence(0.02)
+        assert {message.attempts for message in found} <= {1}
+        return [message.body for message in sorted(found, key=lambda message: message.id)]
+
+
+def test_seeking_to_the_start_delivers_everything_again(
+    broker: BrokerThread, consumed: tuple[str, int]
+) -> None:
+    topic, start = consumed
+    assert seek(broker, topic, to="start") == Moved(start + 50, start, 50, 0)
+    assert delivered(broker, topic, 50) == bodies(50)
+
+
+def test_seeking_to_the_end_delivers_nothing_of_what_was(
+    broker: BrokerThread, consumed: tuple[str, int]
+) -> None:
+    topic, start = consumed
+    broker.publish(topic, *bodies(10))
+    assert seek(broker, topic, to="end") == Moved(start + 50, start + 60, 0, 10)
+    broker.publish(topic, b"new")
+    assert delivered(broker, topic, 1) == [b"new"]
+
+
+def test_seeking_to_a_number_delivers_from_there_on(broker: BrokerThread, consumed: tuple[str, int]) -> None:
+    topic, start = consumed
+    assert seek(broker, topic, sequence=start + 33) == Moved(start + 50, start + 33, 17, 0)
+    assert delivered(broker, topic, 17) == bodies(17, 33)
+
+
+@pytest.mark.parametrize("sequence", [0, 2**63 - 1])
+def test_a_number_beyond_the_log_is_as_far_as_it_goes(
+    broker: BrokerThread, consumed: tuple[str, int], sequence: int
+) -> None:
+    topic, start = consumed
+    found = seek(broker, topic, sequence=sequence)
+    assert found.target == (start if sequence == 0 else start + 50)
+
+
+def as_seconds(timestamp_ns: int) -> str:
+    return f"{timestamp_ns // 10**9}.{timestamp_ns % 10**9:09d}"
+
+
+def test_seeking_to_a_time_delivers_what_was_published_then_or_later(
+    broker: BrokerThread, consumed: tuple[str, int]
+) -> None:
+    topic, start = consumed
+    shown = peek(broker, topic, count=50)
+    for number in (0, 10, 40):
+        at_ns = shown[number]["timestamp"]
+        for text, target in (
+            (as_seconds(at_ns), number),
+            (as_seconds(at_ns + 1), number + 10),
+            (as_seconds(at_ns - 1), number),
+        ):
+            assert seek(broker, topic, time=text, dry_run="true").target == start + target
+    seek(broker, topic, time=as_seconds(shown[40]["timestamp"]))
+    assert delivered(broker, topic, 10) == bodies(10, 40)
+    assert seek(broker, topic, time=0).target == start
+    assert seek(broker, topic, time="9000000000").target == start + 50
+
+
+def test_a_time_may_be_written_for_people(broker: BrokerThread, topic: str) -> None:
+    broker.control("create", topic, "c")
+    broker.publish(topic, b"a")
+    (shown,) = peek(broker, topic)
+    start = shown["sequence"]
+    before_us = datetime.fromtimestamp(shown["timestamp"] // 10**9, UTC).replace(
+        microsecond=shown["timestamp"] % 10**9 // 1000
+    )
+    texts = [
+        before_us.isoformat(),
+        before_us.isoformat().replace("+00:00", "Z"),
+        before_us.isoformat().replace("+00:00", "+00"),
+    ]
+    for text in texts:
+        assert seek(broker, topic, time=text, dry_run="1").target == start
+    assert seek(broker, topic, time="2200-01-01T01:02:03+02:00", dry_run="1").target == start + 1
+    assert seek(broker, topic, time="1970-01-01T00:00:00Z", dry_run="1").target == start
+
+
+def test_a_rehearsal_says_what_would_happen_and_does_nothing(
+    broker: BrokerThread, consumed: tuple[str, int]
+) -> None:
+    topic, start = consumed
+    for answer in ("true", "1"):
+        assert seek(broker, topic, to="start", dry_run=answer) == Moved(start + 50, start, 50, 0)
+    stats = broker.channel_stats(topic, "c")
+    assert stats is not None and stats["depth"] == 0
+    for answer in ("false", "0"):
+        assert seek(broker, topic, sequence=start + 48, dry_run=answer).again == 2
+        assert len(delivered(broker, topic, 2)) == 2
+
+
+def test_a_rehearsal_that_is_spelled_wrong_is_not_the_real_thing(
+    broker: BrokerThread, consumed: tuple[str, int]
+) -> None:
+    topic, _ = consumed
+    for text in ("yes", "True", "", "2"):
+        query = {"topic": topic, "channel": "c", "to": "start", "dry_run": text}
+        broker.request("POST", target("/channel/seek", query)).expect_error(400, "INVALID_ARG_DRY_RUN")
+    stats = broker.channel_stats(topic, "c")
+    assert stats is not None and stats["depth"] == 0
+
+
+def test_consumers_see_a_seek_at_once(broker: BrokerThread, consumed: tuple[str, int]) -> None:
+    topic, start = consumed
+    with broker.connect() as consumer:
+        consumer.sub(topic, "c", rdy=100)
+        broker.publish(topic, b"held")
+        held = consumer.read_message()
+        seek(broker, topic, sequence=start + 45)
+        found = consumer.read_messages(6)
+        assert sorted(message.body for message in found) == sorted([*bodies(5, 45), b"held"])
+        consumer.fin(held.id)
+        consumer.barrier()
+
+
+# Committing
+
+
+def commit(broker: BrokerThread, topic: str, sequence: int) -> dict[str, int]:
+    answer: dict[str, int] = post(broker, "/channel/commit", topic=topic, channel="c", sequence=sequence)
+    return answer
+
+
+def test_a_commit_finishes_everything_before_it(broker: BrokerThread, topic: str) -> None:
+    broker.control("create", topic, "c")
+    broker.publish(topic, *bodies(20))
+    start = positions(broker, topic)["earliest"]
+    assert commit(broker, topic, start + 5) == {"cursor": start + 5, "depth": 15}
+    assert commit(broker, topic, start + 2) == {"cursor": start + 5, "depth": 15}, "never back"
+    assert commit(broker, topic, 0) == {"cursor": start + 5, "depth": 15}
+    with broker.connect() as consumer:
+        consumer.sub(topic, "c", rdy=3)
+        held = consumer.read_messages(3)
+        assert commit(broker, topic, start + 7)["cursor"] >= start + 7
+        consumer.fin(held[0].id)
+        # Others have been sent in their place.
+        assert {message.body for message in consumer.read_messages(2)} == {*bodies(2, 8)}
+        consumer.expect_error(b"E_FIN_FAILED FIN %b failed ID not in flight" % held[0].id)
+    assert commit(broker, topic, start + 20) == {"cursor": start + 20, "depth": 0}
+    ahead = broker.request("POST", f"/channel/commit?topic={topic}&channel=c&sequence={start + 21}")
+    assert (ahead.status, ahead.json()) == (416, {"message": "OFFSET_AHEAD", "latest": start + 20})
+
+
+def test_a_commit_is_kept_over_a_restart(tmp_path: Path) -> None:
+    with BrokerThread(tmp_path) as broker:
+        broker.control("create", "t", "c")
+        broker.publish("t", *bodies(20))
+        before = positions(broker, "t")
+        commit(broker, "t", before["earliest"] + 12)
+        broker.restart()
+        after = positions(broker, "t")
+        assert after["incarnation"] == before["incarnation"]
+        stats = broker.channel_stats("t", "c")
+        assert stats is not None and stats["depth"] == 8
+        assert follow(broker, "t", after["earliest"])[-8:] == bodies(8, 12)
+
+
+# Settings
+
+
+def change(broker: BrokerThread, topic: str, changes: Any) -> Answer:
+    body = changes if isinstance(changes, bytes) else json.dumps(changes).encode()
+    return broker.request("PUT", f"/topic/settings?topic={topic}", body)
+
+
+def settings(broker: BrokerThread, topic: str) -> Any:
+    return get(broker, "/topic/settings", topic=topic)
+
+
+def test_settings_are_those_of_the_flags_until_they_are_changed(tmp_path: Path) -> None:
+    with BrokerThread(tmp_path, retention_age=7.5, durability="fsync") as broker:
+        broker.control("create", "t")
+        nothing = dict.fromkeys(("retention_age", "retention_bytes", "durability"))
+        flags = {"retention_age": 7.5, "retention_bytes": 0, "durability": "fsync"}
+        assert settings(broker, "t") == {**nothing, "effective": flags}
+        own = {"retention_age": 86_400.0, "retention_bytes": 1000, "durability": "memory"}
+        answer = change(broker, "t", {**own, "retention_age": "24h"}).expect_json()
+        assert answer == settings(broker, "t") == {**own, "effective": own}
+        # Only what is named changes; null goes back to the flag.
+        assert change(broker, "t", {"durability": None}).status == 200
+        assert change(broker, "t", {"retention_age": 3}).status == 200
+        assert change(broker, "t", {}).status == 200
+        wanted = {"retention_age": 3.0, "retention_bytes": 1000, "durability": None}
+        expected = {**wanted, "effective": {**wanted, "durability": "fsync"}}
+        assert settings(broker, "t") == expected
+        broker.restart()
+        assert settings(broker, "t") == expected
+        broker.control("create", "other")
+        assert settings(broker, "other") == {**nothing, "effective": flags}
+        broker.publish("t", b"x")
+
+
+def test_an_ephemeral_topic_has_no_settings_of_its_own(broker: BrokerThread, topic: str) -> None:
+    name = f"{topic}%23ephemeral"
+    broker.control("create", f"{topic}#ephemeral")
+    found = broker.request("GET", f"/topic/settings?topic={name}").expect_json()
+    assert found["effective"] == {"retention_age": 0.0, "retention_bytes": 0, "durability": "memory"}
+    answer = change(broker, name, {"durability": "os"})
+    assert (answer.status, answer.json()["message"]) == (400, "INVALID_SETTINGS")
+    assert "ephemeral" in answer.json()["reason"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (b"", "Expecting value"),
+        (b"no json", "Expecting value"),
+        (b"\xff\xfe", ""),
+        (b"[]", "not an object"),
+        (b"null", "not an object"),
+        (b'"durability"', "not an object"),
+        (b"{", "Expecting property name"),
+        (b"[" * 60_000, ""),
+        (b'{"durability":' + b"[" * 60_000, ""),
+        (b'{"retention_bytes":' + b"9" * 5_000 + b"}", ""),
+        (b'{"retention_age":' + b"9" * 400 + b"}", ""),
+        (b'{"retention_age": NaN}', "retention_age must be"),
+        (b'{"retention_age": 1e999}', "retention_age must be"),
+        ({"retention_age": "soon"}, "retention_age"),
+        ({"retention_age": ""}, "retention_age"),
+        ({"retention_age": "-1s"}, "retention_age must be"),
+        ({"retention_age": True}, "retention_age must be"),
+        ({"retention_bytes": 1.5}, "retention_bytes must be"),
+        ({"retention_bytes": "1"}, "retention_bytes must be"),
+        ({"durability": "none"}, "durability must be"),
+        ({"nonsense": 1}, "there is no setting 'nonsense'"),
+        ({"durability": "os", "nonsense": 1}, "there is no setting 'nonsense'"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_settings_that_make_no_sense_are_refused_with_the_reason(
+    broker: BrokerThread, changes: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker.control("create", "settings", "c")
+    before = settings(broker, "settings")
+    answer = change(broker, "settings", changes)
+    assert (answer.status, answer.json()["message"]) == (400, "INVALID_SETTINGS"), answer
+    assert reason in answer.json()["reason"] and answer.json()["reason"]
+    assert settings(broker, "settings") == before
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_topic_that_is_to_be_synced_is_from_then_on(broker: BrokerThread, topic: str) -> None:
+    broker.control("create", topic, "c")
+    change(broker, topic, {"durability": "fsync"})
+    broker.publish(topic, b"x")
+    assert broker.call(lambda inner: inner.topics[topic].log.unsynced) == 0
+
+
+# Errors: every one in the table
+
+
+def table() -> list[Endpoint]:
+    return log_endpoints(HttpApi(Nsqd(NsqdOptions())).log)
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "GET /topic/positions": {},
+    "GET /topic/read": {"from": 0},
+    "GET /topic/peek": {},
+    "GET /topic/settings": {},
+    "PUT /topic/settings": {},
+    "POST /channel/seek": {"to": "end"},
+    "POST /channel/commit": {"sequence": 0},
+    "GET /channel/peek": {},
+}
+BAD_NUMBERS = ["", "x", "-1", "1.5", "0x1", "１", str(2**63), "0" * 20]
+WRONG: dict[tuple[str, str], list[dict[str, Any]]] = {
+    ("*", "MISSING_ARG_TOPIC"): [{"topic": MISSING}],
+    ("*", "INVALID_ARG_TOPIC"): [{"topic": text} for text in ("", "a b", "x" * 65, "t/..", "\udcff")],
+    ("*", "TOPIC_NOT_FOUND"): [{"topic": "nobody"}, {"topic": "nobody#ephemeral"}],
+    ("*", "MISSING_ARG_CHANNEL"): [{"channel": MISSING}],
+    ("*", "INVALID_ARG_CHANNEL"): [{"channel": text} for text in ("", "a b", "x" * 65)],
+    ("*", "CHANNEL_NOT_FOUND"): [{"channel": "nobody"}],
+    ("*", "WRONG_INCARNATION"): [{"incarnation": text} for text in ("", "x", "0" * 32)],
+    ("*", "INVALID_ARG_COUNT"): [{"count": text} for text in [*BAD_NUMBERS, "0", str(MAX_PEEK + 1)]],
+    ("*", "INVALID_ARG_FROM"): [{"from": text} for text in BAD_NUMBERS],
+    ("*", "OFFSET_GONE"): [{"from": 0}],
+    ("GET /topic/read", "OFFSET_AHEAD"): [{"from": 2**62}],
+    ("GET /topic/peek", "OFFSET_AHEAD"): [{"from": 2**62}],
+    ("GET /topic/read", "MISSING_ARG_FROM"): [{"from": MISSING}],
+    ("GET /topic/read", "INVALID_ARG_MAX_BYTES"): [{"max_bytes": text} for text in [*BAD_NUMBERS, "0"]],
+    ("GET /topic/read", "INVALID_ARG_VERIFY"): [{"verify": text} for text in ("yes", "", "TRUE")],
+    ("GET /topic/read", "LOG_DAMAGED"): [],  # see the test of a file that has become shorter
+    ("PUT /topic/settings", "INVALID_SETTINGS"): [{}],
+    ("POST /channel/seek", "MISSING_ARG_TARGET"): [
+        {"to": MISSING},
+        {"to": "end", "sequence": 0},
+        {"to": "end", "time": 0},
+        {"to": MISSING, "sequence": 0, "time": 0},
+    ],
+    ("POST /channel/seek", "INVALID_ARG_TO"): [{"to": text} for text in ("", "END", "middle")],
+    ("POST /channel/seek", "INVALID_ARG_SEQUENCE"): [{"to": MISSING, "sequence": t} for t in BAD_NUMBERS],
+    ("POST /channel/seek", "INVALID_ARG_DRY_RUN"): [{"dry_run": "maybe"}],
+    ("POST /channel/seek", "INVALID_ARG_TIME"): [
+        {"to": MISSING, "time": text}
+        for text in (
+            "",
+            "now",
+            "-1",
+            "nan",
+            "inf",
+            "-inf",
+            "1e10",
+            "1e999999999",
+            "1e400",
+            str(2**63),
+            "2024-01-01",
+            "2024-01-01T00:00:00",
+            "2024-13-01T00:00:00Z",
+            "1969-12-31T23:59:59Z",
+            "2999-01-01T00:00:00Z",
+            "sNaN",
+            "9" * 10_000,
+            "0001-01-01T00:00:00+23:59",
+            "9999-12-31T23:59:59-23:59",
+        )
+    ],
+    ("GET /channel/peek", "INVALID_ARG_STATE"): [
+        {"state": text} for text in ("", "READY", "ready,", "ready, deferred", "stored")
+    ],
+    ("POST /channel/commit", "MISSING_ARG_SEQUENCE"): [{"sequence": MISSING}],
+    ("POST /channel/commit", "INVALID_ARG_SEQUENCE"): [{"sequence": text} for text in BAD_NUMBERS],
+    ("POST /channel/commit", "OFFSET_AHEAD"): [{"sequence": 2**62}],
+}
+CASES = [(endpoint, status, code) for endpoint in table() for status, code in endpoint.errors]
+
+
+def wrongs(endpoint: Endpoint, code: str) -> list[dict[str, Any]]:
+    name = f"{endpoint.method} {endpoint.path}"
+    return WRONG[(name, code) if (name, code) in WRONG else ("*", code)]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "status", "code"), [pytest.param(*case, id=f"{case[0].path} {case[2]}") for case in CASES]
+)
+def test_every_error_in_the_table_is_reached(
+    broker: BrokerThread, endpoint: Endpoint, status: int, code: str
+) -> None:
+    broker.control("create", "errors", "c")
+    broker.publish("errors", b"x")
+    body = b"nonsense" if endpoint.keeps_body else None
+    for wrong in wrongs(endpoint, code):
+        needed = {"topic": "errors", "channel": "c", **GOOD[f"{endpoint.method} {endpoint.path}"], **wrong}
+        query = {name: value for name, value in needed.items() if value != MISSING}
+        text = urlencode(query, errors="surrogateescape")
+        answer = broker.request(endpoint.method, f"{endpoint.path}?{text}", body)
+        assert (answer.status, answer.json()["message"]) == (status, code), (wrong, answer)
+
+
+def test_there_is_no_error_that_the_table_lacks() -> None:
+    known = {f"{endpoint.method} {endpoint.path}": dict(endpoint.errors) for endpoint in table()}
+    assert known.keys() == GOOD.keys()
+    source = Path(log_api.__file__).read_text(encoding="utf-8")
+    said = {
+        line.split('"')[1] for line in source.splitlines() if "ApiError(4" in line or "ApiError(5" in line
+    }
+    listed = {code for endpoint in table() for _, code in endpoint.errors}
+    said = {code for code in said if "{" not in code}
+    assert said <= listed
+    assert {code for _, code in WRONG} == listed
