@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 NSQJS := tests/conformance/nsqjs
 BENCH_ARGS ?=
+# Most tests wait more than they compute.
+PARALLEL := -n 3 --dist loadfile
 # Run a second time without the compiled kernel: whatever passes through it.
 PURE_TESTS := tests/wire tests/broker tests/storage tests/test_kernel.py tests/test_packed.py tests/conformance/test_e_delivery.py tests/conformance/test_h_publish.py
 
@@ -33,9 +35,11 @@ check: venv
 	$(BIN)/mypy
 
 pytest: venv $(VENV)/.nsqjs
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
 ifeq ($(PYTEST_ARGS),)
-	NSPARQ_NO_EXTENSIONS=1 $(BIN)/python -m pytest -q $(PURE_TESTS)
+	$(BIN)/python -m pytest -q $(PARALLEL)
+	NSPARQ_NO_EXTENSIONS=1 $(BIN)/python -m pytest -q $(PARALLEL) $(PURE_TESTS)
+else
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
 
 bench: venv

@@ -29,6 +29,10 @@ settings.load_profile("nsparq")
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """On the build server a test that lacks what it needs has failed."""
     report = yield
+    # Log lines may hold bytes of a client's that are no text; a worker could not send them to the others.
+    report.sections = [
+        (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
+    ]
     if IN_CI and report.skipped and not hasattr(report, "wasxfail"):
         report.outcome, report.longrepr = "failed", f"skipped on the build server: {report.longrepr}"
     return report

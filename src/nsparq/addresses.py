@@ -14,7 +14,7 @@ def remove_stale_socket(path: Path) -> None:
 def split_address(address: str) -> tuple[str, int] | None:
     """Host and port; None for what is a path."""
     host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:
+    if not colon or not (port.isascii() and port.isdigit()) or "/" in host:
         return None
     return host.strip("[]"), int(port)
 

@@ -30,6 +30,11 @@ class ProtocolError(NsparqError):
         self.code = code
         self.description = description
 
+    @property
+    def shown(self) -> str:
+        """For a log: bytes of the peer that are no text, which stand in it as they came, are escaped."""
+        return str(self).encode("utf-8", "backslashreplace").decode()
+
 
 class ClientError(ProtocolError):
     """The command failed; the conversation goes on."""

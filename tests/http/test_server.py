@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nsparq.errors import NsparqError
 from nsparq.http import server as http_server
 from nsparq.http.api import LATER, Api, ApiError, Endpoint, Later, Request, Response
-from nsparq.http.server import HttpServer
+from nsparq.http.server import HttpConnection, HttpServer
 from tests.support import Answer, encode_request
 
 DEADLINE_S = 10
@@ -503,8 +505,9 @@ def test_a_reader_that_is_slow_gets_everything(run: Run) -> None:
 
 
 def test_work_may_take_longer_than_a_client(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HEAD_S", "BODY_S", "IDLE_S", "SWEEP_S"):
-        monkeypatch.setattr(http_server, name, 0.02)
+    for name in ("HEAD_S", "BODY_S", "IDLE_S"):
+        monkeypatch.setattr(http_server, name, 0.2)
+    monkeypatch.setattr(http_server, "SWEEP_S", 0.02)
 
     async def scenario() -> None:
         desk = Desk()
@@ -512,8 +515,9 @@ def test_work_may_take_longer_than_a_client(run: Run, monkeypatch: pytest.Monkey
         async with serving(server) as address:
             async with connected(address) as client, connected(address) as idle:
                 client.send(post("/slow?"))
+                await until(lambda: desk.asked)
                 assert await idle.ended()
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.3)
                 desk.gate.set()
                 assert (await client.answer()).body == b"slow"
                 assert await client.ended()
@@ -607,6 +611,216 @@ def test_a_client_that_asks_first_is_told_to_go_on_only_if_it_may(run: Run) -> N
                     assert (await client.answer()).status == status
 
     run(scenario)
+
+
+# Requests that are met again
+
+
+def test_a_request_that_is_met_again_is_taken_for_what_it_is_now(run: Run) -> None:
+    """The head is known then; the body, the connection and the time are others."""
+
+    async def scenario() -> None:
+        desk = Desk()
+        server = HttpServer(desk.api)
+        async with serving(server) as address:
+            for _ in range(2):
+                async with connected(address) as client:
+                    for body in (b"hello", b"again", b"third"):
+                        assert (await client.ask("POST", "/body", body)).body == body
+                    assert (await client.ask("POST", "/body", b"longer body")).body == b"longer body"
+                    assert (await client.ask("POST", "/size", b"hello")).body == b"0"
+                    assert server.gathered == 0
+            assert len(server.heads) == 3
+            async with connected(address) as client:
+                # In any pieces, several at once, or with blank lines before it.
+                one = post("/body", b"hello")
+                for cut in range(1, len(one)):
+                    client.send(one[:cut])
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+                    client.send(one[cut:])
+                    assert (await client.answer()).body == b"hello"
+                client.send(one, post("/body", b"again"), one[:-1])
+                assert await client.bodies(2) == [b"hello", b"again"]
+                client.send(b"o", b"\r\n\r\n", one)
+                assert await client.bodies(2) == [b"hello", b"hello"]
+                # Behind one that takes its time, too.
+                client.send(post("/slow?"))
+                await until(lambda: "/slow" in desk.asked)
+                for _ in range(3):
+                    client.send(one)
+                    await asyncio.sleep(0.001)
+                assert server.gathered == 15
+                desk.gate.set()
+                assert await client.bodies(4) == [b"slow", *[b"hello"] * 3]
+                assert server.gathered == 0
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        post("/body", b"hello", Connection="close"),
+        post("/body", b"hello", Expect="100-continue"),
+        post("/body", [b"hello"]),
+        post("/body", b"hello", X="y" * 2000),
+        post("/nope", b"hello"),
+        post("/body", b"hello").replace(b"HTTP/1.1", b"HTTP/1.0"),
+        encode_request("GET", "/body", b"hello"),
+        encode_request("OPTIONS", "/body"),
+        b"nonsense\r\n\r\n",
+    ],
+    ids=lambda data: repr(data[:30]),
+)
+def test_what_is_not_plain_in_every_way_is_not_remembered(run: Run, request_bytes: bytes) -> None:
+    async def scenario() -> None:
+        server = HttpServer(Desk().api)
+        async with serving(server) as address:
+            found = []
+            for _ in range(2):
+                async with connected(address) as client:
+                    client.send(request_bytes)
+                    answer = await client.answer()
+                    while answer.status == 100:
+                        answer = await client.answer()
+                    found.append((answer.status, answer.body))
+            assert found[0] == found[1] and not server.heads
+
+    run(scenario)
+
+
+def test_only_so_many_heads_are_remembered(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_HEADS", 10)
+
+    async def scenario() -> None:
+        server = HttpServer(Desk().api)
+        async with conversation(server) as client:
+            for i in range(35):
+                assert (await client.ask("POST", f"/now?{i}")).body == b"now%d" % i
+                assert len(server.heads) <= 10
+
+    run(scenario)
+
+
+def test_what_refuses_everything_refuses_what_was_met_before(run: Run) -> None:
+    async def scenario() -> None:
+        reason: list[Response] = []
+        server = HttpServer(Desk().api, refuse_all=lambda: reason[0] if reason else None)
+        async with conversation(server) as client:
+            for _ in range(2):
+                assert (await client.ask("POST", "/now")).status == 200
+            reason.append(Response(status=403))
+            assert (await client.ask("POST", "/now")).status == 403
+            reason.clear()
+            assert (await client.ask("POST", "/now")).status == 200
+
+    run(scenario)
+
+
+def test_the_guard_is_asked_about_every_request(run: Run) -> None:
+    allowed = {"Authorization": "Bearer yes"}
+    known = {b"Bearer yes"}
+
+    def guard(request: Request, endpoint: Endpoint) -> None:
+        if request.header("Authorization").encode() not in known:
+            raise ApiError(403, "NO")
+
+    async def scenario() -> None:
+        desk = Desk()
+        desk.api.guard = guard
+        async with conversation(HttpServer(desk.api)) as client:
+            for _ in range(2):
+                assert (await client.ask("POST", "/now", **allowed)).status == 200
+                assert (await client.ask("POST", "/now")).status == 403
+            known.clear()
+            assert (await client.ask("POST", "/now", **allowed)).status == 403
+
+    run(scenario)
+
+
+REQUESTS = [
+    post("/body", b"hello"),
+    post("/body", b"\r\n\r\n!"),
+    post("/body", b""),
+    post("/body", [b"he", b"llo"]),
+    post("/later?a=1"),
+    post("/size", b"hello"),
+    post("/nope", b"hello"),
+    post("/body", b"POST /body HTTP/1.1\r\nHost: test\r\nContent-Length: 5\r\n\r\nhello"),
+    encode_request("GET", "/now"),
+    b"\r\n" + post("/now"),
+    post("/body", b"hello").replace(b"\r\n", b"\n"),
+    post("/body", b"hello").replace(b"Content-Length", b"content-length"),
+    post("/body", b"hello").replace(b"Content-Length: 5", b"Content-Length: 05"),
+]
+
+
+@settings(max_examples=60)
+@given(
+    wanted=st.lists(st.sampled_from(REQUESTS), min_size=1, max_size=12),
+    cuts=st.lists(st.integers(0, 2000), max_size=12),
+)
+def test_memory_makes_no_difference(wanted: list[bytes], cuts: list[int]) -> None:
+    """Whatever is sent, and in whatever pieces: the answers are those of a server that remembers nothing."""
+    stream = b"".join(wanted)
+    places = sorted({0, *(cut for cut in cuts if cut < len(stream))})
+    pieces = [stream[a:b] for a, b in zip(places, [*places[1:], len(stream)], strict=True)]
+
+    async def answers(*, remembers: bool) -> list[bytes]:
+        server = HttpServer(Desk().api)
+        server._loop = asyncio.get_running_loop()
+        found = b""
+        for round_ in range(2):
+            transport = RecordingTransport()
+            connection = HttpConnection(server)
+            connection.connection_made(transport)
+            for piece in wanted if round_ == 0 else pieces:
+                if not remembers:
+                    server.heads.clear()
+                connection.data_received(piece)
+                for _ in range(4):
+                    await asyncio.sleep(0)
+            for _ in range(4 * len(wanted)):
+                await asyncio.sleep(0)
+            connection.connection_lost(None)
+            found += b"--" + transport.written
+        await server.close()
+        assert server.gathered == 0
+        return [line for line in found.split(b"\r\n") if not line.startswith(b"Date: ")]
+
+    assert asyncio.run(answers(remembers=True)) == asyncio.run(answers(remembers=False))
+
+
+class RecordingTransport(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_closed = False
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def write_eof(self) -> None:
+        self.written += b"<end>"
+
+    abort = close
+    pause_reading = resume_reading = lambda self: None
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+
+# Offers
 
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])

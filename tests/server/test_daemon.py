@@ -94,3 +94,8 @@ def test_a_file_that_is_no_socket_is_not_touched(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="failed"):
         asyncio.run(Nsqd(options(tmp_path, tcp_address=str(path))).start())
     assert path.read_text() == "mine"
+
+
+def test_a_port_that_cannot_be_is_a_start_error(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"^listen \(127\.0\.0\.1:99999\) failed - "):
+        asyncio.run(Nsqd(options(tmp_path, tcp_address="127.0.0.1:99999")).start())

@@ -322,7 +322,7 @@ class HttpConnection(asyncio.Protocol):
         """Take in a request that is whole and whose head is known, without parsing it again."""
         end = data.find(b"\r\n\r\n", 0, MAX_KNOWN) + 4
         known = self._server.heads.get(data[:end]) if end > 4 else None
-        if known is None or len(data) != end + known.length:
+        if known is None or len(data) != end + known.length or self._server.refuse_all() is not None:
             return False
         if known.length and self._server.gathered + known.length > MAX_GATHERED:
             return False

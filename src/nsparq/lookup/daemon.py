@@ -70,11 +70,11 @@ class Nsqlookupd:
                 backlog=1024,
                 reuse_address=True,
             )
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise _cannot_listen(self.options.tcp_address, error) from error
         try:
             http_bound = await self._http.listen(http_address)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             server.close()
             raise _cannot_listen(self.options.http_address, error) from error
         self._server = server
@@ -151,5 +151,5 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return found
 
 
-def _cannot_listen(address: str, error: OSError) -> StartError:
-    return StartError(f"listen ({address}) failed - {error.strerror or error}")
+def _cannot_listen(address: str, error: OSError | OverflowError) -> StartError:
+    return StartError(f"listen ({address}) failed - {getattr(error, "strerror", "") or error}")

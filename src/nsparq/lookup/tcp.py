@@ -179,7 +179,7 @@ class Connection(asyncio.Protocol):
     # Ending
 
     def _fail(self, error: FatalClientError) -> None:
-        logger.error("client(%s): %.200s", self.address, error)
+        logger.error("client(%s): %.200s", self.address, error.shown)
         self._transport.write(encode_error(error))
         self.close()
 

@@ -202,8 +202,9 @@ class Nsqd:
             if wanted is None:
                 remove_stale_socket(Path(address))
             bound = await listen(address if wanted is None else wanted)
-        except OSError as error:
-            raise StartError(f"listen ({address}) failed - {error.strerror or error}") from error
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", "") or error
+            raise StartError(f"listen ({address}) failed - {reason}") from error
         if isinstance(bound, str):
             self._unix_paths.append(Path(bound))
         logger.info("%s: listening on %s", name, bound if isinstance(bound, str) else join_address(*bound))

@@ -154,7 +154,7 @@ class _Peer:
             started = loop.time()
             try:
                 await self._converse()
-            except (OSError, NsparqError) as error:
+            except (OSError, OverflowError, NsparqError) as error:
                 self._log_failure(error)
             except Exception:
                 logger.exception("LOOKUPD(%s): internal error", self.address)

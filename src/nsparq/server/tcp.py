@@ -393,7 +393,7 @@ class Connection(asyncio.Protocol):
     def _fail(self, error: ProtocolError) -> None:
         """Answer with an error; a fatal one ends the conversation, after the answers that come before it."""
         level = logging.INFO if error.fatal else logging.DEBUG
-        logger.log(level, "client(%s): %s", self.client.address, error)
+        logger.log(level, "client(%s): %s", self.client.address, error.shown)
         frame = encode_frame(ERROR, str(error).encode("utf-8", "surrogateescape"))
         if not error.fatal:
             self._reply(frame)

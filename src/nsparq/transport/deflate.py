@@ -18,9 +18,7 @@ try:
 except ImportError:
     isal_zlib = None  # type: ignore[assignment]  # optional
 
-_ERRORS: Final[tuple[type[Exception], ...]] = (
-    (zlib.error,) if isal_zlib is None else (zlib.error, isal_zlib.error)
-)
+_ERRORS: Final[Any] = (zlib.error,) if isal_zlib is None else (zlib.error, isal_zlib.error)
 _SLOW_FROM: Final = 7
 """The levels from which on size matters more than speed."""
 

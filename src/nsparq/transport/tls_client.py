@@ -28,10 +28,10 @@ class TlsClientLayer(Layer):
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
             return
+        except ssl.SSLCertVerificationError as error:
+            raise LayerError(f"TLS: the server's certificate: {error.verify_message or error}") from error
         except ssl.SSLError as error:
             raise LayerError(f"TLS: {error.reason or error}") from error
-        except ssl.CertificateError as error:
-            raise LayerError(f"TLS: {error}") from error
         self.is_established = True
 
     def receive(self, data: bytes) -> Iterator[bytes]:
