@@ -152,4 +152,5 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _cannot_listen(address: str, error: OSError | OverflowError) -> StartError:
-    return StartError(f"listen ({address}) failed - {getattr(error, "strerror", "") or error}")
+    reason = getattr(error, "strerror", "") or error
+    return StartError(f"listen ({address}) failed - {reason}")
