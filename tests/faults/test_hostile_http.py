@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import nsparq.http.server as http_server
+from nsparq.http import limits
 from tests.support import (
     BrokerProcess,
     BrokerThread,
@@ -53,8 +53,8 @@ def socket_broker(tmp_path: Path) -> Iterator[BrokerProcess]:
 def hasty_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerThread]:
     """Every time limit of HTTP is a second here."""
     for name in ("HEAD_S", "BODY_S", "IDLE_S", "LINGER_S"):
-        monkeypatch.setattr(http_server, name, 1.0)
-    monkeypatch.setattr(http_server, "SWEEP_S", 0.1)
+        monkeypatch.setattr(limits, name, 1.0)
+    monkeypatch.setattr(limits, "SWEEP_S", 0.1)
     with BrokerThread(tmp_path, **certificates().server_flags()) as thread:
         yield thread
 

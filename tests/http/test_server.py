@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsparq.errors import NsparqError
-from nsparq.http import server as http_server
+from nsparq.http import limits
 from nsparq.http.api import LATER, Api, ApiError, Endpoint, Later, Request, Response
-from nsparq.http.server import HttpConnection, HttpServer
+from nsparq.http.connection import HttpConnection
+from nsparq.http.server import HttpServer
 from tests.support import Answer, encode_request
 
 DEADLINE_S = 10
@@ -215,8 +216,8 @@ def test_pipelined_requests_are_answered_one_after_the_other_in_their_order(run:
 def test_a_long_pipeline_gives_others_their_turn_and_keeps_its_order(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "PUMP_S", 1e-5)
-    monkeypatch.setattr(http_server, "MAX_QUEUED", 10_000)
+    monkeypatch.setattr(limits, "PUMP_S", 1e-5)
+    monkeypatch.setattr(limits, "MAX_QUEUED", 10_000)
 
     async def scenario() -> None:
         desk = Desk()
@@ -353,7 +354,7 @@ def test_a_handler_is_told_when_its_client_has_left(run: Run) -> None:
 
 
 def test_a_client_that_runs_ahead_is_not_read_from(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_QUEUED", 4)
+    monkeypatch.setattr(limits, "MAX_QUEUED", 4)
     one = post("/now?x", X="y" * 1000)
     count = 5_000
 
@@ -374,7 +375,7 @@ def test_a_client_that_runs_ahead_is_not_read_from(run: Run, monkeypatch: pytest
 
 
 def test_large_bodies_that_wait_count_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_QUEUED_BYTES", 100_000)
+    monkeypatch.setattr(limits, "MAX_QUEUED_BYTES", 100_000)
     body = b"x" * 60_000
     count = 100
 
@@ -437,7 +438,7 @@ def test_every_byte_that_is_kept_is_let_go_again(run: Run) -> None:
 def test_too_many_bodies_at_once_are_refused_but_only_those(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "MAX_GATHERED", 10_000)
+    monkeypatch.setattr(limits, "MAX_GATHERED", 10_000)
 
     async def scenario() -> None:
         desk = Desk()
@@ -465,8 +466,8 @@ def test_too_many_bodies_at_once_are_refused_but_only_those(
 def test_while_too_many_answers_are_unread_there_are_no_others(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "MAX_UNREAD", 4 << 20)
-    monkeypatch.setattr(http_server, "MAX_QUEUED", 1000)
+    monkeypatch.setattr(limits, "MAX_UNREAD", 4 << 20)
+    monkeypatch.setattr(limits, "MAX_QUEUED", 1000)
     count = 32
 
     async def scenario() -> None:
@@ -506,8 +507,8 @@ def test_a_reader_that_is_slow_gets_everything(run: Run) -> None:
 
 def test_work_may_take_longer_than_a_client(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HEAD_S", "BODY_S", "IDLE_S"):
-        monkeypatch.setattr(http_server, name, 0.2)
-    monkeypatch.setattr(http_server, "SWEEP_S", 0.02)
+        monkeypatch.setattr(limits, name, 0.2)
+    monkeypatch.setattr(limits, "SWEEP_S", 0.02)
 
     async def scenario() -> None:
         desk = Desk()
@@ -528,7 +529,7 @@ def test_work_may_take_longer_than_a_client(run: Run, monkeypatch: pytest.Monkey
 def test_the_watch_over_connections_rests_while_there_are_none(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "SWEEP_S", 0.01)
+    monkeypatch.setattr(limits, "SWEEP_S", 0.01)
 
     async def scenario() -> None:
         server = HttpServer(Desk().api)
@@ -691,7 +692,7 @@ def test_what_is_not_plain_in_every_way_is_not_remembered(run: Run, request_byte
 
 
 def test_only_so_many_heads_are_remembered(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_HEADS", 10)
+    monkeypatch.setattr(limits, "MAX_HEADS", 10)
 
     async def scenario() -> None:
         server = HttpServer(Desk().api)
@@ -918,7 +919,7 @@ def test_what_is_under_way_is_answered_before_the_end(run: Run) -> None:
 
 
 def test_the_end_does_not_wait_for_ever(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "DRAIN_S", 0.05)
+    monkeypatch.setattr(limits, "DRAIN_S", 0.05)
 
     async def scenario() -> None:
         desk = Desk()

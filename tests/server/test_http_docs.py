@@ -124,10 +124,10 @@ def test_the_introduction_names_what_any_endpoint_may_answer() -> None:
 
 
 def test_the_limits_in_the_introduction_are_those_that_hold() -> None:
-    from nsparq.http import server
+    from nsparq.http import limits
 
-    assert f"{server.MAX_HEAD >> 10} KiB and {server.HEAD_S:.0f} seconds" in INTRODUCTION.replace("\n", " ")
-    assert f"a body {server.BODY_S:.0f} seconds" in INTRODUCTION.replace("\n", " ")
+    assert f"{limits.MAX_HEAD >> 10} KiB and {limits.HEAD_S:.0f} seconds" in INTRODUCTION.replace("\n", " ")
+    assert f"a body {limits.BODY_S:.0f} seconds" in INTRODUCTION.replace("\n", " ")
 
 
 def test_names_are_described_as_they_are_checked() -> None:
