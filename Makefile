@@ -52,6 +52,7 @@ docs: venv
 	$(BIN)/python -m nsparq.lookup.options --markdown > docs/reference/nsqlookupd-options.md
 	$(BIN)/python -m nsparq.lookup.options --toml > docs/reference/nsqlookupd.example.toml
 	$(BIN)/python -m nsparq.lookup.http_api --markdown > docs/reference/nsqlookupd-http.md
+	$(BIN)/python -m nsparq.tools.reference --markdown > docs/reference/tools.md
 
 fmt: venv
 	$(BIN)/ruff check --fix .
