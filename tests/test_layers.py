@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "broker": BASE | {"options", "storage", "wire"},
     "server": BASE | DAEMON | {"broker", "fetch", "flags", "options", "storage", "transport", "wire"},
     "lookup": BASE | DAEMON | {"wire"},
-    "tools": BASE | {"server"},
+    "testing": BASE | {"addresses", "broker", "client", "lookup", "options", "process", "server"},
+    "tools": BASE | {"addresses", "client", "fetch", "flags", "http", "logs", "option_table", "server"},
     "demo": BASE | {"options", "wire"},
 }
 

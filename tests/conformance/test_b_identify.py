@@ -308,7 +308,6 @@ def test_case_032_switched_off_compressions_are_answered_false_and_stay_plain(sh
         connection.pub(topic, b"plain")
 
 
-
 def test_case_033_tls_without_a_certificate_is_declined_and_stays_plain(broker, topic):
     with broker.connect() as connection:
         assert connection.identify(tls_v1=True)["tls_v1"] is False
