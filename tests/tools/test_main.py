@@ -41,7 +41,12 @@ def test_the_version_is_one_line(asked: str, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("asked", "hint"), [("nsq", "did you mean `nsparq nsqd`?"), ("x", "`nsparq --help` lists the commands")]
+    ("asked", "hint"),
+    [
+        ("nsq", "did you mean `nsparq nsqd`?"),
+        ("nsq_to_file", "did you mean `nsparq to-file`?"),
+        ("x", "`nsparq --help` lists the commands"),
+    ],
 )
 def test_an_unknown_command_gets_a_hint(asked: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([asked]) == 2

@@ -31,7 +31,19 @@ COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
         Command("nsqd", "nsparq.server.main", "the broker: takes, keeps and hands out messages", "server"),
         Command("nsqlookupd", "nsparq.lookup.main", "the directory: which nsqd has which topic", "server"),
     ),
-    "Tools": (Command("auth", "nsparq.tools.auth", "make secrets for clients, check a policy file"),),
+    "Looking and publishing": (
+        Command("tail", "nsparq.tools.nsq_tail", "print the messages of a topic as they come (nsq_tail)"),
+        Command("stat", "nsparq.tools.nsq_stat", "watch how a channel is doing (nsq_stat)"),
+        Command("publish", "nsparq.tools.to_nsq", "publish what comes in on standard input (to_nsq)"),
+    ),
+    "Taking messages elsewhere": (
+        Command("to-file", "nsparq.tools.nsq_to_file", "archive topics in files (nsq_to_file)"),
+        Command("to-http", "nsparq.tools.nsq_to_http", "make HTTP requests of messages (nsq_to_http)"),
+        Command("to-nsq", "nsparq.tools.nsq_to_nsq", "copy messages to other nsqds (nsq_to_nsq)"),
+    ),
+    "Administration": (
+        Command("auth", "nsparq.tools.auth", "make secrets for clients, check a policy file"),
+    ),
 }
 
 
@@ -49,8 +61,10 @@ def usage() -> str:
         "nsparq COMMAND --help    what a command does and takes",
         "nsparq --version         the version",
         "",
-        "To try it: `nsparq nsqd` in one terminal, and in another",
-        "  curl -d 'hello' 'http://127.0.0.1:4151/pub?topic=greetings'",
+        "To try it, start `nsparq nsqd` in one terminal, in a second",
+        "  nsparq tail --topic=greetings --nsqd-tcp-address=127.0.0.1:4150",
+        "and in a third",
+        "  echo 'hello' | nsparq publish --topic=greetings --nsqd-tcp-address=127.0.0.1:4150",
     ]
     return "\n".join(lines) + "\n"
 
@@ -71,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(usage())
         return 2
     if name not in known:
-        similar = difflib.get_close_matches(name, known, 1)
+        # NSQ's name of a tool, or a slip.
+        similar = [command.name for command in known.values() if f"({name})" in command.help]
+        similar = similar or difflib.get_close_matches(name, known, 1)
         hint = f"did you mean `nsparq {similar[0]}`?" if similar else "`nsparq --help` lists the commands"
         sys.stderr.write(f"nsparq: there is no command {name!r}; {hint}\n")
         return 2

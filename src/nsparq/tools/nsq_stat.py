@@ -1,0 +1,218 @@
+"""`nsq_stat`: how a channel is doing, a line every few seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from nsparq.option_table import DURATION, INT, STRING, STRINGS, OptionError, opt
+from nsparq.tools.cluster import AskFailed, ChannelFigures, Cluster
+from nsparq.tools.common import (
+    Ending,
+    ToolTable,
+    check_sources,
+    check_topics,
+    connect_timeout_option,
+    lookupd_option,
+    on_signal,
+    request_timeout_option,
+    run_tool,
+    unless_ended,
+)
+
+__all__ = ["TABLE", "NsqStatOptions", "main"]
+
+PROGRAM: Final = "nsq_stat"
+HEADER_EVERY: Final = 25
+"""Polls between two headers."""
+
+GROUPS: Final = (
+    ("rate", (("ingress", 7), ("egress", 7))),
+    ("depth", (("total", 7), ("mem", 7), ("disk", 7), ("inflt", 5), ("def", 5))),
+    ("metadata", (("req", 7), ("t-o", 7), ("msgs", 12), ("clients", 7))),
+)
+"""Columns and their widths, as in NSQ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NsqStatOptions:
+    topic: str = opt("", "topic of the channel", STRING, heading="What to watch")
+    channel: str = opt("", "channel to watch", STRING)
+    interval: float = opt(2.0, "time between two lines", DURATION)
+    count: int | None = opt(None, "end after so many lines", INT, default_text="no end")  # type: ignore[arg-type]  # never from a file
+
+    nsqd_http_address: tuple[str, ...] = opt(
+        (), "`host:port` of an nsqd's HTTP API", STRINGS, heading="Whom to ask"
+    )
+    lookupd_http_address: tuple[str, ...] = lookupd_option(
+        "`host:port` of an nsqlookupd: all nsqds of the topic"
+    )
+    http_client_connect_timeout: float = connect_timeout_option()
+    http_client_request_timeout: float = request_timeout_option(5.0)
+
+    def validate(self) -> None:
+        if not self.topic or not self.channel:
+            raise OptionError("--topic and --channel are required")
+        check_topics([self.topic], self.channel)
+        if self.interval <= 0:
+            raise OptionError("--interval should be positive")
+        if self.count is not None and self.count <= 0:
+            raise OptionError("--count should be positive")
+        for flag, addresses in (
+            ("nsqd-http-address", self.nsqd_http_address),
+            ("lookupd-http-address", self.lookupd_http_address),
+        ):
+            if any("://" in address for address in addresses):
+                raise OptionError(f"--{flag} is host:port, without http://")
+        check_sources(self.nsqd_http_address, self.lookupd_http_address, "nsqd-http-address")
+
+
+TABLE: Final = ToolTable(
+    PROGRAM,
+    NsqStatOptions,
+    command="stat",
+    about="""
+Watches a channel, on all nsqds together: a line every two seconds, until it is interrupted.
+
+  ingress, egress    messages per second that came in, and that consumers finished
+  total, mem, disk   messages waiting, and where they are
+  inflt, def         messages at consumers, and those that wait for their time
+  req, t-o           messages requeued and timed out so far
+  msgs, clients      messages so far, and consumers connected now
+""",
+    examples=(
+        "nsq_stat --topic=orders --channel=archive --nsqd-http-address=127.0.0.1:4151",
+        "nsq_stat --topic=orders --channel=archive --lookupd-http-address=127.0.0.1:4161 --interval=10s",
+        "nsq_stat --topic=orders --channel=archive --count=1 --nsqd-http-address=127.0.0.1:4151",
+    ),
+)
+
+
+def header() -> str:
+    """Two lines: the groups between dashes, and the names of the columns."""
+    names = [" ".join(f"{name:>{width}}" for name, width in columns) for _, columns in GROUPS]
+    bars = []
+    for place, ((group, _), text) in enumerate(zip(GROUPS, names, strict=True)):
+        # A blank on each side of a bar, none at the ends of the line.
+        width = len(text) + (place > 0) + (place < len(GROUPS) - 1)
+        bars.append(f"{group:-^{width}}")
+    return "+".join(bars) + "\n" + " | ".join(names)
+
+
+def row(before: ChannelFigures, now: ChannelFigures, interval: float) -> list[list[int]]:
+    """The figures of one line, by group. Rates are cut to whole numbers."""
+    came = now.message_count - before.message_count
+    left = came - (now.depth - before.depth)
+    return [
+        [int(came / interval), int(left / interval)],
+        [now.depth, now.memory_depth, now.backend_depth, now.in_flight_count, now.deferred_count],
+        [now.requeue_count, now.timeout_count, now.message_count, now.client_count],
+    ]
+
+
+def format_row(figures: Sequence[Sequence[int]]) -> str:
+    return " | ".join(
+        " ".join(f"{figure:>{width}d}" for figure, (_, width) in zip(group, columns, strict=True))
+        for group, (_, columns) in zip(figures, GROUPS, strict=True)
+    )
+
+
+class PlainView:
+    """For files, pipes, and terminals without rich."""
+
+    def show_header(self) -> None:
+        sys.stdout.write(header() + "\n")
+        sys.stdout.flush()
+
+    def show(self, figures: Sequence[Sequence[int]]) -> None:
+        sys.stdout.write(format_row(figures) + "\n")
+        sys.stdout.flush()
+
+
+class TerminalView(PlainView):
+    """The same characters: what is zero steps back, what an operator should look at stands out."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.text import Text
+
+        self._console = Console(highlight=False)
+        self._text: Callable[..., Text] = Text
+        self._before: Sequence[Sequence[int]] | None = None
+
+    def show_header(self) -> None:
+        bars, names = header().split("\n")
+        self._console.print(self._text(bars, "dim"), self._text(names, "bold"), sep="\n", soft_wrap=True)
+
+    def show(self, figures: Sequence[Sequence[int]]) -> None:
+        line = self._text()
+        for place, (group, (_, columns)) in enumerate(zip(figures, GROUPS, strict=True)):
+            line.append(" | " if place else "", "dim")
+            for column, (figure, (name, width)) in enumerate(zip(group, columns, strict=True)):
+                has_grown = self._before is not None and figure > self._before[place][column]
+                style = "yellow" if name in ("req", "t-o", "total") and has_grown else ""
+                line.append(" " if column else "")
+                line.append(f"{figure:>{width}d}", style or ("dim" if not figure else ""))
+        self._before = figures
+        self._console.print(line, soft_wrap=True)
+
+
+def make_view() -> PlainView:
+    if sys.stdout.isatty():
+        try:
+            return TerminalView()
+        except ModuleNotFoundError:
+            pass
+    return PlainView()
+
+
+async def work(options: NsqStatOptions, ending: Ending) -> None:
+    on_signal(signal.SIGHUP, ending.end)
+    loop = asyncio.get_running_loop()
+    cluster = Cluster(options.http_client_connect_timeout, options.http_client_request_timeout)
+    view = make_view()
+    before: ChannelFigures | None = None
+    polls = 0
+    at = loop.time()
+    while options.count is None or polls <= options.count:
+        if polls % HEADER_EVERY == 0:
+            view.show_header()
+        try:
+            now = await unless_ended(ending, asyncio.to_thread(poll, cluster, options))
+        except AskFailed as error:
+            ending.fail("%s", error)
+            return
+        if now is None:
+            return
+        if before is not None:
+            view.show(row(before, now, options.interval))
+        before = now
+        polls += 1
+        # At even times, however long a poll takes: the rates are per interval.
+        at = max(at + options.interval, loop.time())
+        if polls <= (options.count or polls) and await ending.wait(at - loop.time()):
+            return
+
+
+def poll(cluster: Cluster, options: NsqStatOptions) -> ChannelFigures:
+    nsqds: Sequence[str] = options.nsqd_http_address
+    if options.lookupd_http_address:
+        nsqds = cluster.producers(options.lookupd_http_address, options.topic)
+        if not nsqds:
+            raise AskFailed(f"no nsqd has the topic {options.topic}")
+    found = cluster.channel(dict.fromkeys(nsqds), options.topic, options.channel)
+    if found is None:
+        raise AskFailed(f"the topic {options.topic} has no channel {options.channel}")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_tool(TABLE, work, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

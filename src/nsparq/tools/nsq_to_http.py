@@ -1,0 +1,218 @@
+"""`nsq_to_http`: a request for every message of a topic."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Final
+from urllib.parse import quote_plus
+
+from nsparq.client import Consumer, Message, Requeue
+from nsparq.fetch import without_secrets
+from nsparq.option_table import INT, STRING, STRINGS, OptionError, opt
+from nsparq.tools.common import (
+    FLOAT,
+    Ending,
+    Timings,
+    ToolTable,
+    check_sources,
+    check_topics,
+    client_config,
+    connect_timeout_option,
+    consumer_opt_option,
+    lookupd_option,
+    max_in_flight_option,
+    nsqd_option,
+    request_timeout_option,
+    run_consumers,
+    run_tool,
+)
+from nsparq.tools.hostpool import make_pool
+from nsparq.tools.http_client import HttpClient, RequestFailed, parse_target
+from nsparq.version import NSQ_VERSION
+
+__all__ = ["TABLE", "NsqToHttpOptions", "main", "parse_headers"]
+
+logger = logging.getLogger(__name__)
+
+PROGRAM: Final = "nsq_to_http"
+CONTENT_TYPE: Final = "application/octet-stream"
+PLACE: Final = "%s"
+"""Where the message goes in the address of a GET."""
+EVERY_ADDRESS: Final = ("multicast", "all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NsqToHttpOptions:
+    topic: str = opt("", "topic to consume", STRING, heading="What to send")
+    channel: str = opt("nsq_to_http", "channel to consume from", STRING)
+    sample: float = opt(
+        1.0, "share of the messages that is sent, from 0 to 1; the others are finished unsent", FLOAT
+    )
+
+    post: tuple[str, ...] = opt(
+        (), "address for POST requests, with the message as their body", STRINGS, heading="Where to"
+    )
+    get: tuple[str, ...] = opt((), "address for GET requests, with `%s` where the message goes", STRINGS)
+    mode: str = opt(
+        "hostpool",
+        "which of several addresses gets a message: `hostpool` (in turn, without those that fail), "
+        "`round-robin`, `epsilon-greedy` (mostly the fastest) or `multicast` (every one)",
+        STRING,
+    )
+    content_type: str = opt(CONTENT_TYPE, "type of what is POSTed", STRING)
+    header: tuple[str, ...] = opt((), "header of every request, as `Name: value`", STRINGS)
+    n: int = opt(100, "requests under way at a time", INT, bound="positive")
+    http_client_connect_timeout: float = connect_timeout_option()
+    http_client_request_timeout: float = request_timeout_option(20.0)
+    status_every: int = opt(250, "log how long requests take every so many of them; 0: never", INT)
+
+    nsqd_tcp_address: tuple[str, ...] = nsqd_option("Where it comes from")
+    lookupd_http_address: tuple[str, ...] = lookupd_option()
+    max_in_flight: int = max_in_flight_option()
+    consumer_opt: tuple[str, ...] = consumer_opt_option("; `max_attempts,0` never gives up on a message")
+
+    def validate(self) -> None:
+        if not self.topic or not self.channel:
+            raise OptionError("--topic and --channel are required")
+        check_topics([self.topic], self.channel)
+        if not self.content_type:
+            raise OptionError("--content-type requires a value when used")
+        if self.get and self.content_type != CONTENT_TYPE:
+            raise OptionError("--content-type only used with --post")
+        check_sources(self.nsqd_tcp_address, self.lookupd_http_address)
+        if not self.get and not self.post:
+            raise OptionError("--get or --post required")
+        if self.get and self.post:
+            raise OptionError("use --get or --post not both")
+        for address in self.get:
+            if address.count(PLACE) != 1:
+                raise OptionError(f"--get {address} must have {PLACE} once, where the message goes")
+        for address in (*self.get, *self.post):
+            try:
+                parse_target(address.replace(PLACE, "x"))
+            except ValueError as error:
+                raise OptionError(f"--{'get' if self.get else 'post'} {error}") from None
+        if not 0 <= self.sample <= 1:
+            raise OptionError("--sample must be between 0.0 and 1.0")
+        parse_headers(self.header)
+        client_config(PROGRAM, self.consumer_opt)
+
+
+TABLE: Final = ToolTable(
+    PROGRAM,
+    NsqToHttpOptions,
+    command="to-http",
+    about="""
+Makes an HTTP request of every message of a topic: a POST with the message as its body, or a GET
+with the message in the address. A message is finished when the answer has status 200 (any 2xx
+for a POST). Otherwise it is sent again later, each time a bit more patiently, and after five
+attempts given up.
+""",
+    examples=(
+        "nsq_to_http --topic=orders --post=http://127.0.0.1:8000/orders --nsqd-tcp-address=127.0.0.1:4150",
+        "nsq_to_http --topic=orders --post=https://a.example/in --post=https://b.example/in \\",
+        "            --header='Authorization: Bearer abc' --lookupd-http-address=127.0.0.1:4161",
+        "nsq_to_http --topic=clicks --get='http://127.0.0.1:8000/click?data=%s' --sample=0.1 \\",
+        "            --nsqd-tcp-address=127.0.0.1:4150",
+    ),
+)
+
+
+def parse_headers(texts: Sequence[str]) -> dict[str, str]:
+    """Name and value of each `Name: value`. Raises OptionError."""
+    headers = {}
+    for text in texts:
+        name, _, value = (part.strip() for part in text.partition(":"))
+        if not name or not value or " " in name or not text.isprintable():
+            raise OptionError(f"--header {text!r} should be of the form 'Name: value'")
+        headers[name] = value
+    return headers
+
+
+class Forwarder:
+    """Sends one message after the other to where the mode says."""
+
+    def __init__(self, options: NsqToHttpOptions) -> None:
+        self._is_post = bool(options.post)
+        self._addresses = options.post or options.get
+        self._targets = {address: parse_target(address) for address in options.post}
+        self._sample = options.sample
+        self._client = HttpClient(options.http_client_connect_timeout, options.http_client_request_timeout)
+        self._timings = Timings(options.status_every, "requests")
+        headers = {"User-Agent": f"{PROGRAM} v{NSQ_VERSION}"}
+        if self._is_post:
+            headers["Content-Type"] = options.content_type
+        given = parse_headers(options.header)
+        replaced = {name.lower() for name in given}
+        self._headers = {name: text for name, text in headers.items() if name.lower() not in replaced} | given
+        self._pool = make_pool(options.mode, self._addresses)
+        if self._pool is None and options.mode not in EVERY_ADDRESS:
+            logger.warning("there is no mode %s: every address gets every message", options.mode)
+
+    async def handle(self, message: Message) -> None:
+        if self._sample < 1 and random.random() >= self._sample:
+            return
+        if self._pool is None:
+            for address in self._addresses:
+                if not await self._send(address, message):
+                    raise Requeue
+            return
+        address = self._pool.pick(monotonic())
+        began = monotonic()
+        ok = await self._send(address, message)
+        now = monotonic()
+        self._pool.report(address, ok, now - began, now)
+        if not ok:
+            raise Requeue
+
+    async def _send(self, address: str, message: Message) -> bool:
+        began = monotonic()
+        try:
+            if self._is_post:
+                target = self._targets[address]
+                status = await self._client.request("POST", target, self._headers, message.body)
+                ok = 200 <= status < 300
+            else:
+                target = parse_target(address.replace(PLACE, quote_plus(message.body)))
+                status = await self._client.request("GET", target, self._headers)
+                ok = status == 200
+        except RequestFailed as error:
+            logger.warning("%s: message %s: %s", without_secrets(address), message.id.decode(), error)
+            return False
+        if not ok:
+            logger.warning("%s: message %s: status %d", without_secrets(address), message.id.decode(), status)
+        self._timings.add(monotonic() - began)
+        return ok
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+async def work(options: NsqToHttpOptions, ending: Ending) -> None:
+    forwarder = Forwarder(options)
+    consumer = Consumer(
+        options.topic,
+        options.channel,
+        forwarder.handle,
+        concurrency=options.n,
+        nsqlookupd=options.lookupd_http_address,
+        max_in_flight=options.max_in_flight,
+        config=client_config(PROGRAM, options.consumer_opt),
+    )
+    try:
+        await run_consumers([consumer], options.nsqd_tcp_address, ending)
+    finally:
+        await forwarder.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_tool(TABLE, work, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""`nsq_to_nsq`: messages of topics to other nsqds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Final
+
+from nsparq.client import ClientError, Consumer, Message, Producer, PublishFailed, Requeue
+from nsparq.names import is_valid_name
+from nsparq.option_table import INT, STRING, STRINGS, OptionError, opt
+from nsparq.tools.common import (
+    Ending,
+    Timings,
+    ToolTable,
+    check_nsqd,
+    check_sources,
+    check_topics,
+    client_config,
+    consumer_opt_option,
+    lookupd_option,
+    max_in_flight_option,
+    nsqd_option,
+    producer_opt_option,
+    run_consumers,
+    run_tool,
+)
+from nsparq.tools.hostpool import RoundRobin, make_pool
+
+__all__ = ["TABLE", "JsonFilter", "NsqToNsqOptions", "main"]
+
+logger = logging.getLogger(__name__)
+
+PROGRAM: Final = "nsq_to_nsq"
+MAX_TOGETHER: Final = 200
+MAX_BYTES_TOGETHER: Final = 1 << 20
+AT_A_TIME: Final = 4
+"""Batches on their way, so that one is read while another is being acknowledged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NsqToNsqOptions:
+    topic: tuple[str, ...] = opt((), "topic to consume", STRINGS, heading="What to copy")
+    channel: str = opt("nsq_to_nsq", "channel to consume from", STRING)
+    require_json_field: str = opt("", "copy only JSON objects that have this field", STRING)
+    require_json_value: str = opt("", "and of these only those where it has this value", STRING)
+    whitelist_json_field: tuple[str, ...] = opt((), "copy only this field of JSON objects", STRINGS)
+
+    destination_nsqd_tcp_address: tuple[str, ...] = opt(
+        (), "`host:port` of an nsqd to publish to", STRINGS, heading="Where to"
+    )
+    destination_topic: str = opt("", "topic to publish to", STRING, default_text="that of the message")
+    mode: str = opt(
+        "hostpool",
+        "which of several destinations gets a message: `hostpool` (in turn, without those that fail), "
+        "`round-robin` or `epsilon-greedy` (mostly the fastest)",
+        STRING,
+    )
+    producer_opt: tuple[str, ...] = producer_opt_option()
+    status_every: int = opt(250, "log how long publishes take every so many of them; 0: never", INT)
+
+    nsqd_tcp_address: tuple[str, ...] = nsqd_option("Where it comes from")
+    lookupd_http_address: tuple[str, ...] = lookupd_option()
+    max_in_flight: int = max_in_flight_option()
+    consumer_opt: tuple[str, ...] = consumer_opt_option("; `max_attempts,0` never gives up on a message")
+
+    def validate(self) -> None:
+        if not self.topic or not self.channel:
+            raise OptionError("--topic and --channel are required")
+        check_topics(self.topic, self.channel)
+        if self.destination_topic and not is_valid_name(self.destination_topic.encode()):
+            raise OptionError("--destination-topic is invalid")
+        check_sources(self.nsqd_tcp_address, self.lookupd_http_address)
+        if not self.destination_nsqd_tcp_address:
+            raise OptionError("--destination-nsqd-tcp-address required")
+        check_nsqd("destination-nsqd-tcp-address", self.destination_nsqd_tcp_address)
+        client_config(PROGRAM, self.consumer_opt)
+        client_config(PROGRAM, self.producer_opt)
+
+
+TABLE: Final = ToolTable(
+    PROGRAM,
+    NsqToNsqOptions,
+    command="to-nsq",
+    about="""
+Copies the messages of topics to other nsqds, to the same topic or another one. A message is
+finished when its destination has acknowledged it. Otherwise it is sent again later, each time a
+bit more patiently, and after five attempts given up. On the way JSON objects can be chosen by a
+field, and reduced to some fields; what is not a JSON object is then dropped.
+""",
+    examples=(
+        "nsq_to_nsq --topic=orders --nsqd-tcp-address=127.0.0.1:4150 \\",
+        "           --destination-nsqd-tcp-address=10.0.0.5:4150",
+        "nsq_to_nsq --topic=events --destination-topic=errors --lookupd-http-address=127.0.0.1:4161 \\",
+        "           --require-json-field=level --require-json-value=error \\",
+        "           --destination-nsqd-tcp-address=10.0.0.5:4150",
+    ),
+)
+
+
+class JsonFilter:
+    """Which messages pass, and what of them."""
+
+    def __init__(self, field: str, value: str, whitelist: Sequence[str]) -> None:
+        self._field, self._value = field, value
+        self._whitelist = tuple(dict.fromkeys(whitelist))
+        self._number = _number(value)
+        if value and not field:
+            logger.warning("--require-json-value has no effect without --require-json-field")
+
+    def apply(self, body: bytes) -> bytes | None:
+        """What is to be published; None if it is to be dropped. Raises Requeue where the field is missing
+        that was to have a value."""
+        if not self._field and not self._whitelist:
+            return body
+        try:
+            content = json.loads(body, parse_float=_parse_float, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            logger.error("dropped a message that is not JSON (%s): %r", error, body[:100])
+            return None
+        if not isinstance(content, dict):
+            logger.error("dropped a message that is no JSON object: %r", body[:100])
+            return None
+        if self._field:
+            if self._field not in content:
+                if self._value:
+                    logger.error("a message has no field %s: %r", self._field, body[:100])
+                    raise Requeue
+                return None
+            if self._value and not self._matches(content[self._field]):
+                return None
+        if not self._whitelist:
+            return body
+        kept = {name: content[name] for name in self._whitelist if name in content}
+        text = json.dumps(kept, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+        return text.encode("utf-8", "replace")
+
+    def _matches(self, found: object) -> bool:
+        if isinstance(found, str):
+            return found == self._value
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            return self._number is not None and found == self._number
+        return False
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _parse_float(text: str) -> float | int:
+    """Whole numbers are written as integers, however they came."""
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < 1e21 else number
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+class Copier:
+    """Publishes messages to where the mode says, those for the same nsqd together."""
+
+    def __init__(self, options: NsqToNsqOptions) -> None:
+        addresses = list(dict.fromkeys(options.destination_nsqd_tcp_address))
+        config = client_config(PROGRAM, options.producer_opt)
+        self._producers = {address: Producer(address, config=config) for address in addresses}
+        self._pool = make_pool(options.mode, addresses) or RoundRobin(addresses)
+        self._timings = {
+            address: Timings(options.status_every, f"publishes to {address}") for address in addresses
+        }
+        self._filter = JsonFilter(
+            options.require_json_field, options.require_json_value, options.whitelist_json_field
+        )
+        self._destination = options.destination_topic
+
+    async def copy(self, topic: str, messages: list[Message]) -> None:
+        """Messages that are to be tried again are requeued; all others can be finished."""
+        groups: dict[str, list[tuple[Message, bytes]]] = {}
+        for message in messages:
+            try:
+                body = self._filter.apply(message.body)
+            except Requeue:
+                message.requeue()
+                continue
+            if body is not None:
+                groups.setdefault(self._pool.pick(monotonic()), []).append((message, body))
+        target = self._destination or topic
+        await asyncio.gather(*(self._publish(address, target, group) for address, group in groups.items()))
+
+    async def _publish(self, address: str, topic: str, group: list[tuple[Message, bytes]]) -> None:
+        for part in _parts(group):
+            try:
+                await self._publish_together(address, topic, [body for _, body in part])
+            except PublishFailed as error:
+                if len(part) > 1 and error.code in ("E_BAD_MESSAGE", "E_BAD_BODY"):
+                    # One of them is wrong: the others shall not suffer for it.
+                    for single in part:
+                        await self._publish(address, topic, [single])
+                else:
+                    self._failed(address, part, error)
+            except ClientError as error:
+                self._failed(address, part, error)
+
+    async def _publish_together(self, address: str, topic: str, bodies: list[bytes]) -> None:
+        producer = self._producers[address]
+        began = monotonic()
+        if len(bodies) == 1:
+            await producer.publish(topic, bodies[0])
+        else:
+            await producer.publish_many(topic, bodies)
+        now = monotonic()
+        self._pool.report(address, True, now - began, now)
+        for _ in bodies:
+            self._timings[address].add(now - began)
+
+    def _failed(self, address: str, part: list[tuple[Message, bytes]], error: ClientError) -> None:
+        logger.warning("%s: %d messages were not published: %s", address, len(part), error)
+        self._pool.report(address, False, 0.0, monotonic())
+        for message, _ in part:
+            message.requeue()
+
+    def consumer(self, topic: str, options: NsqToNsqOptions) -> Consumer:
+        async def handle(messages: list[Message]) -> None:
+            await self.copy(topic, messages)
+
+        return Consumer(
+            topic,
+            options.channel,
+            batch_handler=handle,
+            batch_size=MAX_TOGETHER,
+            batch_timeout=0.0,
+            concurrency=AT_A_TIME,
+            nsqlookupd=options.lookupd_http_address,
+            max_in_flight=options.max_in_flight,
+            config=client_config(PROGRAM, options.consumer_opt),
+        )
+
+    async def close(self) -> None:
+        await asyncio.gather(*(producer.stop() for producer in self._producers.values()))
+
+
+def _parts(group: list[tuple[Message, bytes]]) -> Iterator[list[tuple[Message, bytes]]]:
+    """In their order, not more bytes together than any nsqd takes."""
+    part: list[tuple[Message, bytes]] = []
+    size = 0
+    for message, body in group:
+        if part and size + len(body) > MAX_BYTES_TOGETHER:
+            yield part
+            part, size = [], 0
+        part.append((message, body))
+        size += len(body)
+    yield part
+
+
+async def work(options: NsqToNsqOptions, ending: Ending) -> None:
+    copier = Copier(options)
+    consumers = [copier.consumer(topic, options) for topic in dict.fromkeys(options.topic)]
+    try:
+        await run_consumers(consumers, options.nsqd_tcp_address, ending)
+    finally:
+        await copier.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_tool(TABLE, work, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

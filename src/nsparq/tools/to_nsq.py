@@ -1,0 +1,221 @@
+"""`to_nsq`: records from standard input to a topic."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Final
+
+from nsparq.client import ClientError, Producer, PublishFailed
+from nsparq.names import is_valid_name
+from nsparq.option_table import INT, STRING, STRINGS, OptionError, opt
+from nsparq.tools.common import (
+    Ending,
+    ToolTable,
+    check_nsqd,
+    client_config,
+    producer_opt_option,
+    run_tool,
+    unless_ended,
+)
+
+__all__ = ["TABLE", "ToNsqOptions", "main"]
+
+logger = logging.getLogger(__name__)
+
+PROGRAM: Final = "to_nsq"
+STDIN: Final = 0
+CHUNK: Final = 64 << 10
+READ_AHEAD: Final = 2
+"""Chunks read while others are being published."""
+MAX_RECORD: Final = 256 << 20
+"""Input without a delimiter must not fill the memory."""
+ESCAPES: Final = {r"\n": b"\n", r"\r": b"\r", r"\t": b"\t", r"\0": b"\0"}
+"""What is hard to type, or cannot be said in an argument at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToNsqOptions:
+    topic: str = opt("", "topic to publish to", STRING, heading="What to publish")
+    delimiter: str = opt(
+        "\n", r"the byte between two messages; also written `\n`, `\r`, `\t` or `\0`", STRING
+    )
+    rate: int = opt(0, "messages per second at the most; 0: as fast as it goes", INT, bound="not negative")
+
+    nsqd_tcp_address: tuple[str, ...] = opt(
+        (), "`host:port` of an nsqd; every message goes to each of them", STRINGS, heading="Where to"
+    )
+    producer_opt: tuple[str, ...] = producer_opt_option()
+
+    @property
+    def delimiter_byte(self) -> bytes:
+        return ESCAPES.get(self.delimiter) or os.fsencode(self.delimiter)
+
+    def validate(self) -> None:
+        if not self.topic:
+            raise OptionError("--topic required")
+        if not is_valid_name(self.topic.encode()):
+            raise OptionError(f"--topic {self.topic!r} is not a valid topic name")
+        if len(self.delimiter_byte) != 1:
+            raise OptionError("--delimiter must be a single byte")
+        if not self.nsqd_tcp_address:
+            raise OptionError("--nsqd-tcp-address required")
+        check_nsqd("nsqd-tcp-address", self.nsqd_tcp_address)
+        client_config(PROGRAM, self.producer_opt)
+
+
+TABLE: Final = ToolTable(
+    PROGRAM,
+    ToNsqOptions,
+    command="publish",
+    about="""
+Publishes what it reads from standard input: each line is a message, empty lines are skipped.
+It ends with status 0 when all of the input has been acknowledged, and with 1 at the first record
+that was not, saying which one that is.
+""",
+    examples=(
+        "echo 'hello' | to_nsq --topic=greetings --nsqd-tcp-address=127.0.0.1:4150",
+        "tail -f access.log | to_nsq --topic=access --rate=1000 --nsqd-tcp-address=127.0.0.1:4150",
+        r"find . -print0 | to_nsq --topic=files --delimiter='\0' --nsqd-tcp-address=127.0.0.1:4150",
+    ),
+)
+
+
+async def read_chunks(descriptor: int) -> AsyncIterator[bytes]:
+    """What can be read, as soon as it can. The thread that waits for it is left behind at the end: nothing
+    can wake it, and nobody has to wait for it."""
+    loop = asyncio.get_running_loop()
+    chunks: asyncio.Queue[bytes | OSError] = asyncio.Queue()
+    room = threading.Semaphore(READ_AHEAD)
+
+    def read() -> None:
+        chunk: bytes | OSError = b"-"
+        while chunk and isinstance(chunk, bytes):
+            room.acquire()
+            try:
+                chunk = os.read(descriptor, CHUNK)
+            except OSError as error:
+                chunk = error
+            try:
+                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+            except RuntimeError:  # the loop is closed: the tool has ended
+                return
+
+    threading.Thread(target=read, name="stdin", daemon=True).start()
+    while chunk := await chunks.get():
+        if isinstance(chunk, OSError):
+            raise chunk
+        yield chunk
+        room.release()
+
+
+async def read_records(chunks: AsyncIterator[bytes], delimiter: bytes) -> AsyncIterator[list[bytes]]:
+    """The records of each chunk, without the empty ones. The last one needs no delimiter behind it."""
+    begun: list[bytes] = []
+    size = 0
+    async for chunk in chunks:
+        first, *rest = chunk.split(delimiter)
+        begun.append(first)
+        size += len(first)
+        if size > MAX_RECORD:
+            raise OSError(f"there is a record of more than {MAX_RECORD} bytes")
+        if rest:
+            size = len(rest[-1])
+            records = [b"".join(begun), *rest[:-1]]
+            begun = [rest[-1]]
+            if records := [record for record in records if record]:
+                yield records
+    if last := b"".join(begun):
+        yield [last]
+
+
+class Throttle:
+    """So many a second, and up to a second's worth at once after a pause."""
+
+    def __init__(self, rate: int, now: float) -> None:
+        self._rate = rate
+        self._allowed = 1.0
+        self._since = now
+
+    def take(self, wanted: int, now: float) -> tuple[int, float]:
+        """How many may go now; if none, after how many seconds one may."""
+        if not self._rate:
+            return wanted, 0.0
+        self._allowed = min(self._allowed + (now - self._since) * self._rate, float(self._rate))
+        self._since = now
+        count = min(wanted, int(self._allowed))
+        self._allowed -= count
+        return count, 0.0 if count else (1 - self._allowed) / self._rate
+
+
+async def publish(producer: Producer, topic: str, records: Sequence[bytes]) -> tuple[int, ClientError | None]:
+    """Publish all of them in order. How many were acknowledged, and why no more were."""
+    if len(records) > 1:
+        try:
+            await producer.publish_many(topic, records)
+            return len(records), None
+        except PublishFailed as error:
+            # One of them is wrong, and so none was taken: those before it shall be.
+            if error.code not in ("E_BAD_MESSAGE", "E_BAD_BODY"):
+                return 0, error
+        except ClientError as error:
+            return 0, error
+    for done, record in enumerate(records):
+        try:
+            await producer.publish(topic, record)
+        except ClientError as error:
+            return done, error
+    return len(records), None
+
+
+async def work(options: ToNsqOptions, ending: Ending) -> None:
+    config = client_config(PROGRAM, options.producer_opt)
+    producers = [Producer(address, config=config) for address in dict.fromkeys(options.nsqd_tcp_address)]
+    try:
+        await pump(options, producers, ending)
+    finally:
+        await asyncio.gather(*(producer.stop() for producer in producers))
+
+
+async def pump(options: ToNsqOptions, producers: Sequence[Producer], ending: Ending) -> None:
+    """Until the input or the tool ends; a publish that has begun is waited for."""
+    throttle = Throttle(options.rate, monotonic())
+    source = read_records(read_chunks(STDIN), options.delimiter_byte)
+    published = 0
+    while records := await unless_ended(ending, _next(source, ending)):
+        while records and not ending.has_come:
+            count, pause = throttle.take(len(records), monotonic())
+            if not count:
+                await ending.wait(pause)
+                continue
+            now, records = records[:count], records[count:]
+            outcomes = await asyncio.gather(
+                *(publish(producer, options.topic, now) for producer in producers)
+            )
+            for done, error in outcomes:
+                if error is not None:
+                    place = published + done + 1
+                    ending.fail("record %d of the input was not published: %s", place, error)
+            published += count
+
+
+async def _next(source: AsyncIterator[list[bytes]], ending: Ending) -> list[bytes] | None:
+    try:
+        return await anext(source, None)
+    except OSError as error:
+        ending.fail("cannot read standard input: %s", error.strerror or error)
+        return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_tool(TABLE, work, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""NSQ's tools as the processes that a user starts; and an HTTP server that remembers what it was sent.
+
+Tool("nsq_tail", "--topic=t", ...)      starts it; a context manager, which ends it
+    write(data) end_input()             its standard input
+    out() err()                         what it has written so far, bytes and text
+    wait_for_out(data) wait_for_log(text)   until that has been written
+    wait() -> status, terminate() -> status, signal(n), kill()
+run_tool("to_nsq", ..., input=b"") -> Finished(status, out, err)
+
+NSPARQ_TEST_TOOLS=/directory names other NSQ tools to run instead of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.support import TestBroker, wait_until
+
+TOOLS = os.environ.get("NSPARQ_TEST_TOOLS", "")
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+DEADLINE = 20.0
+
+
+def command(name: str) -> list[str]:
+    return (
+        [str(Path(TOOLS, name))] if TOOLS else [sys.executable, "-W", "error", "-m", f"nsparq.tools.{name}"]
+    )
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = [str(SOURCE), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
+
+
+class Finished(NamedTuple):
+    status: int
+    out: bytes
+    err: str
+
+
+def run_tool(name: str, *arguments: str, input: bytes = b"", timeout: float = DEADLINE) -> Finished:
+    done = subprocess.run(
+        [*command(name), *arguments], input=input, capture_output=True, timeout=timeout, env=environment()
+    )
+    return Finished(done.returncode, done.stdout, done.stderr.decode())
+
+
+class Tool:
+    def __init__(self, name: str, *arguments: str, **more: Any) -> None:
+        self._out = tempfile.TemporaryFile()
+        self._err = tempfile.TemporaryFile()
+        given: dict[str, Any] = {"stdout": self._out, "stderr": self._err, "env": environment(), **more}
+        self.process = subprocess.Popen([*command(name), *arguments], stdin=subprocess.PIPE, **given)
+
+    def __enter__(self) -> Tool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.end_input()
+        sys.stderr.write(self.err()[-10_000:])
+        self._out.close()
+        self._err.close()
+
+    def write(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(data)
+        self.process.stdin.flush()
+
+    def end_input(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def out(self) -> bytes:
+        return os.pread(self._out.fileno(), 1 << 26, 0)
+
+    def err(self) -> str:
+        return os.pread(self._err.fileno(), 1 << 26, 0).decode()
+
+    def _wait_for(self, fact: Callable[[], Any], what: object) -> None:
+        def seen_or_over() -> bool:
+            return bool(fact()) or self.process.poll() is not None
+
+        wait_until(seen_or_over, DEADLINE, what=what)
+        assert fact(), f"ended with {self.process.returncode} before {what!r}:\n{self.err()}"
+
+    def wait_for_out(self, data: bytes) -> None:
+        self._wait_for(lambda: data in self.out(), data)
+
+    def wait_for_log(self, text: str) -> None:
+        self._wait_for(lambda: text in self.err(), text)
+
+    def wait(self, timeout: float = DEADLINE) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout} s:\n{self.err()}") from None
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def terminate(self, timeout: float = DEADLINE) -> int:
+        self.signal(signal.SIGTERM)
+        return self.wait(timeout)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def tcp(broker: TestBroker) -> str:
+    """host:port for --nsqd-tcp-address."""
+    return "{}:{}".format(*broker.address)
+
+
+def http(broker: TestBroker) -> str:
+    """host:port for --nsqd-http-address or --lookupd-http-address."""
+    assert broker.http_address is not None
+    return "{}:{}".format(*broker.http_address)
+
+
+def consume(broker: TestBroker, topic: str, count: int, channel: str = "look") -> list[bytes]:
+    """The next messages of a channel, finished."""
+    with broker.connect() as connection:
+        connection.identify()
+        connection.sub(topic, channel, rdy=min(count, 2500))
+        messages = connection.read_messages(count, finish=True)
+        connection.barrier()
+        return [message.body for message in messages]
+
+
+def wait_for_channel(broker: TestBroker, topic: str, channel: str) -> None:
+    """Until somebody is connected to it."""
+
+    def connected() -> Any:
+        stats = broker.channel_stats(topic, channel)
+        return stats and stats["client_count"]
+
+    wait_until(connected, DEADLINE, what=f"a client of {topic}/{channel}")
+
+
+def wait_until_drained(broker: TestBroker, topic: str, channel: str, count: int) -> None:
+    """Until so many messages have come to the channel and been finished."""
+
+    def drained() -> bool:
+        stats = broker.channel_stats(topic, channel)
+        if not stats:
+            return False
+        left = stats["depth"] + stats["in_flight_count"] + stats["deferred_count"]
+        return bool(stats["message_count"] >= count and not left)
+
+    wait_until(drained, DEADLINE, what=f"{topic}/{channel} is drained")
+
+
+def free_address() -> str:
+    """Where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1:{}".format(*probe.getsockname()[1:])
+
+
+class Request(NamedTuple):
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    client: tuple[str, int]
+
+
+class WebServer:
+    """Answers `statuses` one after the other, the last one for good."""
+
+    def __init__(self, *statuses: int, delay: float = 0.0) -> None:
+        self.requests: list[Request] = []
+        self.statuses = list(statuses or (200,))
+        self._lock = threading.Lock()
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                body = self.rfile.read(length)
+                with owner._lock:
+                    status = owner.statuses.pop(0) if len(owner.statuses) > 1 else owner.statuses[0]
+                    headers = {name.lower(): value for name, value in self.headers.items()}
+                    owner.requests.append(
+                        Request(self.command, self.path, headers, body, self.client_address)
+                    )
+                time.sleep(delay)
+                self.send_response(status)
+                if status == 204:
+                    self.end_headers()
+                    return
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"ok")
+
+            do_GET = do_POST = answer
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 128
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+        self.url = "http://127.0.0.1:{}".format(*self._server.server_address[1:])
+
+    def __enter__(self) -> WebServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def wait_for(self, count: int) -> list[Request]:
+        wait_until(lambda: len(self.requests) >= count, DEADLINE, what=f"{count} requests")
+        return self.requests
+
+    def bodies(self) -> list[bytes]:
+        return [request.body for request in self.requests]

@@ -1,0 +1,110 @@
+"""docs/tools.md: its transcripts are run, and its other command lines are ones that the tools accept."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nsparq.tools.reference import TABLES
+from tests.support import TestBroker, start_broker
+
+from .processes import command, environment, http, tcp
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(console|sh)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+SESSIONS = [text for kind, text in BLOCKS if kind == "console"]
+LINES = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
+TOOLS = {table.program: table for table in TABLES}
+
+# What is different every time.
+CHANGES = [
+    (r"\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{6}", "TIME"),
+    (r"tail\d{6}#", "tail#"),
+    (r"\d{4}-\d\d-\d\d_\d\d", "HOUR"),
+    (r"127\.0\.0\.1:\d+", "ADDRESS"),
+    (re.escape(socket.gethostname().partition(".")[0]) + "-0", "HOST-0"),
+    (r"(?m)^ *-?\d+ +-?\d+ \| [ \d]+ \| [ \d]+$", "FIGURES"),
+]
+
+
+def settled(text: str) -> str:
+    for pattern, word in CHANGES:
+        text = re.sub(pattern, word, text)
+    return text
+
+
+@contextmanager
+def load(broker: TestBroker) -> Iterator[None]:
+    """Something to be watched."""
+    stop = threading.Event()
+    broker.control("create", "orders", "archive")
+
+    def publish() -> None:
+        with broker.connect() as connection:
+            while not stop.wait(0.01):
+                connection.mpub("orders", [b"x"] * 10)
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def shims(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the tools under their names, as an installation has it."""
+    directory = tmp_path_factory.mktemp("bin")
+    for table in TABLES:
+        path = directory / table.program
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(command(table.program))} "$@"\n')
+        path.chmod(0o755)
+    return directory
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(SESSIONS) == 4 and len(LINES) == 9
+    for program in TOOLS:
+        assert f"\n## {program}\n" in PAGE
+
+
+@pytest.mark.parametrize("session", SESSIONS, ids=lambda text: text.split()[1])
+def test_a_transcript_is_what_one_sees(session: str, shims: Path, tmp_path: Path) -> None:
+    variables = environment()
+    variables["PATH"] = f"{shims}:{variables['PATH']}"
+    steps = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", session, re.MULTILINE)
+    assert len(steps) == session.count("$ ")
+    with start_broker() as broker, load(broker):
+        for line, expected in steps:
+            line = line.replace("127.0.0.1:4150", tcp(broker)).replace("127.0.0.1:4151", http(broker))
+            line = line.replace("--interval=1s", "--interval=50ms")
+            done = subprocess.run(
+                ["bash", "-c", line],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=tmp_path,
+                env=variables,
+                timeout=20,
+            )
+            assert settled(done.stdout.decode()) == settled(expected), line
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_every_other_command_line_is_accepted(line: str) -> None:
+    words = shlex.split(line)
+    while words[0] not in TOOLS:
+        words.pop(0)
+    table = TOOLS[words[0]]
+    options = table.read(words[1:])
+    table.check_bounds(options)
+    options.validate()

@@ -1,0 +1,214 @@
+"""The HTTP client of nsq_to_http against a server that answers any bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from nsparq.tools.http_client import MAX_BODY, HttpClient, RequestFailed, parse_target
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+Test = Callable[["Server", HttpClient], Awaitable[None]]
+
+
+class Server:
+    """Answers the n-th request with the n-th of `answers`; None ends the connection before it."""
+
+    def __init__(self, *answers: bytes | None) -> None:
+        self.answers = list(answers)
+        self.requests: list[bytes] = []
+        self.connections = 0
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.stalls = False
+        self.close_after = False
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.add(task)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = 0
+                for line in head.split(b"\r\n"):
+                    if line.lower().startswith(b"content-length:"):
+                        length = int(line.partition(b":")[2])
+                self.requests.append(head + await reader.readexactly(length))
+                answer = self.answers.pop(0)
+                if answer is None:
+                    return
+                writer.write(answer)
+                await writer.drain()
+                if self.stalls:
+                    await reader.read()
+                if self.close_after:
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+def serve(test: Test, *answers: bytes | None, timeout: float = 5.0, **settings: Any) -> Server:
+    server = Server(*answers)
+    vars(server).update(settings)
+
+    async def run() -> None:
+        listening = await asyncio.start_server(server.handle, "127.0.0.1", 0)
+        server.url = "http://127.0.0.1:{}".format(*listening.sockets[0].getsockname()[1:])  # type: ignore[attr-defined]
+        client = HttpClient(1.0, timeout)
+        try:
+            await test(server, client)
+        finally:
+            await client.close()
+            listening.close()
+            await asyncio.wait(server.tasks, timeout=5)
+
+    asyncio.run(run())
+    return server
+
+
+async def ask(server: Any, client: HttpClient, body: bytes = b"body", **headers: str) -> int:
+    return await client.request("POST", parse_target(server.url + "/path?x=1"), headers, body)
+
+
+def test_a_request_is_what_was_asked_for() -> None:
+    async def test(server: Any, client: HttpClient) -> None:
+        assert await ask(server, client, User="me") == 200
+        assert await client.request("GET", parse_target(server.url), {}) == 404
+
+    server = serve(test, OK, b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+    host = server.url.removeprefix("http://")  # type: ignore[attr-defined]
+    assert server.requests == [
+        f"POST /path?x=1 HTTP/1.1\r\nHost: {host}\r\nContent-Length: 4\r\nUser: me\r\n\r\nbody".encode(),
+        f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode(),
+    ]
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "keeps"),
+    [
+        (OK, 200, True),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", 204, True),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, 200, True),
+        (b"HTTP/1.1 201 C\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0;x=y\r\nT: t\r\n\r\n", 201, True),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n", 200, False),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 0\r\n\r\n", 200, False),
+        (b"HTTP/1.1 500 No\nContent-Length: 1\n\nx", 500, True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\nx" % (MAX_BODY + 1), 200, False),
+        (b"HTTP/1.1 302 Found\r\nLocation: /other\r\nContent-Length: 0\r\n\r\n", 302, True),
+    ],
+)
+def test_the_status_counts_and_the_rest_is_read_if_it_is_worth_it(
+    answer: bytes, status: int, keeps: bool
+) -> None:
+    async def test(server: Any, client: HttpClient) -> None:
+        assert await ask(server, client) == status
+        assert await ask(server, client) == 200
+
+    assert serve(test, answer, OK).connections == (1 if keeps else 2)
+
+
+def test_an_answer_without_a_length_ends_with_its_connection() -> None:
+    async def test(server: Any, client: HttpClient) -> None:
+        assert await ask(server, client) == 200
+        assert await ask(server, client) == 200
+
+    server = serve(test, b"HTTP/1.1 200 OK\r\n\r\nabc", OK, close_after=True)
+    assert server.connections == 2
+
+
+def test_a_kept_connection_that_the_server_has_ended_is_no_failure() -> None:
+    async def test(server: Any, client: HttpClient) -> None:
+        assert await ask(server, client) == 200
+        assert await ask(server, client) == 200
+
+    server = serve(test, OK, None, OK)
+    assert (server.connections, len(server.requests)) == (2, 3)
+
+
+def test_a_new_connection_that_ends_without_an_answer_is_one() -> None:
+    async def test(server: Any, client: HttpClient) -> None:
+        with pytest.raises(RequestFailed):
+            await ask(server, client)
+
+    assert len(serve(test, None).requests) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000,
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 20_000,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Le",
+    ],
+    ids=["another protocol", "no status", "long header", "many headers", "bad chunk", "cut off"],
+)
+def test_what_is_no_answer_is_a_failure(answer: bytes) -> None:
+    async def test(server: Any, client: HttpClient) -> None:
+        with pytest.raises(RequestFailed):
+            await ask(server, client)
+        assert await ask(server, client) == 200
+
+    assert serve(test, answer, OK, close_after=True).connections == 2
+
+
+def test_a_body_that_is_cut_off_does_not_change_the_status() -> None:
+    async def test(server: Any, client: HttpClient) -> None:
+        assert await ask(server, client) == 200
+        assert await ask(server, client) == 200
+
+    assert (
+        serve(test, b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc", OK, close_after=True).connections == 2
+    )
+
+
+def test_everything_ends_at_the_timeout() -> None:
+    async def test(server: Any, client: HttpClient) -> None:
+        with pytest.raises(RequestFailed, match="timed out"):
+            await ask(server, client)
+
+    serve(test, b"HTTP/1.1 200 OK\r\n", timeout=0.1, stalls=True)
+
+
+def test_nobody_there_is_a_failure_with_its_reason() -> None:
+    async def run() -> None:
+        client = HttpClient(1.0, 1.0)
+        with pytest.raises(RequestFailed, match=r"(?i)connect"):
+            await client.request("GET", parse_target("http://127.0.0.1:1/"), {})
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_requests_at_the_same_time_have_connections_of_their_own_which_are_kept() -> None:
+    async def test(server: Any, client: HttpClient) -> None:
+        for _ in range(3):
+            statuses = await asyncio.gather(*(ask(server, client) for _ in range(5)))
+            assert statuses == [200] * 5
+
+    assert serve(test, *[OK] * 15).connections == 5
+
+
+def test_a_name_and_password_in_the_address_are_sent_as_such() -> None:
+    target = parse_target("https://me:p%40ss@[::1]:8443/a?b")
+    assert (target.host, target.port, target.is_tls) == ("::1", 8443, True)
+    assert (target.host_header, target.path) == ("[::1]:8443", "/a?b")
+    assert target.authorization == "Basic bWU6cEBzcw=="
+    assert parse_target("http://host").port == 80
+
+
+@pytest.mark.parametrize(
+    "url", ["", "host:80", "ftp://host", "http://", "http://a b/", "http://a/\r\nX: y", "http://a:x/"]
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ValueError):
+        parse_target(url)

@@ -1,0 +1,292 @@
+"""nsq_stat: the sum over all nsqds, line by line, in NSQ's layout."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import sys
+
+import pytest
+
+from nsparq.tools import nsq_stat
+from nsparq.tools.cluster import AskFailed, ChannelFigures, Cluster
+from tests.support import TestBroker, start_broker, wait_until
+from tests.support.lookupd import start_lookupd
+
+from .processes import Tool, WebServer, command, environment, free_address, http, run_tool, tcp
+
+HEADER = (
+    "------rate------+----------------depth----------------+--------------metadata---------------\n"
+    "ingress  egress |   total     mem    disk inflt   def |     req     t-o         msgs clients\n"
+)
+ROW = re.compile(r" *-?\d+ +-?\d+ \| +\d+ +\d+ +\d+ +\d+ +\d+ \| +\d+ +\d+ +\d+ +\d+\n")
+
+
+def stat(broker: TestBroker, topic: str, *arguments: str) -> tuple[str, ...]:
+    return (f"--topic={topic}", "--channel=c", f"--nsqd-http-address={http(broker)}", *arguments)
+
+
+def test_a_header_and_as_many_lines_as_wanted(broker: TestBroker, topic: str) -> None:
+    broker.control("create", topic, "c")
+    broker.publish(topic, b"1", b"2", b"3", b"4", b"5")
+    with broker.connect() as connection:
+        connection.identify()
+        connection.sub(topic, "c", rdy=3)
+        first, second, _ = connection.read_messages(3)
+        connection.rdy(0)
+        connection.fin(first.id)
+        connection.req(second.id, 0)
+        connection.barrier()
+        done = run_tool("nsq_stat", *stat(broker, topic, "--count=2", "--interval=100ms"))
+    assert (done.status, done.err) == (0, "")
+    line = "      0       0 |       3       3       0     1     0 |       1       0            5       1\n"
+    assert done.out.decode() == HEADER + 2 * line
+
+
+def test_rates_are_per_second_and_the_header_comes_again(broker: TestBroker, topic: str) -> None:
+    broker.control("create", topic, "c")
+    with Tool("nsq_stat", *stat(broker, topic, "--interval=20ms", "--count=50")) as tool:
+        tool.wait_for_out(b"\n")
+        while tool.process.poll() is None:
+            broker.publish(topic, b"x", b"y")
+        assert tool.wait() == 0
+        text = tool.out().decode()
+    assert text.startswith(HEADER)
+    blocks = text.split(HEADER)[1:]
+    # The first poll has nothing to be compared with.
+    assert [block.count("\n") for block in blocks] == [24, 25, 1]
+    rows = [line for block in blocks for line in block.splitlines(keepends=True)]
+    assert all(ROW.fullmatch(row) for row in rows)
+    assert any(int(row.split()[0]) > 0 for row in rows)
+
+
+def test_several_nsqds_are_added_up_and_found_by_nsqlookupd(topic: str) -> None:
+    with start_lookupd() as lookupd:
+        flags = {
+            "lookupd_tcp_address": ("{}:{}".format(*lookupd.address),),
+            "broadcast_address": "127.0.0.1",
+        }
+        with start_broker(**flags) as one, start_broker(**flags) as two, start_broker(**flags) as other:
+            for broker, count in ((one, 2), (two, 3)):
+                broker.control("create", topic, "c")
+                broker.publish(topic, *[b"x"] * count)
+            other.publish("another", b"x")
+            wait_until(lambda: len(lookupd.lookup(topic)["producers"]) == 2)
+            wanted = ("--count=1", "--interval=50ms")
+            by_lookup = run_tool(
+                "nsq_stat",
+                f"--topic={topic}",
+                "--channel=c",
+                f"--lookupd-http-address={http(lookupd)}",
+                *wanted,
+            )
+            more = [f"--nsqd-http-address={http(broker)}" for broker in (two, other)]
+            by_address = run_tool("nsq_stat", *stat(one, topic, *more, *wanted))
+    line = "      0       0 |       5       5       0     0     0 |       0       0            5       0\n"
+    assert (by_lookup.status, by_lookup.out.decode()) == (0, HEADER + line)
+    assert (by_address.status, by_address.out.decode()) == (0, HEADER + line)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_with_status_0(broker: TestBroker, topic: str, signum: int) -> None:
+    broker.control("create", topic, "c")
+    with Tool("nsq_stat", *stat(broker, topic)) as tool:
+        tool.wait_for_out(HEADER.encode())
+        tool.signal(signum)
+        assert tool.wait(5) == 0
+
+
+def test_no_such_channel_or_nobody_to_ask_is_fatal(broker: TestBroker, topic: str) -> None:
+    def refused(*arguments: str) -> str:
+        done = run_tool("nsq_stat", f"--topic={topic}", "--channel=c", *arguments)
+        assert (done.status, done.out.decode()) == (1, HEADER)
+        return done.err
+
+    assert f"FATAL: the topic {topic} has no channel c\n" in refused(f"--nsqd-http-address={http(broker)}")
+    broker.control("create", topic)
+    assert "has no channel c" in refused(f"--nsqd-http-address={http(broker)}")
+    assert "Connection refused" in refused(f"--nsqd-http-address={free_address()}")
+    assert "Connection refused" in refused(
+        f"--nsqd-http-address={http(broker)}", f"--nsqd-http-address={free_address()}"
+    )
+    with start_lookupd() as lookupd:
+        found = refused(f"--lookupd-http-address={http(lookupd)}")
+    assert f"no nsqd has the topic {topic}" in found
+
+
+def test_an_nsqd_that_goes_away_ends_it(topic: str) -> None:
+    with start_broker() as broker:
+        broker.control("create", topic, "c")
+        with Tool("nsq_stat", *stat(broker, topic, "--interval=20ms")) as tool:
+            wait_until(lambda: tool.out().count(b"\n") > 3)
+            broker.stop()
+            assert tool.wait() == 1
+            assert "FATAL: GET http://" in tool.err()
+
+
+def test_a_reader_that_leaves_is_no_traceback(broker: TestBroker, topic: str) -> None:
+    broker.control("create", topic, "c")
+    reading, writing = os.pipe()
+    with Tool("nsq_stat", *stat(broker, topic, "--interval=10ms"), stdout=writing) as tool:
+        os.close(writing)
+        assert os.read(reading, 10)
+        os.close(reading)
+        assert tool.wait() == 1
+        assert tool.err() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "--topic and --channel are required"),
+        (("--topic=t",), "--topic and --channel are required"),
+        (("--topic=t", "--channel=c"), "--nsqd-http-address or --lookupd-http-address required"),
+        (
+            ("--topic=t", "--channel=c", "--nsqd-http-address=a:1", "--lookupd-http-address=a:1"),
+            "use --nsqd-http-address or --lookupd-http-address not both",
+        ),
+        (
+            ("--topic=t", "--channel=c", "--nsqd-http-address=http://a:1"),
+            "--nsqd-http-address is host:port, without http://",
+        ),
+        (
+            ("--topic=t", "--channel=c", "--lookupd-http-address=http://a:1"),
+            "--lookupd-http-address is host:port, without http://",
+        ),
+        (("--topic=t", "--channel=c", "--interval=0s"), "--interval should be positive"),
+        (("--topic=t", "--channel=c", "--count=0"), "--count should be positive"),
+        (
+            ("--topic=t", "--channel=c", "--http-client-connect-timeout=0s"),
+            "--http-client-connect-timeout must be positive",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str], root_logger_restored: None
+) -> None:
+    assert nsq_stat.main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.endswith(f"FATAL: {text}\n")
+
+
+# On a terminal
+
+
+def on_a_terminal(*arguments: str, **variables: str) -> tuple[int, str]:
+    """Status, and what the terminal got."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        try:
+            os.execve(sys.executable, [*command("nsq_stat"), *arguments], environment(**variables))
+        finally:
+            os._exit(127)
+    shown = b""
+    try:
+        while piece := os.read(terminal, 4096):
+            shown += piece
+    except OSError:  # the process has ended
+        pass
+    finally:
+        os.close(terminal)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return status, shown.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_on_a_terminal_it_is_the_same_in_colour(broker: TestBroker, topic: str) -> None:
+    broker.control("create", topic, "c")
+    arguments = stat(broker, topic, "--count=1", "--interval=20ms")
+    status, shown = on_a_terminal(*arguments, TERM="xterm-256color", COLUMNS="40")
+    line = "      0       0 |       0       0       0     0     0 |       0       0            0       0\n"
+    assert status == 0
+    assert "\x1b[" in shown
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == HEADER + line
+    status, shown = on_a_terminal(*arguments, TERM="dumb")
+    assert (status, shown) == (0, HEADER + line)
+
+
+def test_without_rich_a_terminal_gets_the_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert isinstance(nsq_stat.make_view(), nsq_stat.TerminalView)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert type(nsq_stat.make_view()) is nsq_stat.PlainView
+
+
+# Figures
+
+
+def test_rates_are_cut_to_whole_numbers_and_may_be_negative() -> None:
+    before = ChannelFigures(message_count=100, depth=10)
+    now = ChannelFigures(message_count=107, depth=30, backend_depth=8)
+    rates, depth, _ = nsq_stat.row(before, now, 2.0)
+    assert rates == [3, -6]
+    assert depth == [30, 22, 8, 0, 0]
+
+
+def test_wide_figures_do_not_run_together() -> None:
+    figures = [[12345678, 1], [1, 2, 3, 4, 5], [1, 2, 123456789012345, 7]]
+    line = "12345678       1 |       1       2       3     4     5 |       1       2 123456789012345       7"
+    assert nsq_stat.format_row(figures) == line
+
+
+def test_an_nsqd_that_wants_tls_is_asked_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsparq.fetch import Answer
+
+    asked: list[str] = []
+
+    def fetch(url: str, **_: object) -> Answer:
+        asked.append(url)
+        if url.startswith("http:"):
+            return Answer(403, b'{"message":"TLS_REQUIRED","https_port":4152}', {})
+        return Answer(200, b'{"topics":[]}', {})
+
+    monkeypatch.setattr("nsparq.tools.cluster.fetch", fetch)
+    assert Cluster(1, 1).channel(["host:4151"], "t", "c") is None
+    assert [url.partition("?")[0] for url in asked] == ["http://host:4151/stats", "https://host:4152/stats"]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (500, b"", "status 500"),
+        (403, b'{"message":"FORBIDDEN"}', "status 403"),
+        (200, b"not json", "Expecting value"),
+        (200, b"[]", "not what NSQ would answer"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, status: int, body: bytes, reason: str
+) -> None:
+    from nsparq.fetch import Answer
+
+    monkeypatch.setattr("nsparq.tools.cluster.fetch", lambda *_, **__: Answer(status, body, {}))
+    with pytest.raises(AskFailed, match=reason):
+        Cluster(1, 1).topics(["host:4161"])
+
+
+def test_answers_of_old_nsqlookupds_are_unwrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsparq.fetch import Answer
+
+    body = b'{"status_code":200,"data":{"topics":["a","b"]}}'
+    monkeypatch.setattr("nsparq.tools.cluster.fetch", lambda *_, **__: Answer(200, body, {}))
+    assert Cluster(1, 1).topics(["one:4161", "two:4161"]) == {"a", "b"}
+
+
+def test_a_server_that_never_answers_does_not_outlast_the_timeout(topic: str) -> None:
+    with WebServer(delay=1.0) as server:
+        address = server.url.removeprefix("http://")
+        done = run_tool(
+            "nsq_stat",
+            f"--topic={topic}",
+            "--channel=c",
+            f"--nsqd-http-address={address}",
+            "--http-client-request-timeout=100ms",
+        )
+    assert done.status == 1 and "timed out" in done.err
+
+
+def test_an_address_of_the_tcp_port_is_told_apart(broker: TestBroker, topic: str) -> None:
+    done = run_tool("nsq_stat", f"--topic={topic}", "--channel=c", f"--nsqd-http-address={tcp(broker)}")
+    assert done.status == 1 and f"GET http://{tcp(broker)}/stats" in done.err

@@ -1,0 +1,221 @@
+"""nsq_to_http: a request for every message, finished when it went well."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+
+from nsparq.option_table import OptionError
+from nsparq.tools import nsq_to_http
+from nsparq.tools.nsq_to_http import parse_headers
+from tests.support import TestBroker, start_broker, wait_until
+
+from .processes import Tool, WebServer, free_address, tcp, wait_until_drained
+
+# Messages that fail come again at once, and back-off takes milliseconds.
+QUICK = ("--consumer-opt=default_requeue_delay,0", "--consumer-opt=backoff_multiplier,1ms")
+
+
+def forward(broker: TestBroker, topic: str, *arguments: str) -> Tool:
+    address = f"--nsqd-tcp-address={tcp(broker)}"
+    return Tool("nsq_to_http", f"--topic={topic}", "--channel=c", address, *QUICK, *arguments)
+
+
+def test_every_message_is_posted_as_it_is(broker: TestBroker, topic: str) -> None:
+    bodies = [b"one", b"\xff\x00 \r\n binary", b"x" * 100_000]
+    with WebServer(204) as server, forward(broker, topic, f"--post={server.url}/in?x=1") as tool:
+        broker.publish(topic, *bodies)
+        requests = server.wait_for(3)
+        wait_until_drained(broker, topic, "c", 3)
+        assert tool.terminate() == 0
+        assert tool.out() == b""
+    assert sorted(request.body for request in requests) == sorted(bodies)
+    for request in requests:
+        assert (request.method, request.path) == ("POST", "/in?x=1")
+        assert request.headers["content-type"] == "application/octet-stream"
+        assert request.headers["user-agent"] == "nsq_to_http v1.3.0"
+        assert request.headers["host"] == server.url.removeprefix("http://")
+
+
+def test_headers_and_type_can_be_given_and_replaced(broker: TestBroker, topic: str) -> None:
+    given = ("--header=X-One: 1", "--header=user-agent:me: myself", "--content-type=text/plain")
+    with WebServer() as server, forward(broker, topic, f"--post={server.url}", *given) as tool:
+        broker.publish(topic, b"x")
+        (request,) = server.wait_for(1)
+        assert tool.terminate() == 0
+    assert request.headers["x-one"] == "1"
+    assert request.headers["user-agent"] == "me: myself"
+    assert request.headers["content-type"] == "text/plain"
+
+
+def test_a_get_carries_the_message_in_its_address_and_200_alone_counts(
+    broker: TestBroker, topic: str
+) -> None:
+    with WebServer(204, 200) as server, forward(broker, topic, f"--get={server.url}/?a=%20&d=%s") as tool:
+        broker.publish(topic, b"a b&c=\xff/~_.-%s")
+        requests = server.wait_for(2)
+        wait_until_drained(broker, topic, "c", 1)
+        assert tool.terminate() == 0
+    assert [request.path for request in requests] == ["/?a=%20&d=a+b%26c%3D%FF%2F~_.-%25s"] * 2
+    assert requests[0].method == "GET" and "content-type" not in requests[0].headers
+
+
+def test_a_message_that_is_refused_comes_again_until_it_is_taken(broker: TestBroker, topic: str) -> None:
+    with WebServer(500, 503, 302, 200) as server, forward(broker, topic, f"--post={server.url}") as tool:
+        broker.publish(topic, b"stubborn")
+        server.wait_for(4)
+        wait_until_drained(broker, topic, "c", 1)
+        assert tool.terminate() == 0
+        assert "status 503" in tool.err()
+    assert server.bodies() == [b"stubborn"] * 4
+    assert broker.channel_stats(topic, "c")["requeue_count"] == 3  # type: ignore[index]
+
+
+def test_after_five_attempts_it_gives_up_and_says_so(broker: TestBroker, topic: str) -> None:
+    with WebServer(500) as server, forward(broker, topic, f"--post={server.url}") as tool:
+        broker.publish(topic, b"hopeless")
+        tool.wait_for_log("giving up")
+        wait_until_drained(broker, topic, "c", 1)
+        assert tool.terminate() == 0
+    assert len(server.requests) == 5
+
+
+def test_a_destination_that_is_not_there_is_waited_for(broker: TestBroker, topic: str) -> None:
+    address = free_address()
+    more = ("--consumer-opt=max_attempts,0",)
+    with forward(broker, topic, f"--post=http://{address}", *more) as tool:
+        broker.publish(topic, b"patient")
+        tool.wait_for_log(f"http://{address}: message ")
+        stats = broker.channel_stats(topic, "c")
+        assert stats is not None and stats["depth"] + stats["in_flight_count"] + stats["deferred_count"] == 1
+        assert tool.terminate() == 0
+
+
+def test_round_robin_takes_addresses_in_turn_and_keeps_its_connections(
+    broker: TestBroker, topic: str
+) -> None:
+    with WebServer() as one, WebServer() as two:
+        addresses = (f"--post={one.url}", f"--post={two.url}")
+        with forward(broker, topic, *addresses, "--mode=round-robin", "-n=1", "--status-every=5") as tool:
+            broker.publish(topic, *(b"%d" % number for number in range(10)))
+            wait_until_drained(broker, topic, "c", 10)
+            assert tool.terminate() == 0
+            assert tool.err().count("5 requests: average ") == 2
+        assert [len(one.requests), len(two.requests)] == [5, 5]
+        assert len({request.client for request in one.requests}) == 1
+
+
+def test_a_host_that_fails_is_left_out_by_default(broker: TestBroker, topic: str) -> None:
+    with WebServer(500) as bad, WebServer() as good:
+        with forward(broker, topic, f"--post={bad.url}", f"--post={good.url}", "-n=1") as tool:
+            broker.publish(topic, *(b"%d" % number for number in range(10)))
+            wait_until_drained(broker, topic, "c", 10)
+            assert tool.terminate() == 0
+        assert len(bad.requests) == 1
+        assert Counter(good.bodies()) == Counter(b"%d" % number for number in range(10))
+
+
+def test_epsilon_greedy_prefers_the_faster_one(broker: TestBroker, topic: str) -> None:
+    with WebServer(delay=0.05) as slow, WebServer() as fast:
+        addresses = (f"--post={slow.url}", f"--post={fast.url}")
+        with forward(broker, topic, *addresses, "--mode=epsilon-greedy", "-n=1") as tool:
+            broker.publish(topic, *[b"x"] * 40)
+            wait_until_drained(broker, topic, "c", 40)
+            assert tool.terminate() == 0
+        assert len(fast.requests) > 2 * len(slow.requests) > 0
+
+
+@pytest.mark.parametrize(("mode", "warns"), [("multicast", False), ("everywhere", True)])
+def test_in_any_other_mode_every_address_gets_every_message(
+    broker: TestBroker, topic: str, mode: str, warns: bool
+) -> None:
+    with WebServer() as one, WebServer(500, 200) as two:
+        with forward(broker, topic, f"--post={one.url}", f"--post={two.url}", f"--mode={mode}") as tool:
+            broker.publish(topic, b"x")
+            wait_until_drained(broker, topic, "c", 1)
+            assert tool.terminate() == 0
+            assert ("there is no mode everywhere" in tool.err()) is warns
+        # The second failed at first, and so both got it again.
+        assert (len(one.requests), len(two.requests)) == (2, 2)
+
+
+@pytest.mark.parametrize("sample", ["0", "0.5"])
+def test_a_share_of_the_messages_can_be_left_out(broker: TestBroker, topic: str, sample: str) -> None:
+    with WebServer() as server, forward(broker, topic, f"--post={server.url}", f"--sample={sample}") as tool:
+        broker.publish(topic, *[b"x"] * 300)
+        wait_until_drained(broker, topic, "c", 300)
+        assert tool.terminate() == 0
+        assert len(server.requests) == 0 if sample == "0" else 90 < len(server.requests) < 210
+
+
+def test_what_is_under_way_is_finished_before_the_end(topic: str) -> None:
+    with start_broker() as broker, WebServer(delay=0.5) as server:
+        with forward(broker, topic, f"--post={server.url}", "-n=2", "--max-in-flight=2") as tool:
+            broker.publish(topic, b"1", b"2", b"3")
+            server.wait_for(2)
+            began = time.monotonic()
+            assert tool.terminate() == 0
+            assert time.monotonic() - began < 5
+        stats = broker.channel_stats(topic, "c")
+        assert stats is not None
+        assert (stats["depth"], stats["in_flight_count"]) == (1, 0)
+        assert len(server.requests) == 2
+
+
+def test_so_many_requests_are_made_at_a_time(broker: TestBroker, topic: str) -> None:
+    with WebServer(delay=0.2) as server, forward(broker, topic, f"--post={server.url}", "-n=3") as tool:
+        broker.publish(topic, *[b"x"] * 9)
+        wait_until(lambda: len(server.requests) >= 3)
+        assert len(server.requests) == 3
+        wait_until_drained(broker, topic, "c", 9)
+        assert tool.terminate() == 0
+        assert len({request.client for request in server.requests}) == 3
+
+
+@pytest.mark.parametrize(
+    ("texts", "headers"),
+    [
+        (["X-A: b"], {"X-A": "b"}),
+        (["  X-A  :  b c "], {"X-A": "b c"}),
+        (["A: b", "C:d"], {"A": "b", "C": "d"}),
+        (["A: b: c"], {"A": "b: c"}),
+    ],
+)
+def test_headers_are_names_and_values(texts: list[str], headers: dict[str, str]) -> None:
+    assert parse_headers(texts) == headers
+
+
+@pytest.mark.parametrize("text", ["", ":", "A", "A:", ":b", "  : b", "A b: c", "A: b\r\nC: d", "key=value"])
+def test_what_is_no_header_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="should be of the form 'Name: value'"):
+        parse_headers([text])
+
+
+GOOD = ("--topic=t", "--nsqd-tcp-address=127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "--topic and --channel are required"),
+        (("--topic=t", "--channel="), "--topic and --channel are required"),
+        (("--topic=t", "--post=http://a"), "--nsqd-tcp-address or --lookupd-http-address required"),
+        (GOOD, "--get or --post required"),
+        ((*GOOD, "--post=http://a", "--get=http://a/%s"), "use --get or --post not both"),
+        ((*GOOD, "--get=http://a"), "--get http://a must have %s once, where the message goes"),
+        ((*GOOD, "--get=http://a/%s%s"), "--get http://a/%s%s must have %s once, where the message goes"),
+        ((*GOOD, "--post=a.example"), "--post a.example: not an http or https address"),
+        ((*GOOD, "--get=http://a/%s", "--content-type=x"), "--content-type only used with --post"),
+        ((*GOOD, "--post=http://a", "--content-type="), "--content-type requires a value when used"),
+        ((*GOOD, "--post=http://a", "--sample=1.1"), "--sample must be between 0.0 and 1.0"),
+        ((*GOOD, "--post=http://a", "--header=x"), "--header 'x' should be of the form 'Name: value'"),
+        ((*GOOD, "--post=http://a", "-n=0"), "--n must be positive"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str], root_logger_restored: None
+) -> None:
+    assert nsq_to_http.main(arguments) == 1
+    assert capsys.readouterr().err.endswith(f"FATAL: {text}\n")

@@ -1,0 +1,229 @@
+"""nsq_to_nsq: what is acknowledged elsewhere is finished here."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from nsparq.client import Requeue
+from nsparq.tools import nsq_to_nsq
+from nsparq.tools.nsq_to_nsq import JsonFilter
+from tests.support import BrokerProcess, TestBroker, start_broker, unique_name, wait_until
+
+from .processes import Tool, consume, free_address, tcp, wait_for_channel, wait_until_drained
+
+QUICK = ("--consumer-opt=default_requeue_delay,0", "--consumer-opt=backoff_multiplier,1ms")
+
+
+def copy(broker: TestBroker, *arguments: str, to: str = "") -> Tool:
+    source, target = (
+        f"--nsqd-tcp-address={tcp(broker)}",
+        f"--destination-nsqd-tcp-address={to or tcp(broker)}",
+    )
+    return Tool("nsq_to_nsq", source, target, "--channel=c", *QUICK, *arguments)
+
+
+def count(broker: TestBroker, topic: str) -> int:
+    stats = broker.topic_stats(topic)
+    return int(stats["message_count"]) if stats else 0
+
+
+def test_messages_are_copied_to_the_same_topic_elsewhere(broker: TestBroker) -> None:
+    topics = [unique_name("topic"), unique_name("topic")]
+    bodies = [b"one", b"\xff\x00binary", b"x" * 50_000, *(b"%d" % number for number in range(500))]
+    with start_broker() as other:
+        with copy(broker, *(f"--topic={topic}" for topic in topics), to=tcp(other)) as tool:
+            for topic in topics:
+                broker.publish(topic, *bodies)
+            for topic in topics:
+                wait_until_drained(broker, topic, "c", len(bodies))
+            assert tool.terminate() == 0
+            assert tool.out() == b""
+        for topic in topics:
+            assert consume(other, topic, len(bodies)) == bodies
+
+
+def test_or_to_another_topic(broker: TestBroker, topic: str) -> None:
+    target = unique_name("target")
+    with copy(broker, f"--topic={topic}", f"--destination-topic={target}", "--status-every=2") as tool:
+        broker.publish(topic, b"one", b"two")
+        wait_until_drained(broker, topic, "c", 2)
+        assert tool.terminate() == 0
+        assert f"2 publishes to {tcp(broker)}: average " in tool.err()
+    assert consume(broker, target, 2) == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("mode", ["round-robin", "hostpool", "epsilon-greedy", "unheard-of"])
+def test_several_destinations_share_the_messages(broker: TestBroker, topic: str, mode: str) -> None:
+    with start_broker() as one, start_broker() as two:
+        more = f"--destination-nsqd-tcp-address={tcp(two)}"
+        with copy(broker, f"--topic={topic}", more, f"--mode={mode}", to=tcp(one)) as tool:
+            broker.publish(topic, *(b"%d" % number for number in range(100)))
+            wait_until_drained(broker, topic, "c", 100)
+            assert tool.terminate() == 0
+        counts = count(one, topic), count(two, topic)
+        assert sum(counts) == 100
+        assert counts == (50, 50) if mode != "epsilon-greedy" else min(counts) > 0
+
+
+def test_a_destination_that_is_away_gets_everything_when_it_is_back(broker: TestBroker, topic: str) -> None:
+    address = free_address()
+    with copy(broker, f"--topic={topic}", "--consumer-opt=max_attempts,0", to=address) as tool:
+        broker.publish(topic, *(b"%d" % number for number in range(20)))
+        tool.wait_for_log("messages were not published")
+        with start_broker(tcp_address=address) as other:
+            wait_until_drained(broker, topic, "c", 20)
+            assert tool.terminate() == 0
+            assert Counter(consume(other, topic, 20)) == Counter(b"%d" % number for number in range(20))
+
+
+def test_one_of_two_destinations_that_dies_costs_nothing(broker: TestBroker, topic: str) -> None:
+    bodies = [b"%d" % number for number in range(2000)]
+    with BrokerProcess() as dying, start_broker() as other:
+        more = f"--destination-nsqd-tcp-address={tcp(other)}"
+        with copy(broker, f"--topic={topic}", more, "--max-in-flight=10", to=tcp(dying)) as tool:
+            broker.publish(topic, *bodies[:1000])
+            wait_until(lambda: count(dying, topic) > 50)
+            dying.kill()
+            broker.publish(topic, *bodies[1000:])
+            wait_until_drained(broker, topic, "c", 2000)
+            assert tool.terminate() == 0
+        dying.start()
+        # Acknowledged by one of them, each at least once.
+        kept = dying.topic_stats(topic)
+        assert kept is not None
+        found = {*consume(dying, topic, kept["depth"]), *consume(other, topic, count(other, topic))}
+        assert found == set(bodies)
+
+
+def test_a_message_that_is_refused_does_not_hold_up_the_others(broker: TestBroker, topic: str) -> None:
+    good = [b"%d" % number for number in range(50)]
+    with start_broker(max_msg_size=100) as other:
+        with copy(broker, f"--topic={topic}", to=tcp(other)) as tool:
+            wait_for_channel(broker, topic, "c")
+            broker.publish(topic, *good[:25], b"x" * 101, *good[25:])
+            tool.wait_for_log("giving up")
+            wait_until_drained(broker, topic, "c", 51)
+            assert tool.terminate() == 0
+            assert "1 messages were not published: E_BAD_MESSAGE" in tool.err()
+        assert Counter(consume(other, topic, 50)) == Counter(good)
+
+
+def test_json_objects_are_chosen_by_a_field_and_reduced(broker: TestBroker, topic: str) -> None:
+    target = unique_name("target")
+    flags = (
+        "--require-json-field=level",
+        "--require-json-value=error",
+        "--whitelist-json-field=text",
+        "--whitelist-json-field=code",
+    )
+    with copy(broker, f"--topic={topic}", f"--destination-topic={target}", *flags) as tool:
+        broker.publish(
+            topic,
+            b'{"level": "error", "text": "a\xc3\xa4", "code": 5.0, "more": 1}',
+            b'{"level": "info", "text": "b"}',
+            b"no json",
+            b'{"text": "no level"}',
+            b'{"level": "error", "other": true}',
+        )
+        wait_until_drained(broker, topic, "c", 5)
+        assert tool.terminate() == 0
+        assert "dropped a message that is not JSON" in tool.err()
+        assert "a message has no field level" in tool.err()
+    assert consume(broker, target, 2) == ['{"code":5,"text":"aä"}'.encode(), b"{}"]
+    assert count(broker, target) == 2
+
+
+# The filter by itself
+
+
+def passes(body: str, field: str = "f", value: str = "") -> bool:
+    return JsonFilter(field, value, ()).apply(body.encode()) is not None
+
+
+@pytest.mark.parametrize(
+    ("body", "value", "result"),
+    [
+        ('{"f":"x"}', "", True),
+        ('{"f":null}', "", True),
+        ('{"g":1}', "", False),
+        ('{"f":"x"}', "x", True),
+        ('{"f":"X"}', "x", False),
+        ('{"f":5}', "5", True),
+        ('{"f":5.0}', "5", True),
+        ('{"f":5}', "5e0", True),
+        ('{"f":"5"}', "5", True),
+        ('{"f":"5"}', "5.0", False),
+        ('{"f":6}', "5", False),
+        ('{"f":5}', "x", False),
+        ('{"f":true}', "true", False),
+        ('{"f":true}', "1", False),
+        ('{"f":null}', "null", False),
+        ('{"f":["5"]}', "5", False),
+    ],
+)
+def test_which_values_match(body: str, value: str, result: bool) -> None:
+    assert passes(body, value=value) is result
+
+
+@pytest.mark.parametrize(
+    "body", ["", "x", "[1]", "5", '"f"', "null", '{"f":1', '{"f":NaN}', '{"f":1}x', "[" * 100_000]
+)
+def test_what_is_no_json_object_is_dropped(body: str) -> None:
+    assert not passes(body)
+
+
+def test_a_field_that_is_missing_where_it_should_have_a_value_is_tried_again() -> None:
+    with pytest.raises(Requeue):
+        passes("{}", value="x")
+
+
+def test_without_filters_anything_passes_untouched() -> None:
+    assert JsonFilter("", "", ()).apply(b"\xff no json") == b"\xff no json"
+    assert JsonFilter("f", "", ()).apply(b'{ "f" : 1.0 }') == b'{ "f" : 1.0 }'
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        ("1.0", "1"),
+        ("1e3", "1000"),
+        ("-2.50", "-2.5"),
+        ("123456789012345678901234", "123456789012345678901234"),
+        ('[1.0,{"b":2.0,"a":0.1}]', '[1,{"a":0.1,"b":2}]'),
+        ('"\\u00e4\\n"', '"ä\\n"'),
+        ("null", "null"),
+    ],
+)
+def test_what_is_kept_is_written_compactly_and_whole_numbers_as_integers(value: str, written: str) -> None:
+    kept = JsonFilter("", "", ("a", "b", "a")).apply(f'{{"b": {value}, "c": 1, "a": "x"}}'.encode())
+    assert kept is not None
+    assert kept.decode() == f'{{"a":"x","b":{written}}}'
+    json.loads(kept)
+
+
+GOOD = ("--topic=t", "--nsqd-tcp-address=127.0.0.1:1")
+NO_ADDRESS = (
+    "--destination-nsqd-tcp-address 'x' is no address of an nsqd: host:port, or the path of a Unix socket"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "--topic and --channel are required"),
+        (("--topic=t",), "--nsqd-tcp-address or --lookupd-http-address required"),
+        (GOOD, "--destination-nsqd-tcp-address required"),
+        ((*GOOD, "--destination-topic=a b"), "--destination-topic is invalid"),
+        ((*GOOD, "--destination-nsqd-tcp-address=x"), NO_ADDRESS),
+        ((*GOOD, "--channel=a b"), "--channel 'a b' is not a valid channel name"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    arguments: tuple[str, ...], text: str, capsys: Any, root_logger_restored: None
+) -> None:
+    assert nsq_to_nsq.main(arguments) == 1
+    assert capsys.readouterr().err.endswith(f"FATAL: {text}\n")

@@ -1,0 +1,201 @@
+"""to_nsq: every record of the input is published, or the status says that one was not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+
+import pytest
+
+from nsparq.tools.to_nsq import Throttle, ToNsqOptions, read_records
+from tests.support import TestBroker, start_broker, wait_until
+
+from .processes import Finished, Tool, command, consume, environment, free_address, run_tool, tcp
+
+
+def publish(broker: TestBroker, topic: str, *arguments: str, input: bytes) -> Finished:
+    return run_tool(
+        "to_nsq", f"--topic={topic}", f"--nsqd-tcp-address={tcp(broker)}", *arguments, input=input
+    )
+
+
+def count(broker: TestBroker, topic: str) -> int:
+    stats = broker.topic_stats(topic)
+    return int(stats["message_count"]) if stats else 0
+
+
+def test_each_line_is_a_message_and_the_last_needs_no_end(broker: TestBroker, topic: str) -> None:
+    done = publish(broker, topic, input=b"one\n\n\ntwo\r\n\xff\x00 binary\nthree")
+    assert (done.status, done.out) == (0, b"")
+    assert consume(broker, topic, 4) == [b"one", b"two\r", b"\xff\x00 binary", b"three"]
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "data"),
+    [
+        (";", b"one;two\nlines;"),
+        (r"\0", b"one\0two\nlines"),
+        (r"\t", b"one\t\ttwo\nlines"),
+        ("\t", b"one\ttwo\nlines"),
+    ],
+)
+def test_another_byte_can_be_between_them(
+    broker: TestBroker, topic: str, delimiter: str, data: bytes
+) -> None:
+    assert publish(broker, topic, f"--delimiter={delimiter}", input=data).status == 0
+    assert consume(broker, topic, 2) == [b"one", b"two\nlines"]
+
+
+def test_no_input_is_nothing_to_publish_and_needs_no_broker(topic: str) -> None:
+    arguments = (f"--topic={topic}", f"--nsqd-tcp-address={free_address()}")
+    assert run_tool("to_nsq", *arguments, input=b"").status == 0
+    assert run_tool("to_nsq", *arguments, input=b"\n\n").status == 0
+
+
+def test_a_line_is_published_while_the_input_is_still_open(broker: TestBroker, topic: str) -> None:
+    with Tool("to_nsq", f"--topic={topic}", f"--nsqd-tcp-address={tcp(broker)}") as tool:
+        tool.write(b"one\ntw")
+        assert consume(broker, topic, 1) == [b"one"]
+        tool.write(b"o\n")
+        assert consume(broker, topic, 1) == [b"two"]
+        tool.write(b"three")
+        tool.end_input()
+        assert tool.wait() == 0
+        assert consume(broker, topic, 1) == [b"three"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_though_the_input_is_open(broker: TestBroker, topic: str, signum: int) -> None:
+    with Tool("to_nsq", f"--topic={topic}", f"--nsqd-tcp-address={tcp(broker)}") as tool:
+        tool.write(b"one\nhalf")
+        assert consume(broker, topic, 1) == [b"one"]
+        tool.signal(signum)
+        assert tool.wait(5) == 0
+        assert "Traceback" not in tool.err()
+    assert count(broker, topic) == 1
+
+
+def test_a_file_as_input(broker: TestBroker, topic: str, tmp_path: os.PathLike[str]) -> None:
+    lines = [b"line %d " % number + b"x" * (number % 700) for number in range(3000)]
+    path = os.path.join(tmp_path, "input")
+    with open(path, "wb") as file:
+        file.write(b"\n".join(lines))
+    arguments = [f"--topic={topic}", f"--nsqd-tcp-address={tcp(broker)}"]
+    with open(path, "rb") as file:
+        done = subprocess.run([*command("to_nsq"), *arguments], stdin=file, env=environment(), timeout=20)
+    assert done.returncode == 0
+    assert consume(broker, topic, len(lines)) == lines
+
+
+def test_every_address_gets_every_message(broker: TestBroker, topic: str) -> None:
+    with start_broker() as second:
+        done = publish(broker, topic, f"--nsqd-tcp-address={tcp(second)}", input=b"one\ntwo\n")
+        assert done.status == 0
+        assert consume(broker, topic, 2) == consume(second, topic, 2) == [b"one", b"two"]
+
+
+def test_an_address_that_is_not_there_is_fatal(broker: TestBroker, topic: str) -> None:
+    done = publish(broker, topic, f"--nsqd-tcp-address={free_address()}", input=b"one\n")
+    assert done.status == 1
+    assert "FATAL: record 1 of the input was not published: " in done.err
+
+
+def test_what_comes_before_a_record_that_is_refused_is_published_and_nothing_after_it(topic: str) -> None:
+    with start_broker(max_msg_size=100) as broker:
+        records = [b"%03d" % number for number in range(50)]
+        lines = [*records[:20], b"x" * 101, *records[20:]]
+        done = publish(broker, topic, input=b"\n".join(lines))
+        assert done.status == 1
+        assert "FATAL: record 21 of the input was not published: E_BAD_MESSAGE " in done.err
+        assert count(broker, topic) == 20
+        assert consume(broker, topic, 20) == records[:20]
+
+
+def test_records_of_different_sizes_that_are_too_much_for_one_command(topic: str) -> None:
+    with start_broker(max_msg_size=4000, max_body_size=5000) as broker:
+        lines = [b"%d" % number * 1000 for number in range(10)]
+        assert publish(broker, topic, input=b"\n".join(lines)).status == 0
+        assert consume(broker, topic, 10) == lines
+
+
+def test_the_rate_is_kept(broker: TestBroker, topic: str) -> None:
+    with Tool("to_nsq", f"--topic={topic}", f"--nsqd-tcp-address={tcp(broker)}", "--rate=100") as tool:
+        tool.write(b"".join(b"%d\n" % number for number in range(60)))
+        tool.end_input()
+        wait_until(lambda: count(broker, topic) > 10)
+        assert count(broker, topic) < 55
+        assert tool.wait() == 0
+    assert count(broker, topic) == 60
+
+
+def test_the_throttle_lets_a_second_of_messages_through_after_a_pause() -> None:
+    throttle = Throttle(10, now=0.0)
+    assert throttle.take(5, 0.0) == (1, 0.0)
+    assert throttle.take(5, 0.0) == (0, 0.1)
+    assert throttle.take(5, 0.1) == (1, 0.0)
+    assert throttle.take(50, 100.0) == (10, 0.0)
+    assert throttle.take(50, 100.05) == (0, pytest.approx(0.05))
+    assert Throttle(0, now=0.0).take(50, 0.0) == (50, 0.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_records_do_not_depend_on_how_the_input_is_split(size: int) -> None:
+    data = b"a\n\nbc\ndefgh\n\nlast one"
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, len(data), size):
+            yield data[start : start + size]
+
+    async def read() -> list[bytes]:
+        return [record async for records in read_records(chunks(), b"\n") for record in records]
+
+    assert asyncio.run(read()) == [b"a", b"bc", b"defgh", b"last one"]
+
+
+def test_a_record_that_never_ends_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsparq.tools.to_nsq.MAX_RECORD", 100)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 30
+
+    async def read() -> None:
+        async for _ in read_records(chunks(), b"\n"):
+            pass
+
+    with pytest.raises(OSError, match="a record of more than 100 bytes"):
+        asyncio.run(read())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "--topic required"),
+        (("--topic=t",), "--nsqd-tcp-address required"),
+        (("--topic=b ad", "--nsqd-tcp-address=127.0.0.1:1"), "--topic 'b ad' is not a valid topic name"),
+        (
+            ("--topic=t", "--nsqd-tcp-address=nowhere"),
+            "--nsqd-tcp-address 'nowhere' is no address of an nsqd",
+        ),
+        (
+            ("--topic=t", "--nsqd-tcp-address=127.0.0.1:1", "--delimiter=ab"),
+            "--delimiter must be a single byte",
+        ),
+        (
+            ("--topic=t", "--nsqd-tcp-address=127.0.0.1:1", "--delimiter="),
+            "--delimiter must be a single byte",
+        ),
+        (("--topic=t", "--rate=-1"), "--rate must not be negative"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], text: str) -> None:
+    done = run_tool("to_nsq", *arguments)
+    assert (done.status, done.out) == (1, b"")
+    assert f"FATAL: {text}" in done.err
+
+
+def test_a_delimiter_is_one_byte_whatever_its_character() -> None:
+    assert ToNsqOptions(delimiter="\udcff").delimiter_byte == b"\xff"
