@@ -10,7 +10,7 @@ from nsparq.client.errors import (
     PublishTimeout,
     Stopped,
 )
-from nsparq.client.message import Message, Requeue
+from nsparq.client.message import Message, Reject, Requeue
 from nsparq.client.producer import Producer
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Producer",
     "PublishFailed",
     "PublishTimeout",
+    "Reject",
     "Requeue",
     "Stopped",
 ]

@@ -7,18 +7,22 @@ give: there a plain number is milliseconds, as in the reference.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import math
 import random
 import socket
 import ssl
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from nsparq.addresses import split_address
 from nsparq.errors import NsparqError
 from nsparq.flags import parse_bool, parse_duration
 from nsparq.version import __version__
 
-__all__ = ["Config", "ConfigError"]
+__all__ = ["Config", "ConfigError", "milliseconds"]
 
 _TLS_VERSIONS: Final = {
     "tls1.0": ssl.TLSVersion.TLSv1,
@@ -53,8 +57,12 @@ def _short_hostname() -> str:
 class Config:
     """Checked when it is made. Copy one with `dataclasses.replace`."""
 
-    dial_timeout: float = _seconds(1.0)
+    dial_timeout: float = _seconds(1.0, 0)
+    """For the connection itself; 0: as long as the system likes."""
+    handshake_timeout: float = _seconds(10.0, 0.001, 300)
+    """For what follows, IDENTIFY, TLS and AUTH together."""
     read_timeout: float = _seconds(60.0, 0.1, 300)
+    """How long a server may be silent. Without heartbeats there is no such limit."""
     write_timeout: float = _seconds(1.0, 0.1, 300)
     """How long a server may leave our bytes unread."""
     publish_timeout: float = _seconds(30.0, 0.001)
@@ -64,7 +72,7 @@ class Config:
 
     lookupd_poll_interval: float = _seconds(60.0, 0.01, 300)
     lookupd_poll_jitter: float = _option(0.3, low=0, high=1)
-    lookupd_poll_timeout: float = _seconds(60.0)
+    lookupd_poll_timeout: float = _seconds(60.0, 0.001)
     reconnect_delay: float = _seconds(0.2, 0, 300)
     """Before a lost nsqd is tried again, at first; it doubles up to `max_reconnect_delay`."""
     max_reconnect_delay: float = _seconds(15.0, 0, 300)
@@ -106,21 +114,26 @@ class Config:
 
     output_buffer_size: int = 16 * 1024
     output_buffer_timeout: float = _seconds(0.25)
-    max_in_flight: int = _option(1, low=0)
+    max_in_flight: int | None = _option(None, low=0)
+    """Messages in flight over all connections. None: as many as a consumer's handlers can make use of."""
     msg_timeout: float = _seconds(0.0, 0)
     """0: the server's."""
     max_msg_size: int = _option(0, low=0)
     """Bytes of the largest frame taken from a server; 0: any."""
-    auth_secret: str = ""
+    auth_secret: str = dataclasses.field(default="", repr=False)
     lookupd_authorization: bool = True
     """Whether the secret is shown to nsqlookupd too."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            low, high = field.metadata.get("low"), field.metadata.get("high")
             value = getattr(self, field.name)
-            if (low is not None and value < low) or (high is not None and value > high):
-                raise ConfigError(f"invalid {field.name} ! {value} is not between {low} and {high}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"invalid {field.name}: {value}")
+            low, high = field.metadata.get("low"), field.metadata.get("high")
+            if value is not None and low is not None and value < low:
+                raise ConfigError(f"invalid {field.name}: {value} is less than {low}")
+            if value is not None and high is not None and value > high:
+                raise ConfigError(f"invalid {field.name}: {value} is more than {high}")
         if self.heartbeat_interval > self.read_timeout:
             raise ConfigError("heartbeat_interval must not be longer than read_timeout")
         if self.backoff_strategy not in ("exponential", "full_jitter"):
@@ -129,12 +142,16 @@ class Config:
             raise ConfigError(f"unknown tls_min_version {self.tls_min_version!r}")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("tls_cert and tls_key must be given together")
+        if self.local_addr and split_address(self.local_addr) is None:
+            raise ConfigError(f"local_addr is not host:port: {self.local_addr!r}")
         if self.deflate and self.snappy:
             raise ConfigError("deflate and snappy exclude each other")
+        if self.snappy and not all(map(importlib.util.find_spec, ("cramjam", "crc32c"))):
+            raise ConfigError("snappy needs the packages cramjam and crc32c")
 
     @classmethod
     def from_strings(cls, options: Iterable[str], **more: Any) -> Config:
-        """From texts `name,value`; without a comma the value is `true`. `more` wins over none of them."""
+        """From texts `name,value`; without a comma the value is `true`. They win over `more`."""
         values: dict[str, Any] = dict(more)
         for option in options:
             name, comma, text = option.partition(",")
@@ -144,7 +161,7 @@ class Config:
 
     def backoff(self, attempt: int) -> float:
         """How long to pause at the given depth of back-off."""
-        longest = float(self.backoff_multiplier * 2**attempt)
+        longest = self.backoff_multiplier * 2.0 ** min(attempt, 64)
         return longest if self.backoff_strategy == "exponential" else random.uniform(0, longest)
 
     def requeue_delay(self, attempts: int) -> float:
@@ -154,7 +171,10 @@ class Config:
         if self.tls_config is not None:
             return self.tls_config
         context = ssl.create_default_context(cafile=self.tls_root_ca_file or None)
-        context.minimum_version = _TLS_VERSIONS[self.tls_min_version]
+        with warnings.catch_warnings():
+            # Versions before 1.2 are for servers that know no other.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            context.minimum_version = _TLS_VERSIONS[self.tls_min_version]
         if self.tls_cert:
             context.load_cert_chain(self.tls_cert, self.tls_key)
         if self.tls_insecure_skip_verify:
@@ -175,11 +195,11 @@ class Config:
             "deflate": self.deflate,
             "deflate_level": self.deflate_level,
             "snappy": self.snappy,
-            "heartbeat_interval": _milliseconds(self.heartbeat_interval),
+            "heartbeat_interval": milliseconds(self.heartbeat_interval),
             "sample_rate": self.sample_rate,
             "output_buffer_size": self.output_buffer_size,
-            "output_buffer_timeout": _milliseconds(self.output_buffer_timeout),
-            "msg_timeout": _milliseconds(self.msg_timeout),
+            "output_buffer_timeout": milliseconds(self.output_buffer_timeout),
+            "msg_timeout": milliseconds(self.msg_timeout),
             "topology_region": self.topology_region,
             "topology_zone": self.topology_zone,
         }
@@ -189,8 +209,10 @@ _ALIASES: Final = {"skip_lookupd_authorization": "lookupd_authorization"}
 """The reference's name for it says the opposite of what it does."""
 
 
-def _milliseconds(seconds: float) -> int:
-    return -1 if seconds < 0 else int(seconds * 1000)
+def milliseconds(seconds: float) -> int:
+    """Whole ones, as the protocol counts; anything negative is -1. Less than one is cut off: 0.57 are 570,
+    though 0.57 * 1000 is a little less."""
+    return -1 if seconds < 0 else round(seconds * 1e6) // 1000
 
 
 def _read(name: str, text: str) -> Any:
@@ -205,6 +227,7 @@ def _read(name: str, text: str) -> Any:
         readers: dict[str, Callable[[str], Any]] = {
             "bool": parse_bool,
             "int": int,
+            "int | None": int,
             "float": float,
             "str": str,
         }

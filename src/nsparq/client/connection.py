@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
 from nsparq.addresses import join_address, split_address
 from nsparq.client.config import Config
-from nsparq.client.errors import ConnectFailed
+from nsparq.client.errors import ConnectFailed, reason_of
 from nsparq.transport.layers import Layer, LayerError, LayerStack
 from nsparq.wire import client as wire
 from nsparq.wire.client import BadFrame, Error, Frame, FrameDecoder, Received, Response
@@ -23,10 +23,13 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_RDY: Final = 2500
 """Of a server that does not negotiate."""
+DEFAULT_MSG_TIMEOUT_S: Final = 60.0
+"""Likewise."""
 WRITE_HIGH: Final = 256 << 10
 CLOSE_S: Final = 1.0
 MANY: Final = 128
-"""Commands that do not wait for the end of the turn."""
+LARGE: Final = 64 << 10
+"""Commands, and bytes, that do not wait for the end of the turn."""
 
 
 class Listener(Protocol):
@@ -39,6 +42,17 @@ class Listener(Protocol):
     def on_writable(self, connection: Connection) -> None: ...
 
 
+def checked_addresses(addresses: Iterable[str]) -> list[str]:
+    """Addresses of nsqd, each once. Raises ValueError for what is neither `host:port` nor a path."""
+    found = list(dict.fromkeys(addresses))
+    for address in found:
+        host, port = split_address(address) or ("", 0)
+        is_path = "/" in address
+        if not is_path and not (host and 0 < port < 65536):
+            raise ValueError(f"{address!r} is no address of an nsqd: host:port, or the path of a Unix socket")
+    return found
+
+
 class Connection(asyncio.Protocol):
     """open() one; it is subscribed or published on by writing commands."""
 
@@ -48,11 +62,13 @@ class Connection(asyncio.Protocol):
         self.max_rdy_count = DEFAULT_MAX_RDY
         self.in_flight = 0
         self.is_closing = False
+        """No more messages are wanted of it. What is written still leaves, until it is closed."""
         self.is_writable = True
         self.last_message = 0.0
         self.server_version = ""
-        self.msg_timeout = config.msg_timeout
-        """Seconds before the server takes an unanswered message back; 0 if it has not said."""
+        self.msg_timeout = config.msg_timeout or DEFAULT_MSG_TIMEOUT_S
+        """Seconds before the server takes an unanswered message back."""
+        self.closed = asyncio.Event()
         self._listener: Listener | None = listener
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -61,10 +77,15 @@ class Connection(asyncio.Protocol):
         self._arrived: asyncio.Queue[bytes | Exception] | None = asyncio.Queue()
         """Where bytes go while the connection is being set up."""
         self._outgoing: list[bytes] = []
+        self._outgoing_size = 0
         self._is_flushing = False
         self._last_read = self._loop.time()
-        self._blocked_since = 0.0
-        self._watch: asyncio.TimerHandle | None = None
+        self._written = 0
+        """Bytes given to the transport, ever."""
+        self._taken = 0
+        """Those of them that had left it when last looked at, and when that was."""
+        self._taken_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._reason: Exception | None = None
 
     @classmethod
@@ -72,37 +93,40 @@ class Connection(asyncio.Protocol):
         """Connect and agree on everything. Raises ConnectFailed, with nothing left open."""
         connection = cls(address, config, listener)
         try:
-            async with asyncio.timeout(config.dial_timeout):
+            async with asyncio.timeout(config.dial_timeout or None):
                 await connection._dial()
-        except TimeoutError as error:
-            raise ConnectFailed(f"{address}: timed out") from error
-        except OSError as error:
-            raise ConnectFailed(f"{address}: {error.strerror or error}") from error
-        try:
-            async with asyncio.timeout(max(config.read_timeout, config.dial_timeout)):
+            async with asyncio.timeout(config.handshake_timeout):
                 await connection._introduce()
-        except BaseException as error:
+            connection._start()
+        except TimeoutError as error:
             connection.abort()
-            if isinstance(error, TimeoutError):
-                raise ConnectFailed(f"{address}: timed out") from error
-            if isinstance(error, BadFrame | LayerError | OSError):
-                raise ConnectFailed(f"{address}: {error}") from error
+            raise ConnectFailed(f"{address}: timed out") from error
+        except (BadFrame, LayerError) as error:
+            connection.abort()
+            raise ConnectFailed(f"{address}: {error}") from error
+        except OSError as error:
+            connection.abort()
+            raise ConnectFailed(f"{address}: {reason_of(error)}") from error
+        except BaseException:
+            connection.abort()
             raise
-        connection._start()
         return connection
 
     def _start(self) -> None:
         """Everything is agreed on: from here on frames are reported as they come."""
-        arrived, self._arrived = self._arrived, None
+        arrived = self._arrived
         assert arrived is not None
-        self._schedule_watch()
-        self._take(self._decoder.receive_data(b""))
+        waiting = []
         while not arrived.empty():
             data = arrived.get_nowait()
-            if isinstance(data, bytes):
-                self._take(self._decoder.receive_data(data))
-            else:
+            if isinstance(data, Exception):
                 raise ConnectFailed(f"{self.address}: {data}")
+            waiting.append(data)
+        frames = self._decoder.receive_data(b"".join(waiting))
+        self._arrived = None
+        self._taken_at = self._loop.time()
+        self._watch()
+        self._take(frames)
 
     async def _dial(self) -> None:
         host_port = split_address(self.address)
@@ -110,7 +134,11 @@ class Connection(asyncio.Protocol):
             await self._loop.create_unix_connection(lambda: self, self.address)
             return
         local = split_address(self.config.local_addr) if self.config.local_addr else None
-        await self._loop.create_connection(lambda: self, *host_port, local_addr=local)
+        try:
+            await self._loop.create_connection(lambda: self, *host_port, local_addr=local)
+        except (ValueError, OverflowError) as error:
+            # A name or a port that no machine can have.
+            raise ConnectFailed(f"{self.address}: {error}") from error
 
     # set-up
 
@@ -118,15 +146,14 @@ class Connection(asyncio.Protocol):
         body = json.dumps(self.config.identify()).encode()
         self._send_now(wire.MAGIC + wire.identify(body))
         answer = await self._response("IDENTIFY")
-        if not answer.startswith(b"{"):
-            return
         try:
-            agreed: dict[str, Any] = json.loads(answer)
+            # A server from before features were negotiated just says OK. It has none.
+            agreed: dict[str, Any] = json.loads(answer) if answer.startswith(b"{") else {}
         except ValueError as error:
             raise ConnectFailed(f"{self.address}: IDENTIFY was answered with {answer[:100]!r}") from error
-        self.max_rdy_count = agreed.get("max_rdy_count") or DEFAULT_MAX_RDY
+        self.max_rdy_count = _positive(agreed.get("max_rdy_count")) or DEFAULT_MAX_RDY
         self.server_version = str(agreed.get("version", ""))
-        self.msg_timeout = (agreed.get("msg_timeout") or 0) / 1000
+        self.msg_timeout = _positive(agreed.get("msg_timeout")) / 1000 or self.msg_timeout
         await self._upgrade(agreed)
         if agreed.get("auth_required"):
             if not self.config.auth_secret:
@@ -137,36 +164,40 @@ class Connection(asyncio.Protocol):
 
     async def _upgrade(self, agreed: dict[str, Any]) -> None:
         """Put the layers on that the server has agreed to; it confirms each with an OK."""
-        wanted: list[Layer] = []
-        if agreed.get("tls_v1"):
-            from nsparq.transport.tls_client import TlsClientLayer
-
-            host = split_address(self.address) or ("", 0)
-            wanted.append(TlsClientLayer(self.config.ssl_context(), host[0]))
-        elif self.config.tls_v1:
+        config = self.config
+        if config.tls_v1 and not agreed.get("tls_v1"):
             raise ConnectFailed(f"{self.address}: the server does not offer TLS")
-        if agreed.get("snappy"):
+        # One after the other, as the server does: each OK comes inside the layers up to it.
+        if config.tls_v1:
+            await self._put_on(await self._tls_layer())
+        if config.snappy and agreed.get("snappy"):
             from nsparq.transport.snappy import SnappyLayer
 
-            wanted.append(SnappyLayer())
-        elif agreed.get("deflate"):
+            await self._put_on(SnappyLayer())
+        elif config.deflate and agreed.get("deflate"):
             from nsparq.transport.deflate import DeflateLayer
 
-            wanted.append(DeflateLayer(agreed.get("deflate_level") or self.config.deflate_level))
-        # One after the other, as the server does: each OK comes inside the layers up to it.
-        active: list[Layer] = []
-        for layer in wanted:
-            active.append(layer)
-            self._layers = LayerStack(active)
-            self._send_output()
-            self._pass_rest_through(layer)
-            if await self._response("the upgrade") != wire.OK:
-                raise ConnectFailed(f"{self.address}: the upgrade was not confirmed")
+            await self._put_on(DeflateLayer(_positive(agreed.get("deflate_level")) or config.deflate_level))
 
-    def _pass_rest_through(self, layer: Layer) -> None:
-        """What arrived before the layer was on, and was not looked at, is for it."""
+    async def _tls_layer(self) -> Layer:
+        from nsparq.transport.tls_client import TlsClientLayer
+
+        host, _ = split_address(self.address) or ("", 0)
+        try:
+            # Reading certificates takes milliseconds, those of the system tens of them.
+            context = await asyncio.to_thread(self.config.ssl_context)
+            return TlsClientLayer(context, host)
+        except (OSError, ValueError) as error:
+            # Files that are missing or that do not hold what they should; a name that cannot be one.
+            raise ConnectFailed(f"{self.address}: TLS: {error}") from error
+
+    async def _put_on(self, layer: Layer) -> None:
+        """A further layer, inside those that are on."""
+        self._layers = LayerStack([*(self._layers.layers if self._layers else ()), layer])
+        self._send_output()
         arrived = self._arrived
         assert arrived is not None
+        # What arrived behind the last frame, and was not looked at, is of the new layer already.
         rest = [self._decoder.take_rest()]
         while not arrived.empty():
             data = arrived.get_nowait()
@@ -176,6 +207,8 @@ class Connection(asyncio.Protocol):
         for piece in layer.receive(b"".join(rest)):
             arrived.put_nowait(piece)
         self._send_output()
+        if await self._response("the upgrade") != wire.OK:
+            raise ConnectFailed(f"{self.address}: the upgrade was not confirmed")
 
     async def _response(self, what: str) -> bytes:
         """The next response of the set-up; heartbeats are answered on the way."""
@@ -212,11 +245,15 @@ class Connection(asyncio.Protocol):
             for piece in self._layers.receive(data):
                 self._receive(piece)
             self._send_output()
-            if self._layers.is_ended:
-                self._fail(ConnectionResetError("the server ended the connection"))
-        except (BadFrame, LayerError) as error:
-            logger.warning("%s: %s", self.address, error)
-            self._fail(error)
+            if self._layers is not None and self._layers.is_ended:
+                self.fail(ConnectionResetError("the server ended the connection"))
+        except BadFrame as error:
+            self._take(error.frames)
+            self.fail(error)
+        except LayerError as error:
+            # It may have a last word for the server: why it would not trust it.
+            self._send_output()
+            self.fail(error)
 
     def _receive(self, data: bytes) -> None:
         if self._arrived is None:
@@ -225,15 +262,15 @@ class Connection(asyncio.Protocol):
             self._arrived.put_nowait(data)
 
     def _take(self, frames: list[Frame]) -> None:
-        listener = self._listener
         messages: list[Received] = []
         for frame in frames:
             if type(frame) is Received:
                 messages.append(frame)
                 continue
-            if messages and listener is not None:
-                listener.on_messages(self, messages)
+            if messages:
+                self._report(messages)
                 messages = []
+            listener = self._listener
             if type(frame) is Response:
                 if frame.data == wire.HEARTBEAT:
                     self.write(wire.NOP)
@@ -242,20 +279,25 @@ class Connection(asyncio.Protocol):
             elif listener is not None:
                 assert type(frame) is Error
                 listener.on_error(self, frame.text)
-            listener = self._listener
-        if messages and listener is not None:
-            listener.on_messages(self, messages)
+        if messages:
+            self._report(messages)
+
+    def _report(self, messages: list[Received]) -> None:
+        if self._listener is not None:
+            self._listener.on_messages(self, messages)
 
     def eof_received(self) -> bool:
         self._reason = self._reason or ConnectionResetError("the server closed the connection")
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        reason = exc or self._reason
+        reason = self._reason or exc
         self.is_closing = True
         self._outgoing.clear()
-        if self._watch is not None:
-            self._watch.cancel()
+        self._layers = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self.closed.set()
         if self._arrived is not None:
             self._arrived.put_nowait(reason or ConnectionResetError("the server closed the connection"))
         listener, self._listener = self._listener, None
@@ -264,11 +306,9 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.is_writable = False
-        self._blocked_since = self._loop.time()
 
     def resume_writing(self) -> None:
         self.is_writable = True
-        self._blocked_since = 0.0
         if self._listener is not None:
             self._listener.on_writable(self)
 
@@ -276,8 +316,10 @@ class Connection(asyncio.Protocol):
 
     def write(self, command: bytes) -> None:
         """Have a command leave at the end of the turn, with the others of the turn."""
-        self._outgoing.append(command)
-        if len(self._outgoing) >= MANY:
+        outgoing = self._outgoing
+        outgoing.append(command)
+        self._outgoing_size += len(command)
+        if len(outgoing) >= MANY or self._outgoing_size >= LARGE:
             self._flush()
         elif not self._is_flushing:
             self._is_flushing = True
@@ -289,63 +331,76 @@ class Connection(asyncio.Protocol):
     def _flush(self) -> None:
         self._is_flushing = False
         outgoing, self._outgoing = self._outgoing, []
-        if outgoing and self._transport is not None and not self._transport.is_closing():
+        self._outgoing_size = 0
+        if outgoing:
             self._send_now(outgoing[0] if len(outgoing) == 1 else b"".join(outgoing))
 
     def _send_now(self, data: bytes) -> None:
-        assert self._transport is not None
-        if self._layers is None:
-            self._transport.write(data)
+        transport = self._transport
+        if transport is None or transport.is_closing():
             return
         try:
-            self._transport.write(self._layers.send(data))
+            if self._layers is not None:
+                data = self._layers.send(data)
         except LayerError as error:
-            self._fail(error)
+            self.fail(error)
+            return
+        self._written += len(data)
+        transport.write(data)
 
     def _send_output(self) -> None:
         """What the layers themselves have to say."""
         output = self._layers.take_output() if self._layers is not None else b""
-        if output and self._transport is not None:
+        if output and self._transport is not None and not self._transport.is_closing():
+            self._written += len(output)
             self._transport.write(output)
 
     # time and the end
 
-    def _schedule_watch(self) -> None:
-        if self.is_closing:
+    def _watch(self) -> None:
+        """See from time to time whether the server still reads and still says something."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
             return
-        due = self._last_read + self.config.read_timeout
-        if self._blocked_since:
-            due = min(due, self._blocked_since + self.config.write_timeout)
-        at = max(due, self._loop.time() + min(0.05, self.config.write_timeout))
-        at = min(at, self._loop.time() + self.config.write_timeout)
-        self._watch = self._loop.call_at(at, self._check)
+        config, now = self.config, self._loop.time()
+        unsent = transport.get_write_buffer_size()
+        taken = self._written - unsent
+        if not unsent or taken != self._taken:
+            self._taken, self._taken_at = taken, now
+        elif now - self._taken_at >= config.write_timeout:
+            self.fail(TimeoutError(f"nothing was taken for {config.write_timeout:g} s"))
+            return
+        wait = config.write_timeout / 2
+        if config.heartbeat_interval >= 0:
+            left = self._last_read + config.read_timeout - now
+            if left <= 0:
+                self.fail(TimeoutError(f"nothing was heard for {config.read_timeout:g} s"))
+                return
+            wait = min(wait, left)
+        self._timer = self._loop.call_later(wait, self._watch)
 
-    def _check(self) -> None:
-        now = self._loop.time()
-        if now - self._last_read >= self.config.read_timeout:
-            self._fail(TimeoutError(f"nothing heard for {self.config.read_timeout:g} s"))
-        elif self._blocked_since and now - self._blocked_since >= self.config.write_timeout:
-            self._fail(TimeoutError(f"nothing taken for {self.config.write_timeout:g} s"))
-        else:
-            self._schedule_watch()
-
-    def _fail(self, reason: Exception) -> None:
+    def fail(self, reason: Exception) -> None:
+        """End it now, over this."""
         self._reason = self._reason or reason
         self.abort()
 
     def close(self) -> None:
         """End it after what is written has left; the listener is told when it has ended."""
-        if self._transport is None or self._transport.is_closing():
+        transport = self._transport
+        if transport is None or transport.is_closing():
             return
         self._flush()
         self.is_closing = True
         if self._layers is not None:
             self._layers.close()
             self._send_output()
-        self._transport.close()
-        self._loop.call_later(CLOSE_S, self._transport.abort)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(CLOSE_S, transport.abort)
+        transport.close()
 
     def abort(self) -> None:
+        """End it now; the listener is told in the next turn."""
         self.is_closing = True
         if self._transport is not None:
             self._transport.abort()
@@ -353,3 +408,8 @@ class Connection(asyncio.Protocol):
     def __str__(self) -> str:
         host_port = split_address(self.address)
         return self.address if host_port is None else join_address(*host_port)
+
+
+def _positive(value: object) -> int:
+    """A number of the server's, which is to be one; 0 for anything else."""
+    return value if isinstance(value, int) and value > 0 else 0

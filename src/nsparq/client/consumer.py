@@ -12,21 +12,23 @@ or, without a handler, `async for message in consumer`.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-import random
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from threading import get_ident
 from time import monotonic
 from typing import Any, Final
 
-from nsparq.client.config import Config
+from nsparq.client.config import Config, milliseconds
 from nsparq.client.connection import Connection
-from nsparq.client.errors import ClientError, ConnectFailed, Stopped
-from nsparq.client.lookup import Lookup, LookupFailed
-from nsparq.client.message import Message, Requeue
+from nsparq.client.dead_letters import DeadLetters
+from nsparq.client.discovery import Discovery, log_failure
+from nsparq.client.errors import Stopped
+from nsparq.client.handling import Call, Calls, Inbox, Workers, is_cancelled
+from nsparq.client.lookup import Lookup
+from nsparq.client.message import Message
 from nsparq.client.rdy import Distribution, Signal
 from nsparq.names import is_valid_name
 from nsparq.wire import client as wire
@@ -38,19 +40,26 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[Message], Any]
 BatchHandler = Callable[[list[Message]], Any]
-GiveUp = Callable[[Message], Any]
 
-SLICE_S: Final = 0.01
-"""How long handlers that never wait may keep the event loop."""
 TOUCH_SHARE: Final = 3
 """A message is touched when this part of its timeout has passed."""
 STOP_S: Final = 30.0
+CANCEL_S: Final = 2.0
+"""How long handlers that were cancelled may take to end."""
+CLOSE_WAIT_S: Final = 2.0
+"""How long a server may take to confirm that it will send nothing more."""
 PREFETCH: Final = 8
 """Messages per handler at a time that are asked for when nothing is said of max_in_flight."""
 
 
 class Consumer:
-    """start() it, or use it as a context manager; stop() finishes what is in flight."""
+    """start() it, or use it as a context manager; stop() finishes what is in flight.
+
+    Handlers that are coroutine functions run on the event loop, others in threads. A message is finished when
+    its handler returns. If that raises, the message is requeued, and the consumer backs off: it lets one
+    message at a time through, after longer and longer pauses, until that goes well. Messages are kept from
+    timing out for as long as a handler takes, or they wait for one.
+    """
 
     def __init__(
         self,
@@ -65,14 +74,19 @@ class Consumer:
         batch_handler: BatchHandler | None = None,
         batch_size: int = 100,
         batch_timeout: float = 1.0,
-        on_give_up: GiveUp | None = None,
+        on_give_up: Handler | None = None,
+        dead_letter: str | Handler | None = None,
         auto_touch: bool = True,
         config: Config | None = None,
     ) -> None:
-        """A handler may be a coroutine function or a plain one, which then runs in a thread. `concurrency`
-        is how many run at a time. A batch handler gets up to `batch_size` messages, or fewer after
-        `batch_timeout` seconds. `on_give_up` is told of messages that were tried more than
-        `config.max_attempts` times, before they are finished."""
+        """`concurrency` is how many handlers run at a time. A batch handler gets up to `batch_size` messages,
+        or fewer after `batch_timeout` seconds, or when no more can come before some are answered.
+
+        A message that was tried more than `config.max_attempts` times, or whose handler raised Reject, is
+        given up: `on_give_up` is told; then `dead_letter` gets it, which is a function, or the name of a
+        topic to which its body is published, on the nsqd that it came from. Only when both have succeeded it
+        is finished; if one of them fails it is requeued instead.
+        """
         for what, name in (("topic", topic), ("channel", channel)):
             if not is_valid_name(name.encode()):
                 raise ValueError(f"invalid {what} name {name!r}")
@@ -80,42 +94,52 @@ class Consumer:
             raise ValueError("a handler or a batch handler, not both")
         if concurrency < 1 or batch_size < 1:
             raise ValueError("concurrency and batch_size are at least 1")
+        if dead_letter == topic:
+            raise ValueError("a topic cannot take its own dead letters")
         config = config or Config()
-        if max_in_flight is None and config.max_in_flight == 1:
+        if max_in_flight is None:
+            max_in_flight = config.max_in_flight
+        if max_in_flight is None:
             max_in_flight = concurrency * (batch_size if batch_handler else PREFETCH)
-        if max_in_flight is not None:
-            config = replace(config, max_in_flight=max_in_flight)
+        config = replace(config, max_in_flight=max_in_flight)
         self.topic, self.channel, self.config = topic, channel, config
         self.messages_received = 0
         self.messages_finished = 0
         self.messages_requeued = 0
         self.messages_given_up = 0
-        self._handler = handler
-        self._batch_handler = batch_handler
+        """Of those finished."""
+        self._calls = Calls(concurrency, f"nsq-{topic}")
+        self._handler = self._prepared(handler)
+        self._batch_handler = self._prepared(batch_handler)
         self._batch_size, self._batch_timeout = batch_size, batch_timeout
         self._concurrency = concurrency
-        self._on_give_up = on_give_up
+        self._on_give_up = self._prepared(on_give_up)
+        self._dead_letters = DeadLetters(dead_letter, config) if isinstance(dead_letter, str) else None
+        self._dead_letter = None if isinstance(dead_letter, str) else self._prepared(dead_letter)
         self._auto_touch = auto_touch
-        self._direct = list(dict.fromkeys(nsqd))
-        self._lookup = Lookup(nsqlookupd, config)
         self._distribution = Distribution(config)
-        self._connections: dict[str, Connection] = {}
-        self._connecting: set[str] = set()
-        self._queue: deque[Message] = deque()
+        lookup = Lookup(nsqlookupd, config)
+        self._discovery = Discovery(config, topic, lookup, nsqd, self._open, self._opened)
+        self._inbox = Inbox()
         self._held: dict[Message, None] = {}
         """Messages not yet answered, in the order in which they came."""
-        self._arrival: asyncio.Event
-        self._lost = asyncio.Event()
-        """A connection was lost: time to ask nsqlookupd."""
-        self._gone = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._hands: dict[Message, asyncio.Task[Any] | None] = {}
+        """Those that a loop over the messages has, and the task that it runs in."""
+        self._confirmed: set[Connection] = set()
+        """Connections that will send nothing more."""
+        self._change = asyncio.Event()
+        """A connection has ended."""
         self._workers: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._threads: ThreadPoolExecutor | None = None
-        self._loop: asyncio.AbstractEventLoop
-        self._is_started = False
+        self._touch_timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
         self._is_stopping = False
-        self._stopped: asyncio.Future[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
+
+    def _prepared(self, function: Callable[[Any], Any] | None) -> Call | None:
+        return None if function is None else self._calls.prepare(function)
 
     # life
 
@@ -124,195 +148,201 @@ class Consumer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.stop()
+        # Loops over the messages in this task are over, or this would not be reached.
+        if self._hands:
+            await self._settle()
+        for message, task in [*self._hands.items()]:
+            if task is None or task is asyncio.current_task() or task.done():
+                message.requeue(0, backoff=False)
+        self._begin_stop(STOP_S)
+        await self._wait_for_stop()
 
     async def start(self) -> None:
         """Begin. Brokers that cannot be reached are tried again and again."""
         if self._is_stopping:
             raise Stopped
-        if self._is_started:
+        if self._loop is not None:
             raise RuntimeError("already started")
-        self._is_started = True
-        self._loop = asyncio.get_running_loop()
-        self._arrival = asyncio.Event()
-        if self._handler is not None or self._batch_handler is not None:
-            work = self._work if self._handler is not None else self._work_in_batches
-            self._workers = [self._loop.create_task(work()) for _ in range(self._concurrency)]
-        for address in self._direct:
-            self._launch(self._keep(address))
-        if self._lookup.addresses:
-            self._launch(self._poll())
-        if self._auto_touch:
-            self._launch(self._touch_all())
+        self._loop, self._thread = asyncio.get_running_loop(), get_ident()
+        for _ in range(self._concurrency):
+            if self._handler is not None:
+                work = Workers(self, self._inbox, self._handler).work()
+            elif self._batch_handler is not None:
+                workers = Workers(self, self._inbox, self._batch_handler)
+                work = workers.work_in_batches(self._batch_size, self._batch_timeout)
+            else:
+                break
+            worker = asyncio.create_task(work)
+            worker.add_done_callback(log_failure)
+            self._workers.append(worker)
+        self._discovery.start()
 
     async def stop(self, grace: float = STOP_S) -> None:
         """Take no new messages, let what is in flight be answered, close. What is not answered within
-        `grace` seconds is left to the server, which sends it to another."""
-        if self._stopped is not None:
-            await asyncio.shield(self._stopped)
-            return
-        self._is_stopping = True
-        if not self._is_started:
-            return
-        self._stopped = self._loop.create_future()
-        try:
-            await self._wind_up(grace)
-        finally:
-            self._stopped.set_result(None)
+        `grace` seconds is left to the server, which sends it to another.
 
-    async def _wind_up(self, grace: float) -> None:
-        self._distribution.stop()
-        for task in [*self._tasks]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for connection in [*self._connections.values()]:
-            connection.write(wire.CLS)
-        self._arrival.set()
-        try:
-            async with asyncio.timeout(grace):
-                while self._held and self._connections:
-                    self._gone.clear()
-                    await self._gone.wait()
-        except TimeoutError:
-            logger.warning("%s: %d messages were not answered in time", self, len(self._held))
-        for worker in self._workers:
-            worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
-        for connection in [*self._connections.values()]:
-            connection.close()
-        try:
-            async with asyncio.timeout(2):
-                while self._connections:
-                    self._gone.clear()
-                    await self._gone.wait()
-        except TimeoutError:
-            for connection in [*self._connections.values()]:
-                connection.abort()
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-        self._held.clear()
-        self._queue.clear()
+        Called from a handler, or from within a loop over the messages, it returns at once, since that is what
+        it would have to wait for. Whoever is cancelled while waiting cuts it short."""
+        self._begin_stop(grace)
+        if asyncio.current_task() in self._workers:
+            return
+        if self._is_iterating_here():
+            await self._settle()
+            if self._is_iterating_here():
+                return
+        await self._wait_for_stop()
 
     async def wait_stopped(self) -> None:
         """Until somebody has called stop() and it is done."""
-        while self._stopped is None:
-            self._gone.clear()
-            await self._gone.wait()
-        await asyncio.shield(self._stopped)
+        await self._stopped.wait()
 
-    def _launch(self, work: Any) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _begin_stop(self, grace: float) -> None:
+        self._is_stopping = True
+        if self._loop is None:
+            self._stopped.set()
+        elif self._stopping is None:
+            if self._workers:
+                # Batches need not wait for more than there is.
+                self._inbox.wake()
+            else:
+                self._give_back()
+                self._inbox.end()
+            self._stopping = self._loop.create_task(self._wind_up(grace))
+            self._stopping.add_done_callback(log_failure)
+
+    async def _wait_for_stop(self) -> None:
+        try:
+            await self._stopped.wait()
+        except asyncio.CancelledError:
+            assert self._stopping is not None
+            self._stopping.cancel()
+            await asyncio.wait({self._stopping})
+            raise
+
+    async def _wind_up(self, grace: float) -> None:
+        try:
+            await self._drain(grace)
+        finally:
+            await self._clean_up()
+
+    async def _drain(self, grace: float) -> None:
+        assert self._loop is not None
+        deadline = self._loop.time() + grace
+        self._distribution.stop()
+        await self._discovery.stop()
+        for connection in [*self._discovery.connections.values()]:
+            self._retire(connection)
+        try:
+            async with asyncio.timeout_at(deadline):
+                while self._discovery.connections:
+                    self._change.clear()
+                    await self._change.wait()
+        except TimeoutError:
+            logger.warning("%s: %d messages were not answered in time", self, len(self._held))
+        self._inbox.end()
+        if self._workers:
+            # They may be at messages of connections that were lost.
+            await asyncio.wait(self._workers, timeout=max(0.0, deadline - self._loop.time()))
+
+    async def _clean_up(self) -> None:
+        self._distribution.stop()
+        await self._discovery.stop()
+        self._inbox.end()
+        for worker in self._workers:
+            worker.cancel()
+        if self._workers:
+            _, stubborn = await asyncio.wait(self._workers, timeout=CANCEL_S)
+            if stubborn:
+                logger.error("%s: %d handlers do not let themselves be cancelled", self, len(stubborn))
+        for connection in [*self._discovery.connections.values()]:
+            connection.close()
+        for connection in [*self._discovery.connections.values()]:
+            await connection.closed.wait()
+        if self._dead_letters is not None:
+            await self._dead_letters.stop()
+        for timer in (self._timer, self._touch_timer):
+            if timer is not None:
+                timer.cancel()
+        self._calls.close()
+        self._stopped.set()
+
+    def _give_back(self) -> None:
+        """What no loop over the messages will come to."""
+        while self._inbox.queue:
+            self._inbox.queue.popleft().requeue(0, backoff=False)
+
+    def _is_iterating_here(self) -> bool:
+        return asyncio.current_task() in self._hands.values()
+
+    async def _settle(self) -> None:
+        """A loop that was just left has its iterator closed by the event loop, a few turns later."""
+        for _ in range(3):
+            await asyncio.sleep(0)
 
     # brokers
 
     @property
     def connections(self) -> list[str]:
         """Addresses of the nsqd that it is connected to."""
-        return [*self._connections]
+        return [*self._discovery.connections]
 
     async def connect(self, address: str) -> None:
         """Connect to one nsqd, and keep connected to it. Raises ConnectFailed if it cannot be reached now,
         ClientError if it is connected already."""
         if self._is_stopping:
             raise Stopped
-        if address in self._connections or address in self._connecting or address in self._direct:
-            raise ClientError(f"{address}: already connected")
-        self._direct.append(address)
+        if self._loop is None:
+            raise RuntimeError("not started")
         try:
-            await self._open(address)
-        except BaseException:
-            self._direct.remove(address)
+            await self._discovery.connect(address)
+        except Exception:
+            if self._is_stopping:
+                raise Stopped from None
             raise
-        self._launch(self._keep(address))
 
     async def disconnect(self, address: str) -> None:
-        """Forget one nsqd. Raises ClientError if it is not connected."""
-        connection = self._connections.get(address)
-        if connection is None and address not in self._direct:
-            raise ClientError(f"{address}: not connected")
-        if address in self._direct:
-            self._direct.remove(address)
+        """Forget one nsqd: take no more messages of it, and close the connection when those in flight are
+        answered. Raises ClientError if it is not connected."""
+        connection = self._discovery.forget(address)
         if connection is not None:
-            connection.close()
+            self._retire(connection)
 
-    async def _open(self, address: str) -> None:
-        self._connecting.add(address)
-        try:
-            connection = await Connection.open(address, self.config, self)
-        finally:
-            self._connecting.discard(address)
-        if self._is_stopping:
-            connection.close()
-            raise Stopped
-        self._connections[address] = connection
-        connection.last_message = self._loop.time()
+    async def _open(self, address: str) -> Connection:
+        return await Connection.open(address, self.config, self)
+
+    def _opened(self, connection: Connection) -> None:
+        connection.last_message = self._now()
         connection.write(wire.sub(self.topic, self.channel))
-        logger.info("%s: connected to %s", self, address)
-        self._distribution.add(connection, self._loop.time())
+        logger.info("%s: connected to %s", self, connection)
+        self._distribution.add(connection, self._now())
         self._schedule()
+        self._schedule_touch()
 
-    async def _keep(self, address: str) -> None:
-        """Stay connected to an nsqd that was named, for as long as it is wanted."""
-        delay = self.config.reconnect_delay
-        while address in self._direct and not self._is_stopping:
-            if address in self._connections:
-                self._lost.clear()
-                await self._lost.wait()
-                continue
-            began = monotonic()
-            try:
-                await self._open(address)
-                delay = self.config.reconnect_delay
-            except ConnectFailed as error:
-                logger.warning("%s: %s; trying again in %.1f s", self, error, delay)
-            except Stopped:
-                return
-            if address not in self._connections or monotonic() - began < delay:
-                await asyncio.sleep(delay)
-                delay = min(max(delay, 0.01) * 2, self.config.max_reconnect_delay)
-
-    async def _poll(self) -> None:
-        """Ask nsqlookupd now, then regularly, and soon after a connection was lost."""
-        interval = self.config.lookupd_poll_interval
-        jitter = random.uniform(0, self.config.lookupd_poll_jitter * interval)
-        hurry = 0.0
-        while not self._is_stopping:
-            before = len(self._connections)
-            await self._discover()
-            missing = before > len(self._connections) or (hurry and not self._connections)
-            hurry = min(hurry * 2 or 0.25, interval) if missing else 0.0
-            wait = hurry or interval + jitter
-            jitter = 0.0
-            self._lost.clear()
-            try:
-                async with asyncio.timeout(wait):
-                    await self._lost.wait()
-                hurry = hurry or 0.25
-                await asyncio.sleep(min(hurry, self.config.reconnect_delay))
-            except TimeoutError:
-                pass
-
-    async def _discover(self) -> None:
-        try:
-            found = await self._lookup.producers(self.topic)
-        except LookupFailed as error:
-            logger.warning("%s: %s", self, error)
+    def _retire(self, connection: Connection) -> None:
+        """Have it send nothing more, and close it when it has nothing of ours to wait for."""
+        if connection.is_closing:
             return
-        new = [a for a in found if a not in self._connections and a not in self._connecting]
-        for outcome in await asyncio.gather(*map(self._open, new), return_exceptions=True):
-            if isinstance(outcome, ConnectFailed):
-                logger.warning("%s: %s", self, outcome)
-            elif isinstance(outcome, Exception) and not isinstance(outcome, Stopped):
-                logger.error("%s: cannot connect", self, exc_info=outcome)
+        assert self._loop is not None
+        connection.is_closing = True
+        self._distribution.remove(connection, self._now())
+        self._schedule()
+        connection.write(wire.CLS)
+        # It must not hang on a server that does not confirm.
+        self._loop.call_later(CLOSE_WAIT_S, self._confirm, connection)
+
+    def _confirm(self, connection: Connection) -> None:
+        if not connection.closed.is_set():
+            self._confirmed.add(connection)
+            self._close_if_idle(connection)
+
+    def _close_if_idle(self, connection: Connection) -> None:
+        if connection in self._confirmed and not connection.in_flight:
+            connection.close()
 
     # what connections report
 
     def on_messages(self, connection: Connection, messages: Sequence[Received]) -> None:
-        now = connection.last_message = self._loop.time()
+        now = connection.last_message = self._now()
         connection.in_flight += len(messages)
         self.messages_received += len(messages)
         made = [
@@ -322,78 +352,110 @@ class Consumer:
             for received in messages
         ]
         self._held.update(dict.fromkeys(made))
-        self._queue.extend(made)
-        self._arrival.set()
+        self._inbox.put(made)
+        if self._is_stopping and not self._workers:
+            self._give_back()
 
     def on_response(self, connection: Connection, data: bytes) -> None:
         if data == wire.CLOSE_WAIT:
             connection.is_closing = True
+            self._confirm(connection)
 
     def on_error(self, connection: Connection, text: str) -> None:
         # A FIN, REQ or TOUCH that came too late is not the end of the connection; anything else is.
         level = logging.WARNING if text.startswith(("E_FIN", "E_REQ", "E_TOUCH")) else logging.ERROR
         logger.log(level, "%s: %s: %s", self, connection, text)
+        if text.startswith("E_TOUCH"):
+            # It has timed out all the same, and is another's by now: to touch it again would be of no use.
+            for message in self._held:
+                if message._connection is connection and message.id.decode("ascii", "replace") in text:
+                    message.touched = math.inf
 
     def on_closed(self, connection: Connection, reason: Exception | None) -> None:
-        if self._connections.get(connection.address) is connection:
-            del self._connections[connection.address]
-        self._distribution.remove(connection, self._loop.time())
+        self._confirmed.discard(connection)
         # The server sends them to another: whatever becomes of them here has no effect.
         for message in [m for m in self._held if m._connection is connection]:
             message.is_answered = True
             del self._held[message]
-        if self._queue:
-            self._queue = deque(m for m in self._queue if m._connection is not connection)
-        if not self._is_stopping:
+        self._inbox.drop_answered()
+        if not connection.is_closing or reason is not None:
             logger.warning("%s: lost %s: %s", self, connection, reason or "closed")
-        self._lost.set()
-        self._gone.set()
+        self._distribution.remove(connection, self._now())
+        self._discovery.lost(connection)
+        self._change.set()
         self._schedule()
 
     def on_writable(self, connection: Connection) -> None:
-        """Answers are small; they may pile up until a slow server takes them."""
+        """Answers are small, and no more than there are messages in flight: they need not wait."""
 
     # answers
 
     def answer(self, message: Message, signal: Signal, delay: float | None) -> None:
-        """FIN, or REQ with a delay. A message that has its answer gets no other."""
+        """FIN, or REQ with a delay. A message that has its answer gets no other. From any thread."""
+        if get_ident() == self._thread:
+            self.answer_here(message, signal, delay)
+        else:
+            self._call_soon(self.answer_here, message, signal, delay)
+
+    def answer_here(self, message: Message, signal: Signal, delay: float | None) -> None:
+        """The same on the event loop."""
         if message.is_answered:
             return
         message.is_answered = True
         self._held.pop(message, None)
         connection = message._connection
         connection.in_flight -= 1
-        distribution = self._distribution
         # Outside of back-off a success changes nothing.
-        if signal is not Signal.RESUME or distribution.backoff_count:
-            distribution.signal(signal, self._loop.time())
+        if signal is not Signal.RESUME or self._distribution.backoff_count:
+            self._distribution.signal(signal, self._now())
             self._schedule()
         if delay is None:
             self.messages_finished += 1
             connection.write(b"FIN " + message.id + b"\n")
         else:
             self.messages_requeued += 1
-            connection.write(wire.req(message.id, int(delay * 1000)))
-        if self._is_stopping and not self._held:
-            self._gone.set()
+            connection.write(wire.req(message.id, milliseconds(delay)))
+        if connection.is_closing:
+            self._close_if_idle(connection)
 
     def touch(self, message: Message) -> None:
+        """TOUCH, unless it is answered. From any thread."""
+        if get_ident() == self._thread:
+            self._touch(message)
+        else:
+            self._call_soon(self._touch, message)
+
+    def _touch(self, message: Message) -> None:
         if not message.is_answered:
-            message.touched = self._loop.time()
+            message.touched = self._now()
             message._connection.write(wire.touch(message.id))
 
-    async def _touch_all(self) -> None:
-        """Keep what is held from timing out, however long its handler takes or it waits for one."""
-        while True:
-            timeouts = [c.msg_timeout for c in self._connections.values() if c.msg_timeout]
-            shortest = min(timeouts, default=1.0)
-            await asyncio.sleep(shortest / TOUCH_SHARE / 2)
-            now = self._loop.time()
-            for message in self._held:
-                if now - message.touched < shortest / TOUCH_SHARE:
-                    # Those behind it came later, unless they were touched: these come up again soon enough.
-                    continue
-                self.touch(message)
+    def _call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None
+        # A handler may outlive the loop that started it; then there is nobody left to answer to.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _schedule_touch(self) -> None:
+        """See to it that nothing that is held times out, however long its handler takes or it waits."""
+        connections = self._discovery.connections.values()
+        if not self._auto_touch or not connections or self._loop is None:
+            return
+        shortest = min(connection.msg_timeout for connection in connections)
+        at = self._loop.time() + max(shortest / TOUCH_SHARE / 2, 0.005)
+        if self._touch_timer is not None:
+            if self._touch_timer.when() <= at:
+                return
+            self._touch_timer.cancel()
+        self._touch_timer = self._loop.call_at(at, self._touch_held)
+
+    def _touch_held(self) -> None:
+        self._touch_timer = None
+        now = self._now()
+        for message in self._held:
+            if now - message.touched >= message._connection.msg_timeout / TOUCH_SHARE:
+                self._touch(message)
+        self._schedule_touch()
 
     # flow
 
@@ -401,7 +463,7 @@ class Consumer:
         """How many messages may be in flight from now on; 0 pauses."""
         if count < 0:
             raise ValueError("max_in_flight is at least 0")
-        self._distribution.change_max_in_flight(count, self._loop.time())
+        self._distribution.change_max_in_flight(count, self._now())
         self._schedule()
 
     @property
@@ -417,154 +479,76 @@ class Consumer:
     def is_in_backoff(self) -> bool:
         return self._distribution.is_in_backoff
 
+    @property
+    def is_stopping(self) -> bool:
+        return self._is_stopping
+
+    def _now(self) -> float:
+        return self._loop.time() if self._loop is not None else monotonic()
+
     def _schedule(self) -> None:
         """Have the distribution looked at when it has something to do."""
+        if self._loop is None:
+            return
         at = self._distribution.next_event()
         if self._timer is not None:
-            if at is not None and self._timer.when() <= at and not self._timer.cancelled():
+            if at is not None and self._timer.when() <= at:
                 return
             self._timer.cancel()
             self._timer = None
-        if at is not None and not self._is_stopping:
+        if at is not None:
             self._timer = self._loop.call_at(at, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
-        self._distribution.tick(self._loop.time())
+        self._distribution.tick(self._now())
         self._schedule()
 
     # handlers
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         """The messages, one by one. Each is finished when the next is asked for, unless it was answered; if
-        the loop's body raises, or is left, it is requeued at once."""
+        the loop's body raises, or is left, it is requeued at once. stop() ends the loop."""
         if self._handler is not None or self._batch_handler is not None:
             raise RuntimeError("this consumer has a handler")
-        while True:
-            message = await self._next()
-            if message is None:
-                return
-            if self._is_hopeless(message):
-                await self._give_up(message)
+        if self._loop is None:
+            raise RuntimeError("not started")
+        while (message := await self._inbox.get()) is not None:
+            if 0 < self.config.max_attempts < message.attempts:
+                await self.give_up(message)
                 continue
+            self._hands[message] = asyncio.current_task()
             try:
                 yield message
             except BaseException:
                 message.requeue(0, backoff=False)
                 raise
+            finally:
+                del self._hands[message]
             if message.auto_response:
                 message.finish()
 
-    async def _next(self) -> Message | None:
-        """The message that has waited longest; None when the consumer stops."""
-        queue = self._queue
-        while not queue:
-            if self._is_stopping:
-                return None
-            self._arrival.clear()
-            await self._arrival.wait()
-            queue = self._queue
-        return queue.popleft()
-
-    async def _work(self) -> None:
-        handler = self._handler
-        assert handler is not None
-        call = handler if _is_async(handler) else self._in_thread(handler)
-        until = monotonic() + SLICE_S
-        while (message := await self._next()) is not None:
-            if self._is_hopeless(message):
-                await self._give_up(message)
-                continue
-            try:
-                await call(message)
-            except Requeue as wish:
-                message.requeue(wish.delay, backoff=wish.backoff)
-            except Exception:
-                logger.exception("%s: the handler failed on %r", self, message)
-                message.requeue()
-            else:
-                if message.auto_response:
-                    self.answer(message, Signal.RESUME, None)
-            if monotonic() > until:
-                await asyncio.sleep(0)
-                until = monotonic() + SLICE_S
-
-    async def _work_in_batches(self) -> None:
-        handler = self._batch_handler
-        assert handler is not None
-        call = handler if _is_async(handler) else self._in_thread(handler)
-        while batch := await self._next_batch():
-            try:
-                await call(batch)
-            except Requeue as wish:
-                for message in batch:
-                    message.requeue(wish.delay, backoff=wish.backoff)
-            except Exception:
-                logger.exception("%s: the handler failed on %d messages", self, len(batch))
-                for message in batch:
-                    message.requeue()
-            else:
-                for message in batch:
-                    if message.auto_response:
-                        message.finish()
-
-    async def _next_batch(self) -> list[Message]:
-        """Messages until the batch is full, its time is up, or no more can come before some are answered."""
-        first = await self._next()
-        if first is None:
-            return []
-        batch = [first]
-        try:
-            async with asyncio.timeout(self._batch_timeout):
-                while len(batch) < self._batch_size and not (self._is_stopping and not self._queue):
-                    if not self._queue and self.is_starved:
-                        break
-                    message = await self._next()
-                    if message is None:
-                        break
-                    batch.append(message)
-        except TimeoutError:
-            pass
-        hopeless = [message for message in batch if self._is_hopeless(message)]
-        for message in hopeless:
-            await self._give_up(message)
-        batch = [message for message in batch if not message.is_answered]
-        return batch or await self._next_batch()
-
-    def _in_thread(self, handler: Callable[[Any], Any]) -> Callable[[Any], Awaitable[Any]]:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix=f"nsq-{self.topic}")
-        threads = self._threads
-
-        async def call(argument: Any) -> Any:
-            return await self._loop.run_in_executor(threads, handler, argument)
-
-        return call
-
-    def _is_hopeless(self, message: Message) -> bool:
-        return 0 < self.config.max_attempts < message.attempts
-
-    async def _give_up(self, message: Message) -> None:
-        """It was tried often enough: tell whoever wants to know, and be done with it. If that fails, the
-        message is kept."""
-        logger.warning("%s: giving up on %r", self, message)
+    async def give_up(self, message: Message, reason: str = "") -> None:
+        """Have `on_give_up` and `dead_letter` take a message, and finish it. If one of them fails it is
+        requeued: what nobody has is not finished."""
+        why = reason or f"it has been tried {message.attempts - 1} times"
+        logger.warning("%s: giving up on %r: %s", self, message, why)
         try:
             if self._on_give_up is not None:
-                result = self._on_give_up(message)
-                if inspect.isawaitable(result):
-                    await result
-        except Exception:
-            logger.exception("%s: cannot give up on %r", self, message)
+                await self._on_give_up(message)
+            if self._dead_letter is not None:
+                await self._dead_letter(message)
+            if self._dead_letters is not None:
+                await self._dead_letters.publish(message)
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
+            logger.error("%s: cannot give up on %r", self, message, exc_info=error)
             message.requeue()
             return
-        self.messages_given_up += 1
+        if not message.is_answered:
+            self.messages_given_up += 1
         message.finish()
 
     def __str__(self) -> str:
         return f"{self.topic}/{self.channel}"
-
-
-def _is_async(handler: Callable[..., Any]) -> bool:
-    """Whether calling it gives something to await."""
-    call = getattr(handler, "__call__", None)  # noqa: B004  # an object with an async __call__ counts too
-    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(call)

@@ -10,6 +10,9 @@ ClientError
 
 from __future__ import annotations
 
+import os
+import ssl
+
 from nsparq.errors import NsparqError
 
 __all__ = [
@@ -54,3 +57,10 @@ class Stopped(ClientError):
 
     def __init__(self) -> None:
         super().__init__("stopped")
+
+
+def reason_of(error: OSError) -> str:
+    """What went wrong, in the system's words; asyncio has its own, with the address that is known anyway."""
+    if error.errno is not None and error.errno > 0 and not isinstance(error, ssl.SSLError):
+        return os.strerror(error.errno)
+    return error.strerror or str(error) or type(error).__name__

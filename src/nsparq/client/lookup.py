@@ -1,22 +1,23 @@
-"""Asking nsqlookupd over HTTP, in threads: who has a topic, and which nsqd there are."""
+"""Asking nsqlookupd over HTTP: who has a topic, and which nsqd there are."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import ssl
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from nsparq.addresses import join_address
 from nsparq.client.config import Config
 from nsparq.client.errors import ClientError
-from nsparq.fetch import FetchError, fetch
+from nsparq.client.http import GetFailed, get
 
 logger = logging.getLogger(__name__)
 
-MAX_ANSWER = 64 << 20
+MAX_ANSWER: Final = 64 << 20
 
 
 class LookupFailed(ClientError):
@@ -24,21 +25,30 @@ class LookupFailed(ClientError):
 
 
 def lookup_url(address: str, path: str, **parameters: str) -> str:
-    """The URL of a question; `address` is `host:port` or itself a URL, whose path and parameters stay."""
+    """The URL of a question; `address` is `host:port` or itself a URL, whose path and parameters stay. Raises
+    ValueError."""
     parts = urlsplit(address if "://" in address else f"http://{address}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{address!r} is no address of an nsqlookupd")
     if parts.port is None:
         raise ValueError(f"{address}: the address of an nsqlookupd needs a port")
     query = urlencode([*parse_qsl(parts.query, keep_blank_values=True), *parameters.items()])
     own_path = parts.path if parts.path not in ("", "/") else path
+    if own_path.endswith("/lookup"):
+        # Given for lookups; other questions are answered beside it.
+        own_path = own_path.removesuffix("/lookup") + path
     return urlunsplit((parts.scheme, parts.netloc, own_path, query, ""))
 
 
 class Lookup:
-    """A set of nsqlookupds."""
+    """A set of nsqlookupds. All are asked, and what they say is put together: each may know a part only."""
 
     def __init__(self, addresses: Iterable[str], config: Config) -> None:
+        """Raises ValueError for what is no address."""
         self.addresses = list(dict.fromkeys(addresses))
         self._config = config
+        for address in self.addresses:
+            lookup_url(address, "/lookup")
 
     async def producers(self, topic: str) -> list[str]:
         """Addresses of the nsqd that have the topic, by all nsqlookupds together. Raises LookupFailed when
@@ -51,34 +61,55 @@ class Lookup:
 
     async def _ask(self, path: str, **parameters: str) -> list[str]:
         urls = [lookup_url(address, path, **parameters) for address in self.addresses]
-        answers = await asyncio.gather(*(asyncio.to_thread(self._fetch, url) for url in urls))
+        answers = await asyncio.gather(*map(self._get, urls))
         reached = [answer for answer in answers if answer is not None]
         if not reached:
-            raise LookupFailed(f"none of {', '.join(self.addresses)} answered")
+            raise LookupFailed(f"none of {', '.join(map(_shown, self.addresses))} answered")
         return list(dict.fromkeys(address for answer in reached for address in answer))
 
-    def _fetch(self, url: str) -> list[str] | None:
+    async def _get(self, url: str) -> list[str] | None:
         """What one of them says; None if it cannot be asked."""
-        headers = [("Accept", "application/vnd.nsq; version=1.0")]
-        if self._config.auth_secret and self._config.lookupd_authorization:
-            headers.append(("Authorization", f"Bearer {self._config.auth_secret}"))
-        timeout = self._config.lookupd_poll_timeout
+        config = self._config
+        headers = {"Accept": "application/vnd.nsq; version=1.0", "User-Agent": config.user_agent}
+        if config.auth_secret and config.lookupd_authorization:
+            headers["Authorization"] = f"Bearer {config.auth_secret}"
         try:
-            answer = fetch(
+            status, body = await get(
                 url,
-                headers=headers,
-                connect_timeout=min(self._config.dial_timeout, timeout),
-                request_timeout=timeout,
+                headers,
+                connect_timeout=config.dial_timeout or None,
+                request_timeout=config.lookupd_poll_timeout,
                 max_bytes=MAX_ANSWER,
+                make_context=self._context,
             )
-            if answer.status == 404:
+            if status == 404:
                 return []
-            if answer.status != 200:
-                raise FetchError(f"status {answer.status}")
-            content = json.loads(answer.body)
+            if status != 200:
+                raise GetFailed(f"status {status}")
+            content = json.loads(body)
             # Before 1.0 the result was wrapped.
-            found: list[dict[str, Any]] = content.get("data", content)["producers"]
-            return [join_address(str(one["broadcast_address"]), int(one["tcp_port"])) for one in found]
-        except (FetchError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s: %s", url, error)
+            return [*_addresses(content.get("data", content)["producers"])]
+        except (GetFailed, ValueError, LookupError, TypeError, AttributeError) as error:
+            logger.warning("%s: %s", _shown(url), error)
             return None
+
+    def _context(self) -> ssl.SSLContext:
+        """What the system trusts, and what was given for nsqd: the two are often of the same house."""
+        context = ssl.create_default_context()
+        if self._config.tls_root_ca_file:
+            context.load_verify_locations(self._config.tls_root_ca_file)
+        return context
+
+
+def _addresses(producers: list[dict[str, Any]]) -> Iterable[str]:
+    for producer in producers:
+        host, port = producer.get("broadcast_address"), producer.get("tcp_port")
+        if isinstance(host, str) and host and isinstance(port, int) and 0 < port < 65536:
+            yield join_address(host, port)
+        else:
+            logger.warning("nsqlookupd knows of an nsqd that cannot be: %.200r", producer)
+
+
+def _shown(url: str) -> str:
+    """As it may stand in a log: without a name and password."""
+    return url.rpartition("@")[2] if "@" in url else url

@@ -1,9 +1,9 @@
-"""A message in the hands of a consumer. It can be answered once."""
+"""A message in the hands of a consumer. It can be answered once, from any thread."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.client.rdy import Signal
 
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from nsparq.client.connection import Connection
     from nsparq.client.consumer import Consumer
 
-__all__ = ["Message", "Requeue"]
+__all__ = ["Message", "Reject", "Requeue"]
+
+MAX_DELAY_S: Final = 1e9
+"""What fits the numbers of every broker. They cut delays down to their own limit."""
 
 
 class Requeue(Exception):
@@ -20,7 +23,14 @@ class Requeue(Exception):
 
     def __init__(self, delay: float | None = None, *, backoff: bool = True) -> None:
         super().__init__("requeue")
+        if delay is not None:
+            check_delay(delay)
         self.delay, self.backoff = delay, backoff
+
+
+class Reject(Exception):
+    """Raised by a handler that will never manage its message, however often it comes. It is given up at once,
+    as it would be after the last attempt: `on_give_up` and `dead_letter` get it, and it is finished."""
 
 
 class Message:
@@ -58,9 +68,11 @@ class Message:
         self.attempts = attempts
         """Deliveries, this one included."""
         self.is_answered = False
+        """Or its connection is gone: then it is another's, and an answer of ours has no effect."""
         self.auto_response = True
         """Set to False in a handler that will answer later, from elsewhere."""
         self.touched = now
+        """When its timeout began, on the event loop's clock."""
 
     @property
     def address(self) -> str:
@@ -78,6 +90,8 @@ class Message:
         """Send it again, to whoever is ready: after `delay` seconds, or as long as its attempts suggest."""
         if delay is None:
             delay = self._consumer.config.requeue_delay(self.attempts)
+        else:
+            check_delay(delay)
         signal = Signal.BACKOFF if backoff else Signal.CONTINUE
         self._consumer.answer(self, signal, delay)
 
@@ -86,5 +100,11 @@ class Message:
         self._consumer.touch(self)
 
     def __repr__(self) -> str:
-        shown = self.body[:40]
-        return f"<Message {self.id.decode()} attempts={self.attempts} {len(self.body)} bytes {shown!r}>"
+        shown = self.id.decode("ascii", "backslashreplace")
+        return f"<Message {shown} attempts={self.attempts} {len(self.body)} bytes {self.body[:40]!r}>"
+
+
+def check_delay(seconds: float) -> None:
+    """Raises ValueError. The broker would end the connection over it."""
+    if not 0 <= seconds <= MAX_DELAY_S:
+        raise ValueError(f"a message cannot be delayed by {seconds} seconds")

@@ -2,7 +2,13 @@
 
 The rules of NSQ's reference client as a state machine without I/O: connections, answers and times come in,
 `RDY n` per connection comes out. Two numbers are kept at all times: no connection has more than the server
-allows it, and all together never more than `max_in_flight`.
+allows it, and all together never more than `max_in_flight`. Where the reference would break that, or leave
+something lying, we go further than it does:
+
+- a lower `max_in_flight` takes RDY from some connections where one for each is too much already, and it
+  reaches the probe of a back-off too
+- what has become free by the loss of a connection is given to the others at the next redistribution
+- where RDY goes round, the one that has waited longest is next, not just any
 """
 
 from __future__ import annotations
@@ -44,12 +50,14 @@ class Peer(Protocol):
 class _Share:
     """What is known of one connection."""
 
-    __slots__ = ("last_rdy", "rdy", "retry_at")
+    __slots__ = ("last_rdy", "rdy", "retry_at", "waits_since")
 
     def __init__(self, now: float) -> None:
         self.rdy = 0
         self.last_rdy = now
-        """When it last was not 0."""
+        """When it was last set to more than 0."""
+        self.waits_since = now
+        """Since when it is 0, if it is."""
         self.retry_at: float | None = None
 
 
@@ -58,7 +66,7 @@ class Distribution:
 
     def __init__(self, config: Config, *, choose: Callable[[list[Peer]], Peer] = random.choice) -> None:
         self._config = config
-        self.max_in_flight = config.max_in_flight
+        self.max_in_flight = 1 if config.max_in_flight is None else config.max_in_flight
         self.backoff_count = 0
         """How deep in back-off; 0 outside of it."""
         self._choose = choose
@@ -97,8 +105,16 @@ class Distribution:
     def change_max_in_flight(self, count: int, now: float) -> None:
         """0 pauses everything."""
         self.max_in_flight = count
+        if self.is_in_backoff:
+            if self.total > count:
+                self._clear(now)
+            elif self._pause_until is None and not self.total:
+                self._probe(now)
+            return
         for peer in [*self._shares]:
             self._update(peer, now)
+        # The first ones had to make room for all of those behind them.
+        self._fill(now)
 
     def stop(self) -> None:
         """Nothing further is let through."""
@@ -146,8 +162,7 @@ class Distribution:
         elif signal is Signal.BACKOFF and config.backoff(before + 1) <= config.max_backoff_duration:
             self.backoff_count += 1
         if self.backoff_count:
-            for peer in [*self._shares]:
-                self._set(peer, 0, now)
+            self._clear(now)
             pause = min(config.backoff(self.backoff_count), config.max_backoff_duration)
             self._pause_until = now + pause
         elif before:
@@ -188,6 +203,7 @@ class Distribution:
         if self._pause_until is not None or not count:
             return
         if not (self._is_lopsided or count > self.max_in_flight or (self.is_in_backoff and count > 1)):
+            self._fill(now)
             return
         self._is_lopsided = False
         config = self._config
@@ -196,38 +212,45 @@ class Distribution:
             is_old = now - share.last_rdy >= config.low_rdy_timeout
             if share.rdy and (is_idle or is_old):
                 self._set(peer, 0, now)
-        possible = [peer for peer in self._shares if not peer.is_closing]
+        waiting = [peer for peer, share in self._shares.items() if not share.rdy and not peer.is_closing]
         available = (1 if self.is_in_backoff else self.max_in_flight) - self.total
-        while available > 0 and possible:
-            available -= 1
-            chosen = self._choose(possible)
-            possible.remove(chosen)
+        for _ in range(min(available, len(waiting))):
+            longest = min(self._shares[peer].waits_since for peer in waiting)
+            chosen = self._choose([peer for peer in waiting if self._shares[peer].waits_since == longest])
+            waiting.remove(chosen)
             self._set(chosen, 1, now)
 
     # setting
+
+    def _clear(self, now: float) -> None:
+        for peer in [*self._shares]:
+            self._set(peer, 0, now)
+
+    def _fill(self, now: float) -> None:
+        """Give what is left to those that have less than their share."""
+        for peer, share in self._shares.items():
+            if share.rdy < self.per_connection:
+                self._update(peer, now)
 
     def _update(self, peer: Peer, now: float) -> None:
         if not self.is_in_backoff:
             self._set(peer, self.per_connection, now)
 
     def _set(self, peer: Peer, count: int, now: float) -> bool:
-        """Set a connection's RDY as far as there is room. False if it is closing."""
+        """Set a connection's RDY as far as there is room. False if it is closing, or if there is none."""
         if peer.is_closing or self.is_stopping:
             return False
         share = self._shares[peer]
         count = min(count, peer.max_rdy_count)
         share.retry_at = None
-        room = self.max_in_flight - self.total + share.rdy
-        if room < count:
-            if room <= 0:
-                if count and not share.rdy:
-                    share.retry_at = now + RETRY_S
-                if count:
-                    return True
-            count = max(room, 0)
+        room = max(0, self.max_in_flight - self.total + share.rdy)
+        is_refused = count > 0 and not room
+        if is_refused:
+            share.retry_at = now + RETRY_S
+        count = min(count, room)
         if count:
             share.last_rdy = now
         if count != share.rdy:
-            share.rdy = count
+            share.rdy, share.waits_since = count, now
             peer.send_rdy(count)
-        return True
+        return not is_refused

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from nsparq.errors import NsparqError
-from nsparq.wire.frames import ERROR, MESSAGE, RESPONSE
+from nsparq.wire.frames import MESSAGE, RESPONSE
 
 MAGIC: Final = b"  V2"
 NOP: Final = b"NOP\n"
@@ -30,6 +30,11 @@ _HTTP = 0x48545450
 
 class BadFrame(NsparqError):
     """Bytes that are no frames of an nsqd."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.frames: list[Frame] = []
+        """Those before it, which are as good as ever."""
 
 
 class Response(NamedTuple):
@@ -77,7 +82,11 @@ class FrameDecoder:
             self._chunks.clear()
         buffer = self._buffer + data if self._buffer else data
         frames: list[Frame] = []
-        position = self._decode(buffer, frames, most)
+        try:
+            position = self._decode(buffer, frames, most)
+        except BadFrame as error:
+            error.frames = frames
+            raise
         self._buffer = buffer[position:] if position else buffer
         return frames
 
@@ -88,34 +97,35 @@ class FrameDecoder:
         while available - position >= _FRAME_HEAD:
             size, kind = unpack_head(buffer, position)
             end = position + 4 + size
-            if size < 4 or (self._max_size and size > self._max_size):
-                raise self._bad_size(size)
+            # All of it before its bytes are waited for: what is no frame need not be kept.
+            if size < 4 or (self._max_size and size > self._max_size) or not 0 <= kind <= MESSAGE:
+                raise self._bad_head(size, kind)
+            if kind == MESSAGE and size < 4 + _MESSAGE_HEAD:
+                raise BadFrame(f"a message frame of {size} bytes")
             if end > available:
                 self._missing = end - available
                 break
             start = position + _FRAME_HEAD
             if kind == MESSAGE:
-                if size < 4 + _MESSAGE_HEAD:
-                    raise BadFrame(f"a message frame of {size} bytes")
                 timestamp_ns, attempts, message_id = unpack_message(buffer, start)
                 append(Received(timestamp_ns, attempts, message_id, buffer[start + _MESSAGE_HEAD : end]))
             elif kind == RESPONSE:
                 append(Response(buffer[start:end]))
-            elif kind == ERROR:
-                append(Error(buffer[start:end].decode("utf-8", "replace")))
             else:
-                raise BadFrame(f"a frame of type {kind}")
+                append(Error(buffer[start:end].decode("utf-8", "replace")))
             position = end
             if most and len(frames) >= most:
                 break
         return position
 
-    def _bad_size(self, size: int) -> BadFrame:
+    def _bad_head(self, size: int, kind: int) -> BadFrame:
         if size == _HTTP:
             return BadFrame("unexpected HTTP response, a nsqd TCP endpoint is required")
+        if size < 4:
+            return BadFrame(f"a frame of {size} bytes")
         if self._max_size and size > self._max_size:
             return BadFrame(f"a frame of {size} bytes is longer than {self._max_size}")
-        return BadFrame(f"a frame of {size} bytes")
+        return BadFrame(f"a frame of type {kind}")
 
     def take_rest(self) -> bytes:
         """Bytes not yet looked at: they belong to the layer that a negotiation switched on."""
@@ -171,10 +181,10 @@ def dpub(topic: str, delay_ms: int, body: bytes) -> bytes:
 
 def mpub(topic: str, bodies: Sequence[bytes]) -> bytes:
     pack = _SIZE.pack
-    parts: list[bytes] = [pack(len(bodies))]
+    parts = [b"MPUB %b\n" % topic.encode(), pack(mpub_size(bodies)), pack(len(bodies))]
     for body in bodies:
         parts += (pack(len(body)), body)
-    return b"MPUB %b\n" % topic.encode() + sized(b"".join(parts))
+    return b"".join(parts)
 
 
 def mpub_size(bodies: Iterable[bytes]) -> int:

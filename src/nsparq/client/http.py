@@ -1,0 +1,113 @@
+"""One GET request on the event loop, as nsqlookupd is asked. Not in a thread: a consumer that stops must not
+have to wait for an nsqlookupd that says nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import ssl
+from collections.abc import Callable, Mapping
+from http.client import HTTPException, HTTPResponse
+from typing import Final
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from nsparq.client.errors import reason_of
+from nsparq.errors import NsparqError
+
+__all__ = ["GetFailed", "get"]
+
+_PIECE: Final = 1 << 16
+
+
+class GetFailed(NsparqError):
+    """There is no answer; the text says why."""
+
+
+async def get(
+    url: str,
+    headers: Mapping[str, str],
+    *,
+    connect_timeout: float | None,
+    request_timeout: float,
+    max_bytes: int,
+    make_context: Callable[[], ssl.SSLContext] = ssl.create_default_context,
+) -> tuple[int, bytes]:
+    """Status and body. `request_timeout` bounds all of it. Redirects are not followed: the request may carry
+    a secret. Raises GetFailed."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(request_timeout):
+            data = await _exchange(parts, _request(parts, headers), connect_timeout, max_bytes, make_context)
+        return _parse(data)
+    except TimeoutError as error:
+        raise GetFailed("timed out") from error
+    except OSError as error:
+        raise GetFailed(reason_of(error)) from error
+    except (HTTPException, ValueError) as error:
+        raise GetFailed(str(error) or type(error).__name__) from error
+
+
+def _request(parts: SplitResult, headers: Mapping[str, str]) -> bytes:
+    sent = {"Host": parts.netloc.rpartition("@")[2], "Connection": "close", **headers}
+    if parts.username is not None:
+        login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        sent["Authorization"] = "Basic " + base64.b64encode(login.encode()).decode()
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    lines = [f"GET {target} HTTP/1.1", *(f"{name}: {value}" for name, value in sent.items())]
+    if any("\r" in line or "\n" in line for line in lines):
+        raise ValueError("a line break where none may be")
+    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
+
+
+async def _exchange(
+    parts: SplitResult,
+    request: bytes,
+    connect_timeout: float | None,
+    max_bytes: int,
+    make_context: Callable[[], ssl.SSLContext],
+) -> bytes:
+    """Everything that came, head and body."""
+    is_https = parts.scheme == "https"
+    context = await asyncio.to_thread(make_context) if is_https else None
+    async with asyncio.timeout(connect_timeout):
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=context)
+    try:
+        writer.write(request)
+        data = bytearray()
+        end = 0
+        while not end or len(data) < end:
+            piece = await reader.read(_PIECE)
+            data += piece
+            if not piece:
+                break
+            if len(data) > max_bytes:
+                raise ValueError(f"the answer has more than {max_bytes} bytes")
+            end = end or _end(data)
+        return bytes(data)
+    finally:
+        writer.transport.abort()
+
+
+def _end(data: bytearray) -> int:
+    """How long the answer will be, if it says so; 0 if it ends with the connection."""
+    head, blank_line, _ = data.partition(b"\r\n\r\n")
+    for line in head.lower().split(b"\r\n") if blank_line else ():
+        if line.startswith(b"content-length:"):
+            return len(head) + 4 + int(line.partition(b":")[2])
+    return 0
+
+
+class _Source(io.BytesIO):
+    """What http.client takes for a socket."""
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return self
+
+
+def _parse(data: bytes) -> tuple[int, bytes]:
+    if not data:
+        raise ValueError("closed without an answer")
+    response = HTTPResponse(_Source(data))  # type: ignore[arg-type]  # it only reads a file from it
+    response.begin()
+    return response.status, response.read()

@@ -1,0 +1,189 @@
+"""Producing and consuming without asyncio, for scripts.
+
+    with Producer("127.0.0.1:4150") as producer:
+        producer.publish("events", b"hello")
+
+    for message in consume("events", "print", nsqd=["127.0.0.1:4150"]):
+        print(message.body)
+
+The asyncio client does the work, in one thread behind each producer and each loop over messages, which ends
+with it. So heartbeats are answered and messages kept from timing out however long the script thinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import CancelledError
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any, Final
+
+from nsparq.client.background import LoopThread
+from nsparq.client.config import Config
+from nsparq.client.consumer import Consumer
+from nsparq.client.errors import ConnectFailed, PublishTimeout, Stopped
+from nsparq.client.message import Message
+from nsparq.client.producer import Producer as AsyncProducer
+
+__all__ = ["Producer", "consume"]
+
+MARGIN_S: Final = 2.0
+"""What a call may take beyond the client's own limit, which is the one that normally ends it."""
+STOP_S: Final = 5.0
+"""How long the end of a loop over messages may take."""
+
+
+class Producer:
+    """Connects at the first publish. May be used from several threads."""
+
+    def __init__(
+        self,
+        *nsqd: str,
+        nsqlookupd: Iterable[str] = (),
+        retry: bool = False,
+        config: Config | None = None,
+    ) -> None:
+        """As nsparq.client.Producer. No call takes longer than `config.publish_timeout`."""
+        config = config or Config()
+        self._timeout = config.publish_timeout
+        lookups = tuple(nsqlookupd)
+        # Made once before the thread is: wrong arguments are the caller's to see.
+        AsyncProducer(*nsqd, nsqlookupd=lookups, retry=retry, config=config)
+        self._thread: LoopThread[AsyncProducer] = LoopThread(
+            lambda: AsyncProducer(*nsqd, nsqlookupd=lookups, retry=retry, config=config),
+            name="nsq-producer",
+        )
+
+    def __enter__(self) -> Producer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def connect(self) -> None:
+        """Connect now instead of at the first publish. Raises ConnectFailed."""
+        try:
+            self._call(self._thread.resource.connect, limit=self._timeout)
+        except TimeoutError as error:
+            raise ConnectFailed(f"not connected within {self._timeout:g} s") from error
+
+    def publish(self, topic: str, body: bytes, *, defer: float = 0.0) -> None:
+        """Publish one message, to be delivered `defer` seconds from now or later. Returns when the broker has
+        acknowledged it. Raises PublishFailed, NotConnected, ConnectFailed, PublishTimeout, Stopped."""
+        self._publish(lambda: self._thread.resource.publish(topic, body, defer=defer))
+
+    def publish_many(self, topic: str, bodies: Sequence[bytes]) -> None:
+        """Publish several messages, all or none of them."""
+        self._publish(lambda: self._thread.resource.publish_many(topic, bodies))
+
+    def close(self) -> None:
+        """Wait for what other threads are publishing, and end. Final; twice is safe."""
+        self._thread.stop(self._timeout + MARGIN_S)
+
+    def _publish(self, function: Callable[[], Any]) -> None:
+        try:
+            self._call(function, limit=self._timeout + MARGIN_S)
+        except PublishTimeout:
+            raise
+        except TimeoutError as error:
+            raise PublishTimeout(f"not acknowledged within {self._timeout:g} s") from error
+
+    def _call(self, function: Callable[[], Any], limit: float) -> None:
+        if not self._thread.is_running:
+            raise Stopped
+        try:
+            self._thread.call(function, timeout=limit)
+        except CancelledError as error:
+            # Another thread closed it.
+            raise Stopped from error
+
+
+def consume(
+    topic: str,
+    channel: str,
+    *,
+    nsqd: Iterable[str] = (),
+    nsqlookupd: Iterable[str] = (),
+    max_in_flight: int = 8,
+    idle_timeout: float | None = None,
+    on_give_up: Callable[[Message], Any] | None = None,
+    dead_letter: str | None = None,
+    config: Config | None = None,
+) -> Generator[Message, None, None]:
+    """The messages of a channel, one by one, for ever, or until none has come for `idle_timeout` seconds.
+
+    A message is finished when the next one is asked for, unless it was answered. If the body of the loop
+    raises, or is left with `break`, it is requeued at once, unless it was answered, and so are those fetched
+    ahead, of which there are up to `max_in_flight`. A message that was tried more than `config.max_attempts`
+    times goes to `on_give_up`, in another thread, and to the topic `dead_letter`, and not to the loop.
+    """
+    feed = _Feed(
+        topic,
+        channel,
+        nsqd=tuple(nsqd),
+        nsqlookupd=tuple(nsqlookupd),
+        max_in_flight=max_in_flight,
+        on_give_up=on_give_up,
+        dead_letter=dead_letter,
+        config=config or Config(),
+    )
+    return _messages(feed, idle_timeout)
+
+
+def _messages(feed: _Feed, idle_timeout: float | None) -> Generator[Message, None, None]:
+    thread = LoopThread(lambda: feed, name="nsq-consumer")
+    try:
+        while (message := feed.next(idle_timeout)) is not None:
+            yield message
+            message.finish()
+    finally:
+        # The message that the loop was left with is requeued there.
+        thread.stop(STOP_S)
+
+
+class _Feed:
+    """Between the client's thread and the loop over messages. Both know it, and neither knows the generator,
+    so that one that is dropped is closed."""
+
+    def __init__(self, topic: str, channel: str, **options: Any) -> None:
+        self._consumer = Consumer(topic, channel, self._take, **options)
+        self._waiting: SimpleQueue[Message] = SimpleQueue()
+        self._handed_out: Message | None = None
+        self._is_closed = False
+
+    async def __aenter__(self) -> _Feed:
+        await self._consumer.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Give back what was not finished: the message that the loop was left with, those fetched ahead, and
+        what still comes."""
+        self._is_closed = True
+        # First of all, or they would come back here at once.
+        self._consumer.change_max_in_flight(0)
+        if self._handed_out is not None:
+            self._handed_out.requeue(0, backoff=False)
+        while not self._waiting.empty():
+            self._waiting.get_nowait().requeue(0, backoff=False)
+        await self._consumer.stop()
+
+    async def _take(self, message: Message) -> None:
+        message.auto_response = False
+        if self._is_closed:
+            message.requeue(0, backoff=False)
+        else:
+            self._waiting.put(message)
+
+    def next(self, idle_timeout: float | None) -> Message | None:
+        """The message that has waited longest; None if there is none in time."""
+        deadline = None if idle_timeout is None else monotonic() + idle_timeout
+        while True:
+            try:
+                left = None if deadline is None else max(0.0, deadline - monotonic())
+                message = self._waiting.get(timeout=left)
+            except Empty:
+                return None
+            # Its connection may be gone by now, and then it is another's.
+            if not message.is_answered:
+                self._handed_out = message
+                return message

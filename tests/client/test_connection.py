@@ -1,0 +1,640 @@
+"""One connection to an nsqd: what is agreed on, what it reports, and every way in which it can end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsparq.client.config import Config
+from nsparq.client.connection import MANY, Connection, checked_addresses
+from nsparq.client.errors import ConnectFailed
+from nsparq.wire import client as wire
+from nsparq.wire.client import Received
+from tests.support.aio import run, until
+from tests.support.certificates import certificates, issue
+from tests.support.scripted_nsqd import RESPONSE, Peer, ScriptedNsqd, frame, message_frame
+
+HEARTBEAT = frame(RESPONSE, b"_heartbeat_")
+
+
+class Recorder:
+    """A listener."""
+
+    def __init__(self) -> None:
+        self.messages: list[Received] = []
+        self.responses: list[bytes] = []
+        self.errors: list[str] = []
+        self.ends: list[Exception | None] = []
+        self.writable_count = 0
+
+    def on_messages(self, connection: Connection, messages: Sequence[Received]) -> None:
+        self.messages += messages
+
+    def on_response(self, connection: Connection, data: bytes) -> None:
+        self.responses.append(data)
+
+    def on_error(self, connection: Connection, text: str) -> None:
+        self.errors.append(text)
+
+    def on_closed(self, connection: Connection, reason: Exception | None) -> None:
+        self.ends.append(reason)
+
+    def on_writable(self, connection: Connection) -> None:
+        self.writable_count += 1
+
+
+async def connect(
+    nsqd: ScriptedNsqd, listener: Recorder | None = None, **options: Any
+) -> tuple[Connection, Peer]:
+    connection = await Connection.open(nsqd.address, Config(**options), listener or Recorder())
+    return connection, await nsqd.peer(len(nsqd.peers))
+
+
+async def ended(connection: Connection) -> None:
+    connection.close()
+    await connection.closed.wait()
+
+
+async def refusal(address: str, **options: Any) -> str:
+    """Why it cannot be connected."""
+    recorder = Recorder()
+    with pytest.raises(ConnectFailed) as caught:
+        await Connection.open(address, Config(**options), recorder)
+    await asyncio.sleep(0.01)
+    assert recorder.ends == [], "what never was need not end"
+    return str(caught.value)
+
+
+# Set-up
+
+
+def test_it_introduces_itself_and_takes_what_the_server_says() -> None:
+    async def main() -> None:
+        reply = {"max_rdy_count": 7, "msg_timeout": 1500, "version": "1.2.1"}
+        async with ScriptedNsqd(reply) as nsqd:
+            connection, peer = await connect(nsqd, client_id="me", msg_timeout=1.5)
+            assert peer.commands == ["IDENTIFY"]
+            assert json.loads(peer.bodies[0]) == Config(client_id="me", msg_timeout=1.5).identify()
+            assert (connection.max_rdy_count, connection.msg_timeout) == (7, 1.5)
+            assert connection.server_version == "1.2.1"
+            assert str(connection) == nsqd.address
+            await ended(connection)
+
+    run(main())
+
+
+@pytest.mark.parametrize("value", [None, "many", -1, 0, [], 1.5])
+def test_numbers_that_make_no_sense_are_not_taken(value: object) -> None:
+    async def main() -> None:
+        async with ScriptedNsqd({"max_rdy_count": value, "msg_timeout": value}) as nsqd:
+            connection, _ = await connect(nsqd)
+            assert (connection.max_rdy_count, connection.msg_timeout) == (2500, 60)
+            await ended(connection)
+
+    run(main())
+
+
+def test_a_server_that_does_not_negotiate_is_taken_as_it_is() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(b"OK") as nsqd:
+            connection, _ = await connect(nsqd, deflate=True, msg_timeout=5)
+            assert (connection.max_rdy_count, connection.msg_timeout) == (2500, 5)
+            await ended(connection)
+
+    run(main())
+
+
+@pytest.mark.parametrize("reply", [b"OK", {}])
+def test_a_server_without_tls_is_refused_if_tls_is_wanted(reply: Any) -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(reply) as nsqd:
+            assert "the server does not offer TLS" in await refusal(nsqd.address, tls_v1=True)
+
+    run(main())
+
+
+def test_a_refusal_is_told_in_the_server_s_words() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd("E_BAD_BODY IDENTIFY heartbeat interval (100) is invalid") as nsqd:
+            text = await refusal(nsqd.address)
+            assert text.endswith("IDENTIFY failed: E_BAD_BODY IDENTIFY heartbeat interval (100) is invalid")
+
+    run(main())
+
+
+def test_an_answer_that_is_not_json_is_shown() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(b"{oops") as nsqd:
+            assert "IDENTIFY was answered with b'{oops'" in await refusal(nsqd.address)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "unexpected HTTP response, a nsqd TCP endpoint is required"),
+        (b"SSH-2.0-OpenSSH_9.2p1\r\n", "a frame of type"),
+        (message_frame("1"), "a message before IDENTIFY was answered"),
+        (b"", "the server closed the connection"),
+        (frame(RESPONSE, b"OK")[:6], "the server closed the connection"),
+    ],
+)
+def test_what_is_no_nsqd_is_recognised(data: bytes, text: str) -> None:
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1000)
+            writer.write(data)
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            assert text in await refusal(f"127.0.0.1:{port}")
+
+    run(main())
+
+
+def test_heartbeats_are_answered_during_set_up() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(lambda _: None) as nsqd:
+            opening = asyncio.create_task(Connection.open(nsqd.address, Config(), Recorder()))
+            peer = await nsqd.peer()
+            peer.send_bytes(HEARTBEAT + HEARTBEAT)
+            await until(lambda: peer.nop_count == 2)
+            peer.send_response(b"OK")
+            await ended(await opening)
+
+    run(main())
+
+
+def test_frames_right_behind_the_set_up_are_not_lost() -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        async with ScriptedNsqd(lambda _: None) as nsqd:
+            opening = asyncio.create_task(Connection.open(nsqd.address, Config(), recorder))
+            peer = await nsqd.peer()
+            peer.send_bytes(frame(RESPONSE, b"OK") + frame(RESPONSE, b"more") + message_frame("1")[:20])
+            connection = await opening
+            assert recorder.responses == [b"more"]
+            peer.send_bytes(message_frame("1")[20:])
+            await until(lambda: recorder.messages)
+            await ended(connection)
+
+    run(main())
+
+
+def test_garbage_right_behind_the_set_up_ends_it_in_order() -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        async with ScriptedNsqd(lambda _: None) as nsqd:
+            opening = asyncio.create_task(Connection.open(nsqd.address, Config(), recorder))
+            (await nsqd.peer()).send_bytes(frame(RESPONSE, b"OK") + frame(9, b""))
+            with pytest.raises(ConnectFailed, match="a frame of type 9"):
+                await opening
+            await until(lambda: nsqd.peers[0].is_ended)
+
+    run(main())
+
+
+def test_a_port_where_nobody_listens() -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        assert await refusal(f"127.0.0.1:{port}") == f"127.0.0.1:{port}: Connection refused"
+
+    run(main())
+
+
+def test_a_connection_that_does_not_come_about_ends_with_dial_timeout() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+            address = "{}:{}".format(*server.getsockname())
+            # The queue of those not yet accepted is full: nobody is let in, nobody refused.
+            crowd = [socket.socket() for _ in range(3)]
+            for one in crowd:
+                one.setblocking(False)
+                one.connect_ex(server.getsockname())
+            try:
+                began = loop.time()
+                assert await refusal(address, dial_timeout=0.1) == f"{address}: timed out"
+                assert loop.time() - began < 1
+            finally:
+                for one in crowd:
+                    one.close()
+
+    run(main())
+
+
+def test_a_server_that_says_nothing_is_left_after_handshake_timeout() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(lambda _: None) as nsqd:
+            assert await refusal(nsqd.address, handshake_timeout=0.1) == f"{nsqd.address}: timed out"
+            await until(lambda: nsqd.peers[0].is_ended)
+
+    run(main())
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_cancelled_during_set_up_it_leaves_nothing_open(turns: int) -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(auth=lambda _: None, identify={"auth_required": True}) as nsqd:
+            recorder, config = Recorder(), Config(auth_secret="s")
+            opening = asyncio.create_task(Connection.open(nsqd.address, config, recorder))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+            await until(lambda: all(peer.is_ended for peer in nsqd.peers))
+            assert recorder.ends == []
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("a" * 70 + ".example:4150", "idna"),
+        ("/nowhere/nsqd.sock", "No such file or directory"),
+    ],
+)
+def test_an_address_that_cannot_be_is_a_failure_like_any_other(address: str, text: str) -> None:
+    assert text in run(refusal(address))
+
+
+def test_addresses_are_host_and_port_or_a_path() -> None:
+    assert checked_addresses(["a:1", "[::1]:2", "/run/nsqd.sock", "a:1"]) == [
+        "a:1",
+        "[::1]:2",
+        "/run/nsqd.sock",
+    ]
+    for wrong in ("localhost", "", "127.0.0.1:", "http:", ":4150", "h:0", "h:65536"):
+        with pytest.raises(ValueError, match="is no address of an nsqd"):
+            checked_addresses([wrong])
+
+
+def test_a_unix_socket_is_connected_to_by_its_path(tmp_path: Path) -> None:
+    async def main() -> None:
+        nsqd = ScriptedNsqd()
+        path = str(tmp_path / "nsqd.sock")
+        async with await asyncio.start_unix_server(nsqd._serve, path):
+            connection = await Connection.open(path, Config(), Recorder())
+            assert str(connection) == path
+            await ended(connection)
+            await until(lambda: nsqd.peers[0].is_ended)
+
+    run(main())
+
+
+def test_the_local_address_is_kept_to() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            connection, peer = await connect(nsqd, local_addr="127.0.0.2:0")
+            assert peer._writer.get_extra_info("peername")[0] == "127.0.0.2"
+            await ended(connection)
+
+    run(main())
+
+
+# AUTH
+
+
+def test_the_secret_is_sent_if_the_server_asks_for_it() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd({"auth_required": True}) as nsqd:
+            connection, peer = await connect(nsqd, auth_secret="xyzzy")
+            assert (peer.commands, peer.bodies[1]) == (["IDENTIFY", "AUTH"], b"xyzzy")
+            await ended(connection)
+
+    run(main())
+
+
+def test_the_secret_is_not_sent_if_the_server_does_not_ask() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            connection, peer = await connect(nsqd, auth_secret="xyzzy")
+            assert peer.commands == ["IDENTIFY"]
+            await ended(connection)
+
+    run(main())
+
+
+def test_without_a_secret_it_says_what_is_missing() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd({"auth_required": True}) as nsqd:
+            assert "asks for AUTH, and auth_secret is not set" in await refusal(nsqd.address)
+
+    run(main())
+
+
+def test_a_refused_secret_is_told_in_the_server_s_words() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd({"auth_required": True}, auth="E_AUTH_FAILED AUTH failed") as nsqd:
+            text = await refusal(nsqd.address, auth_secret="no")
+            assert text.endswith("AUTH failed: E_AUTH_FAILED AUTH failed")
+
+    run(main())
+
+
+# TLS
+
+
+def server_context(tmp_path: Path | None = None, *hosts: str) -> ssl.SSLContext:
+    found = certificates()
+    pair = issue(tmp_path, "other", signer=found.ca, hosts=hosts) if tmp_path else found.server
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(pair.cert, pair.key)
+    return context
+
+
+def test_tls_with_a_certificate_of_the_authority_given() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(tls=server_context()) as nsqd:
+            recorder = Recorder()
+            connection, peer = await connect(
+                nsqd, recorder, tls_v1=True, tls_root_ca_file=str(certificates().ca.cert)
+            )
+            connection.write(wire.sub("t", "ch"))
+            await until(lambda: recorder.responses == [b"OK"])
+            peer.send_message("1", b"x" * 200_000)
+            await until(lambda: recorder.messages)
+            assert len(recorder.messages[0].body) == 200_000
+            await ended(connection)
+
+    run(main())
+
+
+def test_a_server_that_is_not_trusted_is_refused_and_told_so() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(tls=server_context()) as nsqd:
+            text = await refusal(nsqd.address, tls_v1=True)
+            assert "TLS: the server's certificate: unable to get local issuer certificate" in text
+            await until(lambda: nsqd.peers[0].is_ended)
+
+    run(main())
+
+
+def test_a_certificate_for_another_host_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(tls=server_context(tmp_path, "nsqd.example", "127.0.0.9")) as nsqd:
+            ca = str(certificates().ca.cert)
+            text = await refusal(nsqd.address, tls_v1=True, tls_root_ca_file=ca)
+            assert "IP address mismatch, certificate is not valid for '127.0.0.1'" in text
+            named = nsqd.address.replace("127.0.0.1", "localhost")
+            text = await refusal(named, tls_v1=True, tls_root_ca_file=ca)
+            assert "Hostname mismatch, certificate is not valid for 'localhost'" in text
+
+    run(main())
+
+
+def test_checks_can_be_switched_off(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(tls=server_context(tmp_path, "nsqd.example")) as nsqd:
+            connection, _ = await connect(nsqd, tls_v1=True, tls_insecure_skip_verify=True)
+            await ended(connection)
+
+    run(main())
+
+
+def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
+    async def main() -> None:
+        missing = str(tmp_path / "missing.pem")
+        async with ScriptedNsqd(tls=server_context()) as nsqd:
+            text = await refusal(nsqd.address, tls_v1=True, tls_root_ca_file=missing)
+            assert "TLS: [Errno 2] No such file or directory" in text
+
+    run(main())
+
+
+def test_over_a_unix_socket_there_is_an_authority_to_check_but_no_name(tmp_path: Path) -> None:
+    async def main() -> None:
+        nsqd = ScriptedNsqd(tls=server_context(tmp_path, "nsqd.example"))
+        path = str(tmp_path / "nsqd.sock")
+        async with await asyncio.start_unix_server(nsqd._serve, path):
+            assert "unable to get local issuer certificate" in await refusal(path, tls_v1=True)
+            config = Config(tls_v1=True, tls_root_ca_file=str(certificates().ca.cert))
+            await ended(await Connection.open(path, config, Recorder()))
+            await until(lambda: all(peer.is_ended for peer in nsqd.peers))
+
+    run(main())
+
+
+def test_the_end_inside_tls_is_an_end() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(tls=server_context()) as nsqd:
+            recorder = Recorder()
+            _, peer = await connect(nsqd, recorder, tls_v1=True, tls_insecure_skip_verify=True)
+            peer.close()
+            await until(lambda: recorder.ends)
+            assert "the server ended the connection" in str(recorder.ends[0])
+
+    run(main())
+
+
+# What it reports
+
+
+def test_frames_are_reported_in_order_and_heartbeats_are_answered() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            recorder = Recorder()
+            connection, peer = await connect(nsqd, recorder)
+            data = message_frame("1") + HEARTBEAT + message_frame("2") + frame(RESPONSE, b"CLOSE_WAIT")
+            for byte in data:
+                peer.send_bytes(bytes([byte]))
+            peer.send_error("E_FIN_FAILED FIN 1 failed")
+            await until(lambda: recorder.errors)
+            assert [message.id[-1:] for message in recorder.messages] == [b"1", b"2"]
+            assert (recorder.responses, recorder.errors) == ([b"CLOSE_WAIT"], ["E_FIN_FAILED FIN 1 failed"])
+            await until(lambda: peer.nop_count == 1)
+            await ended(connection)
+            assert recorder.ends == [None]
+
+    run(main())
+
+
+def test_commands_of_a_turn_leave_together() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            connection, peer = await connect(nsqd)
+            sent: list[bytes] = []
+            send_now = connection._send_now
+
+            def note(data: bytes) -> None:
+                sent.append(data)
+                send_now(data)
+
+            connection._send_now = note  # type: ignore[method-assign]
+            for count in range(5):
+                connection.send_rdy(count)
+            assert sent == []
+            await until(lambda: len(peer.commands) == 6)
+            assert len(sent) == 1
+            for count in range(MANY):
+                connection.send_rdy(count)
+            assert len(sent) == 2, "so many do not wait for the end of the turn"
+            await ended(connection)
+
+    run(main())
+
+
+def test_a_frame_longer_than_max_msg_size_ends_it() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            recorder = Recorder()
+            _, peer = await connect(nsqd, recorder, max_msg_size=500)
+            peer.send_bytes(message_frame("1") + message_frame("2", b"x" * 500))
+            await until(lambda: recorder.ends)
+            assert "a frame of 530 bytes is longer than 500" in str(recorder.ends[0])
+            assert len(recorder.messages) == 1, "what came before it counts"
+
+    run(main())
+
+
+# Ends
+
+
+def test_the_end_is_reported_once_with_its_reason() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            recorder = Recorder()
+            connection, peer = await connect(nsqd, recorder)
+            peer.close()
+            await until(lambda: recorder.ends)
+            assert "the server closed the connection" in str(recorder.ends[0])
+            assert connection.is_closing and connection.closed.is_set()
+            # All of this is of no consequence any more.
+            connection.write(wire.NOP)
+            connection.close()
+            connection.abort()
+            await asyncio.sleep(0.02)
+            assert len(recorder.ends) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 20, 33])
+@pytest.mark.parametrize("with_reset", [False, True])
+def test_an_end_in_the_middle_of_a_frame_is_an_end(length: int, with_reset: bool) -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            recorder = Recorder()
+            connection, peer = await connect(nsqd, recorder)
+            peer.send_bytes(message_frame("1") + message_frame("2")[:length])
+            await until(lambda: recorder.messages)
+            await asyncio.sleep(0.01)
+            peer.abort() if with_reset else peer.close()
+            await until(lambda: recorder.ends)
+            assert isinstance(recorder.ends[0], ConnectionError)
+            assert len(recorder.messages) == 1
+
+    run(main())
+
+
+def test_a_silent_server_is_left_after_read_timeout() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            recorder = Recorder()
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            _, peer = await connect(nsqd, recorder, read_timeout=0.3, heartbeat_interval=0.1)
+            await asyncio.sleep(0.2)
+            peer.send_bytes(HEARTBEAT)
+            await until(lambda: recorder.ends)
+            assert 0.45 < loop.time() - began < 2
+            assert str(recorder.ends[0]) == "nothing was heard for 0.3 s"
+
+    run(main())
+
+
+def test_without_heartbeats_a_server_may_be_silent() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            recorder = Recorder()
+            connection, _ = await connect(nsqd, recorder, read_timeout=0.1, heartbeat_interval=-1)
+            await asyncio.sleep(0.4)
+            assert recorder.ends == []
+            await ended(connection)
+
+    run(main())
+
+
+def test_a_server_that_reads_nothing_is_left_after_write_timeout() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            recorder = Recorder()
+            connection, peer = await connect(nsqd, recorder, write_timeout=0.2)
+            peer.is_reading = False
+            connection.write(wire.NOP)
+            await asyncio.sleep(0.05)
+            assert connection.is_writable
+            connection.write(wire.pub("t", bytes(32 << 20)))
+            await until(lambda: not connection.is_writable)
+            began = asyncio.get_running_loop().time()
+            await until(lambda: recorder.ends)
+            assert asyncio.get_running_loop().time() - began < 2
+            assert str(recorder.ends[0]) == "nothing was taken for 0.2 s"
+
+    run(main())
+
+
+def test_a_server_that_reads_slowly_is_not_left() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            recorder = Recorder()
+            connection, peer = await connect(nsqd, recorder, write_timeout=0.2)
+            peer.is_reading = False
+            connection.write(wire.pub("t", bytes(16 << 20)))
+            transport: Any = peer._writer.transport
+            for _ in range(10):
+                await asyncio.sleep(0.05)
+                transport.resume_reading()
+                peer._reader._transport = None  # type: ignore[attr-defined]  # it would pause and never resume
+                peer.is_reading = True
+                await asyncio.sleep(0.002)
+                transport.pause_reading()
+            assert recorder.ends == []
+            transport.resume_reading()
+            await until(lambda: recorder.responses == [b"OK"])
+            assert recorder.writable_count > 0
+            await ended(connection)
+
+    run(main())
+
+
+def test_close_lets_everything_leave_that_was_written() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            recorder = Recorder()
+            connection, peer = await connect(nsqd, recorder)
+            connection.write(wire.pub("t", bytes(4 << 20)))
+            connection.write(wire.CLS)
+            await ended(connection)
+            await until(lambda: peer.is_ended)
+            assert peer.commands == ["IDENTIFY", "PUB t", "CLS"]
+            assert recorder.ends == [None]
+
+    run(main())
+
+
+def test_close_does_not_wait_for_a_server_that_reads_nothing() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            connection, peer = await connect(nsqd)
+            peer.is_reading = False
+            connection.write(wire.NOP)
+            await asyncio.sleep(0.05)
+            connection.write(wire.pub("t", bytes(32 << 20)))
+            began = asyncio.get_running_loop().time()
+            await ended(connection)
+            assert asyncio.get_running_loop().time() - began < 3
+
+    run(main())

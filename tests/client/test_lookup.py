@@ -1,0 +1,175 @@
+"""Asking nsqlookupd: which URLs, which headers, what its answers mean and what becomes of bad ones."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from nsparq.client.config import Config
+from nsparq.client.lookup import Lookup, LookupFailed, lookup_url
+from tests.support.aio import run, until
+from tests.support.auth_server import AuthServer, unused_port
+
+
+def producer(host: object = "127.0.0.1", port: object = 4150) -> dict[str, Any]:
+    return {"broadcast_address": host, "tcp_port": port, "http_port": 4151}
+
+
+def ask(*servers: AuthServer | str, topic: str = "t", **options: Any) -> list[str]:
+    addresses = [one if isinstance(one, str) else one.address for one in servers]
+    return run(Lookup(addresses, Config(**options)).producers(topic))
+
+
+# URLs
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("127.0.0.1:4161", "http://127.0.0.1:4161/lookup?topic=t"),
+        ("[::1]:4161", "http://[::1]:4161/lookup?topic=t"),
+        ("http://h:4161", "http://h:4161/lookup?topic=t"),
+        ("http://h:4161/", "http://h:4161/lookup?topic=t"),
+        ("https://h:4161/nsq/lookup", "https://h:4161/nsq/lookup?topic=t"),
+        ("http://h:4161/other/path?a=1&b=", "http://h:4161/other/path?a=1&b=&topic=t"),
+        ("h:4161/path?x=y", "http://h:4161/path?x=y&topic=t"),
+    ],
+)
+def test_an_address_may_be_a_url_with_a_path_and_parameters(address: str, url: str) -> None:
+    assert lookup_url(address, "/lookup", topic="t") == url
+
+
+def test_other_questions_are_asked_beside_a_path_for_lookups() -> None:
+    assert lookup_url("http://h:1/nsq/lookup", "/nodes") == "http://h:1/nsq/nodes"
+    assert lookup_url("h:1", "/nodes") == "http://h:1/nodes"
+
+
+def test_the_topic_is_quoted() -> None:
+    assert lookup_url("h:1", "/lookup", topic="a#ephemeral") == "http://h:1/lookup?topic=a%23ephemeral"
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "http://h", "", "h:many", "ftp://h:1", "http://:1", "h:99999"]
+)
+def test_an_address_that_cannot_be_asked_is_refused_at_once(address: str) -> None:
+    with pytest.raises(ValueError):
+        Lookup([address], Config())
+
+
+# Answers
+
+
+def test_producers_become_addresses() -> None:
+    with AuthServer() as server:
+        server.answer({"channels": [], "producers": [producer("a", 1), producer("::1", 2)]})
+        assert ask(server) == ["a:1", "[::1]:2"]
+        (query,) = server.queries
+        assert (query.method, query.path) == ("GET", "/lookup?topic=t")
+        assert query.headers["accept"] == "application/vnd.nsq; version=1.0"
+        assert query.headers["user-agent"].startswith("nsparq/")
+
+
+def test_before_1_0_the_result_was_wrapped() -> None:
+    with AuthServer() as server:
+        server.answer({"status_code": 200, "data": {"producers": [producer()]}})
+        assert ask(server) == ["127.0.0.1:4150"]
+
+
+def test_nodes_are_asked_for_by_their_own_question() -> None:
+    with AuthServer() as server:
+        server.answer({"producers": [producer("n", 9)]})
+        assert run(Lookup([server.address], Config()).nodes()) == ["n:9"]
+        assert server.queries[0].path == "/nodes"
+
+
+def test_all_are_asked_and_what_they_know_is_put_together() -> None:
+    with AuthServer() as one, AuthServer() as other:
+        one.answer({"producers": [producer("a"), producer("b")]})
+        other.answer({"producers": [producer("b"), producer("c")]})
+        assert ask(one, other) == ["a:4150", "b:4150", "c:4150"]
+
+
+def test_a_topic_that_is_not_known_has_no_producers() -> None:
+    with AuthServer() as server:
+        server.answer({"message": "TOPIC_NOT_FOUND"}, status=404)
+        assert ask(server) == []
+
+
+def test_one_that_answers_is_enough() -> None:
+    with AuthServer() as bad, AuthServer() as good:
+        bad.answer(b"oops", status=500)
+        good.answer({"producers": [producer("a")]})
+        assert ask(bad, f"127.0.0.1:{unused_port()}", good) == ["a:4150"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 200),
+        (b"not json", 200),
+        (b"[]", 200),
+        (b'{"producers": 7}', 200),
+        (b'{"producers": ["x"]}', 200),
+        (b"{}", 200),
+        (b'{"data": null}', 200),
+        (b"{}", 500),
+        (b"{}", 301),
+    ],
+)
+def test_an_answer_of_no_use_is_no_answer(body: bytes, status: int) -> None:
+    with AuthServer() as server:
+        server.answer(body, status=status)
+        with pytest.raises(LookupFailed, match=f"none of {server.address} answered"):
+            ask(server)
+
+
+@pytest.mark.parametrize(
+    "bad", [producer(""), producer(None), producer("h", 0), producer("h", "4150"), producer("h", 70_000), {}]
+)
+def test_a_producer_that_cannot_be_is_left_out(bad: dict[str, Any]) -> None:
+    with AuthServer() as server:
+        server.answer({"producers": [bad, producer("good")]})
+        assert ask(server) == ["good:4150"]
+
+
+# Authorization
+
+
+def test_the_secret_is_shown_to_nsqlookupd_unless_that_is_switched_off() -> None:
+    with AuthServer() as server:
+        server.answer({"producers": []})
+        ask(server, auth_secret="xyzzy")
+        ask(server, auth_secret="xyzzy", lookupd_authorization=False)
+        ask(server)
+        sent = [query.headers.get("authorization") for query in server.queries]
+        assert sent == ["Bearer xyzzy", None, None]
+
+
+# Those that say nothing
+
+
+def test_one_that_stalls_is_left_after_its_time_and_no_thread_waits_for_it() -> None:
+    with AuthServer() as server:
+        server.stalled.set()
+        threads = threading.active_count()
+
+        async def main() -> None:
+            lookup = Lookup([server.address], Config(lookupd_poll_timeout=0.2))
+            asking = asyncio.create_task(lookup.producers("t"))
+            await until(lambda: server.queries)
+            # The server's own thread for the request, and no other.
+            assert threading.active_count() == threads + 1
+            with pytest.raises(LookupFailed):
+                await asking
+
+        run(main())
+
+
+def test_a_login_in_the_address_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(LookupFailed) as caught:
+        ask(f"http://me:secret@127.0.0.1:{unused_port()}")
+    assert "secret" not in caplog.text + str(caught.value)
+    assert "127.0.0.1" in caplog.text

@@ -1,0 +1,724 @@
+"""A producer against a scripted nsqd: what it sends, whose answer is whose, and every way to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from nsparq.client import (
+    Config,
+    ConnectFailed,
+    NotConnected,
+    Producer,
+    PublishFailed,
+    PublishTimeout,
+    Stopped,
+)
+from tests.support.aio import run, until
+from tests.support.auth_server import AuthServer, unused_port
+from tests.support.scripted_nsqd import ScriptedNsqd, message_frame
+
+Reply = bytes | str | None
+
+
+@asynccontextmanager
+async def pair(
+    publish: Reply | Callable[[str], Reply] = b"OK",
+    *,
+    retry: bool = False,
+    max_pending: int = 1000,
+    **options: Any,
+) -> AsyncIterator[tuple[Producer, ScriptedNsqd]]:
+    async with ScriptedNsqd(publish=publish) as nsqd:
+        config = Config(**{"publish_timeout": 5, **options})
+        async with Producer(nsqd.address, retry=retry, max_pending=max_pending, config=config) as producer:
+            yield producer, nsqd
+
+
+def begin(work: Awaitable[None]) -> asyncio.Task[None]:
+    return asyncio.ensure_future(work)  # type: ignore[arg-type]
+
+
+async def sent(nsqd: ScriptedNsqd, count: int) -> None:
+    """Until so many publishes have arrived."""
+    await until(lambda: sum("PUB" in command for command in nsqd.commands) >= count)
+
+
+async def outcomes(tasks: list[asyncio.Task[None]]) -> list[str]:
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    return ["" if result is None else type(result).__name__ for result in results]
+
+
+# Publishing
+
+
+def test_it_connects_at_the_first_publish() -> None:
+    async def main() -> None:
+        async with pair() as (producer, nsqd):
+            assert (producer.address, nsqd.peers) == ("", [])
+            await producer.publish("t", b"body")
+            assert producer.address == nsqd.address
+            assert nsqd.commands == ["IDENTIFY", "PUB t"]
+            assert nsqd.peers[0].bodies[1] == b"body"
+
+    run(main())
+
+
+def test_connect_and_ping_connect_before_that() -> None:
+    async def main() -> None:
+        async with pair() as (producer, nsqd):
+            await producer.connect()
+            await producer.ping()
+            peer = await nsqd.peer()
+            await until(lambda: peer.nop_count == 1)
+            assert nsqd.commands == ["IDENTIFY"]
+
+    run(main())
+
+
+def test_deferred_and_several_messages() -> None:
+    async def main() -> None:
+        async with pair() as (producer, nsqd):
+            await producer.publish("t", b"later", defer=0.57)
+            await producer.publish_many("t", [b"a", b"bc"])
+            assert nsqd.commands[1:] == ["DPUB t 570", "MPUB t"]
+            expected = struct.pack(">i", 2) + struct.pack(">i", 1) + b"a" + struct.pack(">i", 2) + b"bc"
+            assert nsqd.peers[0].bodies[1:] == [b"later", expected]
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda p: p.publish("no good", b"x"),
+        lambda p: p.publish("", b"x"),
+        lambda p: p.publish("t" * 65, b"x"),
+        lambda p: p.publish("t", b""),
+        lambda p: p.publish("t", "text"),
+        lambda p: p.publish("t", b"x", defer=-1),
+        lambda p: p.publish("t", b"x", defer=float("nan")),
+        lambda p: p.publish("t", b"x", defer=float("inf")),
+        lambda p: p.publish_many("t", []),
+        lambda p: p.publish_many("t", [b"a", b""]),
+        lambda p: p.publish_many("t", [b"a", "b"]),
+        lambda p: p.publish_many("t\n", [b"a"]),
+    ],
+)
+def test_what_the_broker_would_refuse_is_refused_before_it_is_sent(work: Callable[[Producer], Any]) -> None:
+    async def main() -> None:
+        async with pair() as (producer, nsqd):
+            with pytest.raises((ValueError, TypeError)):
+                await work(producer)
+            await producer.publish("t", b"x")
+            assert nsqd.commands == ["IDENTIFY", "PUB t"]
+
+    run(main())
+
+
+def test_many_tasks_share_one_connection() -> None:
+    async def main() -> None:
+        async with pair() as (producer, nsqd):
+            await asyncio.gather(*(producer.publish("t", b"%d" % n) for n in range(500)))
+            assert len(nsqd.peers) == 1
+            assert sorted(map(int, nsqd.peers[0].bodies[1:])) == list(range(500))
+
+    run(main())
+
+
+def test_publishes_of_one_task_arrive_in_their_order() -> None:
+    async def main() -> None:
+        async with pair(max_pending=2) as (producer, nsqd):
+            tasks = [begin(producer.publish("t", b"%d" % n)) for n in range(20)]
+            await asyncio.gather(*tasks)
+            assert [*map(int, nsqd.peers[0].bodies[1:])] == list(range(20))
+
+    run(main())
+
+
+def test_a_producer_needs_somewhere_to_publish_to() -> None:
+    with pytest.raises(ValueError, match="needs the address"):
+        Producer()
+    with pytest.raises(ValueError, match="is no address of an nsqd"):
+        Producer("localhost")
+    with pytest.raises(ValueError, match="needs a port"):
+        Producer(nsqlookupd=["localhost"])
+    with pytest.raises(ValueError, match="max_pending"):
+        Producer("127.0.0.1:4150", max_pending=0)
+
+
+# Whose answer is whose
+
+
+def test_they_are_pipelined_and_answered_in_order() -> None:
+    async def main() -> None:
+        async with pair(None) as (producer, nsqd):
+            tasks = [begin(producer.publish("t", b"x")) for _ in range(3)]
+            await sent(nsqd, 3)
+            assert not any(task.done() for task in tasks)
+            for number in range(3):
+                nsqd.peers[0].send_response(b"OK")
+                await tasks[number]
+                assert not any(task.done() for task in tasks[number + 1 :])
+
+    run(main())
+
+
+def test_one_that_was_cancelled_keeps_its_place() -> None:
+    async def main() -> None:
+        async with pair(None) as (producer, nsqd):
+            first, second, third = (begin(producer.publish("t", b"x")) for _ in range(3))
+            await sent(nsqd, 3)
+            first.cancel()
+            second.cancel()
+            nsqd.peers[0].send_response(b"OK")
+            nsqd.peers[0].send_response(b"OK")
+            nsqd.peers[0].send_error("E_BAD_MESSAGE PUB no")
+            assert await outcomes([first, second, third]) == [
+                "CancelledError",
+                "CancelledError",
+                "PublishFailed",
+            ]
+
+    run(main())
+
+
+def test_one_that_was_too_late_keeps_its_place() -> None:
+    async def main() -> None:
+        async with pair(None, publish_timeout=0.4) as (producer, nsqd):
+            early, late = (begin(producer.publish("t", b"x")) for _ in range(2))
+            await sent(nsqd, 2)
+            await asyncio.sleep(0.2)
+            nsqd.peers[0].send_response(b"OK")
+            await early
+            behind = begin(producer.publish("t", b"x"))
+            with pytest.raises(PublishTimeout):
+                await late
+            assert not behind.done()
+            nsqd.peers[0].send_response(b"OK")
+            nsqd.peers[0].send_error("E_BAD_MESSAGE PUB no")
+            assert await outcomes([behind]) == ["PublishFailed"]
+            assert len(nsqd.peers) == 1
+
+    run(main())
+
+
+def test_an_answer_to_nothing_ends_the_connection() -> None:
+    async def main() -> None:
+        async with pair() as (producer, nsqd):
+            await producer.connect()
+            nsqd.peers[0].send_response(b"OK")
+            await until(lambda: nsqd.peers[0].is_ended)
+            await producer.publish("t", b"x")
+            assert len(nsqd.peers) == 2
+
+    run(main())
+
+
+def test_a_message_ends_the_connection() -> None:
+    async def main() -> None:
+        async with pair() as (producer, nsqd):
+            await producer.connect()
+            nsqd.peers[0].send_bytes(message_frame("1"))
+            await until(lambda: nsqd.peers[0].is_ended and not producer.address)
+
+    run(main())
+
+
+# Refused
+
+
+def test_a_refusal_is_told_in_the_broker_s_words() -> None:
+    async def main() -> None:
+        async with pair("E_BAD_MESSAGE PUB message too big 2 > 1") as (producer, _):
+            with pytest.raises(PublishFailed) as caught:
+                await producer.publish("t", b"xx")
+            assert caught.value.code == "E_BAD_MESSAGE"
+            assert caught.value.description == "PUB message too big 2 > 1"
+            assert str(caught.value) == "E_BAD_MESSAGE PUB message too big 2 > 1"
+
+    run(main())
+
+
+def test_those_behind_a_refused_one_were_not_looked_at_and_are_sent_again() -> None:
+    """The broker has ended the connection over a publish of somebody else: nobody else is to suffer."""
+
+    async def main() -> None:
+        async with pair(None) as (producer, nsqd):
+            tasks = [begin(producer.publish("t", b"%d" % n)) for n in range(4)]
+            await sent(nsqd, 4)
+            nsqd.publish = b"OK"
+            nsqd.peers[0].send_response(b"OK")
+            nsqd.peers[0].send_error("E_BAD_MESSAGE PUB no")
+            nsqd.peers[0].close()
+            assert await outcomes(tasks) == ["", "PublishFailed", "", ""]
+            assert nsqd.peers[1].bodies[1:] == [b"2", b"3"]
+
+    run(main())
+
+
+def test_those_behind_a_failure_of_the_broker_s_own_may_have_been_stored() -> None:
+    async def main() -> None:
+        async with pair(None) as (producer, nsqd):
+            tasks = [begin(producer.publish("t", b"x")) for _ in range(3)]
+            await sent(nsqd, 3)
+            nsqd.peers[0].send_error("E_PUB_FAILED PUB failed disk full")
+            nsqd.peers[0].close()
+            assert await outcomes(tasks) == ["PublishFailed", "NotConnected", "NotConnected"]
+            assert len(nsqd.peers) == 1
+
+    run(main())
+
+
+# Lost connections
+
+
+@pytest.mark.parametrize("with_reset", [False, True])
+def test_what_was_not_acknowledged_fails_with_the_connection_and_is_not_sent_again(with_reset: bool) -> None:
+    async def main() -> None:
+        async with pair(None) as (producer, nsqd):
+            tasks = [begin(producer.publish("t", b"x")) for _ in range(3)]
+            await sent(nsqd, 3)
+            nsqd.publish = b"OK"
+            nsqd.peers[0].abort() if with_reset else nsqd.peers[0].close()
+            assert await outcomes(tasks) == ["NotConnected"] * 3
+            await producer.publish("t", b"next")
+            assert [len(peer.bodies) for peer in nsqd.peers] == [4, 2]
+
+    run(main())
+
+
+def test_with_retry_it_is_sent_again_in_order() -> None:
+    async def main() -> None:
+        async with pair(None, retry=True) as (producer, nsqd):
+            tasks = [begin(producer.publish("t", b"%d" % n)) for n in range(3)]
+            await sent(nsqd, 3)
+            nsqd.publish = b"OK"
+            nsqd.peers[0].abort()
+            assert await outcomes(tasks) == ["", "", ""]
+            assert nsqd.peers[1].bodies[1:] == [b"0", b"1", b"2"]
+
+    run(main())
+
+
+def test_with_retry_a_broker_that_comes_back_in_time_is_waited_for() -> None:
+    async def main() -> None:
+        async with pair(retry=True, reconnect_delay=0.01) as (producer, nsqd):
+            await producer.publish("t", b"x")
+            nsqd.refuse()
+            nsqd.peers[0].abort()
+            await until(lambda: not producer.address)
+            waiting = begin(producer.publish("t", b"y"))
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            await nsqd.listen()
+            await waiting
+
+    run(main())
+
+
+def test_with_retry_it_ends_after_publish_timeout_all_the_same() -> None:
+    async def main() -> None:
+        async with pair(retry=True, publish_timeout=0.3, reconnect_delay=0.01) as (producer, nsqd):
+            await producer.connect()
+            nsqd.refuse()
+            nsqd.publish = lambda _: nsqd.peers[0].abort()
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            with pytest.raises(PublishTimeout):
+                await producer.publish("t", b"y")
+            assert 0.25 < loop.time() - began < 1
+
+    run(main())
+
+
+# Several brokers
+
+
+def test_the_first_that_can_be_reached_is_taken() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as first, ScriptedNsqd() as second:
+            async with Producer(f"127.0.0.1:{unused_port()}", first.address, second.address) as producer:
+                await producer.publish("t", b"x")
+                assert (producer.address, second.peers) == (first.address, [])
+
+    run(main())
+
+
+def test_the_next_is_taken_when_one_is_lost_and_it_is_not_gone_back_to_at_once() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as first, ScriptedNsqd() as second:
+            async with Producer(first.address, second.address) as producer:
+                await producer.publish("t", b"x")
+                first.peers[0].abort()
+                await until(lambda: not producer.address)
+                await producer.publish("t", b"y")
+                assert producer.address == second.address
+                assert len(first.peers) == 1, "it has just failed"
+                second.peers[0].abort()
+                await until(lambda: not producer.address)
+                await producer.publish("t", b"z")
+                assert producer.address == first.address, "that is longer ago"
+
+    run(main())
+
+
+def test_one_that_says_nothing_is_left_for_the_next() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(lambda _: None) as silent, ScriptedNsqd() as good:
+            config = Config(handshake_timeout=0.1)
+            async with Producer(silent.address, good.address, config=config) as producer:
+                await producer.publish("t", b"x")
+                assert producer.address == good.address
+
+    run(main())
+
+
+def test_one_that_acknowledges_nothing_is_left_for_the_next() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(publish=None) as silent, ScriptedNsqd() as good:
+            config = Config(publish_timeout=0.2)
+            async with Producer(silent.address, good.address, config=config) as producer:
+                with pytest.raises(PublishTimeout, match="not acknowledged within 0.2 s"):
+                    await producer.publish("t", b"x")
+                await producer.publish("t", b"y")
+                assert producer.address == good.address
+
+    run(main())
+
+
+def test_if_none_can_be_reached_all_reasons_are_told() -> None:
+    async def main() -> None:
+        ports = [unused_port(), unused_port()]
+        async with ScriptedNsqd("E_INVALID no") as rude:
+            addresses = [*(f"127.0.0.1:{port}" for port in ports), rude.address]
+            async with Producer(*addresses) as producer:
+                with pytest.raises(ConnectFailed) as caught:
+                    await producer.publish("t", b"x")
+                text = str(caught.value)
+                assert all(address in text for address in addresses) and "E_INVALID no" in text
+
+    run(main())
+
+
+# nsqlookupd
+
+
+def node(nsqd: ScriptedNsqd) -> dict[str, Any]:
+    host, _, port = nsqd.address.partition(":")
+    return {"broadcast_address": host, "tcp_port": int(port)}
+
+
+def test_brokers_are_found_through_nsqlookupd() -> None:
+    async def main() -> None:
+        with AuthServer() as lookupd:
+            async with ScriptedNsqd() as nsqd:
+                lookupd.answer({"producers": [node(nsqd)]})
+                async with Producer(nsqlookupd=[lookupd.address]) as producer:
+                    await producer.publish("t", b"x")
+                    assert lookupd.queries[0].path == "/nodes"
+                    nsqd.peers[0].abort()
+                    await until(lambda: not producer.address)
+                    await producer.publish("t", b"y")
+                    assert len(lookupd.queries) == 2, "they are looked for again when one is lost"
+
+    run(main())
+
+
+def test_producers_spread_over_the_brokers_that_are_found() -> None:
+    async def main() -> None:
+        with AuthServer() as lookupd:
+            async with ScriptedNsqd() as one, ScriptedNsqd() as other:
+                lookupd.answer({"producers": [node(one), node(other)]})
+                for _ in range(20):
+                    async with Producer(nsqlookupd=[lookupd.address]) as producer:
+                        await producer.connect()
+                assert one.peers and other.peers
+
+    run(main())
+
+
+def test_brokers_that_were_named_come_first_and_do_without_nsqlookupd() -> None:
+    async def main() -> None:
+        with AuthServer() as lookupd:
+            lookupd.answer(b"", status=500)
+            async with ScriptedNsqd() as nsqd:
+                async with Producer(nsqd.address, nsqlookupd=[lookupd.address]) as producer:
+                    await producer.publish("t", b"x")
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [(500, "none of 127.0.0.1:[0-9]+ answered"), (404, "nsqlookupd knows of no nsqd")]
+)
+def test_without_any_broker_it_says_why(status: int, text: str) -> None:
+    async def main() -> None:
+        with AuthServer() as lookupd:
+            lookupd.answer(b"{}", status=status)
+            async with Producer(nsqlookupd=[lookupd.address]) as producer:
+                with pytest.raises(ConnectFailed, match=text):
+                    await producer.publish("t", b"x")
+
+    run(main())
+
+
+# Time
+
+
+def test_without_an_answer_it_raises_and_the_broker_is_given_up() -> None:
+    async def main() -> None:
+        async with pair(None, publish_timeout=0.2) as (producer, nsqd):
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            tasks = [begin(producer.publish("t", b"x")) for _ in range(3)]
+            assert await outcomes(tasks) == ["PublishTimeout"] * 3
+            assert 0.15 < loop.time() - began < 1
+            await until(lambda: nsqd.peers[0].is_ended)
+            nsqd.publish = b"OK"
+            await producer.publish("t", b"x")
+            assert len(nsqd.peers) == 2
+
+    run(main())
+
+
+def test_a_slow_broker_that_answers_at_all_is_kept() -> None:
+    async def main() -> None:
+        async with pair(None, publish_timeout=0.3) as (producer, nsqd):
+            tasks = [begin(producer.publish("t", b"x")) for _ in range(5)]
+            await sent(nsqd, 5)
+            for _ in range(3):
+                await asyncio.sleep(0.09)
+                nsqd.peers[0].send_response(b"OK")
+            assert await outcomes(tasks) == ["", "", "", "PublishTimeout", "PublishTimeout"]
+            await asyncio.sleep(0.05)
+            assert not nsqd.peers[0].is_ended
+
+    run(main())
+
+
+def test_connecting_counts_as_a_part_of_the_time() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(lambda _: None) as nsqd:
+            async with Producer(nsqd.address, config=Config(publish_timeout=0.2)) as producer:
+                with pytest.raises(PublishTimeout):
+                    await producer.publish("t", b"x")
+
+    run(main())
+
+
+# Room
+
+
+def test_no_more_than_max_pending_are_on_their_way() -> None:
+    async def main() -> None:
+        async with pair(None, max_pending=3) as (producer, nsqd):
+            tasks = [begin(producer.publish("t", b"%d" % n)) for n in range(8)]
+            await sent(nsqd, 3)
+            await asyncio.sleep(0.02)
+            assert len(nsqd.peers[0].bodies) == 1 + 3
+            nsqd.peers[0].send_response(b"OK")
+            await sent(nsqd, 4)
+            assert nsqd.peers[0].bodies[-1] == b"3", "whoever has waited longest is next"
+            # The answers to the others come as they arrive from here on.
+            nsqd.publish = b"OK"
+            for _ in range(3):
+                nsqd.peers[0].send_response(b"OK")
+            assert await outcomes(tasks) == [""] * 8
+
+    run(main())
+
+
+def test_nobody_overtakes_those_who_wait_for_room() -> None:
+    async def main() -> None:
+        async with pair(None, max_pending=1) as (producer, nsqd):
+            first = begin(producer.publish("t", b"0"))
+            await sent(nsqd, 1)
+            waiting = [begin(producer.publish("t", b"%d" % n)) for n in (1, 2)]
+            await asyncio.sleep(0.01)
+            nsqd.publish = b"OK"
+            nsqd.peers[0].send_response(b"OK")
+            await first
+            waiting += [begin(producer.publish("t", b"%d" % n)) for n in (3, 4)]
+            assert await outcomes(waiting) == [""] * 4
+            assert nsqd.peers[0].bodies[1:] == [b"0", b"1", b"2", b"3", b"4"]
+
+    run(main())
+
+
+def test_one_that_gives_up_waiting_for_room_lets_the_next_one_pass() -> None:
+    async def main() -> None:
+        async with pair(None, max_pending=1) as (producer, nsqd):
+            tasks = [begin(producer.publish("t", b"%d" % n)) for n in range(4)]
+            await sent(nsqd, 1)
+            tasks[1].cancel()
+            tasks[2].cancel()
+            nsqd.publish = b"OK"
+            nsqd.peers[0].send_response(b"OK")
+            assert await outcomes(tasks) == ["", "CancelledError", "CancelledError", ""]
+
+    run(main())
+
+
+def test_a_full_socket_holds_publishers_back() -> None:
+    async def main() -> None:
+        async with pair(write_timeout=5) as (producer, nsqd):
+            await producer.connect()
+            nsqd.peers[0].is_reading = False
+            body = bytes(1 << 20)
+            tasks = [begin(producer.publish("t", body)) for _ in range(40)]
+            await asyncio.sleep(0.1)
+            connection = producer._connection
+            assert connection is not None and connection._transport is not None
+            # One body beyond the mark, not all that are to be published.
+            assert connection._transport.get_write_buffer_size() < 3 << 20
+            nsqd.peers[0].abort()
+            assert {"NotConnected", ""} >= set(await outcomes(tasks))
+
+    run(main())
+
+
+# Cancelled
+
+
+def test_one_that_is_cancelled_while_connecting_does_not_take_the_others_along() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(lambda _: None) as nsqd:
+            async with Producer(nsqd.address) as producer:
+                first, second = (begin(producer.publish("t", b"x")) for _ in range(2))
+                peer = await nsqd.peer()
+                first.cancel()
+                await asyncio.sleep(0.01)
+                peer.send_response(b"OK")
+                assert await outcomes([first, second]) == ["CancelledError", ""]
+                assert len(nsqd.peers) == 1
+
+    run(main())
+
+
+# The end
+
+
+def test_stop_waits_for_what_is_on_its_way() -> None:
+    async def main() -> None:
+        async with pair(None) as (producer, nsqd):
+            task = begin(producer.publish("t", b"x"))
+            await sent(nsqd, 1)
+            stopping = begin(producer.stop())
+            await asyncio.sleep(0.02)
+            assert not stopping.done()
+            with pytest.raises(Stopped):
+                await producer.publish("t", b"y")
+            nsqd.peers[0].send_response(b"OK")
+            assert await outcomes([task, stopping]) == ["", ""]
+            assert nsqd.peers[0].is_ended or await until(lambda: nsqd.peers[0].is_ended)
+
+    run(main())
+
+
+def test_after_stop_nothing_goes_through() -> None:
+    async def main() -> None:
+        async with pair() as (producer, _):
+            await producer.publish("t", b"x")
+            await asyncio.gather(producer.stop(), producer.stop())
+            await producer.stop()
+            for work in (producer.publish("t", b"x"), producer.connect(), producer.ping()):
+                with pytest.raises(Stopped, match="stopped"):
+                    await work
+
+    run(main())
+
+
+def test_stop_before_anything_was_published() -> None:
+    async def main() -> None:
+        producer = Producer("127.0.0.1:1")
+        await producer.stop()
+        with pytest.raises(Stopped):
+            await producer.publish("t", b"x")
+
+    run(main())
+
+
+def test_what_waits_for_room_is_told_of_the_stop_and_was_not_sent() -> None:
+    async def main() -> None:
+        async with pair(None, max_pending=1) as (producer, nsqd):
+            tasks = [begin(producer.publish("t", b"x")) for _ in range(3)]
+            await sent(nsqd, 1)
+            stopping = begin(producer.stop())
+            assert await outcomes(tasks[1:]) == ["Stopped", "Stopped"]
+            nsqd.peers[0].send_response(b"OK")
+            assert await outcomes([tasks[0], stopping]) == ["", ""]
+            assert len(nsqd.peers[0].bodies) == 2
+
+    run(main())
+
+
+def test_stop_during_connecting_tells_those_who_wait() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(lambda _: None) as nsqd:
+            producer = Producer(nsqd.address)
+            tasks = [begin(producer.publish("t", b"x")) for _ in range(2)]
+            await nsqd.peer()
+            await producer.stop()
+            assert await outcomes(tasks) == ["Stopped", "Stopped"]
+            await until(lambda: nsqd.peers[0].is_ended)
+
+    run(main())
+
+
+def test_stop_does_not_wait_for_ever() -> None:
+    async def main() -> None:
+        async with pair(None, publish_timeout=0.2, retry=True) as (producer, nsqd):
+            task = begin(producer.publish("t", b"x"))
+            await sent(nsqd, 1)
+            await producer.stop()
+            assert await outcomes([task]) == ["PublishTimeout"]
+
+    run(main())
+
+
+def test_a_stop_that_is_cancelled_leaves_nothing_open() -> None:
+    async def main() -> None:
+        async with pair(None) as (producer, nsqd):
+            task = begin(producer.publish("t", b"x"))
+            await sent(nsqd, 1)
+            stopping = begin(producer.stop())
+            await asyncio.sleep(0.01)
+            stopping.cancel()
+            assert await outcomes([stopping, task]) == ["CancelledError", "NotConnected"]
+            await until(lambda: nsqd.peers[0].is_ended)
+
+    run(main())
+
+
+def test_with_retry_a_stop_ends_the_retrying() -> None:
+    async def main() -> None:
+        async with pair(None, retry=True, reconnect_delay=0.01) as (producer, nsqd):
+            tasks = [begin(producer.publish("t", b"x")) for _ in range(2)]
+            await sent(nsqd, 2)
+            nsqd.refuse()
+            nsqd.peers[0].abort()
+            await asyncio.sleep(0.05)
+            await producer.stop()
+            assert set(await outcomes(tasks)) <= {"Stopped", "NotConnected"}
+
+    run(main())
+
+
+def test_what_is_not_connected_says_what_became_of_the_connection() -> None:
+    async def main() -> None:
+        async with pair(None) as (producer, nsqd):
+            task = begin(producer.publish("t", b"x"))
+            await sent(nsqd, 1)
+            nsqd.peers[0].close()
+            with pytest.raises(
+                NotConnected, match=f"{nsqd.address} is gone: the server closed the connection"
+            ):
+                await task
+
+    run(main())

@@ -1,0 +1,385 @@
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from nsparq.client import Config, ConnectFailed, NotConnected, PublishFailed, PublishTimeout, Stopped
+from nsparq.client.sync import Producer, consume
+from nsparq.testing import Broker, FaultProxy, run_broker, run_lookupd
+from tests.support import unique_name, wait_until
+from tests.support.auth_server import unused_port
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[Broker]:
+    with run_broker() as broker:
+        yield broker
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """The general guard looks at threads that would keep a process from ending; these are not among them."""
+    yield
+    gc.collect()
+    wait_until(lambda: not client_threads(), what=client_threads())
+
+
+def client_threads() -> list[str]:
+    names = (thread.name for thread in threading.enumerate())
+    return [name for name in names if name.startswith(("nsq-producer", "nsq-consumer"))]
+
+
+def bodies(broker: Broker, topic: str) -> list[bytes]:
+    return [message.body for message in broker.peek(topic)]
+
+
+# producer
+
+
+def test_what_was_published_is_there_when_the_call_returns(broker: Broker) -> None:
+    topic = unique_name("sync")
+    with Producer(broker.tcp_address) as producer:
+        producer.publish(topic, b"one")
+        assert bodies(broker, topic) == [b"one"]
+        producer.publish_many(topic, [b"two", b"three"])
+        assert bodies(broker, topic) == [b"one", b"two", b"three"]
+
+
+def test_a_deferred_message_waits(broker: Broker) -> None:
+    topic = unique_name("sync")
+    broker.create(topic, "ch")
+    with Producer(broker.tcp_address) as producer:
+        producer.publish(topic, b"later", defer=60)
+    assert [message.state for message in broker.peek(topic, "ch")] == ["deferred"]
+
+
+def test_one_thread_works_for_a_producer_and_ends_with_it(broker: Broker) -> None:
+    producer = Producer(broker.tcp_address)
+    producer.connect()
+    assert client_threads() == ["nsq-producer"]
+    producer.close()
+    assert client_threads() == []
+    producer.close()
+
+
+def test_several_threads_may_share_a_producer(broker: Broker) -> None:
+    topic = unique_name("sync")
+    with Producer(broker.tcp_address) as producer:
+
+        def publish(name: bytes) -> None:
+            for number in range(50):
+                producer.publish(topic, b"%b %d" % (name, number))
+
+        threads = [threading.Thread(target=publish, args=(name,)) for name in (b"a", b"b", b"c")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert broker.stats(topic)["topics"][0]["message_count"] == 150
+
+
+def test_a_closed_producer_says_so(broker: Broker) -> None:
+    producer = Producer(broker.tcp_address)
+    producer.close()
+    for call in (lambda: producer.publish("t", b"x"), producer.connect):
+        with pytest.raises(Stopped):
+            call()
+
+
+def test_mistakes_are_seen_before_anything_starts(broker: Broker) -> None:
+    with pytest.raises(ValueError, match="needs the address"):
+        Producer()
+    assert client_threads() == []
+    with Producer(broker.tcp_address) as producer:
+        with pytest.raises(ValueError, match="invalid topic name"):
+            producer.publish("no blanks", b"x")
+        with pytest.raises(ValueError, match="empty"):
+            producer.publish("t", b"")
+
+
+def test_the_brokers_refusal_is_raised_with_its_words() -> None:
+    with run_broker(max_msg_size=10) as broker, Producer(broker.tcp_address) as producer:
+        with pytest.raises(PublishFailed, match="PUB message too big 11 > 10") as caught:
+            producer.publish("t", b"x" * 11)
+        assert caught.value.code == "E_BAD_MESSAGE"
+        producer.publish("t", b"x" * 10)
+
+
+def test_no_broker_is_an_error_and_not_a_wait() -> None:
+    with Producer(f"127.0.0.1:{unused_port()}") as producer:
+        with pytest.raises(ConnectFailed, match="127.0.0.1:"):
+            producer.publish("t", b"x")
+        with pytest.raises(ConnectFailed, match="127.0.0.1:"):
+            producer.connect()
+
+
+def test_a_silent_broker_is_waited_for_only_so_long(broker: Broker) -> None:
+    config = Config(publish_timeout=0.2)
+    with FaultProxy(broker.tcp_address) as proxy:
+        proxy.stall()
+        began = time.monotonic()
+        with Producer(proxy.address, config=config) as producer:
+            with pytest.raises(PublishTimeout):
+                producer.publish("t", b"x")
+            with pytest.raises(ConnectFailed, match=r"not connected within 0\.2 s|timed out"):
+                producer.connect()
+        assert time.monotonic() - began < 3
+
+
+def test_a_lost_connection_is_an_error_and_the_next_call_connects_anew(broker: Broker) -> None:
+    topic = unique_name("sync")
+    with FaultProxy(broker.tcp_address) as proxy, Producer(proxy.address) as producer:
+        producer.publish(topic, b"a")
+        proxy.stall("to_client")
+        threading.Timer(0.05, proxy.reset).start()
+        with pytest.raises(NotConnected):
+            producer.publish(topic, b"b")
+        proxy.heal()
+        producer.publish(topic, b"c")
+    assert bodies(broker, topic)[-1] == b"c"
+
+
+def test_a_producer_finds_a_broker_by_nsqlookupd() -> None:
+    with run_lookupd() as lookupd, run_broker(lookupd_tcp_address=[lookupd.tcp_address]) as broker:
+        broker.create("t")
+        wait_until(lambda: lookupd.producers("t"))
+        with Producer(nsqlookupd=[lookupd.http_address]) as producer:
+            producer.publish("t", b"x")
+        assert bodies(broker, "t") == [b"x"]
+
+
+# consume
+
+
+def test_messages_come_one_by_one_and_are_finished_by_asking_for_the_next(broker: Broker) -> None:
+    topic = unique_name("sync")
+    broker.create(topic, "ch")
+    broker.publish(topic, b"a", b"b", b"c")
+    messages = [*consume(topic, "ch", nsqd=[broker.tcp_address], idle_timeout=0.2)]
+    assert [message.body for message in messages] == [b"a", b"b", b"c"]
+    assert {(message.attempts, message.address) for message in messages} == {(1, broker.tcp_address)}
+    broker.wait_empty(topic, "ch")
+
+
+def test_a_message_is_not_finished_before_the_next_is_asked_for(broker: Broker) -> None:
+    topic = unique_name("sync")
+    broker.create(topic, "ch")
+    broker.publish(topic, b"a")
+    messages = consume(topic, "ch", nsqd=[broker.tcp_address], idle_timeout=0.2)
+    next(messages)
+    assert [message.state for message in broker.peek(topic, "ch")] == ["in_flight"]
+    assert next(messages, None) is None
+    broker.wait_empty(topic, "ch")
+
+
+@pytest.mark.parametrize("leave", ["raise", "break", "close", "drop"])
+def test_a_message_whose_loop_is_left_is_sent_again_at_once(broker: Broker, leave: str) -> None:
+    topic = unique_name("sync")
+    broker.create(topic, "ch")
+    broker.publish(topic, b"a", b"b", b"c")
+    if leave == "raise":
+        with pytest.raises(ZeroDivisionError):
+            for _ in consume(topic, "ch", nsqd=[broker.tcp_address]):
+                1 / 0  # noqa: B018
+    elif leave == "break":
+        for _ in consume(topic, "ch", nsqd=[broker.tcp_address]):
+            break
+    elif leave == "close":
+        with closing(consume(topic, "ch", nsqd=[broker.tcp_address])) as messages:
+            next(messages)
+    else:
+        messages = consume(topic, "ch", nsqd=[broker.tcp_address])
+        next(messages)
+        del messages
+    assert client_threads() == []
+    # Those fetched ahead come back too, and none is deferred.
+    found = broker.peek(topic, "ch")
+    assert {message.body for message in found} == {b"a", b"b", b"c"}
+    assert {message.state for message in found} <= {"ready", "requeued"}
+    # Given back to others, and not sent here once more.
+    assert {message.attempts for message in found} == {1}
+
+
+def test_an_answer_by_hand_counts(broker: Broker) -> None:
+    topic = unique_name("sync")
+    broker.create(topic, "ch")
+    broker.publish(topic, b"a", b"b")
+    for message in consume(topic, "ch", nsqd=[broker.tcp_address], idle_timeout=0.2):
+        if message.body == b"a":
+            message.requeue(60, backoff=False)
+            message.finish()  # too late: it has its answer
+        else:
+            message.finish()
+            break
+    assert [(m.body, m.state) for m in broker.peek(topic, "ch")] == [(b"a", "deferred")]
+
+
+def test_a_message_kept_longer_than_its_timeout_stays_ours() -> None:
+    with run_broker(msg_timeout=0.2) as broker:
+        broker.create("t", "ch")
+        broker.publish("t", b"a")
+        for message in consume("t", "ch", nsqd=[broker.tcp_address], idle_timeout=0.3):
+            assert message.attempts == 1
+            time.sleep(0.6)
+        broker.wait_empty("t", "ch")
+        stats = broker.channel_stats("t", "ch")
+        assert stats is not None and stats["timeout_count"] == 0
+
+
+def test_a_broker_that_comes_back_is_found_again() -> None:
+    with run_broker() as broker:
+        broker.create("t", "ch")
+        broker.publish("t", b"a", b"b")
+        config = Config(reconnect_delay=0.02)
+        seen = []
+        for message in consume("t", "ch", nsqd=[broker.tcp_address], idle_timeout=2, config=config):
+            seen.append(message.body)
+            if len(seen) == 1:
+                broker.restart()
+            elif seen.count(b"a") == 2 and b"b" in seen:
+                message.finish()
+                break
+        # What was in flight at the restart comes again: its answer went nowhere.
+        broker.wait_empty("t", "ch")
+
+
+def test_hopeless_messages_go_to_the_hook_and_not_to_the_loop(broker: Broker) -> None:
+    topic = unique_name("sync")
+    broker.create(topic, "ch")
+    broker.publish(topic, b"bad")
+    given_up, tries = [], 0
+    config = Config(max_attempts=2, max_backoff_duration=0)
+    for message in consume(
+        topic,
+        "ch",
+        nsqd=[broker.tcp_address],
+        idle_timeout=0.3,
+        on_give_up=lambda message: given_up.append(message.body),
+        dead_letter=f"{topic}.dead",
+        config=config,
+    ):
+        tries += 1
+        message.requeue(0)
+    assert tries == 2
+    assert given_up == [b"bad"]
+    assert bodies(broker, f"{topic}.dead") == [b"bad"]
+
+
+def test_wrong_names_are_seen_before_the_loop_begins(broker: Broker) -> None:
+    with pytest.raises(ValueError, match="invalid topic name"):
+        consume("no blanks", "ch", nsqd=[broker.tcp_address])
+    assert client_threads() == []
+
+
+def test_nothing_runs_before_the_first_message_is_asked_for(broker: Broker) -> None:
+    messages = consume("t", "ch", nsqd=[broker.tcp_address])
+    assert client_threads() == []
+    messages.close()
+
+
+def test_an_idle_timeout_of_a_channel_without_messages_ends_the_loop(broker: Broker) -> None:
+    began = time.monotonic()
+    assert [*consume(unique_name("sync"), "ch", nsqd=[broker.tcp_address], idle_timeout=0.1)] == []
+    assert 0.1 <= time.monotonic() - began < 5
+
+
+# a process of its own
+
+
+WAIT_FOR_EVER = """
+import sys, threading
+from nsparq.client.sync import Producer, consume
+
+try:
+    for message in consume("{topic}", "ch", nsqd=["{address}"]):
+        print(message.body.decode(), flush=True)
+        {body}
+except KeyboardInterrupt:
+    print("interrupted with", threading.active_count(), "thread")
+"""
+
+
+@pytest.mark.parametrize("body", ["pass", "threading.Event().wait()"], ids=["waiting", "in the body"])
+def test_an_interrupt_leaves_cleanly(broker: Broker, body: str) -> None:
+    topic = unique_name("sync")
+    broker.create(topic, "ch")
+    broker.publish(topic, b"hello", b"world")
+    code = WAIT_FOR_EVER.format(topic=topic, address=broker.tcp_address, body=body)
+    with subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", code], stdout=-1, stderr=-1, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "hello\n"
+        if body == "pass":
+            assert process.stdout.readline() == "world\n"
+            broker.wait_empty(topic, "ch")
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=10)
+    assert (output, errors, process.returncode) == ("interrupted with 1 thread\n", "", 0)
+    if body != "pass":
+        assert {message.state for message in broker.peek(topic, "ch")} <= {"ready", "requeued"}
+
+
+def test_an_interrupt_ends_a_publish(broker: Broker) -> None:
+    code = (
+        "import sys, threading\n"
+        "from nsparq.client.sync import Producer\n"
+        "try:\n"
+        "    with Producer(sys.argv[1]) as producer:\n"
+        "        producer.publish('t', b'x')\n"
+        "        print('connected', flush=True)\n"
+        "        sys.stdin.readline()\n"
+        "        print('publishing', flush=True)\n"
+        "        producer.publish('t', b'y')\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted with', threading.active_count(), 'thread')\n"
+    )
+    with FaultProxy(broker.tcp_address) as proxy:
+        command = [sys.executable, "-W", "error", "-c", code, proxy.address]
+        with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True) as process:
+            assert process.stdout is not None and process.stdin is not None
+            assert process.stdout.readline() == "connected\n"
+            proxy.stall("to_client")
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "publishing\n"
+            wait_until(lambda: b"y" in bodies(broker, "t"))
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=20)
+        assert time.monotonic() - began < 10
+    assert (output, errors, process.returncode) == ("interrupted with 1 thread\n", "", 0)
+
+
+def test_a_script_that_closes_nothing_still_ends(broker: Broker) -> None:
+    topic = unique_name("sync")
+    broker.create(topic, "ch")
+    broker.publish(topic, b"a", b"b")
+    code = (
+        "import sys\n"
+        "from nsparq.client.sync import Producer, consume\n"
+        "producer = Producer(sys.argv[1])\n"
+        "producer.publish('t', b'x')\n"
+        "messages = consume(sys.argv[2], 'ch', nsqd=[sys.argv[1]])\n"
+        "print(next(messages).body.decode())\n"
+    )
+    began = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-c", code, broker.tcp_address, topic],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
+    assert (result.stdout, result.stderr, result.returncode) == ("a\n", "", 0)
+    assert time.monotonic() - began < 4
+    wait_until(lambda: {m.state for m in broker.peek(topic, "ch")} <= {"ready", "requeued"})

@@ -1,0 +1,211 @@
+"""The client's side of a conversation: which frames come out of bytes, and which bytes commands become."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsparq.wire import client as wire
+from nsparq.wire import server
+from nsparq.wire.client import BadFrame, Error, Frame, FrameDecoder, Received, Response
+from nsparq.wire.commands import Auth, Identify, Publish, Ready, Requeue, StartClose, Subscribe, Touch
+from tests.support.scripted_nsqd import ERROR, MESSAGE, RESPONSE, frame, message_frame
+from tests.wire.harness import commands, finished
+
+ID = b"0123456789abcdef"
+HTTP_TEXT = "unexpected HTTP response, a nsqd TCP endpoint is required"
+
+
+def encoded(one: Frame) -> bytes:
+    match one:
+        case Response(data):
+            return frame(RESPONSE, data)
+        case Error(text):
+            return frame(ERROR, text.encode())
+        case Received(timestamp_ns, attempts, message_id, body):
+            return frame(MESSAGE, struct.pack(">qH16s", timestamp_ns, attempts, message_id) + body)
+
+
+FRAMES = st.one_of(
+    st.builds(Response, st.binary(max_size=40) | st.just(b"_heartbeat_")),
+    st.builds(Error, st.text(max_size=40)),
+    st.builds(
+        Received,
+        st.integers(-(2**63), 2**63 - 1),
+        st.integers(0, 65535),
+        st.binary(min_size=16, max_size=16),
+        st.binary(max_size=100),
+    ),
+)
+
+
+def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    return [data[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+
+
+# Frames
+
+
+@given(st.lists(FRAMES, max_size=8), st.lists(st.integers(0, 10_000), max_size=12))
+def test_frames_do_not_depend_on_how_the_bytes_are_cut(frames: list[Frame], cuts: list[int]) -> None:
+    decoder = FrameDecoder()
+    found: list[Frame] = []
+    for piece in pieces(b"".join(map(encoded, frames)), cuts):
+        found += decoder.receive_data(piece)
+    assert found == frames
+    assert decoder.take_rest() == b""
+
+
+@given(st.lists(FRAMES, min_size=1, max_size=5), st.lists(st.integers(0, 10_000), max_size=8))
+def test_one_frame_at_a_time_gives_the_same_frames(frames: list[Frame], cuts: list[int]) -> None:
+    decoder = FrameDecoder()
+    found: list[Frame] = []
+    for piece in pieces(b"".join(map(encoded, frames)), cuts):
+        more = decoder.receive_data(piece, most=1)
+        while more:
+            assert len(more) == 1
+            found += more
+            more = decoder.receive_data(b"", most=1)
+    assert found == frames
+
+
+@given(st.lists(FRAMES, min_size=1, max_size=4), st.binary(max_size=200), st.lists(st.integers(0, 10_000)))
+def test_what_follows_a_frame_can_be_taken_as_it_came(
+    frames: list[Frame], rest: bytes, cuts: list[int]
+) -> None:
+    """As a layer that is put on needs it: bytes behind the last frame, whole frames or not."""
+    decoder = FrameDecoder()
+    whole = encoded(frames[0])
+    found: list[Frame] = []
+    behind = []
+    for piece in pieces(whole + rest, cuts):
+        if found:
+            behind.append(piece)
+        else:
+            found = decoder.receive_data(piece, most=1)
+    assert found == frames[:1]
+    assert decoder.take_rest() + b"".join(behind) == rest
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 10_000), max_size=8))
+def test_any_bytes_are_frames_or_refused_however_they_are_cut(data: bytes, cuts: list[int]) -> None:
+    def outcome(parts: list[bytes]) -> tuple[list[Frame], str]:
+        decoder = FrameDecoder(max_size=200)
+        found: list[Frame] = []
+        try:
+            for part in parts:
+                found += decoder.receive_data(part)
+        except BadFrame as error:
+            return found + error.frames, str(error)
+        return found, ""
+
+    assert outcome(pieces(data, cuts)) == outcome([data])
+
+
+def test_frames_before_a_bad_one_come_with_the_error() -> None:
+    good = frame(RESPONSE, b"OK") + message_frame("1")
+    with pytest.raises(BadFrame) as caught:
+        FrameDecoder().receive_data(good + frame(7, b""))
+    assert [type(one) for one in caught.value.frames] == [Response, Received]
+
+
+def test_an_error_need_not_be_utf_8() -> None:
+    assert FrameDecoder().receive_data(frame(ERROR, b"E_BAD \xff")) == [Error("E_BAD �")]
+
+
+@pytest.mark.parametrize("size", [-(2**31), -1, 0, 3])
+def test_a_size_that_does_not_hold_the_type_is_refused(size: int) -> None:
+    with pytest.raises(BadFrame, match=f"a frame of {size} bytes"):
+        FrameDecoder().receive_data(struct.pack(">ii", size, 0))
+
+
+@pytest.mark.parametrize("kind", [-1, 3, 2**31 - 1])
+def test_an_unknown_type_is_refused_before_its_data_come(kind: int) -> None:
+    with pytest.raises(BadFrame, match=f"a frame of type {kind}"):
+        FrameDecoder().receive_data(struct.pack(">ii", 1 << 30, kind))
+
+
+def test_a_message_too_short_for_its_head_is_refused() -> None:
+    with pytest.raises(BadFrame, match="a message frame of 29 bytes"):
+        FrameDecoder().receive_data(frame(MESSAGE, b"x" * 25))
+    (found,) = FrameDecoder().receive_data(frame(MESSAGE, b"x" * 26))
+    assert isinstance(found, Received) and found.body == b""
+
+
+def test_max_size_bounds_a_frame_with_its_type() -> None:
+    decoder = FrameDecoder(max_size=14)
+    assert decoder.receive_data(frame(RESPONSE, b"x" * 10)) == [Response(b"x" * 10)]
+    with pytest.raises(BadFrame, match="a frame of 15 bytes is longer than 14"):
+        decoder.receive_data(frame(RESPONSE, b"x" * 11)[:8])
+
+
+@pytest.mark.parametrize("max_size", [0, 1 << 20])
+@pytest.mark.parametrize("split", [0, 3, 8])
+def test_an_answer_in_http_is_recognised(max_size: int, split: int) -> None:
+    answer = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
+    decoder = FrameDecoder(max_size)
+    with pytest.raises(BadFrame, match=HTTP_TEXT):
+        decoder.receive_data(answer[:split])
+        decoder.receive_data(answer[split:])
+
+
+def test_a_large_frame_in_many_pieces_is_put_together_once() -> None:
+    """Joining at every piece would take minutes here."""
+    body = bytes(1 << 24)
+    data = frame(RESPONSE, body)
+    decoder = FrameDecoder()
+    found: list[Frame] = []
+    for start in range(0, len(data), 1000):
+        found += decoder.receive_data(data[start : start + 1000])
+    assert found == [Response(body)]
+
+
+# Commands, as the server's side hears them
+
+
+@pytest.mark.parametrize(
+    ("data", "heard"),
+    [
+        (wire.rdy(7), Ready(7)),
+        (wire.req(ID, 1500), Requeue(int(ID, 16), 1500)),
+        (wire.touch(ID), Touch(int(ID, 16))),
+        (wire.CLS, StartClose()),
+    ],
+)
+def test_commands_of_a_consumer_are_heard_as_they_were_meant(data: bytes, heard: object) -> None:
+    assert commands(wire.sub("t", "ch") + data) == [Subscribe("t", "ch"), heard]
+
+
+def test_a_finish_is_heard_as_it_was_meant() -> None:
+    assert commands(wire.sub("t", "ch") + wire.fin(ID)) == [Subscribe("t", "ch"), *finished(int(ID, 16))]
+
+
+@pytest.mark.parametrize(
+    ("data", "heard"),
+    [
+        (wire.pub("t", b"body"), Publish("PUB", "t", [b"body"])),
+        (wire.dpub("t", 250, b"body"), Publish("DPUB", "t", [b"body"], 250)),
+        (wire.mpub("t", [b"a", b"bc", b"\n"]), Publish("MPUB", "t", [b"a", b"bc", b"\n"])),
+    ],
+)
+def test_publishes_are_heard_as_they_were_meant(data: bytes, heard: object) -> None:
+    assert commands(data + wire.NOP) == [heard]
+
+
+def test_identify_and_auth_carry_their_bodies() -> None:
+    assert [type(one) for one in commands(wire.identify(b"{}") + wire.auth(b"secret"))] == [Identify, Auth]
+
+
+def test_the_magic_is_the_one_that_servers_know() -> None:
+    assert wire.MAGIC == server.MAGIC
+
+
+@given(st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=10))
+def test_the_size_of_many_messages_is_known_beforehand(bodies: list[bytes]) -> None:
+    line, size, body = b"MPUB t\n", struct.pack(">i", wire.mpub_size(bodies)), wire.mpub("t", bodies)
+    assert body.startswith(line + size)
+    assert len(body) == len(line) + 4 + wire.mpub_size(bodies)
