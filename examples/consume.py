@@ -1,0 +1,34 @@
+"""Consume with a handler, found by nsqlookupd, until told to stop."""
+
+import asyncio
+
+from nsparq.client import Config, Consumer, Message, Requeue
+
+config = Config(max_attempts=10, lookupd_poll_interval=15, msg_timeout=120)
+
+
+class Unavailable(Exception):
+    pass
+
+
+async def store(body: bytes) -> None:
+    if body == b"broken":
+        raise Unavailable
+    print("stored", body.decode(), flush=True)
+
+
+async def handle(message: Message) -> None:
+    if message.body == b"not yet":
+        raise Requeue(delay=5, backoff=False)  # nobody's fault: the others go on as before
+    await store(message.body)  # raises: back to the queue, and all slow down until it goes well
+
+
+async def main(stop: asyncio.Event) -> None:
+    async with Consumer(
+        "events", "storage", handle, nsqlookupd=["127.0.0.1:4161"], concurrency=20, config=config
+    ):
+        await stop.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(asyncio.Event()))

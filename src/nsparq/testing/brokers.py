@@ -1,0 +1,321 @@
+"""nsqd and nsqlookupd in the process of the test: the real daemons, each on a loop in its own thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from nsparq.addresses import join_address
+from nsparq.client.background import LoopThread
+from nsparq.names import is_valid_name
+from nsparq.process import Daemon, load_runner
+
+if TYPE_CHECKING:
+    from nsparq.broker.broker import Broker as BrokerCore
+    from nsparq.broker.peek import PeekedMessage
+    from nsparq.server.daemon import Nsqd
+
+__all__ = ["Broker", "Lookupd", "run_broker", "run_lookupd"]
+
+ANY_PORT: Final = "127.0.0.1:0"
+POLL_S: Final = 0.005
+PATIENCE_S: Final = 5.0
+PEEK_BYTES: Final = 64 << 20
+
+
+def run_broker(data_path: Path | str | None = None, **options: Any) -> Broker:
+    """A running nsqd, to be used with `with`. Options are those of nsqd, in snake_case; durations are
+    seconds. It listens on free ports of 127.0.0.1 and keeps its data in a temporary directory unless told
+    otherwise. Raises StartError, which says so if the extra `server` is not installed."""
+    return Broker(data_path, **options)
+
+
+def run_lookupd(**options: Any) -> Lookupd:
+    """A running nsqlookupd, likewise. `run_broker(lookupd_tcp_address=[lookupd.tcp_address])` registers
+    with it."""
+    return Lookupd(**options)
+
+
+class _Background:
+    """A daemon in a thread."""
+
+    tcp_address: str
+    """`host:port`"""
+    http_address: str
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options: dict[str, Any] = {
+            "tcp_address": ANY_PORT,
+            "http_address": ANY_PORT,
+            "broadcast_address": "127.0.0.1",
+        }
+        self._options |= {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+        self._thread: LoopThread[Any] | None = None
+        self._errors: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _load(self) -> tuple[Callable[..., Any], Callable[[], Daemon]]:
+        """What runs a coroutine, and what makes the daemon; called on its loop."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Start again after stop(), on the same ports."""
+        if self._thread is not None:
+            raise RuntimeError("already running")
+        run, make = self._load()
+        self._thread = LoopThread(
+            lambda: _running(make), name=type(self).__name__, run=run, on_loop_error=self._errors.append
+        )
+        daemon = self._thread.resource
+        self.tcp_address = _text(daemon.tcp_address)
+        self.http_address = _text(daemon.http_address)
+        # Whoever reconnects after a restart knows no other.
+        self._options["tcp_address"] = self.tcp_address
+        self._options["http_address"] = self.http_address
+
+    def stop(self) -> None:
+        """A clean stop. Fails if the daemon's event loop has met an error; twice is safe."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        thread.stop()
+        errors, self._errors = self._errors, []
+        if errors:
+            raise AssertionError(f"unhandled in the daemon: {errors}") from errors[0].get("exception")
+
+    def restart(self) -> None:
+        """Stop, and start on the same ports and data: clients lose their connections and find it again."""
+        self.stop()
+        self.start()
+
+    def close(self) -> None:
+        self.stop()
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self._thread is None:
+            raise RuntimeError("it is not running")
+        return self._thread.call(function, *arguments)
+
+    @property
+    def _daemon(self) -> Any:
+        if self._thread is None:
+            raise RuntimeError("it is not running")
+        return self._thread.resource
+
+
+class Broker(_Background):
+    """nsqd. Its methods wait for the broker, for milliseconds, and may be called from any thread; in a
+    coroutine use `wait_empty_async`, since what is waited for may have to happen on that very loop."""
+
+    def __init__(self, data_path: Path | str | None = None, **options: Any) -> None:
+        self._own_directory = "" if data_path else tempfile.mkdtemp(prefix="nsparq-")
+        self.data_path = Path(data_path or self._own_directory)
+        self.https_address = ""
+        super().__init__({"https_address": ANY_PORT, "data_path": str(self.data_path), **options})
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Broker:
+        return self
+
+    def _load(self) -> tuple[Callable[..., Any], Callable[[], Daemon]]:
+        def load() -> type[Nsqd]:
+            from nsparq.server.daemon import Nsqd
+
+            return Nsqd
+
+        run, nsqd = load_runner(load)
+        from nsparq.options import NsqdOptions
+
+        return run, lambda: nsqd(NsqdOptions(**self._options))
+
+    def start(self) -> None:
+        super().start()
+        self.https_address = _text(self._daemon.https_address)
+        if self.https_address:
+            self._options["https_address"] = self.https_address
+
+    def close(self) -> None:
+        """Stop, and remove the data unless they are in a directory that was given."""
+        try:
+            self.stop()
+        finally:
+            if self._own_directory:
+                shutil.rmtree(self._own_directory, ignore_errors=True)
+
+    # messages
+
+    def publish(self, topic: str, *bodies: bytes, defer: float = 0.0) -> None:
+        """Publish without a client."""
+        if not is_valid_name(topic.encode()):
+            raise ValueError(f"invalid topic name {topic!r}")
+        if not bodies or not all(bodies):
+            raise ValueError("there must be messages, and none of them empty")
+        self._call(self._publish, topic, bodies, defer)
+
+    async def _publish(self, topic: str, bodies: tuple[bytes, ...], defer: float) -> None:
+        broker: BrokerCore = self._daemon.broker
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def published(verb: str, error: Exception | None) -> None:
+            done.set_result(None) if error is None else done.set_exception(error)
+
+        broker.publish(topic, bodies, int(defer * 1000), published, "MPUB")
+        await done
+
+    def peek(self, topic: str, channel: str = "", *, count: int = 100) -> list[PeekedMessage]:
+        """Messages, without consuming them: the unfinished ones of a channel, in flight, requeued, deferred
+        and ready, or the newest of a topic's log, whatever its channels have made of them. They have
+        `body`, `attempts`, `state` and more."""
+        found: list[PeekedMessage] = self._call(self._peek, topic, channel, count)
+        return found
+
+    async def _peek(self, topic: str, channel: str, count: int) -> list[PeekedMessage]:
+        from nsparq.broker.peek import STATES, peek_channel, peek_topic
+
+        known = self._daemon.broker.topics.get(topic)
+        if known is None or (channel and channel not in known.channels):
+            return []
+        if channel:
+            chosen = peek_channel(known.channels[channel], STATES, count, PEEK_BYTES, PEEK_BYTES)
+            return await asyncio.to_thread(chosen.read)
+        newest = peek_topic(known, None, count, PEEK_BYTES, PEEK_BYTES)
+        return await asyncio.to_thread(newest.read)
+
+    # what is there
+
+    def create(self, topic: str, channel: str = "") -> None:
+        """A topic, and one of its channels, which gets every message from now on."""
+
+        def work() -> None:
+            made = self._daemon.broker.get_topic(topic)
+            if channel:
+                made.get_channel(channel)
+
+        self._call(work)
+
+    def delete(self, topic: str) -> None:
+        """A topic with its channels and messages, if it is there."""
+        broker = self._daemon.broker
+        self._call(lambda: broker.delete_topic(topic) if topic in broker.topics else None)
+
+    def stats(self, topic: str = "", channel: str = "") -> dict[str, Any]:
+        """What nsqd's /stats says, as a dictionary."""
+        text = self._call(lambda: json.dumps(self._daemon.broker.stats(topic, channel)))
+        stats: dict[str, Any] = json.loads(text)
+        return stats
+
+    def channel_stats(self, topic: str, channel: str) -> dict[str, Any] | None:
+        """A channel's part of it: `depth`, `in_flight_count`, `deferred_count`, `clients` and more. None
+        while there is no such channel."""
+        found = [one for part in self.stats(topic)["topics"] or [] for one in part["channels"] or []]
+        return next((one for one in found if one["channel_name"] == channel), None)
+
+    # waiting
+
+    def wait_empty(self, topic: str, channel: str, within: float = PATIENCE_S) -> None:
+        """Until a channel is there and every message of it has been finished: none waits, is in flight, or is
+        deferred. Raises AssertionError with what is left after so many seconds."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            pass
+        else:
+            raise RuntimeError("wait_empty() would stop this event loop: await wait_empty_async()")
+        for _ in self._until_empty(topic, channel, within):
+            time.sleep(POLL_S)
+
+    async def wait_empty_async(self, topic: str, channel: str, within: float = PATIENCE_S) -> None:
+        """The same for coroutines."""
+        for _ in self._until_empty(topic, channel, within):
+            await asyncio.sleep(POLL_S)
+
+    def _until_empty(self, topic: str, channel: str, within: float) -> Iterator[None]:
+        """One step for each time to look again."""
+        deadline = time.monotonic() + within
+        while left := self._left(topic, channel):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"after {within:g} s {left}")
+            yield
+
+    def _left(self, topic: str, channel: str) -> str:
+        """What is not yet finished, in words."""
+        stats = self.channel_stats(topic, channel)
+        if stats is None:
+            return f"there is no channel {topic}/{channel}"
+        counts = [f"{stats[key]} {name}" for name, key in _COUNTS.items() if stats[key]]
+        return f"{topic}/{channel} has {', '.join(counts)}" if counts else ""
+
+    # nsqlookupd
+
+    def register_with(self, *lookupds: Lookupd) -> None:
+        """Tell these nsqlookupds of our topics from now on, and no others."""
+        addresses = tuple(lookupd.tcp_address for lookupd in lookupds)
+        self._options["lookupd_tcp_address"] = addresses
+        self._call(self._daemon.change_lookupds, addresses)
+
+
+_COUNTS: Final = {"waiting": "depth", "in flight": "in_flight_count", "deferred": "deferred_count"}
+
+
+class Lookupd(_Background):
+    """nsqlookupd. Clients ask its `http_address`, brokers register at its `tcp_address`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(options)
+        self.start()
+
+    def __enter__(self) -> Lookupd:
+        return self
+
+    def _load(self) -> tuple[Callable[..., Any], Callable[[], Daemon]]:
+        def load() -> Any:
+            from nsparq.lookup.daemon import Nsqlookupd
+
+            return Nsqlookupd
+
+        run, lookupd = load_runner(load)
+        from nsparq.lookup.options import NsqlookupdOptions
+
+        return run, lambda: lookupd(NsqlookupdOptions(**self._options))
+
+    def producers(self, topic: str) -> list[str]:
+        """Addresses of the nsqd that have a topic, as consumers would be told."""
+
+        def work() -> list[str]:
+            daemon = self._daemon
+            answer = daemon.registry.lookup_json(topic, daemon.clock())
+            found = json.loads(answer)["producers"] if answer else []
+            return [join_address(one["broadcast_address"], one["tcp_port"]) for one in found]
+
+        producers: list[str] = self._call(work)
+        return producers
+
+
+@asynccontextmanager
+async def _running(make: Callable[[], Daemon]) -> AsyncIterator[Daemon]:
+    daemon = make()
+    await daemon.start()
+    try:
+        yield daemon
+    finally:
+        await daemon.stop()
+
+
+def _text(address: tuple[str, int] | str) -> str:
+    return address if isinstance(address, str) else join_address(*address)

@@ -1,0 +1,365 @@
+"""Every example is run as a user would, and what the documentation shows is what was run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import selectors
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nsparq.client import Config
+from nsparq.options import TlsRequired
+from nsparq.server.auth_policy import hash_generated
+from nsparq.testing import Broker, Lookupd, run_broker, run_lookupd
+from nsparq.version import __version__
+from tests.support import wait_until
+from tests.support.certificates import certificates
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+PAGES = ("tutorial.md", "client.md", "coming-from-pynsq.md")
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[Broker]:
+    with run_broker() as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def lookupd(broker: Broker) -> Iterator[Lookupd]:
+    with run_lookupd() as lookupd:
+        broker.register_with(lookupd)
+        yield lookupd
+        broker.register_with()
+
+
+@pytest.fixture(autouse=True)
+def no_topics(broker: Broker) -> Iterator[None]:
+    yield
+    for topic in broker.stats()["topics"]:
+        broker.delete(topic["topic_name"])
+
+
+class Program:
+    """A running example. Its text is the one in the documentation, but for the addresses."""
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        addresses: dict[str, str],
+        warnings: str = "error",
+        **environment: str,
+    ) -> None:
+        self.path = copy(directory, name, addresses)
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", warnings, str(self.path)],
+            cwd=directory,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **environment},
+        )
+        self._output = b""
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+    def expect(self, *lines: str) -> None:
+        """These lines of output, in any order, and no others before them."""
+        assert sorted(self._read_line() for _ in lines) == sorted(lines)
+
+    def _read_line(self) -> str:
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + PATIENCE_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._output:
+                assert selector.select(deadline - time.monotonic()), "no output"
+                data = os.read(self.process.stdout.fileno(), 65536)
+                assert data, f"it ended:\n{self.process.stderr.read().decode()}"  # type: ignore[union-attr]
+                self._output += data
+        line, _, self._output = self._output.partition(b"\n")
+        return line.decode()
+
+    def end(self, stdin: str = "", errors: str = "") -> str:
+        """Wait for it to end by itself, which must go well. The rest of its output."""
+        output, said = self.process.communicate(stdin.encode(), timeout=PATIENCE_S)
+        assert (self.process.returncode, re.sub("<.*>", "<…>", said.decode())) == (0, errors)
+        return (self._output + output).decode()
+
+    def interrupt(self, errors: str = "") -> None:
+        """Ctrl-C, upon which it must end well."""
+        self.process.send_signal(signal.SIGINT)
+        assert self.end(errors=errors) == ""
+
+
+def copy(directory: Path, name: str, addresses: dict[str, str]) -> Path:
+    source = (EXAMPLES / name).read_text()
+    for written, real in addresses.items():
+        source = source.replace(written, real)
+    path = directory / Path(name).name
+    path.write_text(source)
+    return path
+
+
+@pytest.fixture
+def addresses(broker: Broker) -> dict[str, str]:
+    return {"127.0.0.1:4150": broker.tcp_address}
+
+
+def bodies(broker: Broker, topic: str) -> list[bytes]:
+    return [message.body for message in broker.peek(topic, count=1000)]
+
+
+def run_pytest(directory: Path, *names: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "nsparq.testing.plugin", *names]
+    result = subprocess.run(
+        command,
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+# the tutorial
+
+
+def test_the_tutorial_works_as_written(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:
+    # Nobody has subscribed yet: the messages wait for the first who does.
+    with Program(tmp_path, "tutorial/order.py", addresses) as order:
+        assert order.end() == "ordered 1\nordered 2\nordered 3\n"
+    with Program(tmp_path, "tutorial/bill.py", addresses) as bill:
+        bill.expect(*(f"billed order {number}: tea, 4.50" for number in (1, 2, 3)))
+        broker.wait_empty("orders", "billing")
+        broker.publish("orders", b"one tea please")
+        wait_until(lambda: bodies(broker, "orders.dead"))
+        reason = "not JSON: Expecting value: line 1 column 1 (char 0)"
+        bill.interrupt(f"orders/billing: <…> is not what it should be: {reason}\n")
+    (letter,) = map(json.loads, bodies(broker, "orders.dead"))
+    assert letter["text"] == "one tea please"
+    assert letter["error"] == f"DecodeFailed: {reason}"
+
+
+def test_the_tests_of_the_tutorial_pass(tmp_path: Path) -> None:
+    for name in ("tutorial/bill.py", "tutorial/test_bill.py"):
+        copy(tmp_path, name, {})
+    run_pytest(tmp_path, "test_bill.py")
+
+
+# how-to
+
+
+def test_publish(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:
+    broker.create("events", "ch")
+    with Program(tmp_path, "publish.py", addresses) as program:
+        assert program.end() == "the broker refused: E_BAD_MESSAGE\n"
+    found = broker.peek("events", "ch", count=1000)
+    assert {message.body for message in found if message.state == "deferred"} == {b"in a minute"}
+    ready = [message.body for message in found if message.state == "ready"]
+    assert ready[:3] == [b"one", b"two", b"three"]
+    assert sorted(ready[3:]) == sorted(b"%d" % number for number in range(100))
+
+
+def test_consume(tmp_path: Path, broker: Broker, lookupd: Lookupd) -> None:
+    broker.create("events", "storage")
+    broker.publish("events", b"a", b"not yet")
+    wait_until(lambda: lookupd.producers("events"))
+    with Program(tmp_path, "consume.py", {"127.0.0.1:4161": lookupd.http_address}) as program:
+        program.expect("stored a")
+        wait_until(
+            lambda: {m.body: m.state for m in broker.peek("events", "storage")} == {b"not yet": "deferred"}
+        )
+        broker.publish("events", b"broken")
+        wait_until(lambda: len(broker.peek("events", "storage")) == 2)
+        assert {m.state for m in broker.peek("events", "storage")} <= {"deferred", "in_flight"}
+        broker.publish("events", b"b")  # waits for the end of the pause
+        program.expect("stored b")
+
+
+def test_iterate(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:
+    broker.create("events", "reader")
+    broker.publish("events", b"a", b"b", b"end")
+    with Program(tmp_path, "iterate.py", addresses) as program:
+        assert program.end() == "1 a\n1 b\n1 end\n"
+    broker.wait_empty("events", "reader")
+
+
+def test_batches(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:
+    broker.create("readings", "database")
+    broker.publish("readings", *(b'{"sensor": %d, "value": 0.5}' % number for number in range(250)))
+    with Program(tmp_path, "batches.py", addresses) as program:
+        program.expect("stored 100", "stored 100", "stored 50")
+        broker.wait_empty("readings", "database")
+        program.interrupt()
+    connection = sqlite3.connect(tmp_path / "readings.db")
+    assert connection.execute("select count(distinct sensor) from readings").fetchone() == (250,)
+    connection.close()
+
+
+def test_dead_letters(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:
+    broker.create("payments", "ledger")
+    broker.publish("payments", b'{"account": "a", "cents": 5}')
+    broker.publish("payments", b'{"account": "a", "cents": 0}', b'{"account": "a", "cents": "5"}')
+    # It says on stderr what it gives up on.
+    with Program(tmp_path, "dead_letters.py", addresses) as program:
+        program.expect(
+            "booked 5",
+            'Reject: nothing to pay (attempt 1): {"account": "a", "cents": 0}',
+            'DecodeFailed: cents: expected an integer, got "5" (attempt 1): {"account": "a", "cents": "5"}',
+        )
+
+
+def test_payloads(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:
+    for topic, channel in (
+        ("orders", "dataclass"),
+        ("visits", "pydantic"),
+        ("readings", "msgspec"),
+        ("lines", "text"),
+    ):
+        broker.create(topic, channel)
+    order = {"number": 1, "placed": "2025-03-01T12:00:00Z", "currency": "EUR"}
+    broker.publish("orders", json.dumps(order | {"items": [{"sku": "a", "price": 1.5}] * 2}).encode())
+    broker.publish("visits", b'{"page": "/", "seconds": 0.5}')
+    broker.publish("readings", b'{"sensor": "north", "value": 2}', b'{"sensor": "south", "value": 3}')
+    broker.publish("lines", b"loud")
+    with Program(tmp_path, "payloads.py", addresses) as program:
+        program.expect("2025 3.0 EURO", "/ attempt 1", "south", "LOUD")
+        program.interrupt()
+
+
+def test_tls_and_auth(tmp_path: Path) -> None:
+    made = certificates()
+    for name, path in (
+        ("ca.pem", made.ca.cert),
+        ("client.pem", made.client.cert),
+        ("client.key", made.client.key),
+    ):
+        (tmp_path / name).write_bytes(path.read_bytes())
+    policy = tmp_path / "policy.toml"
+    policy.write_text(
+        f"""
+        [[identity]]
+        name = "me"
+        secret = "{hash_generated(b"open sesame")}"
+        [[identity.allow]]
+        topic = "^events$"
+        permissions = ["publish"]
+        """
+    )
+    flags = made.server_flags(
+        tls_root_ca_file=str(tmp_path / "ca.pem"),
+        tls_client_auth_policy="require-verify",
+        tls_required=TlsRequired.YES,
+        auth_policy_file=str(policy),
+    )
+    with run_broker(**flags) as broker:
+        addresses = {"nsqd.example.com:4150": broker.tcp_address}
+        with Program(tmp_path, "tls_and_auth.py", addresses, NSQ_SECRET="open sesame") as program:
+            assert program.end() == ""
+        assert bodies(broker, "events") == [b"for your eyes only"]
+
+
+def test_scripts(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:
+    broker.create("lines", "script")
+    with Program(tmp_path, "script_publish.py", addresses) as program:
+        assert program.end("one\ntwo\n") == ""
+    with Program(tmp_path, "script_consume.py", addresses) as program:
+        assert program.end() == "one\ntwo\n"
+    broker.wait_empty("lines", "script")
+
+
+def test_tests_with_faults(tmp_path: Path) -> None:
+    copy(tmp_path, "test_faults.py", {})
+    run_pytest(tmp_path, "test_faults.py")
+
+
+# coming from pynsq
+
+
+@pytest.mark.parametrize("name", ["coming_from_pynsq/reader_pynsq.py", "coming_from_pynsq/reader.py"])
+def test_readers_old_and_new_do_the_same(
+    tmp_path: Path, broker: Broker, addresses: dict[str, str], name: str
+) -> None:
+    broker.create("events", "print")
+    broker.publish("events", b"a", b"b")
+    with Program(tmp_path, name, addresses, warnings="ignore") as program:
+        program.expect("a", "b")
+        broker.wait_empty("events", "print")
+
+
+@pytest.mark.parametrize("name", ["coming_from_pynsq/writer_pynsq.py", "coming_from_pynsq/writer.py"])
+def test_writers_old_and_new_do_the_same(
+    tmp_path: Path, broker: Broker, addresses: dict[str, str], name: str
+) -> None:
+    with Program(tmp_path, name, addresses, warnings="ignore") as program:
+        program.expect("OK")
+    assert bodies(broker, "events") == [b"hello"]
+
+
+# what the documentation shows
+
+
+def examples() -> list[str]:
+    return sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", examples())
+def test_every_example_is_run_and_shown(name: str) -> None:
+    assert f'"{name}"' in Path(__file__).read_text(), "no test runs it"
+    assert any(f"<!-- examples/{name} -->" in (ROOT / "docs" / page).read_text() for page in PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_shows_is_what_was_run(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    blocks = re.findall(r"(?:<!-- examples/(\S+) -->\n)?```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == text.count("```python")
+    for name, block in blocks:
+        assert name, f"without the name of its example: {block[:100]}"
+        assert block in (EXAMPLES / name).read_text(), f"{name} has changed"
+    assert blocks
+
+
+def test_the_page_of_the_client_lists_every_option_with_its_default() -> None:
+    text = (ROOT / "docs" / "client.md").read_text()
+    table = text[text.index("## Configuration") :]
+    listed = dict(re.findall(r"^\| `(\w+)` \|(.*?)\|", table, re.MULTILINE))
+    assert [*listed] == [field.name for field in dataclasses.fields(Config)]
+    for field in dataclasses.fields(Config):
+        default = field.default
+        if default is dataclasses.MISSING:
+            shown = "of the machine"
+        elif isinstance(default, int | float) and not isinstance(default, bool):
+            shown = f"{default:g}"
+        else:
+            shown = "" if default is None else str(default).replace(__version__, "…")
+        assert listed[field.name].strip() == shown, field.name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (ROOT / "docs" / target).exists(), target

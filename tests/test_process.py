@@ -1,0 +1,175 @@
+"""What every daemon's main has in common; tests/server/test_main.py has nsqd's, with its signals."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nsparq.errors import StartError
+from nsparq.lookup.options import TABLE
+from nsparq.process import load_runner, raise_file_limit, run_daemon
+
+pytestmark = pytest.mark.usefixtures("root_logger_restored", "signals_restored", "collector_restored")
+
+
+@pytest.fixture
+def collector_restored() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+class Obedient:
+    """A daemon that is told to stop as soon as it has started."""
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    async def start(self) -> None:
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+
+    async def stop(self) -> None:
+        pass
+
+    def reload(self) -> None:
+        pass
+
+
+def run(make: Callable[[Any], Any], *argv: str) -> int:
+    return run_daemon(TABLE, lambda: (asyncio.run, make), argv)
+
+
+def test_a_daemon_that_is_told_to_stop_ends_with_status_0(capsys: pytest.CaptureFixture[str]) -> None:
+    made: list[Obedient] = []
+
+    def make(options: Any) -> Obedient:
+        made.append(Obedient(options))
+        return made[0]
+
+    assert run(make, "-tombstone-lifetime=7s") == 0
+    assert made[0].options.tombstone_lifetime == 7
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_log_is_as_the_options_say(capsys: pytest.CaptureFixture[str]) -> None:
+    def make(options: Any) -> Obedient:
+        logging.getLogger("x").info("hidden")
+        logging.getLogger("x").warning("shown")
+        return Obedient(options)
+
+    assert run(make, "--log-level=warn", "--log-prefix=[mine] ") == 0
+    err = capsys.readouterr().err
+    assert err.startswith("[mine] ") and err.endswith(" shown\n") and "hidden" not in err
+
+
+def test_what_the_command_line_warns_of_is_logged(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text("nonsense = 1\n")
+    assert run(Obedient, f"--config={path}") == 0
+    assert "nonsense" in capsys.readouterr().err
+
+
+def test_a_start_that_fails_is_status_1_with_a_fatal_line(capsys: pytest.CaptureFixture[str]) -> None:
+    class Refusing(Obedient):
+        async def start(self) -> None:
+            raise StartError("no")
+
+    assert run(Refusing) == 1
+    err = capsys.readouterr().err
+    assert err.endswith(" FATAL: failed to instantiate nsqlookupd - no\n") and "Traceback" not in err
+
+
+@pytest.mark.parametrize("where", ["start", "stop"])
+def test_a_bug_is_status_1_with_all_that_is_known_of_it(
+    where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(Obedient):
+        async def start(self) -> None:
+            if where == "start":
+                raise RuntimeError("bug")
+            await super().start()
+
+        async def stop(self) -> None:
+            raise RuntimeError("bug")
+
+    assert run(Broken) == 1
+    err = capsys.readouterr().err
+    assert "FATAL: stopped by an unexpected error" in err and "RuntimeError: bug" in err
+
+
+def test_signals_do_nothing_once_it_is_over() -> None:
+    assert run(Obedient) == 0
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        assert signal.getsignal(signum) is signal.SIG_IGN
+
+
+def test_what_was_loaded_is_not_looked_at_by_the_collector() -> None:
+    frozen = []
+
+    class Looking(Obedient):
+        async def stop(self) -> None:
+            frozen.append(gc.get_freeze_count())
+
+    assert run(Looking) == 0
+    assert frozen[0] > 1000 and gc.get_threshold()[0] >= 10_000
+
+
+# What is loaded late
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
+    def load() -> None:
+        import no_such_package.inside  # type: ignore[import-not-found]  # noqa: F401
+
+    with pytest.raises(
+        StartError, match=r"^the package no_such_package is missing: pip install 'nsparq\[server\]'$"
+    ):
+        load_runner(load)
+
+
+def test_a_module_of_ours_that_is_missing_is_a_bug() -> None:
+    def load() -> None:
+        import nsparq.nonsense  # type: ignore[import-not-found]  # noqa: F401
+
+    with pytest.raises(ModuleNotFoundError):
+        load_runner(load)
+
+
+def test_what_is_there_is_given() -> None:
+    import uvloop
+
+    assert load_runner(lambda: sys) == (uvloop.run, sys)
+
+
+# Limits of the system
+
+
+def test_as_many_files_may_be_open_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(10, 100)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: limits.append(wanted))
+    raise_file_limit()
+    raise_file_limit()
+    assert limits == [(10, 100), (100, 100)]
+
+
+def test_a_system_that_refuses_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("not allowed")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (10, 100))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    raise_file_limit()
+    assert "cannot raise the limit of open files above 10: not allowed" in caplog.text
