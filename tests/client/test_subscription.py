@@ -387,6 +387,32 @@ def test_a_dead_letter_can_be_subscribed_to(app: Subscriptions, broker: Broker, 
     assert seen == [BAD, b"\xff\x00", "Grüße".encode()]
 
 
+def test_half_a_character_does_not_keep_a_dead_letter_from_being_written(
+    app: Subscriptions, broker: Broker, topic: str
+) -> None:
+    @app.subscribe(topic, "ch", dead_letter=f"{topic}.dead")
+    async def handle(order: Order) -> None: ...
+
+    broker.publish(topic, rb'{"number": "\ud800"}')
+    work(app, broker, topic)
+    (letter,) = letters(broker, topic)
+    assert "\ud800" in letter.error and letter.body == rb'{"number": "\ud800"}'
+
+
+def test_a_message_too_big_for_a_dead_letter_is_kept_as_it_was(topic: str) -> None:
+    body = b"x" * 200
+    with run_broker(max_msg_size=200) as broker:
+        broker.create(topic, "ch")
+        app = Subscriptions(nsqd=[broker.tcp_address], config=QUICK)
+
+        @app.subscribe(topic, "ch", dead_letter=f"{topic}.dead")
+        async def handle(order: Order) -> None: ...
+
+        broker.publish(topic, body)
+        work(app, broker, topic)
+        assert [message.body for message in broker.peek(f"{topic}.dead")] == [body]
+
+
 def test_a_message_is_kept_until_its_dead_letter_is_published(broker: Broker, topic: str) -> None:
     async def main(proxy: FaultProxy) -> None:
         config = Config(

@@ -1,5 +1,5 @@
-"""P. Our client library, as the reference's own tests demand it of theirs: against a real nsqd, and where it is
-about the commands themselves against a scripted one."""
+"""P. Our client library, as the reference's own tests demand it of theirs: against a real nsqd, and where it
+is about the commands themselves, against a scripted one."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from nsparq.client import (
     Requeue,
     Stopped,
 )
+from nsparq.options import TlsRequired
 from tests.support import TestBroker
 from tests.support.aio import run, until
 from tests.support.auth_server import AuthServer, entry
@@ -216,6 +217,16 @@ def own_certificate() -> dict[str, Any]:
     return client_tls(tls_cert=str(pair.cert), tls_key=str(pair.key))
 
 
+def strict_flags() -> dict[str, Any]:
+    """Of a broker that wants certificates of its clients, over TCP at least."""
+    found = certificates()
+    return found.server_flags(
+        tls_client_auth_policy="require-verify",
+        tls_root_ca_file=str(found.ca.cert),
+        tls_required=TlsRequired.EXCEPT_HTTP,
+    )
+
+
 TRANSPORTS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "deflate": lambda: {"deflate": True},
@@ -233,14 +244,11 @@ def transport(
 ) -> tuple[TestBroker, dict[str, Any]]:
     """A broker, and what a client has to be told to speak to it like that."""
     name: str = request.param
-    found = certificates()
     flags: dict[str, Any] = {}
     if name == "client certificate":
-        flags = found.server_flags(
-            tls_client_auth_policy="require-verify", tls_root_ca_file=str(found.ca.cert)
-        )
+        flags = strict_flags()
     elif name.startswith("tls"):
-        flags = found.server_flags()
+        flags = certificates().server_flags()
     return shared_broker(**flags), TRANSPORTS[name]()
 
 
@@ -341,10 +349,7 @@ def test_case_213_a_server_that_cannot_prove_itself_is_left(
 def test_case_213_a_client_without_the_certificate_that_is_asked_for_is_refused(
     shared_broker: Callable[..., TestBroker],
 ) -> None:
-    found = certificates()
-    broker = shared_broker(
-        **found.server_flags(tls_client_auth_policy="require-verify", tls_root_ca_file=str(found.ca.cert))
-    )
+    broker = shared_broker(**strict_flags())
 
     async def main() -> None:
         async with Producer(address(broker), config=Config(**client_tls())) as producer:
@@ -473,7 +478,8 @@ def test_case_217_publishing_without_waiting_tells_each_its_own_outcome(
     """Ten at once; the outcome of each comes back with it. One is too large: it alone fails."""
 
     async def main() -> None:
-        async with Producer(address(small_broker)) as producer:
+        config = Config(heartbeat_interval=1, output_buffer_size=1024)
+        async with Producer(address(small_broker), config=config) as producer:
             bodies = [b"publish_test_case %d" % number for number in range(10)]
             bodies[4] = b"x" * 101
             tasks = {body: asyncio.create_task(producer.publish(topic, body)) for body in bodies}

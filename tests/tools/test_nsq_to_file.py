@@ -242,7 +242,9 @@ def test_attempts_do_not_make_it_give_up(topic: str, tmp_path: Path) -> None:
             connection.sub(topic, "c", rdy=1)
             for _ in range(8):
                 connection.req(connection.read_message().id, 0)
+            last = connection.read_message()
             connection.rdy(0)
+            connection.req(last.id, 0)
             connection.barrier()
         with archive(broker, tmp_path, f"--topic={topic}", QUICK) as tool:
             wait_until_drained(broker, topic, "c", 1)

@@ -190,8 +190,12 @@ class Producer:
     async def _send_in_turn(self, command: bytes, deadline: float) -> None:
         """Wait for a connection and for room on it, as often as it takes."""
         while True:
+            # Not in turn: those who wait for a connection that cannot be made are told so together.
+            await self._connected_some_time()
             async with self._turn:
-                connection = await self._connected_with_room()
+                connection = await self._with_room()
+                if connection is None:
+                    continue
                 answer = self._write(connection, command, deadline)
             outcome = await answer
             if outcome == wire.OK:
@@ -209,25 +213,29 @@ class Producer:
         if isinstance(outcome, NotConnected) and not self._retry:
             raise outcome
 
-    async def _connected_with_room(self) -> Connection:
+    async def _connected_some_time(self) -> None:
+        """With `retry` it is tried until the publish is out of time. Raises ConnectFailed, Stopped."""
         delay = self.config.reconnect_delay
         while True:
             try:
-                connection = await self._connected()
-            except ConnectFailed as error:
+                await self._connected()
+                return
+            except ConnectFailed:
                 if not self._retry:
                     raise
-                logger.warning("%s; trying again in %.1f s", error, delay)
-                await asyncio.sleep(delay)
-                delay = min(max(delay, 0.01) * 2, self.config.max_reconnect_delay)
-                continue
-            while not connection.is_closing and not self._has_room(connection):
-                self._room.clear()
-                await self._room.wait()
-                if self._is_stopped:
-                    raise Stopped
-            if connection is self._connection and not connection.is_closing:
+            await asyncio.sleep(delay)
+            delay = min(max(delay, 0.01) * 2, self.config.max_reconnect_delay)
+
+    async def _with_room(self) -> Connection | None:
+        """The connection when something can be written to it; None if there is none any more."""
+        while (connection := self._connection) is not None and not connection.is_closing:
+            if self._is_stopped:
+                raise Stopped
+            if self._has_room(connection):
                 return connection
+            self._room.clear()
+            await self._room.wait()
+        return None
 
     def _has_room(self, connection: Connection) -> bool:
         return connection.is_writable and not connection.is_closing and len(self._pending) < self._max_pending

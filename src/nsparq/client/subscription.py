@@ -31,6 +31,7 @@ from typing import Any, Final, TypeVar, get_args, get_origin
 
 from nsparq.client.config import Config
 from nsparq.client.consumer import Consumer
+from nsparq.client.errors import PublishFailed
 from nsparq.client.handling import Calls, is_async
 from nsparq.client.message import Message, Reject, Requeue
 from nsparq.client.payload import DecodeFailed, payload_decoder
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 DeadLetterHook = Callable[[Message, Exception], Any]
 
+MAX_ERROR: Final = 1000
+"""Characters of an error in a dead letter."""
 _LISTS: Final = (list, Sequence, Iterable)
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -84,7 +87,7 @@ class DeadLetter:
             id=message.id.decode(),
             timestamp_ns=message.timestamp_ns,
             attempts=message.attempts,
-            error=f"{type(error).__name__}: {error}",
+            error=f"{type(error).__name__}: {error}"[:MAX_ERROR],
             text=text,
             base64=encoded,
         )
@@ -95,7 +98,9 @@ class DeadLetter:
         return base64.b64decode(self.base64) if self.base64 is not None else (self.text or "").encode()
 
     def to_json(self) -> bytes:
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False).encode()
+        text = json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+        # Half a character, which JSON can hold and UTF-8 cannot, stays an escape.
+        return text.encode(errors="backslashreplace")
 
 
 class Subscriptions:
@@ -217,7 +222,14 @@ class Subscriptions:
         producer = self._producers.get(address)
         if producer is None:
             producer = self._producers[address] = Producer(address, retry=True, config=self._config)
-        await producer.publish(topic, letter.to_json())
+        try:
+            await producer.publish(topic, letter.to_json())
+        except PublishFailed as error:
+            if error.code != "E_BAD_MESSAGE":
+                raise
+            # Too big, by what we have added.
+            logger.error("%s: %s is published without what was wrong: %s", topic, letter.id, letter.error)
+            await producer.publish(topic, letter.body)
 
 
 class Subscription:

@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 30.0
 """How long messages in flight may take once the tool is to end."""
+FAILED_GRACE_S: Final = 1.0
+"""The same after a failure: time to give them back."""
 
 
 # Options
@@ -330,7 +332,7 @@ async def run_consumers(consumers: Sequence[Consumer], nsqd: Sequence[str], endi
         await unless_ended(ending, _start(consumers, nsqd))
         await ending.wait()
     finally:
-        grace = 0.0 if ending.status else GRACE_S
+        grace = FAILED_GRACE_S if ending.status else GRACE_S
         await asyncio.gather(*(consumer.stop(grace) for consumer in consumers))
 
 

@@ -87,6 +87,7 @@ class Printer:
 
     def __init__(self, topic: str, options: NsqTailOptions, ending: Ending) -> None:
         self._ending = ending
+        self._has_failed = False
         self._remaining: int | None = options.n or None
         self._prefix = f"{topic} | ".encode() if options.print_topic else b""
         most = min(options.max_in_flight, options.n) if options.n else options.max_in_flight
@@ -105,8 +106,9 @@ class Printer:
 
     async def _print(self, messages: list[Message]) -> None:
         wanted = messages if self._remaining is None else messages[: self._remaining]
-        for surplus in messages[len(wanted) :]:
-            surplus.requeue(0, backoff=False)
+        if self._has_failed:
+            wanted = []
+        self._give_back(messages[len(wanted) :])
         if not wanted:
             return
         data = b"".join(self._prefix + message.body + b"\n" for message in wanted)
@@ -114,8 +116,8 @@ class Printer:
             # A pipe whose reader is slow must not keep heartbeats from being answered.
             await asyncio.to_thread(write_all, STDOUT, data, lambda: self._ending.has_come)
         except OSError as error:
-            for message in wanted:
-                message.requeue(0, backoff=False)
+            self._has_failed = True
+            self._give_back(wanted)
             if isinstance(error, BrokenPipeError):
                 self._ending.status = 1
                 self._ending.end()
@@ -128,6 +130,13 @@ class Printer:
             self.consumer.change_max_in_flight(min(self._max_in_flight, self._remaining))
             if not self._remaining:
                 self._ending.end()
+
+    def _give_back(self, messages: list[Message]) -> None:
+        if messages:
+            # They shall go to others, not come back here.
+            self.consumer.change_max_in_flight(0)
+        for message in messages:
+            message.requeue(0, backoff=False)
 
 
 def write_all(descriptor: int, data: bytes, is_ending: Callable[[], bool]) -> None:
