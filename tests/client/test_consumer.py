@@ -243,14 +243,13 @@ def test_a_handler_that_never_waits_does_not_keep_the_loop() -> None:
     run(main())
 
 
-def test_shown_messages_are_short() -> None:
+def test_a_message_is_shown_without_its_body() -> None:
     async def main() -> None:
         handler = Handler()
         async with consuming(handler) as (_, _, peer):
             peer.send_message("m1", b"x" * 1000)
-            peer.send_bytes(b"")
             (message,) = await until(lambda: handler.messages)
-            assert repr(message) == f"<Message {M1} attempts=1 1000 bytes {b'x' * 40!r}>"
+            assert repr(message) == f"<Message {M1} attempts=1 1000 bytes>"
             message.body = b'{"a": [1]}'
             assert message.json() == {"a": [1]}
             handler.go()

@@ -180,10 +180,15 @@ class Request(NamedTuple):
 
 
 class WebServer:
-    """Answers `statuses` one after the other, the last one for good."""
+    """Answers `statuses` one after the other, the last one for good; each after a delay, or when `released`
+    is set."""
 
     def __init__(self, *statuses: int, delay: float = 0.0) -> None:
         self.requests: list[Request] = []
+        self.released = threading.Event()
+        self.released.set()
+        self.most_at_a_time = 0
+        active = 0
         self.statuses = list(statuses or (200,))
         self._lock = threading.Lock()
         owner = self
@@ -192,6 +197,7 @@ class WebServer:
             protocol_version = "HTTP/1.1"
 
             def answer(self) -> None:
+                nonlocal active
                 length = int(self.headers.get("Content-Length", 0))
                 body = self.rfile.read(length)
                 with owner._lock:
@@ -200,7 +206,12 @@ class WebServer:
                     owner.requests.append(
                         Request(self.command, self.path, headers, body, self.client_address)
                     )
+                    active += 1
+                    owner.most_at_a_time = max(owner.most_at_a_time, active)
                 time.sleep(delay)
+                owner.released.wait(DEADLINE)
+                with owner._lock:
+                    active -= 1
                 self.send_response(status)
                 if status == 204:
                     self.end_headers()

@@ -86,7 +86,8 @@ def test_a_transcript_is_what_one_sees(session: str, shims: Path, tmp_path: Path
     assert len(steps) == session.count("$ ")
     with start_broker() as broker, load(broker):
         for line, expected in steps:
-            line = line.replace("127.0.0.1:4150", tcp(broker)).replace("127.0.0.1:4151", http(broker))
+            line = re.sub(r"127\.0\.0\.1:4150\b", tcp(broker), line)
+            line = re.sub(r"address=127\.0\.0\.1:4151\b", f"address={http(broker)}", line)
             line = line.replace("--interval=1s", "--interval=50ms")
             done = subprocess.run(
                 ["bash", "-c", line],

@@ -88,13 +88,13 @@ def test_when_no_more_can_come_messages_are_finished_without_waiting(
 
 
 def test_a_long_sync_interval_does_not_make_messages_time_out(topic: str, tmp_path: Path) -> None:
-    with start_broker(msg_timeout=0.3, max_msg_timeout=0.6) as broker:
-        with archive(broker, tmp_path, f"--topic={topic}", "--sync-interval=2s") as tool:
+    with start_broker(msg_timeout=0.3) as broker:
+        with archive(broker, tmp_path, f"--topic={topic}", "--sync-interval=1s") as tool:
             wait_for_channel(broker, topic, "c")
             broker.publish(topic, b"one")
             wait_until_drained(broker, topic, "c", 1)
-            assert broker.channel_stats(topic, "c")["message_count"] == 1  # type: ignore[index]
-            tool.kill()
+            assert broker.channel_stats(topic, "c")["timeout_count"] == 0  # type: ignore[index]
+            assert tool.terminate() == 0
 
 
 def test_a_hangup_ends_the_file_and_the_next_message_begins_another(
@@ -314,8 +314,10 @@ def test_a_slow_disk_does_not_hold_up_the_event_loop(
 ) -> None:
     fsync = os.fsync
 
+    waits = [1.0]
+
     def slow(descriptor: int) -> None:
-        time.sleep(0.3)
+        time.sleep(waits.pop() if waits else 0.0)
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", slow)
@@ -333,16 +335,17 @@ def test_a_slow_disk_does_not_hold_up_the_event_loop(
         ending = Ending()
         running = asyncio.create_task(Archives(options, ending).run())
         await asyncio.to_thread(broker.publish, topic, *[b"x"] * 100)
-        for _ in range(100):
-            began = time.monotonic()
+        until = time.monotonic() + 1.2
+        while (began := time.monotonic()) < until:
             await asyncio.sleep(0.01)
             longest = max(longest, time.monotonic() - began)
+        assert not waits
         ending.end()
         await running
 
     asyncio.run(run())
     wait_until_drained(broker, topic, "c", 100)
-    assert longest < 0.25
+    assert longest < 0.8
 
 
 # The command line

@@ -19,7 +19,7 @@ from tests.support import BrokerProcess, TestBroker, start_broker
 
 from .processes import Tool, free_address, tcp, wait_for_channel, wait_until_drained
 
-ROUNDS = 8
+ROUNDS = 6
 
 
 class Load:

@@ -135,6 +135,9 @@ class Consumer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._is_stopping = False
+        self._is_draining = False
+        self._is_hurried = False
+        """Whoever waits for the stop does not want to."""
         self._stopping: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 
@@ -148,13 +151,11 @@ class Consumer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._begin_stop(STOP_S)
         # Loops over the messages in this task are over, or this would not be reached.
-        if self._hands:
-            await self._settle()
         for message, task in [*self._hands.items()]:
             if task is None or task is asyncio.current_task() or task.done():
                 message.requeue(0, backoff=False)
-        self._begin_stop(STOP_S)
         await self._wait_for_stop()
 
     async def start(self) -> None:
@@ -211,18 +212,28 @@ class Consumer:
             self._stopping.add_done_callback(log_failure)
 
     async def _wait_for_stop(self) -> None:
-        try:
-            await self._stopped.wait()
-        except asyncio.CancelledError:
-            assert self._stopping is not None
-            self._stopping.cancel()
-            await asyncio.wait({self._stopping})
-            raise
+        is_cancelled = False
+        while not self._stopped.is_set():
+            try:
+                await self._stopped.wait()
+            except asyncio.CancelledError:
+                # The end of it takes a moment, however often that is said.
+                is_cancelled = self._is_hurried = True
+                if self._is_draining and self._stopping is not None:
+                    self._stopping.cancel()
+        if is_cancelled:
+            raise asyncio.CancelledError
 
     async def _wind_up(self, grace: float) -> None:
         try:
-            await self._drain(grace)
+            if not self._is_hurried:
+                self._is_draining = True
+                await self._drain(grace)
+        except asyncio.CancelledError:
+            if not self._is_hurried:
+                raise
         finally:
+            self._is_draining = False
             await self._clean_up()
 
     async def _drain(self, grace: float) -> None:
@@ -246,24 +257,25 @@ class Consumer:
 
     async def _clean_up(self) -> None:
         self._distribution.stop()
-        await self._discovery.stop()
         self._inbox.end()
         for worker in self._workers:
             worker.cancel()
+        await self._discovery.stop()
+        connections = [*self._discovery.connections.values()]
+        for connection in connections:
+            connection.close()
+        for timer in (self._timer, self._touch_timer):
+            if timer is not None:
+                timer.cancel()
         if self._workers:
             _, stubborn = await asyncio.wait(self._workers, timeout=CANCEL_S)
             if stubborn:
                 logger.error("%s: %d handlers do not let themselves be cancelled", self, len(stubborn))
-        for connection in [*self._discovery.connections.values()]:
-            connection.close()
-        for connection in [*self._discovery.connections.values()]:
+        self._calls.close()
+        for connection in connections:
             await connection.closed.wait()
         if self._dead_letters is not None:
             await self._dead_letters.stop()
-        for timer in (self._timer, self._touch_timer):
-            if timer is not None:
-                timer.cancel()
-        self._calls.close()
         self._stopped.set()
 
     def _give_back(self) -> None:
@@ -531,6 +543,8 @@ class Consumer:
     async def give_up(self, message: Message, reason: str = "") -> None:
         """Have `on_give_up` and `dead_letter` take a message, and finish it. If one of them fails it is
         requeued: what nobody has is not finished."""
+        if message.is_answered:
+            return
         why = reason or f"it has been tried {message.attempts - 1} times"
         logger.warning("%s: giving up on %r: %s", self, message, why)
         try:

@@ -100,8 +100,9 @@ class Message:
         self._consumer.touch(self)
 
     def __repr__(self) -> str:
+        # As it stands in logs: what is in the body is not theirs to know.
         shown = self.id.decode("ascii", "backslashreplace")
-        return f"<Message {shown} attempts={self.attempts} {len(self.body)} bytes {self.body[:40]!r}>"
+        return f"<Message {shown} attempts={self.attempts} {len(self.body)} bytes>"
 
 
 def check_delay(seconds: float) -> None:

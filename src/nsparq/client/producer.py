@@ -111,13 +111,17 @@ class Producer:
             self._is_stopped = True
             self._room.set()
             self._stopping = asyncio.create_task(self._wind_up())
-        try:
-            await asyncio.wait({self._stopping})
-        except asyncio.CancelledError:
-            if self._connection is not None:
-                self._connection.abort()
-            await asyncio.wait({self._stopping})
-            raise
+        is_cancelled = False
+        while not self._stopping.done():
+            try:
+                await asyncio.wait({self._stopping})
+            except asyncio.CancelledError:
+                # The end of it takes a moment, however often that is said.
+                is_cancelled = True
+                if self._connection is not None:
+                    self._connection.abort()
+        if is_cancelled:
+            raise asyncio.CancelledError
 
     async def _wind_up(self) -> None:
         if self._opening is not None:

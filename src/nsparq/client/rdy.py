@@ -7,7 +7,8 @@ something lying, we go further than it does:
 
 - a lower `max_in_flight` takes RDY from some connections where one for each is too much already, and it
   reaches the probe of a back-off too
-- what has become free by the loss of a connection is given to the others at the next redistribution
+- what has become free by the loss of a connection is given to the others at the next redistribution, and the
+  probe of a back-off to the next connection that is made
 - where RDY goes round, the one that has waited longest is next, not just any
 """
 
@@ -85,6 +86,11 @@ class Distribution:
         self._shares[peer] = _Share(now)
         if self._redistribute_at is None:
             self._redistribute_at = now + self._config.rdy_redistribute_interval
+        if self.is_in_backoff:
+            if self._pause_until is None and not self.total:
+                # The one that was to let a message through is gone.
+                self._probe(now)
+            return
         for other in [*self._shares]:
             if other is not peer:
                 self._update(other, now)

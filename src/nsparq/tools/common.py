@@ -41,7 +41,6 @@ from nsparq.version import NSQ_VERSION, __version__, version_line
 __all__ = [
     "FLOAT",
     "GRACE_S",
-    "ConsumerOptions",
     "Ending",
     "Timings",
     "ToolTable",
@@ -120,14 +119,18 @@ class ToolTable(OptionTable[T]):
         # What is set off in the help becomes a block of its own.
         about = re.sub("^  ", "    ", self.about, flags=re.MULTILINE)
         lines = [f"## {self.program}", "", about, "", "```sh", *self.examples, "```"]
-        lines += ["", f"Also as `nsparq {self.command}`.", ""]
+        lines += ["", f"Also as `nsparq {self.command}`."]
         for option in self.options:
             if option.heading:
-                lines += [f"**{option.heading}**", "", "| flag | default | meaning |", "| --- | --- | --- |"]
+                lines += [
+                    "",
+                    f"**{option.heading}**",
+                    "",
+                    "| flag | default | meaning |",
+                    "| --- | --- | --- |",
+                ]
             lines.append(_row(option))
-            if option is self.options[-1] or self.options[self.options.index(option) + 1].heading:
-                lines.append("")
-        return "\n".join(lines)
+        return "\n".join([*lines, ""])
 
 
 def _row(option: Option) -> str:
@@ -185,19 +188,6 @@ def connect_timeout_option() -> float:
 
 def request_timeout_option(seconds: float) -> float:
     return opt(seconds, "time for a whole HTTP request", DURATION, bound="positive")
-
-
-class ConsumerOptions(Protocol):
-    """What every tool that consumes can be told."""
-
-    @property
-    def nsqd_tcp_address(self) -> tuple[str, ...]: ...
-    @property
-    def lookupd_http_address(self) -> tuple[str, ...]: ...
-    @property
-    def max_in_flight(self) -> int: ...
-    @property
-    def consumer_opt(self) -> tuple[str, ...]: ...
 
 
 def check_sources(nsqd: Sequence[str], lookupd: Sequence[str], nsqd_flag: str = "nsqd-tcp-address") -> None:

@@ -1,0 +1,77 @@
+"""What a program that only talks to a broker has to install: nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import nsparq.client
+
+HEAVY = (
+    "OpenSSL",
+    "cramjam",
+    "crc32c",
+    "cryptography",
+    "httptools",
+    "numpy",
+    "pyspark",
+    "re2",
+    "rich",
+    "uvloop",
+)
+
+
+def run(code: str) -> str:
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_importing_the_client_imports_nothing_but_the_standard_library() -> None:
+    code = f"""
+import sys
+before = set(sys.modules)
+import nsparq.client
+new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+print(sorted(new & set({HEAVY})), sorted(new - set(sys.stdlib_module_names) - {{"nsparq"}}))
+print("nsparq.server" in sys.modules, "nsparq.broker" in sys.modules, "nsparq.storage" in sys.modules)
+"""
+    assert run(code) == "[] []\nFalse False False\n"
+
+
+def test_it_works_without_the_packages_of_the_extras() -> None:
+    """Over TLS and deflate too; snappy says what it needs."""
+    code = f"""
+import asyncio, sys
+sys.modules.update(dict.fromkeys({HEAVY}))
+from nsparq.client import Config, ConfigError, ConnectFailed, Consumer, Producer
+import nsparq.transport.deflate, nsparq.transport.tls_client
+Config(tls_v1=True, deflate=True).ssl_context()
+try:
+    Config(snappy=True)
+except ConfigError as error:
+    print(error)
+
+async def main():
+    async with Producer("127.0.0.1:1") as producer:
+        try:
+            await producer.publish("t", b"x")
+        except ConnectFailed as error:
+            print(error)
+    async with Consumer("t", "ch", nsqd=["127.0.0.1:1"], nsqlookupd=["127.0.0.1:1"]):
+        await asyncio.sleep(0.05)
+
+import logging
+logging.disable()
+asyncio.run(main())
+"""
+    assert run(code).splitlines() == [
+        "snappy needs the packages cramjam and crc32c",
+        "127.0.0.1:1: Connection refused",
+    ]
+
+
+def test_what_is_public_is_there() -> None:
+    assert sorted(nsparq.client.__all__) == nsparq.client.__all__
+    assert all(hasattr(nsparq.client, name) for name in nsparq.client.__all__)
+    assert {"Config", "Consumer", "Message", "Producer", "Reject", "Requeue"} <= set(nsparq.client.__all__)
