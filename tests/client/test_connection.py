@@ -262,7 +262,7 @@ def test_cancelled_during_set_up_it_leaves_nothing_open(turns: int) -> None:
 @pytest.mark.parametrize(
     ("address", "text"),
     [
-        ("a" * 70 + ".example:4150", "label empty or too long"),
+        ("a" * 70 + ".example:4150", "too long"),
         ("/nowhere/nsqd.sock", "No such file or directory"),
     ],
 )

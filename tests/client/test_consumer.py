@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -905,12 +906,12 @@ def test_messages_are_kept_from_timing_out_while_handled_and_while_waiting() -> 
 def test_touches_come_before_the_timeout_with_room_to_spare() -> None:
     async def main() -> None:
         handler = Handler()
-        async with consuming(handler, nsqd=ScriptedNsqd({"msg_timeout": 300})) as (_, nsqd, peer):
+        async with consuming(handler, nsqd=ScriptedNsqd({"msg_timeout": 900})) as (_, nsqd, peer):
             loop = asyncio.get_running_loop()
             began = loop.time()
             peer.send_message("m1")
             await nsqd.told(f"TOUCH {M1}")
-            assert 0.09 < loop.time() - began < 0.25
+            assert 0.28 < loop.time() - began < 0.8
             handler.go()
 
     run(main())
@@ -969,11 +970,11 @@ def test_thousands_of_held_messages_are_touched_in_little_time() -> None:
             for number in range(5000):
                 peer.send_message(str(number))
             await until(lambda: consumer.messages_received == 5000)
-            loop = asyncio.get_running_loop()
-            longest, before = 0.0, loop.time()
+            # Of the processor: the machine may have other things to do.
+            longest, before = 0.0, time.thread_time()
             while len(nsqd.commands) < 3 + 5000:
                 await asyncio.sleep(0)
-                longest, before = max(longest, loop.time() - before), loop.time()
+                longest, before = max(longest, time.thread_time() - before), time.thread_time()
             assert longest < 0.3, "nothing else could run meanwhile"
             await consumer.stop(0)
 
@@ -1408,6 +1409,21 @@ def test_stop_may_be_called_by_many_and_again() -> None:
             assert nsqd.commands.count("CLS") == 1
             with pytest.raises(Stopped):
                 await consumer.start()
+
+    run(main())
+
+
+def test_a_second_stop_with_less_grace_holds() -> None:
+    async def main() -> None:
+        handler = Handler()
+        async with consuming(handler) as (consumer, nsqd, peer):
+            peer.send_message("m1")
+            await until(lambda: handler.messages)
+            first = asyncio.create_task(consumer.stop())
+            await nsqd.told("CLS")
+            await consumer.stop(0.1)
+            await first
+            assert len(handler.cancelled) == 1
 
     run(main())
 

@@ -536,6 +536,8 @@ def test_publishes_cancelled_at_any_point(
             proxy.address, config=config, retry=seed % 2 == 0, max_pending=chance.choice([1, 3, 1000])
         ) as producer:
             tasks = []
+            if seed % 3:
+                await account.publish(producer, b"first")
             for number in range(120):
                 tasks.append(asyncio.create_task(account.publish(producer, b"%d" % number)))
                 if chance.random() < 0.3:
@@ -552,7 +554,6 @@ def test_publishes_cancelled_at_any_point(
         await account.settle()
 
     run(main(), within=40)
-    assert account.acknowledged
 
 
 @pytest.mark.parametrize("kind", ["handler", "thread", "batch", "loop"])

@@ -137,7 +137,7 @@ class Consumer:
         self._is_stopping = False
         self._is_draining = False
         self._is_hurried = False
-        """Whoever waits for the stop does not want to."""
+        """Whoever waits for the stop does not want to wait any more."""
         self._stopping: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 
@@ -183,12 +183,15 @@ class Consumer:
         `grace` seconds is left to the server, which sends it to another.
 
         Called from a handler, or from within a loop over the messages, it returns at once, since that is what
-        it would have to wait for. Whoever is cancelled while waiting cuts it short."""
+        it would have to wait for. Called again, the shorter grace holds. Whoever is cancelled while waiting
+        cuts it short."""
         self._begin_stop(grace)
         if asyncio.current_task() in self._workers:
             return
         if self._is_iterating_here():
-            await self._settle()
+            # A loop that was just left has its iterator closed by the event loop, a few turns later.
+            for _ in range(3):
+                await asyncio.sleep(0)
             if self._is_iterating_here():
                 return
         await self._wait_for_stop()
@@ -210,6 +213,14 @@ class Consumer:
                 self._inbox.end()
             self._stopping = self._loop.create_task(self._wind_up(grace))
             self._stopping.add_done_callback(log_failure)
+        elif not self._stopped.is_set():
+            self._loop.call_later(grace, self._hurry)
+
+    def _hurry(self) -> None:
+        """Wait for nothing any more."""
+        self._is_hurried = True
+        if self._is_draining and self._stopping is not None:
+            self._stopping.cancel()
 
     async def _wait_for_stop(self) -> None:
         is_cancelled = False
@@ -218,9 +229,8 @@ class Consumer:
                 await self._stopped.wait()
             except asyncio.CancelledError:
                 # The end of it takes a moment, however often that is said.
-                is_cancelled = self._is_hurried = True
-                if self._is_draining and self._stopping is not None:
-                    self._stopping.cancel()
+                is_cancelled = True
+                self._hurry()
         if is_cancelled:
             raise asyncio.CancelledError
 
@@ -260,10 +270,10 @@ class Consumer:
         self._inbox.end()
         for worker in self._workers:
             worker.cancel()
-        await self._discovery.stop()
         connections = [*self._discovery.connections.values()]
         for connection in connections:
             connection.close()
+        await self._discovery.stop()
         for timer in (self._timer, self._touch_timer):
             if timer is not None:
                 timer.cancel()
@@ -285,11 +295,6 @@ class Consumer:
 
     def _is_iterating_here(self) -> bool:
         return asyncio.current_task() in self._hands.values()
-
-    async def _settle(self) -> None:
-        """A loop that was just left has its iterator closed by the event loop, a few turns later."""
-        for _ in range(3):
-            await asyncio.sleep(0)
 
     # brokers
 
