@@ -15,9 +15,10 @@ import nsparq
 SOURCE = Path(nsparq.__file__).parent
 
 # What each package or module directly under nsparq may import from the others.
-BASE = {"errors", "names", "packed", "version"}
+BASE = {"chance", "errors", "names", "packed", "version"}
 DAEMON = {"addresses", "http", "logs", "option_table", "process"}
 MAY_IMPORT = {
+    "chance": set(),
     "errors": set(),
     "names": set(),
     "kernel": {"_kernel"},
@@ -32,7 +33,7 @@ MAY_IMPORT = {
     "fetch": {"errors"},
     "http": {"errors"},
     "transport": {"errors"},
-    "client": BASE | {"addresses", "fetch", "flags", "transport", "wire"},
+    "client": BASE | {"addresses", "flags", "transport", "wire"},
     "wire": BASE | {"kernel"},
     "storage": BASE,
     "broker": BASE | {"options", "storage", "wire"},
@@ -160,3 +161,8 @@ def test_the_command_line_needs_no_package_of_an_extra() -> None:
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert (result.returncode, result.stderr) == (0, "")
         assert result.stdout.startswith(f"{program} v")
+
+
+def test_random_choices_are_drawn_from_our_own_source() -> None:
+    users = {module_name(path) for path in modules() if "random" in roots(path)}
+    assert users <= {"nsparq.chance", "nsparq.demo"}

@@ -222,8 +222,7 @@ class Option(CommandFlag):
 
     @property
     def notes(self) -> list[str]:
-        notes = ["may be given several times"] if self.kind.is_list else []
-        return notes
+        return ["may be given several times"] if self.kind.is_list else []
 
 
 def opt(

@@ -9,6 +9,7 @@ import pytest
 
 from nsparq.broker.channel import MAX_WRITE
 from nsparq.broker.scan import SLICE
+from nsparq.chance import chance
 from nsparq.errors import ClientError, Exiting, SubscribeRefused
 from tests.broker.rig import MILLISECOND, NODE_ID, SECOND, FakeClient, Rig, bodies, counts
 
@@ -248,7 +249,7 @@ def test_redeliveries_come_in_the_order_in_which_they_came_back(rig: Rig):
 def test_a_sampling_client_gets_about_its_share_and_the_rest_is_gone(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(random, "randrange", random.Random(1).randrange)
+    monkeypatch.setattr(chance, "randrange", random.Random(1).randrange)
     client = rig.subscribe(rdy=2500, sample_rate=30)
     rig.publish("t", *bodies(2000))
     got = len(client.messages)
@@ -259,7 +260,7 @@ def test_a_sampling_client_gets_about_its_share_and_the_rest_is_gone(
 
 def test_a_sampling_client_samples_redeliveries_too(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     draws = iter([0, 0, 0, 99, 0, 99])
-    monkeypatch.setattr(random, "randrange", lambda limit: next(draws))
+    monkeypatch.setattr(chance, "randrange", lambda limit: next(draws))
     client = rig.subscribe(rdy=10, sample_rate=50)
     rig.publish("t", *bodies(3))
     client.channel.requeue(client, client.messages[0].id, 0, rig.clock())
@@ -276,7 +277,7 @@ def test_a_sampling_client_sees_message_times_and_ids_like_any_other(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     draws = iter([99, 0, 99, 0])
-    monkeypatch.setattr(random, "randrange", lambda limit: next(draws))
+    monkeypatch.setattr(chance, "randrange", lambda limit: next(draws))
     client = rig.subscribe(rdy=10, sample_rate=50)
     rig.publish("t", *bodies(4))
     one, three = client.take()

@@ -21,6 +21,8 @@ from tests.support.aio import run, until
 from tests.support.certificates import certificates, issue
 from tests.support.scripted_nsqd import RESPONSE, Peer, ScriptedNsqd, frame, message_frame
 
+pytestmark = pytest.mark.usefixtures("any_loop")
+
 HEARTBEAT = frame(RESPONSE, b"_heartbeat_")
 
 

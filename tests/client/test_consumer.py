@@ -17,6 +17,8 @@ from nsparq.client.consumer import CLOSE_WAIT_S, PREFETCH
 from tests.support.aio import run, until
 from tests.support.scripted_nsqd import Peer, ScriptedNsqd, message_id
 
+pytestmark = pytest.mark.usefixtures("any_loop")
+
 M1, M2, M3 = (message_id(name) for name in ("m1", "m2", "m3"))
 # Failures are not to slow the tests down, unless they are about that.
 CALM = {"max_backoff_duration": 0.0, "reconnect_delay": 0.01}
@@ -137,6 +139,7 @@ def test_a_message_is_finished_when_its_handler_returns() -> None:
         (Requeue(0.29, backoff=False), 290),
         (asyncio.CancelledError(), 180_000),
         (ExceptionGroup("several", [ValueError()]), 180_000),
+        (BaseExceptionGroup("worse", [asyncio.CancelledError()]), 180_000),
     ],
 )
 def test_a_message_is_requeued_when_its_handler_raises(error: BaseException, delay_ms: int) -> None:
@@ -1239,6 +1242,56 @@ def test_a_failing_handler_backs_off_and_recovers() -> None:
             peer.send_message("m2")
             await nsqd.told("RDY 10", f"FIN {M2}")
             assert not consumer.is_in_backoff
+
+    run(main())
+
+
+def test_a_backoff_without_pauses_goes_on_at_once() -> None:
+    async def main() -> None:
+        async def fail(message: Message) -> None:
+            if message.attempts < 5:
+                raise ValueError
+
+        config = {"max_backoff_duration": 1.0, "backoff_multiplier": 0.0, "default_requeue_delay": 0.0}
+        async with consuming(fail, config=config, concurrency=3) as (consumer, nsqd, peer):
+            for attempts in range(1, 6):
+                for name in ("m1", "m2", "m3"):
+                    peer.send_message(name, attempts=attempts)
+                answered = 3 * attempts
+                await until(lambda answered=answered: consumer.messages_received == answered)
+                await until(
+                    lambda answered=answered: (
+                        consumer.messages_requeued + consumer.messages_finished == answered
+                    )
+                )
+            assert (consumer.messages_requeued, consumer.messages_finished) == (12, 3)
+            await until(lambda: nsqd.commands[-1].startswith(("RDY 1", "FIN")))
+
+    run(main())
+
+
+def test_a_worker_that_dies_all_the_same_is_replaced(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsparq.client.consumer.WORKER_RETRY_S", 0.01)
+    is_broken = False
+
+    def clock() -> float:
+        if is_broken:
+            raise ZeroDivisionError
+        return time.monotonic()
+
+    monkeypatch.setattr("nsparq.client.handling.monotonic", clock)
+
+    async def main() -> None:
+        nonlocal is_broken
+        async with consuming(ignore) as (_, nsqd, peer):
+            is_broken = True
+            peer.send_message("m1")
+            await until(lambda: "ZeroDivisionError" in caplog.text)
+            is_broken = False
+            peer.send_message("m2")
+            await nsqd.told(f"FIN {M1}", f"FIN {M2}")
 
     run(main())
 

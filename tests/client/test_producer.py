@@ -23,6 +23,8 @@ from tests.support.aio import run, until
 from tests.support.auth_server import AuthServer, unused_port
 from tests.support.scripted_nsqd import ScriptedNsqd, message_frame
 
+pytestmark = pytest.mark.usefixtures("any_loop")
+
 Reply = bytes | str | None
 
 

@@ -14,6 +14,7 @@ import re
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Final
 
 from tests.support import ERROR, MESSAGE, RESPONSE, multi, sized
@@ -166,6 +167,11 @@ def case(seed: int) -> list[bytes]:
         data = _conversation(choose)
     else:
         data = _mutate(choose, _conversation(choose))
+    return cut(choose, data)
+
+
+def cut(choose: random.Random, data: bytes) -> list[bytes]:
+    """The bytes in pieces, as a network might deliver them."""
     pieces = []
     while data:
         size = choose.choice([len(data), len(data), choose.randint(1, len(data)), choose.randint(1, 10)])
@@ -178,6 +184,16 @@ def case(seed: int) -> list[bytes]:
 
 def play(address: tuple[str, int], pieces: list[bytes], timeout: float = 5.0) -> list[str]:
     """Send the pieces and the end of the stream; what the broker did that it must not do."""
+    return play_against(judge, address, pieces, timeout)
+
+
+def play_against(
+    judged: Callable[[bytes, bool], list[str]],
+    address: tuple[str, int],
+    pieces: list[bytes],
+    timeout: float,
+) -> list[str]:
+    """The same, with whatever judges what the broker said."""
     deadline = time.monotonic() + timeout
     with socket.create_connection(address, timeout=timeout) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -198,7 +214,7 @@ def play(address: tuple[str, int], pieces: list[bytes], timeout: float = 5.0) ->
             return ["does not close after the end of the stream"]
         except OSError:
             reset = True
-    return judge(bytes(received), reset)
+    return judged(bytes(received), reset)
 
 
 def judge(received: bytes, reset: bool) -> list[str]:

@@ -11,10 +11,10 @@ import json
 import math
 import random
 import re
-import socket
 import time
 from typing import Final
 
+from tests.faults.fuzzing import cut, play_against
 from tests.support import multi
 
 STATUSES: Final = frozenset({200, 301, 308, 400, 404, 405, 409, 410, 413, 414, 416, 417, 431, 501, 503, 505})
@@ -225,39 +225,12 @@ def case(seed: int) -> list[bytes]:
         data = choose.randbytes(choose.randint(0, 2000))
     elif kind > 0.35:
         data = _mutate(choose, data)
-    pieces = []
-    while data:
-        size = choose.choice([len(data), len(data), choose.randint(1, len(data)), choose.randint(1, 10)])
-        pieces.append(data[:size])
-        data = data[size:]
-        if len(pieces) > 30:
-            return [*pieces, data]
-    return pieces
+    return cut(choose, data)
 
 
 def play(address: tuple[str, int], pieces: list[bytes], timeout: float = 8.0) -> list[str]:
     """Send the pieces and the end of the stream; what the broker did that it must not do."""
-    deadline = time.monotonic() + timeout
-    with socket.create_connection(address, timeout=timeout) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        reset = False
-        try:
-            for piece in pieces:
-                connection.sendall(piece)
-            connection.shutdown(socket.SHUT_WR)
-        except OSError:
-            reset = True
-        received = bytearray()
-        try:
-            while block := connection.recv(1 << 16):
-                received += block
-                if time.monotonic() > deadline:
-                    return ["goes on after the end of the stream"]
-        except TimeoutError:
-            return ["does not close after the end of the stream"]
-        except OSError:
-            reset = True
-    return judge(bytes(received), reset)
+    return play_against(judge, address, pieces, timeout)
 
 
 def judge(received: bytes, reset: bool) -> list[str]:

@@ -68,7 +68,7 @@ of_lookupd = load(LOOKUPD, "/topic/create", "/channel/create", "/channel/delete"
 
 
 class Target:
-    """A daemon, over one connection. A process: hypothesis objects to threads that use `random`."""
+    """A daemon in a process of its own, over one connection."""
 
     def __init__(self, daemon: BrokerProcess) -> None:
         self.session = requests.Session()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Another event loop to run these on, for a second opinion.
+# Another event loop to run them on.
 LOOP_FACTORY: Callable[[], asyncio.AbstractEventLoop] | None = None
 
 

@@ -6,7 +6,6 @@ Where it stands in its topic's log, and how that is kept, is in `backlog`.
 from __future__ import annotations
 
 import logging
-import random
 from bisect import bisect_right
 from collections import deque
 from itertools import islice
@@ -16,6 +15,7 @@ from nsparq.broker.backlog import Backlog, SeekPlan
 from nsparq.broker.client import Client
 from nsparq.broker.inflight import Run
 from nsparq.broker.latency import Latency, summarize
+from nsparq.chance import chance
 from nsparq.errors import ClientError, Exiting, SubscribeRefused
 from nsparq.storage.batch import Batch
 from nsparq.storage.ranges import OffsetAhead
@@ -350,7 +350,7 @@ class Channel(Backlog):
         buffer, offsets = batch.frames or self._build(batch)
         deadline_ns = now_ns + client.msg_timeout_ns
         for i in range(index, index + number):
-            if random.randrange(100) > client.identity.sample_rate:
+            if chance.randrange(100) > client.identity.sample_rate:
                 continue
             message_id = self.topic.first_id + batch.base + i
             client.send(buffer[offsets[i] : offsets[i + 1]])
@@ -400,7 +400,7 @@ class Channel(Backlog):
                 self.dropped_count += 1
                 logger.error("%s: message %016x is lost to a damaged log", self, message_id)
                 continue
-            if client.identity.sample_rate and random.randrange(100) > client.identity.sample_rate:
+            if client.identity.sample_rate and chance.randrange(100) > client.identity.sample_rate:
                 continue
             frame, timestamp_ns = found
             pieces.append(frame if attempts == 1 else with_attempts(frame, attempts))

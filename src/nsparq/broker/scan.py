@@ -8,11 +8,12 @@ candidates. An idle channel costs nothing, and a new one is not overlooked until
 
 from __future__ import annotations
 
-import random
 from collections.abc import Generator
 from heapq import heappop, heappush
 from itertools import count, islice
 from typing import TYPE_CHECKING
+
+from nsparq.chance import chance
 
 if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
@@ -46,7 +47,7 @@ class QueueScan:
         """Serve the channels whose time has come, in rounds. Yields wherever a break is in order."""
         candidates = self._take_due(now_ns)
         while candidates:
-            chosen = random.sample(candidates, min(self._selection_count, len(candidates)))
+            chosen = chance.sample(candidates, min(self._selection_count, len(candidates)))
             remaining = set(chosen)
             candidates = [channel for channel in candidates if channel not in remaining]
             dirty = yield from self._round(chosen, now_ns)

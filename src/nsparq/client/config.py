@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-import random
 import socket
 import ssl
 import warnings
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from nsparq.addresses import split_address
+from nsparq.chance import chance
 from nsparq.errors import NsparqError
 from nsparq.flags import parse_bool, parse_duration
 from nsparq.version import __version__
@@ -162,7 +162,7 @@ class Config:
     def backoff(self, attempt: int) -> float:
         """How long to pause at the given depth of back-off."""
         longest = self.backoff_multiplier * 2.0 ** min(attempt, 64)
-        return longest if self.backoff_strategy == "exponential" else random.uniform(0, longest)
+        return longest if self.backoff_strategy == "exponential" else chance.uniform(0, longest)
 
     def requeue_delay(self, attempts: int) -> float:
         return min(self.default_requeue_delay * attempts, self.max_requeue_delay)

@@ -26,7 +26,7 @@ from nsparq.client.connection import Connection
 from nsparq.client.dead_letters import DeadLetters
 from nsparq.client.discovery import Discovery, log_failure
 from nsparq.client.errors import Stopped
-from nsparq.client.handling import Call, Calls, Inbox, Workers, is_cancelled
+from nsparq.client.handling import FATAL, Call, Calls, Inbox, Workers, is_cancelled
 from nsparq.client.lookup import Lookup
 from nsparq.client.message import Message
 from nsparq.client.rdy import Distribution, Signal
@@ -46,6 +46,7 @@ TOUCH_SHARE: Final = 3
 STOP_S: Final = 30.0
 CANCEL_S: Final = 2.0
 """How long handlers that were cancelled may take to end."""
+WORKER_RETRY_S: Final = 1.0
 CLOSE_WAIT_S: Final = 2.0
 """How long a server may take to confirm that it will send nothing more."""
 PREFETCH: Final = 8
@@ -131,7 +132,9 @@ class Consumer:
         """A connection has ended."""
         self._workers: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._touch_timer: asyncio.TimerHandle | None = None
+        self._touch_timer_at = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._is_stopping = False
@@ -166,17 +169,32 @@ class Consumer:
             raise RuntimeError("already started")
         self._loop, self._thread = asyncio.get_running_loop(), get_ident()
         for _ in range(self._concurrency):
-            if self._handler is not None:
-                work = Workers(self, self._inbox, self._handler).work()
-            elif self._batch_handler is not None:
-                workers = Workers(self, self._inbox, self._batch_handler)
-                work = workers.work_in_batches(self._batch_size, self._batch_timeout)
-            else:
-                break
-            worker = asyncio.create_task(work)
-            worker.add_done_callback(log_failure)
-            self._workers.append(worker)
+            self._add_worker()
         self._discovery.start()
+
+    def _add_worker(self) -> None:
+        if self._handler is not None:
+            work = Workers(self, self._inbox, self._handler).work()
+        elif self._batch_handler is not None:
+            workers = Workers(self, self._inbox, self._batch_handler)
+            work = workers.work_in_batches(self._batch_size, self._batch_timeout)
+        else:
+            return
+        worker = asyncio.create_task(work)
+        worker.add_done_callback(self._worker_ended)
+        self._workers.append(worker)
+
+    def _worker_ended(self, worker: asyncio.Task[None]) -> None:
+        log_failure(worker)
+        is_error = not worker.cancelled() and isinstance(worker.exception(), Exception)
+        if is_error and not self._is_stopping and self._loop is not None:
+            # It should not happen. If it does all the same, a consumer that consumes nothing is worse.
+            self._workers.remove(worker)
+            self._loop.call_later(WORKER_RETRY_S, self._replace_worker)
+
+    def _replace_worker(self) -> None:
+        if not self._is_stopping:
+            self._add_worker()
 
     async def stop(self, grace: float = STOP_S) -> None:
         """Take no new messages, let what is in flight be answered, close. What is not answered within
@@ -428,7 +446,7 @@ class Consumer:
             self._schedule()
         if delay is None:
             self.messages_finished += 1
-            connection.write(b"FIN " + message.id + b"\n")
+            connection.write(wire.fin(message.id))
         else:
             self.messages_requeued += 1
             connection.write(wire.req(message.id, milliseconds(delay)))
@@ -461,10 +479,10 @@ class Consumer:
         shortest = min(connection.msg_timeout for connection in connections)
         at = self._loop.time() + max(shortest / TOUCH_SHARE / 2, 0.005)
         if self._touch_timer is not None:
-            if self._touch_timer.when() <= at:
+            if self._touch_timer_at <= at:
                 return
             self._touch_timer.cancel()
-        self._touch_timer = self._loop.call_at(at, self._touch_held)
+        self._touch_timer, self._touch_timer_at = self._loop.call_at(at, self._touch_held), at
 
     def _touch_held(self) -> None:
         self._touch_timer = None
@@ -509,12 +527,12 @@ class Consumer:
             return
         at = self._distribution.next_event()
         if self._timer is not None:
-            if at is not None and self._timer.when() <= at:
+            if at is not None and self._timer_at <= at:
                 return
             self._timer.cancel()
             self._timer = None
         if at is not None:
-            self._timer = self._loop.call_at(at, self._tick)
+            self._timer, self._timer_at = self._loop.call_at(at, self._tick), at
 
     def _tick(self) -> None:
         self._timer = None
@@ -559,7 +577,9 @@ class Consumer:
                 await self._dead_letter(message)
             if self._dead_letters is not None:
                 await self._dead_letters.publish(message)
-        except (Exception, asyncio.CancelledError) as error:
+        except FATAL:
+            raise
+        except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             logger.error("%s: cannot give up on %r", self, message, exc_info=error)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Final
 
+from nsparq.chance import chance
 from nsparq.client.config import Config
 from nsparq.client.connection import Connection, checked_addresses
 from nsparq.client.errors import ClientError, ConnectFailed
@@ -140,7 +140,7 @@ class Discovery:
                 if clock() - began >= STEADY_S:
                     delay = config.reconnect_delay
             # Not all consumers of a broker that was restarted at the same moment.
-            await asyncio.sleep(random.uniform(delay / 2, delay))
+            await asyncio.sleep(chance.uniform(delay / 2, delay))
             delay = min(max(delay, 0.01) * 2, max(config.max_reconnect_delay, config.reconnect_delay))
 
     async def _poll(self) -> None:
@@ -149,7 +149,7 @@ class Discovery:
         config = self._config
         interval, first = config.lookupd_poll_interval, config.reconnect_delay or 0.01
         # Consumers that were started together need not ask together for ever.
-        regular = interval + random.uniform(0, config.lookupd_poll_jitter * interval)
+        regular = interval + chance.uniform(0, config.lookupd_poll_jitter * interval)
         hurry = 0.0
         while True:
             self._is_worth_asking.clear()
@@ -161,7 +161,7 @@ class Discovery:
             else:
                 hurry = min(hurry * 2 or first, max(config.max_reconnect_delay, first), interval)
             try:
-                async with asyncio.timeout(random.uniform(hurry / 2, hurry) if hurry else regular):
+                async with asyncio.timeout(chance.uniform(hurry / 2, hurry) if hurry else regular):
                     await self._is_worth_asking.wait()
             except TimeoutError:
                 regular = regular if hurry else interval

@@ -25,6 +25,8 @@ Call = Callable[[Any], Awaitable[Any]]
 
 SLICE_S: Final = 0.01
 """How long handlers that never wait may keep the event loop."""
+FATAL: Final = (GeneratorExit, KeyboardInterrupt, SystemExit)
+"""The end of the task or of the program. Whatever else a handler raises is about its message."""
 
 
 class Inbox:
@@ -99,7 +101,9 @@ class Workers:
                 continue
             try:
                 await call(message)
-            except (Exception, asyncio.CancelledError) as error:
+            except FATAL:
+                raise
+            except BaseException as error:
                 await self._fail([message], error)
             else:
                 if message.auto_response:
@@ -115,7 +119,9 @@ class Workers:
                 continue
             try:
                 await self._call(batch)
-            except (Exception, asyncio.CancelledError) as error:
+            except FATAL:
+                raise
+            except BaseException as error:
                 await self._fail(batch, error)
             else:
                 for message in batch:

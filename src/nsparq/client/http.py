@@ -109,5 +109,8 @@ def _parse(data: bytes) -> tuple[int, bytes]:
     if not data:
         raise ValueError("closed without an answer")
     response = HTTPResponse(_Source(data))  # type: ignore[arg-type]  # it only reads a file from it
-    response.begin()
-    return response.status, response.read()
+    try:
+        response.begin()
+        return response.status, response.read()
+    finally:
+        response.close()

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from nsparq.chance import chance
 from nsparq.client.config import Config, milliseconds
 from nsparq.client.connection import Connection, checked_addresses
 from nsparq.client.errors import ConnectFailed, NotConnected, PublishFailed, PublishTimeout, Stopped
@@ -334,7 +334,7 @@ class Producer:
                 logger.warning("%s", error)
             else:
                 # Producers are to spread over them.
-                random.shuffle(discovered)
+                chance.shuffle(discovered)
                 found += discovered
         since = asyncio.get_running_loop().time() - AVOID_S
         self._failed = {address: at for address, at in self._failed.items() if at > since}

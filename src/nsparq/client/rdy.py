@@ -14,11 +14,11 @@ something lying, we go further than it does:
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from enum import Enum
 from typing import Final, Protocol
 
+from nsparq.chance import chance
 from nsparq.client.config import Config
 
 RETRY_S: Final = 5.0
@@ -65,7 +65,7 @@ class _Share:
 class Distribution:
     """RDY of all connections of one consumer. Call tick() when next_event() says so."""
 
-    def __init__(self, config: Config, *, choose: Callable[[list[Peer]], Peer] = random.choice) -> None:
+    def __init__(self, config: Config, *, choose: Callable[[list[Peer]], Peer] = chance.choice) -> None:
         self._config = config
         self.max_in_flight = 1 if config.max_in_flight is None else config.max_in_flight
         self.backoff_count = 0

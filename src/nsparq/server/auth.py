@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import math
-import random
 import secrets
 import time
 from collections import OrderedDict
@@ -25,6 +24,7 @@ from enum import StrEnum
 from typing import Any, Final, Protocol
 from urllib.parse import urlencode, urlsplit
 
+from nsparq.chance import chance
 from nsparq.errors import NsparqError
 from nsparq.fetch import Answer, FetchError, fetch, without_secrets
 from nsparq.server.auth_patterns import BadPattern, Pattern, compile_pattern
@@ -223,7 +223,7 @@ class AuthServers:
         return await loop.run_in_executor(self._executor, self._ask_all, fields)
 
     def _ask_all(self, fields: Mapping[str, bytes]) -> Grant:
-        first = random.randrange(len(self._urls))
+        first = chance.randrange(len(self._urls))
         for url in self._urls[first:] + self._urls[:first]:
             try:
                 return self._ask(url, fields)

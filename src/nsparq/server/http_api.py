@@ -24,8 +24,8 @@ from nsparq.http.api import (
     Result,
 )
 from nsparq.http.describe import markdown, openapi
-from nsparq.names import is_valid_name
 from nsparq.packed import PackedBodies
+from nsparq.server.arguments import find_channel, find_topic_and_name, is_valid
 from nsparq.server.debug import DebugApi
 from nsparq.server.http_endpoints import nsqd_endpoints
 from nsparq.server.log_api import LogApi
@@ -36,7 +36,6 @@ from nsparq.version import NSQ_VERSION
 from nsparq.wire.server import decode_multiple
 
 if TYPE_CHECKING:
-    from nsparq.broker.channel import Channel
     from nsparq.broker.topic import Topic
     from nsparq.server.daemon import Nsqd
 
@@ -95,7 +94,7 @@ class HttpApi:
         topic = request.parameters.get("topic")
         if topic is None:
             raise ApiError(400, "MISSING_ARG_TOPIC")
-        if topic not in self.broker.topics and not _is_valid(topic):
+        if topic not in self.broker.topics and not is_valid(topic):
             raise ApiError(400, "INVALID_TOPIC")
         return topic
 
@@ -144,27 +143,21 @@ class HttpApi:
         return topic
 
     def create_channel(self, request: Request) -> None:
-        topic, channel = self.topic_and_channel(request)
+        topic, channel = find_topic_and_name(self.broker, request)
         topic.get_channel(channel)
 
     def delete_channel(self, request: Request) -> None:
-        channel = self.known_channel(request)
+        channel = find_channel(self.broker, request)
         channel.topic.delete_channel(channel.name)
 
     def empty_channel(self, request: Request) -> None:
-        self.known_channel(request).empty()
+        find_channel(self.broker, request).empty()
 
     def pause_channel(self, request: Request) -> None:
-        self.known_channel(request).pause()
+        find_channel(self.broker, request).pause()
 
     def unpause_channel(self, request: Request) -> None:
-        self.known_channel(request).unpause()
-
-    def topic_and_channel(self, request: Request) -> tuple[Topic, str]:
-        return topic_and_channel(self.nsqd, request)
-
-    def known_channel(self, request: Request) -> Channel:
-        return known_channel(self.nsqd, request)
+        find_channel(self.broker, request).unpause()
 
     # watching
 
@@ -205,37 +198,6 @@ class HttpApi:
         if parameters.get("format") == "json":
             return stats
         return render_stats(stats, self.broker.clock() / 1e9)
-
-
-def topic_and_channel(nsqd: Nsqd, request: Request) -> tuple[Topic, str]:
-    """A topic that exists, and a valid channel name, with NSQ's checks in its order."""
-    topic = _argument(request, "topic")
-    channel = _argument(request, "channel")
-    found = nsqd.broker.topics.get(topic)
-    if found is None:
-        raise ApiError(404, "TOPIC_NOT_FOUND")
-    return found, channel
-
-
-def known_channel(nsqd: Nsqd, request: Request) -> Channel:
-    topic, name = topic_and_channel(nsqd, request)
-    channel = topic.channels.get(name)
-    if channel is None:
-        raise ApiError(404, "CHANNEL_NOT_FOUND")
-    return channel
-
-
-def _argument(request: Request, name: str) -> str:
-    value = request.parameters.get(name)
-    if value is None:
-        raise ApiError(400, f"MISSING_ARG_{name.upper()}")
-    if not _is_valid(value):
-        raise ApiError(400, f"INVALID_ARG_{name.upper()}")
-    return value
-
-
-def _is_valid(name: str) -> bool:
-    return is_valid_name(name.encode("utf-8", "surrogateescape"))
 
 
 INTRODUCTION: Final = """

@@ -6,25 +6,17 @@ from typing import TYPE_CHECKING, Final
 
 from nsparq.http.api import JSON_TYPE, TEXT_TYPE, Endpoint, Param
 from nsparq.http.describe import openapi
+from nsparq.server.arguments import CHANNEL, NAMED_CHANNEL_ERRORS, TOPIC
 from nsparq.server.config import CHANGEABLE, KEYS, get_config, put_config
 from nsparq.server.log_endpoints import log_endpoints
-from nsparq.server.schemas import INFO, NAME, STATS, TEXT
+from nsparq.server.schemas import INFO, STATS, TEXT
 
 if TYPE_CHECKING:
     from nsparq.server.http_api import HttpApi
 
-TOPIC: Final = Param(name="topic", help="name of the topic", required=True, schema=NAME)
-CHANNEL: Final = Param(name="channel", help="name of the channel", required=True, schema=NAME)
 _MESSAGE: Final = {"type": "string", "format": "binary", "minLength": 1}
 
 _TOPIC_ERRORS: Final = ((400, "MISSING_ARG_TOPIC"), (400, "INVALID_TOPIC"))
-_CHANNEL_ERRORS: Final = (
-    (400, "MISSING_ARG_TOPIC"),
-    (400, "INVALID_ARG_TOPIC"),
-    (400, "MISSING_ARG_CHANNEL"),
-    (400, "INVALID_ARG_CHANNEL"),
-    (404, "TOPIC_NOT_FOUND"),
-)
 
 
 def nsqd_endpoints(api: HttpApi) -> list[Endpoint]:
@@ -241,5 +233,5 @@ def _channel_endpoint(api: HttpApi, action: str, summary: str, *errors: tuple[in
         summary=summary,
         params=(TOPIC, CHANNEL),
         permission="admin",
-        errors=(*_CHANNEL_ERRORS, *errors),
+        errors=(*NAMED_CHANNEL_ERRORS, *errors),
     )

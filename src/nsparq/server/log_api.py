@@ -19,12 +19,11 @@ from nsparq.broker.peek import STATES, PeekedMessage, peek_channel, peek_topic
 from nsparq.errors import CorruptBatch
 from nsparq.flags import parse_duration
 from nsparq.http.api import ApiError, Request, Response, Result
-from nsparq.names import is_valid_name
+from nsparq.server.arguments import find_channel, find_topic
 from nsparq.server.log_endpoints import BATCHES_TYPE, DEFAULT_PEEK, MAX_PEEK
 from nsparq.storage.ranges import OffsetAhead, OffsetGone
 
 if TYPE_CHECKING:
-    from nsparq.broker.channel import Channel
     from nsparq.broker.topic import Topic
     from nsparq.server.daemon import Nsqd
 
@@ -50,7 +49,7 @@ class LogApi:
     # reading
 
     def positions(self, request: Request) -> Result:
-        topic = self._topic(request)
+        topic = find_topic(self._nsqd.broker, request)
         found = topic.positions()
         return {
             "topic": topic.name,
@@ -65,7 +64,7 @@ class LogApi:
         }
 
     async def read(self, request: Request) -> Response:
-        topic = self._topic(request)
+        topic = find_topic(self._nsqd.broker, request)
         _check_incarnation(request, topic)
         start = _number(request, "from")
         if start is None:
@@ -107,7 +106,7 @@ class LogApi:
         return Response(body=data, content_type=BATCHES_TYPE, headers=headers)
 
     async def peek_topic(self, request: Request) -> Result:
-        topic = self._topic(request)
+        topic = find_topic(self._nsqd.broker, request)
         start = _number(request, "from")
         try:
             peek = peek_topic(topic, start, _peek_count(request), MAX_PEEK_BYTES)
@@ -119,7 +118,7 @@ class LogApi:
         return {"messages": [_shown(message) for message in found], "missing": peek.missing}
 
     async def peek_channel(self, request: Request) -> Result:
-        channel = self._channel(request)
+        channel = find_channel(self._nsqd.broker, request)
         asked = request.parameters.get("state")
         states = STATES if asked is None else tuple(dict.fromkeys(asked.split(",")))
         if not set(STATES).issuperset(states):
@@ -131,7 +130,7 @@ class LogApi:
     # moving
 
     async def seek(self, request: Request) -> Result:
-        channel = self._channel(request)
+        channel = find_channel(self._nsqd.broker, request)
         topic = channel.topic
         _check_incarnation(request, topic)
         is_rehearsal = _flag(request, "dry_run")
@@ -158,7 +157,7 @@ class LogApi:
         return topic.log.start if parameters["to"] == "start" else topic.visible_end
 
     def commit(self, request: Request) -> Result:
-        channel = self._channel(request)
+        channel = find_channel(self._nsqd.broker, request)
         _check_incarnation(request, channel.topic)
         sequence = _number(request, "sequence")
         if sequence is None:
@@ -172,10 +171,10 @@ class LogApi:
     # settings
 
     def settings(self, request: Request) -> Result:
-        return _settings_of(self._topic(request))
+        return _settings_of(find_topic(self._nsqd.broker, request))
 
     def change_settings(self, request: Request) -> Result:
-        topic = self._topic(request)
+        topic = find_topic(self._nsqd.broker, request)
         try:
             wanted = json.loads(request.body)
             if not isinstance(wanted, dict):
@@ -188,34 +187,8 @@ class LogApi:
             raise ApiError(400, "INVALID_SETTINGS", reason=str(error)) from error
         return _settings_of(topic)
 
-    # finding
-
-    def _topic(self, request: Request) -> Topic:
-        name = _name(request, "topic")
-        topic = self._nsqd.broker.topics.get(name)
-        if topic is None:
-            raise ApiError(404, "TOPIC_NOT_FOUND")
-        return topic
-
-    def _channel(self, request: Request) -> Channel:
-        _name(request, "topic")
-        name = _name(request, "channel")
-        channel = self._topic(request).channels.get(name)
-        if channel is None:
-            raise ApiError(404, "CHANNEL_NOT_FOUND")
-        return channel
-
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await self._nsqd.in_disk_thread(work)
-
-
-def _name(request: Request, parameter: str) -> str:
-    value = request.parameters.get(parameter)
-    if value is None:
-        raise ApiError(400, f"MISSING_ARG_{parameter.upper()}")
-    if not is_valid_name(value.encode("utf-8", "surrogateescape")):
-        raise ApiError(400, f"INVALID_ARG_{parameter.upper()}")
-    return value
 
 
 def _number(request: Request, parameter: str) -> int | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from nsparq.http.api import JSON_TYPE, Endpoint, Param
-from nsparq.server.schemas import COUNT, INT, NAME, SEQUENCE, TEXT, listed, obj
+from nsparq.server.arguments import CHANNEL, CHANNEL_ERRORS, TOPIC, TOPIC_ERRORS
+from nsparq.server.schemas import COUNT, INT, SEQUENCE, TEXT, listed, obj
 
 if TYPE_CHECKING:
     from nsparq.server.log_api import LogApi
@@ -15,24 +16,10 @@ DEFAULT_PEEK: Final = 10
 MAX_PEEK: Final = 1000
 MAX_SETTINGS: Final = 64 << 10
 
-_TOPIC: Final = Param(name="topic", help="name of the topic", required=True, schema=NAME)
-_CHANNEL: Final = Param(name="channel", help="name of the channel", required=True, schema=NAME)
 _FLAG: Final = {"type": "string", "enum": ["true", "1", "false", "0"]}
 _STATE: Final = "(ready|requeued|in_flight|deferred)"
 _INCARNATION: Final = Param(
     name="incarnation", help="the log that the numbers are of; 409 `WRONG_INCARNATION` if it is another now"
-)
-_TOPIC_ERRORS: Final = (
-    (400, "MISSING_ARG_TOPIC"),
-    (400, "INVALID_ARG_TOPIC"),
-    (404, "TOPIC_NOT_FOUND"),
-)
-_CHANNEL_ERRORS: Final = (
-    *_TOPIC_ERRORS[:2],
-    (400, "MISSING_ARG_CHANNEL"),
-    (400, "INVALID_ARG_CHANNEL"),
-    _TOPIC_ERRORS[2],
-    (404, "CHANNEL_NOT_FOUND"),
 )
 _POSITIONS: Final = obj(
     {
@@ -117,12 +104,12 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             details="`earliest` is the oldest sequence number that can be read, `latest` the one that "
             "the next message gets, `visible` where channels stop: `latest`, or the position at which "
             "the topic was paused. Timestamps are nanoseconds, 0 for an empty log.",
-            params=(_TOPIC,),
+            params=(TOPIC,),
             permission="subscribe",
             success="an object",
             success_type=JSON_TYPE,
             success_schema=_POSITIONS,
-            errors=_TOPIC_ERRORS,
+            errors=TOPIC_ERRORS,
         ),
         Endpoint(
             group="The log",
@@ -136,7 +123,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             "asks again from there with `verify`, and gets what can be read. Beside its code, 410 names "
             "the `earliest` number there is, 416 the `latest`, 409 the `incarnation`.",
             params=(
-                _TOPIC,
+                TOPIC,
                 Param(name="from", help="the first sequence number wanted", required=True, schema=SEQUENCE),
                 Param(
                     name="max_bytes",
@@ -162,7 +149,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
                 ("X-Nsparq-Lost", "how many messages in it are lost to damage, with `verify`"),
             ),
             errors=(
-                *_TOPIC_ERRORS,
+                *TOPIC_ERRORS,
                 (400, "MISSING_ARG_FROM"),
                 (400, "INVALID_ARG_FROM"),
                 (400, "INVALID_ARG_MAX_BYTES"),
@@ -180,7 +167,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             handler=api.peek_topic,
             summary="Messages of a topic, without consuming them.",
             params=(
-                _TOPIC,
+                TOPIC,
                 Param(
                     name="from",
                     help="sequence number to begin at (default: so that the newest come)",
@@ -193,7 +180,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             success_type=JSON_TYPE,
             success_schema=_MESSAGES,
             errors=(
-                *_TOPIC_ERRORS,
+                *TOPIC_ERRORS,
                 (400, "INVALID_ARG_FROM"),
                 *_PEEK_ERRORS,
                 (410, "OFFSET_GONE"),
@@ -206,12 +193,12 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             path="/topic/settings",
             handler=api.settings,
             summary="A topic's own settings; null where the daemon's flags hold.",
-            params=(_TOPIC,),
+            params=(TOPIC,),
             permission="read",
             success="the settings, and those in effect; ages in seconds",
             success_type=JSON_TYPE,
             success_schema=_SETTINGS,
-            errors=_TOPIC_ERRORS,
+            errors=TOPIC_ERRORS,
         ),
         Endpoint(
             group="The log",
@@ -221,7 +208,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             summary="Change a topic's settings. Kept over restarts.",
             details="A JSON object with any of `retention_age` (seconds, or a duration such as `24h`), "
             "`retention_bytes`, `durability` (`os`, `fsync`, `memory`); null goes back to the flag.",
-            params=(_TOPIC,),
+            params=(TOPIC,),
             permission="admin",
             keeps_body=True,
             body_help="a JSON object",
@@ -231,7 +218,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             success="the settings, and those in effect",
             success_type=JSON_TYPE,
             success_schema=_SETTINGS,
-            errors=(*_TOPIC_ERRORS, (400, "INVALID_SETTINGS")),
+            errors=(*TOPIC_ERRORS, (400, "INVALID_SETTINGS")),
         ),
         Endpoint(
             group="The log",
@@ -242,8 +229,8 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             details="What is in flight, requeued or deferred is dropped with what lies before; deferred "
             "messages from the target on keep their time. Exactly one of `to`, `sequence` and `time`.",
             params=(
-                _TOPIC,
-                _CHANNEL,
+                TOPIC,
+                CHANNEL,
                 Param(
                     name="to",
                     help="`start` or `end`",
@@ -268,7 +255,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             success_type=JSON_TYPE,
             success_schema=obj({"cursor": COUNT, "target": COUNT, "again": COUNT, "skipped": COUNT}),
             errors=(
-                *_CHANNEL_ERRORS,
+                *CHANNEL_ERRORS,
                 (400, "MISSING_ARG_TARGET"),
                 (400, "INVALID_ARG_TO"),
                 (400, "INVALID_ARG_SEQUENCE"),
@@ -286,8 +273,8 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             details="For readers of ranges: the channel's depth is then their lag, and the log keeps what "
             "they have not committed. A commit never moves a channel back, so repeating one does no harm.",
             params=(
-                _TOPIC,
-                _CHANNEL,
+                TOPIC,
+                CHANNEL,
                 Param(name="sequence", help="the first number not done", required=True, schema=SEQUENCE),
                 _INCARNATION,
             ),
@@ -296,7 +283,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             success_type=JSON_TYPE,
             success_schema=obj({"cursor": COUNT, "depth": COUNT}),
             errors=(
-                *_CHANNEL_ERRORS,
+                *CHANNEL_ERRORS,
                 (400, "MISSING_ARG_SEQUENCE"),
                 (400, "INVALID_ARG_SEQUENCE"),
                 (409, "WRONG_INCARNATION"),
@@ -312,8 +299,8 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             details="In flight (with attempts, deadline and client), requeued, deferred (with the time "
             "at which they are due), and ready.",
             params=(
-                _TOPIC,
-                _CHANNEL,
+                TOPIC,
+                CHANNEL,
                 Param(
                     name="state",
                     help="only `ready`, `requeued`, `in_flight` or `deferred`; several with commas",
@@ -325,6 +312,6 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             success=_PEEKED,
             success_type=JSON_TYPE,
             success_schema=_MESSAGES,
-            errors=(*_CHANNEL_ERRORS, (400, "INVALID_ARG_STATE"), *_PEEK_ERRORS),
+            errors=(*CHANNEL_ERRORS, (400, "INVALID_ARG_STATE"), *_PEEK_ERRORS),
         ),
     ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ from itertools import islice
 from typing import Final, Literal
 
 from nsparq.addresses import join_address, split_address
+from nsparq.chance import chance
 from nsparq.errors import NsparqError
 from nsparq.wire import lookup as wire
 from nsparq.wire.lookup import BadReply, PeerInfo, ReplyDecoder
@@ -161,7 +161,7 @@ class _Peer:
             self.tried.set()
             failures = 0 if loop.time() - started > LAST_RETRY_S else failures + 1
             delay = min(FIRST_RETRY_S * 2.0 ** min(failures, 30), LAST_RETRY_S)
-            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+            await asyncio.sleep(delay * chance.uniform(0.5, 1.0))
 
     async def _converse(self) -> None:
         """One connection from beginning to end, which is an exception."""

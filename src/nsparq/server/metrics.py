@@ -62,7 +62,6 @@ class LoopLag:
     def __init__(self) -> None:
         self.counts = [0] * (len(LAG_BUCKETS) + 1)
         self.sum_s = 0.0
-        self.latest_s = 0.0
 
     async def watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -74,7 +73,6 @@ class LoopLag:
     def record(self, lag_s: float) -> None:
         self.counts[bisect_left(LAG_BUCKETS, lag_s)] += 1
         self.sum_s += lag_s
-        self.latest_s = lag_s
 
 
 class Exposition:

@@ -6,9 +6,10 @@ Knows no network and no clock: `now` is an argument, in seconds.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterable
 from typing import Final
+
+from nsparq.chance import chance
 
 __all__ = ["EpsilonGreedy", "HostPool", "RoundRobin", "make_pool"]
 
@@ -78,7 +79,7 @@ class HostPool(RoundRobin):
 class EpsilonGreedy(HostPool):
     """Mostly the host that has answered fastest of late, sometimes any other, to see how that one does."""
 
-    def __init__(self, hosts: Iterable[str], draw: Callable[[], float] = random.random) -> None:
+    def __init__(self, hosts: Iterable[str], draw: Callable[[], float] = chance.random) -> None:
         super().__init__(hosts)
         self._draw = draw
         self._began: float | None = None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from nsparq.chance import chance
 from nsparq.client import Consumer, Message
 from nsparq.option_table import BOOL, INT, STRING, STRINGS, OptionError, opt
 from nsparq.tools.common import (
@@ -35,7 +35,7 @@ STUCK_MS: Final = 1000
 
 
 def _random_channel() -> str:
-    return f"tail{random.randrange(999_999):06d}#ephemeral"
+    return f"tail{chance.randrange(999_999):06d}#ephemeral"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from time import monotonic
 from typing import Final
 from urllib.parse import quote_plus
 
+from nsparq.chance import chance
 from nsparq.client import Consumer, Message, Requeue
 from nsparq.fetch import without_secrets
 from nsparq.option_table import INT, STRING, STRINGS, OptionError, opt
@@ -155,7 +155,7 @@ class Forwarder:
             logger.warning("there is no mode %s: every address gets every message", options.mode)
 
     async def handle(self, message: Message) -> None:
-        if self._sample < 1 and random.random() >= self._sample:
+        if self._sample < 1 and chance.random() >= self._sample:
             return
         if self._pool is None:
             for address in self._addresses:

@@ -1,0 +1,66 @@
+"""What the endpoints of nsqd's HTTP API are about: a topic and a channel, by name. With NSQ's checks in its
+order, and their errors as the tables list them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from nsparq.http.api import ApiError, Param, Request
+from nsparq.names import is_valid_name
+from nsparq.server.schemas import NAME
+
+if TYPE_CHECKING:
+    from nsparq.broker.broker import Broker
+    from nsparq.broker.channel import Channel
+    from nsparq.broker.topic import Topic
+
+TOPIC: Final = Param(name="topic", help="name of the topic", required=True, schema=NAME)
+CHANNEL: Final = Param(name="channel", help="name of the channel", required=True, schema=NAME)
+
+NAMED_TOPIC_ERRORS: Final = ((400, "MISSING_ARG_TOPIC"), (400, "INVALID_ARG_TOPIC"))
+TOPIC_ERRORS: Final = (*NAMED_TOPIC_ERRORS, (404, "TOPIC_NOT_FOUND"))
+"""Of find_topic."""
+NAMED_CHANNEL_ERRORS: Final = (
+    *NAMED_TOPIC_ERRORS,
+    (400, "MISSING_ARG_CHANNEL"),
+    (400, "INVALID_ARG_CHANNEL"),
+    (404, "TOPIC_NOT_FOUND"),
+)
+"""Of find_topic_and_name."""
+CHANNEL_ERRORS: Final = (*NAMED_CHANNEL_ERRORS, (404, "CHANNEL_NOT_FOUND"))
+"""Of find_channel."""
+
+
+def is_valid(name: str) -> bool:
+    return is_valid_name(name.encode("utf-8", "surrogateescape"))
+
+
+def find_topic(broker: Broker, request: Request) -> Topic:
+    topic = broker.topics.get(_name(request, "topic"))
+    if topic is None:
+        raise ApiError(404, "TOPIC_NOT_FOUND")
+    return topic
+
+
+def find_topic_and_name(broker: Broker, request: Request) -> tuple[Topic, str]:
+    """A topic that exists, and the name of a channel, which may not."""
+    _name(request, "topic")
+    channel = _name(request, "channel")
+    return find_topic(broker, request), channel
+
+
+def find_channel(broker: Broker, request: Request) -> Channel:
+    topic, name = find_topic_and_name(broker, request)
+    channel = topic.channels.get(name)
+    if channel is None:
+        raise ApiError(404, "CHANNEL_NOT_FOUND")
+    return channel
+
+
+def _name(request: Request, parameter: str) -> str:
+    value = request.parameters.get(parameter)
+    if value is None:
+        raise ApiError(400, f"MISSING_ARG_{parameter.upper()}")
+    if not is_valid(value):
+        raise ApiError(400, f"INVALID_ARG_{parameter.upper()}")
+    return value
