@@ -76,6 +76,8 @@ OUR_OPTIONS: dict[str, tuple[str, Any]] = {
     "durability": ("durability", "os"),
     "retention-age": ("retention_age", 0.0),
     "retention-bytes": ("retention_bytes", 0),
+    "transaction-timeout": ("transaction_timeout", 3600.0),
+    "transaction-retention": ("transaction_retention", 604800.0),
     "mem-queue-bytes": ("mem_queue_bytes", 67108864),
     "checkpoint-interval": ("checkpoint_interval", 1.0),
     "auth-policy-file": ("auth_policy_file", ""),

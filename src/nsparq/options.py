@@ -185,6 +185,19 @@ class NsqdOptions:
         INT,
         bound="not negative",
     )
+    transaction_timeout: float = opt(
+        3600.0,
+        "how long a transaction that is neither prepared nor committed is kept after its last message",
+        DURATION,
+        bound="positive",
+    )
+    transaction_retention: float = opt(
+        7 * 86400.0,
+        "how long a prepared transaction is kept, and how long after a producer's last one it is remembered "
+        "what it has committed",
+        DURATION,
+        bound="positive",
+    )
 
     queue_scan_worker_pool_max: int = opt(
         4, "most workers looking for timed out and due messages", INT, heading="Queue scan", bound="positive"

@@ -51,6 +51,10 @@ class PackedBodies(Sequence[bytes]):
             position = end
         return pieces
 
+    def without_first(self, count: int) -> PackedBodies:
+        """All but so many at the beginning."""
+        return PackedBodies(self.lengths[count:], self.data[sum(self.lengths[:count]) :])
+
     def __len__(self) -> int:
         return len(self.lengths)
 

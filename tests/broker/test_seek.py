@@ -641,7 +641,7 @@ def test_no_channel_starts_on_a_topic_that_goes(rig: Rig):
 def test_a_hold_keeps_everything_from_it_on(make_rig: MakeRig, durability: str):
     rig = make_rig(durability=durability, max_bytes_per_file=300, mem_queue_size=10)
     topic = rig.topic()
-    birth = topic.hold = number(rig)
+    birth = topic.holds["test"] = number(rig)
     client = rig.subscribe(rdy=100)
     for i in range(20):
         rig.publish("t", *bodies(10, 10 * i))
@@ -650,7 +650,7 @@ def test_a_hold_keeps_everything_from_it_on(make_rig: MakeRig, durability: str):
         rig.maintain()
     assert topic.low() == birth
     late = topic.get_channel("late", start=birth)
-    topic.hold = None
+    del topic.holds["test"]
     assert counts(late) == (200, 0, 0)
     rig.maintain()
     assert consume(rig, rig.subscribe(channel="late", rdy=100)) == bodies(200)
@@ -661,7 +661,7 @@ def test_a_hold_keeps_everything_from_it_on(make_rig: MakeRig, durability: str):
 def test_a_hold_on_an_ephemeral_topic_keeps_its_bound(make_rig: MakeRig):
     rig = make_rig(mem_queue_size=50)
     topic = rig.topic("t#ephemeral")
-    birth = topic.hold = topic.log.end
+    birth = topic.holds["test"] = topic.log.end
     client = rig.subscribe("t#ephemeral", rdy=100)
     for i in range(20):
         rig.publish("t#ephemeral", *bodies(10, 10 * i))
@@ -669,7 +669,7 @@ def test_a_hold_on_an_ephemeral_topic_keeps_its_bound(make_rig: MakeRig):
         rig.maintain()
     assert 50 <= topic.log.end - topic.log.start <= 70
     topic.get_channel("late", start=birth)
-    topic.hold = None
+    del topic.holds["test"]
     rig.turn()
     client = rig.subscribe("t#ephemeral", "late", rdy=100)
     assert consume(rig, client) == bodies(50, 150)

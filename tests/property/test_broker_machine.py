@@ -438,7 +438,7 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(holds=st.booleans())
     def hold(self, holds: bool) -> None:
         topic = self.rig.topic(TOPIC)
-        topic.hold = topic.log.start if holds else None
+        topic.holds = {"test": topic.log.start} if holds else {}
 
     @rule(max_bytes=st.sampled_from([1, 500, 1 << 20]))
     def read_the_log(self, max_bytes: int) -> None:

@@ -105,7 +105,7 @@ def channels(broker: BrokerThread, topic: str) -> dict[str, int]:
 
 
 def is_held(broker: BrokerThread, topic: str) -> bool:
-    return broker.call(lambda inner: inner.topics[topic].hold is not None)
+    return broker.call(lambda inner: bool(inner.topics[topic].holds))
 
 
 Start = Callable[..., BrokerThread]

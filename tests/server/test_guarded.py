@@ -12,8 +12,10 @@ from urllib.parse import urlencode
 
 import pytest
 
+from nsparq.broker.broker import Broker
 from nsparq.errors import StartError
 from nsparq.http.api import Endpoint
+from nsparq.packed import PackedBodies
 from nsparq.server.auth import Permission
 from nsparq.server.auth_policy import hash_generated
 from nsparq.server.http_api import HttpApi
@@ -74,8 +76,18 @@ NEEDED = {
     "sequence": "0",
     "to": "end",
     "seconds": "0.01",
+    "producer": "p",
+    "part": "a",
 }
-BODIES = {"/config/{key}": b"info", "/topic/settings": b"{}", "/pub": b"x", "/mpub": b"x"}
+BODIES = {
+    "/config/{key}": b"info",
+    "/topic/settings": b"{}",
+    "/pub": b"x",
+    "/mpub": b"x",
+    "/transaction/stage": b"\0\0\0\1\0\0\0\1x",
+    "/transaction/prepare": b'{"parts": {}}',
+    "/transaction/commit": b'{"parts": {}}',
+}
 
 
 def endpoints() -> list[Endpoint]:
@@ -121,7 +133,16 @@ def ask(broker: BrokerThread, endpoint: Endpoint, headers: dict[str, str], **que
 
 def names(endpoint: Endpoint, topic: str = MINE, channel: str = MINE) -> dict[str, str]:
     given = {"topic": topic, "channel": channel}
+    if endpoint.topics is not None:
+        # A transaction is known by its producer, and has messages of one topic here: see below.
+        given["producer"] = f"of-{topic}"
     return {name: value for name, value in given.items() if takes(endpoint, name)}
+
+
+def stage_one_for_each(inner: Broker) -> None:
+    inner.transactions.producers.clear()
+    for topic in (MINE, THEIRS):
+        inner.transactions.stage(f"of-{topic}", 0, "a", topic, PackedBodies.of([b"x"]))
 
 
 @pytest.fixture
@@ -130,6 +151,7 @@ def topics(broker: BrokerThread) -> Iterator[None]:
     for topic in (MINE, THEIRS):
         for channel in (MINE, OTHER):
             broker.control("create", topic, channel)
+    broker.call(stage_one_for_each)
     yield
     for topic in {found["topic_name"] for found in broker.stats()["topics"]}:
         broker.control("delete", topic)
@@ -148,7 +170,8 @@ def snapshot(broker: BrokerThread) -> object:
         for topic in stats["topics"]
         for channel in topic["channels"]
     ]
-    return found, broker.nsqd.options.log_level, len(stats["topics"])
+    transactions = broker.request("GET", "/transactions", headers=bearer("everything")).body
+    return found, broker.nsqd.options.log_level, len(stats["topics"]), transactions
 
 
 @pytest.fixture
@@ -223,7 +246,7 @@ def test_a_name_that_an_endpoint_does_not_take_opens_nothing(
     answer = ask(broker, endpoint, bearer("consumer"), **(names(endpoint) | {"channel": MINE}))
     answer.expect_error(403, "UNAUTHORIZED")
     if not takes(endpoint, "topic"):
-        answer = ask(broker, endpoint, bearer("owner"), topic=MINE)
+        answer = ask(broker, endpoint, bearer("owner"), **(names(endpoint, THEIRS) | {"topic": MINE}))
         answer.expect_error(403, "UNAUTHORIZED")
 
 
@@ -255,7 +278,7 @@ def test_who_owns_a_topic_reaches_what_concerns_it_and_nothing_else(
     broker: BrokerThread, endpoint: Endpoint
 ) -> None:
     answer = ask(broker, endpoint, bearer("owner"), **names(endpoint))
-    if takes(endpoint, "topic"):
+    if takes(endpoint, "topic") or endpoint.topics is not None:
         assert answer.status in REACHED, answer
     else:
         answer.expect_error(403, "UNAUTHORIZED")

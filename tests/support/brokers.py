@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -149,8 +150,9 @@ class TestBroker:
 class BrokerThread(TestBroker):
     """Our daemon on an event loop in a background thread of this process."""
 
-    def __init__(self, data_path: Path | str | None = None, **flags: Any) -> None:
+    def __init__(self, data_path: Path | str | None = None, *, files: Any = None, **flags: Any) -> None:
         super().__init__(data_path, **flags)
+        self._files = files
         self.loop_errors: list[dict[str, Any]] = []  # unhandled exceptions; close() fails on them
         self._thread: threading.Thread | None = None
         try:
@@ -165,7 +167,8 @@ class BrokerThread(TestBroker):
 
         options = NsqdOptions(**{**self.flags, "data_path": str(self.data_path)})
         started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(Nsqd, options, started), daemon=True)
+        factory = partial(Nsqd, files=self._files)
+        self._thread = threading.Thread(target=self._run, args=(factory, options, started), daemon=True)
         self._thread.start()
         try:
             started.result(START_TIMEOUT)

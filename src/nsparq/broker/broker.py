@@ -17,6 +17,7 @@ from nsparq.broker.client import Client
 from nsparq.broker.importer import import_queues
 from nsparq.broker.scan import QueueScan
 from nsparq.broker.topic import Topic
+from nsparq.broker.transactions import Transactions
 from nsparq.names import is_valid_name
 from nsparq.options import NsqdOptions
 from nsparq.storage.cache import BatchCache
@@ -79,6 +80,7 @@ class Broker:
         self.topics: dict[str, Topic] = {}
         self.clients: set[Client] = set()
         self.scan = QueueScan(options.queue_scan_selection_count, options.queue_scan_worker_pool_max)
+        self.transactions = Transactions(self)
         self._troubles: dict[str, str] = {}
         """The latest error of each source that has not worked since."""
         self._wake = wake
@@ -132,6 +134,7 @@ class Broker:
         for entry in listed:
             self._restore(entry)
         import_queues(self)
+        self.transactions.load()
         self._is_loading = False
         self.write_metadata()
 
@@ -158,6 +161,7 @@ class Broker:
             return
         self._background = run_inline
         self.turn()
+        self.transactions.close()
         for topic in self.topics.values():
             try:
                 topic.close()
@@ -204,7 +208,7 @@ class Broker:
             trash = topic.directory.with_name(f"{name}.{topic.incarnation}{TRASH_SUFFIX}")
             self.files.rename(topic.directory, trash)
             self.write_metadata()
-            self._background(lambda: self.files.remove_tree(trash), lambda: None)
+            self.in_background(lambda: self.files.remove_tree(trash))
         self._announce("UNREGISTER", name, "")
         logger.info("TOPIC(%s): deleted", name)
 
@@ -310,6 +314,10 @@ class Broker:
         self.set_health(f"{channel}: cannot read the log: {error.strerror or error}", f"read {channel}")
         self._stuck.add(channel)
 
+    def in_background(self, work: Work) -> None:
+        """Have something done in a thread that nobody waits for."""
+        self._background(work, lambda: None)
+
     def warm(self, cold: Cold, then: Work) -> None:
         """Bring bytes from the disk into the system's memory without holding anybody up."""
 
@@ -382,6 +390,7 @@ class Broker:
             except Exception:
                 # One topic's trouble must not cost the others their checkpoints.
                 logger.exception("%s: maintenance failed", topic)
+        self.transactions.expire(now_ns)
         self.scan.resize(self._channel_count)
 
     def _maintain_topic(self, topic: Topic, now_ns: int) -> None:
@@ -395,7 +404,7 @@ class Broker:
                 self.request_sync(topic)
         dropped = topic.reclaim(now_ns / 1e9)
         if dropped:
-            self._background(lambda: _remove(dropped), lambda: None)
+            self.in_background(lambda: _remove(dropped))
 
     def _checkpoint(self, topic: Topic, now_ns: int) -> None:
         for channel in topic.channels.values():

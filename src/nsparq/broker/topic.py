@@ -91,8 +91,8 @@ class Topic:
         self.log: Log | MemoryLog
         self.origin = 0
         """Where the first channel starts: what comes after it is kept while there is no channel."""
-        self.hold: int | None = None
-        """While it is being found out which channels there should be: nothing from here on is let go."""
+        self.holds: dict[object, int] = {}
+        """Who needs everything from a sequence number on for a while: nothing behind that is let go."""
         self.settings = TopicSettings()
         self.is_synchronous = False
         """Whether publishers wait for an fsync."""
@@ -268,18 +268,44 @@ class Topic:
         groups = deferred
         if published:
             groups = [(part, 0) for part in PackedBodies.join(published).split(MAX_BATCH)] + deferred
+        try:
+            self._append(groups, now_ns)
+        except (StorageError, Exiting, OSError) as error:
+            for done, verb in waiting:
+                done(verb, error)
+            return
+        self._await_commit(waiting)
+
+    def append_tagged(self, bodies: PackedBodies, due_ns: int, tag: int) -> None:
+        """Append at once, behind what has been published before. Raises StorageError, OSError or Exiting,
+        with nothing appended."""
+        now_ns = self.broker.clock()
+        self.flush(now_ns)
+        # One batch each, if deferred: as in publish().
+        self._append([(part, due_ns) for part in bodies.split(1 if due_ns else MAX_BATCH)], now_ns, tag)
+
+    def when_committed(self, done: Done, verb: str) -> None:
+        """Have `done` called once all that has been appended is as durable as configured."""
+        self._await_commit([(done, verb)])
+
+    def _await_commit(self, waiting: list[tuple[Done, str]]) -> None:
+        if self.is_synchronous and isinstance(self.log, Log):
+            self._uncommitted.append((self.log.end, waiting))
+            self.broker.request_sync(self)
+            return
+        for done, verb in waiting:
+            done(verb, None)
+
+    def _append(self, groups: list[tuple[PackedBodies, int]], now_ns: int, tag: int = 0) -> None:
         before = self.log.end
         try:
             if self.is_exiting:
                 raise Exiting
             self._mark_used()
-            batches = self.log.append(groups, now_ns)
-        except (StorageError, Exiting, OSError) as error:
-            if isinstance(error, StorageError | OSError):
-                self.broker.set_health(str(error))
-            for done, verb in waiting:
-                done(verb, error)
-            return
+            batches = self.log.append(groups, now_ns, tag)
+        except (StorageError, OSError) as error:
+            self.broker.set_health(str(error))
+            raise
         if self.broker.health is not None and not self.is_ephemeral:
             self.broker.set_health(None)
         self.message_count += self.log.end - before
@@ -292,12 +318,6 @@ class Topic:
         self.broker.note_used(self, now_ns)
         if self.channels:
             self._show(before)
-        if self.is_synchronous and isinstance(self.log, Log):
-            self._uncommitted.append((self.log.end, waiting))
-            self.broker.request_sync(self)
-            return
-        for done, verb in waiting:
-            done(verb, None)
 
     def _mark_used(self) -> None:
         """Before the first append of a run: a crash from here on must not look like a clean stop."""
@@ -488,7 +508,7 @@ class Topic:
     def low(self) -> int:
         """The oldest sequence number that anyone still needs."""
         lowest = min((channel.low() for channel in self.channels.values()), default=self.origin)
-        return lowest if self.hold is None else min(lowest, self.hold)
+        return min(lowest, *self.holds.values()) if self.holds else lowest
 
     def low_fell(self) -> None:
         """Somebody has gone back in the log: what was known of low() does not hold any more."""
@@ -548,8 +568,8 @@ class Topic:
         cursor = min(channel.cursor for channel in self.channels.values())
         for channel in self.channels.values():
             channel.carry_over(cursor, log.end)
-        if self.hold is not None:
-            cursor = min(cursor, max(self.hold, log.end - limit))
+        if self.holds:
+            cursor = min(cursor, max(min(self.holds.values()), log.end - limit))
         log.trim(cursor)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
@@ -165,6 +165,9 @@ class Endpoint:
     """The heading it stands under in the reference."""
     permission: str = ""
     """What a client must be allowed to do, where the API is guarded."""
+    topics: Callable[[Request], Collection[str]] | None = None
+    """The topics that it must be allowed to do that with, if there is no parameter that says so; with any, if
+    there are none."""
     keeps_body: bool = False
     """Whether the handler looks at the body; otherwise it is read and dropped."""
     max_body: int = DEFAULT_MAX_BODY

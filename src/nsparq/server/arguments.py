@@ -30,13 +30,15 @@ NAMED_CHANNEL_ERRORS: Final = (
 CHANNEL_ERRORS: Final = (*NAMED_CHANNEL_ERRORS, (404, "CHANNEL_NOT_FOUND"))
 """Of find_channel."""
 
+MAX_SEQUENCE: Final = 1 << 63
+
 
 def is_valid(name: str) -> bool:
     return is_valid_name(name.encode("utf-8", "surrogateescape"))
 
 
 def find_topic(broker: Broker, request: Request) -> Topic:
-    topic = broker.topics.get(_name(request, "topic"))
+    topic = broker.topics.get(name_of(request, "topic"))
     if topic is None:
         raise ApiError(404, "TOPIC_NOT_FOUND")
     return topic
@@ -44,8 +46,8 @@ def find_topic(broker: Broker, request: Request) -> Topic:
 
 def find_topic_and_name(broker: Broker, request: Request) -> tuple[Topic, str]:
     """A topic that exists, and the name of a channel, which may not."""
-    _name(request, "topic")
-    channel = _name(request, "channel")
+    name_of(request, "topic")
+    channel = name_of(request, "channel")
     return find_topic(broker, request), channel
 
 
@@ -57,10 +59,20 @@ def find_channel(broker: Broker, request: Request) -> Channel:
     return channel
 
 
-def _name(request: Request, parameter: str) -> str:
+def name_of(request: Request, parameter: str) -> str:
+    """A valid name of a topic or channel."""
     value = request.parameters.get(parameter)
     if value is None:
         raise ApiError(400, f"MISSING_ARG_{parameter.upper()}")
     if not is_valid(value):
         raise ApiError(400, f"INVALID_ARG_{parameter.upper()}")
     return value
+
+
+def number_of(request: Request, parameter: str) -> int | None:
+    text = request.parameters.get(parameter)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) < MAX_SEQUENCE):
+        raise ApiError(400, f"INVALID_ARG_{parameter.upper()}")
+    return int(text)

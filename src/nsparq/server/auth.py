@@ -122,6 +122,10 @@ class Grant:
             self._answers[key] = known
         return known
 
+    def may(self, permission: Permission) -> bool:
+        """Whether it is permitted for any topic at all."""
+        return any(permission in entry.permissions for entry in self.authorizations)
+
     def is_expired(self, now: float) -> bool:
         """Whether the secret must be shown again before anything else is permitted."""
         return now >= self.expires or (self.validity is not None and self.validity.is_over)

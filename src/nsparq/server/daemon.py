@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -70,8 +70,9 @@ class Nsqd:
         self._askers = ThreadPoolExecutor(16, thread_name_prefix="nsqd-ask")
         """For questions to other servers, which may keep a thread for seconds."""
         self._server: asyncio.AbstractServer | None = None
+        self._api: HttpApi
         self._http: list[HttpServer] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop
         self._unix_paths: list[Path] = []
         self.tcp_address: tuple[str, int] | str = ""
@@ -132,8 +133,8 @@ class Nsqd:
             self._threads.shutdown()
             self._askers.shutdown()
             raise
-        for work in (self._scan(), self._maintain(), self.lag.watch()):
-            self._launch(work)
+        for work in (self._scan(), self._maintain(), self.lag.watch(), self._api.transactions.resume()):
+            self.launch(work)
         await self.peers.start()
         if self.options.statsd_address:
             await self._start_statsd()
@@ -182,14 +183,14 @@ class Nsqd:
 
     async def _listen(self) -> None:
         options = self.options
-        api = HttpApi(self).api
+        self._api = HttpApi(self)
         self.tcp_address = await self._bind("TCP", options.tcp_address, self._listen_tcp)
         if options.http_address:
-            plain = HttpServer(api, refuse_all=self._tls_required_answer)
+            plain = HttpServer(self._api.api, refuse_all=self._tls_required_answer)
             self._http.append(plain)
             self.http_address = await self._bind("HTTP", options.http_address, plain.listen)
         if options.tls_cert and options.https_address:
-            secure = HttpServer(api, layer=self.tls_layer)
+            secure = HttpServer(self._api.api, layer=self.tls_layer)
             self._http.append(secure)
             self.https_address = await self._bind("HTTPS", options.https_address, secure.listen)
 
@@ -243,11 +244,12 @@ class Nsqd:
         )
         await self._statsd.start()
 
-    def _launch(self, work: Any) -> None:
+    def launch(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a task for as long as the daemon runs, or until it is done."""
-        task = asyncio.ensure_future(work)
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _close_listeners(self) -> None:
         for http in self._http:
@@ -308,7 +310,7 @@ class Nsqd:
         if self.authenticator is not None:
             self.authenticator.reload()
             for connection in [*self.connections]:
-                self._launch(connection.recheck())
+                self.launch(connection.recheck())
 
     def change_lookupds(self, addresses: tuple[str, ...]) -> None:
         self.options = dataclasses.replace(self.options, lookupd_tcp_address=addresses)
@@ -341,7 +343,7 @@ class Nsqd:
     def _on_change(self, verb: str, topic_name: str, channel: str) -> None:
         self.peers.changed("REGISTER" if verb == "REGISTER" else "UNREGISTER", topic_name, channel)
         if verb == "REGISTER" and not channel and self.peers.addresses:
-            self._launch(self._discovery.discover(self.broker.topics[topic_name]))
+            self.launch(self._discovery.discover(self.broker.topics[topic_name]))
 
     # the loop's rhythms
 

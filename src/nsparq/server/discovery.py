@@ -35,7 +35,7 @@ class Discovery:
     def discover(self, topic: Topic) -> Coroutine[None, None, None]:
         """What creates the channels of a topic that has just been born. They are to see its messages from
         the first on, so from now on none of those is let go."""
-        topic.hold = topic.log.end
+        topic.holds[self] = topic.log.end
         return self._create_channels(topic, topic.log.end)
 
     async def _create_channels(self, topic: Topic, birth: int) -> None:
@@ -53,7 +53,7 @@ class Discovery:
         except (Exiting, OSError) as error:
             logger.warning("TOPIC(%s): channels could not be created: %s", topic.name, error)
         finally:
-            topic.hold = None
+            topic.holds.pop(self, None)
 
     async def _ask(self, address: str, topic: str) -> list[str]:
         ask = partial(

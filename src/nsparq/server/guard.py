@@ -53,10 +53,17 @@ def _auth_required() -> ApiError:
 
 
 def _check(grant: Grant, request: Request, endpoint: Endpoint) -> None:
-    parameters = request.parameters
+    if not _is_allowed(grant, request, endpoint):
+        raise ApiError(403, "UNAUTHORIZED") if request.header("Authorization") else _auth_required()
+
+
+def _is_allowed(grant: Grant, request: Request, endpoint: Endpoint) -> bool:
+    permission, parameters = Permission(endpoint.permission), request.parameters
+    if endpoint.topics is not None:
+        topics = endpoint.topics(request)
+        return all(grant.allows(permission, topic) for topic in topics) if topics else grant.may(permission)
     # Only names that the handler looks at: any other could be the one that the client may use.
     taken = {param.name for param in endpoint.params}
     topic = parameters.get("topic", "") if "topic" in taken else ""
     channel = parameters.get("channel", "") if "channel" in taken else ""
-    if not grant.allows(Permission(endpoint.permission), topic, channel):
-        raise ApiError(403, "UNAUTHORIZED") if request.header("Authorization") else _auth_required()
+    return grant.allows(permission, topic, channel)

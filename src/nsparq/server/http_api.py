@@ -32,6 +32,7 @@ from nsparq.server.log_api import LogApi
 from nsparq.server.memory import memory_stats
 from nsparq.server.metrics import Metrics
 from nsparq.server.stats_text import render_stats
+from nsparq.server.transaction_api import TransactionApi
 from nsparq.version import NSQ_VERSION
 from nsparq.wire.server import decode_multiple
 
@@ -50,6 +51,7 @@ class HttpApi:
         self.broker = nsqd.broker
         self.metrics = Metrics(nsqd)
         self.log = LogApi(nsqd)
+        self.transactions = TransactionApi(nsqd)
         self.debug = DebugApi(nsqd)
         self.api = Api(title="nsqd", version=NSQ_VERSION, endpoints=nsqd_endpoints(self), guard=nsqd.guard)
 

@@ -19,7 +19,7 @@ from nsparq.broker.peek import STATES, PeekedMessage, peek_channel, peek_topic
 from nsparq.errors import CorruptBatch
 from nsparq.flags import parse_duration
 from nsparq.http.api import ApiError, Request, Response, Result
-from nsparq.server.arguments import find_channel, find_topic
+from nsparq.server.arguments import find_channel, find_topic, number_of
 from nsparq.server.log_endpoints import BATCHES_TYPE, DEFAULT_PEEK, MAX_PEEK
 from nsparq.storage.ranges import OffsetAhead, OffsetGone
 
@@ -32,7 +32,6 @@ MAX_READ: Final = 16 << 20
 MAX_READERS: Final = 8
 """Ranges read at a time; others wait."""
 MAX_PEEK_BYTES: Final = 4 << 20
-MAX_SEQUENCE: Final = 1 << 63
 NS_PER_S: Final = 1_000_000_000
 MAX_TIME_S: Final = (1 << 63) // NS_PER_S
 
@@ -66,10 +65,10 @@ class LogApi:
     async def read(self, request: Request) -> Response:
         topic = find_topic(self._nsqd.broker, request)
         _check_incarnation(request, topic)
-        start = _number(request, "from")
+        start = number_of(request, "from")
         if start is None:
             raise ApiError(400, "MISSING_ARG_FROM")
-        wanted = _number(request, "max_bytes")
+        wanted = number_of(request, "max_bytes")
         if wanted == 0:
             raise ApiError(400, "INVALID_ARG_MAX_BYTES")
         size = min(DEFAULT_READ if wanted is None else wanted, MAX_READ)
@@ -107,7 +106,7 @@ class LogApi:
 
     async def peek_topic(self, request: Request) -> Result:
         topic = find_topic(self._nsqd.broker, request)
-        start = _number(request, "from")
+        start = number_of(request, "from")
         try:
             peek = peek_topic(topic, start, _peek_count(request), MAX_PEEK_BYTES)
         except OffsetGone as error:
@@ -146,7 +145,7 @@ class LogApi:
         if len(given) != 1:
             raise ApiError(400, "MISSING_ARG_TARGET")
         if given == ["sequence"]:
-            sequence = _number(request, "sequence")
+            sequence = number_of(request, "sequence")
             assert sequence is not None
             return sequence
         if given == ["time"]:
@@ -159,7 +158,7 @@ class LogApi:
     def commit(self, request: Request) -> Result:
         channel = find_channel(self._nsqd.broker, request)
         _check_incarnation(request, channel.topic)
-        sequence = _number(request, "sequence")
+        sequence = number_of(request, "sequence")
         if sequence is None:
             raise ApiError(400, "MISSING_ARG_SEQUENCE")
         try:
@@ -191,15 +190,6 @@ class LogApi:
         return await self._nsqd.in_disk_thread(work)
 
 
-def _number(request: Request, parameter: str) -> int | None:
-    text = request.parameters.get(parameter)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) < MAX_SEQUENCE):
-        raise ApiError(400, f"INVALID_ARG_{parameter.upper()}")
-    return int(text)
-
-
 def _flag(request: Request, parameter: str) -> bool:
     """Yes or no. Where a wrong guess would do the real thing instead of a rehearsal, nothing is guessed."""
     text = request.parameters.get(parameter, "false")
@@ -216,7 +206,7 @@ def _duration(text: str) -> float:
 
 
 def _peek_count(request: Request) -> int:
-    count = _number(request, "count")
+    count = number_of(request, "count")
     if count is None:
         return DEFAULT_PEEK
     if not 1 <= count <= MAX_PEEK:

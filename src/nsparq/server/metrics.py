@@ -22,6 +22,7 @@ from nsparq.version import NSQ_VERSION, __version__
 
 if TYPE_CHECKING:
     from nsparq.broker.topic import Topic
+    from nsparq.broker.transactions import Transactions
     from nsparq.server.daemon import Nsqd
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -124,11 +125,28 @@ class Metrics:
         out.add("nsqd_topics", "gauge", "topics", len(broker.topics))
         out.add("nsqd_connections", "gauge", "TCP connections", len(nsqd.connections))
         out.add("nsqd_http_connections", "gauge", "HTTP and HTTPS connections", nsqd.http_connection_count)
+        _about_transactions(out, broker.transactions)
         disk = await asyncio.to_thread(shutil.disk_usage, broker.data_path)
         out.add("nsqd_disk_free_bytes", "gauge", "room left where the messages are kept", disk.free)
         out.add("nsqd_disk_size_bytes", "gauge", "size of that file system", disk.total)
         _about_lag(out, nsqd.lag)
         _about_process(out)
+
+
+def _about_transactions(out: Exposition, transactions: Transactions) -> None:
+    prefix = "nsqd_transactions"
+    out.add(
+        f"{prefix}_open", "gauge", "transactions that may still be committed", transactions.undecided_count()
+    )
+    out.add(f"{prefix}_staged_bytes", "gauge", "bytes put aside for them", transactions.staged_bytes())
+    out.add(f"{prefix}_committed_total", "counter", "transactions committed", transactions.committed_count)
+    out.add(f"{prefix}_aborted_total", "counter", "transactions aborted", transactions.aborted_count)
+    out.add(
+        f"{prefix}_expired_total",
+        "counter",
+        "transactions given up by their producers",
+        transactions.expired_count,
+    )
 
 
 def _about_lag(out: Exposition, lag: LoopLag) -> None:

@@ -2,13 +2,14 @@
 
  0       4       8      12     14     16       24          32      40      44      48
  +-------+-------+------+------+------+--------+-----------+-------+-------+-------+----------+--------+
- | magic | crc   | size | flags|      | base   | published | due   | count | data  | lengths  | bodies |
+ | magic | crc   | size | tag  |      | base   | published | due   | count | data  | lengths  | bodies |
  +-------+-------+------+------+------+--------+-----------+-------+-------+-------+----------+--------+
   "NQB1"  crc32c  whole                sequence ns          ns      u32     bytes   count×u32
 
 The crc covers everything after itself. `due` is 0, or the time before which the messages may not be
-delivered. Bodies lie end to end, so that the length table alone gives every position: one cumulative sum
-for a delivery, and the offsets buffer of an Arrow array for a pipeline.
+delivered. `tag` is 0, or tells by which transaction they came, while that is being committed.
+Bodies lie end to end, so that the length table alone gives every position: one cumulative sum for a delivery,
+and the offsets buffer of an Arrow array for a pipeline.
 """
 
 from __future__ import annotations
@@ -36,16 +37,23 @@ _BIG_ENDIAN = sys.byteorder == "big"
 class Batch:
     """Consecutive messages of a topic, in memory."""
 
-    __slots__ = ("base", "count", "data", "due_ns", "frames", "lengths", "size", "timestamps_ns")
+    __slots__ = ("base", "count", "data", "due_ns", "frames", "lengths", "size", "tag", "timestamps_ns")
 
     def __init__(
-        self, base: int, timestamps_ns: Timestamps, due_ns: int, lengths: array[int], data: bytes
+        self,
+        base: int,
+        timestamps_ns: Timestamps,
+        due_ns: int,
+        lengths: array[int],
+        data: bytes,
+        tag: int = 0,
     ) -> None:
         self.base = base
         """Sequence number of the first message."""
         self.count = len(lengths)
         self.timestamps_ns = timestamps_ns
         self.due_ns = due_ns
+        self.tag = tag
         self.lengths = lengths
         self.data = data
         self.size = 2 * len(data) + 48 * len(lengths)
@@ -84,11 +92,13 @@ def lengths_of(bodies: list[bytes]) -> array[int]:
     return array("I", map(len, bodies))
 
 
-def encode_head(base: int, timestamp_ns: int, due_ns: int, lengths: array[int], data: bytes) -> bytes:
+def encode_head(
+    base: int, timestamp_ns: int, due_ns: int, lengths: array[int], data: bytes, tag: int = 0
+) -> bytes:
     """Everything before the bodies."""
-    table = _table_bytes(lengths)
+    table = table_bytes(lengths)
     size = HEADER_SIZE + len(table) + len(data)
-    head = HEADER.pack(MAGIC, 0, size, 0, 0, base, timestamp_ns, due_ns, len(lengths), len(data)) + table
+    head = HEADER.pack(MAGIC, 0, size, tag, 0, base, timestamp_ns, due_ns, len(lengths), len(data)) + table
     checked = head[CHECKED_FROM:]
     return MAGIC + crc32c(data, crc32c(checked)).to_bytes(4, "little") + checked
 
@@ -96,14 +106,14 @@ def encode_head(base: int, timestamp_ns: int, due_ns: int, lengths: array[int], 
 class Head:
     """A decoded and plausible batch header."""
 
-    __slots__ = ("base", "count", "crc", "data_size", "due_ns", "size", "timestamp_ns")
+    __slots__ = ("base", "count", "crc", "data_size", "due_ns", "size", "tag", "timestamp_ns")
 
     def __init__(self, fields: tuple[int, ...]) -> None:
         (
             _,
             self.crc,
             self.size,
-            _,
+            self.tag,
             _,
             self.base,
             self.timestamp_ns,
@@ -137,12 +147,8 @@ def checksum_holds(head: Head, buffer: bytes | memoryview, position: int = 0) ->
 
 
 def decode_lengths(head: Head, buffer: bytes | memoryview, position: int = 0) -> array[int]:
-    lengths = array("I")
     start = position + HEADER_SIZE
-    lengths.frombytes(buffer[start : start + 4 * head.count])
-    if _BIG_ENDIAN:
-        lengths.byteswap()
-    return lengths
+    return lengths_from(buffer[start : start + 4 * head.count])
 
 
 def data_range(head: Head, position: int = 0) -> tuple[int, int]:
@@ -151,7 +157,16 @@ def data_range(head: Head, position: int = 0) -> tuple[int, int]:
     return start, start + head.data_size
 
 
-def _table_bytes(lengths: array[int]) -> bytes:
+def lengths_from(table: bytes | memoryview) -> array[int]:
+    lengths = array("I")
+    lengths.frombytes(table)
+    if _BIG_ENDIAN:
+        lengths.byteswap()
+    return lengths
+
+
+def table_bytes(lengths: array[int]) -> bytes:
+    """The length table as it stands on disk."""
     if _BIG_ENDIAN:
         lengths = array("I", lengths)
         lengths.byteswap()

@@ -20,7 +20,7 @@ import numpy as np
 
 from nsparq.errors import CorruptBatch, WriteFailed
 from nsparq.packed import PackedBodies
-from nsparq.storage.batch import Batch, encode_head
+from nsparq.storage.batch import Batch, decode_head, encode_head
 from nsparq.storage.cache import BatchCache
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.gaps import Gaps
@@ -48,6 +48,8 @@ _SEGMENT_NAME = re.compile(r"[0-9]{20}\.log")
 
 _IDLE_ROLL_SIZE = 8 << 20
 """A segment that all channels have passed is rolled, and so reclaimed, at this size already."""
+
+_TAG_SEARCH_SIZE = 4 << 20
 
 
 class Durability(Enum):
@@ -202,13 +204,13 @@ class Log:
 
     # appending
 
-    def append(self, groups: Sequence[tuple[Sequence[bytes], int]], now_ns: int) -> list[Batch]:
+    def append(self, groups: Sequence[tuple[Sequence[bytes], int]], now_ns: int, tag: int = 0) -> list[Batch]:
         """Append each group, (bodies, due time or 0), as one batch; all of them or, raising, none."""
         batches = []
         base = self.end
         for bodies, due_ns in groups:
             packed = PackedBodies.of(bodies)
-            batch = Batch(base, now_ns, due_ns, packed.lengths, packed.data)
+            batch = Batch(base, now_ns, due_ns, packed.lengths, packed.data, tag)
             batches.append(batch)
             base = batch.end
         if self.settings.durability is not Durability.MEMORY:
@@ -230,7 +232,7 @@ class Log:
         size = 0
         for batch in batches:
             stamp_ns = batch.timestamp_of(0)
-            head = encode_head(batch.base, stamp_ns, batch.due_ns, batch.lengths, batch.data)
+            head = encode_head(batch.base, stamp_ns, batch.due_ns, batch.lengths, batch.data, batch.tag)
             buffers += (head, batch.data)
             places.append((size, batch.base, batch.base + batch.count, stamp_ns, batch.due_ns))
             size += len(head) + len(batch.data)
@@ -487,6 +489,19 @@ class Log:
     def sequence_at(self, timestamp_ns: int) -> int:
         """The same at once; may wait for the disk."""
         return self.search_time(timestamp_ns).run()
+
+    def count_tagged(self, tag: int, since: int) -> int:
+        """Messages with this tag, from a number on; may wait for the disk."""
+        count, sequence = 0, max(since, self.start)
+        while sequence < self.end:
+            found = self.locate(sequence, _TAG_SEARCH_SIZE)
+            data, position = found.read_verified().data, 0
+            while (head := decode_head(data, position)) is not None:
+                if head.tag == tag and head.base >= since:
+                    count += head.count
+                position += head.size
+            sequence = found.next
+        return count
 
     # syncing
 

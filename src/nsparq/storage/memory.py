@@ -32,11 +32,11 @@ class MemoryLog:
     def memory_start(self) -> int:
         return self.start
 
-    def append(self, groups: Sequence[tuple[Sequence[bytes], int]], now_ns: int) -> list[Batch]:
+    def append(self, groups: Sequence[tuple[Sequence[bytes], int]], now_ns: int, tag: int = 0) -> list[Batch]:
         batches = []
         for bodies, due_ns in groups:
             packed = PackedBodies.of(bodies)
-            batch = Batch(self.end, now_ns, due_ns, packed.lengths, packed.data)
+            batch = Batch(self.end, now_ns, due_ns, packed.lengths, packed.data, tag)
             self._bases.append(batch.base)
             self._batches[batch.base] = batch
             self.end = batch.end

@@ -185,4 +185,6 @@ def inside(gaps: Iterable[tuple[int, int]], start: int, end: int) -> tuple[tuple
 
 def _encode(batch: Batch) -> tuple[bytes, bytes]:
     # A batch that is in memory alone has been published at one time.
-    return encode_head(batch.base, batch.timestamp_of(0), batch.due_ns, batch.lengths, batch.data), batch.data
+    stamp_ns = batch.timestamp_of(0)
+    head = encode_head(batch.base, stamp_ns, batch.due_ns, batch.lengths, batch.data, batch.tag)
+    return head, batch.data

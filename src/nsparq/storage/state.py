@@ -14,6 +14,7 @@ import json
 import logging
 import operator
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -56,28 +57,44 @@ class TopicState:
         fields = asdict(self)
         if not self.settings:
             del fields["settings"]
-        content = json.dumps(fields | {"crc": _crc_of(fields)}).encode()
-        files.replace(directory / TOPIC_FILE, content, sync=sync)
+        write_json(files, directory / TOPIC_FILE, fields, sync=sync)
 
 
-def _crc_of(fields: dict[str, Any]) -> int:
+def write_json(files: Files, path: Path, fields: Mapping[str, Any], *, sync: bool) -> None:
+    """An object with its checksum."""
+    content = json.dumps({**fields, "crc": _crc_of(fields)}).encode()
+    files.replace(path, content, sync=sync)
+
+
+def read_json(files: Files, path: Path) -> dict[str, Any] | None:
+    """What write_json() has written; None if there is nothing. Raises ValueError if it is something else."""
+    raw = files.read_whole(path)
+    if raw is None:
+        return None
+    try:
+        fields: dict[str, Any] = json.loads(raw)
+        if fields.pop("crc") != _crc_of(fields):
+            raise ValueError("checksum mismatch")
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError("not what was written") from error
+    return fields
+
+
+def _crc_of(fields: Mapping[str, Any]) -> int:
     crc: int = crc32c(json.dumps(fields, sort_keys=True).encode())
     return crc
 
 
 def read_topic_state(files: Files, directory: Path) -> TopicState | None:
     """The topic's state; None when there is none, or none that can be understood."""
-    raw = files.read_whole(directory / TOPIC_FILE)
-    if raw is None:
-        return None
+    path = directory / TOPIC_FILE
     try:
-        fields = json.loads(raw)
-        if fields.pop("crc") != _crc_of(fields):
-            raise ValueError("checksum mismatch")
+        fields = read_json(files, path)
+        if fields is None:
+            return None
         fields["gaps"] = [(int(a), int(b)) for a, b in fields["gaps"]]
         return TopicState(**fields)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        path = directory / TOPIC_FILE
+    except (ValueError, TypeError, KeyError) as error:
         logger.error("%s cannot be understood (%s): the log is kept, from its start", path, error)
         return None
 

@@ -1,0 +1,434 @@
+"""Transactions: messages of any topics, staged by several writers, published all or none, and once.
+
+A transaction is named by a producer and a sequence number that only grows, a pipeline's query and its batch
+say. Of each producer the highest committed number is kept: whatever is not higher has been committed, so that
+a producer that does not know whether it was heard just says it again.
+
+On disk, in transactions/<producer>.producer/:
+
+    committed.json     the last commit
+    <sequence>/        a transaction that is open
+        <part>.part    what one writer has staged
+        promise.json   the parts that it is to consist of; from the decision on also its tag, and where each
+                       topic's log then ended
+
+The decision is on disk before the first message is appended, and the commit after the last. After a crash in
+between the tags in the logs tell which messages are there already, and the others are appended then. Until
+that is done no log lets go of what came after the decision.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from nsparq.errors import NsparqError
+from nsparq.packed import PackedBodies
+from nsparq.storage.files import Files
+from nsparq.storage.log import Durability, Log
+from nsparq.storage.staging import Chunk, Part
+from nsparq.storage.state import read_json, write_json
+
+if TYPE_CHECKING:
+    from nsparq.broker.broker import Broker
+
+logger = logging.getLogger(__name__)
+
+FOLDER: Final = "transactions"
+PRODUCER_SUFFIX: Final = ".producer"
+PART_SUFFIX: Final = ".part"
+TRASH_SUFFIX: Final = ".deleted"
+PROMISE: Final = "promise.json"
+COMMITTED: Final = "committed.json"
+MAX_TAG: Final = (1 << 16) - 1
+NAME: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""Of a producer or a part."""
+
+
+class AlreadyCommitted(NsparqError):
+    """There is nothing left to do for this transaction."""
+
+    def __init__(self, sequence: int) -> None:
+        super().__init__(f"committed up to {sequence}")
+        self.sequence = sequence
+
+
+class Incomplete(NsparqError):
+    """What the transaction should consist of is not what has been staged."""
+
+
+class PartSealed(NsparqError):
+    """The part has been promised as it is."""
+
+
+class WrongPosition(NsparqError):
+    """The part does not hold as many messages as the writer takes it to."""
+
+    def __init__(self, messages: int) -> None:
+        super().__init__(f"the part holds {messages} messages")
+        self.messages = messages
+
+
+class Decision(NamedTuple):
+    """That a transaction is committed, and what must be known to finish that after a crash."""
+
+    tag: int
+    topics: dict[str, tuple[str, int]]
+    """Incarnation and end of each topic's log when it was taken."""
+
+
+class Committed(NamedTuple):
+    """A producer's last commit."""
+
+    sequence: int = -1
+    messages: int = 0
+    until_ns: int = 0
+    """When it may be forgotten."""
+
+
+class Transaction:
+    """One that is not committed yet, or not wholly."""
+
+    def __init__(self, broker: Broker, producer: Producer, sequence: int) -> None:
+        self._broker = broker
+        self.producer = producer
+        self.sequence = sequence
+        self.directory = producer.directory / str(sequence)
+        self.parts: dict[str, Part] = {}
+        self.promised: list[str] | None = None
+        """The parts that it is to consist of, in this order."""
+        self.note = ""
+        """Whatever the producer wanted to be told again with the promise."""
+        self.decision: Decision | None = None
+        self.present: dict[str, int] = {}
+        """Messages of each topic that its log has already, and that are not to be appended again."""
+        self.applied = 0
+        """Chunks done with."""
+        self.touched_ns = broker.clock()
+
+    @property
+    def topics(self) -> set[str]:
+        return {chunk.topic for part in self.parts.values() for chunk in part.chunks}
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """What it consists of, in the order in which it is published."""
+        return [chunk for name in self.promised or () for chunk in self.parts[name].chunks]
+
+    @property
+    def messages(self) -> int:
+        """Promised, or else staged."""
+        names = self.parts if self.promised is None else self.promised
+        return sum(self.parts[name].messages for name in names)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size for part in self.parts.values())
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether any of its messages must be on disk before their publisher is answered."""
+        broker = self._broker
+        known = (broker.topics.get(name) for name in self.topics)
+        default = broker.log_settings.durability is Durability.FSYNC
+        return any(default if topic is None else topic.is_synchronous for topic in known)
+
+    @property
+    def state(self) -> str:
+        if self.decision is not None:
+            return "committing"
+        return "open" if self.promised is None else "prepared"
+
+    def write_promise(self, *, sync: bool) -> None:
+        """May be called in any thread, while nothing else happens to the transaction. Raises OSError."""
+        for name in self.promised or ():
+            if sync:
+                self.parts[name].sync()
+            self.parts[name].close()
+        fields: dict[str, Any] = {"parts": self.promised, "note": self.note}
+        if self.decision is not None:
+            fields |= self.decision._asdict()
+        self._broker.files.make_directory(self.directory)
+        write_json(self._broker.files, self.directory / PROMISE, fields, sync=sync)
+
+    def load(self) -> None:
+        """Take up what an earlier run has left."""
+        files = self._broker.files
+        for name in files.list_directory(self.directory):
+            if name.endswith(PART_SUFFIX):
+                part = Part(files, self.directory / name)
+                part.load()
+                self.parts[name.removesuffix(PART_SUFFIX)] = part
+        promise = _read(files, self.directory / PROMISE)
+        if promise is None:
+            return
+        missing = [name for name in promise["parts"] if name not in self.parts]
+        if missing:
+            logger.error("%s: parts are missing: %s", self, ", ".join(missing))
+        self.promised = [name for name in promise["parts"] if name in self.parts]
+        self.note = promise["note"]
+        if "tag" in promise:
+            topics = {name: (incarnation, end) for name, (incarnation, end) in promise["topics"].items()}
+            self.decision = Decision(promise["tag"], topics)
+            self.present = {name: self._count_present(name) for name in topics}
+
+    def _count_present(self, name: str) -> int:
+        assert self.decision is not None
+        incarnation, end = self.decision.topics[name]
+        topic = self._broker.topics.get(name)
+        if topic is None or topic.incarnation != incarnation or not isinstance(topic.log, Log):
+            return 0
+        topic.holds[self] = end
+        return topic.log.count_tagged(self.decision.tag, end)
+
+    def __str__(self) -> str:
+        return f"transaction {self.producer.name}/{self.sequence}"
+
+
+class Producer:
+    """Whose transactions follow each other."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.directory = folder / (name + PRODUCER_SUFFIX)
+        self.committed = Committed()
+        self.open: dict[int, Transaction] = {}
+
+
+class Transactions:
+    """All of a broker's. What takes long, writing a promise and reading chunks, the caller does in a thread;
+    one commit, prepare or abort at a time for each producer."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._folder = broker.data_path / FOLDER
+        self.producers: dict[str, Producer] = {}
+        self._tag = 0
+        self._trash_count = 0
+        self.committed_count = 0
+        self.aborted_count = 0
+        self.expired_count = 0
+
+    def load(self) -> None:
+        """Take up what an earlier run has left; topics have been loaded."""
+        files = self._broker.files
+        for name in files.list_directory(self._folder):
+            if name.endswith(PRODUCER_SUFFIX):
+                self._load_producer(Producer(name.removesuffix(PRODUCER_SUFFIX), self._folder))
+            elif name.endswith(TRASH_SUFFIX):
+                files.remove_tree(self._folder / name)
+
+    def _load_producer(self, producer: Producer) -> None:
+        files = self._broker.files
+        committed = _read(files, producer.directory / COMMITTED)
+        if committed is not None:
+            producer.committed = Committed(**committed)
+        for name in files.list_directory(producer.directory):
+            if not name.isdigit():
+                continue
+            transaction = Transaction(self._broker, producer, int(name))
+            if transaction.sequence <= producer.committed.sequence:
+                files.remove_tree(transaction.directory)
+                continue
+            transaction.load()
+            producer.open[transaction.sequence] = transaction
+        self.producers[producer.name] = producer
+
+    def close(self) -> None:
+        for transaction in self._all_open():
+            for part in transaction.parts.values():
+                part.close()
+
+    def _all_open(self) -> Iterator[Transaction]:
+        for producer in self.producers.values():
+            yield from producer.open.values()
+
+    def undecided_count(self) -> int:
+        return sum(transaction.decision is None for transaction in self._all_open())
+
+    def staged_bytes(self) -> int:
+        return sum(transaction.size_bytes for transaction in self._all_open())
+
+    def unfinished(self) -> list[Transaction]:
+        """Those that have been decided upon and not been finished."""
+        return [transaction for transaction in self._all_open() if transaction.decision is not None]
+
+    # a transaction's life
+
+    def find(self, name: str, sequence: int) -> Transaction | None:
+        """The transaction if it is known and not committed. Raises AlreadyCommitted."""
+        producer = self.producers.get(name)
+        if producer is None:
+            return None
+        if sequence <= producer.committed.sequence:
+            raise AlreadyCommitted(producer.committed.sequence)
+        return producer.open.get(sequence)
+
+    def stage(
+        self,
+        name: str,
+        sequence: int,
+        part_name: str,
+        topic: str,
+        bodies: PackedBodies,
+        *,
+        defer_ms: int = 0,
+        at: int | None = None,
+    ) -> int:
+        """Put messages aside; gives the number of them in the part. If it is told `at` which number they are
+        to begin, they begin there or not at all. Raises AlreadyCommitted, PartSealed, WrongPosition or
+        OSError, with nothing staged."""
+        transaction = self.find(name, sequence)
+        part = None if transaction is None else transaction.parts.get(part_name)
+        if transaction is not None and transaction.decision is not None:
+            raise AlreadyCommitted(sequence)
+        if transaction is not None and part_name in (transaction.promised or ()):
+            raise PartSealed(part_name)
+        held = 0 if part is None else part.messages
+        if at is not None and at != held:
+            raise WrongPosition(held)
+        transaction = transaction or self._begin(name, sequence)
+        if part is None:
+            self._broker.files.make_directory(transaction.directory)
+            part = Part(self._broker.files, transaction.directory / (part_name + PART_SUFFIX))
+        part.append(topic, bodies, defer_ms)
+        transaction.parts[part_name] = part
+        transaction.touched_ns = self._broker.clock()
+        return part.messages
+
+    def _begin(self, name: str, sequence: int) -> Transaction:
+        producer = self.producers.get(name)
+        if producer is None:
+            producer = self.producers[name] = Producer(name, self._folder)
+        transaction = producer.open[sequence] = Transaction(self._broker, producer, sequence)
+        return transaction
+
+    def promise(self, name: str, sequence: int, parts: Mapping[str, int], note: str = "") -> Transaction:
+        """Settle what the transaction consists of; write_promise() makes that last. Raises AlreadyCommitted,
+        or Incomplete with nothing changed."""
+        transaction = self.find(name, sequence)
+        if transaction is not None and transaction.decision is not None:
+            raise AlreadyCommitted(sequence)
+        staged = {} if transaction is None else transaction.parts
+        for part_name, count in parts.items():
+            held = staged[part_name].messages if part_name in staged else 0
+            if held != count:
+                raise Incomplete(f"part {part_name} has {held} messages and should have {count}")
+        transaction = transaction or self._begin(name, sequence)
+        transaction.promised = [part_name for part_name, count in parts.items() if count]
+        transaction.note = note
+        transaction.touched_ns = self._broker.clock()
+        return transaction
+
+    def decide(self, transaction: Transaction) -> None:
+        """From the moment at which write_promise() has made this last, the transaction is committed. Raises
+        Incomplete if nothing has been promised; OSError or Exiting if a topic cannot be created."""
+        if transaction.promised is None:
+            raise Incomplete("nothing has been prepared")
+        topics = [self._broker.get_topic(name) for name in {chunk.topic for chunk in transaction.chunks}]
+        for topic in topics:
+            topic.holds[transaction] = topic.log.end
+        ends = {topic.name: (topic.incarnation, topic.log.end) for topic in topics}
+        transaction.decision = Decision(self._next_tag(), ends)
+
+    def _next_tag(self) -> int:
+        """One that no transaction uses that is being committed: they are few at a time."""
+        used = {other.decision.tag for other in self._all_open() if other.decision is not None}
+        while True:
+            self._tag = self._tag % MAX_TAG + 1
+            if self._tag not in used:
+                return self._tag
+
+    def revoke(self, transaction: Transaction) -> None:
+        """The decision did not reach the disk: there is none."""
+        transaction.decision = None
+        self._release(transaction)
+
+    def apply(self, transaction: Transaction, chunk: Chunk, bodies: PackedBodies) -> None:
+        """Publish the next chunk. Raises StorageError, OSError or Exiting, with nothing of it published."""
+        assert transaction.decision is not None
+        skipped = min(transaction.present.get(chunk.topic, 0), chunk.messages)
+        if skipped < chunk.messages:
+            broker = self._broker
+            topic = broker.get_topic(chunk.topic)
+            topic.holds.setdefault(transaction, topic.log.end)
+            due_ns = broker.clock() + chunk.defer_ms * 1_000_000 if chunk.defer_ms else 0
+            missing = bodies.without_first(skipped) if skipped else bodies
+            topic.append_tagged(missing, due_ns, transaction.decision.tag)
+        if skipped:
+            transaction.present[chunk.topic] -= skipped
+        transaction.applied += 1
+
+    def write_committed(self, transaction: Transaction, *, sync: bool, remember_s: float) -> Committed:
+        """The last step but one; may be called in any thread. Raises OSError."""
+        until_ns = self._broker.clock() + round(remember_s * 1e9)
+        committed = Committed(transaction.sequence, transaction.messages, until_ns)
+        path = transaction.producer.directory / COMMITTED
+        write_json(self._broker.files, path, committed._asdict(), sync=sync)
+        return committed
+
+    def finish(self, transaction: Transaction, committed: Committed) -> None:
+        """The last step. What the producer had begun before it goes too: it can never be committed."""
+        producer = transaction.producer
+        producer.committed = committed
+        self.committed_count += 1
+        for sequence in [number for number in producer.open if number <= committed.sequence]:
+            self._drop(producer.open[sequence])
+
+    def abort(self, name: str, sequence: int) -> None:
+        """Forget what was staged, if anything. Raises AlreadyCommitted."""
+        transaction = self.find(name, sequence)
+        if transaction is None:
+            return
+        if transaction.decision is not None:
+            raise AlreadyCommitted(sequence)
+        self.aborted_count += 1
+        self._drop(transaction)
+
+    def expire(self, now_ns: int) -> None:
+        """Drop what nobody has touched for too long, and forget producers that have not been heard of."""
+        options = self._broker.options
+        for transaction in [*self._all_open()]:
+            is_promised = transaction.promised is not None
+            limit_s = options.transaction_retention if is_promised else options.transaction_timeout
+            if transaction.decision is None and now_ns - transaction.touched_ns > limit_s * 1e9:
+                logger.warning("%s: nothing has been heard of it for %.0f s: dropped", transaction, limit_s)
+                self.expired_count += 1
+                self._drop(transaction)
+        for producer in [*self.producers.values()]:
+            if not producer.open and now_ns > producer.committed.until_ns:
+                del self.producers[producer.name]
+                self._throw_away(producer.directory)
+
+    def _drop(self, transaction: Transaction) -> None:
+        for part in transaction.parts.values():
+            part.close()
+        self._release(transaction)
+        del transaction.producer.open[transaction.sequence]
+        self._throw_away(transaction.directory)
+
+    def _release(self, transaction: Transaction) -> None:
+        for topic in self._broker.topics.values():
+            topic.holds.pop(transaction, None)
+
+    def _throw_away(self, directory: Path) -> None:
+        """Out of the way at once, removed when there is time: another of the same name may come."""
+        self._trash_count += 1
+        trash = self._folder / f"{self._broker.clock()}.{self._trash_count}{TRASH_SUFFIX}"
+        files = self._broker.files
+        try:
+            files.rename(directory, trash)
+        except FileNotFoundError:
+            return
+        self._broker.in_background(lambda: files.remove_tree(trash))
+
+
+def _read(files: Files, path: Path) -> dict[str, Any] | None:
+    try:
+        return read_json(files, path)
+    except ValueError as error:
+        logger.error("%s cannot be understood (%s): as if it were not there", path, error)
+        return None

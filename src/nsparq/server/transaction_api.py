@@ -1,0 +1,307 @@
+"""Transactions over HTTP: see broker.transactions for what they are.
+
+What a commit does takes several turns of the event loop, so that nobody waits for a large one. It is a task
+of its own: it goes on when the client that asked for it has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+from weakref import WeakValueDictionary
+
+from nsparq.broker.transactions import (
+    NAME,
+    AlreadyCommitted,
+    Incomplete,
+    PartSealed,
+    Transaction,
+    WrongPosition,
+)
+from nsparq.errors import Exiting, FatalClientError, StorageError
+from nsparq.http.api import ApiError, Request, Result
+from nsparq.server.arguments import name_of, number_of
+from nsparq.wire.server import decode_multiple
+
+if TYPE_CHECKING:
+    from nsparq.broker.topic import Topic
+    from nsparq.server.daemon import Nsqd
+
+logger = logging.getLogger(__name__)
+
+MAX_NOTE: Final = 4096
+RETRY_S: Final = 1.0
+"""How soon a commit that the disk has broken off is tried again."""
+
+
+class TransactionApi:
+    """The handlers of one nsqd."""
+
+    def __init__(self, nsqd: Nsqd) -> None:
+        self._nsqd = nsqd
+        self._transactions = nsqd.broker.transactions
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def topics(self, request: Request) -> set[str]:
+        """Whose publishers may do something with the transaction; none if it is not known."""
+        try:
+            transaction = self._transactions.find(*_which(request))
+        except (AlreadyCommitted, ApiError):
+            return set()
+        return set() if transaction is None else transaction.topics
+
+    # handlers
+
+    def stage(self, request: Request) -> Result:
+        producer, sequence = _which(request)
+        part = _identifier(request, "part")
+        topic = name_of(request, "topic")
+        defer_ms = number_of(request, "defer") or 0
+        if defer_ms > self._nsqd.options.max_req_timeout * 1000:
+            raise ApiError(400, "INVALID_ARG_DEFER")
+        try:
+            bodies = decode_multiple(request.body, self._nsqd.limits)
+        except FatalClientError as error:
+            raise ApiError(413, error.code.removeprefix("E_")) from error
+        try:
+            messages = self._transactions.stage(
+                producer, sequence, part, topic, bodies, defer_ms=defer_ms, at=number_of(request, "at")
+            )
+        except AlreadyCommitted as error:
+            _refuse(error)
+        except PartSealed as error:
+            raise ApiError(409, "PART_SEALED") from error
+        except WrongPosition as error:
+            raise ApiError(409, "WRONG_POSITION", messages=error.messages) from error
+        except OSError as error:
+            logger.error("transaction %s/%d: cannot be staged: %s", producer, sequence, error)
+            raise ApiError(503, "WRITE_FAILED") from error
+        return {"messages": messages}
+
+    async def prepare(self, request: Request) -> Result:
+        producer, sequence = _which(request)
+        parts, note = _wanted(request)
+        async with self._lock(producer):
+            transaction = self._promise(producer, sequence, parts, note)
+            await self._write_promise(transaction)
+        return {"sequence": sequence, "messages": transaction.messages}
+
+    async def commit(self, request: Request) -> Result:
+        producer, sequence = _which(request)
+        remember_s = number_of(request, "remember")
+        wanted = _wanted(request) if request.body else None
+        return await self._in_task(self._commit(producer, sequence, wanted, remember_s))
+
+    async def abort(self, request: Request) -> None:
+        producer, sequence = _which(request)
+        async with self._lock(producer):
+            try:
+                self._transactions.abort(producer, sequence)
+            except AlreadyCommitted as error:
+                _refuse(error)
+
+    def state(self, request: Request) -> Result:
+        producer, sequence = _which(request)
+        known = self._transactions.producers.get(producer)
+        last = -1 if known is None else known.committed.sequence
+        answer: dict[str, Any] = {"state": "unknown", "committed_sequence": last if last >= 0 else None}
+        try:
+            transaction = self._transactions.find(producer, sequence)
+        except AlreadyCommitted:
+            return answer | {"state": "committed"}
+        return answer if transaction is None else answer | _shown(transaction)
+
+    def list_all(self, request: Request) -> Result:
+        return {
+            "producers": [
+                {
+                    "producer": producer.name,
+                    "committed_sequence": producer.committed.sequence,
+                    "committed_messages": producer.committed.messages,
+                    "open": [
+                        {
+                            "sequence": transaction.sequence,
+                            "state": transaction.state,
+                            "topics": sorted(transaction.topics),
+                            "messages": transaction.messages,
+                            "bytes": transaction.size_bytes,
+                            "touched": transaction.touched_ns,
+                        }
+                        for transaction in producer.open.values()
+                    ],
+                }
+                for producer in self._transactions.producers.values()
+            ]
+        }
+
+    # committing
+
+    async def resume(self) -> None:
+        """Finish, for as long as the daemon runs, what has been decided and was broken off: by a crash before
+        this run, or by the disk."""
+        while True:
+            for transaction in self._transactions.unfinished():
+                name, sequence = transaction.producer.name, transaction.sequence
+                try:
+                    await self._commit(name, sequence, None, None)
+                except ApiError as error:
+                    logger.error("%s: cannot be finished: %s", transaction, error)
+            await asyncio.sleep(RETRY_S)
+
+    def _lock(self, producer: str) -> asyncio.Lock:
+        """One change at a time for each producer."""
+        lock = self._locks.get(producer)
+        if lock is None:
+            lock = self._locks[producer] = asyncio.Lock()
+        return lock
+
+    async def _commit(
+        self,
+        producer: str,
+        sequence: int,
+        wanted: tuple[dict[str, int], str] | None,
+        remember_s: float | None,
+    ) -> Result:
+        async with self._lock(producer):
+            try:
+                transaction = self._transactions.find(producer, sequence)
+            except AlreadyCommitted:
+                last = self._transactions.producers[producer].committed
+                count = last.messages if last.sequence == sequence else None
+                return {"sequence": sequence, "messages": count, "already_committed": True}
+            if transaction is None or transaction.decision is None:
+                transaction = await self._decide(producer, sequence, wanted, transaction)
+            try:
+                return await self._finish(transaction, remember_s)
+            except (StorageError, OSError, Exiting) as error:
+                logger.error("%s: the commit is broken off: %s", transaction, error)
+                raise ApiError(503, "WRITE_FAILED") from error
+
+    async def _decide(
+        self,
+        producer: str,
+        sequence: int,
+        wanted: tuple[dict[str, int], str] | None,
+        transaction: Transaction | None,
+    ) -> Transaction:
+        if wanted is not None:
+            transaction = self._promise(producer, sequence, *wanted)
+        elif transaction is None:
+            raise ApiError(409, "INCOMPLETE_TRANSACTION", reason="nothing has been prepared")
+        try:
+            self._transactions.decide(transaction)
+        except Incomplete as error:
+            raise ApiError(409, "INCOMPLETE_TRANSACTION", reason=str(error)) from error
+        except (StorageError, OSError, Exiting) as error:
+            raise ApiError(503, "WRITE_FAILED") from error
+        try:
+            await self._write_promise(transaction)
+        except ApiError:
+            self._transactions.revoke(transaction)
+            raise
+        return transaction
+
+    def _promise(self, producer: str, sequence: int, parts: dict[str, int], note: str) -> Transaction:
+        try:
+            return self._transactions.promise(producer, sequence, parts, note)
+        except AlreadyCommitted as error:
+            _refuse(error)
+        except Incomplete as error:
+            raise ApiError(409, "INCOMPLETE_TRANSACTION", reason=str(error)) from error
+
+    async def _write_promise(self, transaction: Transaction) -> None:
+        sync = transaction.is_synchronous
+        try:
+            await self._nsqd.in_disk_thread(lambda: transaction.write_promise(sync=sync))
+        except OSError as error:
+            logger.error("%s: %s", transaction, error)
+            raise ApiError(503, "WRITE_FAILED") from error
+
+    async def _finish(self, transaction: Transaction, remember_s: float | None) -> Result:
+        """Publish what is still to be published of a transaction that has been decided upon."""
+        nsqd, transactions = self._nsqd, self._transactions
+        files = nsqd.broker.files
+        for chunk in transaction.chunks[transaction.applied :]:
+            bodies = await nsqd.in_disk_thread(partial(chunk.read, files))
+            transactions.apply(transaction, chunk, bodies)
+        for name in sorted(transaction.topics):
+            topic = nsqd.broker.topics.get(name)
+            if topic is not None:
+                await _committed(topic)
+        longest_s = nsqd.options.transaction_retention
+        limit_s = longest_s if remember_s is None else min(remember_s, longest_s)
+        sync = transaction.is_synchronous
+        committed = await nsqd.in_disk_thread(
+            lambda: transactions.write_committed(transaction, sync=sync, remember_s=limit_s)
+        )
+        transactions.finish(transaction, committed)
+        return {"sequence": committed.sequence, "messages": committed.messages, "already_committed": False}
+
+    async def _in_task(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Wait for it, and let it go on if nobody waits any more."""
+        return await asyncio.shield(self._nsqd.launch(work))
+
+
+async def _committed(topic: Topic) -> None:
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def finish(verb: str, error: Exception | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    topic.when_committed(finish, "commit")
+    await done
+
+
+def _shown(transaction: Transaction) -> dict[str, Any]:
+    # Decided is committed, to all intents: nothing but time is needed.
+    is_decided = transaction.decision is not None
+    return {
+        "state": "committed" if is_decided else transaction.state,
+        "parts": {name: part.messages for name, part in transaction.parts.items()},
+        "prepared": transaction.promised,
+        "note": transaction.note,
+    }
+
+
+def _refuse(error: AlreadyCommitted) -> NoReturn:
+    raise ApiError(409, "ALREADY_COMMITTED", sequence=error.sequence) from error
+
+
+def _which(request: Request) -> tuple[str, int]:
+    producer = _identifier(request, "producer")
+    sequence = number_of(request, "sequence")
+    if sequence is None:
+        raise ApiError(400, "MISSING_ARG_SEQUENCE")
+    return producer, sequence
+
+
+def _identifier(request: Request, parameter: str) -> str:
+    text = request.parameters.get(parameter)
+    if text is None:
+        raise ApiError(400, f"MISSING_ARG_{parameter.upper()}")
+    if not NAME.fullmatch(text):
+        raise ApiError(400, f"INVALID_ARG_{parameter.upper()}")
+    return text
+
+
+def _wanted(request: Request) -> tuple[dict[str, int], str]:
+    """The parts that a transaction is to consist of, with the number of messages in each; and a note."""
+    try:
+        body = json.loads(request.body)
+        parts, note = body["parts"], body.get("note", "")
+        if not isinstance(parts, dict) or not isinstance(note, str) or len(note) > MAX_NOTE:
+            raise ValueError("`parts` is an object, and `note` a short string")
+        if not all(type(count) is int and count >= 0 for count in parts.values()):
+            raise ValueError("each part has a number of messages")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ApiError(400, "INVALID_PARTS", reason=str(error)) from error
+    return parts, note

@@ -1,0 +1,227 @@
+"""The table of what nsqd's HTTP API has for transactions: see transaction_api for the handlers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from nsparq.http.api import JSON_TYPE, Endpoint, Param
+from nsparq.server.arguments import NAMED_TOPIC_ERRORS, TOPIC
+from nsparq.server.schemas import COUNT, INT, SEQUENCE, TEXT, listed, obj
+
+if TYPE_CHECKING:
+    from nsparq.server.transaction_api import TransactionApi
+
+MAX_PARTS_BODY: Final = 1 << 20
+
+_GROUP: Final = "Transactions"
+_IDENTIFIER: Final = {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"}
+_WHICH: Final = (
+    Param(
+        name="producer",
+        help="whose transaction: 1 to 128 of `A-Za-z0-9._:-`",
+        required=True,
+        schema=_IDENTIFIER,
+    ),
+    Param(name="sequence", help="which of them", required=True, schema=SEQUENCE),
+)
+_WHICH_ERRORS: Final = (
+    (400, "MISSING_ARG_PRODUCER"),
+    (400, "INVALID_ARG_PRODUCER"),
+    (400, "MISSING_ARG_SEQUENCE"),
+    (400, "INVALID_ARG_SEQUENCE"),
+)
+_PARTS: Final = {
+    "type": "object",
+    "properties": {
+        "parts": {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0}},
+        "note": {"type": "string", "maxLength": 4096},
+    },
+    "required": ["parts"],
+    "additionalProperties": False,
+}
+_PARTS_HELP: Final = (
+    '`{"parts": {name: messages}, "note": text}`: the parts that the transaction consists of, in this order, '
+    "each with the number of messages that it must hold"
+)
+_PARTS_ERRORS: Final = ((400, "INVALID_PARTS"), (409, "INCOMPLETE_TRANSACTION"), (503, "WRITE_FAILED"))
+
+
+def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpoint]:
+    return [
+        Endpoint(
+            group=_GROUP,
+            method="POST",
+            path="/transaction/stage",
+            handler=api.stage,
+            summary="Put messages aside until their transaction is committed.",
+            details="They are appended to a part of it, which one writer fills with as many requests as it "
+            "needs. With `at` a request can be sent again when its answer was lost: it is done once.",
+            params=(
+                *_WHICH,
+                Param(
+                    name="part", help="which part, named like a producer", required=True, schema=_IDENTIFIER
+                ),
+                TOPIC,
+                Param(
+                    name="defer",
+                    help="milliseconds between the commit and delivery, up to `--max-req-timeout`",
+                    schema={"type": "integer", "minimum": 0, "maximum": 3_600_000},
+                ),
+                Param(name="at", help="how many messages the part holds before these", schema=SEQUENCE),
+            ),
+            permission="publish",
+            keeps_body=True,
+            body_help="messages as in `/mpub?binary=true`",
+            body_schema={"type": "string", "format": "binary", "minLength": 4},
+            max_body=max_body_size,
+            success="an object; `messages` is how many the part holds now",
+            success_type=JSON_TYPE,
+            success_schema=obj({"messages": COUNT}),
+            errors=(
+                *_WHICH_ERRORS,
+                (400, "MISSING_ARG_PART"),
+                (400, "INVALID_ARG_PART"),
+                *NAMED_TOPIC_ERRORS,
+                (400, "INVALID_ARG_DEFER"),
+                (400, "INVALID_ARG_AT"),
+                (409, "ALREADY_COMMITTED"),
+                (409, "PART_SEALED"),
+                (409, "WRONG_POSITION"),
+                (413, "BAD_BODY"),
+                (413, "BAD_MESSAGE"),
+                (503, "WRITE_FAILED"),
+            ),
+        ),
+        Endpoint(
+            group=_GROUP,
+            method="POST",
+            path="/transaction/prepare",
+            handler=api.prepare,
+            summary="Promise that a transaction can be committed.",
+            details="For a transaction that is spread over several nsqd: prepare it on all, then commit it "
+            "on all. If one of them has committed it, the others are to; what they have prepared waits for "
+            "that. A later promise takes the place of an earlier one.",
+            params=_WHICH,
+            permission="publish",
+            topics=api.topics,
+            keeps_body=True,
+            body_help=_PARTS_HELP,
+            body_type=JSON_TYPE,
+            body_schema=_PARTS,
+            max_body=MAX_PARTS_BODY,
+            success="an object",
+            success_type=JSON_TYPE,
+            success_schema=obj({"sequence": COUNT, "messages": COUNT}),
+            errors=(*_WHICH_ERRORS, (409, "ALREADY_COMMITTED"), *_PARTS_ERRORS),
+        ),
+        Endpoint(
+            group=_GROUP,
+            method="POST",
+            path="/transaction/commit",
+            handler=api.commit,
+            summary="Publish a transaction: all of it, and once.",
+            details="Without a body: what has been prepared. One that is committed already, or is older than "
+            "the producer's last, is answered with `already_committed` and changes nothing. Once it is under "
+            "way it is finished, whatever becomes of the connection or of the daemon. What else was staged "
+            "for it is dropped.",
+            params=(
+                *_WHICH,
+                Param(
+                    name="remember",
+                    help="seconds for which the producer will be remembered, if less than "
+                    "`--transaction-retention`",
+                    schema=SEQUENCE,
+                ),
+            ),
+            permission="publish",
+            topics=api.topics,
+            keeps_body=True,
+            body_help=_PARTS_HELP + "; or nothing",
+            body_type=JSON_TYPE,
+            body_schema=_PARTS,
+            max_body=MAX_PARTS_BODY,
+            success="an object; `messages` is null for one that was not the last",
+            success_type=JSON_TYPE,
+            success_schema=obj(
+                {
+                    "sequence": COUNT,
+                    "messages": {"type": ["integer", "null"]},
+                    "already_committed": {"type": "boolean"},
+                }
+            ),
+            errors=(
+                *_WHICH_ERRORS,
+                (400, "INVALID_ARG_REMEMBER"),
+                *_PARTS_ERRORS,
+            ),
+        ),
+        Endpoint(
+            group=_GROUP,
+            method="POST",
+            path="/transaction/abort",
+            handler=api.abort,
+            summary="Drop what was staged for a transaction.",
+            details="Also if it was prepared, or if nothing is known of it.",
+            params=_WHICH,
+            permission="publish",
+            topics=api.topics,
+            errors=(*_WHICH_ERRORS, (409, "ALREADY_COMMITTED")),
+        ),
+        Endpoint(
+            group=_GROUP,
+            method="GET",
+            path="/transaction",
+            handler=api.state,
+            summary="What has become of a transaction.",
+            params=_WHICH,
+            permission="publish",
+            topics=api.topics,
+            success="an object; `state` is `unknown`, `open`, `prepared` or `committed`, "
+            "`committed_sequence` the producer's last commit or null",
+            success_type=JSON_TYPE,
+            success_schema=obj(
+                {"state": TEXT, "committed_sequence": {"type": ["integer", "null"]}},
+                {
+                    "parts": {"type": "object", "additionalProperties": COUNT},
+                    "prepared": {"type": ["array", "null"], "items": TEXT},
+                    "note": TEXT,
+                },
+            ),
+            errors=_WHICH_ERRORS,
+        ),
+        Endpoint(
+            group=_GROUP,
+            method="GET",
+            path="/transactions",
+            handler=api.list_all,
+            summary="All producers, and their open transactions.",
+            permission="read",
+            success="an object",
+            success_type=JSON_TYPE,
+            success_schema=obj(
+                {
+                    "producers": listed(
+                        obj(
+                            {
+                                "producer": TEXT,
+                                "committed_sequence": INT,
+                                "committed_messages": COUNT,
+                                "open": listed(
+                                    obj(
+                                        {
+                                            "sequence": COUNT,
+                                            "state": TEXT,
+                                            "topics": listed(TEXT),
+                                            "messages": COUNT,
+                                            "bytes": COUNT,
+                                            "touched": INT,
+                                        }
+                                    )
+                                ),
+                            }
+                        )
+                    )
+                }
+            ),
+        ),
+    ]

@@ -1,0 +1,131 @@
+"""Messages put aside until their transaction is committed: one file for each part, chunks end to end.
+
+ 0       4       8      12      16      20      22
+ +-------+-------+------+-------+-------+-------+-------+----------+--------+
+ | magic | crc   | size | count | defer | topic | topic | lengths  | bodies |
+ +-------+-------+------+-------+-------+-------+-------+----------+--------+
+  "NQT1"  crc32c  whole  u32     ms      length          count×u32
+
+Little endian; the crc covers everything after itself. A chunk is what one request brought.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from crc32c import crc32c
+
+from nsparq.errors import CorruptBatch
+from nsparq.packed import PackedBodies
+from nsparq.storage.batch import lengths_from, table_bytes
+from nsparq.storage.files import Files
+
+_MAGIC: Final = b"NQT1"
+_HEAD: Final = struct.Struct("<4sIIIIH")
+_CHECKED_FROM: Final = 8
+
+
+class Chunk(NamedTuple):
+    """Where some messages of a part stand, and what is to become of them."""
+
+    path: Path
+    position: int
+    size: int
+    topic: str
+    messages: int
+    defer_ms: int
+
+    def read(self, files: Files) -> PackedBodies:
+        """The messages. Raises CorruptBatch or OSError."""
+        fd = files.open_read(self.path)
+        try:
+            raw = files.read(fd, self.size, self.position)
+        finally:
+            files.close(fd)
+        if len(raw) < self.size or crc32c(memoryview(raw)[_CHECKED_FROM:]) != _HEAD.unpack_from(raw)[1]:
+            raise CorruptBatch(self.path, self.position, "checksum mismatch")
+        table = _HEAD.size + len(self.topic)
+        bodies = table + 4 * self.messages
+        return PackedBodies(lengths_from(raw[table:bodies]), raw[bodies:])
+
+
+class Part:
+    """What one writer has staged. Appending to it opens the file, close() lets go of it."""
+
+    def __init__(self, files: Files, path: Path) -> None:
+        self._files = files
+        self._fd = -1
+        self.path = path
+        self.chunks: list[Chunk] = []
+        self.messages = 0
+        self.size = 0
+        """Bytes of the file."""
+
+    def load(self) -> None:
+        """Learn what an earlier run has staged. A chunk that was being written when it ended is cut off:
+        nobody was told that it was there."""
+        fd = self._open()
+        for chunk in _chunks(self._files, fd, self.path):
+            self._note(chunk)
+        if self._files.size(fd) != self.size:
+            self._files.truncate(fd, self.size)
+        self.close()
+
+    def append(self, topic: str, bodies: PackedBodies, defer_ms: int) -> None:
+        """Raises OSError, with nothing staged."""
+        name, table = topic.encode("ascii"), table_bytes(bodies.lengths)
+        size = _HEAD.size + len(name) + len(table) + len(bodies.data)
+        head = _HEAD.pack(_MAGIC, 0, size, len(bodies), defer_ms, len(name)) + name + table
+        crc = crc32c(bodies.data, crc32c(head[_CHECKED_FROM:]))
+        head = _MAGIC + crc.to_bytes(4, "little") + head[_CHECKED_FROM:]
+        fd = self._open()
+        try:
+            self._files.write(fd, [head, bodies.data], self.size)
+        except OSError:
+            # What has been written of it could be taken for a chunk some day.
+            self._files.truncate(fd, self.size)
+            raise
+        self._note(Chunk(self.path, self.size, size, topic, len(bodies), defer_ms))
+
+    def _note(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.messages += chunk.messages
+        self.size += chunk.size
+
+    def _open(self) -> int:
+        if self._fd < 0:
+            self._fd = self._files.open(self.path)
+        return self._fd
+
+    def sync(self) -> None:
+        """Have it on disk. May be called in any thread, while nothing is appended."""
+        self._files.sync(self._open())
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._files.close(self._fd)
+            self._fd = -1
+
+    def remove(self) -> None:
+        self.close()
+        with suppress(FileNotFoundError):
+            self._files.unlink(self.path)
+
+
+def _chunks(files: Files, fd: int, path: Path) -> Iterator[Chunk]:
+    """The whole chunks at the beginning of a file."""
+    position, size = 0, files.size(fd)
+    while size - position >= _HEAD.size:
+        magic, crc, whole, count, defer_ms, name_size = _HEAD.unpack(files.read(fd, _HEAD.size, position))
+        if magic != _MAGIC or whole < _HEAD.size + name_size + 4 * count or position + whole > size:
+            return
+        raw = files.read(fd, whole, position)
+        if crc32c(memoryview(raw)[_CHECKED_FROM:]) != crc:
+            return
+        topic = raw[_HEAD.size : _HEAD.size + name_size].decode("ascii")
+        yield Chunk(path, position, whole, topic, count, defer_ms)
+        position += whole
