@@ -1,7 +1,8 @@
 """The TCP side: one Connection per client, between the event loop and the broker.
 
 Replies leave in the order of their commands. A publish is answered when its topic's append is done, so
-anything said after it waits its turn behind it. What a client does not read is bounded: we stop sending
+anything said after it waits its turn behind it. What is said in one turn of the event loop leaves together: a
+write costs more than most of what it tells. What a client does not read is bounded: we stop sending
 messages to it, and stop reading from it, until it catches up; if it never does, it is cut off.
 
 IDENTIFY may put transport layers under the conversation, and AUTH may have to be asked for elsewhere: while
@@ -53,7 +54,7 @@ HANDSHAKE_S = 5.0
 DECODE_S = 0.004
 """How long one client's compressed bytes are decoded before the others have their turn."""
 SEND_AT_ONCE = 64 << 10
-"""Bytes that are not held back until the end of the turn to be encrypted or compressed together."""
+"""Bytes that are not held back until the end of the turn."""
 
 
 class Connection(asyncio.Protocol):
@@ -79,13 +80,11 @@ class Connection(asyncio.Protocol):
         self._is_ending = False
         """Whether the last word is among the replies: nothing more is heard."""
         self._is_reading = True
-        self._write: Callable[[bytes | memoryview], None]
-        """Sends through the layers, if there are any."""
         self._layers: LayerStack | None = None
         self._is_confirmed = False
         """Whether the client has been told that the layers are up."""
         self._outgoing: list[bytes | memoryview] = []
-        """Frames of this turn that wait to go through the layers together."""
+        """Frames of this turn that are to leave together, through the layers if there are any."""
         self._outgoing_size = 0
         self._waiting_for: asyncio.Task[None] | None = None
         """What must be done before anything further is heard from the client."""
@@ -106,7 +105,6 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # never another
         self._transport = transport
-        self._write = transport.write
         transport.set_write_buffer_limits(WRITE_HIGH, WRITE_LOW)
         peer = transport.get_extra_info("peername")
         host, address = (peer[0], f"{peer[0]}:{peer[1]}") if isinstance(peer, tuple) else ("", "")
@@ -114,7 +112,7 @@ class Connection(asyncio.Protocol):
         self.client = Client(
             identity=self._protocol.identity,
             address=address,
-            send=transport.write,
+            send=self._write,
             close=self.close,
             connect_s=self._broker.clock() // 1_000_000_000,
         )
@@ -169,7 +167,9 @@ class Connection(asyncio.Protocol):
             self._protocol.receive_eof()
         except ProtocolError as error:
             self._fail(error)
-        return self._is_closing
+        if not self._is_closing and not self._is_ending:
+            self._say_goodbye()
+        return True
 
     # layers
 
@@ -189,8 +189,8 @@ class Connection(asyncio.Protocol):
         if self._layers is not None or self._replies:
             reason = "publishes are unanswered" if self._replies else "the layers are up already"
             raise FatalClientError("E_IDENTIFY_FAILED", f"IDENTIFY failed {reason}")
+        self._flush()
         self._layers = LayerStack(wanted)
-        self._write = self.client.send = self._write_layered
         if identity.tls:
             self._loop.call_later(HANDSHAKE_S, self._check_handshake)
         else:
@@ -240,7 +240,6 @@ class Connection(asyncio.Protocol):
             self._confirm()
         if layers.is_ended and not self._is_closing:
             self.eof_received()
-            self._say_goodbye()
 
     def _say_goodbye(self) -> None:
         """Close as soon as every publish has its answer."""
@@ -258,13 +257,12 @@ class Connection(asyncio.Protocol):
         self._transport.write(layers.take_output())
         if not was_up:
             self._layers = None
-            self._write = self._transport.write
             reason = f"IDENTIFY failed {error.reason}"
             self._write(encode_frame(ERROR, f"E_IDENTIFY_FAILED {reason}".encode("utf-8", "replace")))
         self._pieces = None
         self.close()
 
-    def _write_layered(self, data: bytes | memoryview) -> None:
+    def _write(self, data: bytes | memoryview) -> None:
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing.append(data)
@@ -273,13 +271,14 @@ class Connection(asyncio.Protocol):
             self._flush()
 
     def _flush(self) -> None:
-        """Encode what was said in this turn as one piece. Nothing leaves before the layers are up."""
+        """Send what was said in this turn as one piece. Nothing leaves before the layers are up."""
         outgoing, layers = self._outgoing, self._layers
-        if not outgoing or layers is None or not self._is_confirmed:
+        if not outgoing or (layers is not None and not self._is_confirmed):
             return
         self._outgoing, self._outgoing_size = [], 0
+        data = outgoing[0] if len(outgoing) == 1 else b"".join(outgoing)
         try:
-            self._transport.write(layers.send(outgoing[0] if len(outgoing) == 1 else b"".join(outgoing)))
+            self._transport.write(data if layers is None else layers.send(data))
         except LayerError as error:
             self._layer_failed(error)
 
@@ -357,7 +356,7 @@ class Connection(asyncio.Protocol):
         self._layers = self._pieces = self._commands = self._again = self.client.tls = None
         self._held.clear()
         self._outgoing.clear()
-        self._write = self.client.send = _nowhere
+        self.client.send = _nowhere
         self._nsqd.connection_ended(self)
         self._broker.clients.discard(self.client)
         if self.client.channel is not None:
@@ -416,8 +415,8 @@ class Connection(asyncio.Protocol):
         self._is_closing = True
         if self.client.channel is not None:
             self.client.channel.remove_client(self.client)
+        self._flush()
         if self._layers is not None:
-            self._flush()
             self._layers.close()
             self._transport.write(self._layers.take_output())
         self._transport.close()
