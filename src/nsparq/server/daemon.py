@@ -60,6 +60,10 @@ class Nsqd:
         self.limits = _limits(options)
         self.hostname = socket.gethostname()
         self.connections: set[Connection] = set()
+        self._talking: list[Connection] = []
+        """Those that have something to say at the end of the turn."""
+        self._is_turning = False
+        """Whether that will happen by itself."""
         self.lag = LoopLag()
         self._tls_context: SSL.Context
         self.authenticator: Authenticator | None = None
@@ -351,10 +355,29 @@ class Nsqd:
         self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
+        self._is_turning = True
         try:
             self.broker.turn()
         except Exception:
             logger.exception("internal error at the end of a turn")
+        self._flush_connections()
+
+    def flush_later(self, connection: Connection) -> None:
+        """Have what a connection has to say sent at the end of the turn."""
+        self._talking.append(connection)
+        if not self._is_turning:
+            self._is_turning = True
+            self._loop.call_soon(self._flush_connections)
+
+    def _flush_connections(self) -> None:
+        self._is_turning = False
+        talking, self._talking = self._talking, []
+        for connection in talking:
+            try:
+                connection.flush()
+            except Exception:
+                logger.exception("internal error while sending")
+                connection.close()
 
     def _in_thread(self, work: Callable[[], None], then: Callable[[], None]) -> None:
         try:

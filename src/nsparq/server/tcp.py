@@ -189,7 +189,7 @@ class Connection(asyncio.Protocol):
         if self._layers is not None or self._replies:
             reason = "publishes are unanswered" if self._replies else "the layers are up already"
             raise FatalClientError("E_IDENTIFY_FAILED", f"IDENTIFY failed {reason}")
-        self._flush()
+        self.flush()
         self._layers = LayerStack(wanted)
         if identity.tls:
             self._loop.call_later(HANDSHAKE_S, self._check_handshake)
@@ -264,13 +264,13 @@ class Connection(asyncio.Protocol):
 
     def _write(self, data: bytes | memoryview) -> None:
         if not self._outgoing:
-            self._loop.call_soon(self._flush)
+            self._nsqd.flush_later(self)
         self._outgoing.append(data)
         self._outgoing_size += len(data)
         if self._outgoing_size >= SEND_AT_ONCE:
-            self._flush()
+            self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Send what was said in this turn as one piece. Nothing leaves before the layers are up."""
         outgoing, layers = self._outgoing, self._layers
         if not outgoing or (layers is not None and not self._is_confirmed):
@@ -415,7 +415,7 @@ class Connection(asyncio.Protocol):
         self._is_closing = True
         if self.client.channel is not None:
             self.client.channel.remove_client(self.client)
-        self._flush()
+        self.flush()
         if self._layers is not None:
             self._layers.close()
             self._transport.write(self._layers.take_output())
