@@ -107,7 +107,7 @@ def test_a_commit_said_again_changes_nothing(broker: BrokerThread, producer: str
     assert refusal(answer) == (409, "ALREADY_COMMITTED")
     assert json.loads(answer.body)["sequence"] == 7
     assert stored(broker, topic) == [b"1"]
-    assert state(broker, which) == {"state": "committed", "committed_sequence": 7}
+    assert state(broker, which) == {"state": "committed", "committed_sequence": 7, "note": ""}
 
 
 @pytest.mark.parametrize("parts", [{"a": 1}, {"a": 3}, {"a": 2, "b": 1}])
@@ -170,6 +170,7 @@ def test_what_was_prepared_is_committed_later(broker: BrokerThread, producer: st
     committed = call(broker, "POST", "/transaction/commit", **which).expect_json()
     assert committed["messages"] == 1
     assert stored(broker, topic) == [b"1"]
+    assert state(broker, which) == {"state": "committed", "committed_sequence": 0, "note": "all nodes"}
 
 
 def test_without_a_promise_a_commit_needs_its_parts(broker: BrokerThread, producer: str, topic: str) -> None:

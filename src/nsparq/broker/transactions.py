@@ -87,6 +87,7 @@ class Committed(NamedTuple):
     messages: int = 0
     until_ns: int = 0
     """When it may be forgotten."""
+    note: str = ""
 
 
 class Transaction:
@@ -365,7 +366,7 @@ class Transactions:
     def write_committed(self, transaction: Transaction, *, sync: bool, remember_s: float) -> Committed:
         """The last step but one; may be called in any thread. Raises OSError."""
         until_ns = self._broker.clock() + round(remember_s * 1e9)
-        committed = Committed(transaction.sequence, transaction.messages, until_ns)
+        committed = Committed(transaction.sequence, transaction.messages, until_ns, transaction.note)
         path = transaction.producer.directory / COMMITTED
         write_json(self._broker.files, path, committed._asdict(), sync=sync)
         return committed

@@ -112,7 +112,8 @@ class TransactionApi:
         try:
             transaction = self._transactions.find(producer, sequence)
         except AlreadyCommitted:
-            return answer | {"state": "committed"}
+            assert known is not None
+            return answer | {"state": "committed", "note": known.committed.note if last == sequence else ""}
         return answer if transaction is None else answer | _shown(transaction)
 
     def list_all(self, request: Request) -> Result:
