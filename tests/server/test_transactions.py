@@ -167,7 +167,9 @@ def test_what_was_prepared_is_committed_later(broker: BrokerThread, producer: st
     sealed = call(broker, "POST", "/transaction/stage", packed([b"x"]), **which, part="a", topic=topic)
     assert refusal(sealed) == (409, "PART_SEALED")
     stage(broker, which, "b", topic, b"of a replay")
-    committed = call(broker, "POST", "/transaction/commit", **which).expect_json()
+    other = call(broker, "POST", "/transaction/commit", **which, promise="some nodes")
+    assert refusal(other) == (409, "WRONG_PROMISE"), "another driver has prepared it since"
+    committed = call(broker, "POST", "/transaction/commit", **which, promise="all nodes").expect_json()
     assert committed["messages"] == 1
     assert stored(broker, topic) == [b"1"]
     assert state(broker, which) == {"state": "committed", "committed_sequence": 0, "note": "all nodes"}

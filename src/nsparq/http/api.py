@@ -74,6 +74,7 @@ class Request:
         "path",
         "path_value",
         "peer",
+        "peer_port",
         "query",
         "secure",
     )
@@ -86,6 +87,7 @@ class Request:
         """As received; see header()."""
         self.body: bytes = b""
         self.peer = ""
+        self.peer_port = 0
         """The client's address without its port; empty for a Unix socket."""
         self.secure: Any = None
         """The TLS layer that it came through."""

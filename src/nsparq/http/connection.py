@@ -84,7 +84,7 @@ class HttpConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self.deadline = self._loop.time() + limits.HEAD_S
         """When the connection ends if nothing happens until then."""
-        self._peer = ""
+        self._peer, self._peer_port = "", 0
         self._queue: deque[tuple[Request, Response | None, bool]] = deque()
         """Complete requests that wait for their turn, the answer to those that need no handler, and whether
         the connection goes on after them."""
@@ -120,7 +120,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport = transport
         transport.set_write_buffer_limits(limits.WRITE_HIGH)
         peer = transport.get_extra_info("peername")
-        self._peer = peer[0] if isinstance(peer, tuple) else ""
+        self._peer, self._peer_port = peer[:2] if isinstance(peer, tuple) else ("", 0)
         self._server.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -173,7 +173,7 @@ class HttpConnection(asyncio.Protocol):
         if known.length and self._server.gathered + known.length > limits.MAX_GATHERED:
             return False
         request = Request(known.method, known.path, known.query, known.headers)
-        request.peer = self._peer
+        request.peer, request.peer_port = self._peer, self._peer_port
         request.secure = self._layer
         request.endpoint, request.path_value = known.endpoint, known.path_value
         request._answer = self._on_answer
@@ -326,7 +326,7 @@ class HttpConnection(asyncio.Protocol):
             target = _without_host(target)
         path, _, query = target.partition("?")
         request = Request(parser.get_method().decode("latin-1"), path, query, self._headers)
-        request.peer = self._peer
+        request.peer, request.peer_port = self._peer, self._peer_port
         request.secure = self._layer
         request.is_old = version == "1.0"
         request._answer = self._on_answer

@@ -94,7 +94,8 @@ class TransactionApi:
         producer, sequence = _which(request)
         remember_s = number_of(request, "remember")
         wanted = _wanted(request) if request.body else None
-        return await self._in_task(self._commit(producer, sequence, wanted, remember_s))
+        promise = request.parameters.get("promise")
+        return await self._in_task(self._commit(producer, sequence, wanted, promise, remember_s))
 
     async def abort(self, request: Request) -> None:
         producer, sequence = _which(request)
@@ -148,7 +149,7 @@ class TransactionApi:
             for transaction in self._transactions.unfinished():
                 name, sequence = transaction.producer.name, transaction.sequence
                 try:
-                    await self._commit(name, sequence, None, None)
+                    await self._commit(name, sequence, None, None, None)
                 except ApiError as error:
                     logger.error("%s: cannot be finished: %s", transaction, error)
             await asyncio.sleep(RETRY_S)
@@ -165,6 +166,7 @@ class TransactionApi:
         producer: str,
         sequence: int,
         wanted: tuple[dict[str, int], str] | None,
+        promise: str | None,
         remember_s: float | None,
     ) -> Result:
         async with self._lock(producer):
@@ -175,7 +177,7 @@ class TransactionApi:
                 count = last.messages if last.sequence == sequence else None
                 return {"sequence": sequence, "messages": count, "already_committed": True}
             if transaction is None or transaction.decision is None:
-                transaction = await self._decide(producer, sequence, wanted, transaction)
+                transaction = await self._decide(producer, sequence, wanted, promise, transaction)
             try:
                 return await self._finish(transaction, remember_s)
             except (StorageError, OSError, Exiting) as error:
@@ -187,12 +189,15 @@ class TransactionApi:
         producer: str,
         sequence: int,
         wanted: tuple[dict[str, int], str] | None,
+        promise: str | None,
         transaction: Transaction | None,
     ) -> Transaction:
         if wanted is not None:
             transaction = self._promise(producer, sequence, *wanted)
         elif transaction is None:
             raise ApiError(409, "INCOMPLETE_TRANSACTION", reason="nothing has been prepared")
+        elif promise is not None and promise != transaction.note:
+            raise ApiError(409, "WRONG_PROMISE")
         try:
             self._transactions.decide(transaction)
         except Incomplete as error:

@@ -127,6 +127,11 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             params=(
                 *_WHICH,
                 Param(
+                    name="promise",
+                    help="without a body: only if this is the note of what has been prepared",
+                    schema={"type": "string", "maxLength": 4096},
+                ),
+                Param(
                     name="remember",
                     help="seconds for which the producer will be remembered, if less than "
                     "`--transaction-retention`",
@@ -152,6 +157,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             errors=(
                 *_WHICH_ERRORS,
                 (400, "INVALID_ARG_REMEMBER"),
+                (409, "WRONG_PROMISE"),
                 *_PARTS_ERRORS,
             ),
         ),
