@@ -87,8 +87,8 @@ class Request:
         """As received; see header()."""
         self.body: bytes = b""
         self.peer = ""
-        self.peer_port = 0
         """The client's address without its port; empty for a Unix socket."""
+        self.peer_port = 0
         self.secure: Any = None
         """The TLS layer that it came through."""
         self.is_old = False
