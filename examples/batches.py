@@ -2,7 +2,7 @@
 
 import sqlite3
 
-from nsparq.client.subscription import Subscriptions
+from nsparq.client import Subscriptions
 
 app = Subscriptions(nsqd=["127.0.0.1:4150"])
 

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from nsparq.client import Reject
-from nsparq.client.subscription import DeadLetter, Subscriptions
+from nsparq.client import DeadLetter, Reject, Subscriptions
 
 app = Subscriptions(nsqd=["127.0.0.1:4150"])
 

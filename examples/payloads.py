@@ -7,8 +7,7 @@ from enum import Enum
 import msgspec
 import pydantic
 
-from nsparq.client import Message
-from nsparq.client.subscription import Subscriptions
+from nsparq.client import Message, Subscriptions
 
 app = Subscriptions(nsqd=["127.0.0.1:4150"])
 

@@ -1,10 +1,15 @@
 """Python clients for NSQ side by side, each in a process of its own, against the same broker.
 
-    python -m benchmarks.clients [--messages 50000] [--rounds 3] [--command 'nsqd …']
+    python -m benchmarks.clients [--messages 48000] [--rounds 5] [--only publish …] [--command 'nsqd …']
 
-publish: single messages, 16 at a time, each acknowledged. consume: single messages to a handler that does
-nothing, from a full topic, 200 in flight. The batches are of 200. Rounds alternate over the libraries; shown
-are medians, the client's processor time per message, and the ratio to the best of the others.
+publish N           single messages, N calls at a time, each acknowledged
+publish by N        batches of N (MPUB), 4 calls at a time
+consume             single messages to a handler that does nothing, from a full topic, 200 in flight
+consume by 200      the same in batches, which the other libraries do not have: compared to their single ones
+
+Rounds alternate over the libraries; shown are medians. Beside the rate stands the processor time per message
+of the client, and of the broker while it served it. Where the broker is the limit the rates say little, and
+that of the client says what is left for the program.
 """
 
 from __future__ import annotations
@@ -17,18 +22,39 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from typing import NamedTuple
 
 from benchmarks.clients.load import Load
 from benchmarks.macro.brokers import OURS, Spawned
 from nsparq.client import Producer
 
-LIBRARIES = {
-    "nsparq": ("publish", "consume", "publish_batches", "consume_batches"),
-    "pynsq": ("publish", "consume", "publish_batches"),
-    "gnsq": ("publish", "consume", "publish_batches"),
-    "ansq": ("publish", "consume", "publish_batches"),
+OTHERS = ("pynsq", "gnsq", "ansq")
+
+
+class Row(NamedTuple):
+    """A part of the table: what is done, with what numbers, and how many times `--messages`."""
+
+    what: str
+    settings: dict[str, int]
+    share: int
+    others: tuple[str, ...] = OTHERS
+    compared_to: str = ""
+
+
+ROWS = {
+    "publish 16": Row("publish", {"tasks": 16}, 1),
+    "publish 100": Row("publish", {"tasks": 100}, 1),
+    "publish by 20": Row("publish_batches", {"batch": 20}, 2),
+    "publish by 200": Row("publish_batches", {"batch": 200}, 4),
+    "consume": Row("consume", {}, 1),
+    "consume by 200": Row("consume_batches", {"batch": 200}, 4, (), "consume"),
 }
-MORE_OF = {"publish_batches": 4, "consume_batches": 4}
+
+
+class Figures(NamedTuple):
+    rate: float
+    client_us: float
+    broker_us: float
 
 
 async def fill(load: Load) -> None:
@@ -38,54 +64,63 @@ async def fill(load: Load) -> None:
             await producer.publish_many(load.topic, [load.body] * 1000)
 
 
-def run(library: str, load: Load) -> tuple[float, float]:
-    """Messages per second, and the client's microseconds per message."""
+def run(library: str, load: Load, broker: Spawned) -> Figures:
     if load.what.startswith("consume"):
         asyncio.run(fill(load))
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.clients.load_{library}", load.to_argument()]
+    before = broker.cpu_seconds()
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if result.returncode != 0 or not result.stdout:
         sys.exit(f"{library} {load.what} failed:\n{result.stderr[-2000:]}")
-    figures = json.loads(result.stdout.splitlines()[-1])
-    return load.count / figures["elapsed"], figures["cpu"] / load.count * 1e6
+    broker_us = (broker.cpu_seconds() - before) / load.count * 1e6
+    taken = json.loads(result.stdout.splitlines()[-1])
+    return Figures(load.count / taken["elapsed"], taken["cpu"] / load.count * 1e6, broker_us)
+
+
+def median(runs: list[Figures]) -> Figures:
+    return Figures(*(statistics.median(values) for values in zip(*runs, strict=True)))
+
+
+def show(title: str, medians: dict[str, Figures], others: dict[str, Figures]) -> None:
+    print(f"\n{title}")
+    for library, figures in medians.items():
+        line = f"  {library:8}{figures.rate:>12,.0f} /s {figures.client_us:10.2f} us"
+        line += f" {figures.broker_us:10.2f} us"
+        if library == "nsparq" and others:
+            rate = figures.rate / max(other.rate for other in others.values())
+            cost = min(other.client_us for other in others.values()) / figures.client_us
+            line += f"   {rate:4.1f} x the best other, for 1/{cost:.1f} of its processor time"
+        print(line)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--messages", type=int, default=50_000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--messages", type=int, default=48_000)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--command", default=OURS, help="the broker; ours unless told otherwise")
-    parser.add_argument("--only", action="append", choices=sorted(LIBRARIES))
+    parser.add_argument("--only", action="append", choices=sorted(ROWS))
     arguments = parser.parse_args()
-    count = max(arguments.messages // 4000, 1) * 4000
-    chosen = {
-        name: loads for name, loads in LIBRARIES.items() if not arguments.only or name in arguments.only
-    }
+    rows = {title: row for title, row in ROWS.items() if not arguments.only or title in arguments.only}
+    # What every number of calls and every size of batches divides.
+    count = max(arguments.messages // 16_000, 1) * 16_000
     print(f"{count:,} messages of 100 bytes, {arguments.rounds} rounds, broker: {arguments.command}")
-    figures: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    figures: dict[str, dict[str, list[Figures]]] = defaultdict(lambda: defaultdict(list))
     with Spawned(arguments.command, [], None) as broker:
         address = f"{broker.address[0]}:{broker.address[1]}"
         for number in range(arguments.rounds):
-            for what in LIBRARIES["nsparq"]:
-                for library, loads in chosen.items():
-                    if what in loads:
-                        topic = f"{library}.{what}.{number}.{time.time_ns() % 10**9}"
-                        load = Load(what, address, topic, count * MORE_OF.get(what, 1))
-                        figures[what][library].append(run(library, load))
-    for what, by_library in figures.items():
-        medians = {name: statistics.median(rate for rate, _ in runs) for name, runs in by_library.items()}
-        others = [rate for name, rate in medians.items() if name != "nsparq"]
-        print(f"\n{what.replace('_', ' in ')}")
-        for name, runs in by_library.items():
-            cpu = statistics.median(cost for _, cost in runs)
-            note = (
-                f"  {medians[name] / max(others):5.1f} x the best other"
-                if name == "nsparq" and others
-                else ""
-            )
-            print(
-                f"  {name:8} {medians[name]:>10,.0f} messages/s  {cpu:7.2f} us of processor time each{note}"
-            )
+            for title, row in rows.items():
+                for library in ("nsparq", *row.others):
+                    topic = f"{library}.{row.what}.{number}.{time.time_ns() % 10**9}"
+                    load = Load(row.what, address, topic, count * row.share, **row.settings)
+                    figures[title][library].append(run(library, load, broker))
+    print(f"\n{'messages':>23} {'client':>11} {'broker':>13}  (processor time of each per message)")
+    medians = {
+        title: {library: median(runs) for library, runs in by_library.items()}
+        for title, by_library in figures.items()
+    }
+    for title, by_library in medians.items():
+        compared_to = medians.get(ROWS[title].compared_to or title, {})
+        show(title, by_library, {name: compared_to[name] for name in OTHERS if name in compared_to})
 
 
 if __name__ == "__main__":

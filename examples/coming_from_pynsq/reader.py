@@ -1,5 +1,4 @@
-from nsparq.client import Message
-from nsparq.client.subscription import Subscriptions
+from nsparq.client import Message, Subscriptions
 
 app = Subscriptions(nsqd=["127.0.0.1:4150"])
 

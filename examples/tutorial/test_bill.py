@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from bill import Order, bill
 
-from nsparq.client.subscription import Subscriptions
+from nsparq.client import Subscriptions
 from nsparq.testing import Broker
 
 

@@ -1,14 +1,39 @@
-"""Every error we raise, and what it does to the connection.
+"""Every error we raise, and what it does to the connection. Those of one module only are defined there.
 
 NsparqError
 ├── ProtocolError        has a wire code and a text for the client
 │   ├── ClientError      answered; the connection stays open    E_FIN_FAILED, E_REQ_FAILED, E_TOUCH_FAILED
 │   └── FatalClientError answered; the connection then closes   every other code
 ├── Exiting              the topic or channel is being deleted, or the daemon stops
+├── SubscribeRefused     the channel takes no further client; the client is told, the connection then closes
 ├── StorageError         logged; a client sees only that its publish failed
 │   ├── WriteFailed      the disk refused an append (full, I/O error); nothing of it is kept
-│   └── CorruptBatch     bytes on disk that are not what was written
-└── StartError           the daemon cannot start; the text is for the operator
+│   ├── CorruptBatch     bytes on disk that are not what was written
+│   ├── CorruptRange     storage.decode: bytes of a range that are not the batches they should be
+│   ├── OffsetGone       storage.ranges: the log no longer holds this sequence number
+│   └── OffsetAhead      storage.ranges: it has not reached it yet
+├── AlreadyCommitted     broker.transactions: it is done already; nothing is done twice
+├── Incomplete           broker.transactions: not all of it has been staged
+├── PartSealed           broker.transactions: the part has been promised as it is
+├── WrongPosition        broker.transactions: the writer takes the part for longer or shorter than it is
+├── StartError           the daemon cannot start; the text is for the operator
+│   ├── OptionError      option_table: a flag or a key of the file
+│   └── PolicyError      server.auth_policy: the file that says who may do what
+├── AuthFailed           server.auth: no grant for a secret; logged, the client is told E_AUTH_FAILED or 401
+├── BadPattern           server.auth_patterns: no regular expression; refused with the policy that has it
+├── ApiError             http.api: the answer to an HTTP request, with status and code; it stays open
+├── LineTooLong          wire.server: the connection ends without a word
+├── LayerError           transport.layers: bytes that TLS or compression cannot read; the connection ends
+├── BadFrame             wire.client: bytes that are no frames; the connection ends
+├── BadReply             wire.lookup: an nsqlookupd that cannot be understood; the connection is made anew
+├── FetchError           fetch: no answer to an HTTP request of ours
+├── GetFailed            client.http: the same on an event loop
+├── RequestFailed        tools.http_client: the same, where connections are kept
+├── AskFailed            tools.cluster: an nsqd or nsqlookupd gave no usable answer; the tool ends
+├── ConfigError          client.config: an option of the client
+└── ClientError          client.errors: what a producer or consumer raises; the tree is there
+
+`nsparq.admin`, `nsparq.spark` and `nsparq.pipeline` have their own, under the same root.
 """
 
 from __future__ import annotations

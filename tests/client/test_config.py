@@ -67,7 +67,7 @@ def test_a_value_may_contain_commas() -> None:
     assert option("user_agent,a, b,c").user_agent == "a, b,c"
 
 
-@pytest.mark.parametrize("name", ["not_a_real_config_value", "tls_config", ""])
+@pytest.mark.parametrize("name", ["not_a_real_config_value", "tls_config", "discovery_filter", ""])
 def test_an_unknown_option_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"invalid option {name}"):
         option(f"{name},1")
@@ -316,5 +316,5 @@ def test_a_missing_file_is_an_error_when_it_is_needed(
     values: Callable[[str], dict[str, str]], tmp_path: Path
 ) -> None:
     config = Config(tls_v1=True, **values(str(tmp_path / "missing.pem")))  # type: ignore[arg-type]
-    with pytest.raises(OSError):
+    with pytest.raises(ConfigError, match=r"missing\.pem: No such file or directory"):
         config.ssl_context()

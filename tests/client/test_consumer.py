@@ -15,7 +15,7 @@ import pytest
 from nsparq.client import ClientError, Config, ConnectFailed, Consumer, Message, Reject, Requeue, Stopped
 from nsparq.client.consumer import CLOSE_WAIT_S, PREFETCH
 from tests.support.aio import run, until
-from tests.support.scripted_nsqd import Peer, ScriptedNsqd, message_id
+from tests.support.scripted_nsqd import Peer, ScriptedNsqd, message_frame, message_id
 
 pytestmark = pytest.mark.usefixtures("any_loop")
 
@@ -806,7 +806,7 @@ def test_stop_ends_a_loop_after_its_message_and_gives_back_the_others() -> None:
             await in_hand.wait()
             await until(lambda: consumer.messages_received == 3)
             stopping = asyncio.create_task(consumer.stop())
-            await nsqd.told(f"REQ {M2} 0", f"REQ {M3} 0", "CLS")
+            await nsqd.told("CLS", f"REQ {M2} 0", f"REQ {M3} 0")
             assert not stopping.done()
             go_on.set()
             await asyncio.gather(looping, stopping)
@@ -826,7 +826,7 @@ def test_stop_within_a_loop_returns_at_once_and_the_loop_ends() -> None:
                 assert message.id == M1.encode()
                 await consumer.stop()
             await consumer.wait_stopped()
-            assert sorted(nsqd.commands[3:]) == ["CLS", f"FIN {M1}", f"REQ {M2} 0"]
+            assert nsqd.commands[3:] == ["CLS", f"REQ {M2} 0", f"FIN {M1}"]
 
     run(main())
 
@@ -842,9 +842,40 @@ def test_leaving_a_loop_and_the_context_is_quick() -> None:
                 async for message in consumer:
                     message.finish()
                     break
-            assert asyncio.get_running_loop().time() - began < 1
-            assert nsqd.commands[3] == f"FIN {M1}"
-            assert sorted(nsqd.commands[4:]) == ["CLS", f"REQ {M2} 0", f"REQ {M3} 0"]
+            assert asyncio.get_running_loop().time() - began < CLOSE_WAIT_S
+            assert nsqd.commands[3:] == [f"FIN {M1}", "CLS", f"REQ {M2} 0", f"REQ {M3} 0"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["break", "raise", "stop", "cancel"])
+def test_what_is_given_back_at_the_end_does_not_come_back(how: str) -> None:
+    """A server that still took us for ready would send it at once, and count another attempt."""
+
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+
+            async def work() -> None:
+                async with Consumer("t", "ch", nsqd=[nsqd.address]) as consumer:
+                    await nsqd.told("IDENTIFY", "SUB t ch", f"RDY {PREFETCH}")
+                    peer = await nsqd.peer()
+                    peer.send_bytes(message_frame("m1") + message_frame("m2"))
+                    await until(lambda: consumer.messages_received == 2)
+                    async for _ in consumer:
+                        if how == "break":
+                            break
+                        if how == "raise":
+                            raise ZeroDivisionError
+                        if how == "stop":
+                            await consumer.stop()
+                            break
+                        task.cancel()
+                        await asyncio.sleep(5)
+
+            task = asyncio.create_task(work())
+            await asyncio.gather(task, return_exceptions=True)
+            assert nsqd.commands[3] == "CLS"
+            assert sorted(nsqd.commands[4:]) == [f"REQ {M1} 0", f"REQ {M2} 0"]
 
     run(main())
 
@@ -866,9 +897,9 @@ def test_an_iterator_that_is_kept_does_not_keep_the_context_from_ending() -> Non
             began = asyncio.get_running_loop().time()
             async with consumer_left(consumer):
                 pass
-            assert asyncio.get_running_loop().time() - began < 1
+            assert asyncio.get_running_loop().time() - began < CLOSE_WAIT_S
             assert message.is_answered
-            await nsqd.told(f"REQ {M1} 0", "CLS")
+            await nsqd.told("CLS", f"REQ {M1} 0")
             with pytest.raises(StopAsyncIteration):
                 await anext(iterator)
 
@@ -909,12 +940,12 @@ def test_messages_are_kept_from_timing_out_while_handled_and_while_waiting() -> 
 def test_touches_come_before_the_timeout_with_room_to_spare() -> None:
     async def main() -> None:
         handler = Handler()
-        async with consuming(handler, nsqd=ScriptedNsqd({"msg_timeout": 900})) as (_, nsqd, peer):
+        async with consuming(handler, nsqd=ScriptedNsqd({"msg_timeout": 3000})) as (_, nsqd, peer):
             loop = asyncio.get_running_loop()
             began = loop.time()
             peer.send_message("m1")
             await nsqd.told(f"TOUCH {M1}")
-            assert 0.28 < loop.time() - began < 0.8
+            assert 0.95 < loop.time() - began < 2.5
             handler.go()
 
     run(main())
@@ -1508,7 +1539,7 @@ def test_stop_without_connections_is_quick() -> None:
                 await asyncio.sleep(0.01)
                 began = loop.time()
                 await consumer.stop()
-                assert loop.time() - began < 0.5
+                assert loop.time() - began < 5
 
     run(main())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -146,6 +147,44 @@ def test_the_secret_is_shown_to_nsqlookupd_unless_that_is_switched_off() -> None
         ask(server)
         sent = [query.headers.get("authorization") for query in server.queries]
         assert sent == ["Bearer xyzzy", None, None]
+
+
+def test_a_secret_without_tls_is_warned_of_or_not_shown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with AuthServer() as server:
+        server.answer({"producers": []})
+        ask(server, auth_secret="xyzzy", auth_requires_tls=True)
+        monkeypatch.setattr("nsparq.client.secret._is_here", lambda host: False)
+        ask(server, auth_secret="xyzzy", auth_requires_tls=True)
+        ask(server, auth_secret="xyzzy")
+        ask(server, auth_secret="xyzzy")
+        sent = [query.headers.get("authorization") for query in server.queries]
+        assert sent == ["Bearer xyzzy", None, "Bearer xyzzy", "Bearer xyzzy"]
+        warned = [record.getMessage() for record in caplog.records if "secret" in record.getMessage()]
+        assert warned == [f"{server.address}: without TLS whoever is on the way can read the secret"]
+
+
+# The filter
+
+
+def test_a_filter_has_the_last_word_on_what_was_found() -> None:
+    def local(addresses: list[str]) -> Iterable[str]:
+        return (f"127.0.0.1:{address.rpartition(':')[2]}" for address in addresses if "a" in address)
+
+    with AuthServer() as server:
+        server.answer({"producers": [producer("a", 1), producer("b", 2), producer("aa", 3)]})
+        assert ask(server, discovery_filter=local) == ["127.0.0.1:1", "127.0.0.1:3"]
+        assert ask(server, discovery_filter=lambda _: []) == []
+
+
+@pytest.mark.parametrize("broken", [lambda _: 1 / 0, lambda _: None, lambda _: ["nowhere"]])
+def test_a_filter_that_fails_is_no_answer(broken: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with AuthServer() as server:
+        server.answer({"producers": [producer("a", 1)]})
+        with pytest.raises(LookupFailed, match="the discovery_filter failed"):
+            ask(server, discovery_filter=broken)
+        assert "Traceback" in caplog.text
 
 
 # Those that say nothing

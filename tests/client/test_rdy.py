@@ -167,6 +167,14 @@ def test_zero_pauses_and_more_than_zero_resumes() -> None:
     assert peer.sent == [5, 0, 5]
 
 
+def test_a_lower_limit_is_told_to_each_connection_at_once_and_once() -> None:
+    rig = Rig(max_in_flight=90)
+    peers = rig.add(3)
+    before = [len(peer.sent) for peer in peers]
+    rig.change(45)
+    assert [peer.sent[count:] for peer, count in zip(peers, before, strict=True)] == [[15], [15], [15]]
+
+
 def test_a_lower_limit_holds_at_once_even_for_more_connections_than_it_allows() -> None:
     rig = Rig(max_in_flight=10)
     rig.add(5)

@@ -416,7 +416,7 @@ def test_a_message_too_big_for_a_dead_letter_is_kept_as_it_was(topic: str) -> No
 def test_a_message_is_kept_until_its_dead_letter_is_published(broker: Broker, topic: str) -> None:
     async def main(proxy: FaultProxy) -> None:
         config = Config(
-            publish_timeout=0.1, default_requeue_delay=0, max_backoff_duration=0, reconnect_delay=0
+            publish_timeout=0.5, default_requeue_delay=0.02, max_backoff_duration=0, reconnect_delay=0
         )
         app = Subscriptions(nsqd=[proxy.address], config=config)
 

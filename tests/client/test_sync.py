@@ -132,7 +132,7 @@ def test_a_silent_broker_is_waited_for_only_so_long(broker: Broker) -> None:
                 producer.publish("t", b"x")
             with pytest.raises(ConnectFailed, match=r"not connected within 0\.2 s|timed out"):
                 producer.connect()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
 
 
 def test_a_lost_connection_is_an_error_and_the_next_call_connects_anew(broker: Broker) -> None:
@@ -164,7 +164,7 @@ def test_messages_come_one_by_one_and_are_finished_by_asking_for_the_next(broker
     topic = unique_name("sync")
     broker.create(topic, "ch")
     broker.publish(topic, b"a", b"b", b"c")
-    messages = [*consume(topic, "ch", nsqd=[broker.tcp_address], idle_timeout=0.2)]
+    messages = [*consume(topic, "ch", nsqd=[broker.tcp_address], idle_timeout=1)]
     assert [message.body for message in messages] == [b"a", b"b", b"c"]
     assert {(message.attempts, message.address) for message in messages} == {(1, broker.tcp_address)}
     broker.wait_empty(topic, "ch")
@@ -174,7 +174,7 @@ def test_a_message_is_not_finished_before_the_next_is_asked_for(broker: Broker) 
     topic = unique_name("sync")
     broker.create(topic, "ch")
     broker.publish(topic, b"a")
-    messages = consume(topic, "ch", nsqd=[broker.tcp_address], idle_timeout=0.2)
+    messages = consume(topic, "ch", nsqd=[broker.tcp_address], idle_timeout=1)
     next(messages)
     assert [message.state for message in broker.peek(topic, "ch")] == ["in_flight"]
     assert next(messages, None) is None
@@ -213,7 +213,7 @@ def test_an_answer_by_hand_counts(broker: Broker) -> None:
     topic = unique_name("sync")
     broker.create(topic, "ch")
     broker.publish(topic, b"a", b"b")
-    for message in consume(topic, "ch", nsqd=[broker.tcp_address], idle_timeout=0.2):
+    for message in consume(topic, "ch", nsqd=[broker.tcp_address], idle_timeout=1):
         if message.body == b"a":
             message.requeue(60, backoff=False)
             message.finish()  # too late: it has its answer
@@ -224,12 +224,12 @@ def test_an_answer_by_hand_counts(broker: Broker) -> None:
 
 
 def test_a_message_kept_longer_than_its_timeout_stays_ours() -> None:
-    with run_broker(msg_timeout=0.2) as broker:
+    with run_broker(msg_timeout=1.0) as broker:
         broker.create("t", "ch")
         broker.publish("t", b"a")
-        for message in consume("t", "ch", nsqd=[broker.tcp_address], idle_timeout=0.3):
+        for message in consume("t", "ch", nsqd=[broker.tcp_address], idle_timeout=1):
             assert message.attempts == 1
-            time.sleep(0.6)
+            time.sleep(2.2)
         broker.wait_empty("t", "ch")
         stats = broker.channel_stats("t", "ch")
         assert stats is not None and stats["timeout_count"] == 0
@@ -262,7 +262,7 @@ def test_hopeless_messages_go_to_the_hook_and_not_to_the_loop(broker: Broker) ->
         topic,
         "ch",
         nsqd=[broker.tcp_address],
-        idle_timeout=0.3,
+        idle_timeout=1,
         on_give_up=lambda message: given_up.append(message.body),
         dead_letter=f"{topic}.dead",
         config=config,

@@ -518,11 +518,11 @@ def test_case_217_heartbeats_are_answered_while_idle(broker: TestBroker, topic: 
         config = Config(heartbeat_interval=1, read_timeout=1.5)
         async with Producer(address(broker), config=config) as producer:
             await producer.publish(topic, b"first")
-            connection = producer._connection
+            pipeline = producer._pipeline
             # Two unanswered heartbeats would end it.
             await asyncio.sleep(3.2)
             await producer.publish(topic, b"second")
-            assert producer._connection is connection
+            assert producer._pipeline is pipeline
 
     run(main())
 

@@ -431,6 +431,26 @@ def test_connections_reset_again_and_again(broker: TestBroker, proxy: FaultProxy
 # Handlers
 
 
+def test_a_loop_that_is_left_costs_its_message_one_attempt(broker: TestBroker, topic: str) -> None:
+    """And not a second one, by going back to a consumer that is about to leave."""
+    seen: list[int] = []
+
+    async def take_one() -> None:
+        async with Consumer(topic, "ch", nsqd=[address(broker)], config=Config(**QUICK)) as consumer:
+            async for message in consumer:
+                seen.append(message.attempts)
+                break
+
+    async def main() -> None:
+        async with Producer(address(broker)) as producer:
+            await producer.publish(topic, b"x")
+        for _ in range(10):
+            await take_one()
+
+    run(main())
+    assert seen == list(range(1, 11))
+
+
 @pytest.mark.parametrize("is_async", [True, False], ids=["coroutine", "thread"])
 def test_a_slow_handler_keeps_its_message_and_its_connection(
     broker: TestBroker, topic: str, is_async: bool

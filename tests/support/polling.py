@@ -12,7 +12,7 @@ _numbers = itertools.count(1)
 
 
 def wait_until(
-    fact: Callable[[], T], timeout: float = 5.0, *, interval: float = 0.01, what: object = ""
+    fact: Callable[[], T], timeout: float = 20.0, *, interval: float = 0.01, what: object = ""
 ) -> T:
     """Poll until fact() is truthy and return that value; AssertionError with the last value otherwise."""
     deadline = time.monotonic() + timeout

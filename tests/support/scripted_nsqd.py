@@ -208,14 +208,14 @@ class ScriptedNsqd:
             writer.transport.abort()
             self._tasks.discard(task)
 
-    async def peer(self, number: int = 1, *, within: float = 5.0) -> Peer:
+    async def peer(self, number: int = 1, *, within: float = 15.0) -> Peer:
         """The connection of this number, when it has subscribed, or said what it is for."""
         await until(lambda: len(self.peers) >= number, within=within, what=f"connection {number}")
         peer = self.peers[number - 1]
         await until(lambda: peer.commands, within=within, what=f"IDENTIFY of connection {number}")
         return peer
 
-    async def told(self, *commands: str, within: float = 5.0) -> None:
+    async def told(self, *commands: str, within: float = 15.0) -> None:
         expected = list(commands)
 
         def new() -> list[str]:

@@ -37,11 +37,11 @@ def test_a_broker_starts_and_stops_in_milliseconds() -> None:
     run_broker().close()  # loads what has to be loaded once
     spent = []
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.process_time()
         run_broker().close()
-        spent.append(time.perf_counter() - began)
-    # About 4 ms at rest; other work on the machine may come in between.
-    assert min(spent) < 0.1
+        spent.append(time.process_time() - began)
+    # Of the processor: what else the machine does is not to count. About 4 ms.
+    assert min(spent) < 0.05
 
 
 def test_nothing_of_a_broker_is_left_at_its_end() -> None:

@@ -75,14 +75,14 @@ def test_a_proxy_stands_in_front_of_the_broker(pytester: pytest.Pytester, run: o
     pytester.makepyfile(
         """
         import pytest
-        from nsparq.client import ClientError, Config
+        from nsparq.client import Config, PublishTimeout
         from nsparq.client.sync import Producer
 
         def test_stalled(nsq_broker, nsq_proxy, nsq_topic):
-            with Producer(nsq_proxy.address, config=Config(publish_timeout=0.2)) as producer:
+            with Producer(nsq_proxy.address, config=Config(publish_timeout=0.5)) as producer:
                 producer.publish(nsq_topic, b"x")
                 nsq_proxy.stall()
-                with pytest.raises(ClientError):
+                with pytest.raises(PublishTimeout):
                     producer.publish(nsq_topic, b"y")
                 nsq_proxy.heal()
         """

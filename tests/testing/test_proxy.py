@@ -5,12 +5,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 
 from nsparq.client import Producer
 from nsparq.testing import FaultProxy, run_broker
 from tests.support import wait_until
+
+DIRECTIONS: tuple[Literal["to_broker", "to_client"], ...] = ("to_broker", "to_client")
 
 
 class Echo:
@@ -66,7 +69,7 @@ def proxy(echo: Echo) -> Iterator[FaultProxy]:
 
 def connect(proxy: FaultProxy) -> socket.socket:
     host, _, port = proxy.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=5)
+    return socket.create_connection((host, int(port)), timeout=20)
 
 
 def read(client: socket.socket, count: int) -> bytes:
@@ -83,7 +86,7 @@ def assert_silent(client: socket.socket, seconds: float = 0.05) -> None:
     client.settimeout(seconds)
     with pytest.raises(TimeoutError):
         client.recv(1)
-    client.settimeout(5)
+    client.settimeout(20)
 
 
 def test_without_faults_everything_passes_both_ways(proxy: FaultProxy) -> None:
@@ -93,7 +96,10 @@ def test_without_faults_everything_passes_both_ways(proxy: FaultProxy) -> None:
         sender.start()
         assert read(client, len(data)) == data
         sender.join()
-    assert proxy.passed_bytes("to_broker") == proxy.passed_bytes("to_client") == len(data)
+    # Counted after they have passed: whoever gets the last ones may look too early.
+    for direction in DIRECTIONS:
+        wait_until(lambda direction=direction: proxy.passed_bytes(direction) >= len(data))
+        assert proxy.passed_bytes(direction) == len(data)
 
 
 def test_an_end_passes_after_what_came_before_it(proxy: FaultProxy, echo: Echo) -> None:
@@ -161,17 +167,17 @@ def test_what_is_dropped_is_lost_for_good(proxy: FaultProxy, echo: Echo) -> None
 
 
 def test_delayed_bytes_come_late_and_in_order(proxy: FaultProxy) -> None:
-    proxy.delay(0.1, "to_client")
+    proxy.delay(1, "to_client")
     with connect(proxy) as client:
         began = time.monotonic()
         client.sendall(b"a")
         time.sleep(0.03)
         client.sendall(b"b")
         assert read(client, 1) == b"a"
-        assert time.monotonic() - began >= 0.1
+        assert time.monotonic() - began >= 1
         assert read(client, 1) == b"b"
         # Both were on their way at the same time.
-        assert time.monotonic() - began < 0.2 + 1
+        assert time.monotonic() - began < 2
 
 
 def test_healing_ends_a_delay_at_once(proxy: FaultProxy) -> None:

@@ -49,9 +49,16 @@ class Finished(NamedTuple):
     err: str
 
 
-def run_tool(name: str, *arguments: str, input: bytes = b"", timeout: float = DEADLINE) -> Finished:
+def run_tool(
+    name: str, *arguments: str, input: bytes = b"", timeout: float = DEADLINE, **variables: str
+) -> Finished:
+    """`variables` are of the environment."""
     done = subprocess.run(
-        [*command(name), *arguments], input=input, capture_output=True, timeout=timeout, env=environment()
+        [*command(name), *arguments],
+        input=input,
+        capture_output=True,
+        timeout=timeout,
+        env=environment(**variables),
     )
     return Finished(done.returncode, done.stdout, done.stderr.decode())
 

@@ -24,6 +24,19 @@ SESSIONS = [text for kind, text in BLOCKS if kind == "console"]
 LINES = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
 TOOLS = {table.program: table for table in TABLES}
 
+ENOUGH_TIME = """#!/bin/sh
+shift
+"$@" &
+tries=0
+until [ -n "$(find archive -type f -size +0 2>/dev/null)" ] || [ $tries -ge 400 ]; do
+    sleep 0.05
+    tries=$((tries + 1))
+done
+sleep 0.5
+kill $!
+wait $!
+"""
+
 # What is different every time.
 CHANGES = [
     (r"\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{6}", "TIME"),
@@ -69,6 +82,10 @@ def shims(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = directory / table.program
         path.write_text(f'#!/bin/sh\nexec {shlex.join(command(table.program))} "$@"\n')
         path.chmod(0o755)
+    # A second may be too short on a busy machine, so what is to be seen is waited for.
+    path = directory / "timeout"
+    path.write_text(ENOUGH_TIME)
+    path.chmod(0o755)
     return directory
 
 
@@ -95,7 +112,7 @@ def test_a_transcript_is_what_one_sees(session: str, shims: Path, tmp_path: Path
                 stderr=subprocess.STDOUT,
                 cwd=tmp_path,
                 env=variables,
-                timeout=20,
+                timeout=40,
             )
             assert settled(done.stdout.decode()) == settled(expected), line
 

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from nsparq.client import Config
 from nsparq.tools import nsq_stat
 from nsparq.tools.cluster import AskFailed, ChannelFigures, Cluster
 from tests.support import TestBroker, start_broker, wait_until
@@ -245,6 +246,41 @@ def test_an_nsqd_that_wants_tls_is_asked_there(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("nsparq.tools.cluster.fetch", fetch)
     assert Cluster(1, 1).channel(["host:4151"], "t", "c") is None
     assert [url.partition("?")[0] for url in asked] == ["http://host:4151/stats", "https://host:4152/stats"]
+
+
+def test_the_secret_is_shown_to_those_that_ask_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not to a port that only says where the one with TLS is."""
+    from nsparq.fetch import Answer
+
+    asked: list[tuple[str, str]] = []
+
+    def fetch(url: str, *, headers: list[tuple[str, str]], **_: object) -> Answer:
+        secret = dict(headers).get("Authorization", "")
+        asked.append((url.partition("/stats")[0], secret))
+        if url.startswith("http://tls:"):
+            return Answer(403, b'{"message":"TLS_REQUIRED","https_port":4152}', {})
+        if not url.startswith("http://open:") and secret != "Bearer xyzzy":
+            return Answer(401, b'{"message":"AUTH_REQUIRED"}', {})
+        return Answer(200, b'{"topics":[]}', {})
+
+    monkeypatch.setattr("nsparq.tools.cluster.fetch", fetch)
+    cluster = Cluster(1, 1, Config(auth_secret="xyzzy"))
+    for _ in range(2):
+        for address in ("open:1", "tls:2", "guarded:3"):
+            cluster.channel([address], "t", "c")
+    first = [
+        ("http://open:1", ""),
+        ("http://tls:2", ""),
+        ("https://tls:4152", ""),
+        ("https://tls:4152", "Bearer xyzzy"),
+        ("http://guarded:3", ""),
+        ("http://guarded:3", "Bearer xyzzy"),
+    ]
+    # The second time it is known who wants it.
+    assert asked == [*first, first[0], first[1], first[3], first[5]]
+    strict = Cluster(1, 1, Config(auth_secret="xyzzy", auth_requires_tls=True))
+    with pytest.raises(AskFailed, match="status 401"):
+        strict.channel(["guarded:3"], "t", "c")
 
 
 @pytest.mark.parametrize(

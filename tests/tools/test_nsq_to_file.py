@@ -314,7 +314,7 @@ def test_a_slow_disk_does_not_hold_up_the_event_loop(
 ) -> None:
     fsync = os.fsync
 
-    waits = [1.0]
+    waits = [3.0]
 
     def slow(descriptor: int) -> None:
         time.sleep(waits.pop() if waits else 0.0)
@@ -335,7 +335,7 @@ def test_a_slow_disk_does_not_hold_up_the_event_loop(
         ending = Ending()
         running = asyncio.create_task(Archives(options, ending).run())
         await asyncio.to_thread(broker.publish, topic, *[b"x"] * 100)
-        until = time.monotonic() + 1.2
+        until = time.monotonic() + 3.2
         while (began := time.monotonic()) < until:
             await asyncio.sleep(0.01)
             longest = max(longest, time.monotonic() - began)
@@ -345,7 +345,7 @@ def test_a_slow_disk_does_not_hold_up_the_event_loop(
 
     asyncio.run(run())
     wait_until_drained(broker, topic, "c", 100)
-    assert longest < 0.8
+    assert longest < 2
 
 
 # The command line

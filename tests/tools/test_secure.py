@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from nsparq.options import TlsRequired
 from nsparq.server.auth_policy import hash_generated
 from tests.support import BrokerThread, start_broker, unique_name
 from tests.support.certificates import certificates
 
-from .processes import Tool, run_tool, tcp, wait_for_channel
+from .processes import Tool, http, run_tool, tcp, wait_for_channel
 
 SECRET = secrets.token_hex(32)
 POLICY = f"""
@@ -22,8 +23,9 @@ name = "me"
 secret = "{hash_generated(SECRET.encode())}"
 [[identity.allow]]
 topic = ".*"
-permissions = ["publish", "subscribe"]
+permissions = ["publish", "subscribe", "read"]
 """
+CA = str(certificates().ca.cert)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerThread]:
     path = tmp_path_factory.mktemp("policy") / "policy.toml"
     path.write_text(POLICY)
     path.chmod(0o600)
-    flags = certificates().server_flags(tls_required="true", auth_policy_file=str(path))
+    flags = certificates().server_flags(tls_required=TlsRequired.YES, auth_policy_file=str(path))
     with BrokerThread(**flags) as broker:
         yield broker
 
@@ -49,6 +51,41 @@ def test_tls_compression_and_a_secret_are_options_of_the_client(
     done = run_tool("nsq_tail", f"--topic={topic}", address, *given, "-n=2")
     assert (done.status, done.out) == (0, b"one\ntwo\n")
     assert SECRET not in done.err
+
+
+def test_the_secret_may_come_from_the_environment(guarded: BrokerThread) -> None:
+    """Where others on the machine cannot see it."""
+    topic = unique_name("topic")
+    address, given = f"--nsqd-tcp-address={tcp(guarded)}", ("tls_v1", f"tls_root_ca_file,{CA}")
+    options = [f"--producer-opt={option}" for option in given]
+    done = run_tool("to_nsq", f"--topic={topic}", address, *options, input=b"one\n", NSQ_SECRET=SECRET)
+    assert done.status == 0, done.err
+    options = [f"--consumer-opt={option}" for option in given]
+    done = run_tool("nsq_tail", f"--topic={topic}", address, *options, "-n=1", NSQ_SECRET=SECRET)
+    assert (done.status, done.out) == (0, b"one\n")
+    assert SECRET not in done.err
+    # What is said for this one client alone wins.
+    done = run_tool(
+        "nsq_tail", f"--topic={topic}", address, *options, "--consumer-opt=auth_secret,no", NSQ_SECRET=SECRET
+    )
+    assert (done.status, "E_AUTH_FAILED" in done.err) == (1, True)
+
+
+def test_figures_are_shown_to_who_has_the_secret(guarded: BrokerThread) -> None:
+    """By an nsqd that answers over HTTPS only, and says where."""
+    topic = unique_name("topic")
+    guarded.control("create", topic, "c")
+    arguments = (f"--topic={topic}", "--channel=c", "--count=1", "--interval=10ms")
+    arguments += (f"--nsqd-http-address={http(guarded)}",)
+    done = run_tool("nsq_stat", *arguments, NSQ_SECRET=SECRET, SSL_CERT_FILE=CA)
+    assert (done.status, done.err) == (0, "")
+    assert done.out.splitlines()[2].split() == b"0 0 | 0 0 0 0 0 | 0 0 0 0".split()
+    done = run_tool("nsq_stat", *arguments, SSL_CERT_FILE=CA)
+    assert (done.status, done.err.rstrip().endswith("status 401: set NSQ_SECRET")) == (1, True)
+    done = run_tool("nsq_stat", *arguments, NSQ_SECRET="wrong", SSL_CERT_FILE=CA)
+    assert (done.status, done.err.rstrip().endswith("status 401: NSQ_SECRET is wrong")) == (1, True)
+    done = run_tool("nsq_stat", *arguments, NSQ_SECRET=SECRET)
+    assert (done.status, "certificate" in done.err) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,31 @@ def test_any_bytes_are_frames_or_refused_however_they_are_cut(data: bytes, cuts:
     assert outcome(pieces(data, cuts)) == outcome([data])
 
 
+OKS = st.lists(st.just(Response(b"OK")), max_size=5)
+
+
+@given(OKS, st.lists(FRAMES, max_size=2), OKS, st.lists(st.integers(0, 10_000), max_size=6))
+def test_a_run_of_oks_is_counted_where_it_is_nothing_but_that(
+    before: list[Frame], between: list[Frame], behind: list[Frame], cuts: list[int]
+) -> None:
+    frames = [*before, *between, *behind]
+    decoder = FrameDecoder()
+    found: list[Frame] = []
+    for piece in pieces(b"".join(map(encoded, frames)), cuts):
+        count = decoder.receive_oks(piece)
+        found += [Response(b"OK")] * count if count else decoder.receive_data(piece)
+    assert found == frames
+    assert decoder.take_rest() == b""
+
+
+def test_a_run_of_oks_is_not_looked_for_behind_a_part_of_a_frame() -> None:
+    decoder, answer = FrameDecoder(), frame(RESPONSE, b"OK")
+    assert (decoder.receive_oks(answer * 3), decoder.receive_data(answer[:3])) == (3, [])
+    assert decoder.receive_oks(answer[3:] + answer) == 0
+    assert decoder.receive_data(answer[3:] + answer) == [Response(b"OK")] * 2
+    assert decoder.receive_oks(answer) == 1
+
+
 def test_frames_before_a_bad_one_come_with_the_error() -> None:
     good = frame(RESPONSE, b"OK") + message_frame("1")
     with pytest.raises(BadFrame) as caught:
@@ -187,9 +212,9 @@ def test_a_finish_is_heard_as_it_was_meant() -> None:
 @pytest.mark.parametrize(
     ("data", "heard"),
     [
-        (wire.pub("t", b"body"), Publish("PUB", "t", [b"body"])),
-        (wire.dpub("t", 250, b"body"), Publish("DPUB", "t", [b"body"], 250)),
-        (wire.mpub("t", [b"a", b"bc", b"\n"]), Publish("MPUB", "t", [b"a", b"bc", b"\n"])),
+        (wire.pub(b"t", b"body"), Publish("PUB", "t", [b"body"])),
+        (wire.dpub(b"t", 250, b"body"), Publish("DPUB", "t", [b"body"], 250)),
+        (wire.mpub(b"t", [b"a", b"bc", b"\n"]), Publish("MPUB", "t", [b"a", b"bc", b"\n"])),
     ],
 )
 def test_publishes_are_heard_as_they_were_meant(data: bytes, heard: object) -> None:
@@ -204,8 +229,16 @@ def test_the_magic_is_the_one_that_servers_know() -> None:
     assert wire.MAGIC == server.MAGIC
 
 
-@given(st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=10))
-def test_the_size_of_many_messages_is_known_beforehand(bodies: list[bytes]) -> None:
-    line, size, body = b"MPUB t\n", struct.pack(">i", wire.mpub_size(bodies)), wire.mpub("t", bodies)
-    assert body.startswith(line + size)
-    assert len(body) == len(line) + 4 + wire.mpub_size(bodies)
+@given(st.lists(st.binary(max_size=20), min_size=1, max_size=10))
+def test_many_messages_are_each_behind_its_size(bodies: list[bytes]) -> None:
+    content = struct.pack(">i", len(bodies))
+    content += b"".join(struct.pack(">i", len(body)) + body for body in bodies)
+    assert wire.mpub(b"t", bodies) == b"MPUB t\n" + struct.pack(">i", len(content)) + content
+
+
+@pytest.mark.parametrize("others", [[], [b"x"], [b"four"]])
+def test_a_message_whose_length_is_not_its_bytes_is_refused(others: list[bytes]) -> None:
+    """It would be the end of the connection, with the publishes of others."""
+    numbers = memoryview(struct.pack("4i", 1, 2, 3, 4)).cast("i")
+    with pytest.raises(TypeError, match="length"):
+        wire.mpub(b"t", [*others, numbers])  # type: ignore[list-item]

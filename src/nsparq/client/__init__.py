@@ -1,4 +1,5 @@
-"""A client for NSQ: producers and consumers for asyncio. `nsparq.client.sync` has the same for scripts."""
+"""A client for NSQ: producers and consumers for asyncio, and subscriptions by decorator. For scripts without
+asyncio there is `nsparq.client.sync`."""
 
 from nsparq.client.config import Config, ConfigError
 from nsparq.client.consumer import Consumer
@@ -11,7 +12,9 @@ from nsparq.client.errors import (
     Stopped,
 )
 from nsparq.client.message import Message, Reject, Requeue
+from nsparq.client.payload import DecodeFailed
 from nsparq.client.producer import Producer
+from nsparq.client.subscription import DeadLetter, Subscription, Subscriptions
 
 __all__ = [
     "ClientError",
@@ -19,6 +22,8 @@ __all__ = [
     "ConfigError",
     "ConnectFailed",
     "Consumer",
+    "DeadLetter",
+    "DecodeFailed",
     "Message",
     "NotConnected",
     "Producer",
@@ -27,4 +32,6 @@ __all__ = [
     "Reject",
     "Requeue",
     "Stopped",
+    "Subscription",
+    "Subscriptions",
 ]

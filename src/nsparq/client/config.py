@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from nsparq.addresses import split_address
 from nsparq.chance import chance
+from nsparq.client.errors import reason_of
 from nsparq.errors import NsparqError
 from nsparq.flags import parse_bool, parse_duration
 from nsparq.version import __version__
@@ -73,6 +74,8 @@ class Config:
     lookupd_poll_interval: float = _seconds(60.0, 0.01, 300)
     lookupd_poll_jitter: float = _option(0.3, low=0, high=1)
     lookupd_poll_timeout: float = _seconds(60.0, 0.001)
+    discovery_filter: Callable[[list[str]], Iterable[str]] | None = None
+    """Gets the addresses of nsqd that nsqlookupd has given, and gives those to be used instead."""
     reconnect_delay: float = _seconds(0.2, 0, 300)
     """Before a lost nsqd is tried again, at first; it doubles up to `max_reconnect_delay`."""
     max_reconnect_delay: float = _seconds(15.0, 0, 300)
@@ -123,6 +126,8 @@ class Config:
     auth_secret: str = dataclasses.field(default="", repr=False)
     lookupd_authorization: bool = True
     """Whether the secret is shown to nsqlookupd too."""
+    auth_requires_tls: bool = False
+    """Whether it is shown to nobody without TLS, be it nsqd or nsqlookupd, unless on this machine."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -168,15 +173,23 @@ class Config:
         return min(self.default_requeue_delay * attempts, self.max_requeue_delay)
 
     def ssl_context(self) -> ssl.SSLContext:
+        """Raises ConfigError for files that are missing or do not hold what they should."""
         if self.tls_config is not None:
             return self.tls_config
-        context = ssl.create_default_context(cafile=self.tls_root_ca_file or None)
+        try:
+            context = ssl.create_default_context(cafile=self.tls_root_ca_file or None)
+        except OSError as error:
+            raise ConfigError(f"tls_root_ca_file {self.tls_root_ca_file}: {reason_of(error)}") from error
         with warnings.catch_warnings():
             # Versions before 1.2 are for servers that know no other.
             warnings.simplefilter("ignore", DeprecationWarning)
             context.minimum_version = _TLS_VERSIONS[self.tls_min_version]
         if self.tls_cert:
-            context.load_cert_chain(self.tls_cert, self.tls_key)
+            try:
+                context.load_cert_chain(self.tls_cert, self.tls_key)
+            except OSError as error:
+                files = f"tls_cert {self.tls_cert}, tls_key {self.tls_key}"
+                raise ConfigError(f"{files}: {reason_of(error)}") from error
         if self.tls_insecure_skip_verify:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
@@ -218,20 +231,11 @@ def milliseconds(seconds: float) -> int:
 def _read(name: str, text: str) -> Any:
     """The value of an option given as text. Raises ConfigError."""
     field = {field.name: field for field in dataclasses.fields(Config)}.get(_ALIASES.get(name, name))
-    if field is None or field.name == "tls_config":
+    kind = "" if field is None else "duration" if field.metadata.get("duration") else str(field.type)
+    reader = _READERS.get(kind)
+    if reader is None:
+        # Or it has values that no text can give.
         raise ConfigError(f"invalid option {name}")
-    reader: Callable[[str], Any]
-    if field.metadata.get("duration"):
-        reader = _duration
-    else:
-        readers: dict[str, Callable[[str], Any]] = {
-            "bool": parse_bool,
-            "int": int,
-            "int | None": int,
-            "float": float,
-            "str": str,
-        }
-        reader = readers[str(field.type)]
     try:
         return reader(text)
     except ValueError:
@@ -240,3 +244,13 @@ def _read(name: str, text: str) -> Any:
 
 def _duration(text: str) -> float:
     return int(text) / 1000 if text.lstrip("-").isdigit() else parse_duration(text)
+
+
+_READERS: Final[dict[str, Callable[[str], Any]]] = {
+    "duration": _duration,
+    "bool": parse_bool,
+    "int": int,
+    "int | None": int,
+    "float": float,
+    "str": str,
+}

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 from nsparq.addresses import join_address, split_address
 from nsparq.client.config import Config
 from nsparq.client.errors import ConnectFailed, reason_of
+from nsparq.client.secret import may_show_secret
 from nsparq.transport.layers import Layer, LayerError, LayerStack
 from nsparq.wire import client as wire
 from nsparq.wire.client import BadFrame, Error, Frame, FrameDecoder, Received, Response
@@ -37,7 +38,7 @@ class Listener(Protocol):
     """Who a connection reports to. Called on the event loop; must not raise."""
 
     def on_messages(self, connection: Connection, messages: Sequence[Received]) -> None: ...
-    def on_response(self, connection: Connection, data: bytes) -> None: ...
+    def on_response(self, connection: Connection, data: bytes, count: int) -> None: ...
     def on_error(self, connection: Connection, text: str) -> None: ...
     def on_closed(self, connection: Connection, reason: Exception | None) -> None: ...
     def on_writable(self, connection: Connection) -> None: ...
@@ -102,10 +103,7 @@ class Connection(asyncio.Protocol):
         except TimeoutError as error:
             connection.abort()
             raise ConnectFailed(f"{address}: timed out") from error
-        except (BadFrame, LayerError) as error:
-            connection.abort()
-            raise ConnectFailed(f"{address}: {error}") from error
-        except OSError as error:
+        except (BadFrame, LayerError, OSError) as error:
             connection.abort()
             raise ConnectFailed(f"{address}: {reason_of(error)}") from error
         except BaseException:
@@ -121,7 +119,7 @@ class Connection(asyncio.Protocol):
         while not arrived.empty():
             data = arrived.get_nowait()
             if isinstance(data, Exception):
-                raise ConnectFailed(f"{self.address}: {data}")
+                raise ConnectFailed(f"{self.address}: {reason_of(data)}")
             waiting.append(data)
         frames = self._decoder.receive_data(b"".join(waiting))
         self._arrived = None
@@ -157,11 +155,19 @@ class Connection(asyncio.Protocol):
         self.msg_timeout = _positive(agreed.get("msg_timeout")) / 1000 or self.msg_timeout
         await self._upgrade(agreed)
         if agreed.get("auth_required"):
-            if not self.config.auth_secret:
-                raise ConnectFailed(f"{self.address}: the server asks for AUTH, and auth_secret is not set")
-            self._send_now(wire.auth(self.config.auth_secret.encode()))
-            identity = await self._response("AUTH")
-            logger.debug("%s: authorised: %s", self.address, identity.decode("utf-8", "replace"))
+            await self._authenticate()
+
+    async def _authenticate(self) -> None:
+        config = self.config
+        if not config.auth_secret:
+            raise ConnectFailed(f"{self.address}: the server asks for AUTH, and auth_secret is not set")
+        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        host = peer[0] if isinstance(peer, tuple) else ""
+        if not may_show_secret(config, self.address, host, is_encrypted=config.tls_v1):
+            raise ConnectFailed(f"{self.address}: the server asks for AUTH, and tls_v1 is not set")
+        self._send_now(wire.auth(config.auth_secret.encode()))
+        identity = await self._response("AUTH")
+        logger.debug("%s: authorised: %s", self.address, identity.decode("utf-8", "replace"))
 
     async def _upgrade(self, agreed: dict[str, Any]) -> None:
         """Put the layers on that the server has agreed to; it confirms each with an OK."""
@@ -189,8 +195,8 @@ class Connection(asyncio.Protocol):
             context = await asyncio.to_thread(self.config.ssl_context)
             return TlsClientLayer(context, host)
         except (OSError, ValueError) as error:
-            # Files that are missing or that do not hold what they should; a name that cannot be one.
-            raise ConnectFailed(f"{self.address}: TLS: {error}") from error
+            # Certificates that cannot be read, or a name that cannot be one.
+            raise ConnectFailed(f"{self.address}: TLS: {reason_of(error)}") from error
 
     async def _put_on(self, layer: Layer) -> None:
         """A further layer, inside those that are on."""
@@ -257,10 +263,16 @@ class Connection(asyncio.Protocol):
             self.fail(error)
 
     def _receive(self, data: bytes) -> None:
-        if self._arrived is None:
-            self._take(self._decoder.receive_data(data))
-        else:
+        if self._arrived is not None:
             self._arrived.put_nowait(data)
+        elif count := self._decoder.receive_oks(data):
+            if self._listener is not None:
+                self._listener.on_response(self, wire.OK, count)
+                # Whoever waited for one will perhaps send something next, in the coming turn. That leaves at
+                # the end of that turn, not of the one after.
+                self._flush_soon()
+        else:
+            self._take(self._decoder.receive_data(data))
 
     def _take(self, frames: list[Frame]) -> None:
         messages: list[Received] = []
@@ -276,7 +288,7 @@ class Connection(asyncio.Protocol):
                 if frame.data == wire.HEARTBEAT:
                     self.write(wire.NOP)
                 elif listener is not None:
-                    listener.on_response(self, frame.data)
+                    listener.on_response(self, frame.data, 1)
             elif listener is not None:
                 assert type(frame) is Error
                 listener.on_error(self, frame.text)
@@ -323,6 +335,10 @@ class Connection(asyncio.Protocol):
         if len(outgoing) >= MANY or self._outgoing_size >= LARGE:
             self._flush()
         elif not self._is_flushing:
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_flushing:
             self._is_flushing = True
             self._loop.call_soon(self._flush)
 

@@ -23,9 +23,9 @@ from typing import Any, Final
 
 from nsparq.client.config import Config, milliseconds
 from nsparq.client.connection import Connection
-from nsparq.client.dead_letters import DeadLetters
+from nsparq.client.dead_letters import DeadLetters, check_dead_letter
 from nsparq.client.discovery import Discovery, log_failure
-from nsparq.client.errors import Stopped
+from nsparq.client.errors import Stopped, reason_of
 from nsparq.client.handling import FATAL, Call, Calls, Inbox, Workers, is_cancelled
 from nsparq.client.lookup import Lookup
 from nsparq.client.message import Message
@@ -95,8 +95,7 @@ class Consumer:
             raise ValueError("a handler or a batch handler, not both")
         if concurrency < 1 or batch_size < 1:
             raise ValueError("concurrency and batch_size are at least 1")
-        if dead_letter == topic:
-            raise ValueError("a topic cannot take its own dead letters")
+        check_dead_letter(dead_letter, topic)
         config = config or Config()
         if max_in_flight is None:
             max_in_flight = config.max_in_flight
@@ -115,8 +114,9 @@ class Consumer:
         self._batch_size, self._batch_timeout = batch_size, batch_timeout
         self._concurrency = concurrency
         self._on_give_up = self._prepared(on_give_up)
-        self._dead_letters = DeadLetters(dead_letter, config) if isinstance(dead_letter, str) else None
+        self._dead_topic = dead_letter if isinstance(dead_letter, str) else ""
         self._dead_letter = None if isinstance(dead_letter, str) else self._prepared(dead_letter)
+        self._dead_letters = DeadLetters(config)
         self._auto_touch = auto_touch
         self._distribution = Distribution(config)
         lookup = Lookup(nsqlookupd, config)
@@ -223,6 +223,8 @@ class Consumer:
         if self._loop is None:
             self._stopped.set()
         elif self._stopping is None:
+            # Before anything is given back: it would come here again, and lose an attempt.
+            self._take_no_more()
             if self._workers:
                 # Batches need not wait for more than there is.
                 self._inbox.wake()
@@ -233,6 +235,11 @@ class Consumer:
             self._stopping.add_done_callback(log_failure)
         elif not self._stopped.is_set():
             self._loop.call_later(grace, self._hurry)
+
+    def _take_no_more(self) -> None:
+        self._distribution.stop()
+        for connection in [*self._discovery.connections.values()]:
+            self._retire(connection)
 
     def _hurry(self) -> None:
         """Wait for nothing any more."""
@@ -267,10 +274,9 @@ class Consumer:
     async def _drain(self, grace: float) -> None:
         assert self._loop is not None
         deadline = self._loop.time() + grace
-        self._distribution.stop()
         await self._discovery.stop()
-        for connection in [*self._discovery.connections.values()]:
-            self._retire(connection)
+        # One may just have been made.
+        self._take_no_more()
         try:
             async with asyncio.timeout_at(deadline):
                 while self._discovery.connections:
@@ -302,8 +308,7 @@ class Consumer:
         self._calls.close()
         for connection in connections:
             await connection.closed.wait()
-        if self._dead_letters is not None:
-            await self._dead_letters.stop()
+        await self._dead_letters.stop()
         self._stopped.set()
 
     def _give_back(self) -> None:
@@ -391,7 +396,7 @@ class Consumer:
         if self._is_stopping and not self._workers:
             self._give_back()
 
-    def on_response(self, connection: Connection, data: bytes) -> None:
+    def on_response(self, connection: Connection, data: bytes, count: int) -> None:
         if data == wire.CLOSE_WAIT:
             connection.is_closing = True
             self._confirm(connection)
@@ -414,7 +419,7 @@ class Consumer:
             del self._held[message]
         self._inbox.drop_answered()
         if not connection.is_closing or reason is not None:
-            logger.warning("%s: lost %s: %s", self, connection, reason or "closed")
+            logger.warning("%s: lost %s: %s", self, connection, reason_of(reason))
         self._distribution.remove(connection, self._now())
         self._discovery.lost(connection)
         self._change.set()
@@ -575,8 +580,8 @@ class Consumer:
                 await self._on_give_up(message)
             if self._dead_letter is not None:
                 await self._dead_letter(message)
-            if self._dead_letters is not None:
-                await self._dead_letters.publish(message)
+            if self._dead_topic:
+                await self._dead_letters.publish(message.address, self._dead_topic, message.body)
         except FATAL:
             raise
         except BaseException as error:

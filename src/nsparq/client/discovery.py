@@ -55,6 +55,7 @@ class Discovery:
             self._see_to(address, self._keep(address))
         if self._lookup.addresses:
             self._poller = asyncio.create_task(self._poll())
+            self._poller.add_done_callback(log_failure)
 
     async def stop(self) -> None:
         """Look for no more. Connections that are open stay so."""

@@ -5,12 +5,15 @@ ClientError
 ├── NotConnected         the connection went away before the answer came: it is unknown what became of it
 ├── PublishFailed        the broker refused; `code` and `description` are its own
 ├── PublishTimeout       no broker acknowledged in time
-└── Stopped              the producer or consumer has been stopped
+├── Stopped              the producer or consumer has been stopped
+├── LookupFailed         client.lookup: no nsqlookupd gave a usable answer; a producer raises ConnectFailed
+└── DecodeFailed         client.payload: a body is not what a subscription declared
 """
 
 from __future__ import annotations
 
 import os
+import re
 import ssl
 
 from nsparq.errors import NsparqError
@@ -59,8 +62,17 @@ class Stopped(ClientError):
         super().__init__("stopped")
 
 
-def reason_of(error: OSError) -> str:
-    """What went wrong, in the system's words; asyncio has its own, with the address that is known anyway."""
-    if error.errno is not None and error.errno > 0 and not isinstance(error, ssl.SSLError):
-        return os.strerror(error.errno)
-    return error.strerror or str(error) or type(error).__name__
+def reason_of(error: BaseException | None) -> str:
+    """Why a connection is gone, or did not come about. In the system's words where it is the system's: those
+    of asyncio name the address again, which is known."""
+    if error is None:
+        return "closed"
+    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
+        if error.errno is not None and error.errno > 0:
+            return os.strerror(error.errno)
+        # One for each address of a host, in one text.
+        numbers = re.findall(r"\[Errno (\d+)\]", str(error))
+        if numbers:
+            return ", ".join(dict.fromkeys(os.strerror(int(number)) for number in numbers))
+    strerror = error.strerror if isinstance(error, OSError) else ""
+    return strerror or str(error) or type(error).__name__

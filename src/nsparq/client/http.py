@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from nsparq.client.errors import reason_of
 from nsparq.errors import NsparqError
 
-__all__ = ["GetFailed", "get"]
+__all__ = ["GetFailed", "get", "login_of"]
 
 _PIECE: Final = 1 << 16
 
@@ -50,14 +50,21 @@ async def get(
 
 def _request(parts: SplitResult, headers: Mapping[str, str]) -> bytes:
     sent = {"Host": parts.netloc.rpartition("@")[2], "Connection": "close", **headers}
-    if parts.username is not None:
-        login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-        sent["Authorization"] = "Basic " + base64.b64encode(login.encode()).decode()
+    if login := login_of(parts):
+        sent["Authorization"] = login
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     lines = [f"GET {target} HTTP/1.1", *(f"{name}: {value}" for name, value in sent.items())]
     if any("\r" in line or "\n" in line for line in lines):
         raise ValueError("a line break where none may be")
     return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
+
+
+def login_of(parts: SplitResult) -> str:
+    """What a name and a password in an address become; nothing without them."""
+    if parts.username is None:
+        return ""
+    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return "Basic " + base64.b64encode(login.encode()).decode()
 
 
 async def _exchange(

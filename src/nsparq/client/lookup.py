@@ -12,8 +12,10 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from nsparq.addresses import join_address
 from nsparq.client.config import Config
+from nsparq.client.connection import checked_addresses
 from nsparq.client.errors import ClientError
 from nsparq.client.http import GetFailed, get
+from nsparq.client.secret import may_show_secret
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +67,27 @@ class Lookup:
         reached = [answer for answer in answers if answer is not None]
         if not reached:
             raise LookupFailed(f"none of {', '.join(map(_shown, self.addresses))} answered")
-        return list(dict.fromkeys(address for answer in reached for address in answer))
+        return self._filtered(list(dict.fromkeys(address for answer in reached for address in answer)))
+
+    def _filtered(self, found: list[str]) -> list[str]:
+        wanted = self._config.discovery_filter
+        if wanted is None:
+            return found
+        try:
+            return checked_addresses(wanted(found))
+        except Exception as error:
+            logger.error("the discovery_filter failed", exc_info=error)
+            raise LookupFailed(f"the discovery_filter failed: {error!r}") from error
 
     async def _get(self, url: str) -> list[str] | None:
         """What one of them says; None if it cannot be asked."""
         config = self._config
         headers = {"Accept": "application/vnd.nsq; version=1.0", "User-Agent": config.user_agent}
         if config.auth_secret and config.lookupd_authorization:
-            headers["Authorization"] = f"Bearer {config.auth_secret}"
+            parts = urlsplit(url)
+            host, is_encrypted = parts.hostname or "", parts.scheme == "https"
+            if may_show_secret(config, f"{host}:{parts.port}", host, is_encrypted=is_encrypted):
+                headers["Authorization"] = f"Bearer {config.auth_secret}"
         try:
             status, body = await get(
                 url,

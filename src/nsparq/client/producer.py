@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Iterable, Sequence
+from time import monotonic
 from typing import Final
 
 from nsparq.chance import chance
 from nsparq.client.config import Config, milliseconds
-from nsparq.client.connection import Connection, checked_addresses
-from nsparq.client.errors import ConnectFailed, NotConnected, PublishFailed, PublishTimeout, Stopped
+from nsparq.client.connection import checked_addresses
+from nsparq.client.errors import ConnectFailed, PublishFailed, PublishTimeout, Stopped, reason_of
 from nsparq.client.lookup import Lookup, LookupFailed
 from nsparq.client.message import check_delay
+from nsparq.client.pipeline import SLACK_S, NotReached, Outcome, Pipeline
 from nsparq.names import is_valid_name
 from nsparq.wire import client as wire
-from nsparq.wire.client import Received
 
 __all__ = ["Producer"]
 
@@ -33,15 +33,6 @@ MAX_PENDING: Final = 1000
 """Publishes on their way to a broker; further ones wait."""
 AVOID_S: Final = 30.0
 """How long a broker that has failed is tried after the others."""
-
-
-class _NotReached(Exception):
-    """The broker has refused an earlier publish and ended the connection: it never looked at this one."""
-
-
-Outcome = bytes | NotConnected | PublishTimeout | _NotReached
-"""What became of a publish: the broker's answer, or why there is none. Not set as a future's exception, since
-whoever waited for it may have been cancelled in the same moment, and nobody would ever look at it."""
 
 
 class Producer:
@@ -69,24 +60,19 @@ class Producer:
             raise ValueError("a producer needs the address of an nsqd or of an nsqlookupd")
         self._retry = retry
         self._max_pending = max_pending
-        self._connection: Connection | None = None
-        self._pending: deque[tuple[asyncio.Future[Outcome], float]] = deque()
-        """Publishes on the connection that are not answered, the oldest first, each with its deadline. Those
-        that nobody waits for any more keep their place: the answers come in order."""
-        self._timer: asyncio.TimerHandle | None = None
-        """For the deadline of the oldest."""
-        self._last_answer = 0.0
-        self._has_refused = False
-        """The last answer was a refusal: the broker looks at nothing that came behind."""
+        self._pipeline: Pipeline | None = None
+        self._in_line = 0
+        """Publishes that could not be sent at once. Nobody overtakes them."""
         self._turn = asyncio.Lock()
-        """Whoever has it is the next to send. Publishes that cannot be sent at once queue for it."""
+        """Whoever of them has it is the next to send."""
         self._room = asyncio.Event()
         self._opening: asyncio.Task[str | None] | None = None
         self._failed: dict[str, float] = {}
         """When a broker last failed."""
         self._is_stopped = False
         self._stopping: asyncio.Task[None] | None = None
-        self._known_topics: set[str] = set()
+        self._names: dict[str, bytes] = {}
+        """Of topics that were published to: checked, and as they are sent."""
 
     # life
 
@@ -102,7 +88,7 @@ class Producer:
 
     async def ping(self) -> None:
         """Connect if need be and say something that needs no answer. Raises ConnectFailed, Stopped."""
-        (await self._connected()).write(wire.NOP)
+        (await self._connected()).connection.write(wire.NOP)
 
     async def stop(self) -> None:
         """Wait for what is on its way, within the publish timeout, and close. Final. What is not yet on its
@@ -118,8 +104,8 @@ class Producer:
             except asyncio.CancelledError:
                 # The end of it takes a moment, however often that is said.
                 is_cancelled = True
-                if self._connection is not None:
-                    self._connection.abort()
+                if self._pipeline is not None:
+                    self._pipeline.connection.abort()
         if is_cancelled:
             raise asyncio.CancelledError
 
@@ -127,95 +113,119 @@ class Producer:
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait({self._opening})
-        waiting = [answer for answer, _ in self._pending if not answer.done()]
-        if waiting:
-            await asyncio.wait(waiting, timeout=self.config.publish_timeout)
-        connection = self._connection
-        if connection is not None:
-            connection.close()
-            await connection.closed.wait()
+        pipeline = self._pipeline
+        if pipeline is not None:
+            await pipeline.settle()
+            await pipeline.close()
 
     @property
     def address(self) -> str:
         """The nsqd that it is connected to, or nothing."""
-        return self._connection.address if self._connection is not None else ""
+        return self._pipeline.connection.address if self._pipeline is not None else ""
 
     # publishing
 
     async def publish(self, topic: str, body: bytes, *, defer: float = 0.0) -> None:
         """Publish one message, to be delivered `defer` seconds from now or later. Raises PublishFailed with
         the broker's words, NotConnected or ConnectFailed, PublishTimeout, Stopped."""
-        self._check_topic(topic)
+        name = self._names.get(topic) or self._name(topic)
+        if type(body) is not bytes:
+            # Anything else may have another length than bytes.
+            body = bytes(memoryview(body))
         if not body:
             raise ValueError("an empty message cannot be published")
         if defer:
             check_delay(defer)
-            await self._send(wire.dpub(topic, milliseconds(defer), body))
+            await self._send(wire.dpub(name, milliseconds(defer), body))
         else:
-            await self._send(wire.pub(topic, body))
+            await self._send(wire.pub(name, body))
 
     async def publish_many(self, topic: str, bodies: Sequence[bytes]) -> None:
         """Publish several messages, all or none of them. Raises as publish()."""
-        self._check_topic(topic)
+        name = self._names.get(topic) or self._name(topic)
         if not bodies or not all(bodies):
             raise ValueError("there must be messages, and none of them empty")
-        await self._send(wire.mpub(topic, bodies))
+        await self._send(wire.mpub(name, bodies))
 
-    def _check_topic(self, topic: str) -> None:
-        # The broker would end the connection over it, and with it the publishes of others.
-        if topic in self._known_topics:
-            return
-        if not is_valid_name(topic.encode()):
+    def _name(self, topic: str) -> bytes:
+        """A topic's name as it is sent. Raises ValueError."""
+        name = topic.encode()
+        if not is_valid_name(name):
+            # The broker would end the connection over it, and with it the publishes of others.
             raise ValueError(f"invalid topic name {topic!r}")
-        if len(self._known_topics) > 1000:
-            self._known_topics.clear()
-        self._known_topics.add(topic)
+        if len(self._names) > 1000:
+            self._names.clear()
+        self._names[topic] = name
+        return name
 
     async def _send(self, command: bytes) -> None:
         if self._is_stopped:
             raise Stopped
-        connection = self._connection
-        deadline = asyncio.get_running_loop().time() + self.config.publish_timeout
-        if connection is not None and self._has_room(connection) and not self._turn.locked():
-            # The usual case: there is a connection and nobody is in line.
-            outcome = await self._write(connection, command, deadline)
-            if outcome == wire.OK:
-                return
-            self._judge(outcome)
+        deadline = monotonic() + self.config.publish_timeout
+        pipeline = self._pipeline
+        if pipeline is not None and not self._in_line:
+            # The usual case: there is a connection, with room, and nobody is in line.
+            answer = pipeline.send(command, deadline)
+            if answer is not None:
+                outcome = await answer
+                if outcome is None:
+                    return
+                self._judge(outcome)
+        left = deadline - monotonic()
+        if left <= SLACK_S:
+            raise self._timed_out()
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout(left):
                 await self._send_in_turn(command, deadline)
+        except PublishTimeout:
+            raise
         except TimeoutError as error:
-            if isinstance(error, PublishTimeout):
-                raise
-            self._leave_if_silent()
+            if self._pipeline is not None:
+                # Whoever publishes next is not to find a broker that acknowledges nothing.
+                self._pipeline.expire()
             raise self._timed_out() from error
 
     async def _send_in_turn(self, command: bytes, deadline: float) -> None:
         """Wait for a connection and for room on it, as often as it takes."""
         while True:
-            # Not in turn: those who wait for a connection that cannot be made are told so together.
-            await self._connected_some_time()
-            async with self._turn:
-                connection = await self._with_room()
-                if connection is None:
-                    continue
-                answer = self._write(connection, command, deadline)
+            self._in_line += 1
+            try:
+                answer = await self._sent(command, deadline)
+            finally:
+                self._in_line -= 1
             outcome = await answer
-            if outcome == wire.OK:
+            if outcome is None:
                 return
             self._judge(outcome)
 
+    async def _sent(self, command: bytes, deadline: float) -> asyncio.Future[Outcome]:
+        """Send a command as soon as it can be."""
+        while True:
+            # Not in turn: those who wait for a connection that cannot be made are told so together.
+            await self._connected_some_time()
+            async with self._turn:
+                while (pipeline := self._pipeline) is not None and not pipeline.is_closing:
+                    if self._is_stopped:
+                        raise Stopped
+                    answer = pipeline.send(command, deadline)
+                    if answer is not None:
+                        return answer
+                    self._room.clear()
+                    await self._room.wait()
+
     def _judge(self, outcome: Outcome) -> None:
-        """Returns if the command may be sent again. Raises otherwise."""
-        if isinstance(outcome, bytes):
-            raise PublishFailed(outcome.decode("utf-8", "replace"))
-        if isinstance(outcome, PublishTimeout):
+        """Returns if the command is to be sent again. Raises otherwise."""
+        if isinstance(outcome, NotReached):
+            if self._is_stopped:
+                raise Stopped
+        elif isinstance(outcome, PublishFailed) or not self._retry or self._is_stopped:
+            assert outcome is not None
             raise outcome
-        if self._is_stopped:
-            raise Stopped if isinstance(outcome, _NotReached) else outcome
-        if isinstance(outcome, NotConnected) and not self._retry:
-            raise outcome
+
+    def _timed_out(self) -> PublishTimeout:
+        return PublishTimeout(f"not acknowledged within {self.config.publish_timeout:g} s")
+
+    # connecting
 
     async def _connected_some_time(self) -> None:
         """With `retry` it is tried until the publish is out of time. Raises ConnectFailed, Stopped."""
@@ -230,69 +240,16 @@ class Producer:
             await asyncio.sleep(delay)
             delay = min(max(delay, 0.01) * 2, self.config.max_reconnect_delay)
 
-    async def _with_room(self) -> Connection | None:
-        """The connection when something can be written to it; None if there is none any more."""
-        while (connection := self._connection) is not None and not connection.is_closing:
-            if self._is_stopped:
-                raise Stopped
-            if self._has_room(connection):
-                return connection
-            self._room.clear()
-            await self._room.wait()
-        return None
-
-    def _has_room(self, connection: Connection) -> bool:
-        return connection.is_writable and not connection.is_closing and len(self._pending) < self._max_pending
-
-    def _write(self, connection: Connection, command: bytes, deadline: float) -> asyncio.Future[Outcome]:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Outcome] = loop.create_future()
-        if not self._pending:
-            self._last_answer = loop.time()
-        self._pending.append((answer, deadline))
-        if self._timer is None:
-            self._timer = loop.call_at(deadline, self._expire)
-        connection.write(command)
-        return answer
-
-    def _expire(self) -> None:
-        """The oldest publish may be out of time, or the broker."""
-        self._timer = None
-        if not self._pending:
-            return
-        loop = asyncio.get_running_loop()
-        self._leave_if_silent()
-        wake_at = self._last_answer + self.config.publish_timeout
-        for answer, deadline in self._pending:
-            if deadline > loop.time():
-                wake_at = min(wake_at, deadline)
-                break
-            if not answer.done():
-                answer.set_result(self._timed_out())
-        self._timer = loop.call_at(max(wake_at, loop.time() + 0.01), self._expire)
-
-    def _leave_if_silent(self) -> None:
-        """A broker that reads, perhaps, but acknowledges nothing: better another, or a new connection."""
-        silence = asyncio.get_running_loop().time() - self._last_answer
-        # Not to the last millisecond: whoever publishes next must not find it again.
-        if self._pending and self._connection is not None and silence >= 0.9 * self.config.publish_timeout:
-            self._connection.fail(TimeoutError(f"nothing was acknowledged for {silence:.1f} s"))
-
-    def _timed_out(self) -> PublishTimeout:
-        return PublishTimeout(f"not acknowledged within {self.config.publish_timeout:g} s")
-
-    # connecting
-
-    async def _connected(self) -> Connection:
+    async def _connected(self) -> Pipeline:
         """The connection, opened if need be by whoever asks first. Raises ConnectFailed, Stopped."""
         while True:
             if self._is_stopped:
                 raise Stopped
-            if self._connection is not None:
-                if not self._connection.is_closing:
-                    return self._connection
+            if self._pipeline is not None:
+                if not self._pipeline.is_closing:
+                    return self._pipeline
                 # First it has to be settled what became of the publishes on it.
-                await self._connection.closed.wait()
+                await self._pipeline.connection.closed.wait()
                 continue
             if self._opening is None:
                 self._opening = asyncio.create_task(self._open())
@@ -307,20 +264,32 @@ class Producer:
         try:
             reasons = []
             for address in await self._candidates():
+                pipeline = Pipeline(self.config, self._max_pending, self._room.set, self._ended)
                 try:
-                    self._connection = await Connection.open(address, self.config, self)
+                    await pipeline.open(address, self.config)
                 except ConnectFailed as error:
                     logger.warning("%s", error)
-                    self._failed[address] = asyncio.get_running_loop().time()
+                    self._failed[address] = monotonic()
                     reasons.append(str(error))
                     continue
-                self._has_refused = False
+                self._pipeline = pipeline
                 return None
             return "; ".join(reasons) or "nsqlookupd knows of no nsqd"
         except LookupFailed as error:
             return str(error)
         finally:
             self._opening = None
+
+    def _ended(self, pipeline: Pipeline, reason: Exception | None) -> None:
+        """A connection is gone, and everything on it has its outcome."""
+        if pipeline is self._pipeline:
+            self._pipeline = None
+        if not self._is_stopped:
+            log = logger.info if pipeline.has_refused else logger.warning
+            log("lost %s: %s", pipeline.connection, reason_of(reason))
+            if not pipeline.has_refused:
+                self._failed[pipeline.connection.address] = monotonic()
+        self._room.set()
 
     async def _candidates(self) -> list[str]:
         """Brokers in the order in which they are to be tried."""
@@ -336,54 +305,6 @@ class Producer:
                 # Producers are to spread over them.
                 chance.shuffle(discovered)
                 found += discovered
-        since = asyncio.get_running_loop().time() - AVOID_S
+        since = monotonic() - AVOID_S
         self._failed = {address: at for address, at in self._failed.items() if at > since}
         return sorted(dict.fromkeys(found), key=lambda address: self._failed.get(address, 0.0))
-
-    # what the connection reports
-
-    def on_messages(self, connection: Connection, messages: Sequence[Received]) -> None:
-        connection.fail(ConnectionError("it sends messages to a producer"))
-
-    def on_response(self, connection: Connection, data: bytes) -> None:
-        self._has_refused = False
-        self._answer(connection, data)
-
-    def on_error(self, connection: Connection, text: str) -> None:
-        """The oldest publish was refused, and the broker ends the connection. What came behind it was not
-        looked at if the command was at fault; if the broker was, it may have been."""
-        self._has_refused = not text.partition(" ")[0].endswith("PUB_FAILED")
-        self._answer(connection, text.encode())
-        connection.close()
-
-    def _answer(self, connection: Connection, data: bytes) -> None:
-        if connection is not self._connection or not self._pending:
-            connection.fail(ConnectionError(f"it answers {data[:100]!r} to nothing"))
-            return
-        answer, _ = self._pending.popleft()
-        self._last_answer = asyncio.get_running_loop().time()
-        if not answer.done():
-            answer.set_result(data)
-        self._room.set()
-
-    def on_closed(self, connection: Connection, reason: Exception | None) -> None:
-        if connection is not self._connection:
-            return
-        self._connection = None
-        if not self._is_stopped:
-            log = logger.info if self._has_refused else logger.warning
-            log("lost %s: %s", connection, reason or "closed")
-            if not self._has_refused:
-                self._failed[connection.address] = asyncio.get_running_loop().time()
-        pending, self._pending = self._pending, deque()
-        for answer, _ in pending:
-            if not answer.done():
-                gone = NotConnected(f"{connection} is gone: {reason or 'closed'}")
-                answer.set_result(_NotReached() if self._has_refused else gone)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._room.set()
-
-    def on_writable(self, connection: Connection) -> None:
-        self._room.set()

@@ -117,9 +117,12 @@ class Distribution:
             elif self._pause_until is None and not self.total:
                 self._probe(now)
             return
-        for peer in [*self._shares]:
+        for peer, share in self._shares.items():
+            if share.rdy > self.per_connection:
+                self._update(peer, now)
+        # Then those that can have more, or must do without where one for each is too much.
+        for peer in self._shares:
             self._update(peer, now)
-        # The first ones had to make room for all of those behind them.
         self._fill(now)
 
     def stop(self) -> None:
@@ -250,6 +253,9 @@ class Distribution:
         count = min(count, peer.max_rdy_count)
         share.retry_at = None
         room = max(0, self.max_in_flight - self.total + share.rdy)
+        if count < share.rdy:
+            # Less is always possible, though others may still have too much.
+            room = max(room, count)
         is_refused = count > 0 and not room
         if is_refused:
             share.retry_at = now + RETRY_S

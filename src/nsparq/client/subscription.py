@@ -31,13 +31,12 @@ from typing import Any, Final, TypeVar, get_args, get_origin
 
 from nsparq.client.config import Config
 from nsparq.client.consumer import Consumer
+from nsparq.client.dead_letters import DeadLetters, check_dead_letter
 from nsparq.client.errors import PublishFailed
 from nsparq.client.handling import Calls, is_async
 from nsparq.client.message import Message, Reject, Requeue
 from nsparq.client.payload import DecodeFailed, payload_decoder
-from nsparq.client.producer import Producer
 from nsparq.client.rdy import Signal
-from nsparq.names import is_valid_name
 
 __all__ = ["DeadLetter", "DecodeFailed", "Subscription", "Subscriptions"]
 
@@ -114,8 +113,7 @@ class Subscriptions:
         if not self._nsqd and not self._nsqlookupd:
             raise ValueError("subscriptions need the address of an nsqd or of an nsqlookupd")
         self._config = config or Config()
-        self._producers: dict[str, Producer] = {}
-        """For dead letters, by nsqd."""
+        self._dead_letters = DeadLetters(self._config, retry=True)
         self._is_running = False
 
     def subscribe(
@@ -139,10 +137,7 @@ class Subscriptions:
         in threads. `dead_letter` is a topic, which gets DeadLetters, or a function of message and exception;
         without it they are only logged. `config` is instead of the common one. Raises TypeError, ValueError.
         """
-        if isinstance(dead_letter, str) and not is_valid_name(dead_letter.encode()):
-            raise ValueError(f"invalid topic name {dead_letter!r}")
-        if dead_letter == topic:
-            raise ValueError("a topic cannot take its own dead letters")
+        check_dead_letter(dead_letter, topic)
         if self._is_running:
             raise RuntimeError("declare subscriptions before they are started")
 
@@ -187,8 +182,7 @@ class Subscriptions:
     async def stop(self) -> None:
         """Take no new messages, let what is in flight be answered, close. May be started again."""
         await asyncio.gather(*(subscription.stop() for subscription in self.subscriptions))
-        while self._producers:
-            await self._producers.popitem()[1].stop()
+        await self._dead_letters.stop()
         self._is_running = False
 
     def run(self) -> None:
@@ -219,17 +213,15 @@ class Subscriptions:
 
     async def publish_letter(self, topic: str, letter: DeadLetter, address: str) -> None:
         """Returns when the nsqd at `address`, where the message is from, has acknowledged it."""
-        producer = self._producers.get(address)
-        if producer is None:
-            producer = self._producers[address] = Producer(address, retry=True, config=self._config)
+        publish = self._dead_letters.publish
         try:
-            await producer.publish(topic, letter.to_json())
+            await publish(address, topic, letter.to_json())
         except PublishFailed as error:
             if error.code != "E_BAD_MESSAGE":
                 raise
             # Too big, by what we have added.
             logger.error("%s: %s is published without what was wrong: %s", topic, letter.id, letter.error)
-            await producer.publish(topic, letter.body)
+            await publish(address, topic, letter.body)
 
 
 class Subscription:

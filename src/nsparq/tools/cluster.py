@@ -10,9 +10,12 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from nsparq.addresses import join_address
+from nsparq.client import Config
 from nsparq.client.lookup import lookup_url
+from nsparq.client.secret import may_show_secret
 from nsparq.errors import NsparqError
-from nsparq.fetch import FetchError, fetch
+from nsparq.fetch import Answer, FetchError, fetch
+from nsparq.tools.common import SECRET_VARIABLE
 
 __all__ = ["AskFailed", "ChannelFigures", "Cluster"]
 
@@ -49,8 +52,12 @@ class ChannelFigures:
 class Cluster:
     """Asks several at a time. Every method raises AskFailed if one of those asked has no usable answer."""
 
-    def __init__(self, connect_timeout: float, request_timeout: float) -> None:
+    def __init__(self, connect_timeout: float, request_timeout: float, config: Config | None = None) -> None:
+        """`config` has the secret for those that want one, and who may sign the certificates of HTTPS."""
         self._connect_timeout, self._request_timeout = connect_timeout, request_timeout
+        self._config = config or Config()
+        self._want_secret: set[str] = set()
+        """Hosts and ports that have asked for it: nobody else is shown it."""
 
     def topics(self, nsqlookupds: Iterable[str]) -> set[str]:
         answers = self._ask_all(lookup_url(address, "/topics") for address in nsqlookupds)
@@ -85,12 +92,7 @@ class Cluster:
 
     def _ask(self, url: str, *, may_redirect: bool = True) -> Any:
         try:
-            answer = fetch(
-                url,
-                connect_timeout=self._connect_timeout,
-                request_timeout=self._request_timeout,
-                max_bytes=MAX_ANSWER,
-            )
+            answer = self._fetch(url)
             if answer.status == 404:
                 return {}
             content = json.loads(answer.body or b"{}") if answer.status in (200, 403) else {}
@@ -100,7 +102,7 @@ class Cluster:
                 address = join_address(parts.hostname or "", int(content["https_port"]))
                 return self._ask(f"https://{address}{parts.path}?{parts.query}", may_redirect=False)
             if answer.status != 200:
-                raise AskFailed(f"GET {url}: status {answer.status}")
+                raise AskFailed(f"GET {url}: status {answer.status}{self._explain(answer.status)}")
             if not isinstance(content, dict):
                 raise AskFailed(f"GET {url}: not what NSQ would answer")
             # Before 1.0 the result was wrapped.
@@ -109,6 +111,32 @@ class Cluster:
             raise AskFailed(str(error)) from error
         except ValueError as error:
             raise AskFailed(f"GET {url}: {error}") from error
+
+    def _fetch(self, url: str) -> Answer:
+        parts, config = urlsplit(url), self._config
+        headers = []
+        if config.auth_secret and parts.netloc in self._want_secret:
+            headers.append(("Authorization", f"Bearer {config.auth_secret}"))
+        answer = fetch(
+            url,
+            headers=headers,
+            connect_timeout=self._connect_timeout,
+            request_timeout=self._request_timeout,
+            ca_file=config.tls_root_ca_file,
+            max_bytes=MAX_ANSWER,
+        )
+        host, is_encrypted = parts.hostname or "", parts.scheme == "https"
+        if answer.status != 401 or headers or not config.auth_secret:
+            return answer
+        if not may_show_secret(config, parts.netloc, host, is_encrypted=is_encrypted):
+            return answer
+        self._want_secret.add(parts.netloc)
+        return self._fetch(url)
+
+    def _explain(self, status: int) -> str:
+        if status == 401:
+            return f": {SECRET_VARIABLE} is wrong" if self._config.auth_secret else f": set {SECRET_VARIABLE}"
+        return ": the secret does not permit this" if status == 403 and self._config.auth_secret else ""
 
 
 def _part(answer: Any, name: str) -> Sequence[Any]:

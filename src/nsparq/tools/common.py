@@ -41,6 +41,7 @@ from nsparq.version import NSQ_VERSION, __version__, version_line
 __all__ = [
     "FLOAT",
     "GRACE_S",
+    "SECRET_VARIABLE",
     "Ending",
     "Timings",
     "ToolTable",
@@ -65,6 +66,8 @@ logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 30.0
 """How long messages in flight may take once the tool is to end."""
+SECRET_VARIABLE: Final = "NSQ_SECRET"
+"""In the environment: what is shown to those that want a secret. Other users of the machine can see flags."""
 FAILED_GRACE_S: Final = 1.0
 """The same after a failure: time to give them back."""
 
@@ -221,9 +224,11 @@ def check_topics(topics: Iterable[str], channel: str | None = None) -> None:
 
 
 def client_config(program: str, options: Iterable[str], **more: Any) -> Config:
-    """From the texts of --consumer-opt or --producer-opt, which win over `more`. Raises ConfigError."""
+    """From the texts of --consumer-opt or --producer-opt, which win over `more` and over the environment.
+    Raises ConfigError."""
     agent = f"{program}/{NSQ_VERSION} nsparq/{__version__}"
-    return Config.from_strings(options, user_agent=agent, **more)
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    return Config.from_strings(options, user_agent=agent, auth_secret=secret, **more)
 
 
 # Running

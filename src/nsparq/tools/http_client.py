@@ -5,15 +5,16 @@ the status counts. It follows no redirects: one that turns a POST into a GET wou
 from __future__ import annotations
 
 import asyncio
-import base64
 import ssl
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from nsparq.addresses import join_address
+from nsparq.client.errors import reason_of
+from nsparq.client.http import login_of
 from nsparq.errors import NsparqError
 
 __all__ = ["HttpClient", "RequestFailed", "Target", "parse_target"]
@@ -49,13 +50,9 @@ def parse_target(url: str) -> Target:
         raise ValueError(f"{url}: blanks in an address are to be written %20")
     is_tls = parts.scheme == "https"
     port = parts.port or (443 if is_tls else 80)
-    authorization = ""
-    if parts.username is not None:
-        login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-        authorization = "Basic " + base64.b64encode(login.encode()).decode()
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     host_header = parts.netloc.rpartition("@")[2]
-    return Target(parts.hostname, port, is_tls, host_header, path, authorization)
+    return Target(parts.hostname, port, is_tls, host_header, path, login_of(parts))
 
 
 class _Connection:
@@ -170,7 +167,7 @@ class HttpClient:
         except TimeoutError as error:
             raise RequestFailed("timed out") from error
         except OSError as error:
-            raise RequestFailed(error.strerror or str(error) or type(error).__name__) from error
+            raise RequestFailed(reason_of(error)) from error
         except (EOFError, ValueError, asyncio.LimitOverrunError) as error:
             raise RequestFailed(f"the answer is cut off or not HTTP: {error}") from error
 

@@ -16,6 +16,7 @@ from nsparq.tools.common import (
     ToolTable,
     check_sources,
     check_topics,
+    client_config,
     connect_timeout_option,
     lookupd_option,
     on_signal,
@@ -173,7 +174,9 @@ def make_view() -> PlainView:
 async def work(options: NsqStatOptions, ending: Ending) -> None:
     on_signal(signal.SIGHUP, ending.end)
     loop = asyncio.get_running_loop()
-    cluster = Cluster(options.http_client_connect_timeout, options.http_client_request_timeout)
+    cluster = Cluster(
+        options.http_client_connect_timeout, options.http_client_request_timeout, client_config(PROGRAM, ())
+    )
     view = make_view()
     before: ChannelFigures | None = None
     polls = 0

@@ -248,6 +248,7 @@ class Archive:
         finally:
             if stopping is not None:
                 stopping.cancel()
+                await asyncio.wait({stopping})
             else:
                 await self._consumer.stop(0)
 
@@ -294,6 +295,9 @@ class Archives:
         self._archives: dict[str, Archive | None] = {}
         """None for a topic that cannot be archived."""
         self._tasks: list[asyncio.Task[None]] = []
+        self._cluster = Cluster(
+            options.http_client_connect_timeout, options.http_client_request_timeout, options.config()
+        )
 
     async def run(self) -> None:
         on_signal(signal.SIGHUP, self._hang_up)
@@ -321,12 +325,10 @@ class Archives:
             self._tasks.append(asyncio.create_task(archive.run(self._ending)))
 
     async def _look(self) -> None:
-        options = self._options
-        cluster = Cluster(options.http_client_connect_timeout, options.http_client_request_timeout)
-        for address in options.lookupd_http_address:
+        for address in self._options.lookupd_http_address:
             # One by one: what one of them knows is of use though another does not answer.
             try:
-                asking = asyncio.to_thread(cluster.topics, [address])
+                asking = asyncio.to_thread(self._cluster.topics, [address])
                 self._begin(sorted(await unless_ended(self._ending, asking) or ()))
             except AskFailed as error:
                 logger.error("cannot look for topics: %s", error)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["FileNames", "FileRules", "TopicFiles"]
+__all__ = ["REV", "FileNames", "FileRules", "TopicFiles", "make_directories"]
 
 logger = logging.getLogger(__name__)
 
