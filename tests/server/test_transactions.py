@@ -107,7 +107,12 @@ def test_a_commit_said_again_changes_nothing(broker: BrokerThread, producer: str
     assert refusal(answer) == (409, "ALREADY_COMMITTED")
     assert json.loads(answer.body)["sequence"] == 7
     assert stored(broker, topic) == [b"1"]
-    assert state(broker, which) == {"state": "committed", "committed_sequence": 7, "note": ""}
+    assert state(broker, which) == {
+        "state": "committed",
+        "committed_sequence": 7,
+        "committed_note": "",
+        "note": "",
+    }
 
 
 @pytest.mark.parametrize("parts", [{"a": 1}, {"a": 3}, {"a": 2, "b": 1}])
@@ -160,6 +165,7 @@ def test_what_was_prepared_is_committed_later(broker: BrokerThread, producer: st
     assert state(broker, which) == {
         "state": "prepared",
         "committed_sequence": None,
+        "committed_note": "",
         "parts": {"a": 1},
         "prepared": ["a"],
         "note": "all nodes",
@@ -172,7 +178,9 @@ def test_what_was_prepared_is_committed_later(broker: BrokerThread, producer: st
     committed = call(broker, "POST", "/transaction/commit", **which, promise="all nodes").expect_json()
     assert committed["messages"] == 1
     assert stored(broker, topic) == [b"1"]
-    assert state(broker, which) == {"state": "committed", "committed_sequence": 0, "note": "all nodes"}
+    last = {"committed_sequence": 0, "committed_note": "all nodes"}
+    assert state(broker, which) == last | {"state": "committed", "note": "all nodes"}
+    assert state(broker, which | {"sequence": 1}) == last | {"state": "unknown"}
 
 
 def test_without_a_promise_a_commit_needs_its_parts(broker: BrokerThread, producer: str, topic: str) -> None:
@@ -249,6 +257,7 @@ def test_everything_survives_a_clean_restart(tmp_path: Path, topic: str) -> None
         assert state(broker, third) | {"note": ""} == {
             "state": "open",
             "committed_sequence": None,
+            "committed_note": "",
             "parts": {"a": 1},
             "prepared": None,
             "note": "",

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 from nsparq.broker.transactions import (
     NAME,
     AlreadyCommitted,
+    Committed,
     Incomplete,
     PartSealed,
     Transaction,
@@ -108,13 +109,17 @@ class TransactionApi:
     def state(self, request: Request) -> Result:
         producer, sequence = _which(request)
         known = self._transactions.producers.get(producer)
-        last = -1 if known is None else known.committed.sequence
-        answer: dict[str, Any] = {"state": "unknown", "committed_sequence": last if last >= 0 else None}
+        committed = Committed() if known is None else known.committed
+        answer: dict[str, Any] = {
+            "state": "unknown",
+            "committed_sequence": committed.sequence if committed.sequence >= 0 else None,
+            "committed_note": committed.note,
+        }
         try:
             transaction = self._transactions.find(producer, sequence)
         except AlreadyCommitted:
-            assert known is not None
-            return answer | {"state": "committed", "note": known.committed.note if last == sequence else ""}
+            note = committed.note if committed.sequence == sequence else ""
+            return answer | {"state": "committed", "note": note}
         return answer if transaction is None else answer | _shown(transaction)
 
     def list_all(self, request: Request) -> Result:

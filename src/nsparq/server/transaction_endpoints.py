@@ -183,10 +183,10 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             permission="publish",
             topics=api.topics,
             success="an object; `state` is `unknown`, `open`, `prepared` or `committed`, "
-            "`committed_sequence` the producer's last commit or null",
+            "`committed_sequence` the producer's last commit or null, `committed_note` its note",
             success_type=JSON_TYPE,
             success_schema=obj(
-                {"state": TEXT, "committed_sequence": {"type": ["integer", "null"]}},
+                {"state": TEXT, "committed_sequence": {"type": ["integer", "null"]}, "committed_note": TEXT},
                 {
                     "parts": {"type": "object", "additionalProperties": COUNT},
                     "prepared": {"type": ["array", "null"], "items": TEXT},
