@@ -190,6 +190,25 @@ def test_without_a_promise_a_commit_needs_its_parts(broker: BrokerThread, produc
     assert refusal(call(broker, "POST", "/transaction/commit", **which)) == (409, "INCOMPLETE_TRANSACTION")
 
 
+def test_who_was_given_up_undoes_nothing(broker: BrokerThread, producer: str, topic: str) -> None:
+    which = {"producer": producer, "sequence": 0}
+    stage(broker, which, "a", topic, b"1")
+
+    def prepare(note: str, promise: str) -> Answer:
+        body = json.dumps({"parts": {"a": 1}, "note": note}).encode()
+        return call(broker, "POST", "/transaction/prepare", body, **which, promise=promise)
+
+    assert prepare("first", "").status == 200
+    assert prepare("second", "first").status == 200
+    assert refusal(prepare("third", "first")) == (409, "WRONG_PROMISE")
+    for verb in ("commit", "abort"):
+        answer = call(broker, "POST", f"/transaction/{verb}", **which, promise="first")
+        assert refusal(answer) == (409, "WRONG_PROMISE")
+    assert state(broker, which)["note"] == "second"
+    assert call(broker, "POST", "/transaction/abort", **which, promise="second").status == 200
+    assert refusal(prepare("third", "second")) == (409, "WRONG_PROMISE"), "nothing is prepared now"
+
+
 def test_an_aborted_transaction_is_gone(broker: BrokerThread, producer: str, topic: str) -> None:
     which = {"producer": producer, "sequence": 0}
     stage(broker, which, "a", topic, b"1")

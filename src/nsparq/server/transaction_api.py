@@ -87,6 +87,7 @@ class TransactionApi:
         producer, sequence = _which(request)
         parts, note = _wanted(request)
         async with self._lock(producer):
+            self._check_promise(producer, sequence, request.parameters.get("promise"))
             transaction = self._promise(producer, sequence, parts, note)
             await self._write_promise(transaction)
         return {"sequence": sequence, "messages": transaction.messages}
@@ -101,6 +102,7 @@ class TransactionApi:
     async def abort(self, request: Request) -> None:
         producer, sequence = _which(request)
         async with self._lock(producer):
+            self._check_promise(producer, sequence, request.parameters.get("promise"))
             try:
                 self._transactions.abort(producer, sequence)
             except AlreadyCommitted as error:
@@ -197,12 +199,11 @@ class TransactionApi:
         promise: str | None,
         transaction: Transaction | None,
     ) -> Transaction:
+        self._check_promise(producer, sequence, promise)
         if wanted is not None:
             transaction = self._promise(producer, sequence, *wanted)
         elif transaction is None:
             raise ApiError(409, "INCOMPLETE_TRANSACTION", reason="nothing has been prepared")
-        elif promise is not None and promise != transaction.note:
-            raise ApiError(409, "WRONG_PROMISE")
         try:
             self._transactions.decide(transaction)
         except Incomplete as error:
@@ -215,6 +216,17 @@ class TransactionApi:
             self._transactions.revoke(transaction)
             raise
         return transaction
+
+    def _check_promise(self, producer: str, sequence: int, expected: str | None) -> None:
+        """A client that was given up must not undo what its successor has promised since."""
+        if expected is None:
+            return
+        try:
+            transaction = self._transactions.find(producer, sequence)
+        except AlreadyCommitted as error:
+            _refuse(error)
+        if expected != ("" if transaction is None else transaction.note):
+            raise ApiError(409, "WRONG_PROMISE")
 
     def _promise(self, producer: str, sequence: int, parts: dict[str, int], note: str) -> Transaction:
         try:

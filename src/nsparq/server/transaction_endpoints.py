@@ -24,6 +24,11 @@ _WHICH: Final = (
     ),
     Param(name="sequence", help="which of them", required=True, schema=SEQUENCE),
 )
+_PROMISE: Final = Param(
+    name="promise",
+    help="only if this is the note of what is prepared now; empty if nothing is",
+    schema={"type": "string", "maxLength": 4096},
+)
 _WHICH_ERRORS: Final = (
     (400, "MISSING_ARG_PRODUCER"),
     (400, "INVALID_ARG_PRODUCER"),
@@ -101,7 +106,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             details="For a transaction that is spread over several nsqd: prepare it on all, then commit it "
             "on all. If one of them has committed it, the others are to; what they have prepared waits for "
             "that. A later promise takes the place of an earlier one.",
-            params=_WHICH,
+            params=(*_WHICH, _PROMISE),
             permission="publish",
             topics=api.topics,
             keeps_body=True,
@@ -112,7 +117,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             success="an object",
             success_type=JSON_TYPE,
             success_schema=obj({"sequence": COUNT, "messages": COUNT}),
-            errors=(*_WHICH_ERRORS, (409, "ALREADY_COMMITTED"), *_PARTS_ERRORS),
+            errors=(*_WHICH_ERRORS, (409, "ALREADY_COMMITTED"), (409, "WRONG_PROMISE"), *_PARTS_ERRORS),
         ),
         Endpoint(
             group=_GROUP,
@@ -126,11 +131,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             "for it is dropped.",
             params=(
                 *_WHICH,
-                Param(
-                    name="promise",
-                    help="without a body: only if this is the note of what has been prepared",
-                    schema={"type": "string", "maxLength": 4096},
-                ),
+                _PROMISE,
                 Param(
                     name="remember",
                     help="seconds for which the producer will be remembered, if less than "
@@ -168,10 +169,10 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             handler=api.abort,
             summary="Drop what was staged for a transaction.",
             details="Also if it was prepared, or if nothing is known of it.",
-            params=_WHICH,
+            params=(*_WHICH, _PROMISE),
             permission="publish",
             topics=api.topics,
-            errors=(*_WHICH_ERRORS, (409, "ALREADY_COMMITTED")),
+            errors=(*_WHICH_ERRORS, (409, "ALREADY_COMMITTED"), (409, "WRONG_PROMISE")),
         ),
         Endpoint(
             group=_GROUP,
