@@ -7,8 +7,14 @@ NSQJS := tests/conformance/nsqjs
 BENCH_ARGS ?=
 # Most tests wait more than they compute.
 PARALLEL := -n 3 --dist loadfile
+# In a run of their own, since Spark keeps all cores busy: on one worker those that share a session, on another the rest.
+SPARK_TESTS := tests/spark tests/pipeline
+SPARK_PARALLEL := -n 2 --dist loadgroup
 # Run a second time without the compiled kernel: whatever passes through it.
 PURE_TESTS := tests/wire tests/broker tests/storage tests/test_kernel.py tests/test_packed.py tests/conformance/test_e_delivery.py tests/conformance/test_h_publish.py
+
+# The tests start hundreds of Python processes, which must not compile everything anew, whatever is set here otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help venv demo test check pytest bench docs fmt clean
 .DEFAULT_GOAL := help
@@ -36,7 +42,8 @@ check: venv
 
 pytest: venv $(VENV)/.nsqjs
 ifeq ($(PYTEST_ARGS),)
-	$(BIN)/python -m pytest -q $(PARALLEL)
+	$(BIN)/python -m pytest -q $(PARALLEL) $(addprefix --ignore=,$(SPARK_TESTS))
+	$(BIN)/python -m pytest -q $(SPARK_PARALLEL) $(SPARK_TESTS)
 	NSPARQ_NO_EXTENSIONS=1 $(BIN)/python -m pytest -q $(PARALLEL) $(PURE_TESTS)
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -52,7 +59,12 @@ docs: venv
 	$(BIN)/python -m nsparq.lookup.options --markdown > docs/reference/nsqlookupd-options.md
 	$(BIN)/python -m nsparq.lookup.options --toml > docs/reference/nsqlookupd.example.toml
 	$(BIN)/python -m nsparq.lookup.http_api --markdown > docs/reference/nsqlookupd-http.md
+	$(BIN)/python -m nsparq.admin.options --markdown > docs/reference/nsqadmin-options.md
+	$(BIN)/python -m nsparq.admin.options --toml > docs/reference/nsqadmin.example.toml
+	$(BIN)/python -m nsparq.admin.endpoints --markdown > docs/reference/nsqadmin-http.md
 	$(BIN)/python -m nsparq.tools.reference --markdown > docs/reference/tools.md
+	$(BIN)/python -m nsparq.spark.options --markdown > docs/reference/spark-options.md
+	$(BIN)/python -m nsparq.pipeline.reference --markdown > docs/reference/pipeline-file.md
 
 fmt: venv
 	$(BIN)/ruff check --fix .
@@ -71,7 +83,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt src/nsparq/_kernel.c
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || .ci/install-packages python3-venv
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt setuptools
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[all,test]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[all,spark,test]'
 	@touch $@
 
 # Without npm the nsqjs tests are skipped at a desk; on the build server that is a failure.

@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.spark import spark as spark
+from tests.support.spark import spark_session as spark_session
+
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 GRACE = 3.0  # seconds that threads and sockets get to finish closing after a test
 
@@ -45,6 +48,20 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     if IN_CI and report.skipped:
         report.outcome, report.longrepr = "failed", f"skipped on the build server: {report.longrepr}"
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`: tests that share the Spark session go to one worker, others stay by file.
+
+    They also get more time: whoever comes first waits for the JVM, and one that is interrupted while it talks
+    to the JVM leaves a conversation that no later test can follow.
+    """
+    for item in items:
+        shares = "spark_session" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("spark" if shares else item.nodeid.partition("::")[0]))
+        if shares and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(240))
 
 
 class _LoopErrors(logging.Handler):

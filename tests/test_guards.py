@@ -56,6 +56,7 @@ def test_guards_catch_leftovers_and_skips(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, in_ci: bool
 ) -> None:
     monkeypatch.setenv("CI", "true" if in_ci else "")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # it imports fixtures from tests.support
     pytester.makeconftest(
         (Path(__file__).parent / "conftest.py").read_text().replace("GRACE = 3.0", "GRACE = 0.1")
     )

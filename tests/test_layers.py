@@ -39,8 +39,27 @@ MAY_IMPORT = {
     "broker": BASE | {"options", "storage", "wire"},
     "server": BASE | DAEMON | {"broker", "fetch", "flags", "options", "storage", "transport", "wire"},
     "lookup": BASE | DAEMON | {"wire"},
+    # Of the server it knows the policy file, by which both decide who may do what.
+    "admin": BASE | DAEMON | {"fetch", "flags", "server", "storage"},
     "testing": BASE | {"addresses", "broker", "client", "lookup", "options", "process", "server"},
-    "tools": BASE | {"addresses", "client", "fetch", "flags", "http", "logs", "option_table", "server"},
+    # Runs in Spark's processes: it talks to daemons, and knows how a batch of the log looks.
+    "spark": BASE
+    | {"addresses", "client", "fetch", "flags", "kernel", "option_table", "storage", "transport", "wire"},
+    "pipeline": BASE
+    | {"addresses", "client", "fetch", "flags", "http", "logs", "option_table", "spark", "wire"},
+    "tools": BASE
+    | {
+        "addresses",
+        "client",
+        "fetch",
+        "flags",
+        "http",
+        "logs",
+        "option_table",
+        "pipeline",
+        "server",
+        "spark",
+    },
     "demo": BASE | {"options", "wire"},
 }
 
@@ -129,8 +148,23 @@ def test_storage_touches_the_disk_through_its_files_module_only() -> None:
             assert not opens and not asks_path, f"{path}:{node.lineno}"  # type: ignore[attr-defined]
 
 
+def test_only_the_connector_and_what_builds_on_it_know_spark() -> None:
+    # The tools do for their annotations' sake; whether they work without it is tested with them.
+    spark = {"pandas", "py4j", "pyarrow", "pyspark"}
+    users = {layer(path) for path in modules() if roots(path) & spark}
+    assert users <= {"spark", "pipeline", "tools"}
+
+
 IMPORT_EACH = """
-import importlib, os, sys
+import gc, importlib, os, sys
+gc.disable()
+# What is not ours is loaded once for all.
+import argparse, asyncio, http.client, json, logging, ssl, subprocess, tempfile, urllib.request, zipfile
+for name in ("OpenSSL", "numpy", "pyarrow", "pyspark.sql", "pytest", "rich.table", "uvloop"):
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        pass
 for name in sys.argv[1:]:
     pid = os.fork()
     if pid == 0:
@@ -154,9 +188,10 @@ def test_every_module_imports_alone() -> None:
 
 
 def test_the_command_line_needs_no_package_of_an_extra() -> None:
-    extras = ("OpenSSL", "cramjam", "crc32c", "cryptography", "httptools", "numpy", "re2", "rich", "uvloop")
+    extras = ("OpenSSL", "cramjam", "crc32c", "cryptography", "httptools", "isal", "jinja2", "numpy", "re2")
+    extras += ("rich", "uvloop")
     block = f"import sys; sys.modules.update(dict.fromkeys({extras}))"
-    for package, program in (("server", "nsqd"), ("lookup", "nsqlookupd")):
+    for package, program in (("server", "nsqd"), ("lookup", "nsqlookupd"), ("admin", "nsqadmin")):
         code = f"{block}; from nsparq.{package}.main import main; sys.exit(main(['--version']))"
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert (result.returncode, result.stderr) == (0, "")

@@ -1,4 +1,4 @@
-/* The three inner loops of the hot path, compiled.
+/* The inner loops of the hot path, compiled.
  *
  * Each does only the regular part of its job and stops at anything unusual, which the Python code beside
  * it then handles; so no rule and no error text is written twice. What it brings, and the pure twins, are
@@ -11,6 +11,7 @@
 
 #define FRAME_OVERHEAD 34
 #define FIN_WIDTH 21
+#define BATCH_HEADER 48
 
 static inline uint32_t
 read_u32(const unsigned char *p)
@@ -32,6 +33,19 @@ static inline unsigned char *
 put_u64(unsigned char *p, uint64_t v)
 {
     return put_u32(put_u32(p, (uint32_t)(v >> 32)), (uint32_t)v);
+}
+
+/* Little endian, as on disk. */
+static inline uint32_t
+get_u32(const unsigned char *p)
+{
+    return (uint32_t)p[3] << 24 | (uint32_t)p[2] << 16 | (uint32_t)p[1] << 8 | (uint32_t)p[0];
+}
+
+static inline uint64_t
+get_u64(const unsigned char *p)
+{
+    return (uint64_t)get_u32(p + 4) << 32 | get_u32(p);
 }
 
 PyDoc_STRVAR(pack_messages_doc,
@@ -252,10 +266,189 @@ decode_fins(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     return Py_BuildValue("Nn", spans, position);
 }
 
+/* crc32c, as the log's batches have it: the processor's own instruction, or eight tables. */
+
+static uint32_t CRC_TABLE[8][256];
+
+static void
+init_crc_table(void)
+{
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t crc = i;
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
+        CRC_TABLE[0][i] = crc;
+    }
+    for (int k = 1; k < 8; k++)
+        for (int i = 0; i < 256; i++)
+            CRC_TABLE[k][i] = CRC_TABLE[k - 1][i] >> 8 ^ CRC_TABLE[0][CRC_TABLE[k - 1][i] & 255];
+}
+
+static uint32_t
+crc32c_tables(const unsigned char *p, size_t size)
+{
+    uint32_t crc = 0xffffffffu;
+    for (; size >= 8; size -= 8, p += 8) {
+        uint32_t low = crc ^ get_u32(p);
+        crc = CRC_TABLE[7][low & 255] ^ CRC_TABLE[6][low >> 8 & 255] ^ CRC_TABLE[5][low >> 16 & 255] ^
+              CRC_TABLE[4][low >> 24] ^ CRC_TABLE[3][p[4]] ^ CRC_TABLE[2][p[5]] ^ CRC_TABLE[1][p[6]] ^
+              CRC_TABLE[0][p[7]];
+    }
+    for (; size > 0; size--)
+        crc = crc >> 8 ^ CRC_TABLE[0][(crc ^ *p++) & 255];
+    return ~crc;
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+__attribute__((target("sse4.2"))) static uint32_t
+crc32c_instruction(const unsigned char *p, size_t size)
+{
+    uint64_t crc = 0xffffffffu;
+    for (; size >= 8; size -= 8, p += 8) {
+        uint64_t word;
+        memcpy(&word, p, 8);
+        crc = __builtin_ia32_crc32di(crc, word);
+    }
+    uint32_t rest = (uint32_t)crc;
+    for (; size > 0; size--)
+        rest = __builtin_ia32_crc32qi(rest, *p++);
+    return ~rest;
+}
+#endif
+
+static uint32_t (*crc32c)(const unsigned char *, size_t) = crc32c_tables;
+
+PyDoc_STRVAR(unpack_batches_doc,
+"unpack_batches(buffer, position, start, end, max_rows, max_bytes) -> (heads, offsets, data, position)\n\n"
+"Batches of a log, from `position` on, that hold messages from `start` to before `end`; whole ones, checked. Of\n"
+"each (sequence, publish time, due time, count) as native 64-bit numbers; of all their messages together\n"
+"the bodies end to end, and as native 32-bit numbers where each begins and the last one ends. Stops before\n"
+"a batch that would make it more than `max_rows` messages or `max_bytes` of bodies, unless it is the first;\n"
+"before the first message from `end` on; and before anything that is not a whole batch, as it was written.\n"
+"Batches before `start` are passed over unread.");
+
+static int
+plausible_batch(const unsigned char *p, Py_ssize_t available)
+{
+    if (available < BATCH_HEADER || memcmp(p, "NQB1", 4) != 0)
+        return 0;
+    uint64_t size = get_u32(p + 8), count = get_u32(p + 40), data = get_u32(p + 44);
+    return count > 0 && size == BATCH_HEADER + 4 * count + data && size <= (uint64_t)available &&
+           get_u64(p + 16) <= INT64_MAX - count;
+}
+
+/* Write one batch to where it goes. False if it is not what was written. */
+static int
+unpack_batch(const unsigned char *p, int64_t *head, int32_t *offset, unsigned char *body, uint32_t *used)
+{
+    uint32_t size = get_u32(p + 8), count = get_u32(p + 40), left = get_u32(p + 44);
+    if (crc32c(p + 8, size - 8) != get_u32(p + 4))
+        return 0;
+    const unsigned char *table = p + BATCH_HEADER;
+    uint32_t at = *used;
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t length = get_u32(table + 4 * (size_t)i);
+        if (length > left)
+            return 0;
+        left -= length;
+        at += length;
+        offset[i] = (int32_t)at;
+    }
+    if (left != 0)
+        return 0;
+    memcpy(body + *used, table + 4 * (size_t)count, at - *used);
+    *used = at;
+    head[0] = (int64_t)get_u64(p + 16);
+    head[1] = (int64_t)get_u64(p + 24);
+    head[2] = (int64_t)get_u64(p + 32);
+    head[3] = count;
+    return 1;
+}
+
+static PyObject *
+unpack_batches(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    long long numbers[5];
+    if (nargs != 6) {
+        PyErr_SetString(PyExc_TypeError, "unpack_batches(buffer, int, int, int, int, int)");
+        return NULL;
+    }
+    for (int i = 0; i < 5; i++) {
+        numbers[i] = PyLong_AsLongLong(args[i + 1]);
+        if (numbers[i] == -1 && PyErr_Occurred())
+            return NULL;
+        if (numbers[i] < 0) {
+            PyErr_SetString(PyExc_ValueError, "a number is negative");
+            return NULL;
+        }
+    }
+    Py_ssize_t position = (Py_ssize_t)numbers[0];
+    uint64_t start = (uint64_t)numbers[1], end = (uint64_t)numbers[2];
+    uint64_t max_rows = (uint64_t)numbers[3], max_bytes = (uint64_t)numbers[4];
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(args[0], &buffer, PyBUF_SIMPLE))
+        return NULL;
+    const unsigned char *data = buffer.buf;
+    while (position < buffer.len && plausible_batch(data + position, buffer.len - position)) {
+        const unsigned char *p = data + position;
+        if (get_u64(p + 16) + get_u32(p + 40) > start)
+            break;
+        position += get_u32(p + 8);
+    }
+    /* How much there is to take. */
+    uint64_t batches = 0, rows = 0, bytes = 0;
+    Py_ssize_t stop = position;
+    while (stop < buffer.len && plausible_batch(data + stop, buffer.len - stop)) {
+        const unsigned char *p = data + stop;
+        uint64_t count = get_u32(p + 40), size = get_u32(p + 44);
+        if (get_u64(p + 16) >= end || bytes + size > INT32_MAX ||
+            (batches > 0 && (rows + count > max_rows || bytes + size > max_bytes)))
+            break;
+        batches++;
+        rows += count;
+        bytes += size;
+        stop += get_u32(p + 8);
+    }
+    PyObject *heads = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(32 * batches));
+    PyObject *offsets = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(4 * (rows + 1)));
+    PyObject *bodies = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)bytes);
+    if (heads == NULL || offsets == NULL || bodies == NULL)
+        goto failed;
+    int64_t *head = (int64_t *)PyBytes_AS_STRING(heads);
+    int32_t *offset = (int32_t *)PyBytes_AS_STRING(offsets);
+    unsigned char *body = (unsigned char *)PyBytes_AS_STRING(bodies);
+    uint64_t taken = 0, taken_rows = 0;
+    uint32_t used = 0;
+    offset[0] = 0;
+    Py_BEGIN_ALLOW_THREADS
+    while (taken < batches) {
+        const unsigned char *p = data + position;
+        if (!unpack_batch(p, head + 4 * taken, offset + 1 + taken_rows, body, &used))
+            break;
+        taken++;
+        taken_rows += get_u32(p + 40);
+        position += get_u32(p + 8);
+    }
+    Py_END_ALLOW_THREADS
+    if (taken < batches && (_PyBytes_Resize(&heads, (Py_ssize_t)(32 * taken)) ||
+                            _PyBytes_Resize(&offsets, (Py_ssize_t)(4 * (taken_rows + 1))) ||
+                            _PyBytes_Resize(&bodies, (Py_ssize_t)used)))
+        goto failed;
+    PyBuffer_Release(&buffer);
+    return Py_BuildValue("NNNn", heads, offsets, bodies, position);
+failed:
+    PyBuffer_Release(&buffer);
+    Py_XDECREF(heads);
+    Py_XDECREF(offsets);
+    Py_XDECREF(bodies);
+    return NULL;
+}
+
 static PyMethodDef methods[] = {
     {"pack_messages", (PyCFunction)(void (*)(void))pack_messages, METH_FASTCALL, pack_messages_doc},
     {"build_frames", (PyCFunction)(void (*)(void))build_frames, METH_FASTCALL, build_frames_doc},
     {"decode_fins", (PyCFunction)(void (*)(void))decode_fins, METH_FASTCALL, decode_fins_doc},
+    {"unpack_batches", (PyCFunction)(void (*)(void))unpack_batches, METH_FASTCALL, unpack_batches_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -270,5 +463,11 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__kernel(void)
 {
+    init_crc_table();
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("sse4.2"))
+        crc32c = crc32c_instruction;
+#endif
     return PyModuleDef_Init(&definition);
 }

@@ -13,10 +13,12 @@ from typing import Any, Final
 PackMessages = Callable[[bytes, int, int, int], tuple[bytes, bytes, int]]
 BuildFrames = Callable[[int, Any, "array[int]", bytes], tuple[bytes, list[int]]]
 DecodeFins = Callable[[bytes, int], tuple[list[tuple[int, int]], int]]
+UnpackBatches = Callable[[Any, int, int, int, int, int], tuple[bytes, bytes, bytes, int]]
 
 pack_messages: PackMessages | None = None
 build_frames: BuildFrames | None = None
 decode_fins: DecodeFins | None = None
+unpack_batches: UnpackBatches | None = None
 
 if not os.environ.get("NSPARQ_NO_EXTENSIONS"):
     try:
@@ -27,6 +29,7 @@ if not os.environ.get("NSPARQ_NO_EXTENSIONS"):
         pack_messages = _kernel.pack_messages
         build_frames = _kernel.build_frames
         decode_fins = _kernel.decode_fins
+        unpack_batches = _kernel.unpack_batches
 
 BUILD: Final = "python" if pack_messages is None else "compiled"
 """Which of the two is in use; `nsqd --version` names it."""

@@ -41,6 +41,21 @@ def broker(tmp_path: Path) -> Iterator[BrokerProcess]:
         assert "Traceback" not in process.stderr_text()
 
 
+@pytest.fixture(scope="module")
+def modest_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
+    """One for all tests that cost it next to nothing: its memory stays as telling as that of a fresh one."""
+    with start_process(tmp_path_factory.mktemp("modest")) as process:
+        yield process
+        assert process.alive()
+        assert "Traceback" not in process.stderr_text()
+
+
+@pytest.fixture
+def modest(modest_process: BrokerProcess) -> BrokerProcess:
+    assert modest_process.alive()
+    return modest_process
+
+
 @pytest.fixture
 def socket_broker(tmp_path: Path) -> Iterator[BrokerProcess]:
     """HTTP on a Unix socket, which holds 200 KiB for a client that does not read; TCP holds megabytes."""
@@ -258,11 +273,11 @@ OVERSIZE = {
 
 
 @pytest.mark.parametrize("part", OVERSIZE)
-def test_a_head_that_is_too_long_is_refused(broker: BrokerProcess, part: str) -> None:
-    growth = Growth(broker)
-    with well_served(broker, within=1):
+def test_a_head_that_is_too_long_is_refused(modest: BrokerProcess, part: str) -> None:
+    growth = Growth(modest)
+    with well_served(modest, within=1):
         for _ in range(10):
-            with broker.http_connect() as connection:
+            with modest.http_connect() as connection:
                 send_for_what_it_is_worth(connection, OVERSIZE[part])
                 answer = connection.read_answer()
                 # Where there is no telling what is too long, it is not HTTP.
@@ -284,9 +299,9 @@ def test_a_head_that_is_too_long_is_refused(broker: BrokerProcess, part: str) ->
     ],
     ids=["request line", "header", "headers", "trailer", "trailers"],
 )
-def test_a_head_or_tail_without_end_is_cut_off(broker: BrokerProcess, start: bytes, more: bytes) -> None:
-    growth = Growth(broker)
-    with well_served(broker, within=1), broker.http_connect() as connection:
+def test_a_head_or_tail_without_end_is_cut_off(modest: BrokerProcess, start: bytes, more: bytes) -> None:
+    growth = Growth(modest)
+    with well_served(modest, within=1), modest.http_connect() as connection:
         connection.send(start)
         send_until_refused(connection, more)
     assert growth.mib() < 20
@@ -302,17 +317,17 @@ def test_many_heads_just_below_the_limit_cost_no_more_than_they_are(broker: Brok
     assert growth.mib() < 50
 
 
-def test_a_thousand_headers_are_no_reason_to_stall(broker: BrokerProcess) -> None:
+def test_a_thousand_headers_are_no_reason_to_stall(modest: BrokerProcess) -> None:
     head = b"GET /ping HTTP/1.1\r\nHost: h\r\n" + b"".join(b"X-%d: y\r\n" % i for i in range(1500)) + b"\r\n"
-    with well_served(broker, within=1), broker.http_connect() as connection:
+    with well_served(modest, within=1), modest.http_connect() as connection:
         for _ in range(50):
             connection.send(head)
             assert connection.read_answer().body == b"OK"
 
 
-def test_a_long_query_is_taken_apart_in_time(broker: BrokerProcess) -> None:
+def test_a_long_query_is_taken_apart_in_time(modest: BrokerProcess) -> None:
     queries = ("a&" * 15_000, "a=%41&" * 5_000, "%41" * 10_000 + "=1", "topic=" + "a" * 30_000, "=&" * 15_000)
-    with well_served(broker, within=1), broker.http_connect() as connection:
+    with well_served(modest, within=1), modest.http_connect() as connection:
         for query in queries:
             for _ in range(10):
                 assert connection.request("GET", f"/stats?format=json&{query}").status == 200
@@ -323,14 +338,14 @@ def test_a_long_query_is_taken_apart_in_time(broker: BrokerProcess) -> None:
 # Size: bodies
 
 
-def test_a_body_that_is_declared_too_big_is_refused_unread(broker: BrokerProcess) -> None:
-    growth = Growth(broker)
-    with well_served(broker, within=1):
+def test_a_body_that_is_declared_too_big_is_refused_unread(modest: BrokerProcess) -> None:
+    growth = Growth(modest)
+    with well_served(modest, within=1):
         for length in (2 * MIB, 1 << 31, 1 << 40, (1 << 63) - 1):
             for path, code in ((b"/pub", "MSG_TOO_BIG"), (b"/mpub", "BODY_TOO_BIG")):
                 if path == b"/mpub" and length < 5 * MIB:
                     continue
-                with broker.http_connect() as connection:
+                with modest.http_connect() as connection:
                     connection.send(
                         b"POST %b?topic=t HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % (path, length)
                     )
@@ -360,12 +375,12 @@ def test_a_chunked_body_without_end_is_cut_off(broker: BrokerProcess, path: str,
     assert not broker.topic_stats("t") or broker.topic_stats("t")["depth"] == 0
 
 
-def test_a_body_for_nobody_is_not_kept(broker: BrokerProcess) -> None:
+def test_a_body_for_nobody_is_not_kept(modest: BrokerProcess) -> None:
     """Where there is no endpoint, or none that wants a body."""
-    growth = Growth(broker)
-    with well_served(broker, within=1):
+    growth = Growth(modest)
+    with well_served(modest, within=1):
         for path, status in ((b"/nope", 404), (b"/ping", 405), (b"/topic/create?topic=t", 200)):
-            with broker.http_connect() as connection:
+            with modest.http_connect() as connection:
                 connection.send(b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Length: 1000000\r\n\r\n" % path)
                 for _ in range(10):
                     connection.send(b"x" * 100_000)
@@ -557,9 +572,9 @@ def test_what_follows_the_last_request_of_a_connection_is_not_looked_at(
     assert shared_process.topic_stats("behind") is None
 
 
-def test_an_endless_chunk_extension_costs_nothing(broker: BrokerProcess) -> None:
-    growth = Growth(broker)
-    with well_served(broker, within=1), broker.http_connect() as connection:
+def test_an_endless_chunk_extension_costs_nothing(modest: BrokerProcess) -> None:
+    growth = Growth(modest)
+    with well_served(modest, within=1), modest.http_connect() as connection:
         connection.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;")
         try:
             for _ in range(500):
@@ -569,9 +584,9 @@ def test_an_endless_chunk_extension_costs_nothing(broker: BrokerProcess) -> None
     assert growth.mib() < 20
 
 
-def test_chunk_extensions_are_no_way_to_keep_the_parser_busy_for_nothing(broker: BrokerProcess) -> None:
+def test_chunk_extensions_are_no_way_to_keep_the_parser_busy_for_nothing(modest: BrokerProcess) -> None:
     """A byte of body for each kilobyte of extension: slow, but nobody else has to wait for it."""
-    with well_served(broker, within=1), broker.http_connect(timeout=30) as connection:
+    with well_served(modest, within=1), modest.http_connect(timeout=30) as connection:
         connection.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         block = (b"1;" + b"x" * 1000 + b"\r\ny\r\n") * 60
         with suppress(BrokenPipeError, ConnectionResetError):

@@ -120,7 +120,10 @@ def test_a_flipped_bit_anywhere_costs_its_batch_and_is_counted_and_logged(
         expected = [
             message for other, batch in enumerate(small.batches) if other != number for message in batch
         ]
-        for position, bit in product(range(place.position, place.end), range(8)):
+        # Every bit of the first batch, of one in the last segment and of the last; of the others one a byte.
+        bits = range(8) if number in (0, 4, len(small.places) - 1) else range(1)
+        for position, bit in product(range(place.position, place.end), bits):
+            bit = (bit + position) % 8
             small.restore()
             flip(place.path, position, bit)
             caplog.clear()

@@ -30,6 +30,7 @@ COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
     "Daemons": (
         Command("nsqd", "nsparq.server.main", "the broker: takes, keeps and hands out messages", "server"),
         Command("nsqlookupd", "nsparq.lookup.main", "the directory: which nsqd has which topic", "server"),
+        Command("nsqadmin", "nsparq.admin.main", "the pages: how it goes, what needs a person", "server"),
     ),
     "Looking and publishing": (
         Command("tail", "nsparq.tools.nsq_tail", "print the messages of a topic as they come (nsq_tail)"),
@@ -40,6 +41,12 @@ COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
         Command("to-file", "nsparq.tools.nsq_to_file", "archive topics in files (nsq_to_file)"),
         Command("to-http", "nsparq.tools.nsq_to_http", "make HTTP requests of messages (nsq_to_http)"),
         Command("to-nsq", "nsparq.tools.nsq_to_nsq", "copy messages to other nsqds (nsq_to_nsq)"),
+    ),
+    "Spark": (
+        Command(
+            "pipeline", "nsparq.tools.pipeline", "topics through SQL to files, tables and topics", "spark"
+        ),
+        Command("spark", "nsparq.tools.spark", "whether Spark can run here; faster starts", "spark"),
     ),
     "Administration": (
         Command("auth", "nsparq.tools.auth", "make secrets for clients, check a policy file"),

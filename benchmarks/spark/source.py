@@ -1,0 +1,245 @@
+"""Reading a topic with Spark, against Spark's own stream of Parquet files with the same rows.
+
+    python -m benchmarks.spark.source
+
+One run, local[2], the broker on the same cores. Both sides take turns, several rounds; the ratio is what
+counts. Processor time, of Spark with its Python processes and of the broker, is given too; it includes the
+start of a query. Then the fixed cost of a trigger: with one row, and with none, when only the offsets change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.streaming.listener import StreamingQueryProgress
+
+from benchmarks.macro.brokers import OURS, TICKS_PER_SECOND, Spawned
+from nsparq.spark.api import Access, Client
+from nsparq.spark.session import build_session
+
+TOPIC = "bench"
+
+
+def body_of(number: int, size: int, chance: random.Random) -> bytes:
+    """JSON as messages often are: names that repeat, values that do not."""
+    customer, amount = f"{chance.getrandbits(64):016x}", f"{chance.random():.6f}"
+    text = f'{{"order": {number}, "customer": "{customer}", "amount": {amount}, "note": "'
+    return (text + chance.randbytes(size // 2).hex())[: size - 2].encode() + b'"}'
+
+
+def publish(client: Client, first: int, count: int, size: int, batch: int) -> None:
+    chance = random.Random(first)
+    for start in range(first, first + count, batch):
+        bodies = [body_of(i, size, chance) for i in range(start, min(start + batch, first + count))]
+        sized = b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
+        client.post("/mpub", len(bodies).to_bytes(4, "big") + sized, topic=TOPIC, binary="true")
+
+
+@contextmanager
+def broker(data_dir: Path | None) -> Iterator[Client]:
+    with Spawned(OURS, ["--broadcast-address=127.0.0.1"], data_dir) as spawned:
+        text = spawned.log.read_text()
+        address = text.partition("HTTP: listening on ")[2].split()[0]
+        while not address:
+            time.sleep(0.01)
+            address = spawned.log.read_text().partition("HTTP: listening on ")[2].split()[0]
+        with Client(address, Access()) as client:
+            yield client
+
+
+def tree_seconds(root: int) -> float:
+    """Processor time of a process and all below it, those included that have ended."""
+    parents: dict[int, int] = {}
+    times: dict[int, float] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            parents[int(stat.parent.name)] = int(fields[1])
+            times[int(stat.parent.name)] = sum(map(int, fields[11:15])) / TICKS_PER_SECOND
+    members = {root}
+    while grown := {pid for pid, parent in parents.items() if parent in members} - members:
+        members |= grown
+    return sum(times.get(pid, 0.0) for pid in members)
+
+
+class Run(NamedTuple):
+    seconds: float
+    """Of the micro-batches that had rows."""
+    cpu_seconds: float
+    """Of everything, starting the query included."""
+    rows: int
+    parts: dict[str, int]
+    """Where the time went, in milliseconds."""
+
+
+class Bench:
+    def __init__(self, spark: SparkSession, client: Client, options: argparse.Namespace, work: Path) -> None:
+        self.spark, self.client, self.options, self.work = spark, client, options, work
+        self.parquet = work / "parquet"
+        self.runs = 0
+
+    def source(self, topic: str | None = TOPIC, **more: str) -> DataFrame:
+        options = {"topic": topic, "nsqd": self.client.url, "channel": f"run-{self.runs}", **more}
+        if self.options.partition_bytes:
+            options["partitionBytes"] = self.options.partition_bytes
+        return self.spark.readStream.format("nsq").options(**options).load()
+
+    def files(self) -> DataFrame:
+        schema = self.spark.read.parquet(str(self.parquet)).schema
+        return self.spark.readStream.schema(schema).parquet(str(self.parquet))
+
+    def run(self, frame: DataFrame, sink: str) -> Run:
+        self.runs += 1
+        before = tree_seconds(os.getpid())
+        here = self.work / f"run-{self.runs}"
+        writer = frame.writeStream.format(sink).option("checkpointLocation", str(here / "checkpoint"))
+        query = writer.option("path", str(here / "out")).trigger(availableNow=True).start()
+        query.awaitTermination()
+        progress = [json.loads(one.json) for one in query.recentProgress if one.numInputRows > 0]
+        shutil.rmtree(here, ignore_errors=True)
+        parts = {
+            name: sum(p["durationMs"].get(name, 0) for p in progress) for name in progress[0]["durationMs"]
+        }
+        return Run(
+            sum(p["batchDuration"] for p in progress) / 1000,
+            tree_seconds(os.getpid()) - before,
+            sum(p["numInputRows"] for p in progress),
+            parts,
+        )
+
+
+def throughput(bench: Bench) -> None:
+    options = bench.options
+    for sink, target in (("noop", 0.7), ("parquet", 0.8)):
+        sides: dict[str, Callable[[], DataFrame]] = {"nsq": bench.source, "files": bench.files}
+        runs: dict[str, list[Run]] = {name: [] for name in sides}
+        for number in range(options.rounds + 1):
+            for name in [*sides] if number % 2 == 0 else [*reversed(sides)]:
+                run = bench.run(sides[name](), sink)
+                assert run.rows == options.rows, f"{run.rows} rows"
+                if number:
+                    # The first round warms up.
+                    runs[name].append(run)
+                if options.verbose:
+                    print(
+                        f"    {name}: {run.rows / run.seconds:,.0f} rows/s, {run.cpu_seconds:.1f} s",
+                        run.parts,
+                    )
+        print(f"into {sink}:")
+        rates = {name: [run.rows / run.seconds for run in some] for name, some in runs.items()}
+        costs = {name: [run.cpu_seconds * 1e6 / run.rows for run in some] for name, some in runs.items()}
+        for name in sides:
+            print(
+                f"  {name:<6} {statistics.median(rates[name]):>9,.0f} rows/s, "
+                f"best {max(rates[name]):>9,.0f}; "
+                f"processor {statistics.median(costs[name]):.2f} us a row, best {min(costs[name]):.2f}"
+            )
+        ratio = statistics.median(rates["nsq"]) / statistics.median(rates["files"])
+        best = max(rates["nsq"]) / max(rates["files"])
+        print(f"  ratio  {ratio:.2f}, of the best {best:.2f} (wanted: {target})")
+
+
+def fixed_cost(bench: Bench) -> None:
+    """Triggers one after the other, each with a single row, or each with a new topic that is empty."""
+    name = "empty-0"
+    bench.client.post("/topic/create", topic=name)
+    options = {"topicsPattern": "empty-.*", "discoveryInterval": "10ms"}
+    with running(bench, bench.source(topic=None, **options)) as query:
+        for _ in range(bench.options.triggers):
+            before = last_batch(query)
+            bench.client.post("/pub", b"x", topic=name)
+            wait_for(lambda before=before: last_batch(query) > before)
+        show("one row", [p for p in query.recentProgress if p.numInputRows == 1])
+        for number in range(bench.options.triggers):
+            before = last_batch(query)
+            bench.client.post("/topic/create", topic=f"empty-{number + 1}")
+            wait_for(lambda before=before: last_batch(query) > before)
+        show(
+            "no row", [p for p in query.recentProgress if p.numInputRows == 0 and "addBatch" in p.durationMs]
+        )
+
+
+@contextmanager
+def running(bench: Bench, frame: DataFrame) -> Iterator[StreamingQuery]:
+    bench.runs += 1
+    checkpoint = str(bench.work / f"run-{bench.runs}")
+    query = frame.writeStream.format("noop").option("checkpointLocation", checkpoint).start()
+    try:
+        wait_for(lambda: query.lastProgress is not None)
+        yield query
+    finally:
+        query.stop()
+
+
+def last_batch(query: StreamingQuery) -> int:
+    batches = [p.batchId for p in query.recentProgress if "addBatch" in p.durationMs]
+    return max(batches, default=-1)
+
+
+def show(what: str, batches: list[StreamingQueryProgress]) -> None:
+    warm = batches[len(batches) // 3 :]
+    times = [p.batchDuration for p in warm]
+    parts = {name: statistics.median(p.durationMs.get(name, 0) for p in warm) for name in warm[0].durationMs}
+    print(
+        f"trigger with {what}: {statistics.median(times):.0f} ms, "
+        f"best {min(times)} ms, of {len(times)}; {parts}"
+    )
+
+
+def wait_for(fact: Callable[[], object], timeout: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not fact():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.005)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.spark.source", description=__doc__)
+    parser.add_argument("--rows", type=int, default=800_000, metavar="N", help="messages (%(default)s)")
+    parser.add_argument("--size", type=int, default=200, metavar="N", help="bytes in a message (%(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=200, metavar="N", help="messages in a publish (%(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each side (%(default)s)")
+    parser.add_argument("--triggers", type=int, default=40, metavar="N", help="with one row (%(default)s)")
+    parser.add_argument("--files", type=int, default=8, metavar="N", help="of Parquet (%(default)s)")
+    parser.add_argument("--partition-bytes", metavar="SIZE", help="the option of the source")
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where everything is made")
+    parser.add_argument("--verbose", action="store_true", help="each run")
+    options = parser.parse_args(arguments)
+    work = Path(tempfile.mkdtemp(prefix="bench-source-", dir=options.data_dir))
+    try:
+        with broker(options.data_dir) as client:
+            client.post("/topic/create", topic=TOPIC)
+            client.post("/channel/create", topic=TOPIC, channel="keep")
+            publish(client, 0, options.rows, options.size, options.batch)
+            spark = build_session("bench-source", master="local[2]", ui_port=None)
+            try:
+                bench = Bench(spark, client, options, work)
+                rows = spark.read.format("nsq").options(topic=TOPIC, nsqd=client.url).load()
+                rows.repartition(options.files).write.parquet(str(bench.parquet))
+                throughput(bench)
+                fixed_cost(bench)
+            finally:
+                spark.stop()
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

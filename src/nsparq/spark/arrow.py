@@ -1,0 +1,192 @@
+"""Raw batches of a log as Arrow record batches: columns for thousands of rows at once, nothing row by row.
+
+The broker's batches are of any size, often of one message. They are joined, and cut, to record batches that
+Spark likes; the bodies are copied once, in the kernel, which checks the checksums on the way.
+"""
+
+from __future__ import annotations
+
+from binascii import hexlify
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from nsparq import kernel
+from nsparq.storage.batch import HEADER_SIZE
+from nsparq.storage.decode import CorruptRange, iter_batches
+
+__all__ = ["MAX_BYTES", "MAX_ROWS", "RowBuilder", "unpack"]
+
+MAX_ROWS: Final = 10_000
+MAX_BYTES: Final = 8 << 20
+"""Of a record batch, about. Only a single message can be more."""
+
+Longs = npt.NDArray[np.int64]
+
+
+class Unpacked(NamedTuple):
+    """Messages of several batches."""
+
+    heads: Longs
+    """Of each batch a line: sequence, publish time, due time, count."""
+    offsets: bytes
+    """Where each body begins and the last one ends: native 32-bit numbers."""
+    data: bytes
+    position: int
+    """Where to go on in the buffer."""
+
+    def sequences(self) -> Longs:
+        counts = self.heads[:, 3]
+        ends = np.cumsum(counts)
+        return np.repeat(self.heads[:, 0] - (ends - counts), counts) + np.arange(ends[-1], dtype=np.int64)
+
+    def timestamps_us(self) -> Longs:
+        return np.repeat(self.heads[:, 1] // 1000, self.heads[:, 3])
+
+
+def unpack(
+    buffer: bytes, position: int, start: int, end: int, max_rows: int = MAX_ROWS, max_bytes: int = MAX_BYTES
+) -> Unpacked | None:
+    """The next messages from `start` to before `end`, whole batches of them; None if there are no more in
+    this buffer. Raises CorruptRange at bytes that are not what was written."""
+    if kernel.unpack_batches is not None:
+        heads, offsets, data, position = kernel.unpack_batches(
+            buffer, position, start, end, max_rows, max_bytes
+        )
+        if heads:
+            return Unpacked(np.frombuffer(heads, np.int64).reshape(-1, 4), offsets, data, position)
+    # Without the kernel; and where it stopped, to say why.
+    return _unpack(buffer, position, start, end, max_rows, max_bytes)
+
+
+def _unpack(
+    buffer: bytes, position: int, start: int, end: int, max_rows: int, max_bytes: int
+) -> Unpacked | None:
+    heads: list[tuple[int, int, int, int]] = []
+    lengths: list[npt.NDArray[np.uint32]] = []
+    pieces: list[memoryview] = []
+    rows = size = 0
+    try:
+        for batch in iter_batches(memoryview(buffer)[position:]):
+            count = len(batch.lengths)
+            if batch.base >= end:
+                break
+            if heads and (rows + count > max_rows or size + len(batch.data) > max_bytes):
+                break
+            if int(batch.lengths.sum(dtype=np.int64)) != len(batch.data):
+                raise CorruptRange(position, batch.base, "the lengths do not add up")
+            position += HEADER_SIZE + 4 * count + len(batch.data)
+            if batch.end <= start:
+                continue
+            heads.append((batch.base, batch.timestamp_ns, batch.due_ns, count))
+            lengths.append(batch.lengths)
+            pieces.append(batch.data)
+            rows, size = rows + count, size + len(batch.data)
+    except CorruptRange:
+        if not heads:
+            raise
+    if not heads:
+        return None
+    if size > np.iinfo(np.int32).max:
+        raise OverflowError(f"a batch of {size} bytes is more than a column of Spark can hold")
+    offsets = np.zeros(rows + 1, np.int32)
+    np.cumsum(np.concatenate(lengths), out=offsets[1:])
+    return Unpacked(np.array(heads, np.int64), offsets.tobytes(), b"".join(pieces), position)
+
+
+class RowBuilder:
+    """Makes the record batches of one topic on one node, with the columns that a schema names."""
+
+    def __init__(self, schema: pa.Schema, topic: str, node: str, first_id: int) -> None:
+        self._schema = schema
+        self.reached = 0
+        """The number behind the last one that was built, or left out."""
+        # With the node's number in its highest bits it does not fit a signed number.
+        self._first_id = np.uint64(first_id)
+        known: dict[str, Callable[[_Run], pa.Array]] = {
+            "topic": _repeated(topic),
+            "node": _repeated(node),
+            "offset": lambda run: _primitive(pa.int64(), run.sequences),
+            "timestamp": lambda run: _primitive(pa.timestamp("us", "UTC"), run.timestamps_us),
+            "attempts": _zeros(),
+            "id": self._ids,
+            "body": lambda run: run.bodies(),
+        }
+        self._columns = [known[name] for name in schema.names]
+        self._id_offsets = pa.py_buffer(np.arange(0, 16 * (MAX_ROWS + 1), 16, dtype=np.int32))
+
+    def _ids(self, run: _Run) -> pa.Array:
+        ids = (run.sequences.astype(np.uint64) + self._first_id).astype(">u8")
+        text = pa.py_buffer(hexlify(ids.tobytes()))
+        return pa.Array.from_buffers(pa.string(), len(ids), [None, self._id_offsets, text])
+
+    def build(
+        self, buffer: bytes, start: int, end: int, gaps: Sequence[tuple[int, int]] = ()
+    ) -> Iterator[pa.RecordBatch]:
+        """The messages of a buffer from `start` to before `end`, without those whose numbers lie in `gaps`:
+        they have been emptied. Raises CorruptRange."""
+        position = 0
+        while (found := unpack(buffer, position, start, end)) is not None:
+            position = found.position
+            sequences, stamps = found.sequences(), found.timestamps_us()
+            for low, high in _runs(sequences, start, end, gaps, found.offsets):
+                run = _Run(sequences[low:high], stamps[low:high], found, low)
+                columns = [make(run) for make in self._columns]
+                yield pa.RecordBatch.from_arrays(columns, schema=self._schema)
+            self.reached = int(sequences[-1]) + 1
+
+
+class _Run(NamedTuple):
+    """Consecutive rows."""
+
+    sequences: Longs
+    timestamps_us: Longs
+    of: Unpacked
+    first: int
+    """Which of its messages."""
+
+    def bodies(self) -> pa.Array:
+        buffers = [None, pa.py_buffer(self.of.offsets), pa.py_buffer(self.of.data)]
+        return pa.Array.from_buffers(pa.binary(), len(self.sequences), buffers, 0, self.first)
+
+
+def _runs(
+    sequences: Longs, start: int, end: int, gaps: Iterable[tuple[int, int]], offsets: bytes
+) -> Iterator[tuple[int, int]]:
+    """The rows that count, in pieces that are not too long."""
+    borders = [int(n) for n in np.searchsorted(sequences, [start, end])]
+    for low, high in sorted(gaps):
+        inside = np.clip(np.searchsorted(sequences, [low, high]), borders[0], borders[-1]).tolist()
+        borders[-1:-1] = inside
+    ends = np.frombuffer(offsets, np.int32)
+    for low, high in zip(borders[::2], borders[1::2], strict=True):
+        while low < high:
+            # As many as fit, but one in any case.
+            fitting = int(np.searchsorted(ends, ends[low] + MAX_BYTES, "right")) - 1
+            stop = min(high, low + MAX_ROWS, max(low + 1, fitting))
+            yield low, stop
+            low = stop
+
+
+def _primitive(kind: pa.DataType, values: Longs) -> pa.Array:
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])
+
+
+def _repeated(text: str) -> Callable[[_Run], pa.Array]:
+    """The same in each row: made once, and handed out in the length that is wanted."""
+    raw = text.encode()
+    offsets = np.arange(0, len(raw) * (MAX_ROWS + 1), len(raw), dtype=np.int32)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(raw * MAX_ROWS)]
+    return _sliced(pa.Array.from_buffers(pa.string(), MAX_ROWS, buffers))
+
+
+def _zeros() -> Callable[[_Run], pa.Array]:
+    values = pa.py_buffer(np.zeros(MAX_ROWS, np.int32))
+    return _sliced(pa.Array.from_buffers(pa.int32(), MAX_ROWS, [None, values]))
+
+
+def _sliced(whole: Any) -> Callable[[_Run], pa.Array]:
+    return lambda run: whole.slice(0, len(run.sequences))

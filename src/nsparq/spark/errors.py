@@ -1,0 +1,27 @@
+"""What ends a query in log mode. The texts are for whoever runs it: they name the option that helps."""
+
+from __future__ import annotations
+
+from nsparq.errors import NsparqError
+
+__all__ = ["DataLoss", "NoAnswer", "NoLog"]
+
+
+class DataLoss(NsparqError):
+    """Messages that should be read are not there any more."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}. To go on without them, set the option failOnDataLoss to false")
+
+
+class NoAnswer(NsparqError):
+    """An nsqd, or everybody, was away for longer than the option retryFor allows."""
+
+
+class NoLog(NsparqError):
+    """An nsqd without the API that log mode needs."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__(
+            f"the nsqd {node} has no log to be read: it is NSQ's own, or old. Set the option mode to queue"
+        )

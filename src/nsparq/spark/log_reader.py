@@ -1,0 +1,144 @@
+"""Log mode as Spark sees it: the methods that it calls, and what travels to the tasks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from nsparq.spark.log_source import Limit, LogSource
+from nsparq.spark.options import NsqOptions, OptionError
+from nsparq.spark.positions import decode, encode
+from nsparq.spark.range_reader import LogRange, read_range
+
+__all__ = ["LogBatchReader", "LogPartition", "LogStreamReader", "spare_collections"]
+
+
+def spare_collections() -> None:
+    """Once in each of Spark's worker processes: let the garbage collector pass by what is there now.
+
+    Spark collects all garbage after each task. With the modules that it loads itself that takes longer than
+    the rest of a short task, and finds nothing.
+    """
+    if TaskContext.get() is not None and not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+
+
+class LogPartition(InputPartition):
+    """The work of one task."""
+
+    value: LogRange
+
+    def __init__(self, work: LogRange) -> None:
+        super().__init__(work)
+
+
+class _LogReader:
+    """What both have in common: a task's part. Of the driver's part nothing goes with it."""
+
+    def __init__(self, schema: StructType, options: NsqOptions) -> None:
+        self._options = options
+        self._schema = _arrow_schema(schema)
+        self._open_source: LogSource | None = LogSource(options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open_source": None}
+
+    @property
+    def _source(self) -> LogSource:
+        if self._open_source is None:
+            self._open_source = LogSource(self._options)
+        return self._open_source
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        # Spark makes up a partition where there is none.
+        if isinstance(partition, LogPartition):
+            spare_collections()
+            yield from read_range(partition.value, self._options, self._schema)
+
+
+class LogBatchReader(_LogReader, DataSourceReader):
+    """`spark.read`"""
+
+    def partitions(self) -> Sequence[InputPartition]:
+        source = self._source
+        try:
+            return [LogPartition(work) for work in source.ranges(*source.batch())]
+        finally:
+            source.close()
+
+
+class LogStreamReader(_LogReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """`spark.readStream`. The driver's instance lives as long as a run of the query; tasks have copies."""
+
+    def __init__(self, schema: StructType, options: NsqOptions) -> None:
+        super().__init__(schema, options)
+        self._initial: dict[str, Any] | None = None
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        if self._options.max_rows_per_trigger is not None:
+            return ReadMaxRows(self._options.max_rows_per_trigger)
+        if self._options.max_bytes_per_trigger is not None:
+            return ReadMaxBytes(self._options.max_bytes_per_trigger)
+        return ReadAllAvailable()
+
+    def initialOffset(self) -> dict[str, Any]:
+        # Spark asks twice, and must get the same.
+        if self._initial is None:
+            self._initial = encode(self._source.initial())
+        return self._initial
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        self._source.prepare_available_now()
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        return encode(self._source.latest(decode(start), self._limit(limit)))
+
+    def _limit(self, limit: ReadLimit) -> Limit:
+        """Spark passes one of the two; both hold."""
+        if isinstance(limit, ReadMaxRows):
+            return Limit(limit.max_rows, self._options.max_bytes_per_trigger)
+        if isinstance(limit, ReadMaxBytes):
+            return Limit(self._options.max_rows_per_trigger, limit.max_bytes)
+        return Limit()
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        return encode(self._source.report())
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        return [LogPartition(work) for work in self._source.ranges(decode(start), decode(end))]
+
+    def commit(self, end: dict[str, Any]) -> None:
+        self._source.committed(decode(end))
+
+    def stop(self) -> None:
+        if self._open_source is not None:
+            self._open_source.close()
+
+
+def _arrow_schema(schema: StructType) -> pa.Schema:
+    """What Spark compares our record batches with. A schema of the user's may name some of the columns."""
+    from nsparq.spark.datasource import SCHEMA
+
+    known = {field.name: field.dataType for field in SCHEMA.fields}
+    for field in schema.fields:
+        if known.get(field.name) != field.dataType:
+            has = ", ".join(f"{name} {kind.simpleString()}" for name, kind in known.items())
+            raise OptionError(
+                f"the schema wants {field.name} {field.dataType.simpleString()}; format nsq has {has}"
+            )
+    return to_arrow_schema(schema, timezone="UTC")

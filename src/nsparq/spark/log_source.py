@@ -1,0 +1,457 @@
+"""The driver's side of reading logs: how far a micro-batch goes, into which ranges it is cut, what is gone.
+
+Spark calls from one thread, and an exception ends the query. So a node that is away is no error: its place
+stays where it is until it answers. What the offsets say is the only truth about what has been read.
+
+Rule 1: rows come only from a log that both offsets of a batch name. A log that is new is entered first, in
+one batch, and read from the next one on: where it was begun is on record before a row of it is out.
+Rule 2: the channel is moved to `start`, which the sink has committed, whenever Spark asks how far it may go.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Final, NamedTuple
+
+from nsparq.spark.api import Chunk, Positions, Refused, Unreachable
+from nsparq.spark.channels import Channels
+from nsparq.spark.errors import DataLoss, NoAnswer
+from nsparq.spark.options import NsqOptions, OptionError
+from nsparq.spark.peers import Log, Peers, View
+from nsparq.spark.plan import Stretch, find_time, piece_bytes, share, split
+from nsparq.spark.positions import EARLIEST, LATEST, Offsets, Place, Rules
+from nsparq.spark.range_reader import LogRange
+from nsparq.storage.batch import decode_head
+
+__all__ = ["Limit", "LogSource"]
+
+logger = logging.getLogger(__name__)
+
+IDLE_S: Final = 1.0
+"""How long to wait for messages before telling Spark that there are none."""
+FIRST_STEP_S: Final = 0.004
+LAST_STEP_S: Final = 0.05
+"""Between two looks, while nothing is new."""
+EPOCH: Final = 1 << 12
+"""A log that was not closed cleanly goes on at a multiple of this number."""
+GUESSED_BYTES: Final = 256.0
+"""Of a message, where nsqd does not know."""
+
+
+class Limit(NamedTuple):
+    """How much a micro-batch may hold."""
+
+    rows: int | None = None
+    bytes: int | None = None
+
+
+class _Growth(NamedTuple):
+    """What a log has to offer."""
+
+    log: Log
+    positions: Positions
+    first: int
+    end: int
+
+
+class LogSource:
+    """The logs that a query reads: one object for each run of it. Without a channel, for a batch."""
+
+    def __init__(
+        self,
+        options: NsqOptions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._options = options
+        self._clock, self._sleep = clock, sleep
+        self._starting = Rules(
+            "startingPosition", options.starting_position, ("earliest", "latest", "channel"), EARLIEST
+        )
+        self._ending = Rules("endingPosition", options.ending_position, ("latest",), LATEST)
+        if self._starting.uses("channel") and options.channel is None:
+            raise OptionError("option channel is missing: startingPosition is where the channel is")
+        self._peers = Peers(options, clock)
+        self._channels = Channels(options.channel or "", self._peers)
+        self._ends: dict[Log, Place] = {}
+        """Where the logs ended when they were last looked at, by whatever name they had then."""
+        self._target: dict[tuple[str, str], int] | None = None
+        """Where a query that ends by itself will end, by topic and incarnation."""
+        self._step = FIRST_STEP_S
+        self._told: set[str] = set()
+
+    def close(self) -> None:
+        self._peers.close()
+
+    # beginning
+
+    def initial(self) -> Offsets:
+        """Where a stream without a checkpoint begins. Its channels are there from now on, and keep what it
+        has yet to read. Raises NoAnswer, NoLog, OptionError."""
+        offsets = Offsets()
+        for (topic, name), view in self._distinct(self._peers.ask_everybody(insist=False)):
+            positions = view.positions or self._create(topic, name)
+            if positions is not None:
+                place = self._place(self._starting, topic, name, positions)
+                offsets.put(topic, name, place)
+                self._channels.move(topic, name, place)
+        for topic in self._options.wanted_topics:
+            self._peers.cluster.announce(topic, self._options.channel or "")
+        return offsets
+
+    def _create(self, topic: str, name: str) -> Positions | None:
+        """The topic and our channel, on a node whose own address was given: SUB would do the same."""
+        peer = self._peers.answering(name)
+        if peer is None or not peer.node.is_given or topic not in self._options.wanted_topics:
+            return None
+        try:
+            peer.client.create_channel(topic, self._options.channel or "")
+            return peer.client.positions(topic)
+        except (Refused, Unreachable) as error:
+            logger.warning("cannot create the topic %s on %s: %s", topic, name, error)
+            return None
+
+    def batch(self) -> tuple[Offsets, Offsets]:
+        """From where to where a batch reads. Raises NoAnswer, NoLog, OptionError, DataLoss."""
+        start, end = Offsets(), Offsets()
+        for (topic, name), view in self._distinct(self._peers.ask_everybody(insist=True)):
+            if view.positions is not None:
+                start.put(topic, name, self._place(self._starting, topic, name, view.positions))
+                end.put(topic, name, self._place(self._ending, topic, name, view.positions))
+        for topic in self._options.wanted_topics:
+            if topic not in end:
+                raise OptionError(f"option topic: no nsqd has a topic {topic}")
+        return start, end
+
+    def _place(self, rules: Rules, topic: str, name: str, positions: Positions) -> Place:
+        rule, option = rules.rule(topic, name), rules.option
+        incarnation = positions.incarnation
+        if rule.word == "earliest":
+            return Place(incarnation, positions.earliest)
+        if rule.word == "latest":
+            return Place(incarnation, positions.visible)
+        if rule.word == "channel":
+            try:
+                cursor = self._channels.cursor(topic, name, incarnation)
+            except (Refused, Unreachable) as error:
+                raise NoAnswer(f"option {option}: the channel cannot be asked for: {error}") from error
+            return Place(incarnation, positions.earliest if cursor is None else cursor)
+        if rule.time_ns is not None:
+            return Place(incarnation, self._at_time(topic, name, positions, rule.time_ns))
+        assert rule.sequence is not None
+        if rule.incarnation not in (None, incarnation):
+            raise OptionError(
+                f"option {option}: topic {topic} on {name} is not the log {rule.incarnation} any more; "
+                f"it has been deleted and created again"
+            )
+        if rule.sequence > positions.latest:
+            raise OptionError(
+                f"option {option}: topic {topic} on {name} ends at {positions.latest}, before {rule.sequence}"
+            )
+        return Place(incarnation, rule.sequence)
+
+    def _at_time(self, topic: str, name: str, positions: Positions, time_ns: int) -> int:
+        def read(sequence: int) -> Stretch:
+            chunk = self._probe(topic, name, positions, sequence)
+            heads: list[tuple[int, int]] = []
+            at = 0
+            while chunk is not None and (head := decode_head(chunk.data, at)) is not None:
+                heads.append((head.base, head.timestamp_ns))
+                at += head.size
+            return Stretch(heads, sequence + 1 if chunk is None else chunk.next)
+
+        found = find_time(positions.earliest, positions.visible, time_ns, read)
+        return min(found, positions.visible)
+
+    # how far
+
+    def prepare_available_now(self) -> None:
+        """Whatever is there now is what the query reads before it ends."""
+        self._target = {
+            (topic, view.positions.incarnation): view.positions.visible
+            for (topic, _), view in self._peers.ask_everybody(insist=False).items()
+            if view.positions is not None
+        }
+
+    def latest(self, start: Offsets, limit: Limit) -> Offsets:
+        """How far the next micro-batch goes: no further than `start` if nothing comes for a while. Raises
+        DataLoss, NoLog."""
+        deadline = self._clock() + IDLE_S
+        logs = [(topic, name) for topic, name, _ in start.items_flat()]
+        while True:
+            views = self._peers.observe(logs)
+            self.committed(start)
+            end = self._advance(start, limit, views)
+            if end != start:
+                self._step = FIRST_STEP_S
+                return end
+            if self._target is not None or self._clock() >= deadline:
+                return end
+            self._sleep(self._step)
+            self._step = min(self._step * 2, LAST_STEP_S)
+
+    def committed(self, offsets: Offsets) -> None:
+        """Everything before is in the sink."""
+        self._channels.settle(offsets.items_flat())
+
+    def report(self) -> Offsets:
+        """Where the logs ended when they were last looked at."""
+        offsets = Offsets()
+        for (topic, name), place in self._ends.items():
+            offsets.put(topic, name, place)
+        return offsets
+
+    def _advance(self, start: Offsets, limit: Limit, views: dict[Log, View]) -> Offsets:
+        end = start.copy()
+        growing: list[_Growth] = []
+        for log, view in self._distinct(views, start):
+            positions = view.positions
+            if positions is None:
+                self._note_deleted(log, start, end)
+                continue
+            place = self._enter(log, positions, start, end)
+            self._ends[log] = Place(positions.incarnation, positions.visible)
+            if place is None:
+                continue
+            if not view.has_channel:
+                self._channels.move(*log, place)
+            if place.sequence > positions.latest:
+                end.put(*log, self._back(log, place, positions))
+                continue
+            first = self._kept(log, place, view)
+            visible = self._visible(log, positions)
+            if visible > first and not view.is_paused:
+                growing.append(_Growth(log, positions, first, visible))
+        for growth in self._limited(growing, limit):
+            end.put(*growth.log, Place(growth.positions.incarnation, growth.end))
+        return end
+
+    def _distinct(self, views: dict[Log, View], start: Offsets | None = None) -> list[tuple[Log, View]]:
+        """In order, and a log that is seen under two names once only: under the one that `start` has."""
+        chosen: dict[tuple[str, str], Log] = {}
+        for log, view in sorted(views.items()):
+            if view.positions is not None:
+                key = log[0], view.positions.incarnation
+                if key not in chosen or (start is not None and start.find(*key) == log[1]):
+                    chosen[key] = log
+        logs = set(chosen.values())
+        doubles = [log for log, view in views.items() if view.positions is not None and log not in logs]
+        for log in doubles:
+            self._tell(f"{log[0]} on {log[1]} is the same log as on another address")
+        return [(log, view) for log, view in sorted(views.items()) if log in logs or view.positions is None]
+
+    def _visible(self, log: Log, positions: Positions) -> int:
+        if self._target is None:
+            return positions.visible
+        return self._target.get((log[0], positions.incarnation), 0)
+
+    def _enter(self, log: Log, positions: Positions, start: Offsets, end: Offsets) -> Place | None:
+        """Where the query stands in this log. One that is new to it is entered into `end`, and None."""
+        topic, name = log
+        place = start.place(topic, name)
+        if place is not None and place.incarnation == positions.incarnation:
+            return place
+        if self._target is not None and (topic, positions.incarnation) not in self._target:
+            return None
+        earlier = start.find(topic, positions.incarnation)
+        if earlier is not None:
+            logger.warning("what was %s on %s is now on %s", topic, earlier, name)
+            entered = start[topic][earlier]
+            end.drop(topic, earlier)
+        else:
+            if place is not None:
+                self._note_replaced(log, place)
+            entered = Place(positions.incarnation, positions.earliest)
+            logger.info("%s on %s is new to the query, and read from %d on", topic, name, entered.sequence)
+        end.put(topic, name, entered)
+        self._channels.move(topic, name, entered)
+        return None
+
+    def _limited(self, growing: list[_Growth], limit: Limit) -> list[_Growth]:
+        """As far as the limit goes, shared out by how much there is of each."""
+        if limit == Limit():
+            return growing
+        skipped = [g._replace(first=self._first_from(g.log, g.positions, g.first)) for g in growing]
+        counts = [min(max(0, g.end - g.first), g.positions.messages) for g in skipped]
+        if limit.rows is not None:
+            counts = share(counts, limit.rows)
+        if limit.bytes is not None:
+            sizes = [g.positions.bytes_per_message or GUESSED_BYTES for g in skipped]
+            parts = share([int(n * size) for n, size in zip(counts, sizes, strict=True)], limit.bytes)
+            # One at least, however big: or nothing would ever move.
+            counts = [min(n, max(1, int(p / s))) for n, p, s in zip(counts, parts, sizes, strict=True)]
+        return [g._replace(end=min(g.end, g.first + n)) for g, n in zip(skipped, counts, strict=True)]
+
+    # what is gone
+
+    def _lose(self, what: str) -> None:
+        if self._options.fail_on_data_loss:
+            raise DataLoss(what)
+        self._tell(f"{what}; going on without", logging.ERROR)
+
+    def _tell(self, text: str, level: int = logging.WARNING) -> None:
+        """Once."""
+        if text not in self._told:
+            self._told.add(text)
+            logger.log(level, "%s", text)
+
+    def _note_deleted(self, log: Log, start: Offsets, end: Offsets) -> None:
+        """The node answers, and does not have the topic."""
+        topic, name = log
+        place = start.place(topic, name)
+        if place is None:
+            return
+        self._channels.forget(log)
+        end.drop(topic, name)
+        if self._all_was_read(log, place):
+            logger.warning("topic %s on %s has been deleted; all of it had been read", topic, name)
+        else:
+            self._lose(f"topic {topic} on {name} has been deleted{self._unread(log, place)}")
+        self._ends.pop(log, None)
+
+    def _note_replaced(self, log: Log, place: Place) -> None:
+        self._channels.forget(log)
+        what = f"topic {log[0]} on {log[1]} has been deleted and created again"
+        if self._all_was_read(log, place):
+            logger.warning("%s; all of it had been read", what)
+        else:
+            self._lose(what + self._unread(log, place))
+
+    def _all_was_read(self, log: Log, place: Place) -> bool:
+        last = self._ends.get(log)
+        return last is not None and last.incarnation == place.incarnation and last.sequence <= place.sequence
+
+    def _unread(self, log: Log, place: Place) -> str:
+        last = self._ends.get(log)
+        if last is None or last.incarnation != place.incarnation:
+            return f", perhaps with messages from {place.sequence} on that had not been read"
+        return f" with up to {last.sequence - place.sequence} messages that had not been read"
+
+    def _back(self, log: Log, place: Place, positions: Positions) -> Place:
+        """The log ends before what has been read: it is an older copy of itself. Goes on at its end."""
+        self._lose(
+            f"topic {log[0]} on {log[1]} ends at {positions.latest}, and had been read to {place.sequence}"
+        )
+        return place._replace(sequence=positions.latest)
+
+    def _kept(self, log: Log, place: Place, view: View) -> int:
+        """The number to go on from: where the query stands, or where the log begins by now."""
+        positions = view.positions
+        assert positions is not None
+        topic, name = log
+        if place.sequence >= positions.earliest:
+            return place.sequence
+        held = view.has_channel and self._options.channel is not None
+        if not (held and positions.earliest % EPOCH == 0):
+            # Otherwise it is the number from which a log goes on after a crash, and as there is a channel
+            # that keeps what has not been read, all before it had been.
+            self._lose(
+                f"topic {topic} on {name}: up to {positions.earliest - place.sequence} messages from "
+                f"{place.sequence} on have been removed before they were read"
+            )
+        return positions.earliest
+
+    # cutting
+
+    def ranges(self, start: Offsets, end: Offsets) -> list[LogRange]:
+        """The work of a micro-batch, or of a batch. Raises DataLoss."""
+        if any(self._peers.view(topic, name) is None for topic, name, _ in end.items_flat()):
+            # A batch that is run again after a restart comes before anything has been asked.
+            self._peers.observe((topic, name) for topic, name, _ in end.items_flat())
+        wanted: list[tuple[str, str, Place, int]] = []
+        for topic, name, last in end.items_flat():
+            first = start.place(topic, name)
+            if first is None or first.incarnation != last.incarnation:
+                earlier = start.find(topic, last.incarnation)
+                first = None if earlier is None else start[topic][earlier]
+            if first is not None and first.sequence < last.sequence:
+                wanted.append((topic, name, first, last.sequence))
+        total = sum(self._whole(*one).size_bytes for one in wanted)
+        size = piece_bytes(total, self._options.partition_bytes)
+        return [work for one in wanted for work in self._cut(self._whole(*one), size)]
+
+    def _whole(self, topic: str, name: str, first: Place, end: int) -> LogRange:
+        """All that a batch reads of a log, where that is now. If it is away, a task waits for it."""
+        where = self._peers.find(topic, first.incarnation, name) or name
+        positions = self._positions(topic, where, first.incarnation)
+        count = end - first.sequence
+        size = GUESSED_BYTES
+        if positions is not None:
+            count = min(count, positions.messages)
+            size = positions.bytes_per_message or GUESSED_BYTES
+        url = self._peers.known(where).url
+        return LogRange(
+            topic, name, url, first.incarnation, first.sequence, end, int(count * size), None, where
+        )
+
+    def _cut(self, whole: LogRange, size: int) -> list[LogRange]:
+        """Into tasks of so many bytes."""
+        log = whole.topic, whole.where
+        positions = self._positions(*log, whole.incarnation)
+        view = self._peers.view(*log)
+        if positions is None or view is None:
+            return [whole]
+        size_of_one = positions.bytes_per_message or GUESSED_BYTES
+        pieces = split(
+            self._kept(log, Place(whole.incarnation, whole.start), view),
+            whole.end,
+            max(1, int(size / size_of_one)),
+            partial(self._first_from, log, positions) if _has_gaps(positions) else None,
+        )
+        first_id = self._first_id(*log, pieces[0][0]) if pieces else None
+        return [
+            replace(
+                whole,
+                start=low,
+                end=high,
+                size_bytes=int(min(high - low, positions.messages) * size_of_one),
+                first_id=first_id,
+            )
+            for low, high in pieces
+        ]
+
+    def _positions(self, topic: str, name: str, incarnation: str) -> Positions | None:
+        """What was last said about this very log."""
+        view = self._peers.view(topic, name)
+        positions = view.positions if view is not None else None
+        return positions if positions is not None and positions.incarnation == incarnation else None
+
+    def _first_from(self, log: Log, positions: Positions, sequence: int) -> int:
+        """The number of the first message at or after one."""
+        if not _has_gaps(positions):
+            return sequence
+        chunk = self._probe(*log, positions, sequence)
+        return sequence if chunk is None else max(sequence, chunk.first)
+
+    def _probe(self, topic: str, name: str, positions: Positions, sequence: int) -> Chunk | None:
+        """As little as nsqd hands out at a time, some 64 KiB, from a number on. None if it cannot be had."""
+        peer = self._peers.answering(name)
+        if peer is None:
+            return None
+        try:
+            return peer.client.read(topic, sequence, 1, positions.incarnation)
+        except Unreachable as error:
+            self._peers.lost(peer, error)
+        except Refused as refused:
+            logger.info("%s on %s at %d: %s", topic, name, sequence, refused)
+        return None
+
+    def _first_id(self, topic: str, name: str, sequence: int) -> int | None:
+        peer = self._peers.answering(name)
+        if peer is not None and peer.first_id is None:
+            try:
+                peer.first_id = peer.client.first_id(topic, sequence)
+            except Unreachable as error:
+                self._peers.lost(peer, error)
+            except Refused:
+                return None
+        return peer.first_id if peer is not None else None
+
+
+def _has_gaps(positions: Positions) -> bool:
+    return positions.messages != positions.latest - positions.earliest

@@ -1,0 +1,175 @@
+"""Where a query stands in the logs it reads: what Spark keeps in the checkpoint, and what a user may write.
+
+    {"orders": {"10.0.0.5:4151": ["986586ac824442cfa187e6e47a79a13b", 7351273428881409]}}
+
+By topic and node: the incarnation of the log, and the first sequence number not read yet. Spark compares
+offsets as texts, so there is one way to write them: sorted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal, InvalidOperation
+from typing import Any, Final, NamedTuple
+
+from nsparq.errors import NsparqError
+from nsparq.spark.options import OptionError
+
+__all__ = ["BadOffset", "Offsets", "Place", "Rule", "Rules", "decode", "encode"]
+
+MAX_SEQUENCE: Final = 1 << 54
+
+
+class BadOffset(NsparqError):
+    """What should be an offset is none: the checkpoint is of another source."""
+
+
+class Place(NamedTuple):
+    """In the log of a topic on a node."""
+
+    incarnation: str
+    """Which log: a topic that was deleted and created again has another."""
+    sequence: int
+    """The first number not read yet."""
+
+
+class Offsets(dict[str, dict[str, Place]]):
+    """Places by topic and node."""
+
+    def place(self, topic: str, node: str) -> Place | None:
+        return self.get(topic, {}).get(node)
+
+    def put(self, topic: str, node: str, place: Place) -> None:
+        self.setdefault(topic, {})[node] = place
+
+    def drop(self, topic: str, node: str) -> None:
+        self.get(topic, {}).pop(node, None)
+
+    def items_flat(self) -> Iterator[tuple[str, str, Place]]:
+        for topic in sorted(self):
+            for node in sorted(self[topic]):
+                yield topic, node, self[topic][node]
+
+    def copy(self) -> Offsets:
+        return Offsets({topic: dict(nodes) for topic, nodes in self.items()})
+
+    def find(self, topic: str, incarnation: str) -> str | None:
+        """The node whose log of the topic this is: it may have been called otherwise then."""
+        for node, place in self.get(topic, {}).items():
+            if place.incarnation == incarnation:
+                return node
+        return None
+
+
+def encode(offsets: Offsets) -> dict[str, Any]:
+    """As Spark gets it. A topic without nodes is left out."""
+    return {
+        topic: {node: [*place] for node, place in sorted(nodes.items())}
+        for topic, nodes in sorted(offsets.items())
+        if nodes
+    }
+
+
+def decode(content: Any) -> Offsets:
+    """Raises BadOffset."""
+    offsets = Offsets()
+    try:
+        for topic, nodes in content.items():
+            for node, (incarnation, sequence) in nodes.items():
+                if type(incarnation) is not str or not _is_sequence(sequence):
+                    raise ValueError
+                offsets.put(topic, node, Place(incarnation, sequence))
+    except (AttributeError, TypeError, ValueError):
+        shown = json.dumps(content)[:200]
+        raise BadOffset(f"this is no offset of format nsq in log mode: {shown}") from None
+    return offsets
+
+
+def _is_sequence(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_SEQUENCE
+
+
+# what a user may write
+
+
+class Rule(NamedTuple):
+    """How to find a place. One of: a word (`earliest`, `latest`, `channel`), a time, a number."""
+
+    word: str = ""
+    time_ns: int | None = None
+    sequence: int | None = None
+    incarnation: str | None = None
+    """Of the number, if it was given."""
+
+
+EARLIEST: Final = Rule("earliest")
+LATEST: Final = Rule("latest")
+
+
+class Rules:
+    """startingPosition or endingPosition, read."""
+
+    def __init__(self, option: str, text: str, words: tuple[str, ...], default: Rule) -> None:
+        """`default` is for what JSON does not name. Raises OptionError."""
+        self.option, self._words, self._default = option, words, default
+        self._all: Rule | None = None
+        self._by_topic: dict[str, Rule | dict[str, Rule]] = {}
+        if not text.startswith("{"):
+            self._all = self._rule(text)
+            return
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise OptionError(f"option {option} is no JSON: {error}") from None
+        for topic, given in content.items():
+            if isinstance(given, dict):
+                self._by_topic[topic] = {node: self._rule(value) for node, value in given.items()}
+            else:
+                self._by_topic[topic] = self._rule(given)
+
+    def rule(self, topic: str, node: str) -> Rule:
+        if self._all is not None:
+            return self._all
+        found = self._by_topic.get(topic, self._default)
+        return found.get(node, self._default) if isinstance(found, dict) else found
+
+    def uses(self, word: str) -> bool:
+        given: list[Rule] = [self._all] if self._all is not None else []
+        for value in self._by_topic.values():
+            given += value.values() if isinstance(value, dict) else [value]
+        return any(rule.word == word for rule in given)
+
+    def _rule(self, value: Any) -> Rule:
+        if isinstance(value, str):
+            if value.lower() in self._words:
+                return Rule(value.lower())
+            time_ns = _time_ns(value)
+            if time_ns is not None:
+                return Rule(time_ns=time_ns)
+        if _is_sequence(value):
+            return Rule(sequence=value)
+        if isinstance(value, list) and len(value) == 2 and type(value[0]) is str and _is_sequence(value[1]):
+            return Rule(incarnation=value[0], sequence=value[1])
+        words = ", ".join(self._words)
+        raise OptionError(
+            f"option {self.option} must be one of {words}, a time such as 2026-11-15T12:00:00Z, or JSON "
+            f"by topic and node, not {str(value)[:100]!r}"
+        )
+
+
+def _time_ns(text: str) -> int | None:
+    """Unix seconds, with a fraction if need be, or RFC 3339 with its time zone. None if it is neither."""
+    try:
+        seconds = Decimal(text)
+        if not seconds.is_finite() or not 0 <= seconds < 1 << 33:
+            return None
+        return int(seconds * 1_000_000_000)
+    except InvalidOperation:
+        pass
+    try:
+        since = datetime.fromisoformat(text) - datetime.fromtimestamp(0, UTC)
+    except (ValueError, TypeError, OverflowError):  # a TypeError: it has no time zone
+        return None
+    return max(0, since // timedelta(microseconds=1) * 1000)

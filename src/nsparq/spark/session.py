@@ -1,0 +1,214 @@
+"""Spark sessions that know format("nsq") and are set up for streaming: `build_session()`.
+
+Nothing has to be installed, exported or configured before: Java is found, Spark's worker processes use this
+Python, a local session listens on the loopback interface only, executors elsewhere get the connector sent.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from threading import RLock
+from typing import Final
+from urllib.parse import urlsplit
+
+from pyspark.sql import SparkSession
+
+from nsparq.spark.cache import cache_directory, digest, make_once
+from nsparq.spark.home import linked_home
+from nsparq.spark.java import find_java, launcher_home
+from nsparq.spark.package import package_file
+from nsparq.spark.startup import archive_options
+
+__all__ = ["CHECKPOINT_MANAGER", "build_session", "configure", "register", "session_environment", "settings"]
+
+CHECKPOINT_MANAGER: Final = (
+    "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+)
+"""Writes a checkpoint's files with a rename, and starts no process for each: right on a local disk only."""
+
+UI_PORT: Final = 4040
+LOOPBACK: Final = "127.0.0.1"
+
+# What Spark says at every start, or when a query that was asked to stop does so.
+CHATTER: Final = (
+    r"Abort(ing|ed) commit for partition .*",
+    r"Aborting task",
+    r"Data source write support .* (is aborting|aborted)\.",
+    r"Failed to cancel job group .*",
+    r"Lost task .* TaskKilled .*",
+    r"Service 'SparkUI' could not bind on port .*",
+    # Nsq is registered although Spark has found it: it finds none if another package is broken.
+    r"The data source nsq replaced .*",
+    r"Unable to load native-hadoop library .*",
+    r"spark\.sql\.adaptive\.enabled is not supported in streaming .*",
+)
+
+LOGGING: Final = """\
+# Warnings and errors on standard error, without the usual chatter.
+rootLogger.level = warn
+rootLogger.appenderRef.stderr.ref = stderr
+appender.stderr.type = Console
+appender.stderr.name = stderr
+appender.stderr.target = SYSTEM_ERR
+appender.stderr.layout.type = PatternLayout
+appender.stderr.layout.pattern = %d{{yyyy-MM-dd HH:mm:ss}} %p %c{{1}}: %m%n%ex
+appender.stderr.filter.chatter.type = RegexFilter
+appender.stderr.filter.chatter.regex = {chatter}
+appender.stderr.filter.chatter.onMatch = DENY
+appender.stderr.filter.chatter.onMismatch = NEUTRAL
+""".format(chatter=rf"(?s)(\[.*?\] )*({'|'.join(CHATTER)})".replace("\\", 2 * "\\"))
+
+_environment_lock = RLock()
+
+
+def build_session(
+    app_name: str = "nsparq",
+    *,
+    master: str = "local[*]",
+    ui_port: int | None = UI_PORT,
+    conf: Mapping[str, str | None] | None = None,
+) -> SparkSession:
+    """The session of this process, made if there is none yet.
+
+    `conf` holds further settings; they win over ours, and None leaves one of ours at Spark's own default.
+    `ui_port` is where Spark's web pages are (the next free port, if that is taken); None turns them off.
+    A session that is there already only takes those of `conf` that can be changed while it runs.
+    """
+    active = SparkSession.getActiveSession()
+    if active is not None:
+        for name, value in (conf or {}).items():
+            if value is not None and active.conf.isModifiable(name):
+                active.conf.set(name, value)
+        register(active)
+        return active
+    builder = configure(SparkSession.builder.appName(app_name), master=master, ui_port=ui_port, conf=conf)
+    with session_environment(master):
+        spark = builder.getOrCreate()
+    register(spark)
+    return spark
+
+
+def register(spark: SparkSession) -> None:
+    """Make format("nsq") known to a session, and the connector to its executors."""
+    from nsparq.spark.datasource import NsqDataSource
+
+    if not _is_local(spark.sparkContext.master or ""):
+        spark.sparkContext.addPyFile(str(package_file()))
+    spark.dataSource.register(NsqDataSource)
+
+
+def configure(
+    builder: SparkSession.Builder,
+    *,
+    master: str = "local[*]",
+    ui_port: int | None = UI_PORT,
+    conf: Mapping[str, str | None] | None = None,
+) -> SparkSession.Builder:
+    """Our settings, for a session that somebody else builds; see `session_environment` and `register` too."""
+    merged: dict[str, str | None] = {**settings(master, ui_port=ui_port)}
+    for name, value in (conf or {}).items():
+        if name.endswith("JavaOptions") and value is not None and merged.get(name):
+            value = f"{merged[name]} {value}"
+        merged[name] = value
+    for name, value in merged.items():
+        if value is not None:
+            builder = builder.config(name, value)
+    return builder
+
+
+def settings(master: str, *, ui_port: int | None = UI_PORT) -> dict[str, str]:
+    """What we set, and Spark's defaults would have otherwise."""
+    chosen = {
+        "spark.master": master,
+        # Without it Python workers wait some 40 ms for each exchange with the JVM.
+        "spark.python.unix.domain.socket.enabled": "true",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.ui.enabled": "true" if ui_port is not None else "false",
+        "spark.driver.extraJavaOptions": " ".join(_java_options()),
+    }
+    if ui_port is not None:
+        chosen["spark.ui.port"] = str(ui_port)
+    if _is_loopback(master):
+        chosen["spark.driver.bindAddress"] = chosen["spark.driver.host"] = LOOPBACK
+    if _is_local(master):
+        chosen["spark.python.daemon.module"] = "nsparq.spark.daemon"
+        chosen["spark.sql.shuffle.partitions"] = str(_cores(master))
+        chosen["spark.sql.streaming.checkpointFileManagerClass"] = CHECKPOINT_MANAGER
+    return chosen
+
+
+def _java_options() -> list[str]:
+    logging = make_once(
+        cache_directory() / f"log4j2-{digest(LOGGING)}.properties",
+        lambda path: _write(path, LOGGING),
+    )
+    return [f"-Dlog4j2.configurationFile=file:{logging}", *archive_options(find_java())]
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def session_environment(master: str = "local[*]") -> Iterator[None]:
+    """The environment variables that Spark's JVM has to be started with. Afterwards they are as they were."""
+    with _environment_lock:
+        chosen = environment(master)
+        before = {name: os.environ.get(name) for name in chosen}
+        os.environ.update(chosen)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def environment(master: str) -> dict[str, str]:
+    """What `session_environment` sets. What the user has set stays, except for a Java that does not work."""
+    chosen = {"JAVA_HOME": str(launcher_home(find_java()))}
+    home = linked_home()
+    # YARN wants the pyspark.zip that we leave out.
+    if "SPARK_HOME" not in os.environ and home is not None and not master.startswith("yarn"):
+        chosen["SPARK_HOME"] = str(home)
+    if "PYSPARK_PYTHON" not in os.environ and _is_loopback(master):
+        # Elsewhere this path may not exist: there it is for the user to say.
+        chosen["PYSPARK_PYTHON"] = sys.executable
+    if "SPARK_LOCAL_IP" not in os.environ and _is_loopback(master):
+        chosen["SPARK_LOCAL_IP"] = LOOPBACK
+    if not _is_local(master):
+        # The process in which a stream's driver side runs gets none of the files that are sent to executors,
+        # and its Python, named for the executors' sake, need not be this one.
+        before = os.environ.get("PYTHONPATH")
+        chosen["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(package_file())]))
+    return chosen
+
+
+def _is_local(master: str) -> bool:
+    return re.match(r"local($|\[)", master) is not None
+
+
+def _is_loopback(master: str) -> bool:
+    """Everything of this session happens on this machine."""
+    if _is_local(master) or master.startswith("local-cluster"):
+        return True
+    host = urlsplit(master).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _cores(master: str) -> int:
+    given = re.match(r"local\[\s*(\d+)", master)
+    if given:
+        return max(1, int(given[1]))
+    return (os.cpu_count() or 1) if "*" in master else 1

@@ -1,0 +1,234 @@
+"""`nsparq pipeline`: declared pipelines, run, checked, begun and watched; and some that are ready to run.
+
+Status 0 when the work is done or a signal has ended it, 1 when a pipeline has failed, 2 for a wrong command
+line or a wrong pipeline file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from nsparq.errors import NsparqError, StartError
+from nsparq.pipeline import starter
+from nsparq.pipeline.errors import PipelineError
+from nsparq.pipeline.progress import Figures, State
+from nsparq.pipeline.reading import DEFAULT_NSQD, load
+from nsparq.pipeline.spec import Pipeline, PipelineFile, SpecError, Trigger, describe
+from nsparq.pipeline.status import FILE_NAME, read_status
+from nsparq.pipeline.tables import did_you_mean
+from nsparq.pipeline.view import HEADINGS, cells
+from nsparq.tools import pipeline_ready
+from nsparq.tools.pipeline_common import FAILED, OK, WRONG, add_running, configure_logs, run_file
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTION: Final = """\
+Pipelines: messages of topics are read, decoded, transformed by SQL, and written elsewhere, by Spark.
+
+A TOML file says what:
+
+  [pipeline.orders]
+  source = "orders"
+  decode = "json"
+  sql = "SELECT item, price FROM input WHERE price > 100"
+  sink = { topic = "orders.large" }
+
+Begin with `nsparq pipeline new --topic=orders`.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    configure_logs()
+    try:
+        status: int = arguments.run(arguments)
+    except SpecError as error:
+        print(error, file=sys.stderr)
+        return WRONG
+    except (NsparqError, OSError) as error:
+        logger.critical("%s", error)
+        return FAILED
+    except ModuleNotFoundError:
+        # `nsparq` knows which extra it belongs to.
+        raise
+    except Exception:
+        logger.critical("stopped by an unexpected error", exc_info=True)
+        return FAILED
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nsparq pipeline", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("run", help="run the pipelines of a file until they end, or a signal comes")
+    command.add_argument("file", type=Path)
+    command.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="this one only; repeatable"
+    )
+    command.add_argument("--available-now", action="store_true", help="read what is there now, and end")
+    command.add_argument("--checkpoint", metavar="DIR", help="instead of that in [run]")
+    command.add_argument("--fail-fast", action="store_true", help="end all when one has failed for good")
+    add_running(command)
+    command.set_defaults(run=run)
+
+    command = commands.add_parser("check", help="say what is wrong with a file")
+    command.add_argument("file", type=Path)
+    command.add_argument(
+        "--spark", action="store_true", help="have Spark look at schemas and SQL too (seconds)"
+    )
+    command.set_defaults(run=check)
+
+    command = commands.add_parser("new", help="write a first pipeline file for a topic")
+    command.add_argument("file", type=Path, nargs="?", help="where to; standard output if not given")
+    command.add_argument(
+        "--topic", default="orders", help="messages are looked at, if there are any (%(default)s)"
+    )
+    command.add_argument("--nsqd-http-address", default=DEFAULT_NSQD, metavar="HOST:PORT", help="%(default)s")
+    command.set_defaults(run=new)
+
+    command = commands.add_parser(
+        "status", help="say how running pipelines are doing; status 1 if they are not"
+    )
+    command.add_argument("file", type=Path, help="the pipeline file, or the directory of its checkpoints")
+    command.add_argument("--json", action="store_true", help="as JSON")
+    command.set_defaults(run=status)
+
+    pipeline_ready.add_commands(commands)
+    return parser
+
+
+# run
+
+
+def run(arguments: argparse.Namespace) -> int:
+    file = load(arguments.file)
+    chosen = _chosen(file, arguments.only)
+    if arguments.available_now:
+        chosen = [replace(one, trigger=Trigger(0.0, "available-now")) for one in chosen]
+    if arguments.checkpoint:
+        directory = os.path.abspath(arguments.checkpoint)
+        chosen = [_moved(one, file.run.checkpoint, directory) for one in chosen]
+        file = replace(file, run=replace(file.run, checkpoint=directory))
+    return run_file(replace(file, pipelines=tuple(chosen)), arguments, fail_fast=arguments.fail_fast)
+
+
+def _chosen(file: PipelineFile, only: Sequence[str]) -> list[Pipeline]:
+    known = {one.name: one for one in file.pipelines}
+    for name in only:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"there are {', '.join(known)}"
+            raise SpecError(str(file.path), [f"there is no pipeline {name!r}; {hint}"])
+    return [one for one in file.pipelines if not only or one.name in only]
+
+
+def _moved(pipeline: Pipeline, old: str, new: str) -> Pipeline:
+    has_own = pipeline.checkpoint != f"{old}/{pipeline.name}"
+    return pipeline if has_own else replace(pipeline, checkpoint=f"{new}/{pipeline.name}")
+
+
+# check
+
+
+def check(arguments: argparse.Namespace) -> int:
+    file = load(arguments.file)
+    if arguments.spark:
+        _check_with_spark(file)
+        return OK
+    for one in file.pipelines:
+        print(_summary(one))
+    return OK
+
+
+def _check_with_spark(file: PipelineFile) -> None:
+    from nsparq.pipeline import queries, runner
+
+    # The master of the file may be a cluster; to look at SQL this machine will do.
+    spark = runner.build_session(replace(file, spark=replace(file.spark, ui_port=0)), "local[1]")
+    problems = []
+    try:
+        queries.register(spark)
+        for one in file.pipelines:
+            try:
+                rows = queries.check(spark, file, one).rows
+            except PipelineError as error:
+                problems.append(str(error))
+                continue
+            print(_summary(one))
+            for field in rows.schema.fields:
+                print(f"  {field.name:<24} {field.dataType.simpleString()}")
+    finally:
+        spark.stop()
+    if problems:
+        raise SpecError(str(file.path), problems)
+
+
+def _summary(one: Pipeline) -> str:
+    steps = {0: "", 1: " -> 1 step"}.get(len(one.steps), f" -> {len(one.steps)} steps")
+    letters = f" (dead letters: {one.dead_letters})" if one.dead_letters else ""
+    return f"{one.name}: {one.source.topics} -> {one.decode.format}{letters}{steps} -> {describe(one.sink)}"
+
+
+# new
+
+
+def new(arguments: argparse.Namespace) -> int:
+    bodies, why_none = starter.look(arguments.nsqd_http_address, arguments.topic)
+    text = starter.starter(arguments.topic, bodies, nsqd=arguments.nsqd_http_address)
+    if arguments.file is None:
+        sys.stdout.write(text)
+    else:
+        try:
+            with arguments.file.open("x") as file:
+                file.write(text)
+        except FileExistsError:
+            raise StartError(f"{arguments.file} is there already, and stays as it is") from None
+        print(f"nsparq pipeline run {arguments.file}")
+    if why_none:
+        print(f"no message could be looked at: {why_none}", file=sys.stderr)
+    return OK
+
+
+# status
+
+
+def status(arguments: argparse.Namespace) -> int:
+    path: Path = arguments.file
+    directory = path if path.is_dir() else Path(load(path).run.checkpoint)
+    found = read_status(directory)
+    if found is None:
+        raise StartError(f"{directory / FILE_NAME}: these pipelines have never been run")
+    print(json.dumps(found, indent=1) if arguments.json else _status_text(found))
+    return OK if found["is_running"] else FAILED
+
+
+def _status_text(found: dict[str, Any]) -> str:
+    at = datetime.fromtimestamp(found["updated"]).strftime("%Y-%m-%d %H:%M:%S")
+    state = f"running, process {found['pid']}" if found["is_running"] else f"not running since {at}"
+    figures = [Figures(**{**one, "state": State(one["state"])}) for one in found["pipelines"]]
+    rows = [HEADINGS, *map(cells, figures)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    lines = [f"{found['file']}: {state}"]
+    for row in rows:
+        padded = (f"{cell:<{width}}" for cell, width in zip(row[:2], widths[:2], strict=True))
+        numbers = (f"{cell:>{width}}" for cell, width in zip(row[2:], widths[2:], strict=True))
+        lines.append("  ".join([*padded, *numbers]).rstrip())
+    lines += [f"{one.name}: {one.error}" for one in figures if one.error]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,142 @@
+"""What the commands of `nsparq pipeline` share: options, signals, the session, and how a run is shown."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
+
+from nsparq import logs
+from nsparq.pipeline.progress import State
+from nsparq.pipeline.spec import Console, PipelineFile
+from nsparq.pipeline.view import LogView, TerminalView, View
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = [
+    "FAILED",
+    "OK",
+    "WRONG",
+    "Stopping",
+    "add_running",
+    "add_spark",
+    "configure_logs",
+    "run_file",
+    "session",
+]
+
+logger = logging.getLogger(__name__)
+
+OK, FAILED, WRONG = 0, 1, 2
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+def configure_logs() -> None:
+    logs.configure("info", "[pipeline] ")
+    for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
+        # They print the traces of errors that we put in words.
+        logging.getLogger(name).disabled = True
+    logging.getLogger("py4j").setLevel(logging.WARNING)
+
+
+def add_spark(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--master", default="", help="where Spark runs, such as local[4] or spark://host:7077"
+    )
+    command.add_argument(
+        "--conf",
+        action="append",
+        default=[],
+        type=_setting,
+        metavar="NAME=VALUE",
+        help="a setting of Spark; repeatable",
+    )
+
+
+def add_running(command: argparse.ArgumentParser) -> None:
+    add_spark(command)
+    command.add_argument("--metrics-address", metavar="HOST:PORT", help="serve /metrics and /status there")
+    command.add_argument("--plain", action="store_true", help="log lines, also on a terminal")
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError("must be NAME=VALUE")
+    return name, value
+
+
+class Stopping:
+    """SIGTERM and SIGINT set `event`. Somebody at a keyboard who asks twice does not want to wait."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.install()
+
+    def install(self) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.event.is_set():
+            os._exit(130)
+        self.event.set()
+
+
+@contextlib.contextmanager
+def session(file: PipelineFile, arguments: argparse.Namespace, stopping: Stopping) -> Iterator[SparkSession]:
+    from nsparq.pipeline import runner
+
+    logger.info("starting Spark (%s)", arguments.master or file.spark.master)
+    spark = runner.build_session(file, arguments.master, dict(arguments.conf))
+    # Spark has put a handler of its own in place of ours.
+    stopping.install()
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+def run_file(file: PipelineFile, arguments: argparse.Namespace, *, fail_fast: bool = False) -> int:
+    """The status of the command."""
+    if arguments.metrics_address:
+        file = replace(file, run=replace(file.run, metrics_address=arguments.metrics_address))
+    stopping = Stopping()
+    with session(file, arguments, stopping) as spark:
+        from nsparq.pipeline import runner
+
+        with _view(file, arguments.plain) as view:
+            done = runner.run(spark, file, stopping.event, watch=view.show, fail_fast=fail_fast)
+    return FAILED if any(one.state is State.FAILED for one in done.pipelines) else OK
+
+
+def _view(file: PipelineFile, plain: bool) -> View:
+    shows_rows = any(isinstance(one.sink, Console) for one in file.pipelines)
+    if sys.stderr.isatty() and not plain and not shows_rows:
+        try:
+            return _LoggingTerminalView()
+        except ModuleNotFoundError:
+            pass
+    return LogView()
+
+
+class _LoggingTerminalView(TerminalView):
+    """Log lines go above the table."""
+
+    def __enter__(self) -> _LoggingTerminalView:
+        super().__enter__()
+        configure_logs()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        configure_logs()

@@ -1,0 +1,168 @@
+"""The Spark program that is killed: numbered messages from a topic to Parquet files, to another topic, and
+through the ready-made pipeline that archives topics.
+
+python -m tests.soak.exactly_once_driver FILE, with the arguments in FILE (see `Arguments`). A query that
+fails, because a process that it needs was killed, is started again from its checkpoint. When a line comes on
+standard input the queries are stopped; what is in Parquet files, read through Spark, is then put in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.feather
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from nsparq.spark.session import build_session
+from tests.soak.exactly_once_publisher import DIGITS
+
+NUMBER = f"cast(substring(cast(body as string), 1, {DIGITS}) as long) number"
+
+
+@dataclass(frozen=True)
+class Sink:
+    """A query of its own."""
+
+    kind: str
+    """parquet, topic or archive"""
+    channel: str
+    result: str
+    """A directory, or a topic."""
+    checkpoint: str
+    numbers: str
+    """The file for what was found in a directory."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    master: str
+    conf: dict[str, str | None]
+    sinks: list[dict[str, str]]
+    lookupd: str
+    topic: str
+    max_rows: int
+    failures: str
+    """A file: each failure of a query is a line of it."""
+
+
+class Program:
+    def __init__(self, arguments: Arguments) -> None:
+        self._arguments = arguments
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        threading.Thread(target=self._listen, daemon=True).start()
+        arguments = self._arguments
+        spark = build_session("exactly once", master=arguments.master, ui_port=None, conf=arguments.conf)
+        sinks = [Sink(**fields) for fields in arguments.sinks]
+        threads = [threading.Thread(target=self._serve, args=(spark, sink), daemon=True) for sink in sinks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if not self._is_over.is_set():
+            raise SystemExit("a query cannot be started")
+        for sink in sinks:
+            if sink.kind != "topic":
+                save_numbers(spark.read.parquet(sink.result), Path(sink.numbers), sink.kind == "archive")
+        spark.stop()
+
+    def _listen(self) -> None:
+        if sys.stdin.readline():
+            self._is_over.set()
+
+    def _serve(self, spark: SparkSession, sink: Sink) -> None:
+        # Or Spark would not know, in this thread, the formats that are registered with the session.
+        session_class = SparkSession._get_j_spark_session_class(spark._jvm)
+        session_class.setActiveSession(spark._jsparkSession)
+        if sink.kind == "archive":
+            self._archive(spark, sink)
+        else:
+            self._query(spark, sink)
+
+    def _query(self, spark: SparkSession, sink: Sink) -> None:
+        while not self._is_over.is_set():
+            query = self._start(spark, sink)
+            say(f"{sink.kind}: started")
+            while query.isActive and not self._is_over.wait(0.1):
+                pass
+            failure = query.exception()
+            query.stop()
+            if failure is not None:
+                self._note(sink, str(failure))
+
+    def _start(self, spark: SparkSession, sink: Sink) -> StreamingQuery:
+        arguments = self._arguments
+        rows = (
+            spark.readStream.format("nsq")
+            .option("nsqlookupd", arguments.lookupd)
+            .option("topic", arguments.topic)
+            .option("channel", sink.channel)
+            .option("maxRowsPerTrigger", arguments.max_rows)
+            .load()
+            .selectExpr(NUMBER, "node", "offset")
+        )
+        if sink.kind == "parquet":
+            writer = rows.writeStream.format("parquet").option("path", sink.result)
+        else:
+            # Each row says where it comes from, so that one that is there twice can be explained.
+            bodies = rows.selectExpr("cast(concat_ws(' ', number, node, offset) as binary) body")
+            writer = (
+                bodies.writeStream.format("nsq")
+                .option("nsqlookupd", arguments.lookupd)
+                .option("topic", sink.result)
+                .option("delivery", "exactly-once")
+            )
+        return writer.option("checkpointLocation", sink.checkpoint).start()
+
+    def _archive(self, spark: SparkSession, sink: Sink) -> None:
+        from nsparq.pipeline import ready, runner
+        from nsparq.pipeline.progress import State
+        from nsparq.pipeline.reading import parse
+
+        arguments = self._arguments
+        topics = ready.Topics(nsq={"nsqlookupd": [arguments.lookupd]}, topics=[arguments.topic])
+        output = Path(sink.result)
+        text = ready.archive(topics, output, trigger="500ms", compact=4, channel=sink.channel)
+        file = parse(text, output / "archive.toml")
+        failures = 0
+
+        def watch(status: Any) -> None:
+            nonlocal failures
+            (figures,) = status.pipelines
+            if figures.failures > failures:
+                failures = figures.failures
+                self._note(sink, figures.error)
+
+        while not self._is_over.is_set():
+            say(f"{sink.kind}: started")
+            status = runner.run(spark, file, self._is_over, watch=watch)
+            if status.pipelines[0].state is State.FAILED:
+                self._note(sink, f"for good: {status.pipelines[0].error}")
+
+    def _note(self, sink: Sink, failure: str) -> None:
+        say(f"{sink.kind}: failed: {failure}")
+        with Path(self._arguments.failures).open("a") as file:
+            file.write(json.dumps([sink.kind, failure]) + "\n")
+
+
+def save_numbers(frame: DataFrame, path: Path, is_raw: bool) -> None:
+    if is_raw:
+        frame = frame.selectExpr(NUMBER, "node", "offset")
+    pyarrow.feather.write_feather(frame.toArrow(), path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    Program(Arguments(**json.loads(Path(sys.argv[1]).read_text()))).run()

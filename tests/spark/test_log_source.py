@@ -1,0 +1,781 @@
+"""Log mode on the driver: where a query begins, how far it goes, what it does when something is away."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsparq.spark import log_source, peers
+from nsparq.spark.errors import DataLoss, NoAnswer
+from nsparq.spark.options import OptionError
+from nsparq.spark.range_reader import close_idle
+from nsparq.testing import Broker, run_broker, run_lookupd
+from tests.spark.log_support import Query, bodies, numbered, options, read_batch
+from tests.support import BrokerProcess, BrokerThread, wait_until
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """That nothing is new is noticed soon, and so is somebody who is away. Nothing stays open."""
+    monkeypatch.setattr(log_source, "IDLE_S", 0.02)
+    monkeypatch.setattr(peers, "CHANNEL_CHECK_S", 0.0)
+    monkeypatch.setattr(peers, "MAX_AWAY_S", 0.1)
+    monkeypatch.setattr(peers, "SETTLE_S", 0.2)
+    yield
+    close_idle()
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with run_broker() as running:
+        yield running
+
+
+def depth(broker: Broker, topic: str = "t", channel: str = "c") -> int:
+    stats = broker.channel_stats(topic, channel)
+    assert stats is not None
+    return int(stats["depth"])
+
+
+def http_address(broker: BrokerProcess | BrokerThread) -> str:
+    assert isinstance(broker.http_address, tuple)
+    return "{}:{}".format(*broker.http_address)
+
+
+def sequence(query: Query, topic: str = "t") -> int:
+    """Where a query with a single node stands."""
+    (place,) = query.at[topic].values()
+    return int(place[1])
+
+
+# rows
+
+
+def test_rows_have_the_columns_of_the_source_and_the_ids_that_consumers_get() -> None:
+    with BrokerThread(node_id=700, broadcast_address="127.0.0.1") as broker:
+        broker.publish("t", *numbered(5))
+        broker.control("create", "t", "other")
+        with broker.connect() as consumer:
+            consumer.sub("t", "other", rdy=5)
+            seen = consumer.read_messages(5, finish=True)
+        with Query(nsqd=http_address(broker)) as query:
+            query.run_until(5)
+        assert [row["id"].encode() for row in query.rows] == [message.id for message in seen]
+        assert bodies(query.rows) == [message.body for message in seen]
+        for row, message in zip(query.rows, seen, strict=True):
+            assert row["topic"] == "t"
+            assert row["node"] == http_address(broker)
+            assert row["attempts"] == 0
+            assert row["offset"] == int(row["id"], 16) - (700 << 54)
+            since = row["timestamp"] - datetime.fromtimestamp(0, UTC)
+            assert since.days * 86_400_000_000 + since.seconds * 1_000_000 + since.microseconds == (
+                message.timestamp_ns // 1000
+            )
+
+
+def test_deferred_messages_are_rows_as_soon_as_they_are_published(broker: Broker) -> None:
+    broker.publish("t", b"now")
+    broker.publish("t", b"in an hour", defer=3600.0)
+    with Query(nsqd=broker.http_address) as query:
+        query.run_until(2)
+        assert query.bodies == [b"now", b"in an hour"]
+        query.drain()
+        stats = broker.channel_stats("t", "c")
+        assert stats is not None and (stats["depth"], stats["deferred_count"]) == (0, 0)
+
+
+def test_a_schema_of_some_columns_gives_those(broker: Broker) -> None:
+    from nsparq.spark.datasource import SCHEMA
+
+    broker.publish("t", b"x")
+    some = type(SCHEMA)([SCHEMA["body"], SCHEMA["topic"]])
+    assert read_batch(some, nsqd=broker.http_address) == [{"body": b"x", "topic": "t"}]
+
+
+# how far, how much
+
+
+def test_offsets_are_the_same_text_as_long_as_nothing_happens(broker: Broker) -> None:
+    broker.publish("t", *numbered(3))
+    with Query(nsqd=broker.http_address) as query:
+        query.run_until(3)
+        before = json.dumps(query.at)
+        for _ in range(3):
+            assert query.step() is None
+            assert json.dumps(query.at) == before
+        ((name, (incarnation, at)),) = query.at["t"].items()
+        assert name == broker.http_address
+        assert re.fullmatch(r"[0-9a-f]{32}", incarnation) and type(at) is int
+
+
+def test_rows_per_trigger_are_shared_by_what_each_node_has() -> None:
+    with run_broker() as one, run_broker() as other:
+        one.publish("t", *numbered(900))
+        other.publish("t", *numbered(100, 900))
+        addresses = f"{one.http_address},{other.http_address}"
+        with Query(nsqd=addresses, maxRowsPerTrigger=100) as query:
+            assert query.step() == 100
+            assert {row["node"] for row in query.rows} == {one.http_address, other.http_address}
+            assert sum(row["node"] == one.http_address for row in query.rows) == 90
+            sizes = [len(query.rows)]
+            while (count := query.step()) is not None:
+                sizes.append(count)
+            assert sizes == [100] * 10
+            assert sorted(query.bodies) == numbered(1000)
+
+
+def test_bytes_per_trigger_hold_about_and_let_a_big_message_pass(broker: Broker) -> None:
+    broker.publish("t", *[b"x" * 1000] * 100)
+    with Query(nsqd=broker.http_address, maxBytesPerTrigger="10k") as query:
+        first = query.step()
+        assert first is not None and 8 <= first <= 11
+        query.drain()
+        assert len(query.rows) == 100
+    broker.publish("t", b"x" * 500_000)
+    with Query(nsqd=broker.http_address, channel="d", maxBytesPerTrigger="1k") as query:
+        assert query.drain(300).bodies[-1] == b"x" * 500_000
+
+
+def test_a_range_is_cut_into_tasks_by_size(broker: Broker) -> None:
+    broker.publish("t", *[b"x" * 1000] * 200)
+    with Query(nsqd=broker.http_address, partitionBytes="50k") as query:
+        assert query.plan()
+        assert query.reader.partitions({}, query.at) == []  # nothing without a place to begin at
+        parts = query.reader.partitions(query._initial, query.at)
+        assert len(parts) == 4
+        assert sum(len(query.read(part)) for part in parts) == 200
+        assert [part.value.end for part in parts[:-1]] == [part.value.start for part in parts[1:]]
+
+
+def test_available_now_ends_at_what_was_there_when_it_began(broker: Broker) -> None:
+    broker.publish("t", *numbered(10))
+    broker.create("t", "c")
+    with Query(nsqd=broker.http_address, maxRowsPerTrigger=4) as query:
+        query.start(available_now=True)
+        broker.publish("t", *numbered(10, 10))
+        sizes = []
+        while (count := query.step()) is not None:
+            sizes.append(count)
+        assert sizes == [4, 4, 2]
+        query.start(available_now=True).drain()
+        assert query.bodies == numbered(20)
+
+
+def test_the_latest_offset_is_reported_for_the_lag(broker: Broker) -> None:
+    broker.publish("t", *numbered(10))
+    with Query(nsqd=broker.http_address, maxRowsPerTrigger=4) as query:
+        query.step()
+        reported = query.reader.reportLatestOffset()
+        assert reported is not None
+        (place,) = reported["t"].values()
+        assert place[1] - sequence(query) == 6
+
+
+# where it begins, where it ends
+
+
+def test_latest_begins_behind_what_is_there(broker: Broker) -> None:
+    broker.publish("t", b"before")
+    with Query(nsqd=broker.http_address, startingPosition="latest") as query:
+        query.start()
+        broker.publish("t", b"after")
+        assert query.run_until(1).drain().bodies == [b"after"]
+
+
+def test_a_time_begins_with_the_first_message_published_then_or_later(broker: Broker) -> None:
+    for number in range(20):
+        broker.publish("t", b"%d" % number)
+    stamp = broker.peek("t")[12].timestamp_ns
+    for text in (
+        f"{stamp // 10**9}.{stamp % 10**9:09d}",
+        datetime.fromtimestamp(stamp // 10**9, UTC).isoformat(),
+    ):
+        rows = read_batch(nsqd=broker.http_address, startingPosition=text)
+        assert bodies(rows) == [b"%d" % n for n in range(12 if "." in text else 0, 20)]
+    rows = read_batch(nsqd=broker.http_address, endingPosition=f"{stamp // 10**9}.{stamp % 10**9:09d}")
+    assert bodies(rows) == [b"%d" % number for number in range(12)]
+
+
+def test_the_position_of_the_channel_is_where_its_consumers_are(broker: Broker) -> None:
+    with BrokerThread(broadcast_address="127.0.0.1") as other:
+        other.publish("t", *numbered(5))
+        with other.connect() as consumer:
+            consumer.sub("t", "c", rdy=2)
+            consumer.read_messages(2, finish=True)
+            consumer.rdy(0)
+            wait_until(lambda: other.channel_stats("t", "c")["in_flight_count"] == 0)  # type: ignore[index]
+        with Query(nsqd=http_address(other), startingPosition="channel") as query:
+            assert query.run_until(3).bodies == numbered(3, 2)
+
+
+def test_a_channel_that_is_not_there_begins_by_the_rule_of_nsq(broker: Broker) -> None:
+    broker.publish("t", b"kept for the first channel")
+    with Query(nsqd=broker.http_address, startingPosition="channel") as query:
+        assert query.run_until(1).bodies == [b"kept for the first channel"]
+    with Query(nsqd=broker.http_address, startingPosition="channel", channel="second") as query:
+        query.start()
+        broker.publish("t", b"new")
+        assert query.run_until(1).bodies == [b"new"]
+
+
+def test_positions_can_be_given_by_topic_and_node(broker: Broker) -> None:
+    broker.publish("t", *numbered(10))
+    broker.publish("u", *numbered(10, 10))
+    with Query(nsqd=broker.http_address) as query:
+        query.start()
+        first = sequence(query)
+        incarnation = query.at["t"][broker.http_address][0]
+    text = json.dumps({"t": {broker.http_address: [incarnation, first + 8]}, "u": "latest"})
+    with Query(nsqd=broker.http_address, topic=None, topics="t,u", startingPosition=text) as query:
+        assert query.drain().bodies == numbered(2, 8)
+    start = json.dumps({"t": {broker.http_address: first + 2, "elsewhere:1": 5}})
+    end = json.dumps({"t": {broker.http_address: first + 4}})
+    assert bodies(
+        read_batch(nsqd=broker.http_address, startingPosition=start, endingPosition=end)
+    ) == numbered(2, 2)
+
+
+def test_a_position_that_cannot_be_is_an_error_that_names_the_option(broker: Broker) -> None:
+    broker.publish("t", b"x")
+    (found,) = read_batch(nsqd=broker.http_address)
+    beyond = json.dumps({"t": found["offset"] + 2})
+    with pytest.raises(OptionError, match=r"option startingPosition: topic t on \S+ ends at \d+, before \d+"):
+        read_batch(nsqd=broker.http_address, startingPosition=beyond)
+    other = json.dumps({"t": ["0" * 32, found["offset"]]})
+    with pytest.raises(OptionError, match="option endingPosition: .* deleted and created again"):
+        read_batch(nsqd=broker.http_address, endingPosition=other)
+    with pytest.raises(OptionError, match="option channel is missing"):
+        read_batch(nsqd=broker.http_address, startingPosition="channel")
+
+
+def test_a_batch_needs_a_topic_that_exists_and_a_pattern_does_not(broker: Broker) -> None:
+    with pytest.raises(OptionError, match="option topic: no nsqd has a topic t"):
+        read_batch(nsqd=broker.http_address)
+    assert "t" not in json.dumps(broker.stats()["topics"])
+    assert read_batch(nsqd=broker.http_address, topic=None, topicsPattern="t.*") == []
+
+
+def test_an_empty_topic_is_an_empty_batch_and_a_stream_that_waits(broker: Broker) -> None:
+    broker.create("t")
+    assert read_batch(nsqd=broker.http_address) == []
+    with Query(nsqd=broker.http_address) as query:
+        assert query.step() is None
+        broker.publish("t", b"x")
+        assert query.run_until(1).bodies == [b"x"]
+
+
+# topics and nodes that come and go
+
+
+def test_a_topic_that_appears_later_is_read_from_its_first_message() -> None:
+    with run_lookupd() as lookupd, run_broker(lookupd_tcp_address=[lookupd.tcp_address]) as broker:
+        with Query(nsqlookupd=lookupd.http_address) as query:
+            assert query.start().at == {}
+            assert query.step() is None
+            broker.publish("t", *numbered(3))
+            assert query.run_until(3).bodies == numbered(3)
+            # It was announced: whoever reads first does not take the messages away.
+            assert broker.channel_stats("t", "c") is not None
+
+
+def test_the_topic_is_created_where_the_address_of_the_nsqd_was_given(broker: Broker) -> None:
+    with Query(nsqd=broker.http_address) as query:
+        query.start()
+        assert depth(broker) == 0
+        broker.publish("t", b"x")
+        assert query.run_until(1).bodies == [b"x"]
+
+
+def test_a_pattern_takes_up_new_topics_and_only_those_that_match_as_a_whole(broker: Broker) -> None:
+    broker.publish("orders.eu", b"eu")
+    broker.publish("all.orders.eu", b"no")
+    with Query(nsqd=broker.http_address, topic=None, topicsPattern=r"orders\.\w+") as query:
+        assert query.run_until(1).bodies == [b"eu"]
+        broker.publish("orders.us", b"us")
+        assert query.run_until(2).bodies == [b"eu", b"us"]
+        assert {row["topic"] for row in query.rows} == {"orders.eu", "orders.us"}
+
+
+def test_a_node_that_joins_is_read_from_its_earliest_message() -> None:
+    with run_lookupd() as lookupd, run_broker(lookupd_tcp_address=[lookupd.tcp_address]) as one:
+        one.publish("t", b"one")
+        wait_until(lambda: lookupd.producers("t"))
+        with Query(nsqlookupd=lookupd.http_address, startingPosition="latest") as query:
+            query.start()
+            with run_broker(lookupd_tcp_address=[lookupd.tcp_address]) as other:
+                other.publish("t", b"other")
+                assert query.run_until(1).bodies == [b"other"]
+                assert len(query.at["t"]) == 2
+
+
+def test_where_a_log_was_begun_is_on_record_before_a_row_of_it_is_read(broker: Broker) -> None:
+    with run_lookupd() as lookupd:
+        with Query(nsqlookupd=lookupd.http_address) as query:
+            query.start()
+            broker.publish("t", *numbered(3))
+            broker.register_with(lookupd)
+            wait_until(lambda: query.step() is not None)
+            assert query.rows == []
+            assert query.run_until(3).bodies == numbered(3)
+
+
+def test_a_node_that_is_away_holds_nobody_up_and_goes_on_where_it_was() -> None:
+    with run_broker() as one, run_broker() as other:
+        one.publish("t", b"1")
+        other.publish("t", b"2")
+        with Query(nsqd=f"{one.http_address},{other.http_address}") as query:
+            query.run_until(2)
+            other.stop()
+            one.publish("t", b"3")
+            assert query.run_until(3).bodies[-1] == b"3"
+            assert len(query.at["t"]) == 2
+            other.start()
+            other.publish("t", b"4")
+            assert query.run_until(4).bodies[-1] == b"4"
+
+
+def test_a_query_whose_nodes_are_all_away_waits(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    broker.publish("t", b"1")
+    with Query(nsqd=broker.http_address) as query:
+        query.run_until(1)
+        broker.stop()
+        for _ in range(5):
+            assert query.step() is None
+        assert sum("is away" in record.message for record in caplog.records) == 1
+        broker.start()
+        broker.publish("t", b"2")
+        assert query.run_until(2).bodies == [b"1", b"2"]
+
+
+def test_a_node_is_known_again_under_another_port() -> None:
+    with BrokerThread(broadcast_address="127.0.0.1") as broker:
+        broker.publish("t", *numbered(3))
+        with Query(nsqd=http_address(broker)) as query:
+            query.run_until(3)
+            before = http_address(broker)
+            broker.restart()
+            assert http_address(broker) != before
+            broker.publish("t", *numbered(3, 3))
+            query.start(nsqd=http_address(broker))
+            assert query.run_until(6).bodies == numbered(6)
+            assert [*query.at["t"]] == [http_address(broker)]
+
+
+def test_a_batch_planned_before_the_port_changed_is_read_from_the_new_one() -> None:
+    with BrokerThread(broadcast_address="127.0.0.1") as broker:
+        broker.publish("t", *numbered(3))
+        with Query(nsqd=http_address(broker)) as query:
+            assert query.plan()
+            before = http_address(broker)
+            broker.restart()
+            query.start(nsqd=http_address(broker))
+            assert query.bodies == numbered(3)
+            assert {row["node"] for row in query.rows} == {before}
+
+
+def test_one_log_under_two_addresses_is_read_once(broker: Broker) -> None:
+    broker.publish("t", *numbered(3))
+    with run_lookupd() as lookupd:
+        broker.register_with(lookupd)
+        wait_until(lambda: lookupd.producers("t"))
+        other = broker.http_address.replace("127.0.0.1", "localhost")
+        with Query(nsqd=other, nsqlookupd=lookupd.http_address) as query:
+            assert query.run_until(3).drain().bodies == numbered(3)
+
+
+def test_nobody_to_ask_at_the_beginning_is_an_error_that_names_the_options() -> None:
+    with Query(nsqd="127.0.0.1:1", retryFor="100ms") as query:
+        with pytest.raises(NoAnswer, match="options nsqlookupd, nsqd.*127.0.0.1:1"):
+            query.start()
+    with pytest.raises(NoAnswer, match="options nsqlookupd, nsqd"):
+        read_batch(nsqlookupd="127.0.0.1:1", retryFor="100ms")
+
+
+def test_a_batch_wants_all_nodes_and_a_stream_begins_with_some(broker: Broker) -> None:
+    broker.publish("t", b"x")
+    addresses = f"{broker.http_address},127.0.0.1:1"
+    with pytest.raises(NoAnswer):
+        read_batch(nsqd=addresses, retryFor="100ms")
+    with Query(nsqd=addresses) as query:
+        assert query.run_until(1).bodies == [b"x"]
+
+
+# what is gone
+
+
+def test_a_topic_deleted_after_all_of_it_was_read_is_dropped(broker: Broker) -> None:
+    broker.publish("t", b"x")
+    with Query(nsqd=broker.http_address) as query:
+        query.run_until(1).drain()
+        broker.delete("t")
+        query.drain()
+        assert query.at == {}
+        broker.publish("t", b"y")
+        assert query.run_until(2).bodies == [b"x", b"y"]
+
+
+def test_a_topic_deleted_with_unread_messages_fails_the_query(broker: Broker) -> None:
+    broker.publish("t", *numbered(10))
+    with Query(nsqd=broker.http_address, maxRowsPerTrigger=4) as query:
+        query.step()
+        broker.delete("t")
+        with pytest.raises(DataLoss, match=r"topic t on \S+ has been deleted with up to 6 .* failOnDataLoss"):
+            query.step()
+
+
+def test_a_topic_deleted_while_the_query_was_down_may_have_had_more(broker: Broker) -> None:
+    broker.publish("t", b"x")
+    with Query(nsqd=broker.http_address) as query:
+        query.run_until(1)
+        query.stop()
+        broker.delete("t")
+        with pytest.raises(DataLoss, match="perhaps with messages"):
+            query.step()
+
+
+def test_without_failing_a_topic_created_again_is_read_from_its_beginning(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker.publish("t", *numbered(10))
+    with Query(nsqd=broker.http_address, maxRowsPerTrigger=4, failOnDataLoss="false") as query:
+        query.step()
+        broker.delete("t")
+        broker.publish("t", *numbered(2, 20))
+        assert query.run_until(6).bodies == numbered(4) + numbered(2, 20)
+        assert "created again with up to 6 messages" in caplog.text
+
+
+def test_a_topic_created_again_with_unread_messages_fails_the_query(broker: Broker) -> None:
+    broker.publish("t", *numbered(10))
+    with Query(nsqd=broker.http_address, maxRowsPerTrigger=4) as query:
+        query.step()
+        broker.delete("t")
+        broker.publish("t", b"other")
+        with pytest.raises(DataLoss, match="deleted and created again with up to 6 messages"):
+            query.step()
+
+
+def test_messages_removed_before_they_were_read_fail_the_query_or_are_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with run_broker(max_bytes_per_file=10_000, mem_queue_size=10) as broker:
+        broker.publish("t", *numbered(100))
+        with Query(nsqd=broker.http_address, maxRowsPerTrigger=10) as query:
+            query.step()
+            query.stop()
+            lose_what_is_unread(broker)
+            with pytest.raises(DataLoss, match=r"topic t on \S+: up to \d+ messages from \d+ on have "):
+                query.step()
+            query.start(failOnDataLoss="false", maxRowsPerTrigger=1000)
+            broker.publish("t", b"last")
+            query.drain()
+            assert query.bodies[-1] == b"last" and 11 <= len(query.rows) < 1100
+            assert "have been removed before they were read; going on without" in caplog.text
+
+
+def lose_what_is_unread(broker: Broker) -> None:
+    """Somebody deletes the query's channel while it is down, another reads on; nsqd lets go of the past."""
+    first = read_batch(nsqd=broker.http_address)[0]["offset"]
+    broker.create("t", "other")
+    broker._call(lambda: broker._daemon.broker.topics["t"].delete_channel("c"))
+
+    def removed() -> bool:
+        broker.publish("t", *[b"x" * 100] * 100)
+        topic = broker._daemon.broker.topics["t"]
+        broker._call(lambda: topic.channels["other"].commit(topic.visible_end))
+        return bool(read_batch(nsqd=broker.http_address)[0]["offset"] > first)
+
+    wait_until(removed, 20.0, interval=0.2)
+
+
+def test_a_broker_that_was_killed_loses_nothing_and_alarms_nobody() -> None:
+    with BrokerProcess(broadcast_address="127.0.0.1", sync_timeout=0.05) as broker:
+        broker.publish("t", *numbered(10))
+        with Query(nsqd=http_address(broker), maxRowsPerTrigger=4, partitionBytes=64) as query:
+            query.step()
+            for number in range(1, 4):
+                broker.kill()
+                broker.start()
+                # The numbers go on far ahead; neither limits nor tasks are spent on what is in between.
+                broker.publish("t", *numbered(10, number * 10))
+                query.start(nsqd=http_address(broker))
+                count = query.step()
+                assert count is not None and count <= 4
+            sizes = []
+            while (count := query.step()) is not None:
+                sizes.append(count)
+            assert query.bodies == numbered(40)
+            assert len(sizes) < 12
+        with Query(nsqd=http_address(broker), channel="d", partitionBytes=64) as query:
+            assert query.plan()
+            parts = query.reader.partitions(query._initial, query.at)
+            assert len(parts) < 80
+            assert [row["body"] for part in parts for row in query.read(part)] == numbered(40)
+
+
+def test_the_past_that_a_killed_broker_has_let_go_of_is_no_loss(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"broadcast_address": "127.0.0.1", "max_bytes_per_file": 2000}
+    with BrokerProcess(tmp_path, **flags) as broker:
+        broker.publish("t", *numbered(200))
+        with Query(nsqd=http_address(broker)) as query:
+            query.start()
+            state = tmp_path / "topics" / "t.topic" / "c.channel"
+            created = state.stat().st_mtime_ns
+            query.run_until(200).drain()
+            query.stop()
+            wait_until(lambda: state.stat().st_mtime_ns > created)
+            broker.kill()
+            broker.start()
+            broker.publish("t", *numbered(10, 200))
+            wait_until(lambda: earliest(broker) > sequence(query))
+            query.start(nsqd=http_address(broker))
+            assert query.run_until(210).bodies == numbered(210)
+
+
+def earliest(broker: BrokerProcess) -> int:
+    return int(json.loads(broker.http("GET", "/topic/positions", topic="t"))["earliest"])
+
+
+def test_messages_that_were_emptied_are_no_rows(broker: Broker) -> None:
+    broker.create("t", "c")
+    broker.publish("t", b"before")
+
+    def pause_and_empty() -> None:
+        topic = broker._daemon.broker.topics["t"]
+        topic.pause()
+
+    broker._call(pause_and_empty)
+    broker.publish("t", *numbered(5))
+    with Query(nsqd=broker.http_address) as query:
+        assert query.run_until(1).drain().bodies == [b"before"]
+        broker._call(lambda: broker._daemon.broker.topics["t"].empty())
+        broker._call(lambda: broker._daemon.broker.topics["t"].unpause())
+        broker.publish("t", b"after")
+        assert query.run_until(2).drain().bodies == [b"before", b"after"]
+    assert bodies(read_batch(nsqd=broker.http_address)) == [b"before", b"after"]
+
+
+# the channel
+
+
+def test_the_depth_of_the_channel_is_the_lag_even_when_nothing_more_comes(broker: Broker) -> None:
+    broker.publish("t", *numbered(10))
+    with Query(nsqd=broker.http_address, maxRowsPerTrigger=4) as query:
+        query.start()
+        assert depth(broker) == 10
+        query.step()
+        assert depth(broker) == 10  # the sink has them; Spark has not asked again yet
+        query.plan()
+        assert depth(broker) == 6
+        query._run()
+        query.drain()
+        # commit() was never called for the last batch.
+        assert depth(broker) == 0
+
+
+def test_a_new_query_on_an_old_channel_moves_it_to_where_it_begins(broker: Broker) -> None:
+    broker.publish("t", *numbered(10))
+    with Query(nsqd=broker.http_address) as query:
+        query.drain()
+        assert depth(broker) == 0
+    with Query(nsqd=broker.http_address) as query:
+        query.start()
+        assert depth(broker) == 10
+
+
+def test_a_paused_channel_stops_the_query_on_its_topic(broker: Broker) -> None:
+    broker.publish("t", b"1")
+    broker.publish("u", b"2")
+    channel = "c"
+    with Query(nsqd=broker.http_address, topic=None, topics="t,u") as query:
+        query.run_until(2)
+        broker._call(lambda: broker._daemon.broker.topics["t"].channels[channel].pause())
+        broker.publish("t", b"3")
+        broker.publish("u", b"4")
+        query.drain()
+        assert sorted(query.bodies) == [b"1", b"2", b"4"]
+        broker._call(lambda: broker._daemon.broker.topics["t"].channels[channel].unpause())
+        assert query.run_until(4).bodies[-1] == b"3"
+
+
+def test_a_paused_topic_is_read_up_to_where_it_was_paused(broker: Broker) -> None:
+    broker.create("t", "other")
+    broker.publish("t", b"1")
+    broker._call(lambda: broker._daemon.broker.topics["t"].pause())
+    broker.publish("t", b"2")
+    with Query(nsqd=broker.http_address) as query:
+        assert query.run_until(1).drain().bodies == [b"1"]
+        broker._call(lambda: broker._daemon.broker.topics["t"].unpause())
+        assert query.run_until(2).bodies == [b"1", b"2"]
+
+
+def test_a_channel_deleted_from_outside_is_created_again_where_the_query_is(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker.publish("t", *numbered(10))
+    with Query(nsqd=broker.http_address, maxRowsPerTrigger=4) as query:
+        query.step()
+        broker._call(lambda: broker._daemon.broker.topics["t"].delete_channel("c"))
+        query.drain(1)
+        assert depth(broker) == 6
+        assert query.drain().bodies == numbered(10)
+        assert depth(broker) == 0
+        assert sum("had been deleted: created again" in record.message for record in caplog.records) == 1
+
+
+def test_a_channel_moved_from_outside_comes_back(broker: Broker) -> None:
+    broker.publish("t", *numbered(10))
+    with Query(nsqd=broker.http_address, maxRowsPerTrigger=4) as query:
+        query.step()
+        broker._call(lambda: broker._daemon.broker.topics["t"].channels["c"].empty())
+        query.plan()
+        assert depth(broker) == 6
+
+
+def test_the_channel_of_a_broker_that_was_killed_is_moved_again() -> None:
+    with BrokerProcess(broadcast_address="127.0.0.1", http_address=f"127.0.0.1:{free_port()}") as broker:
+        broker.publish("t", *numbered(10))
+        with Query(nsqd=http_address(broker)) as query:
+            query.run_until(10).drain()
+            broker.kill()
+            broker.start()
+            wait_until(lambda: query.drain() and channel_depth(broker) == 0)
+            assert query.bodies == numbered(10)
+
+
+def channel_depth(broker: BrokerProcess) -> int:
+    stats = broker.channel_stats("t", "c")
+    assert stats is not None
+    return int(stats["depth"])
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_nsqd_keeps_what_the_query_has_yet_to_read() -> None:
+    with run_broker(max_bytes_per_file=10_000, mem_queue_size=10) as broker:
+        broker.create("t", "fast")
+        broker.publish("t", *numbered(100))
+        with Query(nsqd=broker.http_address, maxRowsPerTrigger=10) as query:
+            query.step()
+            for _ in range(10):
+                broker.publish("t", *[b"x" * 100] * 100)
+                topic = broker._daemon.broker.topics["t"]
+                broker._call(lambda topic=topic: topic.channels["fast"].commit(topic.visible_end))
+                broker._call(lambda topic=topic: topic.reclaim(2e9))
+            query.start(maxRowsPerTrigger=100_000)
+            query.drain()
+            assert query.bodies[:100] == numbered(100) and len(query.rows) == 1100
+
+
+def test_restarts_at_every_point_give_each_row_once(broker: Broker) -> None:
+    broker.publish("t", *numbered(50))
+    with Query(nsqd=broker.http_address, maxRowsPerTrigger=7) as query:
+        for number in range(30):
+            if number % 3 == 0:
+                query.plan()  # written to the offset log, and killed before it is run
+                query.start()
+            else:
+                query.step()
+            if number % 2:
+                query.start()
+        assert query.bodies == numbered(50)
+
+
+def test_a_checkpoint_of_something_else_is_refused(broker: Broker) -> None:
+    from nsparq.spark.positions import BadOffset
+
+    broker.publish("t", b"x")
+    with Query(nsqd=broker.http_address) as query:
+        query.start()
+        query.offsets.append({"b": 3})  # type: ignore[dict-item]
+        query.committed = 1
+        with pytest.raises(BadOffset, match="no offset of format nsq in log mode"):
+            query.plan()
+
+
+def test_nothing_of_a_secret_is_logged(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    broker.publish("t", b"x")
+    with Query(nsqd=broker.http_address, authToken="s3cret") as query:
+        query.run_until(1)
+        broker.stop()
+        query.step()
+        broker.start()
+    assert "s3cret" not in caplog.text
+
+
+def test_an_idle_query_looks_ever_more_seldom_and_then_says_so(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_source, "IDLE_S", 1.0)
+    broker.publish("t", b"x")
+    now = 0.0
+    naps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        naps.append(seconds)
+
+    source = log_source.LogSource(options(nsqd=broker.http_address), clock=lambda: now, sleep=sleep)
+    try:
+        start = source.latest(source.initial(), log_source.Limit())
+        assert naps == []
+        source.latest(start, log_source.Limit())
+        assert naps == sorted(naps) and naps[-1] == log_source.LAST_STEP_S
+        before = len(naps)
+        source.latest(start, log_source.Limit())
+        assert set(naps[before:]) == {log_source.LAST_STEP_S}
+        broker.publish("t", b"y")
+        assert source.latest(start, log_source.Limit()) != start
+    finally:
+        source.close()
+
+
+def test_a_log_that_is_an_older_copy_of_itself_is_gone_on_with_at_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, copy = tmp_path / "data", tmp_path / "copy"
+    data.mkdir()
+    with run_broker(data) as broker:
+        broker.publish("t", *numbered(3))
+        broker.create("t", "c")
+        broker.stop()
+        shutil.copytree(data, copy)
+        broker.start()
+        broker.publish("t", *numbered(3, 3))
+        with Query(nsqd=broker.http_address) as query:
+            query.run_until(6)
+            query.stop()
+            broker.stop()
+            shutil.rmtree(data)
+            shutil.copytree(copy, data)
+            broker.start()
+            with pytest.raises(DataLoss, match=r"ends at \d+, and had been read to \d+"):
+                query.step()
+            query.start(failOnDataLoss="false").drain()
+            broker.publish("t", *numbered(2, 6))
+            assert query.run_until(8).bodies == numbered(8)
+            assert "; going on without" in caplog.text
+
+
+def test_available_now_knows_a_log_by_either_of_its_addresses(broker: Broker) -> None:
+    broker.publish("t", *numbered(3))
+    with run_lookupd() as lookupd:
+        broker.register_with(lookupd)
+        wait_until(lambda: lookupd.producers("t"))
+        with Query(nsqd=broker.http_address, nsqlookupd=lookupd.http_address) as query:
+            query.start(available_now=True).drain()
+            assert query.bodies == numbered(3)

@@ -1,0 +1,134 @@
+"""Queue mode in Spark itself: a stream to Parquet, restarted from its checkpoint, killed in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nsparq.spark.datasource import NsqDataSource
+from nsparq.spark.queue_reader import QueueStreamReader
+from tests.support import TestBroker, start_broker
+from tests.support.file_sink import committed_rows
+
+from .queue_support import TIMEOUT, address, numbered
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming import StreamingQuery
+
+
+@pytest.fixture
+def broker() -> Iterator[TestBroker]:
+    with start_broker(broadcast_address="127.0.0.1") as found:
+        found.control("create", "t", "c")
+        yield found
+
+
+class Stream:
+    """From topic `t` to Parquet files, with a checkpoint, and the staging directory in it."""
+
+    def __init__(self, spark: SparkSession, directory: Path, broker: TestBroker) -> None:
+        self._spark, self._broker = spark, broker
+        self._checkpoint, self._result = directory / "checkpoint", directory / "result"
+
+    def read(self, source: str = "nsq", **options: str) -> DataFrame:
+        given = {"mode": "queue", "topic": "t", "channel": "c", "messageTimeout": TIMEOUT, **options}
+        given |= {"nsqd": address(self._broker), "staging": str(self._checkpoint / "staging")}
+        return self._spark.readStream.format(source).options(**given).load()
+
+    def run(self, frame: DataFrame, **trigger: Any) -> StreamingQuery:
+        writer = frame.writeStream.option("checkpointLocation", str(self._checkpoint))
+        if trigger:
+            writer = writer.trigger(**trigger)
+        return writer.format("parquet").start(str(self._result))
+
+    def drain(self, frame: DataFrame) -> None:
+        query = self.run(frame, availableNow=True)
+        assert query.awaitTermination(60)
+        assert query.exception() is None
+
+    def counts(self) -> Counter[bytes]:
+        rows = committed_rows(self._result, "body")
+        return Counter(rows.column("body").to_pylist() if rows.num_rows else ())
+
+
+def crashing(index: int, flag: Path) -> type[NsqDataSource]:
+    """The source, with a worker process that is killed, once, right after it has staged a chunk and before it
+    has finished its messages. Made here, so that it travels to the workers by value."""
+
+    class Reader(QueueStreamReader):
+        def read(self, partition: Any) -> Any:
+            from nsparq.spark.staging import Slot
+
+            publish = Slot.publish
+
+            def publish_and_die(self: Slot, number: int, *arguments: Any, **named: Any) -> bool:
+                result = publish(self, number, *arguments, **named)
+                if number == index and not flag.exists():
+                    flag.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return result
+
+            Slot.publish = publish_and_die  # type: ignore[method-assign]
+            try:
+                return super().read(partition)
+            finally:
+                Slot.publish = publish  # type: ignore[method-assign]
+
+    class Crashing(NsqDataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "nsq_crashing"
+
+        def streamReader(self, schema: Any) -> Any:
+            reader = super().streamReader(schema)
+            reader.__class__ = Reader
+            return reader
+
+    return Crashing
+
+
+@pytest.mark.timeout(180)
+def test_a_stream_to_parquet_restarted_and_killed_has_every_message_once(
+    spark: SparkSession, tmp_path: Path, broker: TestBroker
+) -> None:
+    stream = Stream(spark, tmp_path, broker)
+    # Two batches, and the end.
+    broker.publish("t", *numbered(3000))
+    stream.drain(stream.read(maxRowsPerTrigger="2000"))
+    assert stream.counts() == Counter(numbered(3000))
+    # On from the checkpoint, until a worker is killed.
+    flag = tmp_path / "killed"
+    spark.dataSource.register(crashing(1, flag))
+    broker.publish("t", *numbered(6000, 3000))
+    query = stream.run(stream.read("nsq_crashing"))
+    with pytest.raises(Exception, match="crashed|Python worker"):
+        query.awaitTermination(60)
+    assert flag.exists()
+    assert stream.counts() == Counter(numbered(3000))
+    # And on from there; what the killed one held comes again by and by.
+    broker.publish("t", *numbered(1000, 9000))
+    query = stream.run(stream.read())
+    wanted = set(numbered(10_000))
+    while not wanted <= stream.counts().keys():
+        assert not query.awaitTermination(0.2)
+    assert stream.counts() == Counter(numbered(10_000))
+    progress = query.lastProgress
+    assert progress is not None
+    assert "depth" in progress["sources"][0]["latestOffset"]
+    query.stop()
+
+
+def test_a_batch_read_and_a_missing_option_are_named(spark: SparkSession, broker: TestBroker) -> None:
+    given = {"mode": "queue", "topic": "t", "channel": "c", "nsqd": address(broker)}
+    with pytest.raises(Exception, match="option mode: queue is for streams only"):
+        spark.read.format("nsq").options(**given).load().count()
+    with pytest.raises(Exception, match="option staging is missing"):
+        frame = spark.readStream.format("nsq").options(**given).load()
+        frame.writeStream.format("noop").start().awaitTermination(20)

@@ -1,0 +1,210 @@
+"""format("nsq") in log mode as Spark runs it: each trigger, restarts, and what happens to topics meanwhile.
+
+The rules themselves are tested without Spark, in test_log_source.py and test_range_reader.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming import StreamingQuery
+
+from nsparq.spark.datasource import SCHEMA
+from nsparq.testing import Broker, run_broker, run_lookupd
+from tests.spark.log_support import numbered
+from tests.support import wait_until
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with run_broker() as running:
+        yield running
+
+
+def source(spark: SparkSession, **given: Any) -> DataFrame:
+    given = {"topic": "t", "channel": "c", "discoveryInterval": "100ms", **given}
+    options = {name: str(value) for name, value in given.items() if value is not None}
+    return spark.readStream.format("nsq").options(**options).load()
+
+
+@contextmanager
+def running(frame: DataFrame, path: Path, **trigger: Any) -> Iterator[StreamingQuery]:
+    """A query into Parquet files, stopped at the end."""
+    writer = frame.writeStream.format("parquet").option("checkpointLocation", str(path / "checkpoint"))
+    query = (writer.trigger(**trigger) if trigger else writer).start(str(path / "out"))
+    try:
+        yield query
+    finally:
+        query.stop()
+
+
+def run_available(frame: DataFrame, path: Path) -> list[int]:
+    """Everything there is; the rows of each micro-batch."""
+    with running(frame, path, availableNow=True) as query:
+        assert query.awaitTermination(PATIENCE_S)
+        return [progress.numInputRows for progress in query.recentProgress if progress.numInputRows]
+
+
+def written(spark: SparkSession, path: Path) -> list[bytes]:
+    """The bodies in the sink, as the sink's own log has them, sorted."""
+    if not (path / "out" / "_spark_metadata" / "0").exists():
+        return []
+    return sorted(bytes(row.body) for row in spark.read.parquet(str(path / "out")).select("body").collect())
+
+
+def wait_written(spark: SparkSession, path: Path, bodies: list[bytes]) -> None:
+    wait_until(lambda: len(written(spark, path)) >= len(bodies), PATIENCE_S, interval=0.05)
+    assert written(spark, path) == sorted(bodies)
+
+
+def depth(broker: Broker) -> int:
+    stats = broker.channel_stats("t", "c")
+    assert stats is not None
+    return int(stats["depth"])
+
+
+def pause(broker: Broker, paused: bool) -> None:
+    channel = broker._daemon.broker.topics["t"].channels["c"]
+    broker._call(channel.pause if paused else channel.unpause)
+
+
+def test_a_batch_reads_a_range_with_all_columns_and_any_bytes(spark: SparkSession, broker: Broker) -> None:
+    sent = [b"\0\xff", "ü".encode(), b"x" * (1 << 20), *numbered(5)]
+    broker.publish("t", *sent)
+    reader = spark.read.format("nsq").option("nsqd", broker.http_address).option("topic", "t")
+    frame = reader.load()
+    assert frame.schema == SCHEMA
+    rows = frame.orderBy("offset").collect()
+    assert [bytes(row.body) for row in rows] == sent
+    kept = broker.peek("t")
+    assert [row.id for row in rows] == [message.id for message in kept]
+    assert [row.offset for row in rows] == [message.sequence for message in kept]
+    assert {(row.topic, row.node, row.attempts) for row in rows} == {("t", broker.http_address, 0)}
+    start = json.dumps({"t": rows[3].offset})
+    end = json.dumps({"t": {broker.http_address: rows[6].offset}})
+    part = reader.option("startingPosition", start).option("endingPosition", end).load()
+    assert sorted(bytes(row.body) for row in part.collect()) == numbered(3)
+    assert part.count() == 3
+    empty = reader.option("startingPosition", "latest").option("endingPosition", "latest").load()
+    assert empty.collect() == []
+    chosen = spark.read.format("nsq").schema("body binary not null, topic string not null")
+    (row,) = chosen.options(nsqd=broker.http_address, topic="t").load().filter("length(body) > 10").collect()
+    assert row.asDict() == {"body": b"x" * (1 << 20), "topic": "t"}
+
+
+def test_available_now_reads_what_is_there_in_limited_batches_and_goes_on_from_its_checkpoint(
+    spark: SparkSession, broker: Broker, tmp_path: Path
+) -> None:
+    broker.publish("t", *numbered(250))
+    frame = source(spark, nsqd=broker.http_address, maxRowsPerTrigger=100)
+    assert run_available(frame, tmp_path) == [100, 100, 50]
+    assert written(spark, tmp_path) == numbered(250)
+    broker.publish("t", *numbered(50, 250))
+    assert run_available(frame, tmp_path) == [50]
+    assert run_available(frame, tmp_path) == []
+    assert written(spark, tmp_path) == numbered(300)
+    # A batch that was planned and not finished is run again, with the same rows.
+    (tmp_path / "checkpoint" / "commits" / "3").unlink()
+    (tmp_path / "out" / "_spark_metadata" / "3").unlink()
+    assert run_available(frame, tmp_path) == [50]
+    assert written(spark, tmp_path) == numbered(300)
+
+
+def test_the_default_trigger_follows_a_topic_that_appears_later(spark: SparkSession, tmp_path: Path) -> None:
+    with run_lookupd() as lookupd, run_broker(lookupd_tcp_address=[lookupd.tcp_address]) as broker:
+        with running(source(spark, nsqlookupd=lookupd.http_address), tmp_path) as query:
+            broker.publish("t", *numbered(3))
+            wait_written(spark, tmp_path, numbered(3))
+            broker.publish("t", *numbered(3, 3))
+            wait_written(spark, tmp_path, numbered(6))
+            # Quiet now: Spark commits no more, and the channel shows no lag nevertheless.
+            wait_until(lambda: depth(broker) == 0)
+            progress = query.lastProgress
+            assert progress is not None and progress.sources[0].endOffset == progress.sources[0].latestOffset
+            # And an idle query does not spin.
+            before = len(query.recentProgress)
+            wait_until(lambda: not query.status["isDataAvailable"])
+            assert len(query.recentProgress) - before <= 2
+
+
+def test_the_processing_time_trigger_takes_nodes_as_they_come_and_go(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    with run_lookupd() as lookupd, run_broker(lookupd_tcp_address=[lookupd.tcp_address]) as one:
+        one.publish("t", b"1")
+        frame = source(spark, nsqlookupd=lookupd.http_address, topic=None, topicsPattern="t")
+        with running(frame, tmp_path, processingTime="100 milliseconds") as query:
+            wait_written(spark, tmp_path, [b"1"])
+            with run_broker(lookupd_tcp_address=[lookupd.tcp_address]) as other:
+                other.publish("t", b"2")
+                wait_written(spark, tmp_path, [b"1", b"2"])
+                one.stop()
+                other.publish("t", b"3")
+                wait_written(spark, tmp_path, [b"1", b"2", b"3"])
+                one.start()
+                one.publish("t", b"4")
+                wait_written(spark, tmp_path, [b"1", b"2", b"3", b"4"])
+                assert query.isActive
+
+
+def test_a_topic_deleted_with_unread_messages_fails_the_query_unless_told_otherwise(
+    spark: SparkSession, broker: Broker, tmp_path: Path
+) -> None:
+    broker.publish("t", *numbered(500))
+    with running(source(spark, nsqd=broker.http_address, maxRowsPerTrigger=1), tmp_path) as query:
+        wait_until(lambda: written(spark, tmp_path), PATIENCE_S)
+        broker.delete("t")
+        wait_until(lambda: not query.isActive, PATIENCE_S)
+        assert "has been deleted" in str(query.exception())
+        assert "set the option failOnDataLoss to false" in str(query.exception())
+    seen = written(spark, tmp_path)
+    broker.publish("t", *numbered(3, 500))
+    with running(source(spark, nsqd=broker.http_address, failOnDataLoss="false"), tmp_path):
+        wait_written(spark, tmp_path, seen + numbered(3, 500))
+
+
+def test_a_channel_paused_or_deleted_from_outside_costs_no_row(
+    spark: SparkSession, broker: Broker, tmp_path: Path
+) -> None:
+    broker.publish("t", b"1")
+    with running(source(spark, nsqd=broker.http_address), tmp_path):
+        wait_written(spark, tmp_path, [b"1"])
+        wait_until(lambda: depth(broker) == 0)
+        pause(broker, True)
+        wait_until(lambda: broker.channel_stats("t", "c")["paused"])  # type: ignore[index]
+        broker.publish("t", b"2")
+        pause(broker, False)
+        wait_written(spark, tmp_path, [b"1", b"2"])
+        broker._call(lambda: broker._daemon.broker.topics["t"].delete_channel("c"))
+        wait_until(lambda: broker.channel_stats("t", "c") is not None)
+        broker.publish("t", b"3")
+        wait_written(spark, tmp_path, [b"1", b"2", b"3"])
+        wait_until(lambda: depth(broker) == 0)
+
+
+def test_errors_of_options_name_the_option(spark: SparkSession, broker: Broker, tmp_path: Path) -> None:
+    def read(schema: str = "", **options: str) -> None:
+        reader = spark.read.format("nsq").options(nsqd=broker.http_address, **options)
+        (reader.schema(schema) if schema else reader).load().collect()
+
+    with pytest.raises(PySparkException, match="there is no option topik: did you mean topic"):
+        read(topik="t")
+    with pytest.raises(PySparkException, match="option startingPosition must be one of"):
+        read(topic="t", startingPosition="yesterday")
+    with pytest.raises(PySparkException, match="option mode: queue is for streams only"):
+        read(topic="t", mode="queue")
+    with pytest.raises(PySparkException, match="the schema wants body string"):
+        read("body string", topic="t")
+    frame = source(spark, nsqd=broker.http_address, channel=None)
+    with running(frame, tmp_path, availableNow=True) as query:
+        with pytest.raises(PySparkException, match="option channel is missing"):
+            query.awaitTermination(PATIENCE_S)

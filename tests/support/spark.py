@@ -1,0 +1,51 @@
+"""One Spark session for all tests of a run: starting its JVM costs more than most of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+# Short jobs on little data: compile fast rather than well, trust the classes, plan without looking back.
+FAST_JAVA = (
+    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+)
+FAST = {
+    "spark.sql.shuffle.partitions": "1",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.driver.extraJavaOptions": FAST_JAVA,
+    "spark.driver.memory": "1g",
+    "spark.sql.streaming.stopTimeout": "20s",
+}
+
+
+@pytest.fixture(scope="session")
+def spark_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """The session itself. Tests take `spark`, which also cleans up."""
+    pytest.importorskip("pyspark")
+    from nsparq.spark.session import build_session
+
+    warehouse = tmp_path_factory.mktemp("warehouse")
+    conf = {**FAST, "spark.sql.warehouse.dir": str(warehouse)}
+    session = build_session("tests", master="local[2]", ui_port=None, conf=conf)
+    yield session
+    session.stop()
+
+
+@pytest.fixture
+def spark(spark_session: SparkSession) -> Iterator[SparkSession]:
+    """A local[2] session with format("nsq"). After the test its queries and settings are gone."""
+    before = spark_session.conf.getAll
+    yield spark_session
+    for query in spark_session.streams.active:
+        query.stop()
+    after = spark_session.conf.getAll
+    for name in after.keys() - before.keys():
+        spark_session.conf.unset(name)
+    for name, value in before.items():
+        if after.get(name) != value:
+            spark_session.conf.set(name, value)
