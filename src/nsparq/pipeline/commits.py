@@ -1,0 +1,171 @@
+"""Files of a micro-batch into a directory of Parquet, exactly once, whoever dies in between.
+
+    table/topic=orders/date=2026-11-15/0000000012-3f2a91c0-0000.parquet       batch, query, number
+    table/_nsparq/new/QUERY/12/….part                                         what tasks write
+    table/_nsparq/commits/QUERY/12.json                                       what batch 12 consists of
+    table/_nsparq/lock                                                        held while names change
+
+Tasks write below `_nsparq`, where no reader looks. The commit first writes down which files the batch
+consists of, atomically, and then gives them their names in the table. When a batch is run again after a
+crash, what was written down counts, and not what the new run has made. So every file in the table is whole,
+and every row is in one of them; only while the names of one batch change may a reader see some of its files
+and not yet the others.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from nsparq.pipeline.errors import PipelineError
+from nsparq.pipeline.parts import Part, directory_of
+
+__all__ = ["HIDDEN", "Directory", "sync_directory"]
+
+logger = logging.getLogger(__name__)
+
+HIDDEN: Final = "_nsparq"
+
+
+class Directory:
+    """A table of Parquet files, as the driver and the tasks know it."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._hidden = self.path / HIDDEN
+
+    def new_files(self, query: str, batch: int) -> Path:
+        """Where the tasks of a batch write."""
+        return self._hidden / "new" / query / str(batch)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """One at a time changes what is in the table, over all processes."""
+        self._hidden.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._hidden / "lock", os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def commit(self, query: str, batch: int, parts: Iterable[Part]) -> list[Path]:
+        """Make the files part of the table. Doing it again does nothing, whatever the files are then.
+
+        Returns the directories in which something has changed. Raises PipelineError.
+        """
+        record = self._record(query, batch)
+        with self.lock():
+            moves = _recorded(record)
+            if moves is None:
+                moves = self._moves(query, batch, [*parts])
+                _write(record, {"moves": moves})
+            changed = self._move(moves)
+            # From here on the files may be joined with others, and are not looked for.
+            _write(record, {"moves": []})
+            self._forget(query, batch)
+        return changed
+
+    def _record(self, query: str, batch: int) -> Path:
+        return self._hidden / "commits" / query / f"{batch}.json"
+
+    def _moves(self, query: str, batch: int, parts: list[Part]) -> list[tuple[str, str]]:
+        missing = [part.path for part in parts if not os.path.exists(part.path)]
+        if missing:
+            raise PipelineError(
+                f"{missing[0]} was written by a task and is not here: {self.path} must be on a file "
+                "system that driver and executors share"
+            )
+        names = [f"{batch:010d}-{query[:8]}-{number:04d}.parquet" for number in range(len(parts))]
+        return [
+            (part.path, os.path.join(directory_of(part.values), name))
+            for part, name in zip(parts, names, strict=True)
+        ]
+
+    def _move(self, moves: list[tuple[str, str]]) -> list[Path]:
+        changed: dict[Path, None] = {}
+        for old, new in moves:
+            target = self.path / new
+            target.parent.mkdir(parents=True, exist_ok=True)
+            changed[target.parent] = None
+            try:
+                os.rename(old, target)
+            except FileNotFoundError:
+                if not target.exists():
+                    raise PipelineError(f"{old}, which belongs to {target}, is gone") from None
+        for directory in changed:
+            sync_directory(directory)
+        return [*changed]
+
+    def _forget(self, query: str, batch: int) -> None:
+        """What can no longer be of use: Spark repeats no batch but the last."""
+        for record in (self._hidden / "commits" / query).glob("*.json"):
+            if int(record.stem) < batch:
+                record.unlink()
+        for directory in (self._hidden / "new" / query).glob("*"):
+            if int(directory.name) <= batch:
+                shutil.rmtree(directory, ignore_errors=True)
+
+    def abort(self, query: str, batch: int, parts: Iterable[Part]) -> None:
+        """Drop the files, unless it has been decided that they belong to the table."""
+        with self.lock():
+            if self._record(query, batch).exists():
+                return
+            for part in parts:
+                Path(part.path).unlink(missing_ok=True)
+
+    def scratch(self, name: str) -> Path:
+        """A directory of the same file system that readers do not see."""
+        path = self._hidden / "scratch" / name
+        path.mkdir(parents=True)
+        return path
+
+    def clear_scratch(self) -> None:
+        """Whatever a crash has left; the lock is held."""
+        shutil.rmtree(self._hidden / "scratch", ignore_errors=True)
+
+    def partitions(self) -> list[Path]:
+        """All directories that hold files."""
+        found = {
+            path.parent
+            for path in self.path.rglob("*.parquet")
+            if HIDDEN not in path.relative_to(self.path).parts
+        }
+        return sorted(found)
+
+
+def _recorded(record: Path) -> list[tuple[str, str]] | None:
+    try:
+        found = json.loads(record.read_text())
+    except FileNotFoundError:
+        return None
+    logger.info("%s: the batch has been written before; what was written then stays", record)
+    return [(old, new) for old, new in found["moves"]]
+
+
+def _write(path: Path, content: object) -> None:
+    """All of it, or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    waiting = path.with_suffix(".tmp")
+    with waiting.open("w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(waiting, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Names are on the disk afterwards."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,138 @@
+"""The bytes of messages into columns, and those that are no such thing apart.
+
+Every message ends up in exactly one of `good_rows` and `dead_letters`, whichever query asks: both use the
+same expression for "does not decode". It is stricter than Spark's own readers, which would, for one, take the
+first of two objects in a message and say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import Final
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import IntegerType, StringType, StructField, StructType
+
+from nsparq.pipeline.reasons import dead_letter, why_not
+from nsparq.pipeline.samples import quoted
+from nsparq.pipeline.spec import Decode
+
+__all__ = ["DECODED", "ORIGIN", "dead_letters", "good_rows"]
+
+ORIGIN: Final = ("topic", "node", "offset", "timestamp", "attempts", "id")
+"""Columns of the source that stay, with _ in front: messages have fields of these names too often."""
+DECODED: Final = "nsparq_decoded"
+"""Name of the observation that counts `rows`, and `bad` ones among them."""
+
+# Names that no field of a message has.
+_BAD: Final = "__nsparq_bad"
+_CORRUPT: Final = "__nsparq_corrupt"
+_END: Final = "__nsparq_end"
+_ROW: Final = "__nsparq_row"
+
+
+def good_rows(messages: DataFrame, decode: Decode, schema: StructType, *, bad: str) -> DataFrame:
+    """The decoded columns, and _topic, _node, _offset, _timestamp, _attempts and _id.
+
+    `bad` says what becomes of the other messages: `drop` leaves them out, and somebody else may care for
+    them; `fail` ends the query at the first. They are counted in either case.
+    """
+    origin = [F.col(name).alias(f"_{name}") for name in ORIGIN]
+    if decode.format == "raw":
+        return messages.select("body", *origin)
+    marked = _marked(messages, decode, schema)
+    # The observation also keeps Spark from decoding twice, once to filter and once to select.
+    counted = marked.observe(DECODED, F.count(F.lit(1)).alias("rows"), F.count_if(F.col(_BAD)).alias("bad"))
+    if bad == "fail":
+        refusal = F.raise_error(
+            F.format_string(
+                "message %d of topic %s at %s does not decode as %s; with dead_letters = \"TOPIC\" such "
+                "messages are set aside",
+                F.col("offset"), F.col("topic"), F.col("node"), F.lit(decode.format),
+            )
+        )  # fmt: skip
+        fits = F.when(F.col(_BAD), refusal.cast("boolean")).otherwise(True)
+    else:
+        fits = ~F.col(_BAD)
+    columns = [F.col(_ROW)[name].alias(name) for name in schema.names]
+    if decode.format == "text":
+        columns = [F.col("body").cast("string").alias("text")]
+    return counted.where(fits).select(*columns, *origin)
+
+
+def dead_letters(
+    messages: DataFrame, decode: Decode, schema: StructType, *, pipeline: str, channel: str
+) -> DataFrame:
+    """A column `body`: a JSON object for each message that does not decode, with the reason and its
+    origin."""
+    format, options, described = decode.format, dict(decode.options), schema.json()
+
+    @F.udf(returnType=StringType(), useArrow=False)
+    def letter(
+        topic: str, node: str, offset: int, timestamp_ns: int, attempts: int, id: str, body: bytes
+    ) -> str:
+        import json
+
+        fields = StructType.fromJson(json.loads(described))
+        origin = {
+            "topic": topic,
+            "channel": channel,
+            "id": id,
+            "timestamp_ns": timestamp_ns,
+            "attempts": attempts,
+            "pipeline": pipeline,
+            "node": node,
+            "offset": offset,
+        }
+        return dead_letter(origin, bytes(body), why_not(bytes(body), format, fields, options))
+
+    published = (F.unix_micros("timestamp") * 1000).alias("timestamp_ns")
+    bad = _marked(messages, decode, schema).where(_BAD)
+    return bad.select(letter("topic", "node", "offset", published, "attempts", "id", "body").alias("body"))
+
+
+def _marked(messages: DataFrame, decode: Decode, schema: StructType) -> DataFrame:
+    """The message, what it decodes to, and whether it does not."""
+    text = F.col("body").cast("string")
+    marks = [~F.is_valid_utf8(text)]
+    if decode.format == "text":
+        return messages.withColumn(_BAD, marks[0])
+    is_json = decode.format == "json"
+    row = _json(schema, decode.options) if is_json else _csv(text, schema, decode.options)
+    read = messages.withColumn(_ROW, row)
+    marks += [F.col(_ROW).isNull(), F.col(_ROW)[_CORRUPT].isNotNull()]
+    if is_json:
+        marks += [~F.expr(_TRIMMED).endswith("}"), F.col(_ROW)[_END].isNull()]
+    marks += [F.col(_ROW)[one.name].isNull() for one in schema.fields if not one.nullable]
+    return read.withColumn(_BAD, F.coalesce(reduce(Column.__or__, marks), F.lit(True)))
+
+
+_BLANKS: Final = r"' \t\r\n'"
+_TRIMMED: Final = f"trim(TRAILING {_BLANKS} FROM CAST(body AS STRING))"
+
+
+def _json(schema: StructType, options: Mapping[str, str]) -> Column:
+    """Spark stops at the end of the first object. So a last member is added to what should be the only one:
+    if it is not found, that object ended earlier, and something follows it."""
+    opened = f"left({_TRIMMED}, length({_TRIMMED}) - 1)"
+    is_empty = F.expr(f"endswith(trim(TRAILING {_BLANKS} FROM {opened}), '{{')")
+    end = F.when(is_empty, f'"{_END}":1}}').otherwise(f',"{_END}":1}}')
+    return F.from_json(F.concat(F.expr(opened), end), _read_as(schema, _END), _permissive(options))
+
+
+def _csv(text: Column, schema: StructType, options: Mapping[str, str]) -> Column:
+    fields = _read_as(schema).fields
+    described = ", ".join(f"{quoted(one.name)} {one.dataType.simpleString()}" for one in fields)
+    return F.from_csv(text, described, _permissive(options))
+
+
+def _permissive(options: Mapping[str, str]) -> dict[str, str]:
+    return {**options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
+
+
+def _read_as(schema: StructType, *more: str) -> StructType:
+    fields = [StructField(one.name, one.dataType) for one in schema.fields]
+    ends = [StructField(name, IntegerType()) for name in more]
+    return StructType([*fields, *ends, StructField(_CORRUPT, StringType())])

@@ -1,0 +1,139 @@
+"""Spark's view of our file sinks: tasks write Parquet as Arrow comes, the driver makes it part of the table.
+
+Registered as the format "nsparq_files". Options: path, partitionBy, compression, compact, and table, which is
+`parquet` or `delta`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+from pyspark.sql.datasource import DataSource, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.types import StructType
+
+from nsparq.pipeline.errors import PipelineError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from nsparq.pipeline.parts import Part, PartWriter
+
+__all__ = ["FORMAT", "FilesDataSource"]
+
+logger = logging.getLogger(__name__)
+
+FORMAT: Final = "nsparq_files"
+
+
+@dataclass(frozen=True)
+class Written(WriterCommitMessage):
+    """What one task has written."""
+
+    query: str
+    parts: tuple[Part, ...]
+
+
+class Table(Protocol):
+    """Where files go: how tasks write them, and how a batch of them becomes visible."""
+
+    def write(self, batches: Iterator[pa.RecordBatch], query: str, batch: int) -> list[Part]: ...
+    def commit(self, query: str, batch: int, parts: Sequence[Part], schema: StructType) -> None: ...
+    def abort(self, query: str, batch: int, parts: Sequence[Part]) -> None: ...
+
+
+class FilesDataSource(DataSource):
+    """Write only, as a stream."""
+
+    @classmethod
+    def name(cls) -> str:
+        return FORMAT
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
+        if overwrite:
+            raise PipelineError("files can only be appended to: use output mode append")
+        return FilesWriter(schema, dict(self.options))
+
+
+class FilesWriter(DataSourceStreamArrowWriter):
+    def __init__(self, schema: StructType, options: Mapping[str, str]) -> None:
+        self._schema = schema
+        self._options = dict(options)
+
+    def _table(self) -> Table:
+        options = self._options
+        columns = tuple(filter(None, options.get("partitionby", "").split(",")))
+        if options.get("table") == "delta":
+            from nsparq.pipeline.delta import DeltaFiles
+
+            return DeltaFiles(Path(options["path"]), columns)
+        return ParquetFiles(
+            Path(options["path"]), columns, options.get("compression", "zstd"), int(options.get("compact", 0))
+        )
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        from nsparq.spark.sink import Task
+
+        task = Task.current()
+        if task.query_id is None:
+            raise PipelineError("Spark does not say which query this is")
+        return Written(task.query_id, tuple(self._table().write(iterator, task.query_id, task.batch_id)))
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
+        query, parts = _parts(messages)
+        if parts:
+            self._table().commit(query, batchId, parts, self._schema)
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
+        query, parts = _parts(messages)
+        if parts:
+            self._table().abort(query, batchId, parts)
+
+
+def _parts(messages: Sequence[WriterCommitMessage | None]) -> tuple[str, list[Part]]:
+    written = [message for message in messages if isinstance(message, Written)]
+    return (written[0].query if written else ""), [part for one in written for part in one.parts]
+
+
+class ParquetFiles:
+    """A directory of Parquet files; see `commits`."""
+
+    def __init__(self, path: Path, columns: Sequence[str], compression: str, fan_in: int) -> None:
+        from nsparq.pipeline.commits import Directory
+
+        self._directory, self._columns = Directory(path), columns
+        self._compression, self._fan_in = compression, fan_in
+
+    def write(self, batches: Iterator[pa.RecordBatch], query: str, batch: int) -> list[Part]:
+        from nsparq.pipeline.parts import PartWriter
+
+        target = self._directory.new_files(query, batch)
+        return write_parts(PartWriter(target, self._columns, self._compression, suffix=".part"), batches)
+
+    def commit(self, query: str, batch: int, parts: Sequence[Part], schema: StructType) -> None:
+        changed = self._directory.commit(query, batch, parts)
+        if not self._fan_in:
+            return
+        from nsparq.pipeline.compact import CannotExchange, compact
+
+        try:
+            compact(self._directory, changed, fan_in=self._fan_in)
+        except CannotExchange as error:
+            logger.warning("small files stay as they are: %s", error)
+
+    def abort(self, query: str, batch: int, parts: Sequence[Part]) -> None:
+        self._directory.abort(query, batch, parts)
+
+
+def write_parts(writer: PartWriter, batches: Iterator[pa.RecordBatch]) -> list[Part]:
+    """All of it, or nothing."""
+    try:
+        for batch in batches:
+            writer.write(batch)
+        return writer.finish()
+    except BaseException:
+        writer.drop()
+        raise

@@ -1,0 +1,178 @@
+"""Rows into Parquet files, one for each combination of values of the partition columns. Run by the tasks.
+
+A row group is written when enough rows have come together, whatever the size of the batches that bring them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+__all__ = ["NULL_VALUE", "Part", "PartWriter", "directory_of", "escaped", "split", "sync"]
+
+GROUP_ROWS: Final = 131_072
+GROUP_BYTES: Final = 32 << 20
+"""A row group is written as soon as it has so many rows or, before compression, so many bytes."""
+MAX_OPEN: Final = 64
+"""Files that one task writes at a time. Beyond it, the one written to least recently is closed."""
+NULL_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
+_ESCAPED: Final = frozenset("\"#%'*/:=?\\\x7f{}[]^") | {chr(code) for code in range(32)}
+
+Values = tuple[tuple[str, str | None], ...]
+"""Partition columns and their values, as texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file that a task has written and nobody sees yet."""
+
+    path: str
+    """Where it is."""
+    values: Values
+    rows: int
+    size: int
+
+
+def escaped(text: str) -> str:
+    """As Hive and Spark write it in the name of a directory."""
+    return "".join(f"%{ord(one):02X}" if one in _ESCAPED else one for one in text)
+
+
+def directory_of(values: Values) -> str:
+    """`topic=orders/date=2026-11-15`; empty without partition columns."""
+    return "/".join(
+        f"{escaped(name)}={NULL_VALUE if value is None else escaped(value)}" for name, value in values
+    )
+
+
+def split(batch: pa.RecordBatch, columns: Sequence[str]) -> Iterator[tuple[Values, pa.RecordBatch]]:
+    """The rows apart by the values of these columns, without the columns."""
+    if not batch.num_rows:
+        return
+    if not columns:
+        yield (), batch
+        return
+    kept = batch.select([name for name in batch.schema.names if name not in columns])
+    encoded = [batch.column(name).dictionary_encode() for name in columns]
+    codes = np.zeros(batch.num_rows, dtype=np.int64)
+    for one in encoded:
+        codes = codes * (len(one.dictionary) + 1) + one.indices.fill_null(len(one.dictionary)).to_numpy()
+    found, first, place = np.unique(codes, return_index=True, return_inverse=True)
+    for number, row in enumerate(first):
+        values = tuple((name, _text(batch.column(name)[int(row)])) for name in columns)
+        if len(found) == 1:
+            yield values, kept
+        else:
+            yield values, kept.take(pa.array(np.flatnonzero(place == number)))
+
+
+def _text(value: Any) -> str | None:
+    if not value.is_valid:
+        return None
+    if pa.types.is_boolean(value.type):
+        return str(value.as_py()).lower()
+    return str(value.as_py())
+
+
+class PartWriter:
+    """Writes the rows of one task into files below `directory`. The names are unique, and say nothing."""
+
+    def __init__(
+        self,
+        directory: Path,
+        columns: Sequence[str],
+        compression: str,
+        *,
+        suffix: str,
+        by_value: bool = False,
+    ) -> None:
+        """`by_value`: each file in the directory of its values, where it is to stay."""
+        self._directory, self._columns = directory, columns
+        self._compression, self._suffix, self._by_value = compression, suffix, by_value
+        self._open: dict[Values, _File] = {}
+        self._parts: list[Part] = []
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        for values, rows in split(batch, self._columns):
+            file = self._open.pop(values, None)
+            if file is None:
+                if len(self._open) >= MAX_OPEN:
+                    self._close(next(iter(self._open)))
+                file = self._new(values, rows.schema)
+            self._open[values] = file
+            file.write(rows)
+
+    def _new(self, values: Values, schema: pa.Schema) -> _File:
+        directory = self._directory / directory_of(values) if self._by_value else self._directory
+        directory.mkdir(parents=True, exist_ok=True)
+        return _File(directory / f"{uuid4().hex}{self._suffix}", schema, self._compression)
+
+    def _close(self, values: Values) -> None:
+        file = self._open.pop(values)
+        size = file.close()
+        self._parts.append(Part(str(file.path), values, file.rows, size))
+
+    def finish(self) -> list[Part]:
+        """The files, all of them on the disk."""
+        for values in list(self._open):
+            self._close(values)
+        return self._parts
+
+    def drop(self) -> None:
+        """After a failure: nothing of it stays."""
+        for file in self._open.values():
+            file.drop()
+        for part in self._parts:
+            Path(part.path).unlink(missing_ok=True)
+
+
+class _File:
+    def __init__(self, path: Path, schema: pa.Schema, compression: str) -> None:
+        self.path = path
+        self.rows = 0
+        self._writer = pq.ParquetWriter(str(path), schema, compression=compression)
+        self._waiting: list[pa.RecordBatch] = []
+        self._waiting_rows = self._waiting_bytes = 0
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        self._waiting.append(batch)
+        self.rows += batch.num_rows
+        self._waiting_rows += batch.num_rows
+        self._waiting_bytes += batch.nbytes
+        if self._waiting_rows >= GROUP_ROWS or self._waiting_bytes >= GROUP_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            table = pa.Table.from_batches(self._waiting)
+            self._writer.write_table(table, row_group_size=max(1, table.num_rows))
+            self._waiting = []
+            self._waiting_rows = self._waiting_bytes = 0
+
+    def close(self) -> int:
+        """The file's size, once it is on the disk."""
+        self._flush()
+        self._writer.close()
+        return sync(self.path)
+
+    def drop(self) -> None:
+        self._writer.close()
+        self.path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> int:
+    """What was written is on the disk afterwards. The size of the file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,244 @@
+"""A pipeline as streaming queries of Spark: one for its rows and, with `dead_letters`, one for the messages
+that do not decode.
+
+Why two queries rather than one with two outputs: each has a checkpoint and a sink of its own, so each is
+exactly once by Spark's own means, with any sink, any output mode, and aggregations, which would swallow the
+letters on their way. Both read the same ranges of the log from the same place on, and use the same expression
+to tell messages apart, so that every message is in exactly one of them. The price is that messages are read
+and decoded twice where `dead_letters` is set, and that letters may come a moment before or after the rows of
+their time.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+from weakref import WeakSet
+
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.streaming.readwriter import DataStreamWriter
+from pyspark.sql.types import StructType
+
+from nsparq.errors import NsparqError
+from nsparq.pipeline.decode import ORIGIN, dead_letters, good_rows
+from nsparq.pipeline.errors import PipelineError, in_words
+from nsparq.pipeline.memory import PipelineMemory
+from nsparq.pipeline.samples import infer_csv, infer_json
+from nsparq.pipeline.sinks import Target, letters_writer, prepared, writer_of
+from nsparq.pipeline.spec import Memory, Pipeline, PipelineFile, Trigger
+from nsparq.pipeline.steps import transform
+from nsparq.spark.options import TABLE, NsqOptions, Use
+
+__all__ = ["LETTERS", "ROWS", "Frames", "build", "check", "register", "start"]
+
+ROWS: Final = "rows"
+LETTERS: Final = "letters"
+"""The two roles of a query, and the names of their checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """What a pipeline comes to, before anything runs."""
+
+    rows: DataFrame
+    letters: DataFrame | None
+
+
+def register(spark: SparkSession) -> None:
+    """What our sinks need in a session. Twice is safe."""
+    from nsparq.pipeline.files import FilesDataSource
+
+    if spark not in _REGISTERED:
+        spark.dataSource.register(FilesDataSource)
+        _REGISTERED.add(spark)
+
+
+_REGISTERED: Final[WeakSet[SparkSession]] = WeakSet()
+
+
+def build(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames:
+    """Everything that Spark can check without reading a message. Raises PipelineError."""
+    decode = pipeline.decode
+    schema = _schema(spark, file, pipeline)
+    bad = "drop" if pipeline.dead_letters else decode.on_error
+    messages = good_rows(_messages(spark, file, pipeline, ROWS), decode, schema, bad=bad)
+    result = transform(spark, pipeline, messages, file.path.parent)
+    rows = prepared(pipeline.sink, result, _target(file, pipeline))
+    if not pipeline.dead_letters:
+        return Frames(rows, None)
+    letters = dead_letters(
+        _messages(spark, file, pipeline, LETTERS),
+        decode,
+        schema,
+        pipeline=pipeline.name,
+        channel=pipeline.source.options["channel"],
+    )
+    return Frames(rows, letters)
+
+
+def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames:
+    """The same, and whether Spark would run it as a stream. Raises PipelineError."""
+    frames = build(spark, file, pipeline)
+    writer_of(pipeline.sink, frames.rows, _target(file, pipeline))
+    jvm: Any = spark._jvm
+    plan = frames.rows._jdf.queryExecution().analyzed()
+    mode = getattr(jvm.org.apache.spark.sql.streaming.OutputMode, pipeline.output_mode.capitalize())()
+    try:
+        jvm.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker.checkForStreaming(plan, mode)
+    except PySparkException as error:
+        raise _refused(pipeline, error) from error
+    return frames
+
+
+def start(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> dict[str, StreamingQuery]:
+    """Running queries by their role. Raises PipelineError."""
+    settle_beginning(file, pipeline)
+    frames = build(spark, file, pipeline)
+    started: dict[str, StreamingQuery] = {}
+    try:
+        rows = writer_of(pipeline.sink, frames.rows, _target(file, pipeline))
+        started[ROWS] = _start(rows.outputMode(pipeline.output_mode), pipeline, ROWS)
+        if frames.letters is not None:
+            letters = letters_writer(frames.letters, pipeline.dead_letters, file.nsq)
+            started[LETTERS] = _start(letters.outputMode("append"), pipeline, LETTERS)
+    except BaseException:
+        for query in started.values():
+            query.stop()
+        raise
+    return started
+
+
+def _start(writer: DataStreamWriter, pipeline: Pipeline, role: str) -> StreamingQuery:
+    if not (role == ROWS and isinstance(pipeline.sink, Memory)):
+        # A table in memory has the name of its query, and is gone with it: it begins anew each time.
+        writer = writer.queryName(pipeline.name if role == ROWS else f"{pipeline.name} dead letters")
+        writer = writer.option("checkpointLocation", f"{pipeline.checkpoint}/{role}")
+    try:
+        return _triggered(writer, pipeline.trigger).start()
+    except PySparkException as error:
+        raise _refused(pipeline, error) from error
+
+
+def _refused(pipeline: Pipeline, error: PySparkException) -> PipelineError:
+    text, said = in_words(error), str(error).lower()
+    if "output mode" in said and "watermark" in said:
+        text += '; either set output_mode = "update", or add a watermark'
+    return PipelineError(f"[pipeline.{pipeline.name}]: {text}")
+
+
+def _triggered(writer: DataStreamWriter, trigger: Trigger) -> DataStreamWriter:
+    if trigger.kind == "available-now":
+        return writer.trigger(availableNow=True)
+    if trigger.kind == "once":
+        return writer.trigger(once=True)
+    return writer.trigger(processingTime=f"{round(trigger.seconds * 1000)} milliseconds")
+
+
+def _target(file: PipelineFile, pipeline: Pipeline) -> Target:
+    return Target(pipeline, file.nsq)
+
+
+# messages
+
+
+def source_options(file: PipelineFile, pipeline: Pipeline, role: str = ROWS) -> dict[str, str]:
+    """Options of format("nsq") for one of the queries."""
+    options = {**file.nsq, **pipeline.source.options}
+    if options.get("mode") == "queue":
+        options.setdefault("staging", f"{pipeline.checkpoint}/staging")
+    if role == LETTERS:
+        options["channel"] = f"{options['channel']}.dead"
+    return options
+
+
+def _messages(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, role: str) -> DataFrame:
+    options = source_options(file, pipeline, role)
+    if pipeline.dead_letters:
+        beginning = PipelineMemory(pipeline).get("beginning")
+        if beginning is not None:
+            options["startingPosition"] = json.dumps(beginning)
+    try:
+        return spark.readStream.format("nsq").options(**options).load()
+    except PySparkException as error:
+        raise PipelineError(f"[pipeline.{pipeline.name}.source]: {in_words(error)}") from error
+
+
+def settle_beginning(file: PipelineFile, pipeline: Pipeline) -> None:
+    """Where the queries begin, once for both of them: what is `latest` to the one would not be to the other.
+    Raises PipelineError."""
+    memory = PipelineMemory(pipeline)
+    if not pipeline.dead_letters or memory.get("beginning") is not None:
+        return
+    from nsparq.spark.log_source import LogSource
+    from nsparq.spark.positions import encode
+
+    try:
+        source = LogSource(NsqOptions.parse(source_options(file, pipeline), Use.LOG_STREAM))
+        try:
+            memory.put("beginning", encode(source.initial()))
+        finally:
+            source.close()
+    except NsparqError as error:
+        raise PipelineError(f"[pipeline.{pipeline.name}.source]: {error}") from error
+
+
+# the schema
+
+
+def _schema(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> StructType:
+    decode = pipeline.decode
+    if decode.format in ("text", "raw"):
+        return StructType()
+    place = f"[pipeline.{pipeline.name}.decode] schema"
+    given = decode.schema or _inferred(spark, file, pipeline, place)
+    try:
+        schema = StructType.fromDDL(given)
+    except PySparkException as error:
+        raise PipelineError(f"{place}: {in_words(error)}, in {given!r}") from error
+    if not isinstance(schema, StructType):
+        raise PipelineError(f"{place}: names no columns: {given!r}")
+    taken = [one for one in schema.names if one in {f"_{name}" for name in ORIGIN}]
+    if taken:
+        raise PipelineError(f"{place}: {taken[0]!r} is the name of a column that every message has")
+    return schema
+
+
+def _inferred(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, place: str) -> str:
+    memory = PipelineMemory(pipeline)
+    known = memory.get("schema")
+    if known is not None:
+        return str(known)
+    decode = pipeline.decode
+    bodies = sample(spark, file, pipeline, decode.sample)
+    separator = decode.options.get("sep", decode.options.get("delimiter", ","))
+    found = infer_json(bodies) if decode.format == "json" else infer_csv(bodies, separator)
+    if not found:
+        raise PipelineError(
+            f"{place}: none was given, and none can be inferred: {pipeline.source.topics} has "
+            + (f"no {decode.format.upper()} among {len(bodies)} messages" if bodies else "no messages yet")
+        )
+    memory.put("schema", found)
+    return found
+
+
+def sample(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, count: int) -> list[bytes]:
+    """Bodies of messages, the oldest that there are. Raises PipelineError."""
+    options = source_options(file, pipeline)
+    kept = {name: value for name, value in options.items() if name not in _STREAM_ONLY}
+    try:
+        rows = spark.read.format("nsq").options(**kept).load().select("body").limit(count).collect()
+    except PySparkException as error:
+        raise PipelineError(
+            f"[pipeline.{pipeline.name}.decode] schema: no sample can be read: {in_words(error)}"
+        ) from error
+    return [bytes(row.body) for row in rows]
+
+
+_STREAM_ONLY: Final = {
+    one.name
+    for one in TABLE.values()
+    if Use.LOG_BATCH not in one.uses or one.name in ("channel", "startingPosition")
+}

@@ -1,0 +1,141 @@
+"""From messages to a schema: what columns a handful of messages have, in Spark's words. Needs no Spark.
+
+Types only grow: a column that is a whole number here and a fraction there is DOUBLE, one that is a number
+here and a text there is STRING. What is always null is STRING too, since nothing is known about it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+__all__ = ["guess_format", "infer_csv", "infer_json", "quoted"]
+
+_TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,9})?)?(Z|[+-]\d\d:?\d\d)?")
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Words that a DDL parser would take for something else.
+_RESERVED: Final = {"not", "null", "comment", "default", "generated", "collate"}
+_LONG: Final = range(-(1 << 63), 1 << 63)
+
+
+@dataclass
+class _Type:
+    """What one column has held so far."""
+
+    names: set[str] = field(default_factory=set)
+    """BOOLEAN, BIGINT, DOUBLE, TIMESTAMP, STRING"""
+    fields: dict[str, _Type] | None = None
+    items: _Type | None = None
+
+    def add(self, value: Any) -> None:
+        if value is None:
+            return
+        if isinstance(value, dict):
+            self.fields = {} if self.fields is None else self.fields
+            for name, item in value.items():
+                self.fields.setdefault(name, _Type()).add(item)
+        elif isinstance(value, list):
+            self.items = self.items or _Type()
+            for item in value:
+                self.items.add(item)
+        else:
+            self.names.add(_name(value))
+
+    def ddl(self) -> str:
+        kinds = bool(self.names) + (self.fields is not None) + (self.items is not None)
+        if kinds > 1 or (self.fields is not None and not self.fields):
+            return "STRING"
+        if self.fields is not None:
+            inner = ", ".join(f"{quoted(name)}: {one.ddl()}" for name, one in self.fields.items())
+            return f"STRUCT<{inner}>"
+        if self.items is not None:
+            return f"ARRAY<{self.items.ddl()}>"
+        if self.names == {"BIGINT", "DOUBLE"}:
+            return "DOUBLE"
+        return next(iter(self.names)) if len(self.names) == 1 else "STRING"
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, bool):
+        return "BOOLEAN"
+    if isinstance(value, int):
+        return "BIGINT" if value in _LONG else "DOUBLE"
+    if isinstance(value, float):
+        return "DOUBLE"
+    return "TIMESTAMP" if _TIME.fullmatch(value) else "STRING"
+
+
+def quoted(name: str) -> str:
+    """A name as it may stand in a schema and in SQL."""
+    if _PLAIN_NAME.fullmatch(name) and name.lower() not in _RESERVED:
+        return name
+    return "`" + name.replace("`", "``") + "`"
+
+
+def infer_json(bodies: Iterable[bytes]) -> str:
+    """The schema of those messages that are JSON objects; empty if none has a field."""
+    found = _Type()
+    for body in bodies:
+        value = _object(body)
+        if value is not None:
+            found.add(value)
+    return ", ".join(f"{quoted(name)} {one.ddl()}" for name, one in (found.fields or {}).items())
+
+
+def _object(body: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def infer_csv(bodies: Iterable[bytes], separator: str = ",") -> str:
+    """The schema of messages that are a line each: columns c1, c2, … as many as most of them have."""
+    rows = [row for body in bodies for row in csv.reader([_text(body)], delimiter=separator) if row]
+    if not rows:
+        return ""
+    widths = [len(row) for row in rows]
+    width = max(set(widths), key=widths.count)
+    columns = [_Type() for _ in range(width)]
+    for row in rows:
+        if len(row) == width:
+            for column, value in zip(columns, row, strict=True):
+                column.add(_value(value))
+    return ", ".join(f"c{number} {column.ddl()}" for number, column in enumerate(columns, 1))
+
+
+def _text(body: bytes) -> str:
+    return body.decode(errors="replace").replace("\n", " ").replace("\r", " ")
+
+
+def _value(text: str) -> Any:
+    """What a field of CSV looks like; an empty one is nothing."""
+    text = text.strip()
+    if not text:
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text
+
+
+def guess_format(bodies: Sequence[bytes]) -> str:
+    """json, text or raw; json also when a few are not."""
+    objects = sum(_object(body) is not None for body in bodies)
+    if bodies and objects * 2 > len(bodies):
+        return "json"
+    try:
+        for body in bodies:
+            body.decode()
+    except UnicodeDecodeError:
+        return "raw"
+    return "text"

@@ -1,0 +1,203 @@
+"""Where the rows of a pipeline go: a stream writer for each kind of sink.
+
+What a crash does to the result is the sink's to say. Topics, files and Delta tables get every micro-batch
+exactly once; so does a database with `batch_column`, and without it at least once. Console, memory and noop
+are for looking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import singledispatch
+from typing import Any
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.streaming.readwriter import DataStreamWriter
+from pyspark.sql.types import BinaryType, StringType, TimestampNTZType, TimestampType
+
+from nsparq.pipeline.decode import ORIGIN
+from nsparq.pipeline.errors import PipelineError
+from nsparq.pipeline.files import FORMAT
+from nsparq.pipeline.memory import PipelineMemory
+from nsparq.pipeline.spec import Console, Delta, Files, Jdbc, Memory, Noop, Parquet, Pipeline, Sink, Topic
+
+__all__ = ["Target", "letters_writer", "prepared", "writer_of"]
+
+Writer = DataStreamWriter
+_OF_MESSAGE = frozenset(f"_{name}" for name in ORIGIN)
+
+
+class Target:
+    """What a sink may need to know besides the rows."""
+
+    def __init__(self, pipeline: Pipeline, nsq: Mapping[str, str]) -> None:
+        self.pipeline, self.output_mode, self.nsq = pipeline.name, pipeline.output_mode, nsq
+        self.memory = PipelineMemory(pipeline)
+
+    @property
+    def place(self) -> str:
+        return f"[pipeline.{self.pipeline}.sink]"
+
+
+# the columns that a sink gets
+
+
+@singledispatch
+def prepared(sink: Sink, rows: DataFrame, target: Target) -> DataFrame:
+    """The rows with the columns that the sink wants. Raises PipelineError."""
+    return rows
+
+
+@prepared.register
+def _(sink: Topic, rows: DataFrame, target: Target) -> DataFrame:
+    for key in ("topic_from", "body_from", "defer_from"):
+        _check_column(rows, target, key, getattr(sink, key))
+    columns = [_body(sink, rows, target).alias("body")]
+    if sink.topic_from:
+        columns.append(F.col(sink.topic_from).cast("string").alias("topic"))
+    if sink.defer_from:
+        columns.append(F.col(sink.defer_from).cast("bigint").alias("defer"))
+    return rows.select(*columns)
+
+
+def _body(sink: Topic, rows: DataFrame, target: Target) -> Any:
+    types = {one.name: one.dataType for one in rows.schema.fields}
+    name = sink.body_from or ("body" if "body" in types else "")
+    if name:
+        if not isinstance(types[name], BinaryType | StringType):
+            shown = types[name].simpleString().upper()
+            raise PipelineError(f"{target.place} body_from: {name!r} is {shown}, not STRING or BINARY")
+        return F.col(name)
+    own = [one for one in rows.columns if one not in {*_OF_MESSAGE, sink.topic_from, sink.defer_from}]
+    if not own:
+        raise PipelineError(f"{target.place} the rows have no columns of which a message could be made")
+    return F.to_json(F.struct(*(F.col(f"`{one}`") for one in own)), {"ignoreNullFields": "false"})
+
+
+@prepared.register
+def _(sink: Files, rows: DataFrame, target: Target) -> DataFrame:
+    types = {one.name: one.dataType for one in rows.schema.fields}
+    made = {"date": F.to_date, "hour": F.hour}
+    for name in sink.partition_by:
+        if name in types:
+            continue
+        if name not in made:
+            raise PipelineError(
+                f"{target.place} partition_by: there is no column {name!r}; there are {', '.join(types)}"
+            )
+        if not isinstance(types.get(sink.date_from), TimestampType | TimestampNTZType):
+            raise PipelineError(
+                f"{target.place} partition_by: {name!r} is made of the column {sink.date_from!r}, which must "
+                "be a "
+                "TIMESTAMP; name another with date_from, or select a column of that name"
+            )
+        rows = rows.withColumn(name, made[name](sink.date_from))
+    if len(rows.columns) == len(sink.partition_by):
+        raise PipelineError(f"{target.place} partition_by: no column is left for the files themselves")
+    return rows
+
+
+def _check_column(rows: DataFrame, target: Target, key: str, name: str) -> None:
+    if name and name not in rows.columns:
+        known = ", ".join(rows.columns)
+        raise PipelineError(f"{target.place} {key}: there is no column {name!r}; there are {known}")
+
+
+# writers
+
+
+@singledispatch
+def writer_of(sink: Sink, rows: DataFrame, target: Target) -> Writer:
+    """A writer of `prepared` rows, without checkpoint and trigger. Raises PipelineError."""
+    raise NotImplementedError(type(sink).__name__)
+
+
+@writer_of.register
+def _(sink: Topic, rows: DataFrame, target: Target) -> Writer:
+    options = {**target.nsq, **sink.options, **({"topic": sink.topic} if sink.topic else {})}
+    if target.output_mode != "update":
+        return rows.writeStream.format("nsq").options(**options)
+    # Spark lets no Python sink have updates. As transactions of the same kind it makes no difference.
+    producer = f"nsparq:{target.memory.identity}"
+
+    def publish(batch: DataFrame, number: int) -> None:
+        named = {**options, "producer": producer, "sequence": str(number)}
+        batch.write.format("nsq").options(**named).mode("append").save()
+
+    return rows.writeStream.foreachBatch(publish)
+
+
+def letters_writer(letters: DataFrame, topic: str, nsq: Mapping[str, str]) -> Writer:
+    return letters.writeStream.format("nsq").options(**nsq, topic=topic)
+
+
+@writer_of.register
+def _(sink: Parquet, rows: DataFrame, target: Target) -> Writer:
+    if sink.writer == "spark":
+        writer = rows.writeStream.format("parquet").option("path", sink.path)
+        writer = writer.option("compression", sink.compression)
+        return writer.partitionBy(*sink.partition_by) if sink.partition_by else writer
+    return rows.writeStream.format(FORMAT).options(
+        table="parquet",
+        path=sink.path,
+        partitionBy=",".join(sink.partition_by),
+        compression=sink.compression,
+        compact=str(sink.compact),
+    )
+
+
+@writer_of.register
+def _(sink: Delta, rows: DataFrame, target: Target) -> Writer:
+    from nsparq.pipeline.delta import is_installed
+
+    if not is_installed():
+        raise PipelineError(f"{target.place} delta: the package deltalake is missing: pip install deltalake")
+    partition_by = ",".join(sink.partition_by)
+    return rows.writeStream.format(FORMAT).options(table="delta", path=sink.path, partitionBy=partition_by)
+
+
+@writer_of.register
+def _(sink: Jdbc, rows: DataFrame, target: Target) -> Writer:
+    given = {"user": sink.user, "password": sink.password, "driver": sink.driver}
+    options = {**sink.options, **{key: value for key, value in given.items() if value}}
+
+    def insert(batch: DataFrame, number: int) -> None:
+        if sink.batch_column:
+            # A batch that was begun before may be there; to look for each of them would take longer and
+            # longer.
+            if target.memory.get("batch") == number and _has_batch(batch, sink, options, number):
+                return
+            target.memory.put("batch", number)
+            # One task is one transaction.
+            batch = batch.coalesce(1).withColumn(sink.batch_column, F.lit(number).cast("bigint"))
+        batch.write.jdbc(sink.url, sink.table, mode="append", properties=options)
+
+    return rows.writeStream.foreachBatch(insert)
+
+
+def _has_batch(batch: DataFrame, sink: Jdbc, options: Mapping[str, str], number: int) -> bool:
+    """Whether rows of it are in the table. A batch without rows never is, and does no harm."""
+    try:
+        table = batch.sparkSession.read.jdbc(sink.url, sink.table, properties=dict(options))
+        return bool(table.where(F.col(sink.batch_column) == number).limit(1).count())
+    except Exception as error:
+        if "SYNTAX_ERROR" in str(error):
+            # There is no table yet.
+            return False
+        raise
+
+
+@writer_of.register
+def _(sink: Console, rows: DataFrame, target: Target) -> Writer:
+    return rows.writeStream.format("console").option("numRows", str(sink.rows)).option("truncate", "false")
+
+
+@writer_of.register
+def _(sink: Memory, rows: DataFrame, target: Target) -> Writer:
+    return rows.writeStream.format("memory").queryName(sink.table)
+
+
+@writer_of.register
+def _(sink: Noop, rows: DataFrame, target: Target) -> Writer:
+    return rows.writeStream.format("noop")

@@ -1,0 +1,395 @@
+"""What a pipeline file can say, as values. A field made with `key()` is a key of the file. Needs no Spark.
+
+`nsparq.pipeline.reading` makes these of TOML; the reference page is made of them too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from nsparq.errors import NsparqError
+from nsparq.pipeline.tables import (
+    REQUIRED,
+    choice,
+    count,
+    duration,
+    key,
+    settings,
+    strings,
+    text,
+    topic_name,
+    unread,
+    whole,
+)
+
+__all__ = [
+    "INPUT",
+    "MESSAGES",
+    "SINKS",
+    "Console",
+    "Decode",
+    "Delta",
+    "Files",
+    "Jdbc",
+    "Memory",
+    "Noop",
+    "Parquet",
+    "Pipeline",
+    "PipelineFile",
+    "Run",
+    "Sink",
+    "Source",
+    "Spark",
+    "SpecError",
+    "Step",
+    "Topic",
+    "Trigger",
+    "Watermark",
+    "describe",
+    "is_local",
+]
+
+MESSAGES: Final = "messages"
+"""The decoded messages, as SQL calls them."""
+INPUT: Final = "input"
+"""What a step is given, as SQL calls it."""
+
+
+class SpecError(NsparqError):
+    """A pipeline file that cannot be; the text has a line for each problem."""
+
+    def __init__(self, path: str, problems: list[str]) -> None:
+        super().__init__("\n".join(f"{path}: {problem}" for problem in problems))
+        self.path, self.problems = path, problems
+
+
+# values of keys
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """When a micro-batch begins: every so many seconds, or only as long as there is something now."""
+
+    seconds: float = 1.0
+    kind: str = "interval"
+
+    @property
+    def ends(self) -> bool:
+        """The query ends by itself."""
+        return self.kind != "interval"
+
+    @classmethod
+    def read(cls, value: Any) -> Trigger:
+        if value in ("available-now", "once"):
+            return cls(0.0, value)
+        try:
+            return cls(duration(value))
+        except ValueError:
+            raise ValueError('must be a duration such as "5s", "available-now" or "once"') from None
+
+
+def _identifier(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+        raise ValueError("must be a name that SQL can use: letters, digits, _")
+    return value
+
+
+def _identifiers(value: Any) -> tuple[str, ...]:
+    return tuple(map(_identifier, [value] if isinstance(value, str) else strings(value)))
+
+
+def _sql(value: Any) -> str:
+    # No environment variables: $ may be part of the query.
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("must be a query")
+    return value.strip().rstrip(";")
+
+
+def _function(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+        raise ValueError("must name a function as module:function")
+    return value
+
+
+# [pipeline.NAME]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What is read: the options of format("nsq"), without those that say where nsqd is."""
+
+    options: Mapping[str, str]
+
+    @property
+    def topics(self) -> str:
+        """In words."""
+        return self.options.get("topic") or self.options.get("topics") or self.options["topicsPattern"]
+
+    @property
+    def listed_topics(self) -> set[str]:
+        """Those that are named one by one."""
+        return {*self.options.get("topics", "").split(","), self.options.get("topic", "")} - {""}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode:
+    """What becomes of the bytes of a message."""
+
+    format: str = key(
+        REQUIRED,
+        choice("json", "csv", "text", "raw"),
+        "`json`: one object; `csv`: one line; `text`: a column `text`; `raw`: a column `body`, as it came",
+    )
+    schema: str = key(
+        "",
+        text,
+        "columns of `json` and `csv`, as in CREATE TABLE: `number INT NOT NULL, price DOUBLE`. A message "
+        "without a value for a NOT NULL column does not decode",
+        shown="inferred from a sample, once; kept with the checkpoint",
+    )
+    sample: int = key(1000, count, "so many messages of the topic are looked at to infer the schema")
+    on_error: str = key(
+        "fail",
+        choice("fail", "drop"),
+        "what to do about a message that does not decode, where there is no `dead_letters`: `fail` the "
+        "pipeline, or `drop` it and count it",
+    )
+    options: Mapping[str, str] = key(
+        dict, settings, "further options of Spark's JSON or CSV reader, such as `timestampFormat` or `sep`"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watermark:
+    """How late rows may come: later ones are left out of windows that are closed."""
+
+    column: str = key(REQUIRED, _identifier, "a timestamp; `_timestamp` is when the message was published")
+    delay: float = key(REQUIRED, duration, "how much older than the newest row a row may be")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One transformation. Its result is the `input` of the next, and has a name for all that follow."""
+
+    name: str = key("", _identifier, "of the result, for later steps", shown="`step1`, `step2`, …")
+    sql: str = key("", _sql, "a query over `input`, `messages` and the names of earlier steps")
+    python: str = key(
+        "", _function, "instead: a function `module:function` that takes DataFrames and returns one"
+    )
+    sources: tuple[str, ...] = key(
+        (),
+        _identifiers,
+        "which results are the step's input: `input` is the first, and a function is given all of them",
+        name="from",
+        shown="the step before",
+    )
+    watermark: Watermark | None = key(None, unread, "of the result, as for the pipeline")
+
+
+# [pipeline.NAME.sink]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sink:
+    """Where the rows go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topic(Sink):
+    """Messages of another topic; exactly once with nsparq's nsqd."""
+
+    topic: str = key("", topic_name, "the topic")
+    topic_from: str = key("", _identifier, "instead, or for rows that have one: the column with the topic")
+    body_from: str = key(
+        "", _identifier, "column that is the message", shown="`body`, or the row as a JSON object"
+    )
+    defer_from: str = key("", _identifier, "column with the milliseconds to defer the message")
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Further options of format("nsq")."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files(Sink):
+    """What sinks of files have in common."""
+
+    path: str = key(REQUIRED, text, "the directory")
+    partition_by: tuple[str, ...] = key(
+        (),
+        _identifiers,
+        "columns that become directories; `date` and `hour` (UTC) are made of `date_from` if the rows have "
+        "no such column",
+    )
+    date_from: str = key("_timestamp", _identifier, "the timestamp for `date` and `hour`")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parquet(Files):
+    """Parquet files, exactly once; whoever reads the directory sees whole files only."""
+
+    path: str = key(REQUIRED, text, "the directory", name="parquet")
+    compression: str = key("zstd", choice("zstd", "snappy", "gzip", "none"), "of the files")
+    compact: int = key(
+        0, count, "join the small files of a directory as soon as there are so many", shown="never"
+    )
+    writer: str = key(
+        "",
+        choice("nsparq", "spark"),
+        "`nsparq` writes to a file system, `spark` uses Spark's file sink, which knows object stores",
+        shown="by the path: `spark` for `s3://…` and the like",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta(Files):
+    """A Delta table, exactly once; needs the package deltalake."""
+
+    path: str = key(REQUIRED, text, "the table's directory", name="delta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jdbc(Sink):
+    """A table of a database; its JDBC driver must be on Spark's class path."""
+
+    url: str = key(REQUIRED, text, "such as `jdbc:postgresql://host/db`", name="jdbc")
+    table: str = key(REQUIRED, text, "the table; made if there is none")
+    user: str = key("", text, "for the database")
+    password: str = key("", text, "for the database; `${PASSWORD}` takes it from the environment")
+    driver: str = key("", text, "class of the driver", shown="found by the URL")
+    batch_column: str = key(
+        "",
+        _identifier,
+        "add the number of the micro-batch as this column and write each in one transaction: exactly once, "
+        "if one pipeline writes to the table; without it at least once",
+    )
+    options: Mapping[str, str] = key(dict, settings, "further options of Spark's JDBC writer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Console(Sink):
+    """Rows on standard output, to see what comes."""
+
+    rows: int = key(20, count, "at most so many of a micro-batch", name="console")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory(Sink):
+    """A table in the memory of the session, for tests and notebooks."""
+
+    table: str = key(REQUIRED, _identifier, "its name", name="memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noop(Sink):
+    """Nowhere: to measure, or to have the dead letters only."""
+
+
+SINKS: Final[dict[str, type[Sink]]] = {
+    "topic": Topic,
+    "parquet": Parquet,
+    "delta": Delta,
+    "jdbc": Jdbc,
+    "console": Console,
+    "memory": Memory,
+    "noop": Noop,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Topics in, rows out."""
+
+    name: str
+    source: Source = key(REQUIRED, unread, "a topic, or a table; see below")
+    decode: Decode = key(
+        Decode(format="raw"), unread, "`json`, `csv`, `text`, `raw`, or a table; see below", shown="`raw`"
+    )
+    dead_letters: str = key(
+        "", topic_name, "topic for messages that do not decode, each with the reason and where it came from"
+    )
+    watermark: Watermark | None = key(None, unread, "how late rows may come, for windows; see below")
+    sql: str = key("", _sql, "the transformation, if one query will do: `SELECT … FROM input`")
+    python: str = key("", _function, "the same as a function, `module:function`: DataFrame in, DataFrame out")
+    steps: tuple[Step, ...] = key((), unread, "several transformations, one after the other", name="step")
+    sink: Sink = key(REQUIRED, unread, "`console`, `noop`, or a table; see below")
+    output_mode: str = key(
+        "append",
+        choice("append", "update", "complete"),
+        "which rows of an aggregation are written: `append` the final ones (needs a watermark), `update` "
+        "what a micro-batch has changed, `complete` all of them, each time",
+    )
+    trigger: Trigger = key(
+        Trigger(),
+        Trigger.read,
+        'how often a micro-batch begins; `"0s"` as soon as possible; `"available-now"` ends when all that '
+        'is there has been read, `"once"` after one micro-batch',
+        shown='`"1s"`',
+    )
+    checkpoint: str = key(
+        "", text, "directory of what the pipeline has to remember", shown="`NAME` in that of `[run]`"
+    )
+    retries: int | None = key(None, whole, "as in `[run]`, for this pipeline", shown="that of `[run]`")
+
+
+# the file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spark:
+    """The Spark session, which all pipelines of the file share."""
+
+    master: str = key(
+        "local[*]", text, "where Spark runs: `local[*]` is this machine, `spark://host:7077` a cluster"
+    )
+    app_name: str = key("", text, "what Spark calls it", shown="name of the file")
+    ui_port: int = key(4040, whole, "Spark's own web pages; 0 for none")
+    conf: Mapping[str, str] = key(dict, settings, "settings of Spark")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """How the pipelines of the file are run."""
+
+    checkpoint: str = key(
+        "", text, "directory of checkpoints and of the status file", shown="`checkpoints/FILE`"
+    )
+    metrics_address: str = key(
+        "", text, "`host:port` for `/metrics` (Prometheus) and `/status` (JSON)", shown="none"
+    )
+    retries: int = key(
+        0, whole, "how often a failed pipeline is started again, in a row; a micro-batch that works resets it"
+    )
+    retry_delay: float = key(
+        1.0, duration, "before the first of them; then twice as long each time", shown='`"1s"`'
+    )
+    retry_max_delay: float = key(60.0, duration, "but no longer than this", shown='`"1m"`')
+    stop_grace: float = key(
+        10.0, duration, "how long a micro-batch may go on after a signal", shown='`"10s"`'
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineFile:
+    """A whole file. Paths in it are absolute: they were relative to the file."""
+
+    path: Path
+    nsq: Mapping[str, str]
+    """Options of format("nsq") that say where nsqd is, and who we are."""
+    spark: Spark
+    run: Run
+    pipelines: tuple[Pipeline, ...]
+
+
+def is_local(path: str) -> bool:
+    """A directory of this machine, or one that looks like it."""
+    return "://" not in path
+
+
+def describe(sink: Sink) -> str:
+    """A sink in a word or two."""
+    kind = next(name for name, one in SINKS.items() if type(sink) is one)
+    values = (getattr(sink, name, "") for name in ("topic", "topic_from", "path", "table"))
+    return next((f"{kind} {value}" for value in values if value), kind)

@@ -1,0 +1,80 @@
+"""A broker, and a way to run a pipeline file in the session of the tests."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nsparq.pipeline.progress import Figures
+from nsparq.pipeline.reading import parse
+from nsparq.pipeline.spec import PipelineFile
+from nsparq.pipeline.status import Status
+from nsparq.testing import Broker, run_broker
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PATIENCE_S = 90.0
+Until = Callable[[dict[str, Figures]], Any]
+
+
+@pytest.fixture(scope="session")
+def pipeline_broker() -> Iterator[Broker]:
+    with run_broker() as broker:
+        yield broker
+
+
+@pytest.fixture
+def broker(pipeline_broker: Broker) -> Iterator[Broker]:
+    yield pipeline_broker
+    for topic in pipeline_broker.stats()["topics"]:
+        pipeline_broker.delete(topic["topic_name"])
+
+
+class Runs:
+    """Runs pipeline files; what they remember is below `directory`."""
+
+    def __init__(self, spark: SparkSession, broker: Broker, directory: Path) -> None:
+        self._spark, self._broker, self.directory = spark, broker, directory
+        self.status: Status | None = None
+
+    def __call__(self, text: str, until: Until | None = None) -> dict[str, Figures]:
+        """Until all have ended, or the figures are as wanted. The figures at the end."""
+        if "[nsq]" not in text:
+            text = f'[nsq]\nnsqd = ["{self._broker.http_address}"]\n{text}'
+        return self.file(parse(text, self.directory / "p.toml"), until)
+
+    def file(self, file: PipelineFile, until: Until | None = None) -> dict[str, Figures]:
+        from nsparq.pipeline import runner
+
+        stop = threading.Event()
+        deadline = time.monotonic() + PATIENCE_S
+        is_late = False
+
+        def watch(status: Status) -> None:
+            nonlocal is_late
+            self.status = status
+            is_late = time.monotonic() > deadline
+            if is_late or (until is not None and until({one.name: one for one in status.pipelines})):
+                stop.set()
+
+        self._spark.conf.set("spark.sql.session.timeZone", "UTC")
+        done = runner.run(self._spark, file, stop, watch=watch)
+        assert not is_late, [one.as_json() for one in done.pipelines]
+        return {one.name: one for one in done.pipelines}
+
+
+@pytest.fixture
+def run(spark: SparkSession, broker: Broker, tmp_path: Path) -> Runs:
+    return Runs(spark, broker, tmp_path)
+
+
+def bodies(broker: Broker, topic: str) -> list[Any]:
+    """The messages of a topic, which are JSON."""
+    return [json.loads(message.body) for message in broker.peek(topic, count=1000)]

@@ -1,0 +1,285 @@
+"""Every example of pipelines is run as a user would, and what the pages show is what was run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
+
+import pytest
+
+from nsparq.pipeline.progress import State
+from nsparq.pipeline.reading import load
+from nsparq.pipeline.spec import Trigger
+from nsparq.testing import Broker
+from tests.pipeline.conftest import Runs, bodies
+from tests.support import wait_until
+from tests.support.spark import FAST
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PAGES = ("pipelines.md", "tutorial-spark.md")
+PATIENCE_S = 150.0
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def copy(directory: Path, name: str, broker: Broker, **more: str) -> Path:
+    """An example as it stands in the documentation, but for the addresses."""
+    addresses = {"127.0.0.1:4150": broker.tcp_address, "127.0.0.1:4151": broker.http_address, **more}
+    text = (EXAMPLES / name).read_text()
+    for written, real in {**addresses, "127.0.0.1:9464": "127.0.0.1:0"}.items():
+        text = text.replace(written, real)
+    path = directory / Path(name).name
+    path.write_text(text)
+    return path
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def run_python(path: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(path), *arguments],
+        cwd=path.parent,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# pipeline files
+
+
+def order(number: int, **more: Any) -> bytes:
+    content = {"number": number, "item": "tea", "price": 50.0 * number, "at": f"2026-11-15T12:0{number}:00Z"}
+    return json.dumps({**content, **more}).encode()
+
+
+@pytest.fixture
+def orders(broker: Broker) -> None:
+    broker.publish("orders", *(order(number, phone="+49 30 1") for number in range(5)), b"one tea please")
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """What the user's module leaves in this process."""
+    path = sys.path[:]
+    yield
+    sys.path[:] = path
+    sys.modules.pop("lake_steps", None)
+
+
+@pytest.mark.usefixtures("orders", "forgotten")
+def test_pipeline_files(run: Runs, broker: Broker, spark: SparkSession) -> None:
+    """All of them at once, until they have read what is there."""
+    copy(run.directory, "pipelines/lake_steps.py", broker)
+    names = ("pipelines/large_orders.toml", "pipelines/revenue.toml", "pipelines/lake.toml")
+    files = [load(copy(run.directory, name, broker)) for name in names]
+    until_now = Trigger(0.0, "available-now")
+    pipelines = [replace(one, trigger=until_now) for file in files for one in file.pipelines]
+    figures = run.file(replace(files[1], pipelines=tuple(pipelines)))
+    assert {(one.state, one.error) for one in figures.values()} == {(State.FINISHED, "")}
+
+    assert [one["number"] for one in bodies(broker, "orders.large")] == [3, 4]
+    assert sorted((one["minute"][14:16], one["revenue"]) for one in bodies(broker, "revenue")) == [
+        ("00", 0.0), ("01", 50.0), ("02", 100.0),
+    ]  # fmt: skip
+    assert bodies(broker, "sold") == [{"item": "tea", "sold": 5}]
+    letters = bodies(broker, "orders.dead")
+    assert sorted(one["pipeline"] for one in letters) == ["lake", "large-orders", "revenue"]
+    assert {one["text"] for one in letters} == {"one tea please"}
+    rows = spark.read.parquet(str(run.directory / "data" / "orders")).collect()
+    assert sorted((row.number, row.country, str(row.date)) for row in rows) == [
+        (number, "DE", "2026-11-15") for number in range(5)
+    ]
+
+
+# the tutorial, with the real command
+
+
+class Command:
+    """`nsparq pipeline run`, as somebody in a terminal has it."""
+
+    def __init__(self, path: Path) -> None:
+        self._err = (path.parent / "stderr").open("w+")
+        conf = [f"--conf={name}={value}" for name, value in FAST.items()]
+        arguments = ["pipeline", "run", path.name, "--master=local[2]", *conf]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "nsparq.tools.main", *arguments],
+            cwd=path.parent,
+            stdin=subprocess.DEVNULL,
+            stderr=self._err,
+            env=environment(),
+        )
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        sys.stderr.write(self.err()[-5000:])
+        self._err.close()
+
+    def err(self) -> str:
+        self._err.seek(0)
+        return self._err.read()
+
+    def wait_for(self, fact: Any, what: str) -> None:
+        wait_until(lambda: fact() or self.process.poll() is not None, PATIENCE_S, what=what)
+        assert self.process.poll() is None, self.err()
+
+
+def nsparq(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "nsparq.tools.main", "pipeline", *arguments],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=environment(),
+    )
+
+
+def test_the_tutorial_works_as_written(tmp_path: Path, broker: Broker) -> None:
+    pytest.importorskip("pyspark")
+    sell = copy(tmp_path, "tutorial_spark/sell.py", broker)
+    assert run_python(sell, "200") == "200 orders\n"
+    new = nsparq(
+        tmp_path, "new", "orders.toml", "--topic=orders", f"--nsqd-http-address={broker.http_address}"
+    )
+    assert (new.returncode, new.stdout) == (0, "nsparq pipeline run orders.toml\n")
+    shown = (ROOT / "docs" / "tutorial-spark.md").read_text()
+    heart = (tmp_path / "orders.toml").read_text().partition("[pipeline.orders]")[2].partition("\n\n")[0]
+    assert f"[pipeline.orders]{heart}\n```" in shown
+
+    path = copy(tmp_path, "tutorial_spark/revenue.toml", broker)
+    checked = nsparq(tmp_path, "check", "revenue.toml")
+    assert checked.stdout in shown
+    with Command(path) as command:
+        command.wait_for(lambda: len(broker.peek("revenue")) >= 9, "revenue of three minutes")
+        found = [message.body.decode() for message in broker.peek("revenue")]
+        for line in re.findall(r'^{"minute".*$', shown, re.MULTILINE):
+            assert line in found
+        broker.publish("orders", b"one tea please")
+        command.wait_for(lambda: broker.peek("orders.dead"), "a dead letter")
+        (letter,) = bodies(broker, "orders.dead")
+        assert f'"error": "{letter["error"]}", "text": "{letter["text"]}"' in shown
+
+        def is_counted() -> bool:
+            status = nsparq(tmp_path, "status", "revenue.toml", "--json")
+            return status.returncode == 0 and json.loads(status.stdout)["pipelines"][0]["dead_letters"] == 1
+
+        command.wait_for(is_counted, "the letter among the figures")
+        told = nsparq(tmp_path, "status", "revenue.toml").stdout
+        assert f"running, process {command.process.pid}" in told
+        assert re.search(r"revenue +running +\d+ +0 +201 ", told), told
+        address = json.loads((tmp_path / "checkpoints" / "revenue" / "status.json").read_text())["address"]
+        with urlopen(f"http://{address}/metrics", timeout=5) as answer:
+            assert 'nsparq_pipeline_dead_letters_total{pipeline="revenue"} 1' in answer.read().decode()
+        command.process.send_signal(signal.SIGTERM)
+        assert command.process.wait(60) == 0, command.err()
+        assert "revenue: stopped" in command.err()
+    told = nsparq(tmp_path, "status", "revenue.toml")
+    assert told.returncode == 1
+    assert "not running since" in told.stdout
+
+
+def test_the_notebook_runs(
+    tmp_path: Path,
+    broker: Broker,
+    spark: SparkSession,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from nsparq.spark import session
+
+    # In the session of the tests, which goes on.
+    monkeypatch.setattr(session, "build_session", lambda *_, **__: spark)
+    monkeypatch.setattr(type(spark), "stop", lambda self: None)
+    monkeypatch.chdir(tmp_path)
+    broker.publish("orders", *(order(number, price=3.0 + number) for number in range(4)), b"junk")
+    runpy.run_path(str(copy(tmp_path, "notebook_spark.py", broker)))
+    output = capsys.readouterr().out
+    assert "5 messages" in output
+    assert "number BIGINT, item STRING, price DOUBLE, at TIMESTAMP" in output
+    assert "cheap finished 5 rows 1 dead letters" in output
+    assert "1 cheap orders" in output
+    assert [one["sold"] for one in bodies(broker, "sold") if one.get("item")] == [4]
+
+
+# what the documentation shows
+
+
+def mine() -> list[str]:
+    found = [
+        *EXAMPLES.glob("notebook_spark.py"),
+        *(
+            path
+            for name in ("pipelines", "tutorial_spark", "declarative")
+            for path in (EXAMPLES / name).rglob("*.*")
+        ),
+    ]
+    return sorted(str(path.relative_to(EXAMPLES)) for path in found if path.suffix in (".py", ".toml"))
+
+
+@pytest.mark.parametrize("name", mine())
+def test_every_example_is_run_and_shown(name: str) -> None:
+    text = Path(__file__).read_text()
+    assert f'"{name}"' in text or name.startswith("declarative/"), "no test runs it"
+    pages = "".join((ROOT / "docs" / page).read_text() for page in PAGES)
+    assert f"examples/{name}" in pages
+
+
+@pytest.mark.parametrize("name", [name for name in mine() if name.endswith(".toml")])
+def test_every_pipeline_file_is_right(name: str) -> None:
+    assert load(EXAMPLES / name).pipelines
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_shows_is_what_was_run(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    blocks = re.findall(r"<!-- examples/(\S+) -->\n```\w+\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    for name, block in blocks:
+        assert block in (EXAMPLES / name).read_text(), f"{name} has changed"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (ROOT / "docs" / target).exists(), target
+
+
+def test_the_commands_of_a_page_exist() -> None:
+    from nsparq.tools.pipeline import _parser
+
+    pages = "".join((ROOT / "docs" / page).read_text() for page in PAGES)
+    lines = re.findall(
+        r"(?m)^(?:\$ )?nsparq pipeline ((?:archive|stats|replay|run|check|status|new) .*)$", pages
+    )
+    assert len(lines) > 8
+    for line in lines:
+        _parser().parse_args(shlex.split(line))

@@ -1,0 +1,333 @@
+"""Pipelines from end to end, on a real broker and in one Spark session."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
+
+import pytest
+
+from nsparq.pipeline.errors import PipelineError
+from nsparq.pipeline.progress import State
+from nsparq.pipeline.status import read_status
+from nsparq.testing import Broker
+from tests.pipeline.conftest import Runs, bodies
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("spark")]
+
+ORDERS = "number INT NOT NULL, item STRING, price DOUBLE, at TIMESTAMP"
+
+
+def order(number: int) -> bytes:
+    at = datetime(2026, 11, 15, 12, number // 60, number % 60, tzinfo=UTC)
+    content = {"number": number, "item": ("tea", "cake")[number % 2], "price": 1.5, "at": at.isoformat()}
+    return json.dumps(content).encode()
+
+
+COPY = f"""
+[run]
+metrics_address = "127.0.0.1:0"
+[pipeline.copy]
+source = {{ topic = "orders", max_rows_per_trigger = 40 }}
+decode = {{ format = "json", schema = "{ORDERS}" }}
+dead_letters = "orders.dead"
+sql = "SELECT number, item FROM input"
+sink = {{ topic = "copy" }}
+trigger = "available-now"
+"""
+
+
+def test_every_message_is_in_the_result_or_a_dead_letter_also_after_a_restart(
+    run: Runs, broker: Broker
+) -> None:
+    broker.publish("orders", *(order(number) for number in range(90)), b"junk", b'{"number": "x"}', b"\xff")
+    first = run(COPY)["copy"]
+    assert (first.state, first.error) == (State.FINISHED, "")
+    assert (first.rows, first.rows_written, first.undecodable, first.dead_letters) == (93, 90, 3, 3)
+    assert (first.lag, first.batches) == (0, 3)
+    broker.publish("orders", order(90), b"{}")
+    second = run(COPY)["copy"]
+    assert (second.rows, second.rows_written, second.dead_letters) == (2, 1, 1)
+    assert sorted(one["number"] for one in bodies(broker, "copy")) == list(range(91))
+    assert bodies(broker, "copy")[0].keys() == {"number", "item"}
+    letters = bodies(broker, "orders.dead")
+    assert {(one["error"], one["text"] or one["base64"]) for one in letters} == {
+        ("not JSON: Expecting value: line 1 column 1 (char 0)", "junk"),
+        ('number: "x" is not INT', '{"number": "x"}'),
+        ("not UTF-8: byte 0xff at position 0", "/w=="),
+        ("number is missing", "{}"),
+    }
+    assert {(one["pipeline"], one["topic"], one["channel"]) for one in letters} == {
+        ("copy", "orders", "copy")
+    }
+    status = read_status(run.directory / "checkpoints" / "p")
+    assert status is not None
+    assert (status["is_running"], status["pipelines"][0]["rows"]) == (False, 2)
+
+
+def test_two_pipelines_run_until_they_are_stopped(run: Runs, broker: Broker) -> None:
+    """Windows that are over go to a topic, counts that change to another; both read the same topic."""
+    text = """
+[run]
+metrics_address = "127.0.0.1:0"
+[pipeline.windows]
+source = "orders"
+decode = "json"
+watermark = { column = "at", delay = "1s" }
+sql = "SELECT window.start AS minute, count(*) AS n FROM input GROUP BY window(at, '1 minute')"
+sink = { topic = "minutes" }
+trigger = "0s"
+[pipeline.counts]
+source = "orders"
+decode = "json"
+sql = "SELECT item AS body, count(*) AS n FROM input GROUP BY item"
+output_mode = "update"
+sink = { topic = "counts", body_from = "body" }
+trigger = "0s"
+"""
+    broker.publish("orders", *(order(number) for number in range(150)))
+    seen: dict[str, str] = {}
+
+    def both_are_there(figures: Any) -> bool:
+        assert run.status is not None
+        if not seen and figures["counts"].rows:
+            with urlopen(f"http://{run.status.address}/metrics", timeout=5) as answer:
+                seen["metrics"] = answer.read().decode()
+        return len(broker.peek("minutes")) == 2 and len(broker.peek("counts")) >= 2
+
+    figures = run(text, until=both_are_there)
+    assert {one.state for one in figures.values()} == {State.STOPPED}
+    assert bodies(broker, "minutes") == [
+        {"minute": f"2026-11-15T12:0{minute}:00.000Z", "n": 60} for minute in range(2)
+    ]
+    assert {message.body for message in broker.peek("counts")} == {b"tea", b"cake"}
+    assert 'nsparq_pipeline_up{pipeline="counts"} 1' in seen["metrics"]
+    assert 'nsparq_pipeline_rows_total{pipeline="counts"} 150' in seen["metrics"]
+    # Stopped in the middle of nothing, or of a batch: neither shows.
+    broker.publish("orders", order(200))
+    run(text, until=lambda _: len(broker.peek("minutes")) == 3)
+    assert [one["n"] for one in bodies(broker, "minutes")] == [60, 60, 30]
+
+
+STEPS = '''
+def doubled(rows, all_rows):
+    """Of a user's."""
+    from pyspark.sql import functions as F
+
+    @F.udf("double")
+    def twice(price):
+        return price * FACTOR
+
+    return rows.withColumn("price", twice("price"))
+
+FACTOR = 2.0
+'''
+
+
+def test_steps_and_parquet_by_date(run: Runs, broker: Broker, spark: SparkSession) -> None:
+    (run.directory / "shop_steps.py").write_text(STEPS)
+    text = f"""
+[pipeline.files]
+source = "orders"
+decode = {{ format = "json", schema = "{ORDERS}" }}
+trigger = "available-now"
+sink = {{ parquet = "out", partition_by = ["item", "date"], date_from = "at", compact = 2 }}
+[[pipeline.files.step]]
+name = "tea"
+sql = "SELECT * EXCEPT (_topic, _node, _offset, _attempts, _id) FROM input WHERE item = 'tea'"
+[[pipeline.files.step]]
+python = "shop_steps:doubled"
+from = ["tea", "messages"]
+[[pipeline.files.step]]
+sql = "SELECT number, item, price, at FROM input"
+"""
+    try:
+        for start in (0, 10):
+            broker.publish("orders", *(order(number) for number in range(start, start + 10)))
+            assert run(text)["files"].state is State.FINISHED
+    finally:
+        sys.modules.pop("shop_steps", None)
+        sys.path.remove(str(run.directory))
+    rows = spark.read.parquet(str(run.directory / "out")).sort("number").collect()
+    assert [(row.number, row.item, row.price) for row in rows] == [(n, "tea", 3.0) for n in range(0, 20, 2)]
+    files = list((run.directory / "out" / "item=tea" / "date=2026-11-15").iterdir())
+    assert [file.name.partition("-")[0] for file in files] == ["joined"]
+
+
+def test_a_pipeline_that_fails_is_tried_again_and_does_not_end_the_others(
+    run: Runs, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker.publish("orders", order(1), b"junk")
+    text = """
+[run]
+retries = 1
+retry_delay = "10ms"
+[pipeline.strict]
+source = "orders"
+decode = { format = "json", schema = "number INT" }
+sink = "noop"
+[pipeline.lenient]
+source = "orders"
+decode = { format = "json", schema = "number INT", on_error = "drop" }
+sink = { memory = "lenient" }
+trigger = "once"
+"""
+    figures = run(text)
+    strict, lenient = figures["strict"], figures["lenient"]
+    assert (strict.state, strict.failures, strict.restarts) == (State.FAILED, 2, 1)
+    assert re.fullmatch("message [0-9]+ of topic orders at .* does not decode as json; .*", strict.error)
+    assert "strict: failed, and will be started again in 10ms" in caplog.text
+    assert (lenient.state, lenient.rows, lenient.undecodable) == (State.FINISHED, 2, 1)
+
+
+def test_tables_of_delta_and_of_a_database(run: Runs, broker: Broker, spark: SparkSession) -> None:
+    deltalake = pytest.importorskip("deltalake")
+    text = f"""
+[pipeline.delta]
+source = "orders"
+decode = {{ format = "json", schema = "{ORDERS}" }}
+sql = "SELECT number, item, at FROM input"
+sink = {{ delta = "table", partition_by = ["item"] }}
+trigger = "available-now"
+[pipeline.database]
+source = "orders"
+decode = {{ format = "json", schema = "{ORDERS}" }}
+sql = "SELECT number, item FROM input"
+sink = {{ jdbc = "jdbc:derby:memory:shop;create=true", table = "orders", batch_column = "batch" }}
+trigger = "available-now"
+"""
+    broker.publish("orders", *(order(number) for number in range(5)))
+    assert {one.error for one in run(text).values()} == {""}
+    # What a crash leaves: the sink has the batch, and Spark's checkpoint does not say so.
+    for name in ("delta", "database"):
+        commits = run.directory / "checkpoints" / "p" / name / "rows" / "commits"
+        (commits / "0").unlink()
+        (commits / ".0.crc").unlink(missing_ok=True)
+    broker.publish("orders", *(order(number) for number in range(5, 10)))
+    assert {one.error for one in run(text).values()} == {""}
+    table = deltalake.DeltaTable(str(run.directory / "table"))
+    assert table.version() == 2
+    assert sorted(table.to_pyarrow_table().column("number").to_pylist()) == list(range(10))
+    assert table.metadata().partition_columns == ["item"]
+    rows = spark.read.jdbc("jdbc:derby:memory:shop", "orders").collect()
+    assert sorted((row.number, row.batch) for row in rows) == [(n, n // 5) for n in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("sql = 'SELECT nothing FROM input'", r"\[pipeline.p\] sql: .*`nothing` cannot be resolved"),
+        ("sql = 'SELEC'", r"\[pipeline.p\] sql: .*Syntax error"),
+        (
+            "sql = 'SELECT item, count(*) FROM input GROUP BY item'",
+            r'\[pipeline.p\]: .*either set output_mode = "update", or add a watermark',
+        ),
+        (
+            "watermark = { column = 'when', delay = 1 }",
+            r"watermark: there is no column 'when'; there are number,",
+        ),
+        ("watermark = { column = 'item', delay = 1 }", r"watermark: 'item' is STRING, and must be TIMESTAMP"),
+        ("python = 'no_such_module:f'", r"python: no_such_module cannot be imported"),
+        ("python = 'json:f'", r"python: json has no function f"),
+        ("python = 'json:dumps'", r"python: json:dumps raised TypeError"),
+        ("python = 'builtins:repr'", r"python: builtins:repr must return a DataFrame, not str"),
+    ],
+)
+def test_what_spark_finds_wrong_is_said_with_its_place(
+    spark: SparkSession, tmp_path: Path, lines: str, expected: str
+) -> None:
+    from nsparq.pipeline import queries
+    from nsparq.pipeline.reading import parse
+
+    text = f"""
+[pipeline.p]
+source = "orders"
+decode = {{ format = "json", schema = "{ORDERS}" }}
+sink = "noop"
+{lines}
+"""
+    file = parse(text, tmp_path / "p.toml")
+    try:
+        with pytest.raises(PipelineError, match=expected):
+            queries.check(spark, file, file.pipelines[0])
+    finally:
+        if str(tmp_path) in sys.path:
+            sys.path.remove(str(tmp_path))
+    assert not {"input", "messages"} & {table.name for table in spark.catalog.listTables()}
+
+
+@pytest.mark.parametrize(
+    ("decode", "sink", "expected"),
+    [
+        ("{ format = 'json', schema = 'a INTT' }", "'noop'", r"\[pipeline.p.decode\] schema: .*INTT"),
+        (
+            "{ format = 'json', schema = '_id INT' }",
+            "'noop'",
+            r"'_id' is the name of a column that every message has",
+        ),
+        ("'json'", "'noop'", r"schema: none was given, and none can be inferred: orders has no messages yet"),
+        ("'text'", "{ topic = 'x', body_from = 'b' }", r"body_from: there is no column 'b'; there are text,"),
+        (
+            "'text'",
+            "{ topic = 'x', body_from = '_offset' }",
+            r"body_from: '_offset' is BIGINT, not STRING or BINARY",
+        ),
+        ("'text'", "{ parquet = 'x', partition_by = ['day'] }", r"partition_by: there is no column 'day'"),
+        (
+            "'text'",
+            "{ parquet = 'x', partition_by = ['date'], date_from = 'text' }",
+            r"'date' is made of the column 'text', which must be a TIMESTAMP",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_schema_or_a_sink(
+    spark: SparkSession, broker: Broker, tmp_path: Path, decode: str, sink: str, expected: str
+) -> None:
+    from nsparq.pipeline import queries
+    from nsparq.pipeline.reading import parse
+
+    broker.create("orders")
+    nsq = f'[nsq]\nnsqd = "{broker.http_address}"\n'
+    text = f'{nsq}[pipeline.p]\nsource = "orders"\ndecode = {decode}\nsink = {sink}'
+    file = parse(text, tmp_path / "p.toml")
+    with pytest.raises(PipelineError, match=expected):
+        queries.check(spark, file, file.pipelines[0])
+
+
+def test_a_checkpoint_has_one_runner(run: Runs, broker: Broker) -> None:
+    broker.create("orders")
+    text = '[pipeline.p]\nsource = "orders"\nsink = "noop"\n'
+
+    def start_another(figures: Any) -> bool:
+        with pytest.raises(PipelineError, match="is in use by another runner"):
+            Runs(run._spark, broker, run.directory)(text)
+        return True
+
+    run(text, until=start_another)
+
+
+def test_rows_and_dead_letters_begin_at_the_same_place(broker: Broker, tmp_path: Path) -> None:
+    """What is `latest` to the one query would not be to the other: it is settled once, and kept."""
+    from nsparq.pipeline import queries
+    from nsparq.pipeline.memory import PipelineMemory
+    from nsparq.pipeline.reading import parse
+
+    broker.publish("orders", order(1), b"old junk")
+    text = COPY.replace("max_rows_per_trigger = 40", 'starting_position = "latest"')
+    file = parse(f'[nsq]\nnsqd = "{broker.http_address}"\n{text}', tmp_path / "p.toml")
+    (pipeline,) = file.pipelines
+    for _ in range(2):
+        queries.settle_beginning(file, pipeline)
+        broker.publish("orders", order(2))
+    ((_, sequence),) = PipelineMemory(pipeline).get("beginning")["orders"].values()
+    assert sequence == broker.peek("orders")[1].sequence + 1
+    # Nothing is lost in the meantime: the channel is there, and holds the log.
+    assert broker.channel_stats("orders", "copy")["depth"] == 2  # type: ignore[index]

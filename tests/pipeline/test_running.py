@@ -1,0 +1,278 @@
+"""How a runner sees its queries: counted once, started again, ended. With queries that do as they are
+told."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from nsparq.pipeline import runner
+from nsparq.pipeline.errors import PipelineError, in_words
+from nsparq.pipeline.progress import State
+from nsparq.pipeline.reading import parse
+from nsparq.pipeline.runner import RunningPipeline
+from nsparq.pipeline.spec import PipelineFile
+
+TEXT = """
+[run]
+retries = 2
+retry_delay = "1s"
+retry_max_delay = "90s"
+stop_grace = "5s"
+[pipeline.p]
+source = "orders"
+decode = { format = "json", schema = "a INT" }
+dead_letters = "dead"
+sink = { topic = "out" }
+"""
+
+
+class Report:
+    def __init__(self, batch: int, rows: int, *, is_done: bool = True) -> None:
+        self.batchId, self.numInputRows = batch, rows
+        self.durationMs = {"addBatch": 1} if is_done else {"latestOffset": 1}
+        content = {
+            "batchId": batch,
+            "numInputRows": rows,
+            "batchDuration": 100,
+            "timestamp": "2026-11-15T12:00:00Z",
+            "sink": {"numOutputRows": rows},
+        }
+        self.json = json.dumps(content)
+
+
+class Query:
+    """A streaming query, as far as the runner knows one."""
+
+    def __init__(self, run_id: str = "run") -> None:
+        self.runId = run_id
+        self.isActive = True
+        self.recentProgress: list[Report] = []
+        self.status = {"isTriggerActive": False}
+        self.error: Exception | None = None
+
+    @property
+    def lastProgress(self) -> Report | None:
+        return self.recentProgress[-1] if self.recentProgress else None
+
+    def exception(self) -> Exception | None:
+        return self.error
+
+    def fail(self, text: str) -> None:
+        self.isActive, self.error = False, RuntimeError(text)
+
+    def stop(self) -> None:
+        self.isActive = False
+
+
+class Rig:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, text: str = TEXT) -> None:
+        self.file: PipelineFile = parse(text)
+        self.started: list[dict[str, Query]] = []
+        self.refusal: Exception | None = None
+        monkeypatch.setattr(runner.queries, "start", self._start)
+        self.pipeline = RunningPipeline(None, self.file, self.file.pipelines[0])  # type: ignore[arg-type]
+        self.figures = self.pipeline.figures
+
+    def _start(self, *_: object) -> dict[str, Query]:
+        if self.refusal is not None:
+            raise self.refusal
+        number = len(self.started)
+        self.started.append({role: Query(f"{role}-{number}") for role in ("rows", "letters")})
+        return self.started[-1]
+
+    @property
+    def rows(self) -> Query:
+        return self.started[-1]["rows"]
+
+    @property
+    def letters(self) -> Query:
+        return self.started[-1]["letters"]
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    rig = Rig(monkeypatch)
+    rig.pipeline.look(0.0)
+    assert rig.figures.state is State.RUNNING
+    return rig
+
+
+def test_every_batch_is_counted_once_however_often_one_looks(rig: Rig) -> None:
+    rig.rows.recentProgress = [Report(0, 10), Report(1, 5), Report(2, 0, is_done=False)]
+    rig.letters.recentProgress = [Report(0, 3)]
+    for now in (1.0, 2.0):
+        rig.pipeline.look(now)
+        assert (rig.figures.rows, rig.figures.dead_letters) == (15, 3)
+    # While nobody looked, several have ended.
+    rig.rows.recentProgress += [Report(number, 1) for number in range(2, 9)]
+    rig.pipeline.look(3.0)
+    assert (rig.figures.rows, rig.figures.batch) == (22, 8)
+
+
+def test_without_rows_for_a_while_there_is_no_rate(rig: Rig) -> None:
+    rig.rows.recentProgress = [Report(0, 10)]
+    rig.pipeline.look(1.0)
+    assert rig.figures.rows_per_second == 100
+    rig.pipeline.look(1.0 + runner.QUIET_S / 2)
+    assert rig.figures.rows_per_second == 100
+    rig.pipeline.look(1.1 + runner.QUIET_S)
+    assert rig.figures.rows_per_second == 0
+
+
+def test_a_failed_pipeline_is_started_again_later_and_later(rig: Rig) -> None:
+    first = rig.started[0]
+    first["letters"].fail("no more letters")
+    rig.pipeline.look(10.0)
+    assert (rig.figures.state, rig.figures.error) == (State.WAITING, "no more letters")
+    # One without the other would not be the pipeline.
+    assert not first["rows"].isActive
+    rig.pipeline.look(10.9)
+    assert len(rig.started) == 1
+    rig.pipeline.look(11.0)
+    assert (len(rig.started), rig.figures.state, rig.figures.restarts) == (2, State.RUNNING, 1)
+    rig.rows.fail("again")
+    rig.pipeline.look(20.0)
+    rig.pipeline.look(21.9)
+    assert len(rig.started) == 2
+    rig.pipeline.look(22.0)
+    assert len(rig.started) == 3
+    rig.rows.fail("for good")
+    rig.pipeline.look(30.0)
+    assert (rig.figures.state, rig.figures.failures, rig.figures.restarts) == (State.FAILED, 3, 2)
+    rig.pipeline.look(1000.0)
+    assert len(rig.started) == 3
+
+
+def test_a_batch_that_works_gives_all_retries_back(rig: Rig) -> None:
+    for turn in range(5):
+        rig.rows.recentProgress = [Report(turn, 1)]
+        rig.pipeline.look(100.0 * turn)
+        rig.rows.fail("now and then")
+        rig.pipeline.look(100.0 * turn + 1)
+        assert rig.figures.state is State.WAITING
+        rig.pipeline.look(100.0 * turn + 2)
+        assert rig.figures.state is State.RUNNING
+    assert (rig.figures.rows, rig.figures.failures) == (5, 5)
+
+
+def test_the_last_batch_before_the_end_is_counted(rig: Rig) -> None:
+    rig.rows.recentProgress = [Report(0, 4)]
+    rig.pipeline.look(1.0)
+    rig.rows.recentProgress = [Report(0, 4), Report(1, 6)]
+    rig.rows.isActive = rig.letters.isActive = False
+    rig.pipeline.look(2.0)
+    assert (rig.figures.rows, rig.figures.state) == (10, State.STOPPED)
+
+
+def test_a_pipeline_has_ended_when_both_its_queries_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, TEXT.replace("[pipeline.p]", '[pipeline.p]\ntrigger = "available-now"'))
+    rig.pipeline.look(0.0)
+    rig.rows.isActive = False
+    rig.pipeline.look(1.0)
+    assert rig.figures.state is State.RUNNING
+    rig.letters.isActive = False
+    rig.pipeline.look(2.0)
+    assert rig.figures.state is State.FINISHED
+
+
+def test_what_cannot_be_started_has_failed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch)
+    rig.refusal = PipelineError("no such column")
+    rig.pipeline.look(0.0)
+    assert (rig.figures.state, rig.figures.error) == (State.WAITING, "no such column")
+    rig.refusal = None
+    rig.pipeline.look(1.0)
+    assert rig.figures.state is State.RUNNING
+
+
+def test_a_stop_lets_the_batch_under_way_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal waited
+        waited += 1
+        if waited == 3:
+            rig.rows.recentProgress = [Report(0, 7)]
+
+    monkeypatch.setattr(runner.time, "sleep", sleep)
+    rig.rows.status = {"isTriggerActive": True}
+    rows = rig.rows
+    rig.pipeline.stop(5.0)
+    assert (waited, rows.isActive) == (3, False)
+    assert (rig.figures.rows, rig.figures.state) == (7, State.STOPPED)
+    rig.pipeline.stop(5.0)
+
+
+def test_a_stop_does_not_wait_for_ever_nor_for_a_spark_that_is_gone(rig: Rig) -> None:
+    rig.rows.status = {"isTriggerActive": True}
+
+    def gone() -> None:
+        raise ConnectionRefusedError("Spark is gone")
+
+    rig.letters.stop = gone  # type: ignore[method-assign]
+    rig.pipeline.stop(0.05)
+    assert rig.figures.state is State.STOPPED
+
+
+def test_one_that_fails_ends_the_others_only_if_wanted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = "\n".join(f'[pipeline.{name}]\nsource = "x"\nsink = "noop"' for name in ("bad", "good"))
+    file = parse(text, tmp_path / "p.toml")
+    good = Query()
+
+    def start(spark: Any, file: PipelineFile, pipeline: Any) -> dict[str, Query]:
+        if pipeline.name == "bad":
+            raise PipelineError("no")
+        return {"rows": good}
+
+    class Session:
+        class sparkContext:
+            uiWebUrl = None
+
+    monkeypatch.setattr(runner.queries, "start", start)
+    monkeypatch.setattr(runner.queries, "register", lambda spark: None)
+    monkeypatch.setattr(runner, "POLL_S", 0.0)
+    stop, told = threading.Event(), 0
+
+    def watch(status: Any) -> None:
+        nonlocal told
+        told += 1
+        if told == 5:
+            stop.set()
+
+    done = runner.run(Session, file, stop, watch=watch)  # type: ignore[arg-type]
+    assert [one.state for one in done.pipelines] == [State.FAILED, State.STOPPED]
+    assert told >= 5
+    good.isActive = True
+    done = runner.run(Session, file, threading.Event(), fail_fast=True)  # type: ignore[arg-type]
+    assert [one.state for one in done.pipelines] == [State.FAILED, State.STOPPED]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "[UNRESOLVED_COLUMN] no such column; line 1 pos 7;\n'Project ['nothing]\n+- Relation",
+            "[UNRESOLVED_COLUMN] no such column; line 1 pos 7",
+        ),
+        (
+            ("[PYTHON_ERROR] Failed: Traceback (most recent call last):\n  File \"x.py\", line 1, in f\n    "
+            "g()\n"
+            "OSError: disk full\n SQLSTATE: 38000"),
+            "[PYTHON_ERROR] Failed: OSError: disk full",
+        ),
+        ("[USER_RAISED_EXCEPTION] message 5 is bad SQLSTATE: P0001\n=== Streaming Query", "message 5 is bad"),
+        ("a problem\n\n\tat org.apache.spark\n", "a problem"),
+        ("", "ValueError"),
+    ],
+)  # fmt: skip
+def test_errors_of_spark_are_said_without_its_plans_and_traces(text: str, expected: str) -> None:
+    assert in_words(ValueError(text)) == expected

@@ -1,0 +1,134 @@
+"""`nsparq pipeline`, as far as it needs no Spark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nsparq.pipeline.reading import load, parse
+from nsparq.pipeline.starter import starter
+from nsparq.testing import Broker, run_broker
+from nsparq.tools.main import main
+
+pytestmark = pytest.mark.usefixtures("root_logger_restored", "signals_restored")
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[Broker]:
+    with run_broker() as broker:
+        yield broker
+
+
+def test_a_first_file_knows_the_columns_of_the_topic(
+    tmp_path: Path, broker: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broker.publish("shop.orders", b'{"number": 1, "at": "2026-11-15T12:00:00Z"}')
+    path = tmp_path / "p.toml"
+    arguments = ["new", str(path), "--topic=shop.orders", f"--nsqd-http-address={broker.http_address}"]
+    assert main(["pipeline", *arguments]) == 0
+    assert capsys.readouterr().out == f"nsparq pipeline run {path}\n"
+    (pipeline,) = load(path).pipelines
+    assert pipeline.name == "shop-orders"
+    assert pipeline.decode.schema == "number BIGINT, at TIMESTAMP"
+    assert pipeline.dead_letters == "shop.orders.dead"
+    assert main(["pipeline", *arguments]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert main(["pipeline", "check", str(path)]) == 0
+    assert capsys.readouterr().out == (
+        "shop-orders: shop.orders -> json (dead letters: shop.orders.dead) -> 1 step -> console\n"
+    )
+
+
+def test_a_first_file_works_without_the_topic_too(broker: Broker, capsys: pytest.CaptureFixture[str]) -> None:
+    for address, reason in ((broker.http_address, "there is no such topic yet"), ("127.0.0.1:9", "")):
+        assert main(["pipeline", "new", "--topic=nothing", f"--nsqd-http-address={address}"]) == 0
+        output = capsys.readouterr()
+        (pipeline,) = parse(output.out).pipelines
+        assert pipeline.source.topics == "nothing"
+        assert pipeline.decode.format == "json"
+        assert f"no message could be looked at: {'nothing: ' if reason else ''}{reason}" in output.err
+
+
+@pytest.mark.parametrize(
+    ("bodies", "format", "schema"),
+    [
+        ([b"hello"], "text", ""),
+        ([b"\xff"], "raw", ""),
+        ([b"{}"], "json", ""),
+        ([b'{"a b": 1, "\\"": 2}'], "json", '`a b` BIGINT, `"` BIGINT'),
+        ([json.dumps({f"column_{n}": n for n in range(30)}).encode()], "json", None),
+    ],
+)
+def test_a_first_file_is_always_one_that_can_be_read(
+    bodies: list[bytes], format: str, schema: str | None
+) -> None:
+    (pipeline,) = parse(starter("t", bodies)).pipelines
+    assert pipeline.decode.format == format
+    assert schema is None or pipeline.decode.schema == schema
+
+
+def test_a_wrong_file_is_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('[pipeline.a]\nsource = "x"\nsnk = "console"\n')
+    for command in ("check", "run", "status"):
+        assert main(["pipeline", command, str(path)]) == 2
+        assert capsys.readouterr().err.splitlines() == [
+            f"{path}: [pipeline.a] snk: there is no such key; did you mean 'sink'?",
+            f"{path}: [pipeline.a] sink: is missing",
+        ]
+    path.write_text('[pipeline.a]\nsource = "x"\nsink = "console"\n')
+    assert main(["pipeline", "run", str(path), "--only=b"]) == 2
+    assert "there is no pipeline 'b'; there are a" in capsys.readouterr().err
+
+
+def test_the_status_of_pipelines_that_never_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pipeline", "status", str(tmp_path)]) == 1
+    assert "these pipelines have never been run" in capsys.readouterr().err
+
+
+def test_ready_made_pipelines_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / 'a "strange" name'
+    arguments = ["--topic=a", "--topic=b", "--since=2026-11-15T12:00:00Z", "--lookupd-http-address=l:4161"]
+    assert main(["pipeline", "archive", *arguments, f"--output-dir={output}", "--show"]) == 0
+    file = parse(capsys.readouterr().out)
+    (pipeline,) = file.pipelines
+    assert file.nsq == {"nsqlookupd": "l:4161"}
+    assert file.run.checkpoint == f"{output}/_nsparq/checkpoint"
+    assert pipeline.source.options == {
+        "topics": "a,b",
+        "startingPosition": "2026-11-15T12:00:00Z",
+        "channel": "archive",
+    }
+    assert main(["pipeline", "stats", "--topic-pattern=.*", "--follow", "--to=stats", "--show"]) == 0
+    (pipeline,) = parse(capsys.readouterr().out).pipelines
+    assert pipeline.source.topics == ".*"
+    assert pipeline.output_mode == "append"
+
+
+@pytest.mark.parametrize("topics", [[], ["--topic=a", "--topic-pattern=b"]])
+def test_a_ready_made_pipeline_needs_topics_or_a_pattern(
+    topics: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pipeline", "archive", *topics, "--output-dir=x"]) == 2
+    assert "needs either --topic or --topic-pattern" in capsys.readouterr().err
+
+
+def test_there_is_help_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("run", "check", "new", "status", "archive", "compact", "replay", "stats"):
+        with pytest.raises(SystemExit) as caught:
+            main(["pipeline", command, "--help"])
+        assert caught.value.code == 0
+        assert "usage: nsparq pipeline" in capsys.readouterr().out
+
+
+def test_a_directory_that_is_none_cannot_be_compacted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pyarrow")
+    assert main(["pipeline", "compact", str(tmp_path / "x")]) == 1
+    assert "is no directory" in capsys.readouterr().err
+    assert main(["pipeline", "compact", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "there is nothing to join\n"
