@@ -23,6 +23,7 @@ GROUPS = {
     "L": range(153, 174),
     "M": range(174, 178),
     "N": range(178, 200),
+    "O": range(200, 210),
     "P": range(210, 219),
     "Q": range(219, 228),
 }

@@ -1,0 +1,194 @@
+"""nsqadmin as a running thing: its parts, its listener, and their clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from nsparq import logs
+from nsparq.addresses import join_address, split_address
+from nsparq.admin.actions import Actions
+from nsparq.admin.api import JsonApi
+from nsparq.admin.cluster import Cluster
+from nsparq.admin.endpoints import api_endpoints, daemon_endpoints
+from nsparq.admin.forms import Forms, Notes
+from nsparq.admin.graphite import Graphite
+from nsparq.admin.health import Problem, find_problems
+from nsparq.admin.more_api import MoreApi, more_endpoints
+from nsparq.admin.notify import Notifier
+from nsparq.admin.operations import Operations
+from nsparq.admin.options import NsqadminOptions, clean_base_path
+from nsparq.admin.pages import Pages
+from nsparq.admin.pipelines import Pipelines
+from nsparq.admin.routing import AdminApi
+from nsparq.admin.security import Guard
+from nsparq.admin.upstream import TlsFiles, Upstream, client_context
+from nsparq.admin.watch import Watch
+from nsparq.errors import StartError
+from nsparq.http.api import ApiError, Request, Response
+from nsparq.http.server import HttpServer
+from nsparq.process import raise_file_limit
+from nsparq.server.auth import TokenCache
+from nsparq.server.auth_policy import StaticPolicy
+from nsparq.version import NSQ_VERSION, version_line
+
+__all__ = ["Nsqadmin", "describe"]
+
+logger = logging.getLogger(__name__)
+
+
+class Nsqadmin:
+    """One daemon. start() and stop() once each; everything runs on the loop that start() is called on."""
+
+    def __init__(self, options: NsqadminOptions) -> None:
+        """Raises StartError for a policy file that cannot be used."""
+        self.options = options
+        self.base = clean_base_path(options.base_path)
+        self.http_address: tuple[str, int] = ("", 0)
+        self.upstream = Upstream(
+            connect_timeout=options.http_client_connect_timeout,
+            request_timeout=options.http_client_request_timeout,
+        )
+        self.cluster = Cluster(
+            self.upstream,
+            lookupds=options.lookupd_http_address,
+            nsqds=options.nsqd_http_address,
+            secret=options.auth_secret,
+        )
+        self.notifier = Notifier(self.upstream, options.notification_http_endpoint)
+        self.actions = Actions(self.cluster, self.notifier)
+        self._threads = ThreadPoolExecutor(2, "nsqadmin-hash")
+        """For passwords."""
+        self._policy: StaticPolicy | None = None
+        if options.auth_policy_file:
+            self._policy = StaticPolicy(Path(options.auth_policy_file), self._threads)
+        self.guard = Guard(
+            acl_header=options.acl_http_header,
+            admin_users=options.admin_user,
+            allowed_hosts=options.allowed_host,
+            tokens=TokenCache(self._policy) if self._policy is not None else None,
+            base=self.base,
+        )
+        self.watch = Watch(
+            self.cluster,
+            interval_s=options.poll_interval,
+            history_bytes=options.history_memory,
+            max_clients=options.history_clients,
+        )
+        self.pipelines = Pipelines(self.upstream, options.pipeline_http_address, 2 * options.poll_interval)
+        self.operations = Operations(self)
+        self.notes = Notes()
+        self.json_api = JsonApi(self)
+        self.pages = Pages(self)
+        self.api = AdminApi(
+            title="nsqadmin",
+            version=NSQ_VERSION,
+            endpoints=[
+                *api_endpoints(self.json_api),
+                *more_endpoints(MoreApi(self)),
+                *daemon_endpoints(self, self.json_api, Graphite(self)),
+                *self.pages.endpoints(),
+                *Forms(self).endpoints(),
+            ],
+            base=self.base,
+            guard=self.guard,
+            show_error=self._show_error,
+        )
+        self._problems: tuple[object, list[Problem]] = (None, [])
+        self._http: HttpServer | None = None
+
+    async def start(self) -> None:
+        """Raises StartError, with nothing left open."""
+        options = self.options
+        logger.info("%s", version_line("nsqadmin"))
+        raise_file_limit()
+        address = split_address(options.http_address)
+        if address is None:
+            raise StartError(f"listen ({options.http_address}) failed - not of the form host:port")
+        self.upstream.use_tls(
+            client_context(
+                TlsFiles(
+                    options.http_client_tls_root_ca_file,
+                    options.http_client_tls_cert,
+                    options.http_client_tls_key,
+                    options.http_client_tls_insecure_skip_verify,
+                )
+            )
+        )
+        await _check_resolve("lookupd-http-address", options.lookupd_http_address)
+        await _check_resolve("nsqd-http-address", options.nsqd_http_address)
+        http = HttpServer(self.api)
+        try:
+            bound = await http.listen(address)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", "") or error
+            raise StartError(f"listen ({options.http_address}) failed - {reason}") from error
+        assert isinstance(bound, tuple)
+        self._http, self.http_address = http, bound
+        self.notifier.start()
+        self.watch.start()
+        self.pipelines.start()
+        logger.info("HTTP: listening on %s", join_address(*self.http_address))
+
+    async def stop(self) -> None:
+        """Stop accepting, answer what is under way, say what is still to be said. Twice is safe."""
+        http, self._http = self._http, None
+        if http is None:
+            return
+        logger.info("HTTP: closing %s", join_address(*self.http_address))
+        await http.close()
+        await self.watch.close()
+        await self.pipelines.close()
+        await self.guard.close()
+        await self.notifier.close()
+        await self.upstream.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def reload(self) -> None:
+        """SIGHUP: the policy file is read again. Whoever has changed in it logs in again."""
+        if self._policy is None:
+            logger.info("SIGHUP: nothing to reload")
+        else:
+            self._policy.reload()
+
+    def problems(self) -> list[Problem]:
+        """What needs a person, the worst first; worked out once for each poll."""
+        seen = (self.watch.number, id(self.pipelines.found))
+        if self._problems[0] != seen:
+            self._problems = (seen, find_problems(self.watch, self.pipelines.found))
+        return self._problems[1]
+
+    def _show_error(self, request: Request, error: ApiError) -> Response | None:
+        endpoint = request.endpoint
+        return self.pages.error(request, error) if endpoint and endpoint.group == "Pages" else None
+
+    # Options that change
+
+    def change_lookupds(self, addresses: tuple[str, ...]) -> None:
+        self.options = dataclasses.replace(self.options, lookupd_http_address=addresses)
+        self.cluster.lookupds = addresses
+
+    def change_log_level(self, level: str) -> None:
+        self.options = dataclasses.replace(self.options, log_level=level)
+        logging.getLogger().setLevel(logs.LEVELS[level])
+
+
+async def _check_resolve(flag: str, addresses: tuple[str, ...]) -> None:
+    loop = asyncio.get_running_loop()
+    for address in addresses:
+        place = split_address(address)
+        assert place is not None  # validate() has seen to it
+        try:
+            await loop.getaddrinfo(*place, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError, OverflowError) as error:
+            reason = getattr(error, "strerror", "") or error
+            raise StartError(f"failed to resolve --{flag} ({address}) - {reason}") from error
+
+
+def describe() -> AdminApi:
+    """The API without a daemon behind it."""
+    return Nsqadmin(NsqadminOptions()).api

@@ -1,0 +1,272 @@
+"""Figures over time, kept in memory: what the charts are drawn from and the overview compares with.
+
+A table holds the series of one kind (topics, channels, …), each with the same few figures. It keeps them in
+four rings: every poll for some minutes, then a point per minute, per ten minutes, per two hours for a week.
+The arrays grow with the number of series, in blocks, and never beyond what the table was given:
+
+    block: [slot][series][figure], float32      a poll writes one slot of each block, which lies together
+
+A series that was not seen for a while gives its place to another. One that finds no room in the rings has its
+latest figures, and no history. NaN is "not known": a node did not answer, or the series was not there yet.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["RANGES", "SLOTS", "Places", "Points", "Table"]
+
+Floats = NDArray[np.float32]
+Places = NDArray[np.intp]
+
+BLOCK: Final = 256
+STEPS: Final = (60, 600, 7200)
+"""Seconds from point to point in the coarser rings; in the finest it is the time between polls."""
+SLOTS: Final = (240, 150, 144, 84)
+RANGES: Final = ("now", "hours", "day", "week")
+"""What the rings cover, in words."""
+FORGET_S: Final = 900.0
+"""How long a series that is not seen keeps its place."""
+
+
+class Points(NamedTuple):
+    """One series: times in Unix seconds, and a row of figures for each."""
+
+    times: list[float]
+    values: Floats
+
+
+class _Ring:
+    """One resolution. Slots are reused when their time has passed."""
+
+    def __init__(self, step_s: float, slots: int, width: int) -> None:
+        self.step_s, self.slots, self.width = step_s, slots, width
+        self.blocks: list[Floats] = []
+        self.ordinals = np.full(slots, -1, dtype=np.int64)
+        """Which point each slot holds: its time divided by the step; -1 for none."""
+        self.newest = -1
+
+    def add_block(self) -> None:
+        # Zeros that were never written take no memory: it comes with the slots as time passes.
+        self.blocks.append(np.zeros((self.slots, BLOCK, self.width), dtype=np.float32))
+
+    def open(self, ordinal: int) -> int:
+        """The slot for a point."""
+        slot = ordinal % self.slots
+        self.ordinals[slot] = ordinal
+        self.newest = max(self.newest, ordinal)
+        return slot
+
+    def known(self) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+        """The slots that hold something, in the order of time, and their times."""
+        found = np.flatnonzero((self.ordinals >= 0) & (self.ordinals > self.newest - self.slots))
+        found = found[np.argsort(self.ordinals[found])]
+        return found, self.ordinals[found].astype(np.float64) * self.step_s
+
+
+class Table:
+    """Series of one kind. For each poll: begin(), figures of the series that are there into `now` at their
+    places, commit()."""
+
+    def __init__(
+        self,
+        figures: Sequence[str],
+        *,
+        poll_s: float,
+        max_bytes: int,
+        peaks: Sequence[str] = (),
+        max_series: int = 1 << 30,
+    ) -> None:
+        """Of `peaks` the coarser rings keep the highest value, of the others the mean."""
+        self.figures = tuple(figures)
+        self.column = {name: place for place, name in enumerate(self.figures)}
+        width = len(self.figures)
+        self._is_peak = np.array([name in peaks for name in self.figures])
+        steps = (poll_s, *(max(step, poll_s) for step in STEPS))
+        self._rings = [_Ring(step, slots, width) for step, slots in zip(steps, SLOTS, strict=True)]
+        self.bytes_per_series = width * sum(SLOTS) * 4
+        self.max_blocks = min(max_bytes // (self.bytes_per_series * BLOCK), -(-max_series // BLOCK))
+        self._index: dict[Hashable, int] = {}
+        self._free: list[int] = []
+        self._count = 0
+        """Places in use or free again."""
+        self._born_s = np.empty(0)
+        """For each place, since when it belongs to its present series."""
+        self._seen_s = np.empty(0)
+        self.now = np.empty((0, width))
+        """The latest figures of every place; NaN where nothing is known."""
+        self._time_s = 0.0
+        self._tidied_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._index
+
+    @property
+    def size_bytes(self) -> int:
+        """The most that the history of the present series can take."""
+        return len(self._rings[0].blocks) * BLOCK * self.bytes_per_series
+
+    @property
+    def without_history(self) -> int:
+        """Series that found no room, at the most."""
+        return max(0, len(self._index) - len(self._rings[0].blocks) * BLOCK)
+
+    # Writing
+
+    def begin(self, time_s: float) -> None:
+        self._time_s = time_s
+        self.now[:] = np.nan
+
+    def places(self, keys: Iterable[Hashable]) -> Places:
+        """Where the series have their figures; new ones get a place."""
+        index, wanted = self._index, [*keys]
+        found = np.fromiter((index.get(key, -1) for key in wanted), dtype=np.intp)
+        for position in np.flatnonzero(found < 0):
+            found[position] = self._add(wanted[position])
+        return found
+
+    def see(self, places: Places) -> None:
+        """These series are there."""
+        self._seen_s[places] = self._time_s
+
+    def put(self, key: Hashable, values: Sequence[float] | NDArray[np.float64]) -> None:
+        place = self._index.get(key, -1)
+        if place < 0:
+            place = self._add(key)
+        self._seen_s[place] = self._time_s
+        self.now[place] = values
+
+    def _add(self, key: Hashable) -> int:
+        if key in self._index:  # twice among the keys of one call
+            return self._index[key]
+        if self._free:
+            place = self._free.pop()
+        else:
+            place = self._count
+            self._count += 1
+            if place % BLOCK == 0:
+                self._grow(place // BLOCK)
+        self._born_s[place] = self._seen_s[place] = self._time_s
+        self._index[key] = place
+        return place
+
+    def _grow(self, blocks: int) -> None:
+        self.now = np.concatenate([self.now, np.full((BLOCK, len(self.figures)), np.nan)])
+        self._born_s = np.concatenate([self._born_s, np.zeros(BLOCK)])
+        self._seen_s = np.concatenate([self._seen_s, np.zeros(BLOCK)])
+        if blocks < self.max_blocks:
+            for ring in self._rings:
+                ring.add_block()
+
+    def commit(self) -> None:
+        """Take `now` for one point in time."""
+        for coarse, fine in zip(self._rings[1:], self._rings, strict=False):
+            ordinal = int(self._time_s // coarse.step_s)
+            if ordinal > coarse.newest + 1:
+                self._condense(coarse, fine, ordinal - 1)
+        ring = self._rings[0]
+        slot = ring.open(int(self._time_s // ring.step_s))
+        for number, block in enumerate(ring.blocks):
+            block[slot] = self.now[number * BLOCK : (number + 1) * BLOCK]
+        if self._time_s - self._tidied_s > FORGET_S / 3:
+            self._forget()
+
+    def _condense(self, coarse: _Ring, fine: _Ring, ordinal: int) -> None:
+        """Write a point that is complete now, from those of the finer ring."""
+        begin_s, end_s = ordinal * coarse.step_s, (ordinal + 1) * coarse.step_s
+        slots, times = fine.known()
+        within = slots[(times >= begin_s) & (times < end_s)]
+        if not len(within):
+            coarse.newest = max(coarse.newest, ordinal)
+            return
+        slot = coarse.open(ordinal)
+        for block, finer in zip(coarse.blocks, fine.blocks, strict=True):
+            part = finer[within]
+            with warnings.catch_warnings():
+                # Of nothing but NaN the mean is NaN, which is what is meant.
+                warnings.simplefilter("ignore", RuntimeWarning)
+                block[slot] = np.where(self._is_peak, np.nanmax(part, axis=0), np.nanmean(part, axis=0))
+
+    def _forget(self) -> None:
+        """Free the places of series that are gone."""
+        self._tidied_s = self._time_s
+        limit_s = self._time_s - FORGET_S
+        for key in [key for key, place in self._index.items() if self._seen_s[place] < limit_s]:
+            place = self._index.pop(key)
+            self._free.append(place)
+            self.now[place] = np.nan
+        # The places with history go first.
+        self._free.sort(reverse=True)
+
+    # Reading
+
+    def items(self) -> Iterator[tuple[Any, int]]:
+        """Each series with its place in `now`."""
+        return iter(self._index.items())
+
+    def find(self, key: Hashable) -> int:
+        """The place of the series; -1 if it is not known."""
+        return self._index.get(key, -1)
+
+    def latest(self, key: Hashable) -> dict[str, float] | None:
+        """The figures of the last poll by name; None if the series is not known. NaN where nothing is."""
+        place = self._index.get(key)
+        if place is None:
+            return None
+        return dict(zip(self.figures, map(float, self.now[place]), strict=True))
+
+    def points(self, key: Hashable, resolution: int = 0) -> Points:
+        """The series at one of the resolutions; no points if it is not known."""
+        place = self._index.get(key, -1)
+        ring = self._rings[resolution]
+        if place < 0 or place // BLOCK >= len(ring.blocks):
+            return Points([], np.empty((0, len(self.figures)), dtype=np.float32))
+        slots, times = ring.known()
+        # A coarse point from before may hold something of the series that had the place.
+        is_own = times > self._born_s[place] - (0 if resolution else ring.step_s)
+        block = ring.blocks[place // BLOCK]
+        return Points([*map(float, times[is_own])], block[slots[is_own], place % BLOCK])
+
+    def step_s(self, resolution: int) -> float:
+        return self._rings[resolution].step_s
+
+    def before(self, age_s: float, figure: str) -> tuple[NDArray[np.float64], float] | None:
+        """A figure of all series, by place, about so long ago, and how long ago that was. NaN for series that
+        were not there or have no history; None if nothing is kept of that time."""
+        ring = self._rings[0]
+        slots, times = ring.known()
+        if not len(slots):
+            return None
+        wanted_s = self._time_s - age_s
+        nearest = int(np.argmin(np.abs(times - wanted_s)))
+        if abs(times[nearest] - wanted_s) > max(2 * ring.step_s, age_s / 4):
+            return None
+        found = np.full(len(self.now), np.nan)
+        for number, block in enumerate(ring.blocks):
+            found[number * BLOCK : (number + 1) * BLOCK] = block[slots[nearest], :, self.column[figure]]
+        found[self._born_s > times[nearest] + ring.step_s] = np.nan
+        return found, self._time_s - float(times[nearest])
+
+    def recent(self, figure: str, for_s: float) -> NDArray[np.float64]:
+        """The mean of a figure over the last while, of all series by place. NaN where nothing is known."""
+        ring = self._rings[0]
+        slots, times = ring.known()
+        slots, column = slots[times > self._time_s - for_s], self.column[figure]
+        found = self.now[:, column].copy()
+        for number, block in enumerate(ring.blocks if len(slots) else ()):
+            rows = slice(number * BLOCK, (number + 1) * BLOCK)
+            part = block[slots, :, column].astype(np.float64)
+            # What stands in a slot from before a series was born is not its own.
+            part[times[-len(slots) :, None] + ring.step_s <= self._born_s[None, rows]] = np.nan
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                found[rows] = np.nanmean(part, axis=0)
+        return found

@@ -1,0 +1,214 @@
+"""The options of nsqadmin: the one table behind its flags, its TOML file, its help and its reference page.
+
+`python -m nsparq.admin.options --markdown` (or `--toml`) prints the checked-in copies under docs/reference.
+"""
+
+import ipaddress
+import posixpath
+import sys
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+from nsparq.addresses import split_address
+from nsparq.option_table import (
+    BOOL,
+    DURATION,
+    INT,
+    STRING,
+    STRINGS,
+    CommandFlag,
+    OptionError,
+    OptionTable,
+    choice,
+    opt,
+)
+
+__all__ = ["TABLE", "NsqadminOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NsqadminOptions:
+    """What an operator can set. Durations are in seconds."""
+
+    log_level: str = opt(
+        "info",
+        "least severe level that is logged: debug, info, warn, error, fatal",
+        choice("debug", "info", "warn", "error", "fatal"),
+        heading="Logging",
+    )
+    log_prefix: str = opt("[nsqadmin] ", "start of every log line", STRING)
+
+    http_address: str = opt("0.0.0.0:4171", "`host:port` for HTTP clients", STRING, heading="Addresses")
+    base_path: str = opt("/", "path that all URLs begin with, for use behind a proxy", STRING)
+    lookupd_http_address: tuple[str, ...] = opt(
+        (),
+        "`host:port` of an nsqlookupd's HTTP API",
+        STRINGS,
+        file_key="nsqlookupd_http_addresses",
+    )
+    nsqd_http_address: tuple[str, ...] = opt(
+        (),
+        "`host:port` of an nsqd's HTTP API, where there is no nsqlookupd",
+        STRINGS,
+        file_key="nsqd_http_addresses",
+    )
+    pipeline_http_address: tuple[str, ...] = opt(
+        (),
+        "`host:port` where a runner of Spark pipelines tells its status",
+        STRINGS,
+        file_key="pipeline_http_addresses",
+    )
+
+    http_client_connect_timeout: float = opt(
+        2.0,
+        "time to connect to an nsqlookupd, an nsqd or graphite",
+        DURATION,
+        heading="Asking others",
+        bound="positive",
+    )
+    http_client_request_timeout: float = opt(
+        5.0, "time until one of them has answered in full", DURATION, bound="positive"
+    )
+    http_client_tls_insecure_skip_verify: bool = opt(
+        False, "do not check the certificates of nsqds that want HTTPS", BOOL
+    )
+    http_client_tls_root_ca_file: str = opt(
+        "", "PEM file with the authorities that signed them (empty: those of the system)", STRING
+    )
+    http_client_tls_cert: str = opt("", "PEM file with our own certificate for them", STRING)
+    http_client_tls_key: str = opt("", "PEM file with its key", STRING)
+    auth_secret: str = opt(
+        "",
+        "what nsqds are shown that guard their HTTP API with a policy file; better given in the config file",
+        STRING,
+    )
+
+    acl_http_header: str = opt(
+        "X-Forwarded-User",
+        "header by which a proxy says who the user is",
+        STRING,
+        heading="Who may do what",
+    )
+    admin_user: tuple[str, ...] = opt(
+        (),
+        "user, as named by that header, who may change things (none given: everybody may)",
+        STRINGS,
+        file_key="admin_users",
+    )
+    auth_policy_file: str = opt(
+        "", "TOML file with identities and their permissions, as for nsqd: users log in", STRING
+    )
+    allow_config_from_cidr: str = opt(
+        "127.0.0.1/8", "network from which `/config` may be used (empty: any)", STRING
+    )
+    allowed_host: tuple[str, ...] = opt(
+        (),
+        "host name under which browsers may use us; others are refused, so that no foreign page can reach us "
+        "through a name of its own (none given: any)",
+        STRINGS,
+        file_key="allowed_hosts",
+    )
+
+    notification_http_endpoint: str = opt(
+        "", "URL that every change is POSTed to", STRING, heading="Notifications"
+    )
+
+    poll_interval: float = opt(
+        5.0,
+        "how often figures are gathered for the overview and the charts; less often if that takes long",
+        DURATION,
+        heading="Overview and charts",
+        bound="positive",
+    )
+    history_memory: int = opt(
+        320 << 20,
+        "bytes that the figures kept for charts may take at the most; a channel needs some 25 KB",
+        INT,
+        bound="not negative",
+    )
+    history_clients: int = opt(
+        2000, "clients of which figures are kept for charts", INT, bound="not negative"
+    )
+
+    graphite_url: str = opt(
+        "",
+        "URL of graphite, for `/api/graphite` and `/render`; our own charts need none",
+        STRING,
+        heading="Graphite",
+    )
+    proxy_graphite: bool = opt(False, "forward `/render` to graphite", BOOL)
+    statsd_prefix: str = opt("nsq.%s", "as given to nsqd; for `/api/graphite` callers", STRING)
+    statsd_counter_format: str = opt("stats.counters.%s.count", "how statsd names counters", STRING)
+    statsd_gauge_format: str = opt("stats.gauges.%s", "how statsd names gauges", STRING)
+    statsd_interval: float = opt(60.0, "as given to nsqd", DURATION, bound="positive")
+    dev_static_dir: str = opt("", "serve the pages' files from this directory", STRING)
+
+    def validate(self) -> None:
+        """Raise OptionError for a value that nsqadmin cannot start with."""
+        TABLE.check_bounds(self)
+        if not self.nsqd_http_address and not self.lookupd_http_address:
+            raise OptionError("--nsqd-http-address or --lookupd-http-address required")
+        if self.nsqd_http_address and self.lookupd_http_address:
+            raise OptionError("use --nsqd-http-address or --lookupd-http-address not both")
+        if bool(self.http_client_tls_cert) != bool(self.http_client_tls_key):
+            given, missing = ("cert", "key") if self.http_client_tls_cert else ("key", "cert")
+            raise OptionError(f"--http-client-tls-{missing} must be specified with --http-client-tls-{given}")
+        for flag, addresses in (
+            ("lookupd-http-address", self.lookupd_http_address),
+            ("nsqd-http-address", self.nsqd_http_address),
+            ("pipeline-http-address", self.pipeline_http_address),
+        ):
+            for address in addresses:
+                if split_address(address) is None:
+                    raise OptionError(f"failed to resolve --{flag} ({address}) - not of the form host:port")
+        network(self.allow_config_from_cidr)
+        for flag, url in (
+            ("graphite-url", self.graphite_url),
+            ("notification-http-endpoint", self.notification_http_endpoint),
+        ):
+            if url and not is_http_url(url):
+                raise OptionError(f"--{flag} must be an http or https URL, not {url!r}")
+        if self.proxy_graphite and not self.graphite_url:
+            raise OptionError("--proxy-graphite needs --graphite-url")
+
+
+def network(cidr: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """What --allow-config-from-cidr says; None is everybody. Raises OptionError."""
+    if not cidr:
+        return None
+    try:
+        if "/" not in cidr:
+            raise ValueError("not a network such as 10.0.0.0/8")
+        return ipaddress.ip_network(cidr, strict=False)
+    except ValueError as error:
+        raise OptionError(f"failed to parse --allow-config-from-cidr ({cidr}) - {error}") from None
+
+
+def clean_base_path(path: str) -> str:
+    """With a leading slash and none at the end; empty for the root."""
+    cleaned = posixpath.normpath("/" + path.strip("/"))
+    return "" if cleaned == "/" else cleaned
+
+
+def is_http_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        return False
+
+
+TABLE: Final = OptionTable(
+    "nsqadmin",
+    NsqadminOptions,
+    (
+        CommandFlag(flag="version", kind=BOOL, help="print the version and exit"),
+        CommandFlag(flag="config", kind=STRING, help="path of a TOML file with options"),
+        CommandFlag(flag="verbose", kind=BOOL, help="accepted for old scripts, no effect; see --log-level"),
+    ),
+)
+
+
+if __name__ == "__main__":
+    TABLE.print_page(sys.argv[1:])

@@ -1,0 +1,93 @@
+"""Spark pipelines that read or write here, as their runners tell: see docs/pipelines.md for what they say.
+
+A runner is named with --pipeline-http-address, the `metrics_address` of its file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from nsparq.admin.merge import objects, text
+from nsparq.admin.upstream import AskFailed, Upstream
+
+__all__ = ["Pipelines"]
+
+logger = logging.getLogger(__name__)
+
+NUMBERS: Final = (
+    "rows",
+    "rows_written",
+    "undecodable",
+    "dead_letters",
+    "rows_per_second",
+    "lag",
+    "batches",
+    "batch_seconds",
+    "last_batch",
+    "failures",
+    "restarts",
+)
+
+
+class Pipelines:
+    """Asks the runners now and then; `found` is what they said last."""
+
+    def __init__(self, upstream: Upstream, addresses: Sequence[str], interval_s: float) -> None:
+        self._upstream = upstream
+        self.addresses = tuple(addresses)
+        self._interval_s = interval_s
+        self.found: list[dict[str, Any]] = []
+        """A pipeline each; for a runner that does not answer an entry with `unreachable`."""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self.addresses:
+            self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.poll()
+            except Exception:
+                logger.exception("asking for pipelines failed")
+            await asyncio.sleep(self._interval_s)
+
+    async def poll(self) -> None:
+        answers = await asyncio.gather(*(self._ask(address) for address in self.addresses))
+        self.found = [one for answer in answers for one in answer]
+
+    async def _ask(self, address: str) -> list[dict[str, Any]]:
+        try:
+            said = await self._upstream.get_json(f"http://{address}/status")
+        except AskFailed as error:
+            return [{"name": address, "runner": address, "unreachable": str(error)}]
+        if not isinstance(said, dict):
+            return [{"name": address, "runner": address, "unreachable": "what it says is no status"}]
+        return [_pipeline(one, address, said) for one in objects(said, "pipelines")]
+
+
+def _pipeline(said: Mapping[str, Any], address: str, runner: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("name", "topics", "sink", "state", "error")
+    return {
+        "runner": address,
+        "file": text(runner, "file"),
+        "ui": text(runner, "ui"),
+        **{name: text(said, name) for name in names},
+        **{name: _figure(said.get(name)) for name in NUMBERS},
+    }
+
+
+def _figure(value: Any) -> float | None:
+    """None where the runner does not know it."""
+    is_number = type(value) in (int, float) and math.isfinite(value)
+    return value if is_number else None

@@ -1,0 +1,132 @@
+"""What nsqadmin's HTTP needs beyond nsparq.http: paths with several names, a base path, compression."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final
+
+from isal import isal_zlib
+
+from nsparq.http.api import (
+    JSON_TYPE,
+    Api,
+    ApiError,
+    Endpoint,
+    Later,
+    Request,
+    Response,
+    Result,
+    error_response,
+    to_response,
+)
+from nsparq.http.describe import openapi
+
+__all__ = ["AdminApi", "described", "path_values"]
+
+MIN_COMPRESSED: Final = 1024
+"""Bytes below which compressing costs more than it saves."""
+COMPRESSED_TYPES: Final = ("text/", "application/json", "image/svg+xml")
+GZIP_BITS, DEFLATE_BITS = 31, 15
+
+
+class AdminApi(Api):
+    """A table whose paths may have `{…}` for any of their parts, all below a base path."""
+
+    def __init__(
+        self,
+        *,
+        title: str,
+        version: str,
+        endpoints: Iterable[Endpoint],
+        base: str = "",
+        guard: Callable[[Request, Endpoint], Awaitable[None] | None] | None = None,
+        show_error: Callable[[Request, ApiError], Response | None] = lambda request, error: None,
+    ) -> None:
+        """`base` has no slash at its end. `show_error` may give an answer for people in place of JSON."""
+        placed = [dataclasses.replace(one, path=(base + one.path).rstrip("/") or "/") for one in endpoints]
+        super().__init__(title=title, version=version, endpoints=placed, guard=guard)
+        self._show_error = show_error
+        self._patterns: dict[int, list[tuple[list[str], str]]] = {}
+        """Paths with `{…}` by their number of parts; those that begin with more fixed ones come first."""
+        for path in sorted({one.path for one in placed if "{" in one.path}, key=lambda path: path.find("{")):
+            parts = path.split("/")
+            self._patterns.setdefault(len(parts), []).insert(0, (parts, path))
+
+    def _find(self, path: str) -> tuple[str | None, str]:
+        if path in self._methods and "{" not in path:
+            return path, ""
+        parts = path.split("/")
+        for pattern, proper in self._patterns.get(len(parts), ()):
+            values = [part for part, expected in zip(parts, pattern, strict=True) if expected[:1] == "{"]
+            fixed = all(e[:1] == "{" or e == part for part, e in zip(parts, pattern, strict=True))
+            if fixed and all(values):
+                return proper, "/".join(values)
+        return None, ""
+
+    def handle(self, request: Request) -> Result | Later | Awaitable[Result]:
+        try:
+            result = super().handle(request)
+        except ApiError as error:
+            return _complete(request, self._from_error(request, error))
+        if isinstance(result, Awaitable):
+            return self._complete_later(request, result)
+        assert not isinstance(result, Later)
+        return _complete(request, to_response(result))
+
+    async def _complete_later(self, request: Request, waiting: Awaitable[Result]) -> Response:
+        try:
+            response = to_response(await waiting)
+        except ApiError as error:
+            response = self._from_error(request, error)
+        return _complete(request, response)
+
+    def _from_error(self, request: Request, error: ApiError) -> Response:
+        shown = self._show_error(request, error)
+        return shown or error_response(error.status, error.code, error.headers, **error.more)
+
+
+def path_values(request: Request) -> list[str]:
+    """What stands in place of the `{…}` of the endpoint's path, in their order."""
+    return request.path_value.split("/")
+
+
+def described(api: Api) -> dict[str, Any]:
+    """The OpenAPI document, with each of a path's names."""
+    document = openapi(api)
+    for path, operations in document["paths"].items():
+        names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+        for operation in operations.values():
+            others = [one for one in operation["parameters"] if one["in"] != "path"]
+            operation["parameters"] = others + [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+                for name in names
+            ]
+    return document
+
+
+def _complete(request: Request, response: Response) -> Response:
+    """Compress it, if the client takes that and it is worth it."""
+    headers = [("Vary", "Accept-Encoding")]
+    has_own = any(name == "Cache-Control" for name, _ in response.headers)
+    if response.content_type == JSON_TYPE and not has_own:
+        headers.append(("Cache-Control", "no-store"))
+    body = response.body
+    if len(body) >= MIN_COMPRESSED and response.content_type.startswith(COMPRESSED_TYPES):
+        encoding, bits = _encoding(request.header("Accept-Encoding"))
+        if encoding:
+            compressor = isal_zlib.compressobj(1, isal_zlib.DEFLATED, bits)
+            body = compressor.compress(body) + compressor.flush()
+            headers.append(("Content-Encoding", encoding))
+    return dataclasses.replace(response, body=body, headers=(*response.headers, *headers))
+
+
+def _encoding(accepted: str) -> tuple[str, int]:
+    offers = {}
+    for offer in accepted.lower().split(","):
+        name, _, quality = offer.partition(";")
+        offers[name.strip()] = quality.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+    for name, bits in (("gzip", GZIP_BITS), ("deflate", DEFLATE_BITS)):
+        if offers.get(name, offers.get("*", False) and name == "gzip"):
+            return name, bits
+    return "", 0

@@ -1,0 +1,253 @@
+// What makes the pages live: refreshing, filtering, confirming, keyboard, charts. They work without it, too.
+"use strict";
+(function () {
+  const { Chart } = window.NsqCharts;
+  const meta = (name) => document.querySelector(`meta[name="${name}"]`).content;
+  const byId = (id) => document.getElementById(id);
+  const period = Math.max(2, Number(meta("poll-seconds")) || 5) * 1000;
+  const live = document.querySelector("[data-live]");
+  const state = byId("live-state");
+  const charts = [...document.querySelectorAll("figure.chart")].map((figure) => new Chart(figure));
+  let range = "now", tag = "", stopped = false, timer = 0, failures = 0;
+
+  function stored(name, value) {
+    try {
+      if (value === undefined) return localStorage.getItem("nsqadmin-" + name);
+      localStorage.setItem("nsqadmin-" + name, value);
+    } catch (error) {
+      // Storage may be switched off.
+    }
+    return null;
+  }
+
+  // Live
+
+  function say(what, text) {
+    state.hidden = false;
+    state.dataset.state = what;
+    state.textContent = text;
+  }
+
+  async function refreshPart() {
+    if (!live) return;
+    const url = new URL(location.href);
+    url.hash = "";
+    url.searchParams.delete("note");
+    url.searchParams.set("live", "1");
+    const answer = await fetch(url, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store", credentials: "same-origin" });
+    if (answer.status === 304) return;
+    if (answer.redirected || answer.status === 401) throw new Error("you are not logged in any more");
+    if (!answer.ok) throw new Error("status " + answer.status);
+    tag = answer.headers.get("ETag") || "";
+    replace(await answer.text());
+  }
+
+  // Rendered by nsqadmin, with every value escaped, and parsed apart: what is in it can be no script.
+  function replace(text) {
+    const parsed = new DOMParser().parseFromString("<!doctype html><body>" + text, "text/html");
+    const focused = live.contains(document.activeElement) ? document.activeElement.id : "";
+    const scrolled = [...live.querySelectorAll(".scroll")].map((part) => part.scrollLeft);
+    const current = rows().findIndex((row) => row.hasAttribute("data-current"));
+    live.replaceChildren(...parsed.body.childNodes);
+    live.querySelectorAll(".scroll").forEach((part, number) => (part.scrollLeft = scrolled[number] || 0));
+    if (focused && byId(focused)) byId(focused).focus({ preventScroll: true });
+    if (current >= 0) mark(current, false);
+    filter();
+  }
+
+  async function refresh() {
+    clearTimeout(timer);
+    if (!document.hidden) {
+      try {
+        await Promise.all([refreshPart(), ...charts.map((chart) => chart.load(range))]);
+        failures = 0;
+        if (live || charts.length) say(stopped ? "stopped" : "live", stopped ? "stopped" : "live");
+      } catch (error) {
+        failures += 1;
+        say("broken", "not up to date: " + error.message);
+      }
+    }
+    if (!stopped && (live || charts.length)) timer = setTimeout(refresh, Math.min(period * Math.pow(2, Math.min(failures, 4)), 60000));
+  }
+
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden && !stopped) refresh();
+  });
+
+  // Charts
+
+  const ranges = byId("ranges");
+  function choose(name) {
+    range = name;
+    stored("range", name);
+    for (const button of ranges.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset.range === name));
+  }
+  if (ranges) {
+    ranges.hidden = false;
+    const before = stored("range");
+    if (before && ranges.querySelector(`[data-range="${CSS.escape(before)}"]`)) choose(before);
+    ranges.addEventListener("click", (event) => {
+      if (!event.target.dataset.range) return;
+      choose(event.target.dataset.range);
+      refresh();
+    });
+  }
+
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest("[data-client]");
+    if (!link) return;
+    event.preventDefault();
+    const part = byId("client-chart"), figure = byId("chart-client");
+    part.hidden = false;
+    figure.dataset.src = link.dataset.client;
+    figure.querySelector("figcaption").textContent = "Consumer " + link.textContent.trim();
+    part.scrollIntoView({ block: "nearest" });
+    refresh();
+  });
+
+  // Filter, as one types
+
+  const box = document.querySelector("[data-filter]");
+  function filter() {
+    if (!box) return;
+    const words = box.value.trim().toLowerCase();
+    const all = [...(byId(box.dataset.filter)?.children || [])];
+    let count = 0;
+    for (const row of all) {
+      const text = (row.dataset.name ?? row.textContent).toLowerCase();
+      row.hidden = words !== "" && !text.includes(words);
+      if (!row.hidden) count += 1;
+    }
+    byId("filter-count").textContent = words ? count + " of " + all.length : "";
+  }
+  if (box) {
+    box.addEventListener("input", filter);
+    // What was not sent along is found by the server.
+    if (!byId("more-topics")) box.form?.addEventListener("submit", (event) => box.id === "filter" && event.preventDefault());
+    filter();
+  }
+
+  // Confirming by name: the button waits until the name is there
+
+  for (const form of document.querySelectorAll("form[data-confirm]")) {
+    const input = form.querySelector("[name=confirm]"), button = form.querySelector("button");
+    const check = () => (button.disabled = input.value.trim() !== form.dataset.confirm);
+    input.addEventListener("input", check);
+    check();
+  }
+  for (const details of document.querySelectorAll("details.confirm")) {
+    details.addEventListener("toggle", () => {
+      if (details.open) details.querySelector("input:not([type=hidden])")?.focus();
+    });
+    details.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape") return;
+      details.open = false;
+      details.querySelector("summary").focus();
+    });
+  }
+  // One click is one message.
+  document.addEventListener("submit", (event) => {
+    if (event.target.method === "post") setTimeout(() => event.target.querySelectorAll("button").forEach((button) => (button.disabled = true)));
+  });
+  addEventListener("pageshow", (event) => event.persisted && location.reload());
+
+  // Keyboard
+
+  const rows = () => [...document.querySelectorAll("[data-row]")].filter((row) => !row.hidden);
+  function mark(place, scroll = true) {
+    const all = rows();
+    for (const row of all) row.removeAttribute("data-current");
+    const row = all[Math.max(0, Math.min(all.length - 1, place))];
+    if (!row) return;
+    row.setAttribute("data-current", "");
+    if (!scroll) return;
+    row.scrollIntoView({ block: "nearest" });
+    row.querySelector("a")?.focus({ preventScroll: true });
+  }
+  function step(by) {
+    const place = rows().findIndex((row) => row.hasAttribute("data-current"));
+    mark(place < 0 ? 0 : place + by);
+  }
+
+  const help = byId("help");
+  let waitsForPlace = false;
+  document.addEventListener("keydown", (event) => {
+    const at = event.target;
+    if (event.ctrlKey || event.metaKey || event.altKey || help.open) return;
+    if (at.matches("input:not([type=checkbox]):not([type=radio]), textarea, select")) {
+      if (event.key === "Escape") at.blur();
+      return;
+    }
+    if (waitsForPlace) {
+      waitsForPlace = false;
+      const link = document.querySelector(`nav [data-key="${CSS.escape(event.key)}"]`);
+      if (link) {
+        event.preventDefault();
+        link.click();
+        return;
+      }
+    }
+    const does = {
+      g: () => (waitsForPlace = true),
+      "/": () => (byId("filter") || byId("search"))?.focus(),
+      "?": () => help.showModal(),
+      j: () => step(1),
+      k: () => step(-1),
+      r: refresh,
+      ".": () => {
+        stopped = !stopped;
+        refresh();
+      },
+    }[event.key];
+    if (!does) return;
+    event.preventDefault();
+    does();
+  });
+  byId("help-button").hidden = false;
+  byId("help-button").addEventListener("click", () => help.showModal());
+
+  // Theme
+
+  const theme = byId("theme-button");
+  const themes = ["system", "light", "dark"];
+  const showTheme = () => (theme.textContent = "Theme: " + (document.documentElement.dataset.theme || "system"));
+  theme.hidden = false;
+  theme.addEventListener("click", () => {
+    const now = document.documentElement.dataset.theme || "system";
+    const next = themes[(themes.indexOf(now) + 1) % themes.length];
+    stored("theme", next);
+    if (next === "system") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = next;
+    showTheme();
+  });
+  showTheme();
+
+  // The counter runs on at the present rate between two answers
+
+  const counter = document.querySelector("[data-counter]");
+  if (counter) {
+    let count = Number(counter.dataset.count), rate = Number(counter.dataset.rate) || 0, since = performance.now();
+    const ask = async () => {
+      try {
+        const answer = await fetch(document.body.dataset.base + "/api/overview", { cache: "no-store", credentials: "same-origin" });
+        const found = await answer.json();
+        count = found.messages;
+        rate = found.totals.in_rate || 0;
+        since = performance.now();
+        say("live", "live");
+      } catch (error) {
+        say("broken", "not up to date");
+      }
+      setTimeout(ask, period);
+    };
+    const tick = () => {
+      const ahead = Math.min((performance.now() - since) / 1000, period / 1000) * rate;
+      counter.textContent = Math.floor(count + ahead).toLocaleString("en");
+      setTimeout(tick, matchMedia("(prefers-reduced-motion: reduce)").matches ? period : 100);
+    };
+    setTimeout(ask, period);
+    tick();
+  }
+
+  refresh();
+})();

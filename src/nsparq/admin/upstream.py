@@ -1,0 +1,381 @@
+"""Requests to nsqlookupds, nsqds and others: HTTP/1.1 on connections that are kept, some at a time.
+
+A page about a cluster asks everybody in it, and asks again a few seconds later: what is kept saves most of
+that time. It follows no redirects, but goes to HTTPS where an nsqd says that it wants that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import ssl
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Final, NamedTuple
+from urllib.parse import unquote, urlencode, urlsplit
+
+import httptools
+
+from nsparq.addresses import join_address
+from nsparq.errors import NsparqError, StartError
+from nsparq.fetch import without_secrets
+from nsparq.version import NSQ_VERSION
+
+__all__ = ["Answer", "AskFailed", "Refused", "TlsFiles", "Upstream", "client_context"]
+
+AT_A_TIME: Final = 32
+"""Requests under way, to everybody together."""
+MAX_IDLE: Final = 4
+"""Connections kept for each address."""
+IDLE_S: Final = 60.0
+"""For how long; nsqd keeps them longer."""
+MAX_BODY: Final = 256 << 20
+"""Bytes of an answer. The stats of 10,000 channels with their clients are some 20 MB."""
+MAX_SHOWN: Final = 500
+"""Characters of an unexpected answer that an error shows."""
+HEADERS: Final = f"User-Agent: nsqadmin/{NSQ_VERSION}\r\nAccept: application/vnd.nsq; version=1.0\r\n"
+
+
+class AskFailed(NsparqError):
+    """There is no usable answer. The text says whom, and why; it holds no secret."""
+
+
+class Refused(AskFailed):
+    """There is an answer, and it is not success."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        text = body[:MAX_SHOWN].decode("utf-8", "replace").strip()
+        super().__init__(f"got response {status} {_phrase(status)} {json.dumps(text, ensure_ascii=False)}")
+        self.status, self.body = status, body
+
+    @property
+    def code(self) -> str:
+        """What NSQ says is wrong; nothing if it is not NSQ that says it."""
+        try:
+            found = json.loads(self.body).get("message", "")
+        except (ValueError, AttributeError, RecursionError):
+            return ""
+        return found if isinstance(found, str) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    """By lower-case name."""
+    body: bytes
+
+    def json(self) -> Any:
+        """What it holds, without the envelope of NSQ before 1.0. Raises AskFailed."""
+        try:
+            parsed = json.loads(self.body)
+        except (ValueError, RecursionError):
+            raise AskFailed("the answer is not JSON") from None
+        if isinstance(parsed, dict) and "status_code" in parsed and "data" in parsed:
+            return parsed["data"]
+        return parsed
+
+
+class TlsFiles(NamedTuple):
+    """How HTTPS nsqds are to be trusted, and what they are shown."""
+
+    ca_file: str = ""
+    cert: str = ""
+    key: str = ""
+    skip_verify: bool = False
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """Raises StartError."""
+    try:
+        context = ssl.create_default_context(cafile=files.ca_file or None)
+        if files.cert:
+            context.load_cert_chain(files.cert, files.key)
+    except (OSError, ValueError) as error:
+        shown = files.cert or files.ca_file
+        raise StartError(f"failed to load TLS files ({shown}) - {error}") from error
+    if files.skip_verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+class _Place(NamedTuple):
+    host: str
+    port: int
+    is_tls: bool
+
+
+class Upstream:
+    """Asks. One for the whole daemon; close() at its end."""
+
+    def __init__(
+        self,
+        *,
+        connect_timeout: float,
+        request_timeout: float,
+    ) -> None:
+        self._connect_timeout, self._request_timeout = connect_timeout, request_timeout
+        self._tls: ssl.SSLContext | None = None
+        self._idle: defaultdict[_Place, list[_Connection]] = defaultdict(list)
+        self._slots = asyncio.Semaphore(AT_A_TIME)
+
+    def use_tls(self, context: ssl.SSLContext) -> None:
+        self._tls = context
+
+    async def get_json(self, url: str, secret: str = "", **query: str) -> Any:
+        """Raises AskFailed."""
+        return (await self.ask("GET", with_query(url, query), secret=secret)).json()
+
+    async def ask(
+        self,
+        method: str,
+        url: str,
+        body: bytes | None = None,
+        *,
+        content_type: str = "application/octet-stream",
+        secret: str = "",
+        within: float | None = None,
+    ) -> Answer:
+        """An answer with status 200. Raises Refused for any other, AskFailed if there is none."""
+        answer = await self.exchange(
+            method, url, body, content_type=content_type, secret=secret, within=within
+        )
+        if answer.status == 403 and url.startswith("http:") and (secure := _https_url(url, answer.body)):
+            answer = await self.exchange(
+                method, secure, body, content_type=content_type, secret=secret, within=within
+            )
+        if answer.status != 200:
+            raise Refused(answer.status, answer.body)
+        return answer
+
+    async def exchange(
+        self,
+        method: str,
+        url: str,
+        body: bytes | None = None,
+        *,
+        content_type: str = "application/octet-stream",
+        secret: str = "",
+        within: float | None = None,
+    ) -> Answer:
+        """Any answer. Raises AskFailed."""
+        try:
+            place, request = _encode(method, url, body, content_type, secret)
+        except ValueError as error:
+            raise AskFailed(f"{method} {without_secrets(url)}: {error}") from None
+        async with self._slots:
+            try:
+                async with asyncio.timeout(within or self._request_timeout):
+                    return await self._send(place, request, may_reuse=method == "GET")
+            except TimeoutError:
+                reason = "timed out"
+            except OSError as error:
+                reason = error.strerror or str(error) or type(error).__name__
+            except _Broken as error:
+                reason = str(error)
+        raise AskFailed(f'{method.capitalize()} "{without_secrets(url)}": {reason}')
+
+    async def _send(self, place: _Place, request: bytes, *, may_reuse: bool) -> Answer:
+        while True:
+            # What must not happen twice goes over a new connection: there is no doubt whether it has arrived.
+            connection = self._take(place) if may_reuse else None
+            is_new = connection is None
+            if connection is None:
+                connection = await self._connect(place)
+            try:
+                answer = await connection.exchange(request)
+            except (_Broken, OSError):
+                # A kept connection may have been ended just now: that says nothing about the server.
+                if is_new or connection.has_answered:
+                    raise
+                continue
+            finally:
+                self._put_back(place, connection)
+            return answer
+
+    async def _connect(self, place: _Place) -> _Connection:
+        loop = asyncio.get_running_loop()
+        tls = None
+        if place.is_tls:
+            self._tls = tls = self._tls or client_context(TlsFiles())
+        async with asyncio.timeout(self._connect_timeout):
+            _, connection = await loop.create_connection(_Connection, place.host, place.port, ssl=tls)
+        return connection
+
+    def _take(self, place: _Place) -> _Connection | None:
+        now = asyncio.get_running_loop().time()
+        idle = self._idle[place]
+        while idle:
+            connection = idle.pop()
+            if connection.is_usable and now - connection.idle_since < IDLE_S:
+                return connection
+            connection.close()
+        return None
+
+    def _put_back(self, place: _Place, connection: _Connection) -> None:
+        idle = self._idle[place]
+        if connection.is_usable and len(idle) < MAX_IDLE:
+            connection.idle_since = asyncio.get_running_loop().time()
+            idle.append(connection)
+        else:
+            connection.close()
+
+    async def close(self) -> None:
+        for idle in self._idle.values():
+            for connection in idle:
+                connection.close()
+        self._idle.clear()
+        # The loop has to come round for the sockets to be gone.
+        await asyncio.sleep(0)
+
+
+class _Broken(Exception):
+    """What came is no answer, or not all of one."""
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport
+        self._answer: asyncio.Future[Answer] | None = None
+        self._is_lost = False
+        self._keeps = False
+        self.has_answered = False
+        """Whether anything of the answer to the present request has come."""
+        self.idle_since = 0.0
+
+    async def exchange(self, request: bytes) -> Answer:
+        if self._is_lost:
+            raise _Broken("the connection has ended")
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: dict[str, str] = {}
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._keeps = self.has_answered = False
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            return await self._answer
+        finally:
+            self._answer = None
+
+    @property
+    def is_usable(self) -> bool:
+        return self._keeps and not self._is_lost
+
+    def close(self) -> None:
+        # Not close(): with TLS that would wait for the other side.
+        self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # never another
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None or self._answer.done():
+            # Nobody has asked: it must not be taken for the answer to what comes next.
+            self._keeps = False
+            return
+        self.has_answered = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            self._fail(error.__context__ if isinstance(error.__context__, _Broken) else _Broken(str(error)))
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._fail(_Broken(f"the answer is not HTTP: {data[:50]!r}"))
+
+    def eof_received(self) -> None:
+        return None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_lost = True
+        if self._answer is None or self._answer.done():
+            return
+        if self.has_answered and "content-length" not in self._headers and self._size and not error:
+            # An answer whose end is the end of the connection.
+            self._finish()
+        else:
+            self._fail(_Broken("the connection ended before the answer did"))
+
+    def _fail(self, error: BaseException | None) -> None:
+        self._keeps = False
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error or _Broken("unknown"))
+
+    def _finish(self) -> None:
+        if self._answer is not None and not self._answer.done():
+            status = self._parser.get_status_code()
+            self._answer.set_result(Answer(status, self._headers, b"".join(self._pieces)))
+
+    # httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_body(self, body: bytes) -> None:
+        self._size += len(body)
+        if self._size > MAX_BODY:
+            raise _Broken(f"the answer has more than {MAX_BODY} bytes")
+        self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() < 200:
+            return
+        self._keeps = self._parser.should_keep_alive()
+        self._finish()
+
+
+def with_query(url: str, query: Mapping[str, str]) -> str:
+    return f"{url}?{urlencode(query)}" if query else url
+
+
+def _encode(
+    method: str, url: str, body: bytes | None, content_type: str, secret: str
+) -> tuple[_Place, bytes]:
+    """Raises ValueError for what is no address."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("not an http or https address")
+    if any(character <= " " or character == "\x7f" for character in url):
+        raise ValueError("blanks in an address")
+    is_tls = parts.scheme == "https"
+    place = _Place(parts.hostname, parts.port or (443 if is_tls else 80), is_tls)
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    head = f"{method} {target} HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\n{HEADERS}"
+    if parts.username is not None:
+        login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        head += f"Authorization: Basic {base64.b64encode(login.encode()).decode()}\r\n"
+    elif secret:
+        # As the basic scheme has it: a generated secret has no name, a password comes as `name:password`.
+        shown = secret if ":" in secret else f":{secret}"
+        head += f"Authorization: Basic {base64.b64encode(shown.encode()).decode()}\r\n"
+    if body is not None:
+        head += f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
+    elif method != "GET":
+        head += "Content-Length: 0\r\n"
+    return place, head.encode("latin-1", "replace") + b"\r\n" + (body or b"")
+
+
+def _https_url(url: str, body: bytes) -> str:
+    """Where an nsqd that wants TLS is to be asked instead; nothing if it does not say."""
+    try:
+        port = json.loads(body).get("https_port")
+    except (ValueError, AttributeError, RecursionError):
+        return ""
+    if type(port) is not int or not 0 < port < 65536:
+        return ""
+    parts = urlsplit(url)
+    return parts._replace(scheme="https", netloc=join_address(parts.hostname or "", port)).geturl()
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Unknown"
