@@ -30,10 +30,10 @@ async def publish_batches(load: Load) -> None:
     load.begin()
 
     async def work() -> None:
-        for _ in range(load.count // load.batch // 4):
+        for _ in range(load.count // load.batch // load.tasks):
             assert (await writer.mpub(load.topic, *batch)).is_ok
 
-    await asyncio.gather(*(work() for _ in range(4)))
+    await asyncio.gather(*(work() for _ in range(load.tasks)))
     load.end()
 
 

@@ -36,10 +36,10 @@ def publish_batches(load: Load) -> None:
     load.begin()
 
     def work() -> None:
-        for _ in range(load.count // load.batch // 4):
+        for _ in range(load.count // load.batch // load.tasks):
             producer.multipublish(load.topic, batch)
 
-    gevent.joinall([gevent.spawn(work) for _ in range(4)], raise_error=True)
+    gevent.joinall([gevent.spawn(work) for _ in range(load.tasks)], raise_error=True)
     load.end()
 
 

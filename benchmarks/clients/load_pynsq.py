@@ -40,7 +40,7 @@ async def publish(load: Load, command: str = "pub", messages: int = 1) -> None:
         getattr(writer, command)(load.topic, payload, callback=answered)
 
     load.begin()
-    for _ in range(load.tasks if messages == 1 else 4):
+    for _ in range(load.tasks):
         send()
     await done
     load.end()

@@ -954,11 +954,11 @@ def test_touches_come_before_the_timeout_with_room_to_spare() -> None:
 def test_a_message_that_was_touched_by_hand_is_touched_later() -> None:
     async def main() -> None:
         handler = Handler()
-        async with consuming(handler, nsqd=ScriptedNsqd({"msg_timeout": 600})) as (_, nsqd, peer):
+        async with consuming(handler, nsqd=ScriptedNsqd({"msg_timeout": 6000})) as (_, nsqd, peer):
             peer.send_message("m1")
             (message,) = await until(lambda: handler.messages)
             for _ in range(8):
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.35)
                 message.touch()
             await nsqd.told(*[f"TOUCH {M1}"] * 8)
             await nsqd.told_nothing_more()
@@ -987,8 +987,8 @@ def test_a_message_that_has_timed_out_all_the_same_is_not_touched_again() -> Non
             peer.send_message("m2")
             await nsqd.told(f"TOUCH {M1}", f"TOUCH {M2}")
             peer.send_error(f"E_TOUCH_FAILED TOUCH {M1} failed ID not in flight")
-            await until(lambda: nsqd.commands.count(f"TOUCH {M2}") >= 5)
-            assert nsqd.commands.count(f"TOUCH {M1}") <= 2
+            await until(lambda: nsqd.commands.count(f"TOUCH {M2}") >= 10)
+            assert nsqd.commands.count(f"TOUCH {M1}") <= 4, "one or two until the answer is here"
             handler.go()
 
     run(main())

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+
+import pytest
 
 import nsparq.client
+from nsparq.tools.reference import TABLES
 
 HEAVY = (
     "OpenSSL",
@@ -69,6 +74,22 @@ asyncio.run(main())
         "snappy needs the packages cramjam and crc32c",
         "127.0.0.1:1: Connection refused",
     ]
+
+
+def test_installing_the_client_installs_nothing_else() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == []
+
+
+@pytest.mark.parametrize("tool", [table.program for table in TABLES])
+def test_the_tools_need_nothing_else_either(tool: str) -> None:
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({HEAVY}))
+from nsparq.tools import {tool}
+sys.exit({tool}.main(["--version"]))
+"""
+    assert run(code).startswith(f"{tool} v")
 
 
 def test_what_is_public_is_there() -> None:

@@ -268,9 +268,10 @@ class Connection(asyncio.Protocol):
         elif count := self._decoder.receive_oks(data):
             if self._listener is not None:
                 self._listener.on_response(self, wire.OK, count)
-                # Whoever waited for one will perhaps send something next, in the coming turn. That leaves at
-                # the end of that turn, not of the one after.
-                self._flush_soon()
+                if not self._is_flushing:
+                    # Whoever waited for one will perhaps send something next, in the coming turn. That leaves
+                    # at the end of that turn, not of the one after.
+                    self._flush_soon()
         else:
             self._take(self._decoder.receive_data(data))
 
@@ -327,26 +328,33 @@ class Connection(asyncio.Protocol):
 
     # sending
 
-    def write(self, command: bytes) -> None:
-        """Have a command leave at the end of the turn, with the others of the turn."""
+    @property
+    def unsent_count(self) -> int:
+        """Commands that wait for the end of the turn."""
+        return len(self._outgoing)
+
+    def write(self, command: bytes, *, at_once: bool = False) -> None:
+        """Have a command leave at the end of the turn, or at once, with the others of the turn."""
         outgoing = self._outgoing
         outgoing.append(command)
         self._outgoing_size += len(command)
-        if len(outgoing) >= MANY or self._outgoing_size >= LARGE:
+        if at_once or len(outgoing) >= MANY or self._outgoing_size >= LARGE:
             self._flush()
         elif not self._is_flushing:
             self._flush_soon()
 
     def _flush_soon(self) -> None:
-        if not self._is_flushing:
-            self._is_flushing = True
-            self._loop.call_soon(self._flush)
+        self._is_flushing = True
+        self._loop.call_soon(self._end_turn)
+
+    def _end_turn(self) -> None:
+        self._is_flushing = False
+        self._flush()
 
     def send_rdy(self, count: int) -> None:
         self.write(wire.rdy(count))
 
     def _flush(self) -> None:
-        self._is_flushing = False
         outgoing, self._outgoing = self._outgoing, []
         self._outgoing_size = 0
         if outgoing:

@@ -81,7 +81,9 @@ class Pipeline:
                 self._timer = self._loop.call_later(deadline - self._silent_since, self.expire)
         answer: asyncio.Future[Outcome] = self._loop.create_future()
         pending.append((answer, deadline))
-        connection.write(command)
+        # Those of a turn leave together, but half of what is on its way does not wait for the rest: the
+        # broker is at the one half while we are at the other, and neither waits for the other.
+        connection.write(command, at_once=2 * connection.unsent_count + 2 >= len(pending))
         return answer
 
     async def settle(self) -> None:
