@@ -190,13 +190,12 @@ def last_batch(query: StreamingQuery) -> int:
 
 
 def show(what: str, batches: list[StreamingQueryProgress]) -> None:
+    """Without latestOffset, in which the source waits for something to come."""
     warm = batches[len(batches) // 3 :]
-    times = [p.batchDuration for p in warm]
+    times = [p.batchDuration - p.durationMs["latestOffset"] for p in warm]
     parts = {name: statistics.median(p.durationMs.get(name, 0) for p in warm) for name in warm[0].durationMs}
-    print(
-        f"trigger with {what}: {statistics.median(times):.0f} ms, "
-        f"best {min(times)} ms, of {len(times)}; {parts}"
-    )
+    print(f"trigger with {what}: {statistics.median(times):.0f} ms, best {min(times)} ms, of {len(times)}")
+    print("  " + ", ".join(f"{name} {value:.0f}" for name, value in parts.items()))
 
 
 def wait_for(fact: Callable[[], object], timeout: float = 120.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import re
@@ -779,3 +780,10 @@ def test_available_now_knows_a_log_by_either_of_its_addresses(broker: Broker) ->
         with Query(nsqd=broker.http_address, nsqlookupd=lookupd.http_address) as query:
             query.start(available_now=True).drain()
             assert query.bodies == numbered(3)
+
+
+def test_outside_of_spark_the_garbage_collector_is_left_alone(broker: Broker) -> None:
+    broker.publish("t", b"x")
+    with Query(nsqd=broker.http_address) as query:
+        query.run_until(1)
+    assert gc.get_freeze_count() == 0

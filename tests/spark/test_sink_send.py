@@ -111,7 +111,7 @@ def test_a_request_that_comes_late_from_a_dead_connection_is_not_added_again(
     with FaultProxy(address(broker)) as proxy:
         with staging(proxy.address, producer, access=Access(timeout=0.2)) as sender:
             sender.send(made[0])
-            assert sender.finish() == made[0].count
+            assert sender.finish() == made[0].messages
             proxy.delay(0.5, "to_broker")
             for chunk in made[1:]:
                 sender.send(chunk)
@@ -264,7 +264,7 @@ def test_a_refusal_for_now_repeats_only_what_was_refused(
     monkeypatch.setattr(Pipe, "receive", receive)
     with publishing(address(broker)) as sender:
         send_all(sender, made)
-    repeated = made[1].count + made[3].count
+    repeated = made[1].messages + made[3].messages
     assert len(stored(broker, topic)) == 90 + repeated
 
 

@@ -193,10 +193,9 @@ def mpub(topic: bytes, bodies: Sequence[bytes]) -> bytes:
     sizes = [*map(len, bodies)]
     total = 4 * count + sum(sizes)
     head = b"MPUB %b\n%b%b" % (topic, pack(4 + total), pack(count))
-    # Sizes and bodies in turn, put in place without a loop of ours.
+    # Sizes and bodies in turn, without a loop of ours.
     if sizes.count(sizes[0]) == count:
-        size = pack(sizes[0])
-        command = head + size + size.join(bodies)
+        command = pack(sizes[0]).join([head, *bodies])
     else:
         parts = [head] * (1 + 2 * count)
         parts[1::2] = map(pack, sizes)
