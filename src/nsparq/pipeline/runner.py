@@ -41,6 +41,7 @@ STATUS_S: Final = 2.0
 """Between two writes of the status file."""
 QUIET_S: Final = 3.0
 """Without a micro-batch for so long, the rate is 0."""
+LATE: Final = "org.apache.spark.sql.execution.streaming.runtime.ProcessingTimeExecutor"
 Watch = Callable[[Status], None]
 
 
@@ -56,12 +57,17 @@ def build_session(
         **file.spark.conf,
         **(conf or {}),
     }
-    return build_session(
+    spark = build_session(
         file.spark.app_name,
         master=master or file.spark.master,
         ui_port=file.spark.ui_port or None,
         conf=settings,
     )
+    # The source waits for messages up to a second, which Spark takes for a batch that is late.
+    jvm: Any = spark._jvm
+    log4j = jvm.org.apache.logging.log4j
+    log4j.core.config.Configurator.setLevel(LATE, log4j.Level.ERROR)
+    return spark
 
 
 def run(
