@@ -442,6 +442,61 @@ def test_a_batch_that_fails_is_requeued_as_a_whole_but_for_what_was_answered() -
     run(main())
 
 
+def test_a_batch_of_several_brokers_is_finished_with_each_but_for_what_is_answered_elsewhere() -> None:
+    async def main() -> None:
+        def later(message: Message) -> None:
+            message.auto_response = False
+
+        handler = BatchHandler()
+        handler.own_answers = {"m2": later, "n1": Message.finish, "n2": lambda one: one.requeue(1)}
+        async with ScriptedNsqd() as other, ScriptedNsqd() as one:
+            async with Consumer(
+                "t",
+                "ch",
+                batch_handler=handler,
+                batch_size=6,
+                batch_timeout=60,
+                nsqd=[one.address, other.address],
+                max_in_flight=12,
+                config=Config(**CALM),
+            ) as consumer:
+                await until(lambda: "RDY 6" in one.commands and "RDY 6" in other.commands)
+                for nsqd, letter in ((one, "m"), (other, "n")):
+                    for number in (1, 2, 3):
+                        (await nsqd.peer()).send_message(f"{letter}{number}")
+                await until(lambda: f"FIN {M3}" in one.commands and len(other.commands) >= 6)
+                assert [line for line in one.commands if line[:3] in ("FIN", "REQ")] == [
+                    f"FIN {M1}",
+                    f"FIN {M3}",
+                ]
+                ids = [message_id(name) for name in ("n1", "n2", "n3")]
+                assert [line for line in other.commands if line[:3] in ("FIN", "REQ")] == [
+                    f"FIN {ids[0]}",
+                    f"REQ {ids[1]} 1000",
+                    f"FIN {ids[2]}",
+                ]
+                assert (consumer.messages_finished, consumer.messages_requeued) == (4, 1)
+                await consumer.stop(0)
+
+    run(main())
+
+
+def test_a_batch_that_succeeds_ends_a_backoff() -> None:
+    async def main() -> None:
+        handler = BatchHandler()
+        handler.error = Requeue(0)
+        config = {"max_backoff_duration": 10, "backoff_multiplier": 0.01}
+        async with consuming(batch_handler=handler, batch_size=1, config=config) as (consumer, nsqd, peer):
+            peer.send_message("m1")
+            await nsqd.told("RDY 0", f"REQ {M1} 0", "RDY 1")
+            handler.error = None
+            peer.send_message("m1")
+            await nsqd.told("RDY 10", f"FIN {M1}")
+            assert not consumer.is_in_backoff
+
+    run(main())
+
+
 def test_messages_that_are_given_up_do_not_reach_a_batch() -> None:
     async def main() -> None:
         handler, given_up = BatchHandler(), []

@@ -207,6 +207,8 @@ def test_commands_of_a_consumer_are_heard_as_they_were_meant(data: bytes, heard:
 
 def test_a_finish_is_heard_as_it_was_meant() -> None:
     assert commands(wire.sub("t", "ch") + wire.fin(ID)) == [Subscribe("t", "ch"), *finished(int(ID, 16))]
+    assert wire.fin_all([ID]) == wire.fin(ID)
+    assert wire.fin_all([ID, ID[::-1]]) == wire.fin(ID) + wire.fin(ID[::-1])
 
 
 @pytest.mark.parametrize(

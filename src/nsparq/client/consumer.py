@@ -30,6 +30,7 @@ from nsparq.client.handling import FATAL, Call, Calls, Inbox, Workers, is_cancel
 from nsparq.client.lookup import Lookup
 from nsparq.client.message import Message
 from nsparq.client.rdy import Distribution, Signal
+from nsparq.client.touching import Touching
 from nsparq.names import is_valid_name
 from nsparq.wire import client as wire
 from nsparq.wire.client import Received
@@ -41,8 +42,6 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Message], Any]
 BatchHandler = Callable[[list[Message]], Any]
 
-TOUCH_SHARE: Final = 3
-"""A message is touched when this part of its timeout has passed."""
 STOP_S: Final = 30.0
 CANCEL_S: Final = 2.0
 """How long handlers that were cancelled may take to end."""
@@ -133,8 +132,7 @@ class Consumer:
         self._workers: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._touch_timer: asyncio.TimerHandle | None = None
-        self._touch_timer_at = 0.0
+        self._touching: Touching | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._is_stopping = False
@@ -168,6 +166,8 @@ class Consumer:
         if self._loop is not None:
             raise RuntimeError("already started")
         self._loop, self._thread = asyncio.get_running_loop(), get_ident()
+        if self._auto_touch:
+            self._touching = Touching(self._held, self._discovery.connections, self._touch)
         for _ in range(self._concurrency):
             self._add_worker()
         self._discovery.start()
@@ -298,9 +298,10 @@ class Consumer:
         for connection in connections:
             connection.close()
         await self._discovery.stop()
-        for timer in (self._timer, self._touch_timer):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._touching is not None:
+            self._touching.stop()
         if self._workers:
             _, stubborn = await asyncio.wait(self._workers, timeout=CANCEL_S)
             if stubborn:
@@ -356,7 +357,8 @@ class Consumer:
         logger.info("%s: connected to %s", self, connection)
         self._distribution.add(connection, self._now())
         self._schedule()
-        self._schedule_touch()
+        if self._touching is not None:
+            self._touching.schedule()
 
     def _retire(self, connection: Connection) -> None:
         """Have it send nothing more, and close it when it has nothing of ours to wait for."""
@@ -458,6 +460,28 @@ class Consumer:
         if connection.is_closing:
             self._close_if_idle(connection)
 
+    def finish_all(self, messages: Sequence[Message]) -> None:
+        """FIN for those that have no answer and are not to get one from elsewhere, in one piece for each
+        connection. On the event loop."""
+        if self._distribution.backoff_count:
+            # Each may change what the next one means.
+            for message in messages:
+                if message.auto_response:
+                    self.answer_here(message, Signal.RESUME, None)
+            return
+        finished: dict[Connection, list[bytes]] = {}
+        for message in messages:
+            if message.auto_response and not message.is_answered:
+                message.is_answered = True
+                self._held.pop(message, None)
+                finished.setdefault(message._connection, []).append(message.id)
+        for connection, ids in finished.items():
+            self.messages_finished += len(ids)
+            connection.in_flight -= len(ids)
+            connection.write(wire.fin_all(ids))
+            if connection.is_closing:
+                self._close_if_idle(connection)
+
     def touch(self, message: Message) -> None:
         """TOUCH, unless it is answered. From any thread."""
         if get_ident() == self._thread:
@@ -475,27 +499,6 @@ class Consumer:
         # A handler may outlive the loop that started it; then there is nobody left to answer to.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _schedule_touch(self) -> None:
-        """See to it that nothing that is held times out, however long its handler takes or it waits."""
-        connections = self._discovery.connections.values()
-        if not self._auto_touch or not connections or self._loop is None:
-            return
-        shortest = min(connection.msg_timeout for connection in connections)
-        at = self._loop.time() + max(shortest / TOUCH_SHARE / 2, 0.005)
-        if self._touch_timer is not None:
-            if self._touch_timer_at <= at:
-                return
-            self._touch_timer.cancel()
-        self._touch_timer, self._touch_timer_at = self._loop.call_at(at, self._touch_held), at
-
-    def _touch_held(self) -> None:
-        self._touch_timer = None
-        now = self._now()
-        for message in self._held:
-            if now - message.touched >= message._connection.msg_timeout / TOUCH_SHARE:
-                self._touch(message)
-        self._schedule_touch()
 
     # flow
 

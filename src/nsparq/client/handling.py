@@ -9,7 +9,7 @@ import inspect
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from time import monotonic
@@ -80,6 +80,7 @@ class Owner(Protocol):
     @property
     def is_stopping(self) -> bool: ...
     def answer_here(self, message: Message, signal: Signal, delay: float | None) -> None: ...
+    def finish_all(self, messages: Sequence[Message]) -> None: ...
     async def give_up(self, message: Message, reason: str = "") -> None: ...
 
 
@@ -124,9 +125,7 @@ class Workers:
             except BaseException as error:
                 await self._fail(batch, error)
             else:
-                for message in batch:
-                    if message.auto_response:
-                        self._owner.answer_here(message, Signal.RESUME, None)
+                self._owner.finish_all(batch)
 
     async def _next_batch(self, size: int, wait_s: float) -> list[Message] | None:
         """Messages until the batch is full, its time is up, or no more can come before some are answered.

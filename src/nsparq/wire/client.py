@@ -172,6 +172,11 @@ def fin(message_id: bytes) -> bytes:
     return b"FIN " + message_id + b"\n"
 
 
+def fin_all(message_ids: Sequence[bytes]) -> bytes:
+    """A command for each."""
+    return b"FIN " + b"\nFIN ".join(message_ids) + b"\n"
+
+
 def req(message_id: bytes, delay_ms: int) -> bytes:
     return b"REQ %b %d\n" % (message_id, delay_ms)
 
