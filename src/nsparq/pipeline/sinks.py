@@ -152,7 +152,9 @@ def _(sink: Delta, rows: DataFrame, target: Target) -> Writer:
     from nsparq.pipeline.delta import is_installed
 
     if not is_installed():
-        raise PipelineError(f"{target.place} delta: the package deltalake is missing: pip install 'nsparq[delta]'")
+        raise PipelineError(
+            f"{target.place} delta: the package deltalake is missing: pip install 'nsparq[delta]'"
+        )
     partition_by = ",".join(sink.partition_by)
     return rows.writeStream.format(FORMAT).options(table="delta", path=sink.path, partitionBy=partition_by)
 
