@@ -1,5 +1,5 @@
-"""nsq -> Spark -> Parquet and nsq -> Spark -> nsq while everybody is killed once: a short run of
-tests.soak.exactly_once."""
+"""nsq -> Spark -> Parquet and nsq -> Spark -> nsq while processes of each kind are killed: a short run of
+tests.soak.exactly_once, which knows more kinds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("pyspark")
 
 from tests.soak.exactly_once import Options, Run
 
-VICTIMS = ("driver", "executor", "worker", "source", "nsqd", "nsqlookupd")
+VICTIMS = ("driver", "executor", "nsqd", "nsqlookupd")
 
 
 @pytest.mark.slow
