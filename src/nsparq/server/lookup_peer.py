@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -185,7 +186,17 @@ class _Peer:
             raise OSError(f"{self.address!r} is not host:port")
         host, port = host_port
         logger.debug("LOOKUP connecting to %s", self.address)
-        await asyncio.get_running_loop().create_connection(lambda: link, host or "localhost", port)
+        loop = asyncio.get_running_loop()
+        # create_connection() would look the name up as well, but complains later if that fails when nobody
+        # waits for it any more.
+        found = await loop.getaddrinfo(host or "localhost", port, type=socket.SOCK_STREAM)
+        for left, (*_, place) in zip(reversed(range(len(found))), found, strict=True):
+            try:
+                await loop.create_connection(lambda: link, str(place[0]), port)
+                return
+            except OSError:
+                if not left:
+                    raise
 
     async def _introduce(self, link: _Link) -> None:
         (reply,) = await link.ask(wire.MAGIC + wire.encode_identify(self._owner.identity()), 1)
