@@ -5,7 +5,9 @@
     python -m benchmarks.spark.archive --rate 200000        messages a second
 
 Every second the lag (the depth of the pipeline's channel) and the memory of both are looked at; in the end
-the rows in the Parquet files are counted. Broker, publisher and Spark share the machine.
+the rows in the Parquet files are counted. Broker, publisher and Spark share the machine. Processor time is
+that of whole processes, for each message: with Spark it is the JVM and all Python processes, from the moment
+that the first message was archived.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import pyarrow.parquet as pq
 from benchmarks.macro.brokers import OURS
 from benchmarks.macro.http import HttpBroker
 from benchmarks.macro.report import describe_machine, print_facts
+from benchmarks.macro.roles import Replies
 from benchmarks.macro.wire import Address
 from nsparq.addresses import join_address
 from nsparq.spark.api import Access, Client
@@ -72,6 +75,10 @@ class Sample(NamedTuple):
     lag: int
     broker_mib: float
     spark_mib: float
+    broker_cpu: float
+    """Seconds of processor time."""
+    spark_cpu: float
+    feed_cpu: float
 
 
 def feed(address: Address, parameters: Parameters) -> None:
@@ -94,7 +101,7 @@ def feed(address: Address, parameters: Parameters) -> None:
         connection.sendall(b"  V2")
         began = time.monotonic()
         sent = answered = 0
-        heard = bytearray()
+        replies = Replies()
         while (now := time.monotonic()) < began + parameters.seconds:
             if parameters.rate and sent * batch > (now - began) * parameters.rate:
                 time.sleep(0.001)
@@ -102,27 +109,9 @@ def feed(address: Address, parameters: Parameters) -> None:
             connection.sendall(joined[sent // group % len(joined)])
             sent += group
             while sent - answered > WINDOW * group:
-                answered += _answers(connection, heard)
+                answered += replies.receive_from(connection)
         while answered < sent:
-            answered += _answers(connection, heard)
-
-
-OK_FRAME = struct.pack(">II", 6, 0) + b"OK"
-
-
-def _answers(connection: socket.socket, heard: bytearray) -> int:
-    """Wait for some; nothing but OK is expected."""
-    got = connection.recv(1 << 16)
-    if not got:
-        raise ConnectionError("nsqd has closed the connection")
-    heard += got
-    count = len(heard) // len(OK_FRAME)
-    for start in range(0, count * len(OK_FRAME), len(OK_FRAME)):
-        frame = bytes(heard[start : start + len(OK_FRAME)])
-        if frame != OK_FRAME:
-            raise ConnectionError(f"nsqd says {frame!r}")
-    del heard[: count * len(OK_FRAME)]
-    return count
+            answered += replies.receive_from(connection)
 
 
 # watching
@@ -137,6 +126,18 @@ def memory_mib(pid: int) -> float:
     except OSError:
         pass
     return 0.0
+
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def processor_s(pid: int) -> float:
+    """Seconds of a process, and of those below it that have ended."""
+    try:
+        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+    except OSError:
+        return 0.0
+    return sum(map(int, times)) / TICKS
 
 
 def family(pid: int) -> list[int]:
@@ -160,6 +161,7 @@ class Bench:
         self.parameters, self.broker, self.folder = parameters, broker, folder
         self.output = folder / "archive"
         self.samples: list[Sample] = []
+        self._feeder = 0
         self._client = Client(join_address(*broker.http_address), Access())
 
     def run(self) -> bool:
@@ -169,8 +171,10 @@ class Bench:
         try:
             self._await_archive(archive)
             feeder = get_context("spawn").Process(target=feed, args=(self.broker.address, self.parameters))
+            self.samples.append(self._sample(archive.pid, 0.0))
             began = time.monotonic()
             feeder.start()
+            self._feeder = feeder.pid or 0
             self._watch(archive, began, lambda: not feeder.is_alive())
             feeder.join()
             assert feeder.exitcode == 0, "the publisher has failed"
@@ -226,8 +230,17 @@ class Bench:
     def _sample(self, pid: int, at: float) -> Sample:
         (topic,) = self._client.stats(TOPIC)
         lag = sum(one["depth"] for one in topic["channels"] if one["channel_name"] == CHANNEL)
-        spark = sum(map(memory_mib, family(pid)))
-        return Sample(at, topic["message_count"], lag, memory_mib(self.broker.pid), spark)
+        spark, broker = family(pid), self.broker.pid
+        return Sample(
+            at,
+            topic["message_count"],
+            lag,
+            memory_mib(broker),
+            sum(map(memory_mib, spark)),
+            processor_s(broker),
+            sum(map(processor_s, spark)),
+            processor_s(self._feeder),
+        )
 
     def _print(self, seconds: float, rest: float, published: int, rows: int) -> None:
         step = max(1, len(self.samples) // 20)
@@ -239,6 +252,8 @@ class Bench:
             memory = f"{sample.broker_mib:>11,.0f} {sample.spark_mib:>10,.0f}"
             print(f"{sample.at:>6.0f} {shown} {memory}  {'#' * round(WIDTH * sample.lag / highest)}")
         files = self._files()
+        first, last = self.samples[0], self.samples[-1]
+        each = 1e6 / max(1, published)
         print_facts(
             [
                 ("published", published),
@@ -250,6 +265,9 @@ class Bench:
                 ("caught up after", f"{rest:.1f} s"),
                 ("broker MiB", round(max(sample.broker_mib for sample in self.samples))),
                 ("Spark MiB", round(max(sample.spark_mib for sample in self.samples))),
+                ("Spark us/message", f"{(last.spark_cpu - first.spark_cpu) * each:.2f}"),
+                ("broker us/message", f"{(last.broker_cpu - first.broker_cpu) * each:.2f}"),
+                ("publisher us/message", f"{max(one.feed_cpu for one in self.samples) * each:.2f}"),
                 ("files", len(files)),
                 ("MiB of them", sum(path.stat().st_size for path in files) >> 20),
             ]

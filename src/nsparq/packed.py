@@ -26,7 +26,7 @@ class PackedBodies(Sequence[bytes]):
     def of(cls, bodies: Iterable[bytes]) -> PackedBodies:
         if isinstance(bodies, PackedBodies):
             return bodies
-        listed = [*bodies]
+        listed = bodies if isinstance(bodies, list) else [*bodies]
         return cls(array("I", map(len, listed)), b"".join(listed))
 
     @classmethod

@@ -196,6 +196,25 @@ def test_a_conversation_means_the_same_however_it_is_cut(
             assert outcome.commands == meaning
 
 
+# Few topics and wrong sizes, in pieces about as long as a command: the short cuts are taken, and left.
+LONE = st.one_of(
+    st.builds(
+        publish, st.sampled_from(["t", "u", "tt"]), BODIES, st.sampled_from([b"\n", b"\n", b"\r\n"])
+    ).map(lambda part: part[0]),
+    st.builds(lambda size, body: b"PUB t\n" + size + body, st.sampled_from(SIZES), BODIES),
+    st.sampled_from([b"NOP\n", b"PUB t\n", b"PUB t", b"SUB t c\n", b"MPUB t\n" + sized(multi([b"x"]))]),
+)
+
+
+@both_builds
+@settings(max_examples=300)
+@given(parts=st.lists(LONE, max_size=12))
+def test_single_publishes_mean_the_same_one_at_a_time_and_all_at_once(build: str, parts: list[bytes]) -> None:
+    with using(build):
+        whole = talk([MAGIC + b"".join(parts)], SMALL, eof=True)
+        assert talk([MAGIC, *parts], SMALL, eof=True) == whole
+
+
 @both_builds
 @settings(max_examples=300)
 @given(data=STREAMS, cuts=CUTS)

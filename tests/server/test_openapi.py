@@ -62,6 +62,9 @@ of_nsqd = load(
     "/config/{key}",  # a value that fits its key
     "/mpub",  # bytes that are as many messages as they say
     "/topic/settings",  # not of an ephemeral topic
+    "/transaction/stage",  # as for /mpub
+    "/transaction/prepare",  # parts that were staged
+    "/transaction/commit",
 )
 # Names are any text there, though not all of them can be created.
 of_lookupd = load(LOOKUPD, "/topic/create", "/channel/create", "/channel/delete")

@@ -100,3 +100,63 @@ def test_a_publisher_far_ahead_of_the_disk_is_not_read_from_until_it_catches_up(
             await writer.wait_closed()
 
     asyncio.run(scenario())
+
+
+@asynccontextmanager
+async def talking(nsqd: Nsqd) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(*nsqd.tcp_address)
+    writer.write(b"  V2")
+    yield reader, writer
+    writer.close()
+    await writer.wait_closed()
+
+
+def test_publishers_who_wait_for_each_answer_share_an_append(tmp_path: Path) -> None:
+    """Each has its answer, its count, and its messages in order, whatever it says in between."""
+
+    async def publish(nsqd: Nsqd, name: bytes) -> None:
+        async with talking(nsqd) as (reader, writer):
+            for number in range(50):
+                body = b"%b %d" % (name, number)
+                commands = [b"PUB t\n" + struct.pack(">i", len(body)) + body]
+                if number % 10 == 9:
+                    commands.append(b"MPUB t\n" + struct.pack(">iii", 4 + 4 + 1, 1, 1) + b"x")
+                for command in commands:
+                    writer.write(command)
+                    assert await reader.readexactly(len(OK)) == OK
+
+    async def scenario() -> None:
+        files = HeldFiles()
+        files.go.set()
+        async with running(tmp_path, files) as nsqd:
+            await asyncio.gather(*(publish(nsqd, b"%d" % number) for number in range(8)))
+            topic = nsqd.broker.topics["t"]
+            assert topic.message_count == 8 * 55
+            found: dict[bytes, list[int]] = {}
+            sequence = topic.log.start
+            while (batch := topic.log.read(sequence)) is not None:
+                for body in batch.bodies():
+                    if body != b"x":
+                        name, number = body.split()
+                        found.setdefault(name, []).append(int(number))
+                sequence = batch.end
+            assert found == {b"%d" % number: [*range(50)] for number in range(8)}
+
+    asyncio.run(scenario())
+
+
+def test_a_publisher_goes_on_when_its_topic_is_deleted(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        files = HeldFiles()
+        files.go.set()
+        async with running(tmp_path, files) as nsqd, talking(nsqd) as (reader, writer):
+            for _ in range(2):
+                for _ in range(4):
+                    writer.write(PUB)
+                    assert await reader.readexactly(len(OK)) == OK
+                assert nsqd.broker.topics["t"].message_count == 4
+                nsqd.broker.delete_topic("t")
+            (client,) = nsqd.broker.clients
+            assert client.publish_counts == {"t": 8}
+
+    asyncio.run(scenario())

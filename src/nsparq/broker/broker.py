@@ -294,6 +294,11 @@ class Broker:
             self._is_awake = True
             self._wake()
 
+    @property
+    def gathered(self) -> int:
+        """Messages that wait for the end of the turn to be appended."""
+        return sum([topic.gathered for topic in self._dirty_topics])
+
     def turn(self) -> None:
         """The end of an event loop turn: append, answer the publishers, deliver."""
         self._is_awake = False
@@ -457,7 +462,7 @@ class Broker:
     @property
     def health(self) -> str | None:
         """What is wrong now; None when nothing is."""
-        return next(iter(self._troubles.values()), None)
+        return next(iter(self._troubles.values())) if self._troubles else None
 
     # stats
 

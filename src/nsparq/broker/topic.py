@@ -100,7 +100,9 @@ class Topic:
         self._pause_position = -1
         self._published: list[PackedBodies] = []
         """Published in this turn, to be appended at its end."""
-        self._gathered = 0
+        self._singles: list[bytes] = []
+        """Single messages published after those."""
+        self.gathered = 0
         """Messages among them."""
         self._deferred: list[tuple[PackedBodies, int]] = []
         self._waiting: list[tuple[Done, str]] = []
@@ -252,22 +254,40 @@ class Topic:
             # One batch each: a deferred batch is known by its first sequence number alone.
             self._deferred += ((single, due_ns) for single in packed.split(1))
         else:
+            self._pack_singles()
             self._published.append(packed)
-            self._gathered += len(packed.lengths)
-        if self._gathered >= EAGER_BATCH or len(packed.data) >= EAGER_BYTES:
+            self.gathered += len(packed.lengths)
+        if self.gathered >= EAGER_BATCH or len(packed.data) >= EAGER_BYTES:
             self.flush(self.broker.clock())
         else:
             self.broker.schedule_topic(self)
 
+    def publish_single(self, body: bytes, publisher: tuple[Done, str]) -> None:
+        """The same for one message that is not deferred, and whose publisher is who it was the last time; the
+        topic is not exiting."""
+        self._waiting.append(publisher)
+        self._singles.append(body)
+        self.gathered += 1
+        if self.gathered >= EAGER_BATCH or len(body) >= EAGER_BYTES:
+            self.flush(self.broker.clock())
+        elif self.gathered == 1:
+            self.broker.schedule_topic(self)
+
+    def _pack_singles(self) -> None:
+        if self._singles:
+            self._published.append(PackedBodies.of(self._singles))
+            self._singles = []
+
     def flush(self, now_ns: int) -> None:
         """Append what was published in this turn and let the channels see it."""
-        published, deferred, waiting = self._published, self._deferred, self._waiting
+        waiting = self._waiting
         if not waiting:
             return
-        self._published, self._deferred, self._waiting, self._gathered = [], [], [], 0
-        groups = deferred
+        self._pack_singles()
+        published, groups = self._published, self._deferred
+        self._published, self._deferred, self._waiting, self.gathered = [], [], [], 0
         if published:
-            groups = [(part, 0) for part in PackedBodies.join(published).split(MAX_BATCH)] + deferred
+            groups = [(part, 0) for part in PackedBodies.join(published).split(MAX_BATCH)] + groups
         try:
             self._append(groups, now_ns)
         except (StorageError, Exiting, OSError) as error:

@@ -67,6 +67,8 @@ class Nsqd:
         self.lag = LoopLag()
         self._tls_context: SSL.Context
         self.authenticator: Authenticator | None = None
+        self._gathered = 0
+        """Messages that waited to be appended when the turn was last put off for more."""
         self.guard: Guard | None = None
         """Of the HTTP API, where a policy file says who may use it."""
         self._all_gone = asyncio.Event()
@@ -355,6 +357,13 @@ class Nsqd:
         self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
+        gathered = self.broker.gathered
+        if gathered > max(self._gathered, 1):
+            # Several publish one message at a time. Whoever has sent another by now shares the append.
+            self._gathered = gathered
+            self._loop.call_soon(self._turn)
+            return
+        self._gathered = 0
         self._is_turning = True
         try:
             self.broker.turn()

@@ -29,6 +29,9 @@ Timestamps = int | npt.NDArray[np.int64]
 MAGIC: Final = b"NQB1"
 HEADER: Final = struct.Struct("<4sIIHHQqqII")
 HEADER_SIZE: Final = HEADER.size
+_SEALED = struct.Struct("<4sI")
+_CHECKED = struct.Struct("<IHHQqqII")
+"""The header in two parts: the second is what the checksum begins with."""
 CHECKED_FROM: Final = 8
 """The checksum covers everything from here on."""
 _BIG_ENDIAN = sys.byteorder == "big"
@@ -98,9 +101,8 @@ def encode_head(
     """Everything before the bodies."""
     table = table_bytes(lengths)
     size = HEADER_SIZE + len(table) + len(data)
-    head = HEADER.pack(MAGIC, 0, size, tag, 0, base, timestamp_ns, due_ns, len(lengths), len(data)) + table
-    checked = head[CHECKED_FROM:]
-    return MAGIC + crc32c(data, crc32c(checked)).to_bytes(4, "little") + checked
+    checked = _CHECKED.pack(size, tag, 0, base, timestamp_ns, due_ns, len(lengths), len(data)) + table
+    return _SEALED.pack(MAGIC, crc32c(data, crc32c(checked))) + checked
 
 
 class Head:

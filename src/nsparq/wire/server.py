@@ -112,9 +112,12 @@ class ServerProtocol:
         self._unread_code = ""
         self._publish_lines: dict[bytes, tuple[str, str]] = {}
         """Lines that have passed all checks before, with their verb and topic: each is validated once."""
+        self._head: bytes | None = None
+        """The line of the last PUB, if it stood alone and nothing has come since."""
 
     def receive_data(self, data: bytes) -> Iterator[Command]:
         """Take bytes from the peer and give the commands they complete."""
+        self._head = None
         if self._missing > len(data):
             self._missing -= len(data)
             self._chunks.append(data)
@@ -141,7 +144,21 @@ class ServerProtocol:
         if len(data) != end + 5 + size or not 0 < size <= self.limits.max_msg_size:
             return None
         self.commands += 1
+        self._head = data[: end + 1]
         return Publish("PUB", known[1], PackedBodies(array("I", (size,)), data[end + 5 :]))
+
+    def receive_again(self, data: bytes) -> bytes | None:
+        """The body, if the bytes from the peer are one PUB, and so were the last ones, to the same topic:
+        what a publisher sends that waits for each answer."""
+        head = self._head
+        if head is None or not data.startswith(head):
+            return None
+        start = len(head) + 4
+        size = len(data) - start
+        if not 0 < size <= self.limits.max_msg_size or _SIZE.unpack_from(data, len(head))[0] != size:
+            return None
+        self.commands += 1
+        return data[start:]
 
     def receive_eof(self) -> None:
         """The peer is done. Raises if it stopped in the middle of a command's body."""
