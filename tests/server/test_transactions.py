@@ -248,7 +248,7 @@ def test_arguments_are_checked(broker: BrokerThread, changes: dict[str, Any], co
 @pytest.mark.parametrize(
     "body",
     [b"x", b"[]", b"{}", b'{"parts": []}', b'{"parts": {"a": -1}}', b'{"parts": {"a": true}}',
-     b'{"parts": {}, "note": 1}'],
+     b'{"parts": {}, "note": 1}', b'{"parts": {}, "more": 1}'],
 )  # fmt: skip
 def test_parts_are_checked(broker: BrokerThread, body: bytes) -> None:
     for verb in ("prepare", "commit"):

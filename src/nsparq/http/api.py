@@ -175,6 +175,8 @@ class Endpoint:
     max_body: int = DEFAULT_MAX_BODY
     too_big: str = "BODY_TOO_BIG"
     """The code of the 413 that answers a longer body."""
+    needs_body: bool = True
+    """Whether there must be one, if it is looked at."""
     body_help: str = ""
     body_type: str = "application/octet-stream"
     body_schema: Mapping[str, Any] | None = None

@@ -50,7 +50,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         operation["requestBody"] = {
             "description": endpoint.body_help,
             "content": {endpoint.body_type: {"schema": dict(endpoint.body_schema or {})}},
-            "required": True,
+            "required": endpoint.needs_body,
         }
     return operation
 

@@ -323,8 +323,11 @@ def _wanted(request: Request) -> tuple[dict[str, int], str]:
         parts, note = body["parts"], body.get("note", "")
         if not isinstance(parts, dict) or not isinstance(note, str) or len(note) > MAX_NOTE:
             raise ValueError("`parts` is an object, and `note` a short string")
+        unknown = body.keys() - {"parts", "note"}
+        if unknown:
+            raise ValueError(f"there is no {min(unknown)!r}")
         if not all(type(count) is int and count >= 0 for count in parts.values()):
             raise ValueError("each part has a number of messages")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ApiError(400, "INVALID_PARTS", reason=str(error)) from error
     return parts, note

@@ -27,7 +27,7 @@ _WHICH: Final = (
 _PROMISE: Final = Param(
     name="promise",
     help="only if this is the note of what is prepared now; empty if nothing is",
-    schema={"type": "string", "maxLength": 4096},
+    schema={"type": "string"},
 )
 _WHICH_ERRORS: Final = (
     (400, "MISSING_ARG_PRODUCER"),
@@ -142,6 +142,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             permission="publish",
             topics=api.topics,
             keeps_body=True,
+            needs_body=False,
             body_help=_PARTS_HELP + "; or nothing",
             body_type=JSON_TYPE,
             body_schema=_PARTS,
