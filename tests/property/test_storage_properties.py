@@ -120,8 +120,8 @@ def test_a_flipped_bit_anywhere_costs_its_batch_and_is_counted_and_logged(
         expected = [
             message for other, batch in enumerate(small.batches) if other != number for message in batch
         ]
-        # Every bit of the first batch, of one in the last segment and of the last; of the others one a byte.
-        bits = range(8) if number in (0, 4, len(small.places) - 1) else range(1)
+        # Every bit of one batch in the last segment; of the others one a byte.
+        bits = range(8) if number == 4 else range(1)
         for position, bit in product(range(place.position, place.end), bits):
             bit = (bit + position) % 8
             small.restore()
@@ -533,4 +533,4 @@ class LogMachine(RuleBasedStateMachine):
 
 
 TestLog = LogMachine.TestCase
-TestLog.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestLog.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -295,9 +295,9 @@ class Broker:
             self._wake()
 
     @property
-    def gathered(self) -> int:
-        """Messages that wait for the end of the turn to be appended."""
-        return sum([topic.gathered for topic in self._dirty_topics])
+    def single_publishers(self) -> int:
+        """Those who publish one message at a time and wait for the end of the turn."""
+        return sum([len(topic.singles) for topic in self._dirty_topics])
 
     def turn(self) -> None:
         """The end of an event loop turn: append, answer the publishers, deliver."""

@@ -100,9 +100,9 @@ class Topic:
         self._pause_position = -1
         self._published: list[PackedBodies] = []
         """Published in this turn, to be appended at its end."""
-        self._singles: list[bytes] = []
+        self.singles: list[bytes] = []
         """Single messages published after those."""
-        self.gathered = 0
+        self._gathered = 0
         """Messages among them."""
         self._deferred: list[tuple[PackedBodies, int]] = []
         self._waiting: list[tuple[Done, str]] = []
@@ -256,8 +256,8 @@ class Topic:
         else:
             self._pack_singles()
             self._published.append(packed)
-            self.gathered += len(packed.lengths)
-        if self.gathered >= EAGER_BATCH or len(packed.data) >= EAGER_BYTES:
+            self._gathered += len(packed.lengths)
+        if self._gathered >= EAGER_BATCH or len(packed.data) >= EAGER_BYTES:
             self.flush(self.broker.clock())
         else:
             self.broker.schedule_topic(self)
@@ -266,17 +266,17 @@ class Topic:
         """The same for one message that is not deferred, and whose publisher is who it was the last time; the
         topic is not exiting."""
         self._waiting.append(publisher)
-        self._singles.append(body)
-        self.gathered += 1
-        if self.gathered >= EAGER_BATCH or len(body) >= EAGER_BYTES:
+        self.singles.append(body)
+        self._gathered += 1
+        if self._gathered >= EAGER_BATCH or len(body) >= EAGER_BYTES:
             self.flush(self.broker.clock())
-        elif self.gathered == 1:
+        elif self._gathered == 1:
             self.broker.schedule_topic(self)
 
     def _pack_singles(self) -> None:
-        if self._singles:
-            self._published.append(PackedBodies.of(self._singles))
-            self._singles = []
+        if self.singles:
+            self._published.append(PackedBodies.of(self.singles))
+            self.singles = []
 
     def flush(self, now_ns: int) -> None:
         """Append what was published in this turn and let the channels see it."""
@@ -285,7 +285,7 @@ class Topic:
             return
         self._pack_singles()
         published, groups = self._published, self._deferred
-        self._published, self._deferred, self._waiting, self.gathered = [], [], [], 0
+        self._published, self._deferred, self._waiting, self._gathered = [], [], [], 0
         if published:
             groups = [(part, 0) for part in PackedBodies.join(published).split(MAX_BATCH)] + groups
         try:

@@ -55,6 +55,8 @@ class Pipeline:
         self._pending: deque[tuple[asyncio.Future[Outcome], float]] = deque()
         """Publishes that are not answered, the oldest first, each with its deadline. Those that nobody waits
         for any more keep their place: the answers come in order."""
+        self._depth = 0
+        """How many are on their way at a time, of late."""
         self._silent_since = 0.0
         """The last answer, or when there began to be something to answer."""
         self._is_left = False
@@ -81,9 +83,11 @@ class Pipeline:
                 self._timer = self._loop.call_later(deadline - self._silent_since, self.expire)
         answer: asyncio.Future[Outcome] = self._loop.create_future()
         pending.append((answer, deadline))
+        if len(pending) > self._depth:
+            self._depth = len(pending)
         # Those of a turn leave together, but half of what is on its way does not wait for the rest: the
         # broker is at the one half while we are at the other, and neither waits for the other.
-        connection.write(command, at_once=2 * connection.unsent_count + 2 >= len(pending))
+        connection.write(command, at_once=2 * connection.unsent_count + 2 >= self._depth)
         return answer
 
     async def settle(self) -> None:
@@ -132,6 +136,7 @@ class Pipeline:
     def on_response(self, connection: Connection, data: bytes, count: int) -> None:
         pending = self._pending
         known = min(count, len(pending))
+        self._depth = max(len(pending), self._depth - 1)
         self.has_refused = False
         self._silent_since = monotonic()
         outcome = None if data == wire.OK else PublishFailed(data.decode("utf-8", "replace"))

@@ -67,8 +67,8 @@ class Nsqd:
         self.lag = LoopLag()
         self._tls_context: SSL.Context
         self.authenticator: Authenticator | None = None
-        self._gathered = 0
-        """Messages that waited to be appended when the turn was last put off for more."""
+        self._publishers = 0
+        """How many waited when the end of the turn was last put off for more of them."""
         self.guard: Guard | None = None
         """Of the HTTP API, where a policy file says who may use it."""
         self._all_gone = asyncio.Event()
@@ -357,13 +357,13 @@ class Nsqd:
         self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        gathered = self.broker.gathered
-        if gathered > max(self._gathered, 1):
+        publishers = self.broker.single_publishers
+        if publishers > max(self._publishers, 1):
             # Several publish one message at a time. Whoever has sent another by now shares the append.
-            self._gathered = gathered
+            self._publishers = publishers
             self._loop.call_soon(self._turn)
             return
-        self._gathered = 0
+        self._publishers = 0
         self._is_turning = True
         try:
             self.broker.turn()
