@@ -27,6 +27,9 @@ class Command:
 
 
 COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
+    "All at once": (
+        Command("up", "nsparq.up.main", "nsqlookupd, nsqd, nsqadmin and pipelines, until Ctrl-C", "server"),
+    ),
     "Daemons": (
         Command("nsqd", "nsparq.server.main", "the broker: takes, keeps and hands out messages", "server"),
         Command("nsqlookupd", "nsparq.lookup.main", "the directory: which nsqd has which topic", "server"),

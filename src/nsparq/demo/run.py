@@ -1,0 +1,178 @@
+"""The demo from beginning to end: stack up, events in, results out, counted, shown, and everything gone."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from nsparq.client import Producer
+from nsparq.demo.chart import draw
+from nsparq.demo.checks import problems
+from nsparq.demo.events import DAY_S, KINDS, WINDOW_S, Shop
+from nsparq.demo.pipeline import pipeline_file
+from nsparq.demo.progress import Bars
+from nsparq.demo.results import find
+from nsparq.demo.sending import send
+from nsparq.demo.show import Timing, show
+from nsparq.demo.watching import EVENTS, DemoFailed, Now, Series, look
+from nsparq.up.members import Plan
+from nsparq.up.ports import Ports
+from nsparq.up.stack import Stack
+
+__all__ = ["Settings", "run"]
+
+PICTURE: Final = "demo.svg"
+POLL_S: Final = 0.5
+STUCK_S: Final = 120.0
+"""If nothing moves for so long, nothing will."""
+
+STOP_S: Final = 60.0
+"""A micro-batch under way is to end: on a busy machine that takes its time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    events: int
+    rate: float
+    """Per second; 0 is as fast as it goes."""
+    results: Path
+    """The folder for the picture."""
+
+
+class Quiet:
+    """Hears what the children say, and shows it only if it comes to the worst."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.lines: deque[str] = deque(maxlen=60)
+
+    def line(self, name: str, text: str) -> None:
+        self.lines.append(f"{name}: {text}")
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
+
+
+async def run(settings: Settings, console: Console) -> bool:
+    """Whether everything is as it must be. Raises DemoFailed, NsparqError."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="nsparq-demo-") as folder:
+        directory = Path(folder)
+        file = pipeline_file(directory / "shop")
+        plan = Plan(data_path=directory / "data", pipelines=(file,), ports=Ports(base=0), stop_timeout=STOP_S)
+        told = Quiet(console)
+        console.print("nsqlookupd, nsqd, nsqadmin and Spark are starting …")
+        try:
+            async with Stack(plan, told) as stack:
+                day = Day(settings, console, stack, began)
+                await day.stream()
+                wrong = await day.result(file.parent / "events")
+        except DemoFailed:
+            console.print("\n".join(told.lines), style="dim", markup=False, highlight=False)
+            raise
+    for problem in wrong:
+        console.print(f"wrong: {problem}", style="bold red", markup=False)
+    if not wrong:
+        console.print(
+            "Every message is in exactly one place, and every event was counted exactly once. "
+            "Nothing is left running.",
+            style="bold green",
+            soft_wrap=True,
+        )
+    return not wrong
+
+
+class Day:
+    """One day of the shop, through a stack that is up."""
+
+    def __init__(self, settings: Settings, console: Console, stack: Stack, began: float) -> None:
+        self._settings, self._console, self._stack, self._began = settings, console, stack, began
+        self._starting = time.monotonic() - began
+        self._shop = Shop(settings.events)
+        self._series = Series()
+        self._published = 0
+        self._publishing = self._until_results = 0.0
+
+    async def stream(self) -> None:
+        """Publish, and wait until everything has come out. Raises DemoFailed, and what publishing raises."""
+        page = self._stack.cluster.admin.page
+        self._console.print(
+            f"Everything answers after {self._starting:.1f} s. nsqadmin: {page}", highlight=False
+        )
+        windows = DAY_S // WINDOW_S * len(KINDS)
+        self._series = Series()
+        with Bars(self._console, self._settings.events, self._settings.events // 200, windows) as bars:
+            sending = asyncio.create_task(self._send())
+            watching = asyncio.create_task(self._stack.watch())
+            try:
+                await self._follow(bars, sending, watching)
+            finally:
+                for task in (sending, watching):
+                    task.cancel()
+                await asyncio.gather(sending, watching, return_exceptions=True)
+        self._until_results = time.monotonic() - self._series.began
+
+    async def _send(self) -> None:
+        def acknowledged(count: int) -> None:
+            self._published += count
+
+        async with Producer(self._stack.cluster.nsqds[0].address("TCP")) as producer:
+            messages = self._shop.day()
+            await send(producer, EVENTS, messages, rate=self._settings.rate, acknowledged=acknowledged)
+            await send(producer, EVENTS, [self._shop.closing()], acknowledged=acknowledged)
+        self._publishing = time.monotonic() - self._series.began
+
+    async def _follow(self, bars: Bars, sending: asyncio.Task[None], watching: asyncio.Task[None]) -> None:
+        last, moved = (0, Now()), time.monotonic()
+        while True:
+            now = await look(self._stack.cluster)
+            self._series.add(self._published, now.written)
+            if sending.done():
+                # Raises what has happened, if it is not done but dead.
+                sending.result()
+                expected = self._shop.expected
+                bars.expect(expected.sent, expected.broken, len(expected.windows))
+            bars.show(self._published, now)
+            if sending.done() and self._is_out(now):
+                return
+            if now.errors:
+                raise DemoFailed(now.errors)
+            if last != (self._published, now):
+                last, moved = (self._published, now), time.monotonic()
+            if time.monotonic() - moved > STUCK_S:
+                raise DemoFailed(
+                    f"nothing has moved for {STUCK_S:.0f} s: {self._published:,} published, {now}"
+                )
+            await asyncio.wait({sending, watching}, timeout=POLL_S)
+            if watching.done():
+                watching.result()
+
+    def _is_out(self, now: Now) -> bool:
+        expected = self._shop.expected
+        return (
+            now.read >= expected.sent
+            and now.letters >= expected.broken
+            and now.results >= len(expected.windows)
+        )
+
+    async def result(self, files: Path) -> list[str]:
+        """Show it. What is wrong with it. Raises DemoFailed."""
+        # What the pipelines have written is final once they have stopped.
+        if not await self._stack.stop_pipelines():
+            raise DemoFailed("the pipelines had to be killed")
+        found = await find(self._stack.cluster, files)
+        picture = self._settings.results / PICTURE
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        picture.write_text(draw(found, self._series), encoding="utf-8")
+        total = time.monotonic() - self._began
+        timing = Timing(self._starting, self._publishing, self._until_results, total)
+        show(self._console, self._shop.expected, found, timing)
+        self._console.print(f"The picture is in {picture}", highlight=False, soft_wrap=True)
+        return problems(self._shop.expected, found)

@@ -1,0 +1,283 @@
+"""Who is in the stack: how each is started, where it listens, and how one tells that it really answers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from nsparq.addresses import join_address
+from nsparq.errors import StartError
+from nsparq.fetch import FetchError, fetch
+from nsparq.up.ports import Ports, Wanted, free_port, reachable
+
+__all__ = ["Admin", "Cluster", "Lookupd", "Member", "Nsqd", "Pipelines", "Plan"]
+
+ASK_S: Final = 2.0
+"""How long an answer to the question whether somebody is there may take."""
+DAEMON_READY_S: Final = 30.0
+SPARK_READY_S: Final = 180.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be run."""
+
+    data_path: Path
+    nsqd: int = 1
+    pipelines: tuple[Path, ...] = ()
+    host: str = "127.0.0.1"
+    """Where all of them listen."""
+    ports: Ports = field(default_factory=Ports)
+    log_level: str = "info"
+    stop_timeout: float = 15.0
+    """How long each may take to stop before it is killed."""
+
+
+class Member:
+    """One child process. What it is told depends on where others have come to listen, so it is asked late."""
+
+    module = ""
+    ready_within_s = DAEMON_READY_S
+    may_finish = False
+    """Status 0 is not a death but the end of its work."""
+    is_vital = True
+    """Without it the others are of no use."""
+
+    def __init__(self, cluster: Cluster, name: str, **ports: int) -> None:
+        self.cluster, self.name = cluster, name
+        self.ports = ports
+        """By what the log calls them: TCP, HTTP, metrics. 0 until it is known."""
+
+    def address(self, of: str) -> str:
+        """`host:port` for others."""
+        return join_address(reachable(self.cluster.plan.host), self.ports[of])
+
+    def listens(self, of: str) -> str:
+        return join_address(self.cluster.plan.host, self.ports[of])
+
+    def arguments(self) -> list[str]:
+        """Raises OSError for a folder that cannot be made."""
+        raise NotImplementedError
+
+    def why_not_ready(self) -> str:
+        """Asks it, which may take a moment. Empty when it answers as it should."""
+        raise NotImplementedError
+
+    def wanted(self) -> Iterator[Wanted]:
+        raise NotImplementedError
+
+    def _common(self) -> list[str]:
+        level = "debug" if self.cluster.plan.log_level == "debug" else "info"
+        return [f"--log-level={level}", "--log-prefix="]
+
+    def _broadcast(self) -> list[str]:
+        """A host that stands for all interfaces is no address for others; then it is the machine's name."""
+        host = self.cluster.plan.host
+        return [f"--broadcast-address={host}"] if reachable(host) == host else []
+
+
+class Lookupd(Member):
+    module = "nsparq.lookup.main"
+
+    def arguments(self) -> list[str]:
+        return [
+            f"--tcp-address={self.listens('TCP')}",
+            f"--http-address={self.listens('HTTP')}",
+            *self._broadcast(),
+            *self._common(),
+        ]
+
+    def why_not_ready(self) -> str:
+        return _why_no_ping(self.address("HTTP")) or _why_no_connection(self)
+
+    def wanted(self) -> Iterator[Wanted]:
+        yield Wanted(self.ports["TCP"], f"{self.name}, TCP", "--lookupd-tcp-port")
+        yield Wanted(self.ports["HTTP"], f"{self.name}, HTTP", "--lookupd-http-port")
+
+
+class Nsqd(Member):
+    module = "nsparq.server.main"
+
+    def __init__(self, cluster: Cluster, name: str, number: int, **ports: int) -> None:
+        super().__init__(cluster, name, **ports)
+        self.number = number
+
+    @property
+    def data_path(self) -> Path:
+        return self.cluster.plan.data_path / f"nsqd-{self.number + 1}"
+
+    def arguments(self) -> list[str]:
+        self.data_path.mkdir(parents=True, exist_ok=True)
+        return [
+            f"--tcp-address={self.listens('TCP')}",
+            f"--http-address={self.listens('HTTP')}",
+            "--https-address=",
+            f"--lookupd-tcp-address={self.cluster.lookupd.address('TCP')}",
+            f"--data-path={self.data_path}",
+            # By default it is made of the host's name, which they share.
+            f"--node-id={self.number}",
+            *self._broadcast(),
+            *self._common(),
+        ]
+
+    def why_not_ready(self) -> str:
+        return (
+            _why_no_ping(self.address("HTTP"))
+            or _why_no_connection(self)
+            or self._why_not_registered(self.cluster.lookupd.address("HTTP"))
+        )
+
+    def _why_not_registered(self, lookupd: str) -> str:
+        answer, reason = _ask(lookupd, "/nodes")
+        nodes = answer.get("producers", []) if isinstance(answer, dict) else []
+        if any(one.get("tcp_port") == self.ports["TCP"] for one in nodes):
+            return ""
+        return reason or "it is not registered with nsqlookupd"
+
+    def wanted(self) -> Iterator[Wanted]:
+        yield Wanted(self.ports["TCP"], f"{self.name}, TCP", "--nsqd-tcp-port")
+        yield Wanted(self.ports["HTTP"], f"{self.name}, HTTP", "--nsqd-http-port")
+
+
+class Admin(Member):
+    module = "nsparq.admin.main"
+
+    def arguments(self) -> list[str]:
+        pipelines = (one.address("metrics") for one in self.cluster.pipelines)
+        return [
+            f"--http-address={self.listens('HTTP')}",
+            f"--lookupd-http-address={self.cluster.lookupd.address('HTTP')}",
+            *(f"--pipeline-http-address={address}" for address in pipelines),
+            *self._common(),
+        ]
+
+    @property
+    def page(self) -> str:
+        return f"http://{self.address('HTTP')}/"
+
+    def why_not_ready(self) -> str:
+        reason = _why_no_ping(self.address("HTTP"))
+        if reason:
+            return reason
+        answer, reason = _ask(self.address("HTTP"), "/api/nodes")
+        if reason:
+            return reason
+        is_known = isinstance(answer, dict) and len(answer.get("nodes", [])) >= len(self.cluster.nsqds)
+        return "" if is_known else "it does not know all nsqds"
+
+    def wanted(self) -> Iterator[Wanted]:
+        yield Wanted(self.ports["HTTP"], f"{self.name}, HTTP", "--admin-port")
+
+
+class Pipelines(Member):
+    """The runner of one pipeline file."""
+
+    module = "nsparq.up.pipelines"
+    ready_within_s = SPARK_READY_S
+    may_finish = True
+    is_vital = False
+
+    def __init__(self, cluster: Cluster, name: str, file: Path, **ports: int) -> None:
+        super().__init__(cluster, name, **ports)
+        self.file = file
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.cluster.plan.data_path / "pipelines" / self.name
+
+    def arguments(self) -> list[str]:
+        return [
+            str(self.file),
+            f"--nsqlookupd={self.cluster.lookupd.address('HTTP')}",
+            f"--checkpoint={self.checkpoint}",
+            f"--metrics-address={self.listens('metrics')}",
+        ]
+
+    def why_not_ready(self) -> str:
+        answer, reason = _ask(self.address("metrics"), "/status")
+        if reason:
+            return reason
+        pipelines = answer.get("pipelines", []) if isinstance(answer, dict) else []
+        behind = [one for one in pipelines if one["state"] in ("starting", "waiting", "failed")]
+        return "; ".join(f"{one['name']} is {one['state']}: {one['error']}".rstrip(": ") for one in behind)
+
+    def wanted(self) -> Iterator[Wanted]:
+        yield Wanted(self.ports["metrics"], f"{self.name}, its figures", "--pipeline-port")
+
+
+class Cluster:
+    """All members, as planned."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        ports = plan.ports
+        tcp, http = ports.for_lookupd()
+        self.lookupd = Lookupd(self, "nsqlookupd", TCP=tcp, HTTP=http)
+        self.nsqds: list[Nsqd] = []
+        for number in range(plan.nsqd):
+            name = "nsqd" if plan.nsqd == 1 else f"nsqd-{number + 1}"
+            tcp, http = ports.for_nsqd(number)
+            self.nsqds.append(Nsqd(self, name, number, TCP=tcp, HTTP=http))
+        self.admin = Admin(self, "nsqadmin", HTTP=ports.for_admin())
+        self.pipelines: list[Pipelines] = []
+        for number, (name, file) in enumerate(_named(plan.pipelines)):
+            # nsqadmin is told where before they run: they cannot choose.
+            port = ports.for_pipeline(number) or free_port(plan.host)
+            self.pipelines.append(Pipelines(self, name, file, metrics=port))
+
+    @property
+    def stages(self) -> list[Sequence[Member]]:
+        """In the order of starting. They are stopped the other way round."""
+        return [[self.lookupd], self.nsqds, [self.admin], self.pipelines]
+
+    @property
+    def members(self) -> list[Member]:
+        return [member for stage in self.stages for member in stage]
+
+    def wanted(self) -> Iterator[Wanted]:
+        for member in self.members:
+            yield from member.wanted()
+
+
+def _named(files: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    """By the file's name, since the checkpoint goes by it. Raises StartError for two of the same."""
+    known: dict[str, Path] = {}
+    for file in files:
+        name = f"pipeline-{file.stem}"
+        other = known.setdefault(name, file)
+        if other is not file:
+            raise StartError(f"--pipeline: {other} and {file} need different names, to be told apart")
+        yield name, file
+
+
+def _why_no_ping(address: str) -> str:
+    try:
+        answer = fetch(f"http://{address}/ping", connect_timeout=ASK_S, request_timeout=ASK_S)
+    except FetchError as error:
+        return str(error)
+    if answer.status != 200:
+        return f"{address} says {answer.status}: {answer.body[:200].decode(errors='replace')}"
+    return ""
+
+
+def _why_no_connection(member: Member) -> str:
+    try:
+        with socket.create_connection((reachable(member.cluster.plan.host), member.ports["TCP"]), ASK_S):
+            return ""
+    except OSError as error:
+        return f"{member.address('TCP')}: {error.strerror or error}"
+
+
+def _ask(address: str, path: str) -> tuple[Any, str]:
+    """What it says, and why it says nothing."""
+    try:
+        answer = fetch(f"http://{address}{path}", connect_timeout=ASK_S, request_timeout=ASK_S)
+        if answer.status != 200:
+            return None, f"{address}{path} says {answer.status}"
+        return json.loads(answer.body), ""
+    except (FetchError, ValueError) as error:
+        return None, str(error)

@@ -1,0 +1,65 @@
+"""The runner of a pipeline file as a child of `nsparq up`: `nsparq pipeline run`, but for where things are.
+
+What [nsq] says about addresses gives way to the nsqlookupd of the stack; checkpoints are in its folder, and
+figures are told where nsqadmin asks for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from nsparq import logs
+from nsparq.errors import NsparqError
+from nsparq.pipeline.reading import load
+from nsparq.pipeline.spec import PipelineFile, SpecError
+from nsparq.tools.pipeline_common import FAILED, WRONG, configure_logs, run_file
+
+__all__ = ["main", "moved"]
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Status as of `nsparq pipeline run`."""
+    parser = argparse.ArgumentParser(prog="nsparq.up.pipelines")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--nsqlookupd", required=True)
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--metrics-address", required=True)
+    arguments = parser.parse_args(argv, argparse.Namespace(master="", conf=[], plain=True))
+    configure_logs()
+    # Our parent says who speaks.
+    logs.configure("info", "")
+    try:
+        file = moved(load(arguments.file), arguments.nsqlookupd, arguments.checkpoint)
+        return run_file(file, arguments, fail_fast=True)
+    except SpecError as error:
+        sys.stderr.write(f"{error}\n")
+        return WRONG
+    except (NsparqError, OSError) as error:
+        logger.critical("%s", error)
+        return FAILED
+
+
+def moved(file: PipelineFile, nsqlookupd: str, checkpoint: str) -> PipelineFile:
+    """The same pipelines with another nsqlookupd and another place for checkpoints, but for pipelines that
+    name one of their own."""
+    elsewhere = {"nsqd", "nsqlookupd"}
+    nsq = {name: value for name, value in file.nsq.items() if name not in elsewhere}
+    pipelines = [
+        replace(one, checkpoint=f"{checkpoint}/{one.name}")
+        if one.checkpoint == f"{file.run.checkpoint}/{one.name}"
+        else one
+        for one in file.pipelines
+    ]
+    return replace(
+        file,
+        nsq={**nsq, "nsqlookupd": nsqlookupd},
+        run=replace(file.run, checkpoint=checkpoint),
+        pipelines=tuple(pipelines),
+    )

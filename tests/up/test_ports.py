@@ -1,0 +1,102 @@
+"""Which ports are taken by whom, and what is said if they cannot be."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from nsparq.errors import StartError
+from nsparq.up.ports import MAX_NSQD, MAX_PIPELINES, Ports, Wanted, check_free, free_port, reachable
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server((HOST, 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_the_defaults_are_those_of_nsq() -> None:
+    ports = Ports()
+    assert ports.for_nsqd(0) == (4150, 4151)
+    assert ports.for_lookupd() == (4160, 4161)
+    assert ports.for_admin() == 4171
+
+
+def test_further_nsqds_are_two_ports_on() -> None:
+    assert [Ports().for_nsqd(number) for number in range(3)] == [(4150, 4151), (4152, 4153), (4154, 4155)]
+    assert Ports(nsqd_tcp=6000, nsqd_http=7000).for_nsqd(2) == (6004, 7004)
+
+
+def test_a_base_moves_all_of_them() -> None:
+    ports = Ports(base=5150)
+    assert (ports.for_nsqd(1), ports.for_lookupd(), ports.for_admin()) == ((5152, 5153), (5160, 5161), 5171)
+    assert [ports.for_pipeline(number) for number in range(2)] == [5180, 5181]
+
+
+@pytest.mark.parametrize("base", [4150, 5150])
+def test_no_number_of_members_makes_two_of_them_meet(base: int) -> None:
+    ports = Ports(base=base)
+    given = [*ports.for_lookupd(), ports.for_admin()]
+    given += [port for number in range(MAX_NSQD) for port in ports.for_nsqd(number)]
+    given += [ports.for_pipeline(number) for number in range(MAX_PIPELINES)]
+    assert len(set(given)) == len(given)
+
+
+def test_zero_is_any_port_for_all_or_for_one() -> None:
+    ports = Ports(base=0)
+    assert (ports.for_nsqd(3), ports.for_lookupd(), ports.for_admin()) == ((0, 0), (0, 0), 0)
+    assert Ports(nsqd_tcp=0).for_nsqd(1) == (0, 4153)
+    assert Ports(base=0, admin=4171).for_admin() == 4171
+
+
+def test_free_ports_are_no_problem() -> None:
+    check_free(HOST, [Wanted(free_port(HOST), "nsqd, TCP", "--nsqd-tcp-port"), Wanted(0, "x", "--x")])
+
+
+def test_a_taken_port_is_named_with_its_owner_and_the_flag(taken: int) -> None:
+    with pytest.raises(StartError) as caught:
+        check_free(HOST, [Wanted(taken, "nsqd-2, HTTP", "--nsqd-http-port")])
+    first, hint = str(caught.value).splitlines()
+    assert first == f"port {taken} is taken, and nsqd-2, HTTP needs it: use --nsqd-http-port"
+    assert "--port-base" in hint
+
+
+def test_all_problems_are_said_at_once(taken: int) -> None:
+    free = free_port(HOST)
+    wanted = [
+        Wanted(taken, "a", "--a"),
+        Wanted(70_000, "b", "--b"),
+        Wanted(free, "c", "--c"),
+        Wanted(free, "d", "--d"),
+    ]
+    with pytest.raises(StartError) as caught:
+        check_free(HOST, wanted)
+    assert str(caught.value).splitlines()[:-1] == [
+        f"port {taken} is taken, and a needs it: use --a",
+        "there is no port 70000, which b would have: use --b",
+        f"port {free} would be that of c and of d: use --d",
+    ]
+
+
+def test_a_port_that_is_taken_on_all_interfaces_is_taken_here() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(StartError, match=f"port {port} is taken"):
+            check_free(HOST, [Wanted(port, "a", "--a")])
+
+
+def test_a_host_that_is_not_ours_is_named() -> None:
+    with pytest.raises(StartError, match=r"--host=192\.0\.2\.1: "):
+        check_free("192.0.2.1", [Wanted(free_port(HOST), "a", "--a")])
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.1.2.3", "10.1.2.3"), ("localhost", "localhost")],
+)
+def test_nobody_connects_to_an_address_that_stands_for_all(host: str, expected: str) -> None:
+    assert reachable(host) == expected
