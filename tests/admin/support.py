@@ -7,7 +7,8 @@ AdminThread(**flags), AdminProcess(**flags)     flags in snake_case, floats are 
 start_admin(**flags), start_admin_process(**flags)      ours, or the nsqadmin that the environment names:
     NSPARQ_TEST_NSQADMIN=/path/to/nsqadmin (is_reference is then True).
 
-with Cluster(nsqds=2) as cluster:       an nsqlookupd and nsqds, those under test (see tests.support)
+with Cluster(nsqds=2) as cluster:       an nsqlookupd and nsqds, those under test (see tests.support); with
+                                        as_processes=True real processes, nsqadmin too
     cluster.lookupd, cluster.nsqds, cluster.addresses       the nodes, as nsqadmin calls them
     cluster.admin(**flags)              an nsqadmin that asks this nsqlookupd; ends with the cluster
     cluster.add(topic, *channels)       on every nsqd, known to nsqlookupd when it returns
@@ -25,9 +26,9 @@ from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlencode
 
-from tests.support import Answer, TestBroker, start_broker, wait_until
+from tests.support import Answer, TestBroker, start_broker, start_process, wait_until
 from tests.support.brokers import START_TIMEOUT, BrokerProcess, BrokerThread
-from tests.support.lookupd import TestLookupd, start_lookupd
+from tests.support.lookupd import TestLookupd, start_lookupd, start_lookupd_process
 
 # Another nsqadmin to run the conformance suite against; empty means ours.
 REFERENCE_ADMIN = os.environ.get("NSPARQ_TEST_NSQADMIN", "")
@@ -128,11 +129,13 @@ def _is_foreign(flag: str) -> bool:
 class Cluster:
     """An nsqlookupd and some nsqds that are registered there."""
 
-    def __init__(self, nsqds: int = 1, **flags: Any) -> None:
+    def __init__(self, nsqds: int = 1, *, as_processes: bool = False, **flags: Any) -> None:
         self._stack = ExitStack()
+        self._as_processes = as_processes
         self.nsqds: list[TestBroker] = []
         try:
-            self.lookupd: TestLookupd = self._stack.enter_context(start_lookupd())
+            lookupd = start_lookupd_process if as_processes else start_lookupd
+            self.lookupd: TestLookupd = self._stack.enter_context(lookupd())
             for _ in range(nsqds):
                 self.start_nsqd(**flags)
         except BaseException:
@@ -140,10 +143,9 @@ class Cluster:
             raise
 
     def start_nsqd(self, **flags: Any) -> TestBroker:
-        registry = join(self.lookupd.address)
-        found: TestBroker = self._stack.enter_context(
-            start_broker(lookupd_tcp_address=(registry,), broadcast_address="127.0.0.1", **flags)
-        )
+        start = start_process if self._as_processes else start_broker
+        wanted = {"lookupd_tcp_address": (join(self.lookupd.address),), "broadcast_address": "127.0.0.1"}
+        found: TestBroker = self._stack.enter_context(start(**wanted, **flags))
         self.nsqds.append(found)
         wait_until(lambda: len(self.lookupd.nodes()) == len(self.nsqds), 10, what="registration")
         return found
@@ -156,9 +158,10 @@ class Cluster:
     def lookupd_address(self) -> str:
         return join(self.lookupd.http_address)
 
-    def admin(self, **flags: Any) -> AdminThread | ReferenceAdmin:
+    def admin(self, **flags: Any) -> AdminThread | AdminProcess:
         wanted = {"lookupd_http_address": (self.lookupd_address,), **flags}
-        return self._stack.enter_context(start_admin(**wanted))
+        start = start_admin_process if self._as_processes else start_admin
+        return self._stack.enter_context(start(**wanted))
 
     def add(self, topic: str, *channels: str) -> None:
         # Topics first: an nsqd with a new one asks nsqlookupd for its channels, and creates what it finds.

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from nsparq.admin.bodies import for_people, read_letter
 from nsparq.admin.cluster import Cluster, NotFound, Unreachable
 from nsparq.admin.merge import Node, mark_out_of_date, node_channel
-from nsparq.admin.messages import for_people, read_letter
 from nsparq.admin.replay import BadTarget, parse_target
 from nsparq.admin.routing import AdminApi, path_values
 from nsparq.admin.upstream import AskFailed, Upstream

@@ -146,6 +146,30 @@ def test_a_channel_that_nobody_reads_is_a_notice_and_a_warning_when_it_grows() -
     assert kinds(polls) == {"no consumers": Severity.WARNING}
 
 
+def test_a_channel_that_is_read_by_ranges_has_a_reader_though_no_consumer() -> None:
+    """Spark commits what it has read; nsqd counts no consumer."""
+    polls = Polls()
+    for number in range(20):
+        polls.poll(said(number * 100, channel(message_count=number * 100, depth=50)))
+    assert kinds(polls) == {}
+    for _ in range(20):
+        polls.poll(said(1900, channel(message_count=1900, depth=50)))
+    assert kinds(polls) == {"no consumers": Severity.NOTICE}
+    running = {"name": "p", "state": "running", "topics": "other, t", "channel": "c"}
+    assert find_problems(polls.watch, [running]) == []
+    (problem,) = find_problems(polls.watch, [{**running, "state": "stopped"}])
+    assert problem.kind == "no consumers"
+
+
+def test_a_reader_of_ranges_that_falls_behind_is_found() -> None:
+    polls = Polls()
+    for number in range(20):
+        polls.poll(said(number * 100, channel(message_count=number * 100, depth=number * 50)))
+    (problem,) = find_problems(polls.watch)
+    assert (problem.kind, problem.severity) == ("growing", Severity.WARNING)
+    assert "by a reader of the log" in problem.detail
+
+
 def test_consumers_that_fall_behind_are_found() -> None:
     polls = Polls()
     for number in range(20):

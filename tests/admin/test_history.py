@@ -97,3 +97,12 @@ def test_the_mean_of_the_last_while_leaves_out_what_is_not_known() -> None:
         poll(kept, 1000.0 + 5 * number, x=(10, 1))
     poll(kept, 1100.0, x=(34, 1))
     assert kept.recent("a", 60.0)[kept.find("x")] == 12
+
+
+def test_the_series_with_the_highest_figures_are_found() -> None:
+    kept = table()
+    poll(kept, 1000.0, x=(3, 0), y=(7, 1), z=(0, 0), unknown=(math.nan, 0), w=(5, 0))
+    assert kept.top("a", 2) == ["y", "w"]
+    assert kept.top("a", 10) == ["y", "w", "x"]
+    assert kept.top("b", 10) == ["y"]
+    assert table().top("a", 3) == []

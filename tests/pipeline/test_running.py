@@ -104,6 +104,10 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return rig
 
 
+def test_figures_say_what_is_read_and_by_which_channel(rig: Rig) -> None:
+    assert (rig.figures.name, rig.figures.topics, rig.figures.channel) == ("p", "orders", "p")
+
+
 def test_every_batch_is_counted_once_however_often_one_looks(rig: Rig) -> None:
     rig.rows.recentProgress = [Report(0, 10), Report(1, 5), Report(2, 0, is_done=False)]
     rig.letters.recentProgress = [Report(0, 3)]

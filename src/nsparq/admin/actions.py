@@ -17,11 +17,19 @@ from nsparq.admin.notify import Notifier
 from nsparq.http.api import ApiError
 from nsparq.names import is_valid_name
 
-__all__ = ["ACTIONS", "Actions", "check_channel", "check_topic", "upstream_error"]
+__all__ = ["ACTIONS", "Actions", "Refused", "audit", "check_channel", "check_topic", "upstream_error"]
 
 logger = logging.getLogger(__name__)
 
 ACTIONS: Final = ("pause", "unpause", "empty")
+
+
+class Refused(ApiError):
+    """What was asked for is not permitted, and the log says so already."""
+
+    def __init__(self, action: str, actor: Actor, **names: str) -> None:
+        audit(action, actor, "refused", **names)
+        super().__init__(403, "FORBIDDEN")
 
 
 class Actions:
@@ -133,13 +141,24 @@ class Actions:
         return await self._run("tombstone_topic_producer", actor, run, topic=topic, node=address)
 
     async def other(
-        self, action: str, actor: Actor, run: Callable[[], Awaitable[list[str]]], **names: str
+        self,
+        action: str,
+        actor: Actor,
+        run: Callable[[], Awaitable[list[str]]],
+        came_of_it: Callable[[], str],
+        **names: str,
     ) -> str:
-        """A change that NSQ's does not have, run and told like the others."""
-        return await self._run(action, actor, run, **names)
+        """A change that NSQ's does not have, run and told like the others, with what came of it."""
+        return await self._run(action, actor, run, came_of_it, **names)
 
     async def _run(
-        self, action: str, actor: Actor, run: Callable[[], Awaitable[list[str]]], **names: str
+        self,
+        action: str,
+        actor: Actor,
+        run: Callable[[], Awaitable[list[str]]],
+        came_of_it: Callable[[], str] | None = None,
+        /,
+        **names: str,
     ) -> str:
         try:
             errors = await run()
@@ -153,7 +172,8 @@ class Actions:
             audit(action, actor, f"failed - {error.code}", **names)
             raise
         message = Found(None, errors).message
-        self._told(action, actor, message or "done", **names)
+        done = f"done, {came_of_it()}" if came_of_it is not None else "done"
+        self._told(action, actor, f"{done}; {message}" if message else done, **names)
         return message
 
     def _told(self, action: str, actor: Actor, outcome: str, **names: str) -> None:
@@ -168,7 +188,8 @@ class Actions:
 
 
 def audit(action: str, actor: Actor, outcome: str, **names: str) -> None:
-    """One line for each action. What users chose is quoted: it can look like nothing else."""
+    """One line for each action. What users and daemons chose can neither look like something else nor begin
+    another line."""
     shown = " ".join(f"{name}={_quoted(value)}" for name, value in names.items() if value)
     logger.info(
         "AUDIT: %s %s user=%s from=%s: %s",
@@ -176,7 +197,7 @@ def audit(action: str, actor: Actor, outcome: str, **names: str) -> None:
         shown,
         _quoted(actor.user),
         _quoted(actor.remote_address),
-        outcome,
+        "".join(character if character.isprintable() else " " for character in outcome),
     )
 
 

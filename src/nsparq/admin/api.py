@@ -11,7 +11,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from nsparq.admin.actions import upstream_error
+from nsparq.admin.actions import audit, upstream_error
 from nsparq.admin.cluster import Found, NotFound, Unreachable
 from nsparq.admin.config import check_client, get_config, put_config
 from nsparq.admin.merge import Node, NodeStats, channel_total, node_channel, node_topic, text, topic_total
@@ -208,7 +208,14 @@ class JsonApi:
 
     def put_config(self, request: Request) -> Result:
         check_client(request, self._admin.options.allow_config_from_cidr)
-        return put_config(self._admin, request.path_value, request.body)
+        key = request.path_value
+        try:
+            value = put_config(self._admin, key, request.body)
+        except ApiError as error:
+            audit("put_config", self._actor(request), f"failed - {error.code}", key=key)
+            raise
+        audit("put_config", self._actor(request), f"done, it is {value}", key=key)
+        return value
 
 
 def parse_body(request: Request) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nsparq import logs
 from nsparq.addresses import join_address, split_address
-from nsparq.admin.actions import Actions
+from nsparq.admin.actions import Actions, Refused, audit
 from nsparq.admin.api import JsonApi
 from nsparq.admin.cluster import Cluster
 from nsparq.admin.endpoints import api_endpoints, daemon_endpoints
@@ -25,7 +25,7 @@ from nsparq.admin.options import NsqadminOptions, clean_base_path
 from nsparq.admin.pages import Pages
 from nsparq.admin.pipelines import Pipelines
 from nsparq.admin.routing import AdminApi
-from nsparq.admin.security import Guard
+from nsparq.admin.security import CHANGES, Guard
 from nsparq.admin.upstream import TlsFiles, Upstream, client_context
 from nsparq.admin.watch import Watch
 from nsparq.errors import StartError
@@ -164,6 +164,9 @@ class Nsqadmin:
 
     def _show_error(self, request: Request, error: ApiError) -> Response | None:
         endpoint = request.endpoint
+        if request.method in CHANGES and error.status in (401, 403) and not isinstance(error, Refused):
+            reason = str(error.more.get("reason", "")) or error.code
+            audit(request.method.lower(), self.guard.actor(request), f"refused - {reason}", path=request.path)
         return self.pages.error(request, error) if endpoint and endpoint.group == "Pages" else None
 
     # Options that change

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qs, urlsplit
 
-from nsparq.admin.actions import audit
+from nsparq.admin.actions import Refused, audit
 from nsparq.admin.actor import Actor
 from nsparq.admin.messages import MAX_BODY
 from nsparq.admin.replay import BadTarget, parse_target
@@ -138,8 +138,7 @@ class Forms:
             access.may("publish", topic) if action == "publish" else access.may("admin", topic, channel)
         )
         if not is_allowed:
-            audit(f"{action}_form"[:50], actor, "refused", **names)
-            raise ApiError(403, "FORBIDDEN")
+            raise Refused(f"{action}_form"[:50], actor, **names)
         if action in CONFIRMED:
             expected = channel or topic
             if not expected or form["confirm"].strip() != expected:
@@ -246,7 +245,8 @@ class Forms:
         except AuthFailed as error:
             audit("log_in", actor, f"failed - {error}")
             return self._admin.pages.render(request, "login.html", status=401, back=form["next"], failed=True)
-        audit("log_in", actor, "done")
+        grant = guard.sessions.find(session)
+        audit("log_in", Actor.of(request, grant.identity if grant else form["name"]), "done")
         headers = (
             ("Location", self._own_path(form["next"])),
             guard.set_cookie(request, SESSION_COOKIE, session),
@@ -255,8 +255,8 @@ class Forms:
 
     async def log_out(self, request: Request) -> Response:
         guard = self._admin.guard
-        guard.sessions.end(cookie(request, SESSION_COOKIE))
         audit("log_out", guard.actor(request), "done")
+        guard.sessions.end(cookie(request, SESSION_COOKIE))
         headers = (
             ("Location", f"{self._admin.base}/login"),
             guard.set_cookie(request, SESSION_COOKIE, ""),

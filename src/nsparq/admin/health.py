@@ -7,7 +7,7 @@ at night and is empty by noon is how some people work, so what only may be wrong
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from nsparq.admin.pipelines import readers
 from nsparq.admin.watch import Watch
 from nsparq.names import is_ephemeral
 
@@ -81,7 +82,7 @@ def find_problems(watch: Watch, pipelines: Sequence[Mapping[str, Any]] = ()) -> 
         _asking(watch),
         _nodes(watch),
         _lost(watch),
-        _channels(watch),
+        _channels(watch, readers(pipelines)),
         _topics(watch),
         _clients(watch),
         _pipelines(pipelines),
@@ -219,8 +220,9 @@ def _growth(watch: Watch, depth: Array) -> tuple[Array, float]:
     return np.full(len(depth), np.nan), math.inf
 
 
-def _channels(watch: Watch) -> Iterator[Problem]:
-    """What is worth a word is found for all channels at once; few are."""
+def _channels(watch: Watch, read: Set[tuple[str, str]]) -> Iterator[Problem]:
+    """What is worth a word is found for all channels at once; few are. `read` are those that a pipeline
+    reads."""
     table = watch.channels
     now = {name: table.now[:, column] for name, column in table.column.items()}
     rates = {name: table.recent(name, STUCK_S) for name in ("out_rate", "timeout_rate", "requeue_rate")}
@@ -229,7 +231,8 @@ def _channels(watch: Watch) -> Iterator[Problem]:
     with np.errstate(invalid="ignore"):
         signs = {
             "growing": (growth >= GROWN) & (growth >= 0.1 * (depth - growth)),
-            "alone": (now["clients"] == 0) & (depth > 0),
+            # Spark reads ranges of the log, and is no consumer; but what it has read goes.
+            "alone": (now["clients"] == 0) & (depth > 0) & ~(rates["out_rate"] > 0),
             "timeouts": (rates["timeout_rate"] > 0) & (rates["timeout_rate"] > MANY_TIMEOUTS * out),
             "requeues": (rates["requeue_rate"] > 0.1) & (rates["requeue_rate"] > MANY_REQUEUES * out),
             "stuck": (now["clients"] > 0) & (now["in_flight"] > 0) & (rates["out_rate"] == 0) & (depth > 0),
@@ -242,9 +245,8 @@ def _channels(watch: Watch) -> Iterator[Problem]:
         if (key := names.get(place)) is not None:
             figures = {name: float(values[place]) for name, values in {**now, **rates}.items()}
             speed = float(growth[place]) / elapsed_s if signs["growing"][place] else 0.0
-            yield from _about_channel(
-                watch, key, {name for name, seen in signs.items() if seen[place]}, figures, speed
-            )
+            seen = {name for name, sign in signs.items() if sign[place]}
+            yield from _about_channel(watch, key, seen - {"alone"} if key in read else seen, figures, speed)
 
 
 def _about_channel(
@@ -270,13 +272,14 @@ def _about_channel(
         yield _without_consumers(channel, shown, speed > 0, waiting, about)
         return
     if "growing" in signs:
+        clients = figures["clients"]
         yield Problem(
             "growing",
             Severity.WARNING,
             "falls behind",
             f"{shown}; {figures['in_rate']:,.1f}/s come, {out} are finished, by "
-            f"{figures['clients']:.0f} consumers",
-            "The consumers are too slow or too few.",
+            + (f"{clients:.0f} consumers" if clients else "a reader of the log, such as a pipeline"),
+            "The consumers are too slow or too few." if clients else "What reads it is too slow.",
             weight=waiting,
             **about,
         )
@@ -319,9 +322,9 @@ def _without_consumers(
     if is_ephemeral(channel):
         hint = "It goes with its last consumer, so one has just left."
     elif is_growing:
-        hint = "Nobody reads it and it keeps growing: start its consumer, or delete the channel."
+        hint = "Nobody reads it and it keeps growing: start its consumer or pipeline, or delete the channel."
     else:
-        hint = "Nobody reads it: start its consumer, or delete the channel if it is not needed any more."
+        hint = "Nobody reads it: start its consumer or pipeline, or delete the channel if nobody needs it."
     return Problem(
         "no consumers",
         Severity.WARNING if is_growing else Severity.NOTICE,

@@ -223,6 +223,17 @@ class Table:
             return None
         return dict(zip(self.figures, map(float, self.now[place]), strict=True))
 
+    def top(self, figure: str, count: int) -> list[Any]:
+        """The keys of the series in which the figure is highest at present, the highest first; without those
+        in which it is nothing."""
+        values = self.now[:, self.column[figure]]
+        known = np.flatnonzero(values > 0)
+        if not len(known):
+            return []
+        best = {int(place): rank for rank, place in enumerate(known[np.argsort(-values[known])][:count])}
+        found = [(best[place], key) for key, place in self._index.items() if place in best]
+        return [key for _, key in sorted(found, key=lambda one: one[0])]
+
     def points(self, key: Hashable, resolution: int = 0) -> Points:
         """The series at one of the resolutions; no points if it is not known."""
         place = self._index.get(key, -1)

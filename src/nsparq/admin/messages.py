@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from nsparq.admin.bodies import DeadLetter, for_people, read_letter
 from nsparq.admin.cluster import Cluster
-from nsparq.admin.merge import Node, number, objects, text
-from nsparq.admin.upstream import AskFailed, Refused, with_query
+from nsparq.admin.merge import Node, flag, number, objects, text
+from nsparq.admin.upstream import Answer, AskFailed, Refused, with_query
 from nsparq.errors import NsparqError
 from nsparq.names import is_valid_name
 from nsparq.storage.decode import CorruptRange, iter_batches
 
-__all__ = ["DeadLetter", "MessagesFailed", "Peeked", "Shown", "Target", "copy", "move", "peek", "publish"]
+__all__ = ["MessagesFailed", "Peeked", "Shown", "Target", "copy", "move", "peek", "publish"]
 
 DEFAULT_COUNT: Final = 50
 MAX_COUNT: Final = 1000
 MAX_BODY: Final = 1 << 20
 """Bytes of a message that can be published here."""
-MAX_SHOWN: Final = 64 << 10
-"""Characters of a body that are shown."""
 MOVED_AT_ONCE: Final = 1000
 CHUNK: Final = 1 << 20
 """Bytes that are published at a time."""
@@ -37,18 +35,6 @@ STATES: Final = ("in_flight", "requeued", "deferred", "ready")
 
 class MessagesFailed(NsparqError):
     """It cannot be done; the text is for the person who asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeadLetter:
-    """What a dead letter of our client library or of a pipeline says about the message that it holds."""
-
-    topic: str
-    channel: str
-    id: str
-    attempts: int
-    error: str
-    body: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,61 +174,6 @@ def _shown(node: str, said: Mapping[str, Any]) -> Shown:
     )
 
 
-def for_people(body: bytes) -> tuple[str, str]:
-    """What kind of body it is, and how it is shown."""
-    try:
-        decoded = body.decode()
-    except UnicodeDecodeError:
-        return "binary", _hex_dump(body[:1024])
-    if decoded[:1] in ("{", "["):
-        try:
-            value = json.loads(decoded)
-            return "json", json.dumps(value, indent=2, ensure_ascii=False)[:MAX_SHOWN]
-        except (ValueError, RecursionError):
-            pass
-    if any(character < " " and character not in "\t\r\n" for character in decoded[:1024]):
-        return "binary", _hex_dump(body[:1024])
-    return "text", decoded[:MAX_SHOWN]
-
-
-def _hex_dump(body: bytes) -> str:
-    lines = []
-    for place in range(0, len(body), 16):
-        row = body[place : place + 16]
-        letters = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
-        lines.append(f"{place:06x}  {row.hex(' '):<47}  {letters}")
-    return "\n".join(lines)
-
-
-def read_letter(body: bytes) -> DeadLetter | None:
-    """The message inside a dead letter; None for what is none, or is cut off."""
-    if not body.startswith(b"{"):
-        return None
-    try:
-        said = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(said, dict) or not {"topic", "error"} <= said.keys() or not text(said, "topic"):
-        return None
-    if isinstance(said.get("base64"), str):
-        try:
-            held = base64.b64decode(said["base64"], validate=True)
-        except (binascii.Error, ValueError):
-            return None
-    elif isinstance(said.get("text"), str):
-        held = said["text"].encode("utf-8", "surrogatepass")
-    else:
-        return None
-    return DeadLetter(
-        topic=text(said, "topic"),
-        channel=text(said, "channel"),
-        id=text(said, "id"),
-        attempts=number(said, "attempts"),
-        error=text(said, "error"),
-        body=held,
-    )
-
-
 # Publishing
 
 
@@ -295,6 +226,8 @@ class Target:
     """A topic; if empty, dead letters go to where they came from."""
     unwrap: bool
     """Whether of a dead letter what it holds is published, and not the letter."""
+    source: str = ""
+    """The topic that they are taken from: nothing goes there, where it would be found again."""
     may_publish: Callable[[str], bool] = lambda topic: True
 
     def address(self, bodies: Iterable[bytes]) -> dict[str, list[bytes]]:
@@ -307,6 +240,8 @@ class Target:
                 raise MessagesFailed("one of the messages does not say which topic it came from: name one")
             if not is_valid_name(topic.encode("utf-8", "replace")):
                 raise MessagesFailed(f"{topic!r} is no name of a topic")
+            if topic == self.source:
+                raise MessagesFailed("one of the messages came from this topic: name another")
             if not held:
                 raise MessagesFailed("one of the dead letters holds an empty message: NSQ has no such thing")
             found.setdefault(topic, []).append(held)
@@ -330,42 +265,56 @@ async def move(
     """Publish what the channel holds, the oldest first, and finish it in the channel. How many were moved,
     and how many are left. Raises MessagesFailed, with nothing finished that was not published.
 
-    Only where nobody else works on the channel: what is finished is everything up to a point.
+    Only where nobody else works on the channel, and while it is paused, since what is finished is everything
+    up to a number: nothing must come to be below it that was not published.
     """
-    count = max(1, min(count, MOVED_AT_ONCE))
     held = await _channel_state(cluster, node, topic, channel)
     if held is None:
         return 0, 0
-    if held["clients"] or held["in_flight"]:
-        raise MessagesFailed(
-            f"{node.address}: the channel has consumers; stop them, or copy messages instead"
-        )
-    if held["deferred"]:
-        raise MessagesFailed(
-            f"{node.address}: messages of the channel wait for their time; copy them instead"
-        )
+    if held.paused:
+        return await _move_paused(cluster, node, topic, channel, target, count)
+    await _post(cluster, node, "/channel/pause", topic=topic, channel=channel)
+    try:
+        moved = await _move_paused(cluster, node, topic, channel, target, count)
+    except BaseException as error:
+        try:
+            await _post(cluster, node, "/channel/unpause", topic=topic, channel=channel)
+        except MessagesFailed as further:
+            raise MessagesFailed(f"{error}; and the channel is still paused: {further}") from error
+        raise
+    try:
+        await _post(cluster, node, "/channel/unpause", topic=topic, channel=channel)
+    except MessagesFailed as error:
+        raise MessagesFailed(f"{moved[0]} were moved, but the channel is still paused: {error}") from error
+    return moved
+
+
+async def _move_paused(
+    cluster: Cluster, node: Node, topic: str, channel: str, target: Target, count: int
+) -> tuple[int, int]:
+    # With nothing in flight now, nothing will be: the channel is paused.
+    await _check_idle(cluster, node, topic, channel)
+    ready = await peek(cluster, [node], topic, channel, count=min(count, MOVED_AT_ONCE), state="ready")
+    _check(ready)
+    # What was deferred below the last of these has either come due by now, and is among those put back, or is
+    # seen here; what is deferred later gets a higher number.
+    await _check_idle(cluster, node, topic, channel)
     requeued = await peek(cluster, [node], topic, channel, count=MAX_COUNT, state="requeued")
     _check(requeued)
     if len(requeued.messages) >= MAX_COUNT:
         raise MessagesFailed(f"{node.address}: too many messages of the channel were put back")
-    ready = await peek(cluster, [node], topic, channel, count=count, state="ready")
-    _check(ready)
     chosen = sorted({one.sequence for one in (*requeued.messages, *ready.messages)})
     if not chosen:
         return 0, 0
     by_topic = target.address(await _bodies(cluster, node, topic, chosen))
     await _publish_all(cluster, node, by_topic)
-    query = {"topic": topic, "channel": channel, "sequence": str(chosen[-1] + 1)}
     try:
-        answer = await cluster.upstream.ask(
-            "POST", with_query(f"{node.url}/channel/commit", query), secret=cluster.secret
+        answer = await _post(
+            cluster, node, "/channel/commit", topic=topic, channel=channel, sequence=str(chosen[-1] + 1)
         )
-        left = number(answer.json(), "depth")
-    except AskFailed as error:
-        raise MessagesFailed(
-            f"{node.address}: {len(chosen)} messages were published, but not finished: {_reason(error)}"
-        ) from error
-    return len(chosen), left
+    except MessagesFailed as error:
+        raise MessagesFailed(f"{len(chosen)} messages were published, but not finished: {error}") from error
+    return len(chosen), number(answer.json(), "depth")
 
 
 def _check(found: Peeked) -> None:
@@ -375,7 +324,16 @@ def _check(found: Peeked) -> None:
         raise MessagesFailed(f"{found.missing} messages are damaged; see the node's log")
 
 
-async def _channel_state(cluster: Cluster, node: Node, topic: str, channel: str) -> dict[str, int] | None:
+class _Held(NamedTuple):
+    """How a channel is on one node."""
+
+    clients: int
+    in_flight: int
+    deferred: int
+    paused: bool
+
+
+async def _channel_state(cluster: Cluster, node: Node, topic: str, channel: str) -> _Held | None:
     """None if the node has no such channel. Raises MessagesFailed."""
     try:
         said = await cluster.get(node, "/stats", format="json", topic=topic, channel=channel)
@@ -384,13 +342,38 @@ async def _channel_state(cluster: Cluster, node: Node, topic: str, channel: str)
     for its_topic in objects(said if isinstance(said, dict) else {}, "topics"):
         for one in objects(its_topic, "channels"):
             if text(one, "channel_name") == channel:
-                names = {
-                    "clients": "client_count",
-                    "in_flight": "in_flight_count",
-                    "deferred": "deferred_count",
-                }
-                return {name: number(one, key) for name, key in names.items()}
+                return _Held(
+                    number(one, "client_count"),
+                    number(one, "in_flight_count"),
+                    number(one, "deferred_count"),
+                    flag(one, "paused"),
+                )
     return None
+
+
+async def _check_idle(cluster: Cluster, node: Node, topic: str, channel: str) -> None:
+    """Raises MessagesFailed where somebody works on the channel, or messages wait for their time."""
+    held = await _channel_state(cluster, node, topic, channel)
+    if held is None:
+        raise MessagesFailed(f"{node.address}: the channel has gone")
+    if held.clients or held.in_flight:
+        raise MessagesFailed(
+            f"{node.address}: the channel has consumers; stop them, or copy messages instead"
+        )
+    if held.deferred:
+        raise MessagesFailed(
+            f"{node.address}: messages of the channel wait for their time; copy them instead"
+        )
+
+
+async def _post(cluster: Cluster, node: Node, path: str, **query: str) -> Answer:
+    """Raises MessagesFailed."""
+    try:
+        return await cluster.upstream.ask(
+            "POST", with_query(f"{node.url}{path}", query), secret=cluster.secret
+        )
+    except AskFailed as error:
+        raise MessagesFailed(f"{node.address}: {_reason(error)}") from error
 
 
 async def _bodies(cluster: Cluster, node: Node, topic: str, sequences: Sequence[int]) -> list[bytes]:

@@ -72,6 +72,9 @@ class MoreApi:
     def node_history(self, request: Request) -> Response:
         return self._points(request, self._watch.nodes_table, tuple(path_values(request)))
 
+    def pipeline_history(self, request: Request) -> Response:
+        return self._points(request, self._admin.pipelines.history, tuple(path_values(request)))
+
     def client_history(self, request: Request) -> Response:
         return self._points(request, self._watch.clients, tuple(path_values(request)))
 
@@ -79,8 +82,6 @@ class MoreApi:
         wanted = request.parameters.get("range", RANGES[0])
         if wanted not in RANGES:
             raise ApiError(400, "INVALID_ARG_RANGE")
-        if key not in table and key:
-            raise ApiError(404, "NOT_KNOWN")
         resolution = RANGES.index(wanted)
         points = table.points(key, resolution)
         columns = np.where(np.isfinite(points.values), points.values.astype(np.float64), np.nan).T
@@ -234,8 +235,9 @@ def more_endpoints(api: MoreApi) -> list[Endpoint]:
     history = {
         "group": "Overview and history",
         "params": (_RANGE,),
-        "success": "`times` in Unix seconds, and `values` by figure; null where nothing is known",
-        "errors": ((400, "INVALID_ARG_RANGE"), (404, "NOT_KNOWN")),
+        "success": "`times` in Unix seconds, and `values` by figure; null where nothing is known. No times "
+        "of what was never seen, or has only just come",
+        "errors": ((400, "INVALID_ARG_RANGE"),),
     }
     messages: dict[str, Any] = {
         "group": "Messages",
@@ -268,6 +270,12 @@ def more_endpoints(api: MoreApi) -> list[Endpoint]:
             "/api/history/clients/{topic}/{channel}/{node}/{client}",
             api.client_history,
             "Figures of one consumer over time, by its address.",
+            **history,
+        ),
+        look(
+            "/api/history/pipelines/{runner}/{pipeline}",
+            api.pipeline_history,
+            "Figures of a pipeline over time, by the address of its runner.",
             **history,
         ),
         look(

@@ -5,6 +5,7 @@ Each is checked, written to the log and notified as the changes of NSQ's are.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
@@ -47,6 +48,8 @@ class Operations:
     def __init__(self, admin: Nsqadmin) -> None:
         self._admin = admin
         self._cluster = admin.cluster
+        self._moving = asyncio.Lock()
+        """Two moves of one channel would pause and resume it in each other's way."""
 
     async def nodes_with(self, topic: str, feature: str) -> Able:
         try:
@@ -91,7 +94,9 @@ class Operations:
                 raise ApiError(502, f"UPSTREAM_ERROR: {error}") from error
             return []
 
-        await self._admin.actions.other("publish", actor, run, topic=topic, node=target.address)
+        await self._admin.actions.other(
+            "publish", actor, run, lambda: f"{len(body)} bytes", topic=topic, node=target.address
+        )
         return target.address
 
     async def _node_for(self, topic: str, address: str) -> Node:
@@ -135,10 +140,13 @@ class Operations:
             nonlocal copied
             for node in able.able:
                 if wanted := by_node.get(node.address):
-                    copied += await self._tell(messages.copy(self._cluster, node, topic, wanted, target))
+                    work = messages.copy(self._cluster, node, topic, wanted, target)
+                    copied += await self._tell(work, copied, "published")
             return []
 
-        await self._admin.actions.other("copy_messages", actor, run, topic=topic, to=to)
+        await self._admin.actions.other(
+            "copy_messages", actor, run, lambda: f"{copied} published", topic=topic, to=to
+        )
         return copied
 
     async def move(
@@ -166,9 +174,8 @@ class Operations:
                 wanted = count or MAX_MOVES * messages.MOVED_AT_ONCE
                 remaining = 0
                 for _ in range(MAX_MOVES):
-                    done, remaining = await self._tell(
-                        messages.move(self._cluster, node, topic, channel, target, wanted)
-                    )
+                    work = messages.move(self._cluster, node, topic, channel, target, wanted)
+                    done, remaining = await self._tell(work, moved, "moved")
                     moved += done
                     wanted -= done
                     if not remaining or wanted <= 0 or not done:
@@ -176,7 +183,16 @@ class Operations:
                 left += remaining
             return []
 
-        await self._admin.actions.other("move_messages", actor, run, topic=topic, channel=channel, to=to)
+        async with self._moving:
+            await self._admin.actions.other(
+                "move_messages",
+                actor,
+                run,
+                lambda: f"{moved} moved, {left} left",
+                topic=topic,
+                channel=channel,
+                to=to,
+            )
         return moved, left
 
     def _target(self, access: Access, topic: str, to: str, unwrap: bool) -> messages.Target:
@@ -184,13 +200,15 @@ class Operations:
             check_topic(to)
         if to == topic:
             raise ApiError(400, "SAME_TOPIC")
-        return messages.Target(to, unwrap, lambda name: access.may("publish", name))
+        return messages.Target(to, unwrap, topic, lambda name: access.may("publish", name))
 
-    async def _tell(self, work: Awaitable[T]) -> T:
+    async def _tell(self, work: Awaitable[T], before: int, what: str) -> T:
+        """A failure also says how many had been done before it."""
         try:
             return await work
         except messages.MessagesFailed as error:
-            raise ApiError(409, str(error)) from error
+            done = f"{before:,} were {what}, then: " if before else ""
+            raise ApiError(409, f"{done}{error}") from error
 
     async def plan(self, topic: str, channel: str, target: dict[str, str]) -> list[Plan]:
         """What going there would do."""
@@ -211,5 +229,13 @@ class Operations:
             return errors
 
         place = " ".join(f"{name}={value}" for name, value in target.items())
-        await self._admin.actions.other("seek_channel", actor, run, topic=topic, channel=channel, place=place)
+        await self._admin.actions.other(
+            "seek_channel",
+            actor,
+            run,
+            lambda: f"{sum(p.again for p in plans)} again, {sum(p.skipped for p in plans)} skipped",
+            topic=topic,
+            channel=channel,
+            place=place,
+        )
         return plans

@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
 from nsparq.admin.cluster import Unreachable
+from nsparq.admin.health import Severity
 from nsparq.admin.history import RANGES
+from nsparq.admin.merge import Node, number
 from nsparq.admin.messages import DEFAULT_COUNT, MAX_COUNT, STATES
 from nsparq.admin.operations import PEEK, SEEK
 from nsparq.admin.replay import BadTarget, Plan, parse_target
 from nsparq.admin.routing import path_values
 from nsparq.admin.security import PAGE_HEADERS, TOKEN_COOKIE, cookie
 from nsparq.admin.templating import Assets, make_environment
+from nsparq.admin.upstream import AskFailed
 from nsparq.http.api import ApiError, Endpoint, Request, Response
 
 if TYPE_CHECKING:
@@ -31,6 +34,13 @@ __all__ = ["Pages"]
 HTML_TYPE: Final = "text/html; charset=utf-8"
 MAX_ROWS: Final = 2000
 """Topics on one page; the filter finds the others."""
+MAX_NODE_ROWS: Final = 400
+"""The same on the page of a node, where a row has more to it."""
+MAX_PROBLEMS: Final = 20
+"""On the overview; the others are a click away."""
+BUSIEST: Final = 8
+PROBLEM_COUNT: Final = "X-Problem-Count"
+"""Header by which an open page learns how many need a person."""
 Show = Callable[[Request], Awaitable["Response"]]
 
 
@@ -92,6 +102,7 @@ class Pages:
         token, value = guard.token(request)
         found = self._environment.get_template(template)
         is_live = request.parameters.get("live") == "1" and "live" in found.blocks
+        problem_count = sum(1 for one in self._admin.problems() if one.severity > Severity.NOTICE)
         context |= {
             "access": guard.access(request),
             "has_login": guard.has_login,
@@ -101,7 +112,7 @@ class Pages:
             "options": self._admin.options,
             "note": None if is_live else self._admin.notes.take(request.parameters.get("note", "")),
             "ranges": RANGES,
-            "problem_count": sum(1 for one in self._admin.problems() if one.severity > 1),
+            "problem_count": problem_count,
         }
         if is_live:
             text = "".join(found.blocks["live"](found.new_context(context)))
@@ -113,7 +124,7 @@ class Pages:
             headers.append(guard.set_cookie(request, TOKEN_COOKIE, value))
         if is_live:
             tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
-            headers += [("ETag", tag), ("Cache-Control", "no-cache")]
+            headers += [("ETag", tag), ("Cache-Control", "no-cache"), (PROBLEM_COUNT, str(problem_count))]
             if request.header("If-None-Match") == tag:
                 return Response(status=304, headers=tuple(headers), nsq_header=False)
         else:
@@ -153,12 +164,15 @@ class Pages:
 
     async def overview(self, request: Request) -> Response:
         await self._watch.wait_for_first()
+        problems = self._admin.problems()
+        topics = self._watch.topics
         return self.render(
             request,
             "overview.html",
-            problems=self._admin.problems(),
+            problems=problems if request.parameters.get("all") else problems[:MAX_PROBLEMS],
+            count=len(problems),
             totals=self._watch.totals.latest(()) or {},
-            pipelines=self._admin.pipelines,
+            busiest=[(name, topics.latest((name,)) or {}) for (name,) in topics.top("in_rate", BUSIEST)],
         )
 
     async def topics(self, request: Request) -> Response:
@@ -170,6 +184,7 @@ class Pages:
 
     async def topic(self, request: Request) -> Response:
         (name,) = path_values(request)
+        await self._watch.wait_for_first()
         found = await self._admin.json_api.topic_stats(name)
         nodes = [part["node"] for part in found.value["nodes"]]
         return self.render(
@@ -188,6 +203,7 @@ class Pages:
 
     async def channel(self, request: Request) -> Response:
         topic, name = path_values(request)
+        await self._watch.wait_for_first()
         found = await self._admin.json_api.channel_stats(topic, name)
         nodes = [part["node"] for part in found.value["nodes"]]
         return self.render(
@@ -223,11 +239,16 @@ class Pages:
     async def node(self, request: Request) -> Response:
         (address,) = path_values(request)
         found = await self._admin.json_api.node_stats(address)
+        words = request.parameters.get("q", "").strip().lower()
+        wanted = [topic for topic in found.value["topics"] or () if words in topic["topic_name"].lower()]
         return self.render(
             request,
             "node.html",
             node=address,
             stats=found.value,
+            words=words,
+            topics=[*_within(wanted, MAX_NODE_ROWS)],
+            count=len(wanted),
             message=found.message,
             state=self._watch.nodes.get(address),
             rates=self._watch.nodes_table.latest((address,)) or {},
@@ -303,12 +324,15 @@ class Pages:
             now_s=time.time(),
         )
 
-    async def _positions(self, node: Any, topic: str) -> dict[str, Any] | None:
+    async def _positions(self, node: Node, topic: str) -> dict[str, Any] | None:
         try:
             said = await self._admin.cluster.get(node, "/topic/positions", topic=topic)
-        except Exception:  # the page says what it can without it
+        except AskFailed:  # the page says what it can without it
             return None
-        return {"node": node.address, **said} if isinstance(said, dict) else None
+        if not isinstance(said, dict):
+            return None
+        names = ("messages", "bytes", "first_timestamp", "last_timestamp")
+        return {"node": node.address, **{name: number(said, name) for name in names}}
 
     async def pipelines(self, request: Request) -> Response:
         return self.render(request, "pipelines.html", pipelines=self._admin.pipelines)
@@ -319,6 +343,15 @@ class Pages:
         """The path of a page, with a note to be shown there."""
         path = self._admin.base + "".join(f"/{quote(name, safe='')}" for name in names) or "/"
         return f"{path}?note={note}" if note else path
+
+
+def _within(topics: Iterable[Mapping[str, Any]], rows: int) -> Iterator[Mapping[str, Any]]:
+    """As many topics as fit, with their channels and consumers, into so many rows; one at the least."""
+    for topic in topics:
+        yield topic
+        rows -= 1 + sum(1 + len(channel["clients"] or ()) for channel in topic["channels"])
+        if rows <= 0:
+            return
 
 
 def _whole(parameters: Mapping[str, str], name: str) -> int | None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from nsparq.admin.history import Table
 from nsparq.admin.merge import objects, text
 from nsparq.admin.upstream import AskFailed, Upstream
 
-__all__ = ["Pipelines"]
+__all__ = ["PIPELINE", "Pipelines", "readers"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,10 @@ NUMBERS: Final = (
     "failures",
     "restarts",
 )
+PIPELINE: Final = ("lag", "rows_per_second", "batch_seconds")
+"""What is kept over time."""
+HISTORY_BYTES: Final = 4 << 20
+"""Enough for 500 pipelines."""
 
 
 class Pipelines:
@@ -42,6 +48,9 @@ class Pipelines:
         self._interval_s = interval_s
         self.found: list[dict[str, Any]] = []
         """A pipeline each; for a runner that does not answer an entry with `unreachable`."""
+        self.history = Table(PIPELINE, poll_s=interval_s, peaks=PIPELINE, max_bytes=HISTORY_BYTES)
+        """By runner and name."""
+        self.was_asked = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -65,6 +74,13 @@ class Pipelines:
     async def poll(self) -> None:
         answers = await asyncio.gather(*(self._ask(address) for address in self.addresses))
         self.found = [one for answer in answers for one in answer]
+        self.was_asked = True
+        self.history.begin(time.time())
+        for one in self.found:
+            if "unreachable" not in one:
+                figures = [math.nan if one[name] is None else one[name] for name in PIPELINE]
+                self.history.put((one["runner"], one["name"]), figures)
+        self.history.commit()
 
     async def _ask(self, address: str) -> list[dict[str, Any]]:
         try:
@@ -77,14 +93,27 @@ class Pipelines:
 
 
 def _pipeline(said: Mapping[str, Any], address: str, runner: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("name", "topics", "sink", "state", "error")
+    names = ("name", "topics", "channel", "sink", "state", "error")
+    ui = text(runner, "ui")
     return {
         "runner": address,
         "file": text(runner, "file"),
-        "ui": text(runner, "ui"),
+        # Shown as a link, so it must be one that leads to a page and does nothing else.
+        "ui": ui if ui.startswith(("http://", "https://")) else "",
         **{name: text(said, name) for name in names},
         **{name: _figure(said.get(name)) for name in NUMBERS},
     }
+
+
+def readers(pipelines: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    """Topics and channels that a pipeline reads at present. It does so by ranges of the log, and is not among
+    the consumers that nsqd counts."""
+    found = set()
+    for one in pipelines:
+        if one.get("state") in ("running", "starting") and one.get("channel"):
+            for topic in str(one["topics"]).split(","):
+                found |= {(topic.strip(), one["channel"]), (topic.strip(), f"{one['channel']}.dead")}
+    return found
 
 
 def _figure(value: Any) -> float | None:

@@ -22,7 +22,7 @@ from nsparq.admin.routing import path_values
 from nsparq.http.api import ApiError, Endpoint, Request
 from nsparq.server.auth import AuthFailed, Grant, Permission, TokenCache, secret_from_header
 
-__all__ = ["EVERYTHING", "PAGE_HEADERS", "Access", "Guard", "Sessions", "cookie"]
+__all__ = ["CHANGES", "EVERYTHING", "PAGE_HEADERS", "Access", "Guard", "Sessions", "cookie"]
 
 SESSION_COOKIE: Final = "nsqadmin_session"
 TOKEN_COOKIE: Final = "nsqadmin_token"
@@ -59,8 +59,12 @@ class Access:
     is_admin: bool = True
     is_logged_in: bool = False
     """By a session, which can be ended."""
+    is_known: bool = True
+    """False where there is a login, and nobody has logged in."""
 
     def may(self, permission: str, topic: str = "", channel: str = "") -> bool:
+        if not self.is_known:
+            return False
         if self.grant is not None:
             return self.grant.allows(Permission(permission), topic, channel)
         return self.is_admin or permission == Permission.READ
@@ -77,7 +81,7 @@ class Access:
 
 
 EVERYTHING: Final = Access("")
-_NOBODY: Final = Access("", None, is_admin=False)
+_NOBODY: Final = Access("", is_admin=False, is_known=False)
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from nsparq.admin.cluster import Cluster, Unreachable
 from nsparq.admin.gather import CHANNEL, CLIENT, NODE, TOPIC, TOTAL, Gatherer, Parts
 from nsparq.admin.history import Table
 from nsparq.admin.merge import Node, NodeStats
-from nsparq.admin.upstream import AskFailed
+from nsparq.admin.upstream import AskFailed, Refused
 
 __all__ = ["NodeState", "Watch"]
 
@@ -192,8 +192,9 @@ class Watch:
             state.error, state.since_s = "", now_s
             logger.info("%s: answers again", node.address)
         if now_s - state.asked_s > DETAILS_S:
-            state.asked_s = now_s
-            await self._ask_details(state)
+            # Not before there is an answer: until then, features() asks for itself.
+            if await self._ask_details(state):
+                state.asked_s = now_s
         return found.value[0]
 
     async def features(self, node: Node) -> frozenset[str]:
@@ -204,15 +205,19 @@ class Watch:
             await self._ask_details(state)
         return state.features
 
-    async def _ask_details(self, state: NodeState) -> None:
+    async def _ask_details(self, state: NodeState) -> bool:
+        """Whether it has answered. NSQ's own says that there is no such thing."""
         try:
             said = await self._cluster.get(state.node, "/openapi.json")
             paths = said.get("paths") if isinstance(said, dict) else None
             state.features = frozenset(paths) if isinstance(paths, dict) else frozenset()
-        except AskFailed:
+        except Refused:
             state.features = frozenset()
+        except AskFailed:
+            return False
         if "/metrics" in state.features:
             state.disk_free, state.disk_size = await self._ask_disk(state.node)
+        return True
 
     async def _ask_disk(self, node: Node) -> tuple[int | None, int | None]:
         try:

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from nsparq.spark.positions import BadOffset, Offsets, decode
 
-__all__ = ["Figures", "State", "lag_of"]
+__all__ = ["WRITTEN", "Figures", "State", "lag_of"]
+
+WRITTEN: Final = "nsparq_written"
+"""Name of the observation that counts the messages where what Spark sees are files; see `direct`."""
 
 
 class State(StrEnum):
@@ -57,15 +60,18 @@ class Figures:
     restarts: int = 0
     error: str = ""
     """Of the last failure."""
+    channel: str = ""
+    """By which it reads; dead letters have another, with `.dead` behind the name."""
 
     def add_rows(self, progress: Mapping[str, Any], decoded: str) -> None:
         """A micro-batch of the query for the rows."""
-        rows = _number(progress.get("numInputRows"))
+        files = _observed(progress, WRITTEN)
+        rows = _number(progress.get("numInputRows") if files is None else files.get("rows"))
         self.batch = int(progress["batchId"])
         self.rows += rows
         self.lag = lag_of(progress)
         # A window that closes gives rows in a batch that has none of its own.
-        self.rows_written += _written(progress)
+        self.rows_written += _written(progress) if files is None else rows
         seconds = _number(progress.get("batchDuration")) / 1000
         if not rows:
             self.rows_per_second = 0.0
@@ -75,8 +81,7 @@ class Figures:
         self.rows_per_second = rows / seconds if seconds else 0.0
         began = datetime.fromisoformat(progress["timestamp"].replace("Z", "+00:00"))
         self.last_batch = began.timestamp() + seconds
-        observed = (progress.get("observedMetrics") or {}).get(decoded) or {}
-        self.undecodable += _number(observed.get("bad"))
+        self.undecodable += _number((_observed(progress, decoded) or {}).get("bad"))
 
     def add_letters(self, progress: Mapping[str, Any]) -> None:
         """A micro-batch of the query for the dead letters."""
@@ -90,6 +95,11 @@ class Figures:
         return {
             name: value if not isinstance(value, State) else str(value) for name, value in vars(self).items()
         }
+
+
+def _observed(progress: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    found: Mapping[str, Any] | None = (progress.get("observedMetrics") or {}).get(name)
+    return found
 
 
 def _written(progress: Mapping[str, Any]) -> int:

@@ -41,7 +41,6 @@ STATUS_S: Final = 2.0
 """Between two writes of the status file."""
 QUIET_S: Final = 3.0
 """Without a micro-batch for so long, the rate is 0."""
-LATE: Final = "org.apache.spark.sql.execution.streaming.runtime.ProcessingTimeExecutor"
 Watch = Callable[[Status], None]
 
 
@@ -57,17 +56,12 @@ def build_session(
         **file.spark.conf,
         **(conf or {}),
     }
-    spark = build_session(
+    return build_session(
         file.spark.app_name,
         master=master or file.spark.master,
         ui_port=file.spark.ui_port or None,
         conf=settings,
     )
-    # The source waits for messages up to a second, which Spark takes for a batch that is late.
-    jvm: Any = spark._jvm
-    log4j = jvm.org.apache.logging.log4j
-    log4j.core.config.Configurator.setLevel(LATE, log4j.Level.ERROR)
-    return spark
 
 
 def run(
@@ -202,7 +196,12 @@ class RunningPipeline:
 
     def __init__(self, spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> None:
         self._spark, self._file, self.pipeline = spark, file, pipeline
-        self.figures = Figures(pipeline.name, pipeline.source.topics, describe(pipeline.sink))
+        self.figures = Figures(
+            pipeline.name,
+            pipeline.source.topics,
+            describe(pipeline.sink),
+            channel=pipeline.source.options["channel"],
+        )
         self._queries: dict[str, StreamingQuery] = {}
         self._seen: dict[str, tuple[str, int]] = {}
         """The last progress of each role that was counted: run and batch."""

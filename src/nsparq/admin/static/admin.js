@@ -8,7 +8,7 @@
   const live = document.querySelector("[data-live]");
   const state = byId("live-state");
   const charts = [...document.querySelectorAll("figure.chart")].map((figure) => new Chart(figure));
-  let range = "now", tag = "", stopped = false, timer = 0, failures = 0;
+  let range = "now", tag = "", stopped = false, isNew = true, timer = 0, failures = 0;
 
   function stored(name, value) {
     try {
@@ -35,11 +35,22 @@
     url.searchParams.delete("note");
     url.searchParams.set("live", "1");
     const answer = await fetch(url, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store", credentials: "same-origin" });
+    if (answer.headers.has("X-Problem-Count")) badge(Number(answer.headers.get("X-Problem-Count")));
     if (answer.status === 304) return;
     if (answer.redirected || answer.status === 401) throw new Error("you are not logged in any more");
     if (!answer.ok) throw new Error("status " + answer.status);
     tag = answer.headers.get("ETag") || "";
     replace(await answer.text());
+  }
+
+  // In the tab too: the page may be one of many that are open.
+  const title = document.title;
+  function badge(count) {
+    const shown = byId("problem-badge");
+    if (!shown) return;
+    shown.hidden = !count;
+    shown.textContent = count;
+    document.title = count ? "(" + count + ") " + title : title;
   }
 
   // Rendered by nsqadmin, with every value escaped, and parsed apart: what is in it can be no script.
@@ -59,7 +70,8 @@
     clearTimeout(timer);
     if (!document.hidden) {
       try {
-        await Promise.all([refreshPart(), ...charts.map((chart) => chart.load(range))]);
+        // The page itself has only just come.
+        await Promise.all([isNew ? null : refreshPart(), ...charts.map((chart) => chart.load(range))]);
         failures = 0;
         if (live || charts.length) say(stopped ? "stopped" : "live", stopped ? "stopped" : "live");
       } catch (error) {
@@ -67,6 +79,8 @@
         say("broken", "not up to date: " + error.message);
       }
     }
+    isNew = false;
+    clearTimeout(timer);
     if (!stopped && (live || charts.length)) timer = setTimeout(refresh, Math.min(period * Math.pow(2, Math.min(failures, 4)), 60000));
   }
 
@@ -129,10 +143,11 @@
 
   // Confirming by name: the button waits until the name is there
 
-  for (const form of document.querySelectorAll("form[data-confirm]")) {
+  for (const form of document.querySelectorAll("form[data-confirm], form[data-confirm-of]")) {
     const input = form.querySelector("[name=confirm]"), button = form.querySelector("button");
-    const check = () => (button.disabled = input.value.trim() !== form.dataset.confirm);
-    input.addEventListener("input", check);
+    const expected = () => form.dataset.confirm ?? byId(form.dataset.confirmOf).value;
+    const check = () => (button.disabled = !expected() || input.value.trim() !== expected());
+    form.addEventListener("input", check);
     check();
   }
   for (const details of document.querySelectorAll("details.confirm")) {
@@ -145,6 +160,8 @@
       details.querySelector("summary").focus();
     });
   }
+  // Who enters a time means it.
+  byId("time")?.addEventListener("input", () => (byId("to-time").checked = true));
   // One click is one message.
   document.addEventListener("submit", (event) => {
     if (event.target.method === "post") setTimeout(() => event.target.querySelectorAll("button").forEach((button) => (button.disabled = true)));
@@ -249,5 +266,5 @@
     tick();
   }
 
-  refresh();
+  refresh().finally(() => (document.documentElement.dataset.ready = "yes"));
 })();

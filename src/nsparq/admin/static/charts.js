@@ -3,7 +3,7 @@
 "use strict";
 (function () {
   const SVG = "http://www.w3.org/2000/svg";
-  const WIDTH = 480, HEIGHT = 150, LEFT = 44, RIGHT = 8, TOP = 8, BOTTOM = 20;
+  const HEIGHT = 150, LEFT = 48, RIGHT = 10, TOP = 10, BOTTOM = 20;
 
   function element(name, attributes, parent, text) {
     const made = document.createElementNS(SVG, name);
@@ -46,7 +46,7 @@
   function ceiling(value) {
     if (!(value > 0)) return 1;
     const power = Math.pow(10, Math.floor(Math.log10(value)));
-    for (const factor of [1, 2, 2.5, 5, 10]) if (factor * power >= value) return factor * power;
+    for (const factor of [1, 2, 3, 4, 6, 8]) if (factor * power >= value) return factor * power;
     return 10 * power;
   }
 
@@ -65,6 +65,10 @@
       this.data = null;
       this.chosen = -1;
       this.details.addEventListener("toggle", () => this.fillTable());
+      this.width = 0;
+      new ResizeObserver(() => {
+        if (this.data && this.plot.clientWidth !== this.width) this.draw();
+      }).observe(this.plot);
     }
 
     async load(range) {
@@ -74,7 +78,7 @@
       const headers = this.url === url && this.tag ? { "If-None-Match": this.tag } : {};
       const answer = await fetch(url, { headers, cache: "no-store", credentials: "same-origin" });
       if (answer.status === 304) return;
-      if (answer.status === 404) return this.show({ step: 1, times: [], values: {} });
+      if (answer.status === 401) throw new Error("you are not logged in any more");
       if (!answer.ok) throw new Error("status " + answer.status);
       this.tag = answer.headers.get("ETag") || "";
       this.url = url;
@@ -82,6 +86,9 @@
     }
 
     show(data) {
+      // Who looks at a time goes on looking at it.
+      const time = this.data?.times[this.chosen];
+      this.chosen = data.times.indexOf(time);
       this.data = data;
       this.series = this.names.map((name) => data.values[name] || []);
       this.draw();
@@ -91,6 +98,7 @@
     draw() {
       const { times, step } = this.data;
       const known = this.series.some((values) => values.some((value) => value !== null));
+      const chosen = this.chosen, hadFocus = this.plot.contains(document.activeElement);
       this.plot.replaceChildren();
       this.figure.dataset.drawn = known ? "yes" : "empty";
       if (!known || !times.length) {
@@ -99,49 +107,68 @@
         return;
       }
       const first = times[0], last = Math.max(times[times.length - 1], first + step);
-      const most = ceiling(Math.max(...this.series.flat().filter((value) => value !== null)));
-      this.x = (time) => LEFT + ((time - first) / (last - first)) * (WIDTH - LEFT - RIGHT);
+      const highest = Math.max(...this.series.flat().filter((value) => value !== null));
+      // There is no half of a message.
+      const most = this.unit === "count" ? Math.max(2, ceiling(highest)) : ceiling(highest);
+      // In pixels of the screen, so that texts are as large as elsewhere.
+      const width = (this.width = this.plot.clientWidth) || 480;
+      this.x = (time) => LEFT + ((time - first) / (last - first)) * (width - LEFT - RIGHT);
       this.y = (value) => HEIGHT - BOTTOM - (value / most) * (HEIGHT - TOP - BOTTOM);
-      const root = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: "0", "aria-label": this.summary() }, this.plot);
+      const root = element("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", tabindex: "0", "aria-label": this.summary() }, this.plot);
       for (const part of [0, 0.5, 1]) {
         const height = this.y(part * most);
-        element("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: height, y2: height }, root);
-        element("text", { class: "axis", x: LEFT - 5, y: height + 3, "text-anchor": "end" }, root, shown(part * most, this.unit));
+        element("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: height, y2: height }, root);
+        element("text", { class: "axis", x: LEFT - 6, y: height + 4, "text-anchor": "end" }, root, shown(part * most, this.unit));
       }
-      element("text", { class: "axis", x: LEFT, y: HEIGHT - 5 }, root, clock(first, step));
-      element("text", { class: "axis", x: WIDTH - RIGHT, y: HEIGHT - 5, "text-anchor": "end" }, root, clock(last, step));
+      element("text", { class: "axis", x: LEFT, y: HEIGHT - 4 }, root, clock(first, step));
+      if (width > 320) element("text", { class: "axis", x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, root, clock((first + last) / 2, step));
+      element("text", { class: "axis", x: width - RIGHT, y: HEIGHT - 4, "text-anchor": "end" }, root, clock(last, step));
       this.series.forEach((values, number) => this.line(root, times, values, number, step));
       this.cursor = element("g", { visibility: "hidden" }, root);
       root.addEventListener("pointermove", (event) => this.point(this.nearest(event, root)));
       root.addEventListener("pointerleave", () => this.point(-1));
       root.addEventListener("blur", () => this.point(-1));
       root.addEventListener("keydown", (event) => this.key(event));
-      if (this.chosen >= times.length) this.chosen = -1;
-      this.point(this.chosen);
+      if (hadFocus) root.focus({ preventScroll: true });
+      this.point(chosen < times.length ? chosen : -1);
     }
 
     // Pieces: where something is not known, or was not asked for a while, the line has a gap.
     line(root, times, values, number, step) {
-      let path = "", alone = null, previous = null;
+      let path = "", alone = null, previous = null, piece = "", began = 0;
+      const floor = HEIGHT - BOTTOM;
+      // Below the first line there is a shade.
+      const close = () => {
+        if (!number && piece && previous !== began) element("path", { class: "shade", d: `${piece}L${this.x(times[previous]).toFixed(1)} ${floor}L${this.x(times[began]).toFixed(1)} ${floor}Z` }, root);
+        piece = "";
+      };
       const dot = (place) => element("circle", { class: "dot d" + number, cx: this.x(times[place]), cy: this.y(values[place]), r: 1.8 }, root);
       for (let place = 0; place < times.length; place++) {
         if (values[place] === null) {
+          if (previous !== null) close();
           previous = null;
           continue;
         }
         const joins = previous !== null && times[place] - times[previous] <= Math.max(6 * step, 60);
         if (!joins && alone !== null) dot(alone);
         alone = joins ? null : place;
-        path += (joins ? "L" : "M") + this.x(times[place]).toFixed(1) + " " + this.y(values[place]).toFixed(1);
+        if (!joins) {
+          if (previous !== null) close();
+          began = place;
+        }
+        const next = (joins ? "L" : "M") + this.x(times[place]).toFixed(1) + " " + this.y(values[place]).toFixed(1);
+        path += next;
+        piece += next;
         previous = place;
       }
       if (alone !== null) dot(alone);
+      if (previous !== null) close();
       if (path) element("path", { class: "line s" + number, d: path }, root);
     }
 
     nearest(event, root) {
       const box = root.getBoundingClientRect();
-      const wanted = ((event.clientX - box.left) / box.width) * WIDTH;
+      const wanted = ((event.clientX - box.left) / box.width) * (this.width || 480);
       let best = -1, distance = Infinity;
       this.data.times.forEach((time, place) => {
         const away = Math.abs(this.x(time) - wanted);

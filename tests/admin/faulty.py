@@ -1,0 +1,95 @@
+"""A proxy in front of an nsqd's HTTP API that fails where a test wants it to.
+
+with FaultyNsqd(nsqd) as faulty:            nsqd is a real one, see tests.support
+    faulty.address                          for --nsqd-http-address
+    faulty.fail("/mpub", "before", on=2)    the second request for that path never reaches nsqd …
+    faulty.fail("/mpub", "after")           … or it does, and its answer never comes back
+    faulty.do("/channel/peek", function)    call this before the next one that has `state=ready` is passed on
+    faulty.hide("/openapi.json")            answer as if there were no such path
+    faulty.seen                             paths that were asked for, in order
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.support import TestBroker
+
+
+class FaultyNsqd:
+    def __init__(self, nsqd: TestBroker) -> None:
+        self._nsqd = nsqd
+        self._faults: dict[str, tuple[str, int]] = {}
+        self._deeds: dict[str, Callable[[], None]] = {}
+        self._hidden: set[str] = set()
+        self.seen: list[str] = []
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                owner._pass_on(self)
+
+            def do_POST(self) -> None:
+                owner._pass_on(self)
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    def fail(self, path: str, when: str, *, on: int = 1) -> None:
+        self._faults[path] = (when, on)
+
+    def do(self, path: str, deed: Callable[[], None]) -> None:
+        self._deeds[path] = deed
+
+    def hide(self, *paths: str) -> None:
+        self._hidden |= {*paths}
+
+    def heal(self) -> None:
+        self._faults = {}
+
+    def _pass_on(self, handler: BaseHTTPRequestHandler) -> None:
+        path = urlsplit(handler.path).path
+        body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        self.seen.append(path)
+        when, left = self._faults.get(path, ("", 0))
+        if when:
+            self._faults[path] = (when, left - 1)
+        fails = when if left == 1 else ""
+        if (path in self._deeds) and "state=ready" in handler.path:
+            self._deeds.pop(path)()
+        if fails != "before":
+            host, port = self._nsqd.http_address  # type: ignore[misc]  # not a Unix socket
+            connection = http.client.HTTPConnection(host, port, timeout=10)
+            target = "/nowhere" if path in self._hidden else handler.path
+            connection.request(handler.command, target, body or None)
+            answer = connection.getresponse()
+            content = answer.read()
+            connection.close()
+        if fails:
+            handler.close_connection = True
+            handler.connection.close()
+            return
+        handler.send_response(answer.status)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    def __enter__(self) -> FaultyNsqd:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

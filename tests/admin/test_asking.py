@@ -1,0 +1,174 @@
+"""nsqds that guard their HTTP API, graphite, runners of pipelines: what they are asked, and what is shown."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nsparq.pipeline.progress import Figures, State
+from nsparq.pipeline.status import Endpoint, Status
+from nsparq.server.auth_policy import hash_generated, hash_password
+from tests.admin.support import REFERENCE_ADMIN, AdminThread, Cluster, join, start_admin
+from tests.support import TestBroker, start_broker, unique_name, wait_until
+from tests.support.auth_server import AuthServer
+
+pytestmark = pytest.mark.skipif(bool(REFERENCE_ADMIN), reason="ours only")
+
+# nsqds with a policy
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestBroker]:
+    policy = tmp_path_factory.mktemp("policy") / "policy.toml"
+    allow = '[[identity.allow]]\ntopic = ".*"\npermissions = ["read", "admin", "publish", "subscribe"]\n'
+    policy.write_text(
+        f'[[identity]]\nname = "admin"\nsecret = "{hash_generated(b"the-secret")}"\n{allow}'
+        f'[[identity]]\nname = "ada"\nsecret = "{hash_password(b"pass")}"\n{allow}'
+    )
+    with start_broker(broadcast_address="127.0.0.1", auth_policy_file=str(policy)) as nsqd:
+        yield nsqd
+
+
+@pytest.mark.parametrize("secret", ["the-secret", "ada:pass"])
+def test_guarded_nsqds_are_shown_the_secret_with_every_question(guarded: TestBroker, secret: str) -> None:
+    topic = unique_name("t")
+    with start_admin(nsqd_http_address=(join(guarded.http_address),), auth_secret=secret) as admin:
+        for body in ({"topic": topic, "channel": "c"}, {"topic": f"{topic}.other"}):
+            assert admin.call("POST", "/api/topics", body).status == 200
+        assert admin.call("POST", f"/api/messages/{topic}", {"body": "x"}).status == 200
+        assert admin.get(f"/api/messages/{topic}/c")["messages"][0]["body"] == "x"
+        assert admin.call("POST", f"/api/replay/{topic}/c", {"to": "end", "dry_run": False}).status == 200
+        assert admin.call("POST", f"/api/replay/{topic}/c", {"to": "start", "dry_run": False}).status == 200
+        assert admin.call("POST", f"/api/move/{topic}/c", {"to": f"{topic}.other"}).json()["moved"] == 1
+        assert admin.get(f"/api/topics/{topic}")["message_count"] == 1
+        assert admin.call("DELETE", f"/api/topics/{topic}").status == 200
+
+
+@pytest.mark.parametrize("secret", ["", "wrong"])
+def test_without_the_right_secret_nothing_is_shown(guarded: TestBroker, secret: str) -> None:
+    with start_admin(nsqd_http_address=(join(guarded.http_address),), auth_secret=secret) as admin:
+        answer = admin.call("GET", "/api/topics")
+        assert answer.status == 502 and "401" in answer.json()["message"]
+
+
+def test_the_secret_is_shown_to_nsqds_alone(tmp_path: Path) -> None:
+    """Neither to graphite, nor to a runner of pipelines, nor in the configuration."""
+    with AuthServer() as elsewhere, start_broker(broadcast_address="127.0.0.1") as nsqd:
+        elsewhere.answer(b"[]", 200)
+        with start_admin(
+            nsqd_http_address=(join(nsqd.http_address),),
+            pipeline_http_address=(elsewhere.address,),
+            graphite_url=f"http://{elsewhere.address}",
+            notification_http_endpoint=f"http://{elsewhere.address}/told",
+            auth_secret="the-secret",
+        ) as admin:
+            admin.call("GET", "/api/graphite?metric=rate&target=x")
+            admin.call("POST", "/api/topics", {"topic": unique_name("t")})
+            admin.call("GET", "/config/auth_secret").expect_error(400, "INVALID_OPTION")
+            wait_until(
+                lambda: (
+                    {query.path.partition("?")[0] for query in elsewhere.queries}
+                    >= {"/status", "/render", "/told"}
+                )
+            )
+        assert not any("authorization" in query.headers for query in elsewhere.queries)
+
+
+# Graphite
+
+
+@pytest.fixture
+def graphite() -> Iterator[AuthServer]:
+    with AuthServer() as server:
+        yield server
+
+
+def test_the_rate_of_a_metric_is_asked_of_graphite(graphite: AuthServer) -> None:
+    flags = {"nsqd_http_address": ("127.0.0.1:1",), "graphite_url": f"http://user:pass@{graphite.address}/g"}
+    with start_admin(**flags, statsd_interval=10.0) as admin:
+        graphite.answer(json.dumps([{"target": "x", "datapoints": [[123.45, 1], [9, 2]]}]).encode(), 200)
+        assert admin.get("/api/graphite", metric="rate", target="a b(c)") == {"rate": "12.35"}
+        (query,) = graphite.queries
+        assert query.path == "/g/render?format=json&from=-20sec&until=-10sec&target=a+b%28c%29"
+        assert query.headers["authorization"] == "Basic dXNlcjpwYXNz"
+        for said, rate in (([[None, 1]], "N/A"), ([[-5, 1]], "N/A"), ([], "N/A")):
+            graphite.answer(json.dumps([{"datapoints": said}]).encode(), 200)
+            assert admin.get("/api/graphite", metric="rate", target="x") == {"rate": rate}
+        for body, status in ((b"nonsense", 200), (b"[]", 200), (b"", 500)):
+            graphite.answer(body, status)
+            answer = admin.call("GET", "/api/graphite?metric=rate&target=x")
+            answer.expect_error(500, "INTERNAL_ERROR")
+        admin.call("GET", "/api/graphite?metric=sum&target=x").expect_error(400, "INVALID_ARG_METRIC")
+        admin.call("GET", "/api/graphite?metric=rate").expect_error(400, "INVALID_ARG_TARGET")
+        admin.call("GET", "/render").expect_error(404, "NOT_FOUND")
+
+
+def test_pictures_of_graphite_are_passed_on_where_that_is_wanted(graphite: AuthServer) -> None:
+    graphite.answer(b"<script>alert(1)</script>", 200)
+    url = f"http://{graphite.address}"
+    with start_admin(nsqd_http_address=("127.0.0.1:1",), graphite_url=url, proxy_graphite=True) as admin:
+        answer = admin.call("GET", "/render?target=a&target=b%20c")
+        assert (answer.status, answer.body) == (200, b"<script>alert(1)</script>")
+        assert answer.header("Content-Security-Policy") == "sandbox"
+        assert graphite.queries[0].path == "/render?target=a&target=b%20c"
+        assert admin.call("GET", "/config/statsd_prefix").body == b"nsq.%s"
+
+
+# Pipelines
+
+
+@pytest.fixture
+def runner() -> Iterator[tuple[Endpoint, Status]]:
+    """What `nsparq pipeline run` serves at its `metrics_address`, with figures that a test can change."""
+    figures = [
+        Figures("daily", "orders, refunds", "parquet /data/daily", State.RUNNING, rows=1200, lag=5),
+        Figures("broken", "orders", "topic bills", State.FAILED, failures=2, error="no such column <b>x</b>"),
+    ]
+    figures[0].channel, figures[0].last_batch, figures[0].batches = "daily", time.time(), 3
+    status = Status("p.toml", figures, started=time.time(), ui="http://127.0.0.1:4040")
+    endpoint = Endpoint("127.0.0.1:0", status)
+    yield endpoint, status
+    endpoint.close()
+
+
+def test_pipelines_are_shown_as_their_runner_tells(
+    runner: tuple[Endpoint, Status], caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint, status = runner
+    with Cluster() as cluster:
+        cluster.add("orders", "daily")
+        cluster.nsqds[0].publish("orders", b"x")
+        admin = cluster.admin(pipeline_http_address=(endpoint.address, "127.0.0.1:1"), poll_interval=0.1)
+        assert isinstance(admin, AdminThread)
+
+        def told(name: str, value: object) -> bool:
+            found = admin.get("/api/pipelines")["pipelines"]
+            return bool(found) and found[0][name] == value
+
+        wait_until(lambda: told("rows", 1200))
+        status.pipelines[0].rows = 1300
+        status.pipelines[0].rows_per_second = 250.0
+        wait_until(lambda: told("rows", 1300))
+        found = admin.get("/api/pipelines")["pipelines"]
+        assert [one["name"] for one in found] == ["daily", "broken", "127.0.0.1:1"]
+        assert (found[0]["lag"], found[0]["channel"], found[0]["sink"]) == (5, "daily", "parquet /data/daily")
+        assert "unreachable" in found[2]
+        wait_until(lambda: "orders" in admin.daemon.watch.channels_of)
+        shown = admin.page("/pipelines")
+        assert 'href="/topics/orders/daily"' in shown and 'href="http://127.0.0.1:4040"' in shown
+        assert "no such column &lt;b&gt;x&lt;/b&gt;" in shown and "does not answer" in shown
+        problems = {one.get("pipeline"): one for one in admin.get("/api/overview")["problems"]}
+        assert problems["broken"]["severity"] == "critical"
+        assert problems["127.0.0.1:1"]["title"] == "a runner of pipelines does not answer"
+        # The pipeline is no consumer of its channel, but it reads it.
+        assert not any(one.get("channel") == "daily" for one in admin.get("/api/overview")["problems"])
+        history = admin.get(f"/api/history/pipelines/{endpoint.address}/daily")
+        assert history["values"]["lag"][-1] == 5 and 250.0 in history["values"]["rows_per_second"]
+        status.pipelines[0].state = State.STOPPED
+        wait_until(
+            lambda: any(one.get("channel") == "daily" for one in admin.get("/api/overview")["problems"])
+        )

@@ -1,0 +1,75 @@
+"""Every change is a line in the log, whatever came of it: for each endpoint of the table that makes one, so
+that a new one is not forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import pytest
+
+from nsparq.admin.daemon import describe
+from nsparq.admin.security import CHANGES
+from tests.admin.support import REFERENCE_ADMIN, AdminThread, Cluster
+from tests.support import unique_name
+
+pytestmark = pytest.mark.skipif(bool(REFERENCE_ADMIN), reason="ours only")
+
+TABLE = [(one.method, one.path) for one in describe().endpoints if one.method in CHANGES]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def admin(cluster: Cluster) -> AdminThread:
+    return cluster.admin(admin_user=("ada",))  # type: ignore[return-value]  # ours
+
+
+def request_for(cluster: Cluster, admin: AdminThread, method: str, path: str) -> tuple[str, Any]:
+    """The path and the body of a request that should work."""
+    topic = unique_name("t")
+    cluster.add(topic, "c")
+    cluster.nsqds[0].publish(topic, b"x")
+    node = cluster.addresses[0]
+    headers = {"X-Forwarded-User": "ada"}
+    (message,) = admin.call("GET", f"/api/messages/{topic}", headers=headers).json()["messages"]
+    bodies: dict[str, Any] = {
+        "/api/topics": {"topic": topic, "channel": "d"},
+        "/api/messages/{topic}": {"body": "x"},
+        "/api/copy/{topic}": {
+            "messages": [{"node": node, "sequence": message["sequence"]}],
+            "to": "elsewhere",
+        },
+        "/api/move/{topic}/{channel}": {"to": "elsewhere"},
+        "/api/replay/{topic}/{channel}": {"to": "start", "dry_run": False},
+        "/api/nodes/{node}": {"topic": topic},
+        "/config/{key}": b"info",
+        "/act": urlencode({"action": "pause", "topic": topic}).encode(),
+    }
+    body = (
+        None if method == "DELETE" and path != "/api/nodes/{node}" else bodies.get(path, {"action": "pause"})
+    )
+    values = {"topic": topic, "channel": "c", "node": quote(node), "key": "log_level"}
+    return path.format(**values), body
+
+
+@pytest.mark.parametrize(("method", "path"), TABLE)
+def test_a_change_is_told_whether_it_is_made_or_refused(
+    cluster: Cluster, admin: AdminThread, caplog: pytest.LogCaptureFixture, method: str, path: str
+) -> None:
+    caplog.set_level("INFO")
+    target, body = request_for(cluster, admin, method, path)
+    for user, status in (("eve", 403), ("ada", 303 if path == "/act" else 200)):
+        caplog.clear()
+        answer = admin.call(method, target, body, {"X-Forwarded-User": user})
+        assert answer.status == status, answer
+        lines = [text for record in caplog.records if (text := record.getMessage()).startswith("AUDIT: ")]
+        assert lines
+        line = lines[0]
+        assert f'user="{user}" from="127.0.0.1:' in line
+        assert ("refused" in line) == (status == 403) and ("done" in line) == (status != 403), line
