@@ -66,9 +66,9 @@ def test_rows_are_taken_apart_by_their_values() -> None:
 
 
 def test_small_batches_become_large_row_groups(tmp_path: Path) -> None:
-    writer = PartWriter(tmp_path, (), "zstd", suffix=".part")
+    writer = PartWriter(tmp_path, "zstd", suffix=".part")
     for start in range(0, 3000, 10):
-        writer.write(pa.RecordBatch.from_pydict({"n": list(range(start, start + 10))}))
+        writer.write((), pa.RecordBatch.from_pydict({"n": list(range(start, start + 10))}))
     (part,) = writer.finish()
     metadata = pq.read_metadata(part.path)
     assert (metadata.num_rows, metadata.num_row_groups, part.rows) == (3000, 1, 3000)
@@ -77,9 +77,9 @@ def test_small_batches_become_large_row_groups(tmp_path: Path) -> None:
 
 def test_the_number_of_open_files_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "MAX_OPEN", 2)
-    writer = PartWriter(tmp_path, ("topic",), "zstd", suffix=".part")
+    writer = PartWriter(tmp_path, "zstd", suffix=".part")
     for number, topic in enumerate("abcabc"):
-        writer.write(rows(number, topic=topic))
+        writer.write((("topic", topic),), rows(number))
     found = writer.finish()
     assert sorted(part.values[0][1] for part in found) == ["a", "a", "b", "b", "c", "c"]
     assert sum(part.rows for part in found) == 6

@@ -7,10 +7,12 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ from nsparq.pipeline.status import read_status
 from nsparq.testing import Broker
 from tests.pipeline.conftest import Runs, bodies
 from tests.support import wait_until
+from tests.support.auth_server import unused_port
 from tests.support.spark import FAST
 
 if TYPE_CHECKING:
@@ -40,10 +43,15 @@ pytestmark = pytest.mark.timeout(400)
 
 def copy(directory: Path, name: str, broker: Broker, **more: str) -> Path:
     """An example as it stands in the documentation, but for the addresses."""
-    addresses = {"127.0.0.1:4150": broker.tcp_address, "127.0.0.1:4151": broker.http_address, **more}
-    text = (EXAMPLES / name).read_text()
-    for written, real in {**addresses, "127.0.0.1:9464": "127.0.0.1:0"}.items():
-        text = text.replace(written, real)
+    addresses = {
+        "127.0.0.1:4150": broker.tcp_address,
+        "127.0.0.1:4151": broker.http_address,
+        "127.0.0.1:9464": "127.0.0.1:0",
+        **more,
+    }
+    # All at once: a real one may look like one that is written.
+    written = "|".join(map(re.escape, addresses))
+    text = re.sub(written, lambda found: addresses[found[0]], (EXAMPLES / name).read_text())
     path = directory / Path(name).name
     path.write_text(text)
     return path
@@ -228,6 +236,52 @@ def test_the_notebook_runs(
     assert "cheap finished 5 rows 1 dead letters" in output
     assert "1 cheap orders" in output
     assert [one["sold"] for one in bodies(broker, "sold") if one.get("item")] == [4]
+
+
+# Spark's own pipelines
+
+
+@contextmanager
+def connect_server(spark: SparkSession) -> Iterator[str]:
+    """Spark Connect in the JVM of the session; its address. Tables are seen from both sides."""
+    jvm: Any = spark._jvm
+    port = unused_port()
+    settings = spark._jsc.sc().conf()
+    settings.set("spark.connect.grpc.binding.address", "127.0.0.1")
+    settings.set("spark.connect.grpc.binding.port", str(port))
+    service = jvm.org.apache.spark.sql.connect.SparkConnectPlugin().driverPlugin()
+    service.init(spark._jsc.sc(), None)
+    try:
+        yield f"sc://127.0.0.1:{port}"
+    finally:
+        service.shutdown()
+
+
+def test_declarative_pipelines(tmp_path: Path, broker: Broker, spark: SparkSession) -> None:
+    pytest.importorskip("grpc")
+    project = tmp_path / "declarative"
+    shutil.copytree(EXAMPLES / "declarative", project)
+    settings = project / "spark-pipeline.yml"
+    settings.write_text(settings.read_text().replace("/tmp/nsparq-shop", str(tmp_path / "storage")))
+    broker.publish("orders", *(order(number, price=3.0 + number) for number in range(4)))
+    with connect_server(spark) as address:
+        done = subprocess.run(
+            [sys.executable, "-m", "pyspark.pipelines.cli", "run"],
+            cwd=project,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            env={**environment(), "SPARK_REMOTE": address, "NSQD": broker.http_address},
+        )
+    try:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert sorted(row.number for row in spark.table("default.orders").collect()) == [0, 1, 2, 3]
+        assert [tuple(row) for row in spark.table("default.revenue").collect()] == [("tea", 18.0, 4)]
+        assert sorted(one["number"] for one in bodies(broker, "orders.large")) == [2, 3]
+        assert broker.channel_stats("orders", "shop") is not None
+    finally:
+        for table in ("orders", "revenue"):
+            spark.sql(f"DROP TABLE IF EXISTS default.{table}")
 
 
 # what the documentation shows

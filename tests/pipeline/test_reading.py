@@ -220,7 +220,7 @@ def test_problems_of_the_file(text: str, expected: str) -> None:
         ),
         (
             'decode = "jsn"',
-            "[pipeline.p.decode] format: must be one of json, csv, text, raw, not 'jsn'",
+            "[pipeline.p.decode] format: must be one of json, csv, text, raw, message, not 'jsn'",
         ),
         ("decode = 1", "[pipeline.p] decode: must be a text or a table"),
         ("decode = { schema = 'a INT' }", "[pipeline.p.decode] format: is missing"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nsparq.pipeline.layout import layout_of
 from nsparq.pipeline.reading import load, parse
 from nsparq.pipeline.starter import starter
 from nsparq.testing import Broker, run_broker
@@ -101,7 +102,10 @@ def test_ready_made_pipelines_can_be_looked_at(tmp_path: Path, capsys: pytest.Ca
         "topics": "a,b",
         "startingPosition": "2026-11-15T12:00:00Z",
         "channel": "archive",
+        "maxBytesPerTrigger": "512m",
+        "partitionBytes": "128m",
     }
+    assert layout_of(pipeline) is not None
     assert main(["pipeline", "stats", "--topic-pattern=.*", "--follow", "--to=stats", "--show"]) == 0
     (pipeline,) = parse(capsys.readouterr().out).pipelines
     assert pipeline.source.topics == ".*"

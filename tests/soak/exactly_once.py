@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,11 +31,20 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.feather
 
-from nsparq.storage.decode import iter_batches
 from tests.soak.exactly_once_driver import Sink
 from tests.soak.exactly_once_publisher import Publisher
 from tests.soak.exactly_once_report import Report, Result
-from tests.soak.support import MARK, Cluster, Supervised, batches, clock, end_all, kill
+from tests.soak.support import (
+    MARK,
+    Cluster,
+    Supervised,
+    batches,
+    clock,
+    end_all,
+    environment_variable,
+    kill,
+    read_log,
+)
 from tests.support import BrokerProcess, ConnectionClosed, wait_until
 from tests.support.spark import FAST
 from tests.support.spark_cluster import SparkCluster
@@ -50,8 +59,9 @@ HOPELESS = ("DataLoss", "CheckpointBehind")
 """Errors from which no restart recovers, and which must not be: nobody has lost anything."""
 MAX_STARTS = 5
 """Starts of the driver that no kill explains; there may be some, when what it needs is away for long."""
-STALLED_S = 180.0
-"""Nothing has been committed for so long: something is stuck."""
+STALLED_S = 300.0
+"""Nothing has been committed for so long: something is stuck. Where there is ten times the work that a
+machine can do, a driver that was killed takes two minutes to come back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +104,13 @@ class Run:
         self.name = f"{os.getpid()}-{time.time_ns()}"
         self.sinks = {name: self._sink(name) for name in options.sinks}
         self.failures = directory / "failures.jsonl"
+        self.spark: SparkCluster | None = None
         self._restarts: list[threading.Thread] = []
+        self._not_restarted: list[Exception] = []
 
     def run(self) -> Report:
         began = time.monotonic()
-        with _environment(MARK, self.name):
+        with environment_variable(MARK, self.name):
             try:
                 with ExitStack() as stack:
                     self.cluster = stack.enter_context(Cluster(self.directory))
@@ -148,8 +160,8 @@ class Run:
             return self.options.master, FAST
         folder = self.directory / "spark"
         folder.mkdir()
-        spark = stack.enter_context(SparkCluster(folder, workers=self.options.workers))
-        return spark.url, spark.conf
+        self.spark = stack.enter_context(SparkCluster(folder, workers=self.options.workers))
+        return self.spark.url, self.spark.conf
 
     def _driver(self, master: str, conf: dict[str, str]) -> Supervised:
         arguments = {
@@ -201,7 +213,16 @@ class Run:
         try:
             wait_until(has_come, STALLED_S, interval=0.05)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.driver.last_words()}") from None
+            raise AssertionError(self._what_is_stuck(str(error))) from None
+
+    def _what_is_stuck(self, error: str) -> str:
+        """Everything that helps to find out why. What Java's threads are doing is in the logs then."""
+        self.driver.ask_for_threads()
+        away = [name for name, daemon in self.cluster.daemons() if not daemon.alive()]
+        failures = [f"{sink}: {text[:3000]}" for sink, text in self._failures()[-2:]]
+        said = [f"{error}; batches {self._batches()}, away: {away}, logs in {self.directory}"]
+        cluster = self.spark.logs() if self.spark is not None else ""
+        return "\n".join([*said, *failures, self.driver.last_words(), cluster])
 
     def _batches(self) -> list[int]:
         return [batches(Path(sink.checkpoint)) for sink in self.sinks.values()]
@@ -209,6 +230,7 @@ class Run:
     def _check_failures(self) -> None:
         ended = sum(self.report.kills[name] for name in ("driver", "python", "jvm"))
         assert self.driver.starts <= ended + MAX_STARTS, "the driver does not stay up"
+        assert not self._not_restarted, self._not_restarted
         for _, failure in self._failures():
             assert not any(name in failure for name in HOPELESS), failure
 
@@ -245,7 +267,10 @@ class Run:
 
         def restart() -> None:
             time.sleep(outage)
-            daemon.start()
+            try:
+                daemon.start()
+            except Exception as error:
+                self._not_restarted.append(error)
 
         thread = threading.Thread(target=restart)
         thread.start()
@@ -260,7 +285,7 @@ class Run:
         while not self._has_caught_up():
             self._check_failures()
             if time.monotonic() > deadline:
-                raise AssertionError(f"the query does not catch up:\n{self.driver.last_words()}")
+                raise AssertionError(self._what_is_stuck("the query does not catch up"))
             time.sleep(0.1)
         self.driver.finish()
 
@@ -312,37 +337,8 @@ class Run:
         return [(sink, text) for sink, text in map(json.loads, whole.splitlines())]
 
 
-def read_log(node: BrokerProcess, topic: str) -> Iterator[bytes]:
-    """All that a topic's log holds."""
-    positions = node.request("GET", f"/topic/positions?topic={topic}").expect_json()
-    at = positions["earliest"]
-    while at < positions["latest"]:
-        answer = node.request("GET", f"/topic/read?topic={topic}&from={at}&verify=true")
-        assert (answer.status, answer.header("X-Nsparq-Lost")) == (200, "0"), answer.headers
-        gaps = json.loads(answer.header("X-Nsparq-Gaps") or "[]")
-        for batch in iter_batches(answer.body):
-            batch = batch.between(at, positions["latest"])
-            for number, body in enumerate(batch.bodies(), batch.base):
-                if not any(low <= number < high for low, high in gaps):
-                    yield bytes(body)
-        at = int(answer.header("X-Nsparq-Next") or 0)
-
-
 def _numbers(blocks: Iterator[range]) -> npt.NDArray[np.int64]:
     return np.array([number for block in blocks for number in block], np.int64)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -19,7 +19,7 @@ import pyarrow.feather
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from nsparq.spark.session import build_session
+from nsparq.spark.session import build_session, register
 from tests.soak.exactly_once_publisher import DIGITS
 
 NUMBER = f"cast(substring(cast(body as string), 1, {DIGITS}) as long) number"
@@ -78,9 +78,7 @@ class Program:
             self._is_over.set()
 
     def _serve(self, spark: SparkSession, sink: Sink) -> None:
-        # Or Spark would not know, in this thread, the formats that are registered with the session.
-        session_class = SparkSession._get_j_spark_session_class(spark._jvm)
-        session_class.setActiveSession(spark._jsparkSession)
+        register(spark)
         if sink.kind == "archive":
             self._archive(spark, sink)
         else:

@@ -22,9 +22,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nsparq.storage.decode import iter_batches
 from tests.support import BrokerProcess, wait_until
 from tests.support.lookupd import LookupdProcess
 
@@ -226,6 +228,13 @@ class Supervised:
         status = self._process.wait(timeout)
         assert status == 0, self.last_words()
 
+    def ask_for_threads(self) -> None:
+        """Java writes what each of its threads does to its standard output: the driver's log, or a file
+        beside an executor's."""
+        for kind in ("jvm", "executor"):
+            for pid in self.find(kind):
+                os.kill(pid, signal.SIGQUIT)
+
     def last_words(self) -> str:
         return self.log.read_text(errors="replace")[-6000:]
 
@@ -267,6 +276,36 @@ def end_all(run: str, grace: float = 15.0) -> list[str]:
         wait_until(lambda: not marked(run), 10, interval=0.1)
         return [process.command[:200] for process in left]
     return []
+
+
+def read_log(node: BrokerProcess, topic: str) -> Iterator[bytes]:
+    """All that a topic's log holds."""
+    positions = node.request("GET", f"/topic/positions?topic={topic}").expect_json()
+    at = positions["earliest"]
+    while at < positions["latest"]:
+        answer = node.request("GET", f"/topic/read?topic={topic}&from={at}&verify=true")
+        assert (answer.status, answer.header("X-Nsparq-Lost")) == (200, "0"), answer.headers
+        gaps = json.loads(answer.header("X-Nsparq-Gaps") or "[]")
+        for batch in iter_batches(answer.body):
+            batch = batch.between(at, positions["latest"])
+            for number, body in enumerate(batch.bodies(), batch.base):
+                if not any(low <= number < high for low, high in gaps):
+                    yield bytes(body)
+        at = int(answer.header("X-Nsparq-Next") or 0)
+
+
+@contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """Set for what is started meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def batches(checkpoint: Path, log: str = "commits") -> int:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,12 +94,14 @@ def test_addresses() -> None:
     assert base_url("[::1]:5") == "http://[::1]:5"
 
 
-def test_patience_ends() -> None:
-    patience = Patience(0.05, 0.01)
-    waits = 0
+def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr(api, "time", clock)
+    patience = Patience(0.5, 0.125)
     while patience.wait():
-        waits += 1
-    assert 2 <= waits <= 6
+        assert len(slept) < 10
+    assert slept == [0.125, 0.25, 0.125]
     assert not Patience(0.0).wait()
 
 

@@ -20,6 +20,7 @@ from nsparq.spark.doctor import Finding, State, examine
 from nsparq.spark.java import Candidate, Java
 from nsparq.tools import spark as tool
 from nsparq.tools.main import main
+from tests.support.spark import FAST_JAVA
 
 SOURCES = Path(nsparq.__file__).parents[1]
 
@@ -246,7 +247,15 @@ def test_a_machine_without_java_runs_spark_with_that_of_the_package_and_is_quiet
         found = shutil.which(name)
         if found is not None:
             (programs / name).symlink_to(found)
-    environment = {"PATH": str(programs), "XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
+    settings = tmp_path / "conf"
+    settings.mkdir()
+    (settings / "spark-defaults.conf").write_text(f"spark.driver.defaultJavaOptions {FAST_JAVA}\n")
+    environment = {
+        "PATH": str(programs),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "HOME": str(tmp_path),
+        "SPARK_CONF_DIR": str(settings),
+    }
     command = [sys.executable, "-W", "error", "-m", "nsparq.tools.main", "spark", "doctor", "--run"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -254,4 +263,5 @@ def test_a_machine_without_java_runs_spark_with_that_of_the_package_and_is_quiet
     for subject in ("session", "a job", "a job in Python", 'format("nsq")'):
         assert f"\nok       {subject} " in done.stdout
     assert done.stderr == ""
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["bin", "cache"]  # nothing else was left
+    # Nothing else was left.
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["bin", "cache", "conf"]

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 from nsparq.spark import log_source, peers
+from nsparq.spark.api import Access, Client
 from nsparq.spark.errors import DataLoss, NoAnswer
 from nsparq.spark.options import OptionError
 from nsparq.spark.range_reader import close_idle
 from nsparq.testing import Broker, run_broker, run_lookupd
 from tests.spark.log_support import Query, bodies, numbered, options, read_batch
 from tests.support import BrokerProcess, BrokerThread, wait_until
+from tests.support.auth_server import unused_port
 
 
 @pytest.fixture(autouse=True)
@@ -211,8 +213,10 @@ def test_the_position_of_the_channel_is_where_its_consumers_are(broker: Broker) 
         other.publish("t", *numbered(5))
         with other.connect() as consumer:
             consumer.sub("t", "c", rdy=2)
-            consumer.read_messages(2, finish=True)
+            messages = consumer.read_messages(2)
             consumer.rdy(0)
+            for message in messages:
+                consumer.fin(message.id)
             wait_until(lambda: other.channel_stats("t", "c")["in_flight_count"] == 0)  # type: ignore[index]
         with Query(nsqd=http_address(other), startingPosition="channel") as query:
             assert query.run_until(3).bodies == numbered(3, 2)
@@ -485,7 +489,8 @@ def test_messages_removed_before_they_were_read_fail_the_query_or_are_counted(
 
 def lose_what_is_unread(broker: Broker) -> None:
     """Somebody deletes the query's channel while it is down, another reads on; nsqd lets go of the past."""
-    first = read_batch(nsqd=broker.http_address)[0]["offset"]
+    with Client(broker.http_address, Access()) as client:
+        first = client.positions("t").earliest
     broker.create("t", "other")
     broker._call(lambda: broker._daemon.broker.topics["t"].delete_channel("c"))
 
@@ -493,7 +498,8 @@ def lose_what_is_unread(broker: Broker) -> None:
         broker.publish("t", *[b"x" * 100] * 100)
         topic = broker._daemon.broker.topics["t"]
         broker._call(lambda: topic.channels["other"].commit(topic.visible_end))
-        return bool(read_batch(nsqd=broker.http_address)[0]["offset"] > first)
+        with Client(broker.http_address, Access()) as client:
+            return client.positions("t").earliest > first
 
     wait_until(removed, 20.0, interval=0.2)
 
@@ -540,6 +546,35 @@ def test_the_past_that_a_killed_broker_has_let_go_of_is_no_loss(tmp_path: Path) 
             wait_until(lambda: earliest(broker) > sequence(query))
             query.start(nsqd=http_address(broker))
             assert query.run_until(210).bodies == numbered(210)
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_the_past_may_be_let_go_of_after_a_batch_was_planned(tmp_path: Path, is_away: bool) -> None:
+    """A query stands at the end of what a killed broker had; the number behind it is far ahead. What lies
+    before is removed as soon as the last channel has passed it: here, between the plan and its tasks."""
+    address = f"127.0.0.1:{unused_port()}"
+    flags = {"broadcast_address": "127.0.0.1", "http_address": address, "max_bytes_per_file": 2000}
+    with BrokerProcess(tmp_path, **flags) as broker:
+        broker.control("create", "t", "other")
+        broker.publish("t", *numbered(200))
+        with Query(nsqd=address) as query:
+            query.run_until(200).drain()
+            wait_until(lambda: broker.channel_stats("t", "c")["depth"] == 0)  # type: ignore[index]
+            broker.kill()
+            broker.start()
+            broker.publish("t", *numbered(10, 200))
+            wait_until(query.plan)
+            start, end = query.offsets[-2:]
+            if is_away:
+                # Nobody can say where there are messages.
+                query.reader._source._peers.answering = lambda name: None  # type: ignore[method-assign]
+                parts = query.reader.partitions(start, end)
+            broker.control("delete", "t", "other")
+            wait_until(lambda: earliest(broker) > start["t"][address][1])
+            if not is_away:
+                parts = query.reader.partitions(start, end)
+            (part,) = parts
+            assert bodies(query.read(part)) == numbered(10, 200)
 
 
 def earliest(broker: BrokerProcess) -> int:

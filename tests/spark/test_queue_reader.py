@@ -6,13 +6,14 @@ import json
 import logging
 import pickle
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
-from pyspark.sql.types import StructType
+from pyspark.sql.types import StringType, StructType
 
 from nsparq.spark import queue_reader, queue_task
 from nsparq.spark.api import Refused
@@ -288,6 +289,28 @@ def test_a_topic_that_appears_later_is_waited_for(query: Query, broker: TestBrok
     query.drain_until(numbered(10))
 
 
+def test_a_pattern_takes_up_topics_as_they_appear_and_lets_deleted_ones_go(
+    tmp_path: Path, broker: TestBroker
+) -> None:
+    query = Query(tmp_path, broker, topic="", topicsPattern=r"orders\.\w+", discoveryInterval="10ms")
+    assert query.step() is None
+    broker.publish("orders", b"not this one")
+    broker.publish("orders.eu", *numbered(10))
+    query.drain_until(numbered(10))
+    broker.publish("orders.us", *numbered(10, 10))
+    query.drain_until(numbered(20))
+    assert query.counts() == Counter(numbered(20))
+    assert {row["topic"] for row in query.rows} == {"orders.eu", "orders.us"}
+    broker.control("delete", "orders.us")
+    assert query.step() is None
+    assert broker.topic_stats("orders.us") is None
+    broker.publish("orders.eu", *numbered(1, 20))
+    query.drain_until(numbered(21))
+    owner = json.loads((query.staging / "owner.json").read_bytes())
+    assert (owner["topics"], owner["channel"]) == (r"orders\.\w+", "c")
+    query.kill()
+
+
 def test_a_node_that_gave_nothing_is_not_asked_again_at_once(query: Query, broker: TestBroker) -> None:
     broker.control("create", "t", "c")
     broker.publish("t", *numbered(10))
@@ -462,6 +485,12 @@ def test_a_schema_may_name_some_of_the_columns(query: Query, broker: TestBroker)
     schema = StructType([SCHEMA["body"], SCHEMA["attempts"]])
     (rows,) = QueueStreamReader(schema, query._options).read(part)
     assert rows.to_pylist() == [{"body": b"one", "attempts": 1}]
+
+
+@pytest.mark.parametrize("name", ["body", "size"])
+def test_a_schema_with_a_column_that_there_is_not_is_refused(query: Query, name: str) -> None:
+    with pytest.raises(OptionError, match=f"the schema wants {name} string; format nsq has topic string, "):
+        QueueStreamReader(StructType().add(name, StringType()), query._options)
 
 
 def test_progress_shows_how_much_waits(query: Query, broker: TestBroker) -> None:

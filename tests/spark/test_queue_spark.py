@@ -114,7 +114,7 @@ def test_a_stream_to_parquet_restarted_and_killed_has_every_message_once(
     assert stream.counts() == Counter(numbered(3000))
     # And on from there; what the killed one held comes again by and by.
     broker.publish("t", *numbered(1000, 9000))
-    query = stream.run(stream.read())
+    query = stream.run(stream.read(), processingTime="200 milliseconds")
     wanted = set(numbered(10_000))
     while not wanted <= stream.counts().keys():
         assert not query.awaitTermination(0.2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow
@@ -155,6 +156,7 @@ def test_a_client_without_jars_has_no_home_to_offer(
     ("line", "shown"),
     [
         ("Aborting task", False),
+        ("Current batch is falling behind. The trigger interval is 1000 milliseconds, but spent 1009", False),
         ("Data source write support MicroBatchWrite[epoch: 4, writer: x] is aborting.", False),
         ("Failed to cancel job group 1-2. Cannot find active jobs for it.", False),
         ("[queryId = 2ca40] [batchId = 4] Lost task 1.0 in stage 4.0 (TID 9) (x): TaskKilled (why)", False),
@@ -216,6 +218,28 @@ def test_python_workers_are_of_this_installation(spark: SparkSession) -> None:
 def test_the_data_source_is_known(spark: SparkSession) -> None:
     frame = spark.read.format("nsq").options(topic="t", nsqd="127.0.0.1:9").load()
     assert frame.columns == ["topic", "node", "offset", "timestamp", "attempts", "id", "body"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(module.register, id="register"),
+        pytest.param(lambda spark: module.build_session(), id="build_session"),
+    ],
+)
+def test_another_thread_can_write_a_stream_once_it_was_told(
+    spark: SparkSession, how: Callable[[SparkSession], object], tmp_path: Path
+) -> None:
+    def write() -> None:
+        how(spark)
+        assert SparkSession.getActiveSession() is spark
+        rows = spark.readStream.format("rate").load().selectExpr("CAST(value AS STRING) AS body")
+        writer = rows.writeStream.format("nsq").options(topic="t", nsqd="127.0.0.1:9")
+        # Without it Spark does not find the data source here.
+        writer.option("checkpointLocation", str(tmp_path)).start().stop()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(write).result()
 
 
 def test_a_second_call_gives_the_same_session_and_changes_what_can_be_changed(spark: SparkSession) -> None:

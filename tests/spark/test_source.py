@@ -104,19 +104,26 @@ def test_a_batch_reads_a_range_with_all_columns_and_any_bytes(spark: SparkSessio
 def test_available_now_reads_what_is_there_in_limited_batches_and_goes_on_from_its_checkpoint(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
-    broker.publish("t", *numbered(250))
+    broker.create("t")
     frame = source(spark, nsqd=broker.http_address, maxRowsPerTrigger=100)
-    assert run_available(frame, tmp_path) == [100, 100, 50]
-    assert written(spark, tmp_path) == numbered(250)
-    broker.publish("t", *numbered(50, 250))
-    assert run_available(frame, tmp_path) == [50]
+    # An empty topic is an end, and no error.
     assert run_available(frame, tmp_path) == []
-    assert written(spark, tmp_path) == numbered(300)
+    broker.publish("t", *numbered(150))
+    assert run_available(frame, tmp_path) == [100, 50]
+    assert written(spark, tmp_path) == numbered(150)
+    # Large ones, any bytes, and one that no consumer would get before an hour has passed.
+    others = [b"x" * (1 << 20), b"\xff\0\n", b"later"]
+    broker.publish("t", *others[:2])
+    broker.publish("t", others[2], defer=3600)
+    assert run_available(frame, tmp_path) == [3]
+    assert run_available(frame, tmp_path) == []
+    assert written(spark, tmp_path) == sorted([*numbered(150), *others])
     # A batch that was planned and not finished is run again, with the same rows.
-    (tmp_path / "checkpoint" / "commits" / "3").unlink()
-    (tmp_path / "out" / "_spark_metadata" / "3").unlink()
-    assert run_available(frame, tmp_path) == [50]
-    assert written(spark, tmp_path) == numbered(300)
+    last = max(int(path.name) for path in (tmp_path / "checkpoint" / "commits").glob("[0-9]*"))
+    (tmp_path / "checkpoint" / "commits" / str(last)).unlink()
+    (tmp_path / "out" / "_spark_metadata" / str(last)).unlink()
+    assert run_available(frame, tmp_path) == [3]
+    assert written(spark, tmp_path) == sorted([*numbered(150), *others])
 
 
 def test_the_default_trigger_follows_a_topic_that_appears_later(spark: SparkSession, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
     table/topic=orders/date=2026-11-15/0000000012-3f2a91c0-0000.parquet       batch, query, number
     table/_nsparq/new/QUERY/12/….part                                         what tasks write
     table/_nsparq/commits/QUERY/12.json                                       what batch 12 consists of
+    table/_nsparq/commits/QUERY/12.done                                       the same, once it is in place
     table/_nsparq/lock                                                        held while names change
 
 Tasks write below `_nsparq`, where no reader looks. The commit first writes down which files the batch
@@ -66,10 +67,14 @@ class Directory:
             moves = _recorded(record)
             if moves is None:
                 moves = self._moves(query, batch, [*parts])
+                if not moves:
+                    return []
                 _write(record, {"moves": moves})
+            else:
+                logger.info("%s: the batch has been written before; what was written then stays", record)
             changed = self._move(moves)
-            # From here on the files may be joined with others, and are not looked for.
-            _write(record, {"moves": []})
+            if record.exists():
+                os.rename(record, _done(record))
             self._forget(query, batch)
         return changed
 
@@ -106,7 +111,7 @@ class Directory:
 
     def _forget(self, query: str, batch: int) -> None:
         """What can no longer be of use: Spark repeats no batch but the last."""
-        for record in (self._hidden / "commits" / query).glob("*.json"):
+        for record in (self._hidden / "commits" / query).glob("*"):
             if int(record.stem) < batch:
                 record.unlink()
         for directory in (self._hidden / "new" / query).glob("*"):
@@ -116,10 +121,25 @@ class Directory:
     def abort(self, query: str, batch: int, parts: Iterable[Part]) -> None:
         """Drop the files, unless it has been decided that they belong to the table."""
         with self.lock():
-            if self._record(query, batch).exists():
+            if _recorded(self._record(query, batch)) is not None:
                 return
             for part in parts:
                 Path(part.path).unlink(missing_ok=True)
+
+    def clear_new_files(self, query: str) -> None:
+        """What tasks of a query that does not run have written for nothing. A batch that was being committed
+        keeps its files: it will be run again."""
+        with self.lock():
+            for directory in (self._hidden / "new" / query).glob("*"):
+                if not _recorded(self._record(query, int(directory.name))):
+                    # A task that does not know yet that it is over may still write.
+                    shutil.rmtree(directory, ignore_errors=True)
+
+    def settle(self) -> None:
+        """Before files of the table change: batches that are in place are so for good, also after a power
+        cut, and their files are not looked for any more."""
+        for directory in (self._hidden / "commits").glob("*"):
+            sync_directory(directory)
 
     def scratch(self, name: str) -> Path:
         """A directory of the same file system that readers do not see."""
@@ -141,12 +161,18 @@ class Directory:
         return sorted(found)
 
 
+def _done(record: Path) -> Path:
+    return record.with_suffix(".done")
+
+
 def _recorded(record: Path) -> list[tuple[str, str]] | None:
+    """What has to be moved, which is nothing if it is in place; None if nothing was written down."""
+    if _done(record).exists():
+        return []
     try:
         found = json.loads(record.read_text())
     except FileNotFoundError:
         return None
-    logger.info("%s: the batch has been written before; what was written then stays", record)
     return [(old, new) for old, new in found["moves"]]
 
 

@@ -36,8 +36,9 @@ __all__ = ["CannotExchange", "Joined", "compact", "exchange"]
 
 logger = logging.getLogger(__name__)
 
-LARGE: Final = 128 << 20
-"""Files of at least so many bytes are left alone."""
+LARGE: Final = 32 << 20
+"""Files of at least so many bytes are left alone: to join them would save little, and cost as much as to
+write them did."""
 SMALLEST: Final = 64 << 10
 """Files up to this size are all of one class."""
 
@@ -62,11 +63,13 @@ class Joined:
 def compact(table: Directory, directories: Iterable[Path] | None = None, *, fan_in: int = 2) -> list[Joined]:
     """Join the files of these directories, or of all, where there are at least `fan_in` of about the same
     size. Raises CannotExchange."""
-    done = []
+    done: list[Joined] = []
     with table.lock():
         table.clear_scratch()
         for directory in table.partitions() if directories is None else directories:
             while group := _group(directory, fan_in):
+                if not done:
+                    table.settle()
                 done.append(_join(table, directory, group))
         table.clear_scratch()
     return done

@@ -17,7 +17,7 @@ from pyspark.sql.types import StructType
 
 from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.files import write_parts
-from nsparq.pipeline.parts import Part, PartWriter
+from nsparq.pipeline.parts import Part, PartWriter, split
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,10 +38,12 @@ class DeltaFiles:
         self._path, self._columns = path, columns
 
     def write(self, batches: Iterator[pa.RecordBatch], query: str, batch: int) -> list[Part]:
-        writer = PartWriter(self._path, self._columns, COMPRESSION, suffix=".parquet", by_value=True)
-        return write_parts(writer, batches)
+        writer = PartWriter(self._path, COMPRESSION, suffix=".parquet", by_value=True)
+        return write_parts(writer, (piece for one in batches for piece in split(one, self._columns)))
 
     def commit(self, query: str, batch: int, parts: Sequence[Part], schema: StructType) -> None:
+        if not parts:
+            return
         from deltalake import CommitProperties, DeltaTable, Transaction
         from deltalake.transaction import AddAction, RemoveAction
         from pyspark.sql.pandas.types import to_arrow_schema

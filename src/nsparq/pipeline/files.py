@@ -1,13 +1,14 @@
 """Spark's view of our file sinks: tasks write Parquet as Arrow comes, the driver makes it part of the table.
 
-Registered as the format "nsparq_files". Options: path, partitionBy, compression, compact, and table, which is
-`parquet` or `delta`.
+Registered as the format "nsparq_files". Options: path, partitionBy, compression, compact, table, which is
+`parquet` or `delta`, and described: the rows are not those of the table, but files that were written already;
+see `direct`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -20,7 +21,7 @@ from nsparq.pipeline.errors import PipelineError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from nsparq.pipeline.parts import Part, PartWriter
+    from nsparq.pipeline.parts import Part, PartWriter, Values
 
 __all__ = ["FORMAT", "FilesDataSource"]
 
@@ -80,16 +81,20 @@ class FilesWriter(DataSourceStreamArrowWriter):
         task = Task.current()
         if task.query_id is None:
             raise PipelineError("Spark does not say which query this is")
+        if self._options.get("described"):
+            from nsparq.pipeline.direct import parts_of
+
+            return Written(task.query_id, tuple(parts_of(iterator)))
         return Written(task.query_id, tuple(self._table().write(iterator, task.query_id, task.batch_id)))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
         query, parts = _parts(messages)
-        if parts:
+        if query:
             self._table().commit(query, batchId, parts, self._schema)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
         query, parts = _parts(messages)
-        if parts:
+        if query:
             self._table().abort(query, batchId, parts)
 
 
@@ -108,10 +113,10 @@ class ParquetFiles:
         self._compression, self._fan_in = compression, fan_in
 
     def write(self, batches: Iterator[pa.RecordBatch], query: str, batch: int) -> list[Part]:
-        from nsparq.pipeline.parts import PartWriter
+        from nsparq.pipeline.parts import PartWriter, split
 
-        target = self._directory.new_files(query, batch)
-        return write_parts(PartWriter(target, self._columns, self._compression, suffix=".part"), batches)
+        writer = PartWriter(self._directory.new_files(query, batch), self._compression, suffix=".part")
+        return write_parts(writer, (piece for one in batches for piece in split(one, self._columns)))
 
     def commit(self, query: str, batch: int, parts: Sequence[Part], schema: StructType) -> None:
         changed = self._directory.commit(query, batch, parts)
@@ -128,11 +133,11 @@ class ParquetFiles:
         self._directory.abort(query, batch, parts)
 
 
-def write_parts(writer: PartWriter, batches: Iterator[pa.RecordBatch]) -> list[Part]:
+def write_parts(writer: PartWriter, pieces: Iterable[tuple[Values, pa.RecordBatch]]) -> list[Part]:
     """All of it, or nothing."""
     try:
-        for batch in batches:
-            writer.write(batch)
+        for values, rows in pieces:
+            writer.write(values, rows)
         return writer.finish()
     except BaseException:
         writer.drop()

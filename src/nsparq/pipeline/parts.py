@@ -6,8 +6,11 @@ A row group is written when enough rows have come together, whatever the size of
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
@@ -88,57 +91,88 @@ class PartWriter:
     def __init__(
         self,
         directory: Path,
-        columns: Sequence[str],
         compression: str,
         *,
         suffix: str,
         by_value: bool = False,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`by_value`: each file in the directory of its values, where it is to stay."""
-        self._directory, self._columns = directory, columns
-        self._compression, self._suffix, self._by_value = compression, suffix, by_value
+        """`by_value`: each file in the directory of its values, where it is to stay. `settings` are more of
+        ParquetWriter's."""
+        self._directory, self._suffix, self._by_value = directory, suffix, by_value
+        self._settings = {"compression": compression, **(settings or {})}
+        self._encoder = _Encoder()
         self._open: dict[Values, _File] = {}
         self._parts: list[Part] = []
 
-    def write(self, batch: pa.RecordBatch) -> None:
-        for values, rows in split(batch, self._columns):
-            file = self._open.pop(values, None)
-            if file is None:
-                if len(self._open) >= MAX_OPEN:
-                    self._close(next(iter(self._open)))
-                file = self._new(values, rows.schema)
-            self._open[values] = file
-            file.write(rows)
+    def write(self, values: Values, rows: pa.RecordBatch) -> None:
+        """Rows that have these values of the partition columns, and do not contain them."""
+        file = self._open.pop(values, None)
+        if file is None:
+            if len(self._open) >= MAX_OPEN:
+                self._close(next(iter(self._open)))
+            file = self._new(values, rows.schema)
+        self._open[values] = file
+        file.write(rows)
 
     def _new(self, values: Values, schema: pa.Schema) -> _File:
         directory = self._directory / directory_of(values) if self._by_value else self._directory
         directory.mkdir(parents=True, exist_ok=True)
-        return _File(directory / f"{uuid4().hex}{self._suffix}", schema, self._compression)
+        return _File(directory / f"{uuid4().hex}{self._suffix}", schema, self._settings, self._encoder)
 
     def _close(self, values: Values) -> None:
-        file = self._open.pop(values)
+        file = self._open[values]
         size = file.close()
+        del self._open[values]
         self._parts.append(Part(str(file.path), values, file.rows, size))
 
     def finish(self) -> list[Part]:
         """The files, all of them on the disk."""
         for values in list(self._open):
             self._close(values)
+        self._encoder.stop()
         return self._parts
 
     def drop(self) -> None:
         """After a failure: nothing of it stays."""
+        self._encoder.stop()
         for file in self._open.values():
             file.drop()
         for part in self._parts:
             Path(part.path).unlink(missing_ok=True)
 
 
+class _Encoder:
+    """A thread that encodes and compresses one row group while the rows of the next come together."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._busy: Future[None] | None = None
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Waits for what was begun before, and raises what that has raised."""
+        self.wait()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "parquet")
+        self._busy = self._thread.submit(work)
+
+    def wait(self) -> None:
+        busy, self._busy = self._busy, None
+        if busy is not None:
+            busy.result()
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+
+
 class _File:
-    def __init__(self, path: Path, schema: pa.Schema, compression: str) -> None:
+    def __init__(self, path: Path, schema: pa.Schema, settings: Mapping[str, Any], encoder: _Encoder) -> None:
         self.path = path
         self.rows = 0
-        self._writer = pq.ParquetWriter(str(path), schema, compression=compression)
+        self._encoder = encoder
+        self._writer = pq.ParquetWriter(str(path), schema, **settings)
+        self._descriptor = os.open(path, os.O_RDONLY)
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_rows = self._waiting_bytes = 0
 
@@ -148,23 +182,34 @@ class _File:
         self._waiting_rows += batch.num_rows
         self._waiting_bytes += batch.nbytes
         if self._waiting_rows >= GROUP_ROWS or self._waiting_bytes >= GROUP_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._waiting:
-            table = pa.Table.from_batches(self._waiting)
-            self._writer.write_table(table, row_group_size=max(1, table.num_rows))
+            self._encoder.begin(partial(self._encode, self._waiting))
             self._waiting = []
             self._waiting_rows = self._waiting_bytes = 0
 
+    def _encode(self, group: list[pa.RecordBatch]) -> None:
+        table = pa.Table.from_batches(group)
+        self._writer.write_table(table, row_group_size=table.num_rows)
+        if hasattr(os, "posix_fadvise"):
+            # Have it written while the next rows come, so that there is little to wait for in the end.
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> int:
         """The file's size, once it is on the disk."""
-        self._flush()
+        self._encoder.wait()
+        if self._waiting:
+            self._encode(self._waiting)
         self._writer.close()
-        return sync(self.path)
+        os.fsync(self._descriptor)
+        size = os.fstat(self._descriptor).st_size
+        os.close(self._descriptor)
+        return size
 
     def drop(self) -> None:
-        self._writer.close()
+        """Whatever state it is in."""
+        with suppress(OSError, pa.ArrowException):
+            self._writer.close()
+        with suppress(OSError):
+            os.close(self._descriptor)
         self.path.unlink(missing_ok=True)
 
 

@@ -12,25 +12,32 @@ their time.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 from weakref import WeakSet
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.types import StructType
 
 from nsparq.errors import NsparqError
+from nsparq.pipeline import direct
+from nsparq.pipeline.commits import Directory
 from nsparq.pipeline.decode import ORIGIN, dead_letters, good_rows
 from nsparq.pipeline.errors import PipelineError, in_words
+from nsparq.pipeline.layout import Layout, layout_of
 from nsparq.pipeline.memory import PipelineMemory
+from nsparq.pipeline.progress import WRITTEN
 from nsparq.pipeline.samples import infer_csv, infer_json
 from nsparq.pipeline.sinks import Target, letters_writer, prepared, writer_of
-from nsparq.pipeline.spec import Memory, Pipeline, PipelineFile, Trigger
+from nsparq.pipeline.spec import Memory, Parquet, Pipeline, PipelineFile, Trigger
 from nsparq.pipeline.steps import transform
 from nsparq.spark.options import TABLE, NsqOptions, Use
+from nsparq.spark.session import activate
 
 __all__ = ["LETTERS", "ROWS", "Frames", "build", "check", "register", "start"]
 
@@ -48,11 +55,14 @@ class Frames:
 
 
 def register(spark: SparkSession) -> None:
-    """What our sinks need in a session. Twice is safe."""
+    """What our sinks need in a session, in the thread that calls this. Twice is safe."""
+    from nsparq.pipeline.direct import DirectDataSource
     from nsparq.pipeline.files import FilesDataSource
 
+    activate(spark)
     if spark not in _REGISTERED:
         spark.dataSource.register(FilesDataSource)
+        spark.dataSource.register(DirectDataSource)
         _REGISTERED.add(spark)
 
 
@@ -95,6 +105,10 @@ def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames
 
 def start(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> dict[str, StreamingQuery]:
     """Running queries by their role. Raises PipelineError."""
+    _clear_unfinished(pipeline)
+    layout = layout_of(pipeline)
+    if layout is not None and _is_utc(spark):
+        return {ROWS: _start_direct(spark, file, pipeline, layout)}
     settle_beginning(file, pipeline)
     frames = build(spark, file, pipeline)
     started: dict[str, StreamingQuery] = {}
@@ -109,6 +123,35 @@ def start(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> dict[s
             query.stop()
         raise
     return started
+
+
+def _clear_unfinished(pipeline: Pipeline) -> None:
+    """Files that an earlier run has written and not made part of the table."""
+    sink, metadata = pipeline.sink, Path(pipeline.checkpoint) / ROWS / "metadata"
+    if isinstance(sink, Parquet) and sink.writer == "nsparq" and metadata.is_file():
+        Directory(sink.path).clear_new_files(json.loads(metadata.read_text())["id"])
+
+
+def _is_utc(spark: SparkSession) -> bool:
+    """Whether dates are those of UTC; Spark counts days by the time of its session."""
+    return spark.conf.get("spark.sql.session.timeZone") in ("UTC", "Etc/UTC", "GMT", "Z")
+
+
+def _start_direct(
+    spark: SparkSession, file: PipelineFile, pipeline: Pipeline, layout: Layout
+) -> StreamingQuery:
+    """Of messages that go to files as they are; see `direct`."""
+    options = {
+        **source_options(file, pipeline),
+        direct.LAYOUT: layout.dumps(),
+        direct.INTERVAL: str(pipeline.trigger.seconds),
+    }
+    files = _load(spark, pipeline, direct.FORMAT, options)
+    counted = files.observe(WRITTEN, F.sum("rows").alias("rows"), F.sum("size").alias("bytes"))
+    writer = writer_of(pipeline.sink, counted, _target(file, pipeline)).option("described", "true")
+    # The source knows when the next batch is due.
+    trigger = pipeline.trigger if pipeline.trigger.ends else Trigger(0.0)
+    return _start(writer.outputMode("append"), replace(pipeline, trigger=trigger), ROWS)
 
 
 def _start(writer: DataStreamWriter, pipeline: Pipeline, role: str) -> StreamingQuery:
@@ -160,8 +203,12 @@ def _messages(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, role:
         beginning = PipelineMemory(pipeline).get("beginning")
         if beginning is not None:
             options["startingPosition"] = json.dumps(beginning)
+    return _load(spark, pipeline, "nsq", options)
+
+
+def _load(spark: SparkSession, pipeline: Pipeline, format: str, options: dict[str, str]) -> DataFrame:
     try:
-        return spark.readStream.format("nsq").options(**options).load()
+        return spark.readStream.format(format).options(**options).load()
     except PySparkException as error:
         raise PipelineError(f"[pipeline.{pipeline.name}.source]: {in_words(error)}") from error
 
@@ -190,7 +237,7 @@ def settle_beginning(file: PipelineFile, pipeline: Pipeline) -> None:
 
 def _schema(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> StructType:
     decode = pipeline.decode
-    if decode.format in ("text", "raw"):
+    if decode.format in ("text", "raw", "message"):
         return StructType()
     place = f"[pipeline.{pipeline.name}.decode] schema"
     given = decode.schema or _inferred(spark, file, pipeline, place)

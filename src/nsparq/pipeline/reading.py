@@ -227,11 +227,11 @@ class _Reader:
         if len(ways) > 1:
             add(place, ways[1], f"cannot be together with {ways[0]!r}; use [[{place}.step]] for several")
         if found.dead_letters:
-            if found.decode.format == "raw":
+            if found.decode.format in ("raw", "message"):
                 add(
                     place,
                     "dead_letters",
-                    "nothing fails to decode with 'raw': set 'decode', or leave this out",
+                    f"nothing fails to decode with {found.decode.format!r}: set 'decode', or leave this out",
                 )
             if is_queue:
                 add(place, "dead_letters", "the source is read twice for it, which mode 'queue' cannot")
@@ -256,7 +256,7 @@ class _Reader:
             self._problems.add(place, "decode", str(error))
             return None
         found = read_table(Decode, given, f"{place}.decode", self._problems)
-        if found is not None and found.format in ("text", "raw"):
+        if found is not None and found.format in ("text", "raw", "message"):
             for one in ("schema", "sample", "options"):
                 if one in given:
                     self._problems.add(f"{place}.decode", one, f"means nothing for {found.format!r}")

@@ -11,9 +11,12 @@ from typing import Final
 
 __all__ = ["Topics", "archive", "stats"]
 
-ARCHIVE_SQL: Final = """\
-SELECT body, _topic AS topic, _node AS node, _offset AS offset, _timestamp AS timestamp, _id AS id FROM
-input"""
+ARCHIVE_BATCH: Final = "512m"
+"""At most about so much in a micro-batch of the archive, which is a few seconds' work."""
+ARCHIVE_JAVA: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+"""Messages of an archive do not pass through the JVM: to make its code fast would take more than it gives."""
+ARCHIVE_TASK: Final = "128m"
+"""At most so much in a task, and so in a file, before compression."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,7 @@ def archive(
 ) -> str:
     """Topics into Parquet files, by topic and by the day on which a message was published. Messages stay as
     they are, in the column `body`."""
+    source = topics.source(channel=channel, max_bytes_per_trigger=ARCHIVE_BATCH, partition_bytes=ARCHIVE_TASK)
     lines = [
         topics.toml(),
         "",
@@ -61,9 +65,12 @@ def archive(
         f"checkpoint = {json.dumps(str(output / '_nsparq' / 'checkpoint'))}",
         *(f"{key} = {json.dumps(value)}" for key, value in (run or {}).items()),
         "",
+        "[spark]",
+        f'conf = {{ "spark.driver.extraJavaOptions" = {json.dumps(ARCHIVE_JAVA)} }}',
+        "",
         "[pipeline.archive]",
-        f"source = {topics.source(channel=channel)}",
-        f"sql = {json.dumps(ARCHIVE_SQL)}",
+        f"source = {source}",
+        'decode = "message"',
         f"trigger = {json.dumps(trigger)}",
         "",
         "[pipeline.archive.sink]",

@@ -141,8 +141,9 @@ class Decode:
 
     format: str = key(
         REQUIRED,
-        choice("json", "csv", "text", "raw"),
-        "`json`: one object; `csv`: one line; `text`: a column `text`; `raw`: a column `body`, as it came",
+        choice("json", "csv", "text", "raw", "message"),
+        "`json`: one object; `csv`: one line; `text`: a column `text`; `raw`: a column `body`, as it came; "
+        "`message`: the same, with `topic`, `node`, `offset`, `timestamp` and `id` under these names",
     )
     schema: str = key(
         "",
@@ -305,7 +306,10 @@ class Pipeline:
     name: str
     source: Source = key(REQUIRED, unread, "a topic, or a table; see below")
     decode: Decode = key(
-        Decode(format="raw"), unread, "`json`, `csv`, `text`, `raw`, or a table; see below", shown="`raw`"
+        Decode(format="raw"),
+        unread,
+        "`json`, `csv`, `text`, `raw`, `message`, or a table; see below",
+        shown="`raw`",
     )
     dead_letters: str = key(
         "", topic_name, "topic for messages that do not decode, each with the reason and where it came from"

@@ -133,6 +133,8 @@ class Chunk(NamedTuple):
     """Numbers in it that do not count."""
     lost: int
     """Messages that are missing because of damage; only known of a verified one."""
+    removed_before: int = 0
+    """What was asked for was not there any more, and this is what the log begins with."""
 
 
 class Positions(NamedTuple):

@@ -5,8 +5,6 @@ Each of Spark's processes imports this module, so the readers and writers are im
 
 from __future__ import annotations
 
-from typing import Final
-
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
@@ -14,30 +12,12 @@ from pyspark.sql.datasource import (
     DataSourceStreamWriter,
     DataSourceWriter,
 )
-from pyspark.sql.types import (
-    BinaryType,
-    IntegerType,
-    LongType,
-    StringType,
-    StructType,
-    TimestampType,
-)
+from pyspark.sql.types import StructType
 
+from nsparq.spark.columns import SCHEMA
 from nsparq.spark.options import NsqOptions, OptionError, Use, mode_of
 
 __all__ = ["SCHEMA", "NsqDataSource"]
-
-SCHEMA: Final = (
-    StructType()
-    .add("topic", StringType(), False)
-    .add("node", StringType(), False)
-    .add("offset", LongType(), False)
-    .add("timestamp", TimestampType(), False)
-    .add("attempts", IntegerType(), False)
-    .add("id", StringType(), False)
-    .add("body", BinaryType(), False)
-)
-"""The columns of a source, in both modes."""
 
 
 class NsqDataSource(DataSource):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
-from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -19,23 +16,14 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from nsparq.spark.columns import arrow_schema
 from nsparq.spark.log_source import Limit, LogSource
-from nsparq.spark.options import NsqOptions, OptionError
+from nsparq.spark.options import NsqOptions
 from nsparq.spark.positions import decode, encode
 from nsparq.spark.range_reader import LogRange, read_range
+from nsparq.spark.worker import spare_collections
 
-__all__ = ["LogBatchReader", "LogPartition", "LogStreamReader", "spare_collections"]
-
-
-def spare_collections() -> None:
-    """Once in each of Spark's worker processes: let the garbage collector pass by what is there now.
-
-    Spark collects all garbage after each task. With the modules that it loads itself that takes longer than
-    the rest of a short task, and finds nothing.
-    """
-    if TaskContext.get() is not None and not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+__all__ = ["LogBatchReader", "LogPartition", "LogStreamReader"]
 
 
 class LogPartition(InputPartition):
@@ -52,7 +40,7 @@ class _LogReader:
 
     def __init__(self, schema: StructType, options: NsqOptions) -> None:
         self._options = options
-        self._schema = _arrow_schema(schema)
+        self._schema = arrow_schema(schema)
         self._open_source: LogSource | None = LogSource(options)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -128,17 +116,3 @@ class LogStreamReader(_LogReader, DataSourceStreamReader, SupportsTriggerAvailab
     def stop(self) -> None:
         if self._open_source is not None:
             self._open_source.close()
-
-
-def _arrow_schema(schema: StructType) -> pa.Schema:
-    """What Spark compares our record batches with. A schema of the user's may name some of the columns."""
-    from nsparq.spark.datasource import SCHEMA
-
-    known = {field.name: field.dataType for field in SCHEMA.fields}
-    for field in schema.fields:
-        if known.get(field.name) != field.dataType:
-            has = ", ".join(f"{name} {kind.simpleString()}" for name, kind in known.items())
-            raise OptionError(
-                f"the schema wants {field.name} {field.dataType.simpleString()}; format nsq has {has}"
-            )
-    return to_arrow_schema(schema, timezone="UTC")

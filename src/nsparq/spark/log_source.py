@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from typing import Final, NamedTuple
 
 from nsparq.spark.api import Chunk, Positions, Refused, Unreachable
@@ -22,7 +23,7 @@ from nsparq.spark.channels import Channels
 from nsparq.spark.errors import DataLoss, NoAnswer
 from nsparq.spark.options import NsqOptions, OptionError
 from nsparq.spark.peers import Log, Peers, View
-from nsparq.spark.plan import Stretch, find_time, piece_bytes, share, split
+from nsparq.spark.plan import Stretch, begins_epoch, find_time, piece_bytes, share, split
 from nsparq.spark.positions import EARLIEST, LATEST, Offsets, Place, Rules
 from nsparq.spark.range_reader import LogRange
 from nsparq.storage.batch import decode_head
@@ -36,8 +37,6 @@ IDLE_S: Final = 1.0
 FIRST_STEP_S: Final = 0.004
 LAST_STEP_S: Final = 0.05
 """Between two looks, while nothing is new."""
-EPOCH: Final = 1 << 12
-"""A log that was not closed cleanly goes on at a multiple of this number."""
 GUESSED_BYTES: Final = 256.0
 """Of a message, where nsqd does not know."""
 
@@ -282,9 +281,11 @@ class LogSource:
             counts = share(counts, limit.rows)
         if limit.bytes is not None:
             sizes = [g.positions.bytes_per_message or GUESSED_BYTES for g in skipped]
-            parts = share([int(n * size) for n, size in zip(counts, sizes, strict=True)], limit.bytes)
-            # One at least, however big: or nothing would ever move.
-            counts = [min(n, max(1, int(p / s))) for n, p, s in zip(counts, parts, sizes, strict=True)]
+            wanted = [int(n * size) for n, size in zip(counts, sizes, strict=True)]
+            if sum(wanted) > limit.bytes:
+                parts = share(wanted, limit.bytes)
+                # One at least, however big: or nothing would ever move.
+                counts = [min(n, max(1, int(p / s))) for n, p, s in zip(counts, parts, sizes, strict=True)]
         return [g._replace(end=min(g.end, g.first + n)) for g, n in zip(skipped, counts, strict=True)]
 
     # what is gone
@@ -343,18 +344,22 @@ class LogSource:
         """The number to go on from: where the query stands, or where the log begins by now."""
         positions = view.positions
         assert positions is not None
-        topic, name = log
-        if place.sequence >= positions.earliest:
-            return place.sequence
-        held = view.has_channel and self._options.channel is not None
-        if not (held and positions.earliest % EPOCH == 0):
-            # Otherwise it is the number from which a log goes on after a crash, and as there is a channel
-            # that keeps what has not been read, all before it had been.
+        if place.sequence < positions.earliest:
+            self._note_removed(log, place.sequence, positions.earliest, view)
+        return max(place.sequence, positions.earliest)
+
+    def _note_removed(self, log: Log, start: int, earliest: int, view: View) -> None:
+        """The log begins behind where the query stands. No loss if it has gone on from there after a crash,
+        and there is a channel, which keeps what has not been read: then all before it had been."""
+        if not (self._is_held(view) and begins_epoch(earliest)):
+            topic, name = log
             self._lose(
-                f"topic {topic} on {name}: up to {positions.earliest - place.sequence} messages from "
-                f"{place.sequence} on have been removed before they were read"
+                f"topic {topic} on {name}: up to {earliest - start} messages from {start} on have been "
+                "removed before they were read"
             )
-        return positions.earliest
+
+    def _is_held(self, view: View | None) -> bool:
+        return self._options.channel is not None and (view is None or view.has_channel)
 
     # cutting
 
@@ -386,7 +391,15 @@ class LogSource:
             size = positions.bytes_per_message or GUESSED_BYTES
         url = self._peers.known(where).url
         return LogRange(
-            topic, name, url, first.incarnation, first.sequence, end, int(count * size), None, where
+            topic,
+            name,
+            url,
+            first.incarnation,
+            first.sequence,
+            end,
+            int(count * size),
+            where=where,
+            is_held=self._is_held(self._peers.view(topic, where)),
         )
 
     def _cut(self, whole: LogRange, size: int) -> list[LogRange]:
@@ -397,12 +410,15 @@ class LogSource:
         if positions is None or view is None:
             return [whole]
         size_of_one = positions.bytes_per_message or GUESSED_BYTES
-        pieces = split(
-            self._kept(log, Place(whole.incarnation, whole.start), view),
-            whole.end,
-            max(1, int(size / size_of_one)),
-            partial(self._first_from, log, positions) if _has_gaps(positions) else None,
-        )
+        start = self._kept(log, Place(whole.incarnation, whole.start), view)
+        first_from = partial(self._known_first_from, log, positions) if _has_gaps(positions) else None
+        # Rounded up, or what is left over would be one more task.
+        count = max(1, ceil(size / size_of_one))
+        try:
+            pieces = split(start, whole.end, count, first_from)
+        except Unreachable:
+            # Nobody says where the gaps are, and cut by numbers alone they would be thousands of tasks.
+            return [replace(whole, start=start)]
         first_id = self._first_id(*log, pieces[0][0]) if pieces else None
         return [
             replace(
@@ -425,11 +441,24 @@ class LogSource:
         """The number of the first message at or after one."""
         if not _has_gaps(positions):
             return sequence
+        try:
+            return self._known_first_from(log, positions, sequence)
+        except Unreachable:
+            return sequence
+
+    def _known_first_from(self, log: Log, positions: Positions, sequence: int) -> int:
+        """Raises Unreachable if nobody can say, DataLoss."""
         chunk = self._probe(*log, positions, sequence)
-        return sequence if chunk is None else max(sequence, chunk.first)
+        if chunk is None:
+            raise Unreachable(f"{log[1]} does not answer")
+        if chunk.removed_before > sequence:
+            # Since the positions were asked for; the channel has been moved since, for instance.
+            self._note_removed(log, sequence, chunk.removed_before, self._peers.view(*log) or View(positions))
+        return max(sequence, chunk.first)
 
     def _probe(self, topic: str, name: str, positions: Positions, sequence: int) -> Chunk | None:
-        """As little as nsqd hands out at a time, some 64 KiB, from a number on. None if it cannot be had."""
+        """As little as nsqd hands out at a time, some 64 KiB, from a number on, or from the first that is
+        there still. None if it cannot be had."""
         peer = self._peers.answering(name)
         if peer is None:
             return None
@@ -438,6 +467,10 @@ class LogSource:
         except Unreachable as error:
             self._peers.lost(peer, error)
         except Refused as refused:
+            earliest = int(refused.details.get("earliest", 0))
+            if refused.code == "OFFSET_GONE" and earliest > sequence:
+                chunk = self._probe(topic, name, positions, earliest)
+                return chunk and chunk._replace(removed_before=max(earliest, chunk.removed_before))
             logger.info("%s on %s at %d: %s", topic, name, sequence, refused)
         return None
 

@@ -148,7 +148,7 @@ class NsqOptions:
         PATTERN,
         None,
         "topics whose whole name matches this; new ones are taken up while the query runs",
-        LOG,
+        SOURCE,
     )
     channel: str | None = opt(
         NAME,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["Stretch", "find_time", "piece_bytes", "share", "split"]
+__all__ = ["Stretch", "begins_epoch", "find_time", "piece_bytes", "share", "split"]
 
 MAX_PIECES: Final = 10_000
 """Of one range. More tasks than that help nobody."""
@@ -17,6 +17,15 @@ SPREAD: Final = 4
 """Tasks that a batch is spread over, if it is not tiny: one core should not be busy and the others idle."""
 TINY: Final = 8 << 20
 """Bytes. A task costs as much as reading some of them."""
+
+
+EPOCH: Final = 1 << 12
+"""A log that was not closed cleanly goes on at a multiple of this number."""
+
+
+def begins_epoch(number: int) -> bool:
+    """Whether it is the number from which a log has gone on after a crash."""
+    return number % EPOCH == 0
 
 
 def share(wanted: Sequence[int], limit: int) -> list[int]:

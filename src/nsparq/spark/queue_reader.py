@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -35,10 +34,12 @@ from nsparq.addresses import join_address, split_address
 from nsparq.client.config import Config
 from nsparq.errors import NsparqError
 from nsparq.spark.api import Refused, Unreachable
+from nsparq.spark.columns import arrow_schema
 from nsparq.spark.nodes import Cluster, Node
 from nsparq.spark.options import NsqOptions, OptionError
 from nsparq.spark.queue_task import QueuePartition, Taking, fill, rows_of
 from nsparq.spark.staging import Staging
+from nsparq.spark.worker import spare_collections
 from nsparq.version import __version__
 
 __all__ = ["QueueStreamReader"]
@@ -82,7 +83,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def __init__(self, schema: StructType, options: NsqOptions) -> None:
         self._options = options
-        self._schema = to_arrow_schema(schema, timezone="UTC")
+        self._schema = arrow_schema(schema)
         assert options.staging is not None
         self._staging = Staging(options.staging)
         self._driver: _Driver | None = None
@@ -135,7 +136,9 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _open(self) -> _Driver:
         if self._driver is None:
             options = self._options
-            about = {"topics": [*options.wanted_topics], "channel": options.channel}
+            pattern = options.topics_pattern
+            topics = [*options.wanted_topics] if pattern is None else pattern.pattern
+            about = {"topics": topics, "channel": options.channel}
             self._staging.open(about)
             self._driver = _Driver(options, self._staging, self._is_available_now)
         return self._driver
@@ -154,6 +157,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, QueuePartition)
+        spare_collections()
         slot = fill(self._staging, partition, taking(self._options))
         return rows_of(slot, self._schema)
 
@@ -276,7 +280,7 @@ class _Driver:
                 if not _is_over(self._away.get(name)) or not _is_over(self._barren.get((topic, name))):
                     continue
                 try:
-                    self.backlogs[topic, name] = self._backlog(topic, self._nodes[name])
+                    backlog = self._backlog(topic, self._nodes[name])
                 except Unreachable as error:
                     self._set_aside(name, error)
                 except Refused as refused:
@@ -284,10 +288,13 @@ class _Driver:
                         raise
                     self._set_aside(name, refused)
                 else:
+                    if backlog is not None:
+                        self.backlogs[topic, name] = backlog
                     if self._away.pop(name, None):
                         logger.info("%s answers again", name)
 
-    def _backlog(self, topic: str, node: Node) -> Backlog:
+    def _backlog(self, topic: str, node: Node) -> Backlog | None:
+        """None if the topic has been deleted there. One that was named is made again, channel and all."""
         client = self.cluster.client(node)
         for found in client.stats(topic, self._channel):
             if found["topic_name"] != topic:
@@ -297,6 +304,8 @@ class _Driver:
                     depth = 0 if channel["paused"] else max(0, int(channel["depth"]))
                     count, size = int(found["message_count"]), int(found.get("message_bytes") or 0)
                     return Backlog(depth, ROW_BYTES + size / count if count and size else 0.0)
+        if self._options.topics_pattern is not None and not client.stats(topic):
+            return None
         logger.info("%s: channel %s of topic %s is created", node.name, self._channel, topic)
         client.create_channel(topic, self._channel)
         return Backlog(0, 0.0)

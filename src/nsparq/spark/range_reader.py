@@ -20,6 +20,7 @@ from nsparq.spark.api import Access, Chunk, Client, Patience, Refused, Unreachab
 from nsparq.spark.arrow import RowBuilder
 from nsparq.spark.errors import DataLoss, NoAnswer
 from nsparq.spark.options import NsqOptions
+from nsparq.spark.plan import begins_epoch
 from nsparq.storage.decode import CorruptRange
 
 __all__ = ["LogRange", "close_idle", "read_range"]
@@ -27,7 +28,7 @@ __all__ = ["LogRange", "close_idle", "read_range"]
 logger = logging.getLogger(__name__)
 
 CHUNK: Final = 4 << 20
-"""Bytes to ask for at a time. Twice this is what a task holds."""
+"""Bytes to ask for at a time, unless told otherwise. Twice this is what a task holds."""
 MARGIN: Final = 128 << 10
 """A range begins and ends in the middle of what nsqd can hand out at once."""
 
@@ -49,6 +50,8 @@ class LogRange:
     """The id that the message with number 0 would have had; if it is not known, the task asks."""
     where: str = ""
     """The node, by the name that it has now: `node` is the one in the offsets."""
+    is_held: bool = False
+    """The query has a channel that stands before it: what has not been read is not removed."""
 
     def __str__(self) -> str:
         return f"topic {self.topic} on {self.node}, numbers {self.start} to {self.end - 1}"
@@ -65,12 +68,14 @@ def close_idle() -> None:
             client.close()
 
 
-def read_range(work: LogRange, options: NsqOptions, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The messages of a range. Raises DataLoss, NoAnswer."""
+def read_range(
+    work: LogRange, options: NsqOptions, schema: pa.Schema, chunk: int | None = None
+) -> Iterator[pa.RecordBatch]:
+    """The messages of a range, asked for so many bytes at a time. Raises DataLoss, NoAnswer."""
     access = Access.of(options)
     idle = _idle.setdefault((work.url, access), [])
     client = idle.pop() if idle else Client(work.url, access)
-    reader = _RangeReader(work, client, options)
+    reader = _RangeReader(work, client, options, chunk or CHUNK)
     try:
         yield from reader.rows(schema)
         idle.append(client)
@@ -81,10 +86,11 @@ def read_range(work: LogRange, options: NsqOptions, schema: pa.Schema) -> Iterat
 
 
 class _RangeReader:
-    def __init__(self, work: LogRange, client: Client, options: NsqOptions) -> None:
+    def __init__(self, work: LogRange, client: Client, options: NsqOptions, chunk: int) -> None:
         self._work = work
         self._client = client
         self._options = options
+        self._chunk = chunk
         self._bytes_per_number = work.size_bytes / max(1, work.end - work.start)
         self._stopped = Event()
         self._thread: ThreadPoolExecutor | None = None
@@ -160,7 +166,7 @@ class _RangeReader:
 
     def _fetch(self, at: int, *, verify: bool = False) -> Chunk | None:
         work = self._work
-        size = min(CHUNK, int((work.end - at) * self._bytes_per_number * 1.05) + MARGIN)
+        size = min(self._chunk, int((work.end - at) * self._bytes_per_number * 1.05) + MARGIN)
         patience = Patience(self._options.retry_for)
         while True:
             try:
@@ -177,7 +183,8 @@ class _RangeReader:
             except Refused as refused:
                 if refused.code == "OFFSET_GONE":
                     earliest = int(refused.details.get("earliest", 0))
-                    self._lose(f"{work}: everything before {earliest} has been removed")
+                    if not (work.is_held and begins_epoch(earliest)):
+                        self._lose(f"{work}: everything before {earliest} has been removed")
                     if not at < earliest < work.end:
                         return None
                     at = earliest

@@ -35,10 +35,18 @@ CHECKPOINT_MANAGER: Final = (
 UI_PORT: Final = 4040
 LOOPBACK: Final = "127.0.0.1"
 
-# What Spark says at every start, or when a query that was asked to stop does so.
+ALWAYS_SET: Final = {"SPARK_AUTH_SOCKET_TIMEOUT": "15", "SPARK_BUFFER_SIZE": "65536", "SPARK_LOCAL_DIRS": ""}
+"""Variables that Spark enters into the environment of a data source when a stream starts: a HashMap that all
+streams of the session share. Two that start at once can spoil it, and then no task of theirs can be
+deserialised any more. To replace what is there already does no harm, so they are there from the beginning."""
+
+# What Spark says at every start, while a query has nothing to do, or when one that was asked to stop does so.
 CHATTER: Final = (
     r"Abort(ing|ed) commit for partition .*",
     r"Aborting task",
+    # The source waits for messages up to a second, which Spark takes for a batch that is late. Whether a
+    # query falls behind is seen from its channel's depth.
+    r"Current batch is falling behind\..*",
     r"Data source write support .* (is aborting|aborted)\.",
     r"Failed to cancel job group .*",
     r"Lost task .* TaskKilled .*",
@@ -80,7 +88,7 @@ def build_session(
     `ui_port` is where Spark's web pages are (the next free port, if that is taken); None turns them off.
     A session that is there already only takes those of `conf` that can be changed while it runs.
     """
-    active = SparkSession.getActiveSession()
+    active = SparkSession.getActiveSession() or _session_of_another_thread()
     if active is not None:
         for name, value in (conf or {}).items():
             if value is not None and active.conf.isModifiable(name):
@@ -94,13 +102,31 @@ def build_session(
     return spark
 
 
+def _session_of_another_thread() -> SparkSession | None:
+    made = SparkSession._instantiatedSession
+    return made if made is not None and made.sparkContext._jsc is not None else None
+
+
 def register(spark: SparkSession) -> None:
-    """Make format("nsq") known to a session, and the connector to its executors."""
+    """Make format("nsq") known to a session, in the thread that calls this, and the connector to executors.
+
+    Other threads that are to start a stream into it have to call it too: for that Spark looks only in the
+    session that is the active one of the thread, and a new thread has none.
+    """
     from nsparq.spark.datasource import NsqDataSource
 
-    if not _is_local(spark.sparkContext.master or ""):
-        spark.sparkContext.addPyFile(str(package_file()))
+    activate(spark)
+    context = spark.sparkContext
+    if not _is_local(context.master or "") and package_file().name not in (context._python_includes or ()):
+        context.addPyFile(str(package_file()))
+    for name, value in ALWAYS_SET.items():
+        context.environment.setdefault(name, value)
     spark.dataSource.register(NsqDataSource)
+
+
+def activate(spark: SparkSession) -> None:
+    """Make it the active session of this thread."""
+    SparkSession._get_j_spark_session_class(spark._jvm).setActiveSession(spark._jsparkSession)
 
 
 def configure(

@@ -1,0 +1,188 @@
+"""Messages into files without a detour: the tasks that read a range of a log write it to Parquet themselves.
+
+To Spark the source is a table of files: a row for each file that a task has written and nobody sees yet. The
+sink, `files`, gets these few rows and makes the files part of the table, by the same commit as always. So
+offsets, checkpoints, retries and exactly-once are what they are for rows, and only the rows themselves do not
+pass through the JVM, which would take more time than all the rest.
+
+An attempt of a task whose description does not reach the sink has written for nothing: its files have names
+of their own, and are removed with the batch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadLimit
+from pyspark.sql.types import LongType, StringType, StructType
+
+from nsparq.pipeline.errors import PipelineError
+from nsparq.pipeline.layout import Layout
+from nsparq.spark.columns import SCHEMA
+from nsparq.spark.log_reader import LogPartition, LogStreamReader
+from nsparq.spark.options import NsqOptions, Use
+from nsparq.spark.positions import Offsets, decode
+from nsparq.spark.range_reader import read_range
+from nsparq.spark.worker import spare_collections
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from nsparq.pipeline.parts import Part
+
+__all__ = [
+    "DESCRIBED",
+    "FORMAT",
+    "INTERVAL",
+    "LAYOUT",
+    "DirectDataSource",
+    "DirectReader",
+    "described",
+    "parts_of",
+]
+
+FORMAT: Final = "nsparq_direct"
+LAYOUT: Final = "layout"
+INTERVAL: Final = "interval"
+"""Options beside those of format("nsq"): a Layout, and the seconds between two batches that are not full."""
+DESCRIBED: Final = (
+    StructType()
+    .add("path", StringType(), False)
+    .add("partition", StringType(), False)
+    .add("rows", LongType(), False)
+    .add("size", LongType(), False)
+)
+"""The columns of this source: see Part."""
+CHUNK: Final = 16 << 20
+"""Bytes that a task asks for at a time: the most that nsqd gives, since one that is busy takes its time to
+answer, however little it is asked for."""
+PAUSE_S: Final = 0.2
+"""Between two looks, while a batch waits to become full, or for its time."""
+PATIENCE_S: Final = 1.0
+"""How long Spark has to wait for an answer, at most. It is to notice that the query should stop."""
+
+
+class DirectDataSource(DataSource):
+    """Read only, as a stream."""
+
+    @classmethod
+    def name(cls) -> str:
+        return FORMAT
+
+    def schema(self) -> StructType:
+        return DESCRIBED
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        given = dict(self.options)
+        layout, interval = Layout.loads(given.pop(LAYOUT)), float(given.pop(INTERVAL))
+        return DirectReader(NsqOptions.parse(given, Use.LOG_STREAM), layout, interval)
+
+
+class DirectReader(LogStreamReader):
+    def __init__(self, options: NsqOptions, layout: Layout, interval: float = 0.0) -> None:
+        wanted = {*layout.columns.values(), "timestamp"}
+        super().__init__(StructType([field for field in SCHEMA.fields if field.name in wanted]), options)
+        self._layout, self._interval = layout, interval
+        self._begun = 0.0
+        """When the last batch did."""
+        self._is_available_now = False
+
+    # the driver
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        self._is_available_now = True
+        super().prepareForTriggerAvailableNow()
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        """A batch is due when its time has come, or as soon as it is full. Spark's own triggers know the
+        first only: with a limit, they would let the rest wait for the next time, however much there is."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            end = super().latestOffset(start, limit)
+            now = time.monotonic()
+            if end == start:
+                return end
+            if self._is_due(now) or self._is_full(decode(start), decode(end)):
+                self._begun = now
+                return end
+            if now >= deadline:
+                return start
+            time.sleep(PAUSE_S)
+
+    def _is_due(self, now: float) -> bool:
+        return self._is_available_now or not self._begun or now >= self._begun + self._interval
+
+    def _is_full(self, start: Offsets, end: Offsets) -> bool:
+        """There is more than it may hold; or a log that is new, and has to be entered before it is read."""
+        known = {(topic, node): place for topic, node, place in start.items_flat()}
+        latest = self._source.report()
+        for topic, node, place in end.items_flat():
+            before, last = known.pop((topic, node), None), latest.place(topic, node)
+            if before is None or before.incarnation != place.incarnation:
+                return True
+            if last is not None and place.sequence not in (before.sequence, last.sequence):
+                return True
+        return bool(known)
+
+    # tasks
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        # Spark makes up a partition where there is none.
+        if isinstance(partition, LogPartition):
+            spare_collections()
+            yield described(self._write(partition))
+
+    def _write(self, partition: LogPartition) -> list[Part]:
+        from nsparq.pipeline.commits import Directory
+        from nsparq.pipeline.files import write_parts
+        from nsparq.pipeline.parts import PartWriter
+        from nsparq.spark.sink import Task
+
+        task, layout, work = Task.current(), self._layout, partition.value
+        if task.query_id is None:
+            raise PipelineError("Spark does not say which query this is")
+        writer = PartWriter(
+            Directory(layout.path).new_files(task.query_id, task.batch_id),
+            layout.compression,
+            suffix=f"-{task.partition}-{task.attempt}.part",
+            settings=layout.encodings,
+        )
+        rows = read_range(work, self._options, self._schema, CHUNK)
+        return write_parts(
+            writer, (piece for batch in rows for piece in layout.pieces(batch, work.topic, work.node))
+        )
+
+
+def described(parts: Sequence[Part]) -> pa.RecordBatch:
+    import pyarrow as pa
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    columns = [
+        [part.path for part in parts],
+        [json.dumps(part.values) for part in parts],
+        [part.rows for part in parts],
+        [part.size for part in parts],
+    ]
+    schema = to_arrow_schema(DESCRIBED, timezone="UTC")
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def parts_of(batches: Iterable[pa.RecordBatch]) -> list[Part]:
+    """What `described` says, after its way through Spark."""
+    from nsparq.pipeline.parts import Part
+
+    return [
+        Part(
+            row["path"],
+            tuple((name, value) for name, value in json.loads(row["partition"])),
+            row["rows"],
+            row["size"],
+        )
+        for batch in batches
+        for row in batch.to_pylist()
+    ]

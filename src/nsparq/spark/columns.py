@@ -1,0 +1,49 @@
+"""The columns of a source: the same in both modes, all of them or those that a user's schema names.
+
+Each of Spark's processes imports this module, so what comes with Arrow is imported when it is wanted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from pyspark.sql.types import (
+    BinaryType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructType,
+    TimestampType,
+)
+
+from nsparq.spark.options import OptionError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["SCHEMA", "arrow_schema"]
+
+SCHEMA: Final = (
+    StructType()
+    .add("topic", StringType(), False)
+    .add("node", StringType(), False)
+    .add("offset", LongType(), False)
+    .add("timestamp", TimestampType(), False)
+    .add("attempts", IntegerType(), False)
+    .add("id", StringType(), False)
+    .add("body", BinaryType(), False)
+)
+
+
+def arrow_schema(schema: StructType) -> pa.Schema:
+    """What Spark compares our record batches with. Raises OptionError for a column that we do not have."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    known = {field.name: field.dataType for field in SCHEMA.fields}
+    for field in schema.fields:
+        if known.get(field.name) != field.dataType:
+            has = ", ".join(f"{name} {kind.simpleString()}" for name, kind in known.items())
+            raise OptionError(
+                f"the schema wants {field.name} {field.dataType.simpleString()}; format nsq has {has}"
+            )
+    return to_arrow_schema(schema, timezone="UTC")

@@ -1,0 +1,135 @@
+"""The archive in Spark: what is in its files, what counts, and what happens after a crash."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nsparq.pipeline import ready
+from nsparq.testing import Broker
+from tests.pipeline.conftest import Runs
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("spark")]
+
+THROUGH_SPARK = """\
+SELECT body, _topic AS topic, _node AS node, _offset AS offset, _timestamp AS timestamp, _id AS id FROM input
+"""
+
+
+def text(broker: Broker, output: Path, *, through_spark: bool = False, compact: int = 0) -> str:
+    topics = ready.Topics(nsq={"nsqd": [broker.http_address]}, pattern="orders|clicks|more")
+    made = ready.archive(topics, output, trigger="available-now", compact=compact)
+    if through_spark:
+        # As the archive was before its messages went to files as they are.
+        made = made.replace('decode = "message"', f"sql = {json.dumps(THROUGH_SPARK)}")
+        assert "sql" in made
+    return made
+
+
+def rows(spark: SparkSession, table: Path) -> list[Any]:
+    return spark.read.parquet(str(table)).sort("topic", "offset").collect()
+
+
+def files(table: Path) -> list[Path]:
+    return sorted(table.glob("topic=*/date=*/*.parquet"))
+
+
+def test_the_files_are_those_that_spark_would_have_written(
+    run: Runs, broker: Broker, spark: SparkSession, tmp_path: Path
+) -> None:
+    import pyarrow.parquet as pq
+
+    broker.publish("orders", *(b"%d" % number for number in range(500)))
+    broker.publish("clicks", bytes(range(256)), b"\xff" * (1 << 20))
+    broker.publish("clicks", b"later", defer=3600.0)
+    ours = run(text(broker, tmp_path / "ours"))["archive"]
+    theirs = run(text(broker, tmp_path / "theirs", through_spark=True))["archive"]
+    assert rows(spark, tmp_path / "ours") == rows(spark, tmp_path / "theirs")
+    found, wanted = (pq.read_schema(files(tmp_path / name)[0]) for name in ("ours", "theirs"))
+    assert found.remove_metadata() == wanted.remove_metadata()
+    # Messages count, and not the files, which are all that Spark sees of them.
+    assert (ours.rows, ours.rows_written, ours.lag) == (theirs.rows, theirs.rows_written, theirs.lag)
+    assert (ours.rows, ours.rows_written, ours.lag) == (503, 503, 0)
+
+
+def test_an_archive_that_spark_has_written_goes_on(
+    run: Runs, broker: Broker, spark: SparkSession, tmp_path: Path
+) -> None:
+    table = tmp_path / "archive"
+    broker.publish("orders", b"1", b"2")
+    run(text(broker, table, through_spark=True))
+    broker.publish("orders", b"3")
+    broker.publish("more", b"4")
+    assert run(text(broker, table, compact=2))["archive"].rows == 2
+    assert [bytes(row.body) for row in rows(spark, table)] == [b"4", b"1", b"2", b"3"]
+    # Old and new files are of the same shape, and have been joined.
+    assert len(files(table)) == 2
+    assert run(text(broker, table))["archive"].rows == 0
+
+
+def test_a_batch_that_is_run_again_changes_nothing(
+    run: Runs, broker: Broker, spark: SparkSession, tmp_path: Path
+) -> None:
+    """First the whole batch is there already, then its files have yet to get their names."""
+    table = tmp_path / "archive"
+    broker.publish("orders", b"1", b"2")
+    broker.publish("clicks", b"3")
+    run(text(broker, table))
+    before = files(table)
+    checkpoint = table / "_nsparq" / "checkpoint" / "archive" / "rows"
+    query = json.loads((checkpoint / "metadata").read_text())["id"]
+    last = max(int(path.name) for path in (checkpoint / "commits").glob("[0-9]*"))
+
+    def forget() -> None:
+        """As if Spark had died before it wrote down that the batch is done."""
+        for path in (checkpoint / "commits").glob(f"*{last}*"):
+            path.unlink()
+
+    forget()
+    assert run(text(broker, table))["archive"].rows == 3
+    assert files(table) == before
+
+    waiting = table / "_nsparq" / "new" / query / str(last)
+    waiting.mkdir(parents=True)
+    moves = []
+    for number, path in enumerate(before):
+        part = waiting / f"{number}.part"
+        path.rename(part)
+        moves.append([str(part), str(path.relative_to(table))])
+    record = table / "_nsparq" / "commits" / query / f"{last}.json"
+    record.with_suffix(".done").rename(record)
+    record.write_text(json.dumps({"moves": moves}))
+    left_over = table / "_nsparq" / "new" / query / str(last + 1) / "of a batch that was never done.part"
+    left_over.parent.mkdir()
+    left_over.touch()
+    forget()
+    run(text(broker, table))
+    assert files(table) == before
+    assert [bytes(row.body) for row in rows(spark, table)] == [b"3", b"1", b"2"]
+    assert not list(table.rglob("*.part"))
+
+
+def test_a_task_that_fails_fails_the_pipeline_and_leaves_the_archive_as_it_was(
+    run: Runs, broker: Broker, spark: SparkSession, tmp_path: Path
+) -> None:
+    table = tmp_path / "archive"
+    broker.publish("orders", b"1")
+    run(text(broker, table))
+    broker.publish("orders", b"2")
+    broken = text(broker, table).replace('decode = "message"', 'decode = "message"\nretries = 0')
+    (hidden,) = (table / "_nsparq" / "new").iterdir()
+    hidden.rmdir()
+    hidden.write_text("in the way")
+    failed = run(broken)["archive"]
+    assert (failed.state, failed.failures) == ("failed", 1)
+    assert "Not a directory" in failed.error
+    assert [bytes(row.body) for row in rows(spark, table)] == [b"1"]
+    hidden.unlink()
+    run(text(broker, table))
+    assert [bytes(row.body) for row in rows(spark, table)] == [b"1", b"2"]
