@@ -41,6 +41,9 @@ EAGER_BATCH = 64
 """A publish of this many messages is appended at once: it gains nothing by waiting for company, and its
 publisher can prepare the next while we serve the others."""
 
+MANY_CHANNELS = 4
+"""With so many it does gain: what is appended together is also delivered together, to each of them."""
+
 EAGER_BYTES = 64 << 10
 """So is a message of this size, which bounds the size of a batch."""
 
@@ -257,7 +260,8 @@ class Topic:
             self._pack_singles()
             self._published.append(packed)
             self._gathered += len(packed.lengths)
-        if self._gathered >= EAGER_BATCH or len(packed.data) >= EAGER_BYTES:
+        enough = EAGER_BATCH if len(self.channels) < MANY_CHANNELS else MAX_BATCH
+        if self._gathered >= enough or len(packed.data) >= EAGER_BYTES:
             self.flush(self.broker.clock())
         else:
             self.broker.schedule_topic(self)
