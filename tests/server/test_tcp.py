@@ -34,7 +34,13 @@ class HeldFiles(Files):
 @asynccontextmanager
 async def running(tmp_path: Path, files: Files) -> AsyncIterator[Nsqd]:
     nsqd = Nsqd(
-        NsqdOptions(tcp_address="127.0.0.1:0", data_path=str(tmp_path), durability="fsync"), files=files
+        NsqdOptions(
+            tcp_address="127.0.0.1:0",
+            http_address="127.0.0.1:0",
+            data_path=str(tmp_path),
+            durability="fsync",
+        ),
+        files=files,
     )
     async with asyncio.timeout(DEADLINE_S):
         await nsqd.start()
