@@ -9,7 +9,7 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 UP_ARGS ?=
 # Most tests wait more than they compute.
-PARALLEL := -n 3 --dist loadfile
+PARALLEL := -n 4 --dist loadfile
 # In a run of their own, since Spark keeps all cores busy: on one worker those that share a session, on another the rest.
 SPARK_TESTS := tests/spark tests/pipeline
 SPARK_PARALLEL := -n 2 --dist loadgroup

@@ -140,6 +140,17 @@ def root_logger_restored() -> Iterator[None]:
     root.setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def logs_unconfigured() -> Iterator[None]:
+    """A main has them written to what stood for standard error in its test, which is closed by now."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    for handler in [one for one in root.handlers if type(one).__name__ == "_NsqHandler"]:
+        root.removeHandler(handler)
+        root.setLevel(level)
+
+
 @pytest.fixture
 def signals_restored() -> Iterator[None]:
     signums = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
