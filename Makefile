@@ -90,7 +90,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt src/nsparq/_kernel.c
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || .ci/install-packages python3-venv
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt setuptools
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[all,spark,test]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[all,spark,test]'
 	@touch $@
 
 # Without npm the nsqjs tests are skipped at a desk; on the build server that is a failure.

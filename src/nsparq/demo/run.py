@@ -21,7 +21,7 @@ from nsparq.demo.progress import Bars
 from nsparq.demo.results import find
 from nsparq.demo.sending import send
 from nsparq.demo.show import Timing, show
-from nsparq.demo.watching import EVENTS, DemoFailed, Now, Series, look
+from nsparq.demo.watching import EVENTS, DemoFailed, Now, Series, look, pipelines_on_the_page
 from nsparq.up.members import Plan
 from nsparq.up.ports import Ports
 from nsparq.up.stack import Stack
@@ -29,6 +29,7 @@ from nsparq.up.stack import Stack
 __all__ = ["Settings", "run"]
 
 PICTURE: Final = "demo.svg"
+PIPELINES: Final = {"events": "running", "activity": "running"}
 POLL_S: Final = 0.5
 STUCK_S: Final = 120.0
 """If nothing moves for so long, nothing will."""
@@ -164,6 +165,8 @@ class Day:
 
     async def result(self, files: Path) -> list[str]:
         """Show it. What is wrong with it. Raises DemoFailed."""
+        shown = await pipelines_on_the_page(self._stack.cluster)
+        wrong = [f"nsqadmin shows the pipelines as {shown}"] if shown != PIPELINES else []
         # What the pipelines have written is final once they have stopped.
         if not await self._stack.stop_pipelines():
             raise DemoFailed("the pipelines had to be killed")
@@ -175,4 +178,4 @@ class Day:
         timing = Timing(self._starting, self._publishing, self._until_results, total)
         show(self._console, self._shop.expected, found, timing)
         self._console.print(f"The picture is in {picture}", highlight=False, soft_wrap=True)
-        return problems(self._shop.expected, found)
+        return wrong + problems(self._shop.expected, found)

@@ -83,6 +83,12 @@ def topic_count(cluster: Cluster, topic: str) -> int:
     return count
 
 
+async def pipelines_on_the_page(cluster: Cluster) -> dict[str, str]:
+    """What nsqadmin shows as their states, by name. Raises DemoFailed."""
+    said = await asyncio.to_thread(_get, f"http://{cluster.admin.address('HTTP')}/api/pipelines")
+    return {one["name"]: one.get("state", "") for one in said["pipelines"]}
+
+
 def _get(url: str) -> Any:
     try:
         answer = fetch(url, connect_timeout=ASK_S, request_timeout=ASK_S)
