@@ -57,6 +57,16 @@ def test_a_window_that_closes_gives_rows_in_a_batch_without_rows() -> None:
     assert (figures.rows, figures.rows_written, figures.batches, figures.batch) == (0, 5, 0, 3)
 
 
+def test_what_a_watermark_drops_is_counted_and_said_also_in_a_batch_without_rows() -> None:
+    figures = Figures("p")
+    operators = [{"numRowsDroppedByWatermark": 3}, {"numRowsDroppedByWatermark": 2}]
+    figures.add_rows(progress(3, rows=0, stateOperators=operators), "decoded")
+    figures.add_rows(progress(4, stateOperators=operators[:1]), "decoded")
+    assert figures.late == 8
+    assert "8 too late for the watermark" in describe(figures)
+    assert 'nsparq_pipeline_late_total{pipeline="p"} 8' in prometheus([figures])
+
+
 def test_a_sink_that_does_not_count_counts_as_nothing() -> None:
     figures = Figures("p")
     figures.add_rows(progress(sink={"numOutputRows": -1}, observedMetrics=None), "decoded")

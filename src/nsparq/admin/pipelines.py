@@ -25,6 +25,7 @@ NUMBERS: Final = (
     "rows_written",
     "undecodable",
     "dead_letters",
+    "late",
     "rows_per_second",
     "lag",
     "batches",

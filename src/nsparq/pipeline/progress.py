@@ -45,6 +45,9 @@ class Figures:
     undecodable: int = 0
     """Messages that did not decode; with dead letters they are there, or soon will be."""
     dead_letters: int = 0
+    late: int = 0
+    """What came behind the watermark, and was dropped by Spark: rows or, where an aggregation has put rows
+    together before, groups of them."""
     rows_per_second: float = 0.0
     """Of the last micro-batch with rows, or 0 when nothing comes."""
     lag: int | None = None
@@ -70,6 +73,8 @@ class Figures:
         self.batch = int(progress["batchId"])
         self.rows += rows
         self.lag = lag_of(progress)
+        operators = progress.get("stateOperators") or ()
+        self.late += sum(_number(one.get("numRowsDroppedByWatermark")) for one in operators)
         # A window that closes gives rows in a batch that has none of its own.
         self.rows_written += _written(progress) if files is None else rows
         seconds = _number(progress.get("batchDuration")) / 1000

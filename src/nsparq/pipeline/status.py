@@ -100,6 +100,7 @@ _METRICS: Final[tuple[tuple[str, str, str, Callable[[Figures], float | int | Non
         "messages written to the dead-letter topic",
         lambda one: one.dead_letters,
     ),
+    ("late_total", "counter", "rows, or groups of them, behind the watermark", lambda one: one.late),
     ("batches_total", "counter", "micro-batches with rows", lambda one: one.batches),
     ("batch_duration_seconds", "gauge", "of the last micro-batch with rows", lambda one: one.batch_seconds),
     ("last_batch_timestamp_seconds", "gauge", "when that ended, in Unix time", lambda one: one.last_batch),

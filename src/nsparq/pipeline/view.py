@@ -55,6 +55,8 @@ def describe(one: Figures) -> str:
         parts.append(f"{one.undecodable:,} did not decode")
     if one.dead_letters:
         parts.append(f"{one.dead_letters:,} dead letters")
+    if one.late:
+        parts.append(f"{one.late:,} too late for the watermark")
     if one.failures:
         parts.append(f"{one.failures:,} failures")
     return f"{one.name}: {one.state}, {', '.join(parts)}"
