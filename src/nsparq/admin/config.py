@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.admin.options import TABLE, network
 from nsparq.http.api import ApiError, Request, Result
+from nsparq.http.config import LOG_LEVELS, parse_addresses, parse_log_level
 from nsparq.option_table import DURATION
 
 if TYPE_CHECKING:
     from nsparq.admin.daemon import Nsqadmin
 
-LOG_LEVELS: Final = ("debug", "info", "warn", "error", "fatal")
 MAX_VALUE: Final = 1 << 20
 KEYS: Final = {option.file_key: option for option in TABLE.options}
 SECRET: Final = ("auth_secret",)
@@ -54,24 +53,9 @@ def put_config(admin: Nsqadmin, key: str, body: bytes) -> Result:
     if not 0 < len(body) <= MAX_VALUE:
         raise ApiError(413, "INVALID_VALUE")
     if key == "nsqlookupd_http_addresses":
-        admin.change_lookupds(_addresses(body))
+        admin.change_lookupds(parse_addresses(body))
     elif key == "log_level":
-        level = body.decode("utf-8", "replace").lower()
-        if level not in LOG_LEVELS:
-            raise ApiError(400, "INVALID_VALUE")
-        admin.change_log_level(level)
+        admin.change_log_level(parse_log_level(body))
     else:
         raise ApiError(400, "INVALID_OPTION")
     return get_config(admin, key)
-
-
-def _addresses(body: bytes) -> tuple[str, ...]:
-    try:
-        wanted = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ApiError(400, "INVALID_VALUE") from None
-    if wanted is None:
-        return ()
-    if not isinstance(wanted, list) or not all(isinstance(address, str) for address in wanted):
-        raise ApiError(400, "INVALID_VALUE")
-    return tuple(wanted)

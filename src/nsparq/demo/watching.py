@@ -12,7 +12,17 @@ from typing import Any, Final
 from nsparq.fetch import FetchError, fetch
 from nsparq.up.members import Cluster
 
-__all__ = ["ACTIVITY", "DEAD", "EVENTS", "DemoFailed", "Now", "Series", "look", "topic_count"]
+__all__ = [
+    "ACTIVITY",
+    "DEAD",
+    "EVENTS",
+    "DemoFailed",
+    "Now",
+    "Series",
+    "look",
+    "pipelines_on_the_page",
+    "topic_count",
+]
 
 EVENTS, DEAD, ACTIVITY = "shop.events", "shop.dead", "shop.activity"
 """Topics, as in shop.toml."""

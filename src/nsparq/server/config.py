@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.http.api import ApiError, Result
+from nsparq.http.config import LOG_LEVELS, parse_addresses, parse_log_level
 from nsparq.option_table import DURATION
 from nsparq.options import TABLE, TlsRequired
 from nsparq.server.statsd import expand_prefix
@@ -13,7 +13,6 @@ from nsparq.server.statsd import expand_prefix
 if TYPE_CHECKING:
     from nsparq.server.daemon import Nsqd
 
-LOG_LEVELS: Final = ("debug", "info", "warn", "error", "fatal")
 _TLS_REQUIRED: Final = {TlsRequired.NO: 0, TlsRequired.EXCEPT_HTTP: 1, TlsRequired.YES: 2}
 _TLS_VERSIONS: Final = {"tls1.0": 769, "tls1.1": 770, "tls1.2": 771, "tls1.3": 772}
 
@@ -51,24 +50,9 @@ def put_config(nsqd: Nsqd, key: str, body: bytes) -> Result:
     if not 0 < len(body) <= nsqd.options.max_msg_size:
         raise ApiError(413, "INVALID_VALUE")
     if key == "nsqlookupd_tcp_addresses":
-        nsqd.change_lookupds(_addresses(body))
+        nsqd.change_lookupds(parse_addresses(body))
     elif key == "log_level":
-        level = body.decode("utf-8", "replace").lower()
-        if level not in LOG_LEVELS:
-            raise ApiError(400, "INVALID_VALUE")
-        nsqd.change_log_level(level)
+        nsqd.change_log_level(parse_log_level(body))
     else:
         raise ApiError(400, "INVALID_OPTION")
     return get_config(nsqd, key)
-
-
-def _addresses(body: bytes) -> tuple[str, ...]:
-    try:
-        wanted = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ApiError(400, "INVALID_VALUE") from None
-    if wanted is None:
-        return ()
-    if not isinstance(wanted, list) or not all(isinstance(address, str) for address in wanted):
-        raise ApiError(400, "INVALID_VALUE")
-    return tuple(wanted)
