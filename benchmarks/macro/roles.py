@@ -26,20 +26,22 @@ from benchmarks.macro.wire import (
     OK_FRAME,
     Address,
     BrokerRefused,
-    Bytes2D,
     Finisher,
     FrameBuffer,
+    Rows,
     connect,
     encode_mpub,
     encode_pub,
     expect_ok,
     receive_frame,
     subscribe,
+    wait_in_kernel,
 )
 
 Progress = Any  # a shared array of signed 64-bit integers, one slot per consuming process
 POLL_SECONDS = 0.02
 STAMP = struct.Struct(">q")
+STAMPED = np.dtype([("id", "V16"), ("sent", ">i8")])
 
 
 class OutOfTime(Exception):
@@ -107,6 +109,7 @@ class Publisher:
         deadline: float,
     ) -> None:
         self.connection = connect(address, timeout=deadline)
+        wait_in_kernel(self.connection)
         self.count, self.batch, self.window, self.deadline = count, batch, window, deadline
         self.topic, self.encode = topic, encode
         self.bodies = [(b"0123456789abcdef" * (size // 16 + 1))[:size]] * batch
@@ -164,7 +167,9 @@ class Consumer:
             subscribe(connection, topic, channel)
 
     def connect(self, address: Address, timeout: float) -> socket.socket:
-        return connect(address, timeout=timeout)
+        connection = connect(address, timeout=timeout)
+        wait_in_kernel(connection)
+        return connection
 
     def has_more(self, connection: socket.socket) -> bool:
         """Whether more can be received that epoll does not see."""
@@ -172,7 +177,7 @@ class Consumer:
 
     def run(self, progress: Progress) -> Span:
         span = Span()
-        received: list[list[Bytes2D]] = [[] for _ in self.names]
+        received: list[list[Rows]] = [[] for _ in self.names]
         finisher = Finisher()
         poller = select.epoll()
         by_descriptor = {}
@@ -234,7 +239,7 @@ def leave(connection: socket.socket, buffer: FrameBuffer, fin_may_fail: bool = F
     connection.close()
 
 
-def numeric_ids(parts: list[Bytes2D]) -> npt.NDArray[np.uint64]:
+def numeric_ids(parts: list[Rows]) -> npt.NDArray[np.uint64]:
     """Message ids (16 hex digits) as integers, so that duplicates are quickly found among millions."""
     return np.frombuffer(bytes.fromhex(b"".join(part.tobytes() for part in parts).decode()), np.uint64)
 
@@ -246,6 +251,8 @@ class SinglePublisher:
         self, address: Address, topic: str, count: int, size: int, connections: int, deadline: float
     ) -> None:
         self.connections = [connect(address, timeout=deadline) for _ in range(connections)]
+        for connection in self.connections:
+            wait_in_kernel(connection)
         self.command = encode_pub(topic, b"x" * size)
         self.count, self.deadline = count, deadline
 
@@ -327,11 +334,11 @@ class StampReader:
             except TimeoutError:
                 continue
             now = time.monotonic_ns()
-            for columns in buffer.take_messages():
-                connection.sendall(finisher.encode(columns[:, :16]))
-                sent = np.ascontiguousarray(columns[:, 16:]).view(">i8").ravel()
-                latencies.append(now - sent.astype(np.int64))
-                count += len(columns)
+            for rows in buffer.take_messages():
+                messages = rows.view(STAMPED)
+                connection.sendall(finisher.encode(messages["id"]))
+                latencies.append(now - messages["sent"].astype(np.int64))
+                count += len(messages)
         leave(connection, buffer)
         return Span(count, latencies_ns=np.concatenate(latencies))
 

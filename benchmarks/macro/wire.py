@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 Address = tuple[str, int]
-Bytes2D = npt.NDArray[np.uint8]
+Rows = npt.NDArray[np.void]
 
 MAGIC = b"  V2"
 RESPONSE, ERROR, MESSAGE = 0, 1, 2
@@ -57,6 +57,15 @@ def connect(address: Address, *, timeout: float = 10.0, identify: bool = True) -
     if identify:
         expect_ok(connection)
     return connection
+
+
+def wait_in_kernel(connection: socket.socket) -> None:
+    """Leave the connection's timeout to the system: Python's own costs a poll() before each call."""
+    seconds = connection.gettimeout() or 0.0
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def receive_exactly(connection: socket.socket, count: int) -> bytes:
@@ -121,6 +130,19 @@ class FrameBuffer:
         self.head = np.frombuffer(HEAD.pack(self.frame_bytes - 4, MESSAGE), np.uint64)[0]
         self.memory = bytearray(max(capacity, 4 * self.frame_bytes))
         self.view = memoryview(self.memory)
+        # What a run of frames from the start on looks like. One item per row, not one per byte: numpy then
+        # copies a row in one move.
+        frames = len(self.memory) // self.frame_bytes
+        self.heads: npt.NDArray[np.uint64] = np.ndarray(
+            (frames,), np.uint64, self.memory, strides=(self.frame_bytes,)
+        )
+        self.wanted: npt.NDArray[np.void] = np.ndarray(
+            (frames,),
+            np.dtype((np.void, self.width)),
+            self.memory,
+            offset=columns.start,
+            strides=(self.frame_bytes,),
+        )
         self.filled = 0
         self.replies: list[bytes] = []  # responses that are not heartbeats, in order
         self.errors: list[bytes] = []
@@ -132,51 +154,40 @@ class FrameBuffer:
             raise BrokerRefused("the broker closed the connection")
         self.filled += received
 
-    def take_messages(self) -> list[Bytes2D]:
+    def take_messages(self) -> list[Rows]:
         """The wanted columns of every whole message received so far, copied out, a row per message."""
         taken = []
-        position = 0
-        while self.filled - position >= FRAME_HEAD_BYTES:
-            count = self._uniform_run(position)
+        while self.filled >= FRAME_HEAD_BYTES:
+            count = self._uniform_run()
             if count:
-                # One item per row, not one per byte: numpy then copies a row in one move.
-                wanted: npt.NDArray[np.void] = np.ndarray(
-                    (count,),
-                    np.dtype((np.void, self.width)),
-                    self.memory,
-                    offset=position + self.columns.start,
-                    strides=(self.frame_bytes,),
-                )
-                taken.append(wanted.copy().view(np.uint8).reshape(count, self.width))
-                position += count * self.frame_bytes
+                taken.append(self.wanted[:count].copy())
+                self._drop(count * self.frame_bytes)
                 continue
-            size, kind = HEAD.unpack_from(self.memory, position)
-            end = position + 4 + size
+            size, kind = HEAD.unpack_from(self.memory)
+            end = 4 + size
             if end > self.filled:
-                if 4 + size > len(self.memory):
+                if end > len(self.memory):
                     raise BrokerRefused(f"a frame of {size} bytes is more than this tool has room for")
                 break
             if kind == MESSAGE:
-                frame = np.frombuffer(self.memory, np.uint8, end - position, position)
-                taken.append(frame[self.columns].reshape(1, -1).copy())
+                taken.append(self.wanted[:1].copy())
             else:
-                self._take_reply(kind, bytes(self.view[position + FRAME_HEAD_BYTES : end]))
-            position = end
-        if position:
-            rest = self.filled - position
-            self.view[:rest] = self.view[position : self.filled]
-            self.filled = rest
+                self._take_reply(kind, bytes(self.view[FRAME_HEAD_BYTES:end]))
+            self._drop(end)
         return taken
 
-    def _uniform_run(self, position: int) -> int:
-        """How many frames from here on are messages of the expected size, one after another."""
-        count = (self.filled - position) // self.frame_bytes
+    def _drop(self, count: int) -> None:
+        rest = self.filled - count
+        if rest:
+            self.view[:rest] = self.view[count : self.filled]
+        self.filled = rest
+
+    def _uniform_run(self) -> int:
+        """How many frames from the start on are messages of the expected size, one after another."""
+        count = self.filled // self.frame_bytes
         if not count:
             return 0
-        heads: npt.NDArray[np.uint64] = np.ndarray(
-            (count,), np.uint64, self.memory, offset=position, strides=(self.frame_bytes,)
-        )
-        expected = heads == self.head
+        expected = self.heads[:count] == self.head
         return count if expected.all() else int(expected.argmin())
 
     def _take_reply(self, kind: int, data: bytes) -> None:
@@ -192,11 +203,15 @@ class Finisher:
     """Writes the FIN lines of any number of messages as one block."""
 
     def __init__(self) -> None:
-        self.lines = np.empty(0, FIN_LINE)
+        self._make_room(0)
 
-    def encode(self, ids: Bytes2D) -> memoryview:
+    def _make_room(self, count: int) -> None:
+        lines = np.frombuffer(bytearray(b"FIN 0123456789abcdef\n" * count), FIN_LINE)
+        self.ids, self.bytes = lines["id"], lines.view(np.uint8).data
+
+    def encode(self, ids: Rows) -> memoryview:
         count = len(ids)
-        if count > len(self.lines):
-            self.lines = np.frombuffer(b"FIN 0123456789abcdef\n" * (2 * count), FIN_LINE).copy()
-        self.lines["id"][:count] = ids.view("V16").ravel()
-        return self.lines[:count].view(np.uint8).data.cast("B")
+        if count > len(self.ids):
+            self._make_room(2 * count)
+        self.ids[:count] = ids
+        return self.bytes[: count * FIN_LINE.itemsize]

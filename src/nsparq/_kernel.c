@@ -108,7 +108,8 @@ static const char HEX[] = "0123456789abcdef";
 PyDoc_STRVAR(build_frames_doc,
 "build_frames(first_id, timestamps_ns, lengths, data) -> (buffer, offsets)\n\n"
 "Message frames with attempts 1. `lengths` holds native 32-bit sizes, `data` the bodies end to end;\n"
-"`timestamps_ns` is one integer, or a buffer with one native 64-bit integer for each message.");
+"`timestamps_ns` is one integer, or a buffer with one native 64-bit integer for each message. The offsets, one\n"
+"more than there are messages, are native 64-bit integers too.");
 
 static PyObject *
 build_frames(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -144,16 +145,15 @@ build_frames(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         goto done;
     }
     buffer = PyBytes_FromStringAndSize(NULL, total + count * FRAME_OVERHEAD);
-    offsets = PyList_New(count + 1);
+    offsets = PyBytes_FromStringAndSize(NULL, (count + 1) * 8);
     if (buffer == NULL || offsets == NULL)
         goto done;
+    char *offset = PyBytes_AS_STRING(offsets);
     unsigned char *start = (unsigned char *)PyBytes_AS_STRING(buffer), *out = start;
     const unsigned char *body = data.buf;
     for (Py_ssize_t i = 0; i <= count; i++) {
-        PyObject *offset = PyLong_FromSsize_t(out - start);
-        if (offset == NULL)
-            goto done;
-        PyList_SET_ITEM(offsets, i, offset);
+        int64_t position = out - start;
+        memcpy(offset + 8 * i, &position, 8);
         if (i == count)
             break;
         uint32_t size = sizes[i];
@@ -192,6 +192,32 @@ hex_digit(unsigned char c)
     if (c >= 'a' && c <= 'f')
         return c - 'a' + 10;
     return -1;
+}
+
+static inline uint64_t
+read_u64(const unsigned char *p)
+{
+    return (uint64_t)read_u32(p) << 32 | read_u32(p + 4);
+}
+
+/* The hexadecimal text of the next id, as two numbers. 0 if there is none: nothing follows the largest. */
+static inline int
+step_text(uint64_t *high, uint64_t *low)
+{
+    uint64_t *half = low;
+    int shift = 0;
+    while ((*half >> shift & 0xff) == 'f') {
+        *half -= (uint64_t)('f' - '0') << shift;
+        shift += 8;
+        if (shift == 64) {
+            if (half == high)
+                return 0;
+            half = high;
+            shift = 0;
+        }
+    }
+    *half += (uint64_t)((*half >> shift & 0xff) == '9' ? 'a' - '9' : 1) << shift;
+    return 1;
 }
 
 PyDoc_STRVAR(decode_fins_doc,
@@ -235,10 +261,18 @@ decode_fins(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (spans == NULL)
         return NULL;
     uint64_t first = 0, count = 0;
+    uint64_t high = 0, low = 0;
+    int is_following = 0; /* whether these are the text of the next id */
     while (available - position >= FIN_WIDTH) {
         const unsigned char *line = data + position;
         if (memcmp(line, "FIN ", 4) != 0 || line[FIN_WIDTH - 1] != '\n')
             break;
+        if (is_following && read_u64(line + 12) == low && read_u64(line + 4) == high) {
+            count++;
+            position += FIN_WIDTH;
+            is_following = step_text(&high, &low);
+            continue;
+        }
         uint64_t id = 0;
         int digit = 0;
         for (int i = 4; i < FIN_WIDTH - 1 && digit >= 0; i++) {
@@ -247,17 +281,16 @@ decode_fins(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         }
         if (digit < 0)
             break;
-        if (count > 0 && id == first + count && id != 0)
-            count++;
-        else {
-            if (count > 0 && append_span(spans, first, count)) {
-                Py_DECREF(spans);
-                return NULL;
-            }
-            first = id;
-            count = 1;
+        if (count > 0 && append_span(spans, first, count)) {
+            Py_DECREF(spans);
+            return NULL;
         }
+        first = id;
+        count = 1;
         position += FIN_WIDTH;
+        high = read_u64(line + 4);
+        low = read_u64(line + 12);
+        is_following = step_text(&high, &low);
     }
     if (count > 0 && append_span(spans, first, count)) {
         Py_DECREF(spans);

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 PackMessages = Callable[[bytes, int, int, int], tuple[bytes, bytes, int]]
-BuildFrames = Callable[[int, Any, "array[int]", bytes], tuple[bytes, list[int]]]
+BuildFrames = Callable[[int, Any, "array[int]", bytes], tuple[bytes, bytes]]
 DecodeFins = Callable[[bytes, int], tuple[list[tuple[int, int]], int]]
 UnpackBatches = Callable[[Any, int, int, int, int, int], tuple[bytes, bytes, bytes, int]]
 

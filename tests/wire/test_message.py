@@ -84,8 +84,8 @@ def test_times_are_signed_64_bit_numbers(stamp: int, count: int) -> None:
 
 @pytest.mark.usefixtures("build")
 def test_no_messages_give_no_frames() -> None:
-    assert build_from([]) == Frames(b"", [0])
-    assert build_from([], 0, np.empty(0, np.int64)) == Frames(b"", [0])
+    assert build_from([]) == Frames(b"", array("q", [0]))
+    assert build_from([], 0, np.empty(0, np.int64)) == Frames(b"", array("q", [0]))
 
 
 @pytest.mark.usefixtures("build")

@@ -6,6 +6,7 @@ Where it stands in its topic's log, and how that is kept, is in `backlog`.
 from __future__ import annotations
 
 import logging
+from array import array
 from bisect import bisect_right
 from collections import deque
 from itertools import islice
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WRITE = 128 << 10
 """Bytes handed to one client before the next has its turn."""
+MAX_HELD = 4
+"""How many times what it is sent a client that does not read may make us keep."""
 TOPOLOGY_AWARE = "topology-aware-consumption"
 PUMP_NS = 10_000_000
 """How long one channel may send before the rest of the daemon has its turn."""
@@ -64,6 +67,9 @@ class Channel(Backlog):
         """What each of them gets."""
         self._current: Batch | None = None
         """The batch under the cursor."""
+        self._open: Run | None = None
+        """What has been delivered last in the pump() under way, and may grow. Where latencies are recorded it
+        does not: there a run needs the publish time of each message."""
         self._requeued_next = True
         """Whose turn it is when both requeued and new messages wait."""
         self._warming: Cold | None = None
@@ -99,6 +105,7 @@ class Channel(Backlog):
         if client not in self.clients:
             return
         self.clients.remove(client)
+        self._launch_open()
         client.channel = None
         client.ready_count = 0
         if client.is_queued:
@@ -118,7 +125,7 @@ class Channel(Backlog):
         if not client.is_queued and client.capacity > 0:
             client.is_queued = True
             self._lines[client.distance].append(client)
-        if any(self._lines):
+        if (self.requeued or self.cursor < self.topic.visible_end) and any(self._lines):
             self.topic.broker.schedule_channel(self)
 
     def set_ready(self, client: Client, count: int) -> None:
@@ -202,6 +209,11 @@ class Channel(Backlog):
         self.in_flight.add(run)
         self._watch(run.deadline_ns)
 
+    def _launch_open(self) -> None:
+        run, self._open = self._open, None
+        if run is not None:
+            self._launch(run)
+
     def _watch(self, at_ns: int) -> None:
         if self.watched_ns is None or at_ns < self.watched_ns:
             self.watched_ns = at_ns
@@ -248,13 +260,40 @@ class Channel(Backlog):
     def pump(self, now_ns: int) -> None:
         """Send what can be sent, in rounds: what waits is spread evenly over the clients that are ready."""
         stop_ns = self.topic.broker.clock() + PUMP_NS
-        while not self.paused and self._round(now_ns, stop_ns):
-            pass
+        goes_on = not self.paused
+        try:
+            ready = self._nearest()
+            if goes_on and len(ready) == 1 and not (self.requeued or self._turns):
+                goes_on = self._stream(ready[0], now_ns, stop_ns)
+            while goes_on:
+                goes_on = self._round(now_ns, stop_ns)
+        finally:
+            self._launch_open()
         self.step_over()
         if not any(self._lines):
             self._current = None
         if self.is_bounded:
             self._bound()
+
+    def _stream(self, client: Client, now_ns: int, stop_ns: int) -> bool:
+        """What rounds come to where one client is ready and nothing came back: all that is new goes to it.
+        False when nothing more can be sent now."""
+        topic = self.topic
+        self._mark_changed()
+        while (capacity := client.capacity) > 0:
+            if self.cursor >= topic.visible_end or self._warming is not None:
+                return False
+            try:
+                self._delivered[client.distance] += self._deliver_new(client, capacity, now_ns)
+            except (Cold, OSError) as error:
+                self._unreadable(error)
+                return False
+            if topic.broker.clock() > stop_ns:
+                topic.broker.schedule_channel(self)
+                return False
+        self._lines[client.distance].clear()
+        client.is_queued = False
+        return any(self._lines)
 
     def _round(self, now_ns: int, stop_ns: int) -> bool:
         """Give each ready client its share. False when nothing more can be sent now."""
@@ -311,38 +350,53 @@ class Channel(Backlog):
             else:
                 self._requeued_next = True
                 passed = self._deliver_new(client, limit, now_ns)
-        except Cold as cold:
-            self._warm(cold)
-            return None
-        except OSError as error:
-            self.topic.broker.read_failed(self, error)
+        except (Cold, OSError) as error:
+            self._unreadable(error)
             return None
         self._mark_changed()
         return passed
+
+    def _unreadable(self, error: Cold | OSError) -> None:
+        """What is to be sent next cannot be read now."""
+        if isinstance(error, Cold):
+            self._warm(error)
+        else:
+            self.topic.broker.read_failed(self, error)
 
     def _deliver_new(self, client: Client, limit: int, now_ns: int) -> int:
         batch = self._batch_at_cursor()
         if batch is None:
             return 0
         buffer, offsets = batch.frames or self._build(batch)
-        index = self.cursor - batch.base
-        most = min(limit, batch.count - index, self._stretch_end() - self.cursor)
-        fitting = bisect_right(offsets, offsets[index] + MAX_WRITE) - 1 - index
-        number = max(1, min(most, fitting))
-        first = self.topic.first_id + self.cursor
+        cursor = self.cursor
+        index = cursor - batch.base
+        number = min(limit, batch.end - cursor, self._stretch_end() - cursor)
+        start, end = offsets[index], offsets[index + number]
+        if end - start > MAX_WRITE:
+            number = max(1, bisect_right(offsets, start + MAX_WRITE) - 1 - index)
+            end = offsets[index + number]
         self.cursor += number
         if client.identity.sample_rate:
             self._deliver_sample(client, batch, index, number, now_ns)
             return number
-        start, end = offsets[index], offsets[index + number]
-        # A slice is copied: a client that does not read must not hold on to the whole batch.
-        client.send(buffer if end - start == len(buffer) else buffer[start:end])
-        stamps = batch.timestamps_ns
-        if not isinstance(stamps, int):
-            stamps = stamps[index : index + number]
-        self._launch(Run(client, first, first + number, now_ns, now_ns + client.msg_timeout_ns, 1, stamps))
+        first = self.topic.first_id + cursor
+        run = self._open
+        if run is not None and run.end == first and run.client is client and self._latency is None:
+            run.end += number
+        else:
+            self._launch_open()
+            stamps = 0 if self._latency is None else batch.timestamps_of(index, number)
+            deadline_ns = now_ns + client.msg_timeout_ns
+            self._open = Run(client, first, first + number, now_ns, deadline_ns, 1, stamps)
         client.in_flight += number
         client.message_count += number
+        if end - start == len(buffer):
+            client.send(buffer)
+        elif (end - start) * MAX_HELD >= len(buffer):
+            client.send(memoryview(buffer)[start:end])
+        else:
+            # Copied: a client that does not read must not hold on to the whole batch.
+            client.send(buffer[start:end])
         return number
 
     def _deliver_sample(self, client: Client, batch: Batch, index: int, number: int, now_ns: int) -> None:
@@ -426,7 +480,7 @@ class Channel(Backlog):
         index = sequence - batch.base
         return buffer[offsets[index] : offsets[index + 1]], batch.timestamp_of(index)
 
-    def _build(self, batch: Batch) -> tuple[bytes, list[int]]:
+    def _build(self, batch: Batch) -> tuple[bytes, array[int]]:
         frames = build_frames(
             self.topic.first_id + batch.base, batch.timestamps_ns, batch.lengths, batch.data
         )

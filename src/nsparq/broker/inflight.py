@@ -17,8 +17,12 @@ from itertools import count
 from nsparq.broker.client import Client
 from nsparq.storage.batch import Timestamps
 
-_BLOCK_BITS = 6
-"""Runs are registered for each 64 ids: few entries for a long run, few neighbours for a short one."""
+_SHORT_BITS = 6
+"""Short runs are registered for each 64 ids that they touch, so that they have few neighbours."""
+_LONG_BITS = 11
+"""Long ones for each 2048, so that they have few entries."""
+_LONG = 256
+"""From so many messages on a run is long."""
 
 _order = count()
 
@@ -59,7 +63,7 @@ class Run:
         self.deadline_ns = deadline_ns
         self.attempts = attempts
         self.timestamps_ns = timestamps_ns
-        """When they were published: one time for all, or one each."""
+        """When they were published: one time for all, or one each. 0 where nobody wants to know."""
 
     def holds(self, message_id: int) -> bool:
         """Whether the message is part of this run and unanswered."""
@@ -113,7 +117,8 @@ class InFlight:
         self._count = 0
         self._singles: dict[int, Run] = {}
         """Runs of one message, by its id."""
-        self._blocks: dict[int, list[Run]] = {}
+        self._short: dict[int, list[Run]] = {}
+        self._long: dict[int, list[Run]] = {}
         """Longer runs, by each block of ids that they touch."""
         self._heap: list[tuple[int, int, Run]] = []
         self._dead = 0
@@ -132,8 +137,8 @@ class InFlight:
         if run.end - run.first == 1:
             self._singles[run.first] = run
         else:
-            blocks = self._blocks
-            for block in range(run.first >> _BLOCK_BITS, (run.end - 1 >> _BLOCK_BITS) + 1):
+            blocks, touched = self._blocks_of(run)
+            for block in touched:
                 touching = blocks.get(block)
                 if touching is None:
                     blocks[block] = [run]
@@ -144,12 +149,22 @@ class InFlight:
         run.client.runs.add(run)
         heappush(self._heap, (run.deadline_ns, next(_order), run))
 
+    def _blocks_of(self, run: Run) -> tuple[dict[int, list[Run]], range]:
+        """Where a run of several messages is registered."""
+        last = run.end - 1
+        if run.end - run.first >= _LONG:
+            return self._long, range(run.first >> _LONG_BITS, (last >> _LONG_BITS) + 1)
+        return self._short, range(run.first >> _SHORT_BITS, (last >> _SHORT_BITS) + 1)
+
     def find(self, message_id: int) -> Run | None:
         """The run in which the message is in flight."""
         run = self._singles.get(message_id)
         if run is not None:
             return run
-        for run in self._blocks.get(message_id >> _BLOCK_BITS, ()):
+        for run in self._long.get(message_id >> _LONG_BITS, ()):
+            if run.holds(message_id):
+                return run
+        for run in self._short.get(message_id >> _SHORT_BITS, ()):
             if run.holds(message_id):
                 return run
         return None
@@ -169,10 +184,11 @@ class InFlight:
         if run.end - run.first == 1:
             del self._singles[run.first]
         else:
-            for block in range(run.first >> _BLOCK_BITS, (run.end - 1 >> _BLOCK_BITS) + 1):
-                touching = self._blocks[block]
+            blocks, touched = self._blocks_of(run)
+            for block in touched:
+                touching = blocks[block]
                 if len(touching) == 1:
-                    del self._blocks[block]
+                    del blocks[block]
                 else:
                     touching.remove(run)
         self._dead += 1
@@ -220,6 +236,7 @@ class InFlight:
             run.client.runs.discard(run)
         self.runs.clear()
         self._singles.clear()
-        self._blocks.clear()
+        self._short.clear()
+        self._long.clear()
         self._heap.clear()
         self._count = self._dead = 0

@@ -154,8 +154,8 @@ class Connection(asyncio.Protocol):
     def _receive(self, data: bytes) -> None:
         """Bytes of the conversation itself, whatever lies under it."""
         protocol = self._protocol
-        publish = protocol.receive_publish(data)
-        self._run((publish,) if publish is not None else protocol.receive_data(data))
+        command = protocol.receive_whole(data)
+        self._run((command,) if command is not None else protocol.receive_data(data))
 
     def _run(self, received: Iterable[commands.Command]) -> None:
         """Do what the client says, until it is to wait."""
@@ -283,6 +283,9 @@ class Connection(asyncio.Protocol):
 
     def _write(self, data: bytes | memoryview) -> None:
         if not self._outgoing:
+            if len(data) >= SEND_AT_ONCE and self._layers is None:
+                self._transport.write(data)
+                return
             self._nsqd.flush_later(self)
         self._outgoing.append(data)
         self._outgoing_size += len(data)

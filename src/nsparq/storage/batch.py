@@ -40,7 +40,18 @@ _BIG_ENDIAN = sys.byteorder == "big"
 class Batch:
     """Consecutive messages of a topic, in memory."""
 
-    __slots__ = ("base", "count", "data", "due_ns", "frames", "lengths", "size", "tag", "timestamps_ns")
+    __slots__ = (
+        "base",
+        "count",
+        "data",
+        "due_ns",
+        "end",
+        "frames",
+        "lengths",
+        "size",
+        "tag",
+        "timestamps_ns",
+    )
 
     def __init__(
         self,
@@ -54,6 +65,8 @@ class Batch:
         self.base = base
         """Sequence number of the first message."""
         self.count = len(lengths)
+        self.end = base + self.count
+        """The sequence number after the last message."""
         self.timestamps_ns = timestamps_ns
         self.due_ns = due_ns
         self.tag = tag
@@ -61,7 +74,7 @@ class Batch:
         self.data = data
         self.size = 2 * len(data) + 48 * len(lengths)
         """Bytes it is taken to occupy in memory, its frames included."""
-        self.frames: tuple[bytes, list[int]] | None = None
+        self.frames: tuple[bytes, array[int]] | None = None
         """Message frames and their offsets, once some channel has needed them; shared by all channels."""
 
     @classmethod
@@ -77,11 +90,6 @@ class Batch:
     def single(cls, sequence: int, timestamp_ns: int, body: bytes) -> Batch:
         return cls(sequence, timestamp_ns, 0, lengths_of([body]), body)
 
-    @property
-    def end(self) -> int:
-        """The sequence number after the last message."""
-        return self.base + self.count
-
     def bodies(self) -> list[bytes]:
         ends = np.cumsum(np.frombuffer(self.lengths, np.uint32), dtype=np.int64).tolist()
         return [self.data[a:b] for a, b in zip([0, *ends], ends, strict=False)]
@@ -89,6 +97,11 @@ class Batch:
     def timestamp_of(self, index: int) -> int:
         stamps = self.timestamps_ns
         return stamps if isinstance(stamps, int) else int(stamps[index])
+
+    def timestamps_of(self, index: int, count: int) -> Timestamps:
+        """Those of `count` messages from that one on."""
+        stamps = self.timestamps_ns
+        return stamps if isinstance(stamps, int) else stamps[index : index + count]
 
 
 def lengths_of(bodies: list[bytes]) -> array[int]:

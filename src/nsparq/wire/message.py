@@ -43,13 +43,15 @@ class Frames(NamedTuple):
     """The frames of consecutive messages; frame i is `buffer[offsets[i]:offsets[i + 1]]`."""
 
     buffer: bytes
-    offsets: list[int]
+    offsets: array[int]
+    """Of type "q"."""
 
 
 def build_frames(first_id: int, timestamps_ns: Timestamps, lengths: array[int], data: bytes) -> Frames:
     """First-delivery frames (attempts = 1) of the messages whose bodies lie end to end in `data`."""
     if kernel.build_frames is not None:
-        return Frames(*kernel.build_frames(first_id, timestamps_ns, lengths, data))
+        buffer, offsets = kernel.build_frames(first_id, timestamps_ns, lengths, data)
+        return Frames(buffer, array("q", offsets))
     if len(lengths) < _FEW and isinstance(timestamps_ns, int):
         return _build_few(first_id, timestamps_ns, lengths, data)
     count = len(lengths)
@@ -69,7 +71,7 @@ def build_frames(first_id: int, timestamps_ns: Timestamps, lengths: array[int], 
     pieces[0::2] = heads.view("V34").tolist()
     pieces[1::2] = [data[a:b] for a, b in zip([0, *body_ends], body_ends, strict=False)]
     ends += np.arange(FRAME_OVERHEAD, FRAME_OVERHEAD * (count + 1), FRAME_OVERHEAD)
-    return Frames(b"".join(pieces), [0, *ends.tolist()])
+    return Frames(b"".join(pieces), array("q", [0, *ends.tolist()]))
 
 
 def _build_few(first_id: int, timestamp_ns: int, lengths: array[int], data: bytes) -> Frames:
@@ -82,8 +84,8 @@ def _build_few(first_id: int, timestamp_ns: int, lengths: array[int], data: byte
         position += length
     if position != len(data):
         raise ValueError("lengths do not add up")
-    offsets = [0, *accumulate(length + FRAME_OVERHEAD for length in lengths)]
-    return Frames(b"".join(pieces), offsets)
+    offsets = accumulate((length + FRAME_OVERHEAD for length in lengths), initial=0)
+    return Frames(b"".join(pieces), array("q", offsets))
 
 
 def with_attempts(frame: bytes, attempts: int) -> bytes:

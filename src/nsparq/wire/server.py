@@ -60,6 +60,7 @@ _ALLOWED: Final = {
 }
 
 _SIZE = struct.Struct(">i")
+_SIZES = struct.Struct(">ii")
 _FIN_LINE = np.dtype([("word", "<u4"), ("id", "S16"), ("end", "u1")])
 _FIN_WORD = int.from_bytes(b"FIN ", "little")
 _FIN_WIDTH = _FIN_LINE.itemsize
@@ -131,11 +132,13 @@ class ServerProtocol:
         self._missing = 0
         yield from self._commands()
 
-    def receive_publish(self, data: bytes) -> Publish | None:
-        """The bytes from the peer as one PUB, if that is all they are and its line is known: what a busy
-        publisher sends, without what it takes to understand everything else."""
+    def receive_whole(self, data: bytes) -> Publish | Finish | None:
+        """The bytes from the peer as one command, if they are one PUB whose line is known, or nothing but FIN
+        lines: what busy clients send, without what it takes to understand everything else."""
         if self._missing or self._body is not None or self._position < len(self._buffer):
             return None
+        if data.startswith(b"FIN "):
+            return self._whole_fins(data)
         end = data.find(b"\n", 0, _SHORT_LINE)
         known = self._publish_lines.get(data[:end])
         if known is None or known[0] != "PUB" or len(data) < end + 5:
@@ -146,6 +149,16 @@ class ServerProtocol:
         self.commands += 1
         self._head = data[: end + 1]
         return Publish("PUB", known[1], PackedBodies(array("I", (size,)), data[end + 5 :]))
+
+    def _whole_fins(self, data: bytes) -> Finish | None:
+        if kernel.decode_fins is None or self.state == INIT or self._tls_missing:
+            return None
+        spans, behind = kernel.decode_fins(data, 0)
+        if behind != len(data) or not spans:
+            return None
+        self.commands += behind // _FIN_WIDTH
+        self._head = None
+        return Finish(spans)
 
     def receive_again(self, data: bytes) -> bytes | None:
         """The body, if the bytes from the peer are one PUB, and so were the last ones, to the same topic:
@@ -445,6 +458,9 @@ class ServerProtocol:
         return self._await_body(read_size, "E_BAD_MESSAGE", f"{verb} failed to read message body size")
 
     def _multiple(self, topic: str) -> Command | None:
+        whole = self._whole_multiple(topic)
+        if whole is not None:
+            return whole
         parts: list[PackedBodies] = []
         limits = self.limits
 
@@ -472,6 +488,21 @@ class ServerProtocol:
             return Publish("MPUB", topic, PackedBodies.join(parts))
 
         return self._await_body(read_size, "E_BAD_BODY", "MPUB failed to read body size")
+
+    def _whole_multiple(self, topic: str) -> Publish | None:
+        """An MPUB that is all there and in order, without what it takes to wait for the rest of another."""
+        buffer, position, limits = self._buffer, self._position, self.limits
+        if kernel.pack_messages is None or len(buffer) - position < 8:
+            return None
+        size, count = _SIZES.unpack_from(buffer, position)
+        fits = 4 < size <= limits.max_body_size and len(buffer) - position >= 4 + size
+        if not fits or not 1 <= count <= limits.max_mpub_count:
+            return None
+        sizes, data, behind = kernel.pack_messages(buffer, position + 8, count, limits.max_msg_size)
+        if len(sizes) != 4 * count or behind != position + 4 + size:
+            return None
+        self._position = behind
+        return Publish("MPUB", topic, PackedBodies(array("I", sizes), data))
 
     def _walk_messages(self, parts: list[PackedBodies], count: int) -> None:
         """Take the buffered messages of an MPUB as one more part. The declared body size is not what ends
