@@ -34,7 +34,7 @@ class Parameters:
 
     messages: int = 2_000_000
     backlog_messages: int = 2_000_000
-    fanout_messages: int = 400_000
+    fanout_messages: int = 1_000_000
     single_messages: int = 200_000
     memory_messages: int = 5_000_000
     idle_topics: int = 10_000

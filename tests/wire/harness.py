@@ -104,7 +104,11 @@ def _receive(protocol: ServerProtocol, piece: bytes, before: list[object]) -> It
         last = before[-1]
         assert isinstance(last, Publish)
         return [Publish("PUB", last.topic, PackedBodies.of([body]))]
-    publish = protocol.receive_whole(piece)
+    if piece.startswith(b"FIN "):
+        spans = protocol.receive_fins(piece)
+        if spans is not None:
+            return [Finish(spans)]
+    publish = protocol.receive_publish(piece)
     return protocol.receive_data(piece) if publish is None else [publish]
 
 

@@ -49,7 +49,7 @@ def test_a_body_is_any_bytes_up_to_the_largest_size(
 def test_a_publish_like_the_last_one_is_taken_by_its_body_alone() -> None:
     protocol, pub = started(LIMITS, b"PUB t\n" + sized(b"first")), b"PUB t\n" + sized(b"again")
     assert protocol.receive_again(pub) is None, "its line has not stood alone yet"
-    assert protocol.receive_whole(pub) == Publish("PUB", "t", [b"again"])
+    assert protocol.receive_publish(pub) == Publish("PUB", "t", [b"again"])
     assert [protocol.receive_again(pub), protocol.receive_again(pub)] == [b"again", b"again"]
     assert protocol.commands == 4
     for other in (pub[:-1], pub + b"x", b"PUB u\n" + sized(b"x"), b"PUB t\n" + sized(b"x" * 1001), pub * 2):

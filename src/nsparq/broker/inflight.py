@@ -1,15 +1,15 @@
 """What is in flight on a channel, by delivery rather than by message.
 
 Consecutive messages delivered together are one Run, and clients mostly answer them in order, so a run knows
-what is answered as "everything below `low`, and these few above". A run is found from a message id through
-the blocks of ids that it touches. Nothing here is linear in what is in flight: delivering and answering a
+what is answered as "everything below `low`, and these few above". A run is looked for among the oldest few of
+the latest ones, where it mostly is, and then through the blocks of ids that it touches. Nothing here is linear in what is in flight: delivering and answering a
 run in order costs the same for one message as for a thousand, and an answered run stays in the heap of
 deadlines until the heap is half dead.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -23,6 +23,8 @@ _LONG_BITS = 11
 """Long ones for each 2048, so that they have few entries."""
 _LONG = 256
 """From so many messages on a run is long."""
+_LATEST = 8
+"""So many runs are not registered at all: most are answered before others come."""
 
 _order = count()
 
@@ -38,6 +40,7 @@ class Run:
         "end",
         "first",
         "holes",
+        "is_registered",
         "low",
         "timestamps_ns",
     )
@@ -59,6 +62,7 @@ class Run:
         """Everything before this is answered."""
         self.holes: set[int] = set()
         """Ids beyond `low` that are answered."""
+        self.is_registered = False
         self.delivered_ns = now_ns
         self.deadline_ns = deadline_ns
         self.attempts = attempts
@@ -117,9 +121,11 @@ class InFlight:
         self._count = 0
         self._singles: dict[int, Run] = {}
         """Runs of one message, by its id."""
+        self._latest: deque[Run] = deque()
+        """Longer runs, the latest few of them."""
         self._short: dict[int, list[Run]] = {}
         self._long: dict[int, list[Run]] = {}
-        """Longer runs, by each block of ids that they touch."""
+        """The others, by each block of ids that they touch."""
         self._heap: list[tuple[int, int, Run]] = []
         self._dead = 0
 
@@ -134,20 +140,28 @@ class InFlight:
         return min((run.low for run in self.runs), default=None)
 
     def add(self, run: Run) -> None:
-        if run.end - run.first == 1:
+        count = run.end - run.first
+        if count == 1:
             self._singles[run.first] = run
         else:
-            blocks, touched = self._blocks_of(run)
-            for block in touched:
-                touching = blocks.get(block)
-                if touching is None:
-                    blocks[block] = [run]
-                else:
-                    touching.append(run)
-        self._count += run.end - run.first
+            latest = self._latest
+            latest.append(run)
+            if len(latest) > _LATEST:
+                self._register(latest.popleft())
+        self._count += count
         self.runs.add(run)
         run.client.runs.add(run)
         heappush(self._heap, (run.deadline_ns, next(_order), run))
+
+    def _register(self, run: Run) -> None:
+        run.is_registered = True
+        blocks, touched = self._blocks_of(run)
+        for block in touched:
+            touching = blocks.get(block)
+            if touching is None:
+                blocks[block] = [run]
+            else:
+                touching.append(run)
 
     def _blocks_of(self, run: Run) -> tuple[dict[int, list[Run]], range]:
         """Where a run of several messages is registered."""
@@ -161,6 +175,9 @@ class InFlight:
         run = self._singles.get(message_id)
         if run is not None:
             return run
+        for run in self._latest:
+            if run.holds(message_id):
+                return run
         for run in self._long.get(message_id >> _LONG_BITS, ()):
             if run.holds(message_id):
                 return run
@@ -183,6 +200,8 @@ class InFlight:
         run.client.runs.discard(run)
         if run.end - run.first == 1:
             del self._singles[run.first]
+        elif not run.is_registered:
+            self._latest.remove(run)
         else:
             blocks, touched = self._blocks_of(run)
             for block in touched:
@@ -236,6 +255,7 @@ class InFlight:
             run.client.runs.discard(run)
         self.runs.clear()
         self._singles.clear()
+        self._latest.clear()
         self._short.clear()
         self._long.clear()
         self._heap.clear()

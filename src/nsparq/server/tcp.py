@@ -154,8 +154,14 @@ class Connection(asyncio.Protocol):
     def _receive(self, data: bytes) -> None:
         """Bytes of the conversation itself, whatever lies under it."""
         protocol = self._protocol
-        command = protocol.receive_whole(data)
-        self._run((command,) if command is not None else protocol.receive_data(data))
+        if data.startswith(b"FIN "):
+            spans = protocol.receive_fins(data)
+            if spans is not None:
+                self._finish(spans)
+                self._last_command = self._loop.time()
+                return
+        publish = protocol.receive_publish(data)
+        self._run((publish,) if publish is not None else protocol.receive_data(data))
 
     def _run(self, received: Iterable[commands.Command]) -> None:
         """Do what the client says, until it is to wait."""
@@ -613,9 +619,12 @@ class Connection(asyncio.Protocol):
             channel.set_ready(self.client, command.count)
 
     def _on_finish(self, command: commands.Finish) -> None:
+        self._finish(command.spans)
+
+    def _finish(self, spans: list[tuple[int, int]]) -> None:
         channel = self.client.channel
         if channel is not None:
-            for error in channel.finish(self.client, command.spans, self._broker.clock()):
+            for error in channel.finish(self.client, spans, self._broker.clock()):
                 self._fail(error)
 
     def _on_requeue(self, command: commands.Requeue) -> None:

@@ -132,13 +132,11 @@ class ServerProtocol:
         self._missing = 0
         yield from self._commands()
 
-    def receive_whole(self, data: bytes) -> Publish | Finish | None:
-        """The bytes from the peer as one command, if they are one PUB whose line is known, or nothing but FIN
-        lines: what busy clients send, without what it takes to understand everything else."""
+    def receive_publish(self, data: bytes) -> Publish | None:
+        """The bytes from the peer as one PUB, if that is all they are and its line is known: what a busy
+        publisher sends, without what it takes to understand everything else."""
         if self._missing or self._body is not None or self._position < len(self._buffer):
             return None
-        if data.startswith(b"FIN "):
-            return self._whole_fins(data)
         end = data.find(b"\n", 0, _SHORT_LINE)
         known = self._publish_lines.get(data[:end])
         if known is None or known[0] != "PUB" or len(data) < end + 5:
@@ -150,7 +148,11 @@ class ServerProtocol:
         self._head = data[: end + 1]
         return Publish("PUB", known[1], PackedBodies(array("I", (size,)), data[end + 5 :]))
 
-    def _whole_fins(self, data: bytes) -> Finish | None:
+    def receive_fins(self, data: bytes) -> list[tuple[int, int]] | None:
+        """The bytes from the peer as spans of message ids, if they are nothing but FIN lines: what a busy
+        consumer sends."""
+        if self._missing or self._body is not None or self._position < len(self._buffer):
+            return None
         if kernel.decode_fins is None or self.state == INIT or self._tls_missing:
             return None
         spans, behind = kernel.decode_fins(data, 0)
@@ -158,7 +160,7 @@ class ServerProtocol:
             return None
         self.commands += behind // _FIN_WIDTH
         self._head = None
-        return Finish(spans)
+        return spans
 
     def receive_again(self, data: bytes) -> bytes | None:
         """The body, if the bytes from the peer are one PUB, and so were the last ones, to the same topic:
