@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import struct
 import subprocess
 import sys
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -101,8 +103,16 @@ class TestBothBuilds:
     @example(b"".join(b"FIN %016x\n" % n for n in [*range(TOP - 8, TOP + 1), *range(8)]))
     @example(b"FIN ffffffffffffffff\nFIN 0000000000000000\n" * 4)
     @example(b"FIN 0000000000000000\n" * 8)
+    @example(b"".join(b"FIN %016x\n" % n for n in range(0x0FF, 0x10A)))
+    @example(b"".join(b"FIN %016x\n" % n for n in range(0x9FFFFFFFFFF8, 0xA00000000008)))
+    @example(b"FIN ffffffffffffffff\nFIN!0000000000000000\n" * 4)
     def test_both_decode_the_same_fins(self, lines: bytes) -> None:
         assert_both_agree(lambda: hear(SUBSCRIBED + lines, Limits()))
+
+    @given(pubs=st.lists(st.tuples(st.sampled_from([b"t", b"tt"]), MESSAGE), min_size=1, max_size=6))
+    def test_both_take_the_same_single_messages(self, pubs: list[tuple[bytes, bytes]]) -> None:
+        pieces = [MAGIC, *(b"PUB %s\n%s" % pub for pub in pubs)]
+        assert_both_agree(lambda: talk(pieces, SMALL, eof=True))
 
     @given(count=st.integers(0, 13), messages=st.lists(MESSAGE, max_size=13).map(b"".join))
     def test_both_cut_an_mpub_into_the_same_messages(self, count: int, messages: bytes) -> None:
@@ -403,3 +413,45 @@ def assert_nothing_is_kept(call: Callable[[], object]) -> None:
     for _ in range(1000):
         call()
     assert sys.getallocatedblocks() - before < 500
+
+
+@needs_kernel
+class TestSendEach:
+    __test__ = CAN_BE_COMPILED
+
+    def test_every_socket_gets_the_bytes(self) -> None:
+        pairs = [socket.socketpair() for _ in range(5)]
+        try:
+            assert COMPILED["send_each"]([ours.fileno() for ours, _ in pairs], b"OK") == []
+            assert [theirs.recv(10) for _, theirs in pairs] == [b"OK"] * 5
+        finally:
+            close_all(pairs)
+
+    def test_those_that_take_less_are_named_with_what_they_took(self) -> None:
+        pairs = [socket.socketpair() for _ in range(4)]
+        full, gone = pairs[1][0], pairs[2]
+        full.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                full.send(bytes(4096))
+        gone[1].close()
+        try:
+            descriptors = [ours.fileno() for ours, _ in pairs]
+            descriptors.insert(2, -1)
+            assert COMPILED["send_each"](descriptors, b"OK") == [(1, 0), (2, 0), (3, 0)]
+            assert pairs[0][1].recv(10) == pairs[3][1].recv(10) == b"OK"
+        finally:
+            close_all(pairs)
+
+    @pytest.mark.parametrize(
+        "arguments", [(), ([1],), ((1,), b""), ([1], "x"), (["x"], b"x"), ([2**70], b"x")]
+    )
+    def test_wrong_arguments_are_refused(self, arguments: tuple[object, ...]) -> None:
+        with pytest.raises((TypeError, OverflowError)):
+            COMPILED["send_each"](*arguments)
+
+
+def close_all(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    for pair in pairs:
+        for end in pair:
+            end.close()

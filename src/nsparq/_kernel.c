@@ -6,9 +6,14 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <errno.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/socket.h>
 
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0
+#endif
 #define FRAME_OVERHEAD 34
 #define FIN_WIDTH 21
 #define BATCH_HEADER 48
@@ -101,6 +106,29 @@ pack_messages(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         from += 4 + size;
     }
     return Py_BuildValue("NNn", lengths, bodies, position);
+}
+
+PyDoc_STRVAR(take_publish_doc,
+"take_publish(buffer, line, max_size) -> body or None\n\n"
+"The body of the message, if the buffer is that line and one size-prefixed message of an allowed size.");
+
+static PyObject *
+take_publish(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3 || !PyBytes_Check(args[0]) || !PyBytes_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "take_publish(bytes, bytes, int)");
+        return NULL;
+    }
+    long long max_size = PyLong_AsLongLong(args[2]);
+    if (max_size == -1 && PyErr_Occurred())
+        return NULL;
+    const char *data = PyBytes_AS_STRING(args[0]), *line = PyBytes_AS_STRING(args[1]);
+    Py_ssize_t width = PyBytes_GET_SIZE(args[1]);
+    Py_ssize_t size = PyBytes_GET_SIZE(args[0]) - width - 4;
+    if (size <= 0 || size > max_size || size > INT32_MAX || memcmp(data, line, (size_t)width) != 0 ||
+        read_u32((const unsigned char *)data + width) != (uint32_t)size)
+        Py_RETURN_NONE;
+    return PyBytes_FromStringAndSize(data + width + 4, size);
 }
 
 static const char HEX[] = "0123456789abcdef";
@@ -477,11 +505,68 @@ failed:
     return NULL;
 }
 
+PyDoc_STRVAR(send_each_doc,
+"send_each(descriptors, data) -> [(index, sent), ...]\n\n"
+"Write the same few bytes to each of a list of sockets, without waiting for any. Gives those that did not take\n"
+"all of it, with the number of bytes they took: 0 if there was an error, which the next write will meet again.");
+
+static PyObject *
+send_each(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || !PyList_Check(args[0]) || !PyBytes_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "send_each(list, bytes)");
+        return NULL;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(args[0]);
+    const char *data = PyBytes_AS_STRING(args[1]);
+    Py_ssize_t size = PyBytes_GET_SIZE(args[1]);
+    PyObject *left = PyList_New(0);
+    int *fds = PyMem_Malloc((size_t)(count + 1) * sizeof(int));
+    Py_ssize_t *sent = PyMem_Malloc((size_t)(count + 1) * sizeof(Py_ssize_t));
+    if (left == NULL || fds == NULL || sent == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        long fd = PyLong_AsLong(PyList_GET_ITEM(args[0], i));
+        if (fd == -1 && PyErr_Occurred())
+            goto failed;
+        fds[i] = (int)fd;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < count; i++) {
+        do
+            sent[i] = send(fds[i], data, (size_t)size, MSG_DONTWAIT | MSG_NOSIGNAL);
+        while (sent[i] < 0 && errno == EINTR);
+    }
+    Py_END_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (sent[i] == size)
+            continue;
+        PyObject *pair = Py_BuildValue("nn", i, sent[i] < 0 ? 0 : sent[i]);
+        if (pair == NULL || PyList_Append(left, pair)) {
+            Py_XDECREF(pair);
+            goto failed;
+        }
+        Py_DECREF(pair);
+    }
+    PyMem_Free(fds);
+    PyMem_Free(sent);
+    return left;
+failed:
+    PyMem_Free(fds);
+    PyMem_Free(sent);
+    Py_XDECREF(left);
+    return NULL;
+}
+
 static PyMethodDef methods[] = {
     {"pack_messages", (PyCFunction)(void (*)(void))pack_messages, METH_FASTCALL, pack_messages_doc},
+    {"take_publish", (PyCFunction)(void (*)(void))take_publish, METH_FASTCALL, take_publish_doc},
     {"build_frames", (PyCFunction)(void (*)(void))build_frames, METH_FASTCALL, build_frames_doc},
     {"decode_fins", (PyCFunction)(void (*)(void))decode_fins, METH_FASTCALL, decode_fins_doc},
     {"unpack_batches", (PyCFunction)(void (*)(void))unpack_batches, METH_FASTCALL, unpack_batches_doc},
+    {"send_each", (PyCFunction)(void (*)(void))send_each, METH_FASTCALL, send_each_doc},
     {NULL, NULL, 0, NULL},
 };
 

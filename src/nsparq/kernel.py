@@ -11,14 +11,18 @@ from collections.abc import Callable
 from typing import Any, Final
 
 PackMessages = Callable[[bytes, int, int, int], tuple[bytes, bytes, int]]
+TakePublish = Callable[[bytes, bytes, int], bytes | None]
 BuildFrames = Callable[[int, Any, "array[int]", bytes], tuple[bytes, bytes]]
 DecodeFins = Callable[[bytes, int], tuple[list[tuple[int, int]], int]]
+SendEach = Callable[[list[int], bytes], list[tuple[int, int]]]
 UnpackBatches = Callable[[Any, int, int, int, int, int], tuple[bytes, bytes, bytes, int]]
 
 pack_messages: PackMessages | None = None
+take_publish: TakePublish | None = None
 build_frames: BuildFrames | None = None
 decode_fins: DecodeFins | None = None
 unpack_batches: UnpackBatches | None = None
+send_each: SendEach | None = None
 
 if not os.environ.get("NSPARQ_NO_EXTENSIONS"):
     try:
@@ -27,9 +31,11 @@ if not os.environ.get("NSPARQ_NO_EXTENSIONS"):
         pass
     else:
         pack_messages = _kernel.pack_messages
+        take_publish = _kernel.take_publish
         build_frames = _kernel.build_frames
         decode_fins = _kernel.decode_fins
         unpack_batches = _kernel.unpack_batches
+        send_each = _kernel.send_each
 
 BUILD: Final = "python" if pack_messages is None else "compiled"
 """Which of the two is in use; `nsqd --version` names it."""

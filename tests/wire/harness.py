@@ -28,7 +28,8 @@ ID = b"0123456789abcdef"
 NUMBER = 0x0123456789ABCDEF
 
 COMPILED: dict[str, Any] = {
-    name: getattr(kernel, name) for name in ("pack_messages", "build_frames", "decode_fins")
+    name: getattr(kernel, name)
+    for name in ("pack_messages", "take_publish", "build_frames", "decode_fins", "send_each")
 }
 
 

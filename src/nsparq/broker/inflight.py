@@ -1,10 +1,10 @@
 """What is in flight on a channel, by delivery rather than by message.
 
 Consecutive messages delivered together are one Run, and clients mostly answer them in order, so a run knows
-what is answered as "everything below `low`, and these few above". A run is looked for among the oldest few of
-the latest ones, where it mostly is, and then through the blocks of ids that it touches. Nothing here is linear in what is in flight: delivering and answering a
-run in order costs the same for one message as for a thousand, and an answered run stays in the heap of
-deadlines until the heap is half dead.
+what is answered as "everything below `low`, and these few above". A run is looked for among the latest few,
+where it mostly is, and then through the blocks of ids that it touches. Nothing here is linear in what is in
+flight: delivering and answering a run in order costs the same for one message as for a thousand, and an
+answered run stays in the heap of deadlines until the heap is half dead.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nsparq import logs
+from nsparq import kernel, logs
 from nsparq.addresses import join_address, remove_stale_socket, split_address
 from nsparq.broker.broker import Broker
 from nsparq.broker.scan import INTERVAL_S
@@ -37,6 +37,7 @@ from nsparq.server.statsd import Statsd, expand_prefix
 from nsparq.server.tcp import Connection
 from nsparq.storage.files import Files
 from nsparq.version import NSQ_VERSION, version_line
+from nsparq.wire.frames import OK
 from nsparq.wire.limits import Limits
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class Nsqd:
         self.connections: set[Connection] = set()
         self._talking: list[Connection] = []
         """Those that have something to say at the end of the turn."""
+        self._answered: list[Connection] = []
+        """Those that have to say OK before anything else."""
         self._is_turning = False
         """Whether that will happen by itself."""
         self.lag = LoopLag()
@@ -378,8 +381,29 @@ class Nsqd:
             self._is_turning = True
             self._loop.call_soon(self._flush_connections)
 
+    def answer_later(self, connection: Connection) -> None:
+        """Have a connection with nothing else to say say OK at the end of the turn."""
+        self._answered.append(connection)
+        if not self._is_turning:
+            self._is_turning = True
+            self._loop.call_soon(self._flush_connections)
+
+    def answer(self) -> None:
+        """Say OK to all who wait for it: several are told faster together."""
+        if not self._answered:
+            return
+        answered, self._answered = self._answered, []
+        if len(answered) > 1 and kernel.send_each is not None:
+            short = kernel.send_each([connection.descriptor for connection in answered], OK)
+            for index, sent in short:
+                answered[index].say_ok(sent)
+        else:
+            for connection in answered:
+                connection.say_ok(0)
+
     def _flush_connections(self) -> None:
         self._is_turning = False
+        self.answer()
         talking, self._talking = self._talking, []
         for connection in talking:
             try:

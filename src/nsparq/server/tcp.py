@@ -89,6 +89,7 @@ class Connection(asyncio.Protocol):
         self._outgoing: list[bytes | memoryview] = []
         """Frames of this turn that are to leave together, through the layers if there are any."""
         self._outgoing_size = 0
+        self._descriptor = -1
         self._waiting_for: asyncio.Task[None] | None = None
         """What must be done before anything further is heard from the client."""
         self._again: commands.Command | None = None
@@ -290,6 +291,7 @@ class Connection(asyncio.Protocol):
     def _write(self, data: bytes | memoryview) -> None:
         if not self._outgoing:
             if len(data) >= SEND_AT_ONCE and self._layers is None:
+                self._nsqd.answer()
                 self._transport.write(data)
                 return
             self._nsqd.flush_later(self)
@@ -300,6 +302,7 @@ class Connection(asyncio.Protocol):
 
     def flush(self) -> None:
         """Send what was said in this turn as one piece. Nothing leaves before the layers are up."""
+        self._nsqd.answer()
         outgoing, layers = self._outgoing, self._layers
         if not outgoing or (layers is not None and not self._is_confirmed):
             return
@@ -315,6 +318,20 @@ class Connection(asyncio.Protocol):
                 self._transport.write(_joined(outgoing))
         except LayerError as error:
             self._layer_failed(error)
+
+    @property
+    def descriptor(self) -> int:
+        """Where bytes may be written that nothing is ahead of; -1 if there is no such place."""
+        if self._is_closing or self._transport.is_closing() or self._transport.get_write_buffer_size():
+            return -1
+        if self._descriptor < 0:
+            self._descriptor = self._transport.get_extra_info("socket").fileno()
+        return self._descriptor
+
+    def say_ok(self, sent: int) -> None:
+        """Say the rest of an OK of which so many bytes have been written already."""
+        if not self._is_closing:
+            self._transport.write(OK[sent:])
 
     # waiting
 
@@ -417,7 +434,7 @@ class Connection(asyncio.Protocol):
             if replies or self._outgoing or self._layers is not None:
                 self._write(OK)
             else:
-                self._transport.write(OK)
+                self._nsqd.answer_later(self)
             while replies and replies[0] is not None:
                 self._write(replies.popleft())  # type: ignore[arg-type]  # just seen not to be None
             if self._is_ending and not replies:
@@ -451,6 +468,7 @@ class Connection(asyncio.Protocol):
         """End the connection after what is written has left, or after a while all the same."""
         if self._is_closing:
             return
+        self._nsqd.answer()
         self._is_closing = True
         if self.client.channel is not None:
             self.client.channel.remove_client(self.client)

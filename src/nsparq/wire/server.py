@@ -166,14 +166,12 @@ class ServerProtocol:
         """The body, if the bytes from the peer are one PUB, and so were the last ones, to the same topic:
         what a publisher sends that waits for each answer."""
         head = self._head
-        if head is None or not data.startswith(head):
+        if head is None:
             return None
-        start = len(head) + 4
-        size = len(data) - start
-        if not 0 < size <= self.limits.max_msg_size or _SIZE.unpack_from(data, len(head))[0] != size:
-            return None
-        self.commands += 1
-        return data[start:]
+        body = (kernel.take_publish or _take_publish)(data, head, self.limits.max_msg_size)
+        if body is not None:
+            self.commands += 1
+        return body
 
     def receive_eof(self) -> None:
         """The peer is done. Raises if it stopped in the middle of a command's body."""
@@ -550,6 +548,15 @@ class ServerProtocol:
                 position = end
         finally:
             self._position = position
+
+
+def _take_publish(data: bytes, line: bytes, max_size: int) -> bytes | None:
+    """The body of the message, if `data` is that line and one message of an allowed size."""
+    start = len(line) + 4
+    size = len(data) - start
+    if not 0 < size <= max_size or not data.startswith(line):
+        return None
+    return data[start:] if _SIZE.unpack_from(data, len(line))[0] == size else None
 
 
 def decode_multiple(body: bytes, limits: Limits) -> PackedBodies:
