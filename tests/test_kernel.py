@@ -23,6 +23,7 @@ from nsparq.packed import PackedBodies
 from nsparq.wire.limits import Limits
 from nsparq.wire.message import build_frames
 from nsparq.wire.server import MAGIC
+from tests.support import sized
 from tests.wire.harness import BUILDS, COMPILED, Outcome, talk, using
 
 CAN_BE_COMPILED = len(BUILDS) > 1
@@ -108,6 +109,20 @@ class TestBothBuilds:
     @example(b"FIN ffffffffffffffff\nFIN!0000000000000000\n" * 4)
     def test_both_decode_the_same_fins(self, lines: bytes) -> None:
         assert_both_agree(lambda: hear(SUBSCRIBED + lines, Limits()))
+
+    @given(
+        publishes=st.lists(
+            st.tuples(st.sampled_from([b"PUB t\n", b"PUB t\n", b"PUB u\n", b"NOP\n"]), MESSAGE)
+            | st.tuples(
+                st.just(b"MPUB t\n"),
+                st.lists(MESSAGE, max_size=4).map(lambda m: sized(struct.pack(">i", len(m)) + b"".join(m))),
+            ),
+            max_size=8,
+        )
+    )
+    def test_both_take_the_same_runs_of_publishes(self, publishes: list[tuple[bytes, bytes]]) -> None:
+        data = MAGIC + b"".join(line + content for line, content in publishes)
+        assert_both_agree(lambda: hear(data, SMALL))
 
     @given(pubs=st.lists(st.tuples(st.sampled_from([b"t", b"tt"]), MESSAGE), min_size=1, max_size=6))
     def test_both_take_the_same_single_messages(self, pubs: list[tuple[bytes, bytes]]) -> None:

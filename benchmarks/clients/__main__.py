@@ -1,15 +1,16 @@
 """Python clients for NSQ side by side, each in a process of its own, against the same broker.
 
-    python -m benchmarks.clients [--messages 48000] [--rounds 5] [--only publish …] [--command 'nsqd …']
+    python -m benchmarks.clients [--messages 48000] [--rounds 5] [--only …] [--loop uvloop] [--command …]
 
 publish N           single messages, N calls at a time, each acknowledged
-publish by N        batches of N (MPUB), 16 calls at a time; 4 where N is 200
+publish by N        batches of N (MPUB), 16 calls at a time
 consume             single messages to a handler that does nothing, from a full topic, 200 in flight
 consume by 200      the same in batches, 400 in flight; compared to single ones, which is all the others have
 
 Rounds alternate over the libraries; shown are medians. Beside the rate stands the processor time per message
 of the client, and of the broker while it served it. Where the broker is the limit the rates say little, and
-that of the client says what is left for the program.
+that of the client says what is left for the program. Libraries on asyncio run on the --loop that is asked
+for; gnsq brings its own.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Row(NamedTuple):
 ROWS = {
     "publish 16": Row("publish", {"tasks": 16}, 1),
     "publish 100": Row("publish", {"tasks": 100}, 1),
-    "publish by 20": Row("publish_batches", {"batch": 20, "tasks": 16}, 4),
-    "publish by 200": Row("publish_batches", {"batch": 200, "tasks": 4}, 8),
+    "publish by 20": Row("publish_batches", {"batch": 20, "tasks": 16}, 10),
+    "publish by 200": Row("publish_batches", {"batch": 200, "tasks": 16}, 40),
     "consume": Row("consume", {}, 1),
     "consume by 200": Row("consume_batches", {"batch": 200, "in_flight": 400}, 2, (), "consume"),
 }
@@ -98,6 +99,9 @@ def main() -> None:
     parser.add_argument("--messages", type=int, default=48_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--command", default=OURS, help="the broker; ours unless told otherwise")
+    parser.add_argument(
+        "--loop", choices=("asyncio", "uvloop"), default="asyncio", help="of those on asyncio"
+    )
     parser.add_argument("--only", action="append", choices=sorted(ROWS))
     arguments = parser.parse_args()
     rows = {title: row for title, row in ROWS.items() if not arguments.only or title in arguments.only}
@@ -111,7 +115,9 @@ def main() -> None:
             for title, row in rows.items():
                 for library in ("nsparq", *row.others):
                     topic = f"{library}.{row.what}.{number}.{time.time_ns() % 10**9}"
-                    load = Load(row.what, address, topic, count * row.share, **row.settings)
+                    load = Load(
+                        row.what, address, topic, count * row.share, loop=arguments.loop, **row.settings
+                    )
                     figures[title][library].append(run(library, load, broker))
     print(f"\n{'messages':>23} {'client':>11} {'broker':>13}  (processor time of each per message)")
     medians = {

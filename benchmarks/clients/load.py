@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 
 
@@ -20,6 +22,7 @@ class Load:
     batch: int = 200
     size: int = 100
     in_flight: int = 200
+    loop: str = "asyncio"
     _began: float = field(default=0.0, repr=False)
     _cpu: float = field(default=0.0, repr=False)
     _seen: int = field(default=0, repr=False)
@@ -30,6 +33,19 @@ class Load:
 
     def to_argument(self) -> str:
         return json.dumps({name: value for name, value in asdict(self).items() if not name.startswith("_")})
+
+    def run(self, work: Callable[[Load], Awaitable[None]]) -> None:
+        """On the event loop that is asked for; what is written for another one takes no notice."""
+
+        async def main() -> None:
+            await work(self)
+
+        if self.loop == "uvloop":
+            import uvloop
+
+            uvloop.run(main())
+        else:
+            asyncio.run(main())
 
     @property
     def body(self) -> bytes:

@@ -71,4 +71,4 @@ async def consume_batches(load: Load) -> None:
 
 if __name__ == "__main__":
     load = Load.from_arguments()
-    asyncio.run(globals()[load.what](load))
+    load.run(globals()[load.what])

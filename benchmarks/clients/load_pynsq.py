@@ -72,5 +72,5 @@ async def consume(load: Load) -> None:
 
 if __name__ == "__main__":
     load = Load.from_arguments()
-    asyncio.run(globals()[load.what](load))
+    load.run(globals()[load.what])
     os._exit(0)

@@ -131,6 +131,151 @@ take_publish(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     return PyBytes_FromStringAndSize(data + width + 4, size);
 }
 
+PyDoc_STRVAR(take_publishes_doc,
+"take_publishes(buffer, position, line, is_multi, max_size, max_body_size) -> (counts, lengths, data, position)\n\n"
+"The messages of the PUBs, or MPUBs, that follow each other from `position` on, each with the same line before\n"
+"it: how many messages each command has, their sizes as native 32-bit numbers, and the bodies end to end.\n"
+"Stops before a command that is incomplete or not in order.");
+
+/* The bytes of an MPUB's messages behind its two numbers, and their count; -1 if it is not in order. */
+static Py_ssize_t
+check_messages(const unsigned char *p, Py_ssize_t available, long long max_size, long long max_body, Py_ssize_t *count)
+{
+    if (available < 8)
+        return -1;
+    uint32_t size = read_u32(p), wanted = read_u32(p + 4);
+    if (size <= 4 || size > max_body || available - 4 < size || wanted == 0 || wanted > size / 4)
+        return -1;
+    const unsigned char *end = p + 4 + size;
+    p += 8;
+    for (uint32_t i = 0; i < wanted; i++) {
+        if (end - p < 4)
+            return -1;
+        uint32_t length = read_u32(p);
+        if (length == 0 || length > max_size || end - p - 4 < length)
+            return -1;
+        p += 4 + length;
+    }
+    *count = wanted;
+    return p == end ? (Py_ssize_t)size - 4 : -1;
+}
+
+static PyObject *
+take_publishes(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 6 || !PyBytes_Check(args[0]) || !PyBytes_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "take_publishes(bytes, int, bytes, bool, int, int)");
+        return NULL;
+    }
+    const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(args[0]);
+    Py_ssize_t available = PyBytes_GET_SIZE(args[0]);
+    Py_ssize_t start = PyLong_AsSsize_t(args[1]);
+    if (start == -1 && PyErr_Occurred())
+        return NULL;
+    const char *line = PyBytes_AS_STRING(args[2]);
+    Py_ssize_t width = PyBytes_GET_SIZE(args[2]);
+    int is_multi = PyObject_IsTrue(args[3]);
+    if (is_multi < 0)
+        return NULL;
+    long long max_size = PyLong_AsLongLong(args[4]);
+    if (max_size == -1 && PyErr_Occurred())
+        return NULL;
+    long long max_body = PyLong_AsLongLong(args[5]);
+    if (max_body == -1 && PyErr_Occurred())
+        return NULL;
+    if (start < 0) {
+        PyErr_SetString(PyExc_ValueError, "position is negative");
+        return NULL;
+    }
+    /* Once to see what there is, and once to take it. */
+    Py_ssize_t position = start, commands = 0, messages = 0, bytes = 0;
+    while (available - position > width + 4 && memcmp(data + position, line, (size_t)width) == 0) {
+        const unsigned char *p = data + position + width;
+        Py_ssize_t left = available - position - width, count = 1, size = read_u32(p);
+        if (is_multi)
+            size = check_messages(p, left, max_size, max_body, &count);
+        else if (size == 0 || size > max_size || left - 4 < size)
+            break;
+        if (size < 0)
+            break;
+        position += width + (is_multi ? 8 : 4) + size;
+        bytes += is_multi ? size - 4 * count : size;
+        messages += count;
+        commands++;
+    }
+    PyObject *counts = PyList_New(commands);
+    PyObject *lengths = PyBytes_FromStringAndSize(NULL, 4 * messages);
+    PyObject *bodies = PyBytes_FromStringAndSize(NULL, bytes);
+    if (counts == NULL || lengths == NULL || bodies == NULL)
+        goto failed;
+    char *length = PyBytes_AS_STRING(lengths), *body = PyBytes_AS_STRING(bodies);
+    const unsigned char *from = data + start;
+    for (Py_ssize_t i = 0; i < commands; i++) {
+        from += width;
+        uint32_t count = is_multi ? read_u32(from + 4) : 1;
+        PyObject *number = PyLong_FromUnsignedLong(count);
+        if (number == NULL)
+            goto failed;
+        PyList_SET_ITEM(counts, i, number);
+        from += is_multi ? 8 : 0;
+        for (uint32_t j = 0; j < count; j++) {
+            uint32_t size = read_u32(from);
+            memcpy(length, &size, 4);
+            memcpy(body, from + 4, size);
+            length += 4;
+            body += size;
+            from += 4 + size;
+        }
+    }
+    return Py_BuildValue("NNNn", counts, lengths, bodies, position);
+failed:
+    Py_XDECREF(counts);
+    Py_XDECREF(lengths);
+    Py_XDECREF(bodies);
+    return NULL;
+}
+
+PyDoc_STRVAR(encode_mpub_doc,
+"encode_mpub(topic, bodies) -> command or None\n\n"
+"An MPUB of a list or tuple of messages. None if they are anything but bytes, none of them empty.");
+
+static PyObject *
+encode_mpub(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || !PyBytes_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "encode_mpub(bytes, list or tuple)");
+        return NULL;
+    }
+    if (!PyList_CheckExact(args[1]) && !PyTuple_CheckExact(args[1]))
+        Py_RETURN_NONE;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(args[1]);
+    PyObject **bodies = PySequence_Fast_ITEMS(args[1]);
+    Py_ssize_t width = PyBytes_GET_SIZE(args[0]), total = 4 + 4 * count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (!PyBytes_CheckExact(bodies[i]) || PyBytes_GET_SIZE(bodies[i]) == 0)
+            Py_RETURN_NONE;
+        total += PyBytes_GET_SIZE(bodies[i]);
+    }
+    if (count == 0 || total > INT32_MAX)
+        Py_RETURN_NONE;
+    PyObject *command = PyBytes_FromStringAndSize(NULL, 5 + width + 1 + 4 + total);
+    if (command == NULL)
+        return NULL;
+    unsigned char *out = (unsigned char *)PyBytes_AS_STRING(command);
+    memcpy(out, "MPUB ", 5);
+    memcpy(out + 5, PyBytes_AS_STRING(args[0]), (size_t)width);
+    out[5 + width] = '\n';
+    out = put_u32(out + 6 + width, (uint32_t)total);
+    out = put_u32(out, (uint32_t)count);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Py_ssize_t size = PyBytes_GET_SIZE(bodies[i]);
+        out = put_u32(out, (uint32_t)size);
+        memcpy(out, PyBytes_AS_STRING(bodies[i]), (size_t)size);
+        out += size;
+    }
+    return command;
+}
+
 static const char HEX[] = "0123456789abcdef";
 
 PyDoc_STRVAR(build_frames_doc,
@@ -562,6 +707,8 @@ failed:
 
 static PyMethodDef methods[] = {
     {"pack_messages", (PyCFunction)(void (*)(void))pack_messages, METH_FASTCALL, pack_messages_doc},
+    {"take_publishes", (PyCFunction)(void (*)(void))take_publishes, METH_FASTCALL, take_publishes_doc},
+    {"encode_mpub", (PyCFunction)(void (*)(void))encode_mpub, METH_FASTCALL, encode_mpub_doc},
     {"take_publish", (PyCFunction)(void (*)(void))take_publish, METH_FASTCALL, take_publish_doc},
     {"build_frames", (PyCFunction)(void (*)(void))build_frames, METH_FASTCALL, build_frames_doc},
     {"decode_fins", (PyCFunction)(void (*)(void))decode_fins, METH_FASTCALL, decode_fins_doc},

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -29,7 +30,15 @@ NUMBER = 0x0123456789ABCDEF
 
 COMPILED: dict[str, Any] = {
     name: getattr(kernel, name)
-    for name in ("pack_messages", "take_publish", "build_frames", "decode_fins", "send_each")
+    for name in (
+        "pack_messages",
+        "take_publishes",
+        "take_publish",
+        "encode_mpub",
+        "build_frames",
+        "decode_fins",
+        "send_each",
+    )
 }
 
 
@@ -92,6 +101,12 @@ class Outcome:
             for first, behind in command.spans:
                 assert 0 <= first < behind <= 1 << 64, f"not a span: {first:x}-{behind:x}"
                 self.commands += (("FIN", number) for number in range(first, behind))
+        elif isinstance(command, Publish) and command.counts:
+            assert sum(command.counts) == len(command.bodies)
+            bodies = iter(command.bodies)
+            for count in command.counts:
+                own = PackedBodies.of(islice(bodies, count))
+                self.commands.append(command._replace(bodies=own, counts=()))
         elif isinstance(command, Refusal):
             self.commands.append(str(command.error))
         else:

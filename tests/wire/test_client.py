@@ -13,7 +13,7 @@ from nsparq.wire import server
 from nsparq.wire.client import BadFrame, Error, Frame, FrameDecoder, Received, Response
 from nsparq.wire.commands import Auth, Identify, Publish, Ready, Requeue, StartClose, Subscribe, Touch
 from tests.support.scripted_nsqd import ERROR, MESSAGE, RESPONSE, frame, message_frame
-from tests.wire.harness import commands, finished
+from tests.wire.harness import both_builds, commands, finished, using
 
 ID = b"0123456789abcdef"
 HTTP_TEXT = "unexpected HTTP response, a nsqd TCP endpoint is required"
@@ -231,11 +231,22 @@ def test_the_magic_is_the_one_that_servers_know() -> None:
     assert wire.MAGIC == server.MAGIC
 
 
-@given(st.lists(st.binary(max_size=20), min_size=1, max_size=10))
-def test_many_messages_are_each_behind_its_size(bodies: list[bytes]) -> None:
+@both_builds
+@given(st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=10))
+def test_many_messages_are_each_behind_its_size(build: str, bodies: list[bytes]) -> None:
     content = struct.pack(">i", len(bodies))
     content += b"".join(struct.pack(">i", len(body)) + body for body in bodies)
-    assert wire.mpub(b"t", bodies) == b"MPUB t\n" + struct.pack(">i", len(content)) + content
+    expected = b"MPUB t\n" + struct.pack(">i", len(content)) + content
+    with using(build):
+        for given_as in (bodies, tuple(bodies), [bytearray(body) for body in bodies]):
+            assert wire.mpub(b"t", given_as) == expected
+
+
+@both_builds
+@pytest.mark.parametrize("bodies", [[], (), [b""], [b"x", b""], [b"x", bytearray()]])
+def test_no_messages_and_empty_ones_are_refused(build: str, bodies: list[bytes]) -> None:
+    with using(build), pytest.raises(ValueError, match="there must be messages, and none of them empty"):
+        wire.mpub(b"t", bodies)
 
 
 @pytest.mark.parametrize("others", [[], [b"x"], [b"four"]])

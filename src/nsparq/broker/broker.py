@@ -273,10 +273,12 @@ class Broker:
         defer_ms: int,
         done: Callable[[str, Exception | None], None],
         verb: str,
+        *,
+        has_company: bool = False,
     ) -> None:
         topic = self.topics.get(topic_name) or self.get_topic(topic_name)
         due_ns = self.clock() + defer_ms * 1_000_000 if defer_ms else 0
-        topic.publish(bodies, due_ns, done, verb)
+        topic.publish(bodies, due_ns, done, verb, has_company=has_company)
 
     def subscribe(self, client: Client, topic_name: str, channel_name: str) -> None:
         """Raises Exiting or SubscribeRefused."""

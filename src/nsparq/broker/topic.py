@@ -247,8 +247,11 @@ class Topic:
         """Channels see no further than this."""
         return self._pause_position if self.paused else self.log.end
 
-    def publish(self, bodies: Sequence[bytes], due_ns: int, done: Done, verb: str) -> None:
-        """Append at the end of this turn; `done` is called then, or when the disk has it."""
+    def publish(
+        self, bodies: Sequence[bytes], due_ns: int, done: Done, verb: str, *, has_company: bool = False
+    ) -> None:
+        """Append at the end of this turn; `done` is called then, or when the disk has it. With company, more
+        is about to be published by the same client."""
         if self.is_exiting:
             raise Exiting
         packed = PackedBodies.of(bodies)
@@ -260,7 +263,8 @@ class Topic:
             self._pack_singles()
             self._published.append(packed)
             self._gathered += len(packed.lengths)
-        enough = EAGER_BATCH if len(self.channels) < MANY_CHANNELS else MAX_BATCH
+        gains = has_company or len(self.channels) >= MANY_CHANNELS
+        enough = MAX_BATCH if gains else EAGER_BATCH
         if self._gathered >= enough or len(packed.data) >= EAGER_BYTES:
             self.flush(self.broker.clock())
         else:

@@ -143,8 +143,6 @@ class Producer:
     async def publish_many(self, topic: str, bodies: Sequence[bytes]) -> None:
         """Publish several messages, all or none of them. Raises as publish()."""
         name = self._names.get(topic) or self._name(topic)
-        if not bodies or not all(bodies):
-            raise ValueError("there must be messages, and none of them empty")
         await self._send(wire.mpub(name, bodies))
 
     def _name(self, topic: str) -> bytes:

@@ -16,6 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nsparq.broker.broker import Broker
@@ -424,6 +425,14 @@ class Connection(asyncio.Protocol):
         else:
             self._write(frame)
 
+    def _all_published(self, count: int, verb: str, error: Exception | None) -> None:
+        """So many of the oldest unanswered publishes are done."""
+        if error is None and not self._is_closing:
+            for _ in range(count - 1):
+                self._replies.popleft()
+            self._write(OK * (count - 1))
+        self._published(verb, error)
+
     def _published(self, verb: str, error: Exception | None) -> None:
         """The oldest unanswered publish is done."""
         if self._is_closing:
@@ -619,11 +628,20 @@ class Connection(asyncio.Protocol):
         verb = command.verb
         if self._nsqd.authenticator is not None and not self._may(command, verb, command.topic, ""):
             return
-        self._replies.append(None)
+        count = len(command.counts) or 1
+        self._replies.extend((None,) * count)
         try:
-            self._broker.publish(command.topic, command.bodies, command.defer_ms, self._published, verb)
+            self._broker.publish(
+                command.topic,
+                command.bodies,
+                command.defer_ms,
+                self._published if count == 1 else partial(self._all_published, count),
+                verb,
+                has_company=self._protocol.has_more,
+            )
         except (Exiting, StorageError, OSError) as error:
-            self._replies.pop()
+            for _ in range(count):
+                self._replies.pop()
             raise FatalClientError(f"E_{verb}_FAILED", f"{verb} failed {_reason(error)}") from error
         self.client.publish_counts[command.topic] += len(command.bodies)
         if verb == "PUB" and self._layers is None and self._nsqd.authenticator is None:

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from nsparq import kernel
 from nsparq.errors import NsparqError
 from nsparq.wire.frames import MESSAGE, RESPONSE
 
@@ -194,8 +195,15 @@ def dpub(topic: bytes, delay_ms: int, body: bytes) -> bytes:
 
 
 def mpub(topic: bytes, bodies: Sequence[bytes]) -> bytes:
+    """Raises ValueError if there is no message, or an empty one."""
+    if kernel.encode_mpub is not None:
+        encoded = kernel.encode_mpub(topic, bodies)
+        if encoded is not None:
+            return encoded
     pack, count = _pack_size, len(bodies)
     sizes = [*map(len, bodies)]
+    if not count or not all(sizes):
+        raise ValueError("there must be messages, and none of them empty")
     total = 4 * count + sum(sizes)
     head = b"MPUB %b\n%b%b" % (topic, pack(4 + total), pack(count))
     # Sizes and bodies in turn, without a loop of ours.

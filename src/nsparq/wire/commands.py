@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +31,9 @@ class Publish(NamedTuple):
     topic: str
     bodies: PackedBodies
     defer_ms: int = 0
+    counts: Sequence[int] = ()
+    """A run of PUBs or MPUBs to one topic may come as one, each with so many of the messages. Each has its
+    answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,6 @@ _ALLOWED: Final = {
 }
 
 _SIZE = struct.Struct(">i")
-_SIZES = struct.Struct(">ii")
 _FIN_LINE = np.dtype([("word", "<u4"), ("id", "S16"), ("end", "u1")])
 _FIN_WORD = int.from_bytes(b"FIN ", "little")
 _FIN_WIDTH = _FIN_LINE.itemsize
@@ -173,6 +172,11 @@ class ServerProtocol:
             self.commands += 1
         return body
 
+    @property
+    def has_more(self) -> bool:
+        """Whether bytes have come behind the last command."""
+        return self._position < len(self._buffer)
+
     def receive_eof(self) -> None:
         """The peer is done. Raises if it stopped in the middle of a command's body."""
         if self._body is not None:
@@ -220,8 +224,11 @@ class ServerProtocol:
             raise _Incomplete(0)
         known = self._publish_lines.get(buffer[start:end])
         if known is not None:
-            self._position = end + 1
             verb, topic = known
+            run = self._take_publishes(verb, topic, end + 1)
+            if run is not None:
+                return run
+            self._position = end + 1
             return self._single("PUB", topic, 0) if verb == "PUB" else self._multiple(topic)
         if buffer.startswith(b"FIN ", start) and self.state != INIT and not self._tls_missing:
             command = self._take_fin_run(start)
@@ -432,6 +439,27 @@ class ServerProtocol:
             self._publish_lines.clear()
         self._publish_lines[line] = verb, topic
 
+    def _take_publishes(self, verb: str, topic: str, line_end: int) -> Publish | None:
+        """All PUBs or MPUBs from here on that have the same line before them, whole and in order, as one
+        command. None if there are none: what is to be said of the first is said elsewhere."""
+        if kernel.take_publishes is None:
+            return None
+        buffer, start, limits = self._buffer, self._position, self.limits
+        counts, sizes, data, behind = kernel.take_publishes(
+            buffer,
+            start,
+            buffer[start:line_end],
+            verb == "MPUB",
+            limits.max_msg_size,
+            limits.max_body_size,
+        )
+        if not counts:
+            return None
+        self._position = behind
+        self.commands += len(counts) - 1
+        bodies = PackedBodies(array("I", sizes), data)
+        return Publish(verb, topic, bodies, 0, counts) if len(counts) > 1 else Publish(verb, topic, bodies)
+
     def _single(self, verb: str, topic: str, defer_ms: int) -> Command | None:
         buffer, position = self._buffer, self._position
         if len(buffer) - position >= 4:
@@ -458,9 +486,6 @@ class ServerProtocol:
         return self._await_body(read_size, "E_BAD_MESSAGE", f"{verb} failed to read message body size")
 
     def _multiple(self, topic: str) -> Command | None:
-        whole = self._whole_multiple(topic)
-        if whole is not None:
-            return whole
         parts: list[PackedBodies] = []
         limits = self.limits
 
@@ -488,21 +513,6 @@ class ServerProtocol:
             return Publish("MPUB", topic, PackedBodies.join(parts))
 
         return self._await_body(read_size, "E_BAD_BODY", "MPUB failed to read body size")
-
-    def _whole_multiple(self, topic: str) -> Publish | None:
-        """An MPUB that is all there and in order, without what it takes to wait for the rest of another."""
-        buffer, position, limits = self._buffer, self._position, self.limits
-        if kernel.pack_messages is None or len(buffer) - position < 8:
-            return None
-        size, count = _SIZES.unpack_from(buffer, position)
-        fits = 4 < size <= limits.max_body_size and len(buffer) - position >= 4 + size
-        if not fits or not 1 <= count <= limits.max_mpub_count:
-            return None
-        sizes, data, behind = kernel.pack_messages(buffer, position + 8, count, limits.max_msg_size)
-        if len(sizes) != 4 * count or behind != position + 4 + size:
-            return None
-        self._position = behind
-        return Publish("MPUB", topic, PackedBodies(array("I", sizes), data))
 
     def _walk_messages(self, parts: list[PackedBodies], count: int) -> None:
         """Take the buffered messages of an MPUB as one more part. The declared body size is not what ends
