@@ -37,7 +37,9 @@ MAY_IMPORT = {
     "wire": BASE | {"kernel"},
     "storage": BASE,
     "broker": BASE | {"options", "storage", "wire"},
-    "server": BASE | DAEMON | {"broker", "fetch", "flags", "options", "storage", "transport", "wire"},
+    "server": BASE
+    | DAEMON
+    | {"broker", "fetch", "flags", "kernel", "options", "storage", "transport", "wire"},
     "lookup": BASE | DAEMON | {"wire"},
     # Of the server it knows the policy file, by which both decide who may do what.
     "admin": BASE | DAEMON | {"fetch", "flags", "server", "storage"},
