@@ -393,7 +393,7 @@ class Nsqd:
         if not self._answered:
             return
         answered, self._answered = self._answered, []
-        if len(answered) > 1 and kernel.send_each is not None:
+        if kernel.send_each is not None:
             short = kernel.send_each([connection.descriptor for connection in answered], OK)
             for index, sent in short:
                 answered[index].say_ok(sent)

@@ -644,6 +644,9 @@ class Connection(asyncio.Protocol):
                 self._replies.pop()
             raise FatalClientError(f"E_{verb}_FAILED", f"{verb} failed {_reason(error)}") from error
         self.client.publish_counts[command.topic] += len(command.bodies)
+        if not self._replies:
+            # It was appended at once, so that the client can go on while we serve the others.
+            self._nsqd.answer()
         if verb == "PUB" and self._layers is None and self._nsqd.authenticator is None:
             self._last_topic = self._broker.topics.get(command.topic)
         if len(self._replies) >= MAX_UNANSWERED:
