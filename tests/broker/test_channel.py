@@ -975,3 +975,90 @@ def test_without_the_experiment_it_makes_no_difference_where_a_client_is(make_ri
     rig.publish("t", *(b"%d" % number for number in range(24)))
     assert [len(client.messages) for client in clients] == [8, 8, 8]
     assert not [key for key in rig.broker.stats()["topics"][0]["channels"][0] if key.endswith("_msg_count")]
+
+
+# Runs that grow over several batches.
+
+
+def pile_up(rig: Rig, batches: int = 3, size: int = 4) -> list[bytes]:
+    """Batches of their own in the log, for a channel that nobody listens to yet."""
+    rig.channel()
+    made = []
+    for number in range(batches):
+        batch = [b"%d.%d" % (number, index) for index in range(size)]
+        rig.publish("t", *batch)
+        made += batch
+    return made
+
+
+def test_what_goes_to_one_client_in_one_go_is_one_run_however_many_batches_it_was(rig: Rig):
+    expected = pile_up(rig)
+    client = rig.subscribe(rdy=100)
+    assert client.take_bodies() == expected
+    assert len(rig.channel().in_flight.runs) == 1
+    assert client.in_flight == len(expected)
+    assert not rig.finish(client, *client.messages)
+    assert counts(rig.channel()) == (0, 0, 0)
+    assert not rig.channel().in_flight.runs
+
+
+def test_two_clients_have_runs_of_their_own(rig: Rig):
+    expected = pile_up(rig)
+    first, second = rig.subscribe(), rig.subscribe()
+    for client in (first, second):
+        rig.channel().set_ready(client, 100)
+    rig.turn()
+    assert sorted(first.take_bodies() + second.take_bodies()) == expected
+    for client in (first, second):
+        assert sum(run.end - run.first for run in client.runs) == client.in_flight > 0
+        assert not rig.finish(client, *client.messages)
+    assert counts(rig.channel()) == (0, 0, 0)
+
+
+def test_a_message_in_the_middle_of_a_long_run_can_be_touched_requeued_and_time_out(rig: Rig):
+    pile_up(rig)
+    client = rig.subscribe(rdy=100)
+    messages = client.take()
+    rig.pass_time(30)
+    rig.touch(client, messages[6])
+    rig.requeue(client, messages[9])
+    assert [message.body for message in client.take()] == [messages[9].body]
+    rig.pass_time(31)
+    again = client.take()
+    touched = {messages[6].body, messages[9].body}
+    assert {message.body for message in again} == {message.body for message in messages} - touched
+    assert {message.attempts for message in again} == {2}
+
+
+def test_a_client_that_goes_while_it_is_being_sent_to_leaves_everything_to_the_next(rig: Rig):
+    expected = pile_up(rig)
+    client = FakeClient("going")
+    rig.broker.clients.add(client)
+    rig.broker.subscribe(client, "t", "c")
+    keep = client.send
+
+    def send(data: bytes | memoryview) -> None:
+        keep(data)
+        if len(client.sends) == 2:
+            rig.channel().remove_client(client)
+
+    client.send = send
+    rig.ready(client, 100)
+    assert rig.subscribe(rdy=100).take_bodies() == expected
+    assert counts(rig.channel()) == (0, len(expected), 0)
+
+
+def test_where_latencies_are_recorded_each_message_keeps_its_publish_time(make_rig: MakeRig):
+    rig = make_rig(e2e_processing_latency_percentile=(1.0,))
+    rig.channel()
+    for _ in range(3):
+        rig.publish("t", b"x", b"y")
+        rig.clock.advance(1)
+    client = rig.subscribe(rdy=100)
+    messages = client.take()
+    assert len(rig.channel().in_flight.runs) == 3
+    rig.touch(client, messages[3])
+    rig.finish(client, *messages)
+    stats = rig.channel().stats(include_clients=False, now_ns=rig.clock())
+    (percentile,) = stats["e2e_processing_latency"]["percentiles"]
+    assert percentile["value"] == pytest.approx(3 * SECOND, rel=0.05)
