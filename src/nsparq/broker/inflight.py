@@ -9,7 +9,7 @@ answered run stays in the heap of deadlines until the heap is half dead.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -121,7 +121,7 @@ class InFlight:
         self._count = 0
         self._singles: dict[int, Run] = {}
         """Runs of one message, by its id."""
-        self._latest: deque[Run] = deque()
+        self._latest: list[Run] = []
         """Longer runs, the latest few of them."""
         self._short: dict[int, list[Run]] = {}
         self._long: dict[int, list[Run]] = {}
@@ -147,7 +147,7 @@ class InFlight:
             latest = self._latest
             latest.append(run)
             if len(latest) > _LATEST:
-                self._register(latest.popleft())
+                self._register(latest.pop(0))
         self._count += count
         self.runs.add(run)
         run.client.runs.add(run)
