@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from zipfile import ZipFile
 
 import pyarrow
+import pyspark
 import pytest
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
@@ -18,6 +20,7 @@ from nsparq.spark import home as home_module
 from nsparq.spark import session as module
 from nsparq.spark.package import package_file
 from nsparq.spark.session import (
+    ALWAYS_SET,
     CHATTER,
     CHECKPOINT_MANAGER,
     LOGGING,
@@ -247,3 +250,12 @@ def test_a_second_call_gives_the_same_session_and_changes_what_can_be_changed(sp
     assert module.build_session(master="local[7]", conf=conf) is spark
     assert spark.conf.get("spark.sql.shuffle.partitions") == "3"
     assert spark.conf.get("spark.driver.memory") != "9g"
+
+
+def test_what_a_starting_stream_enters_into_the_shared_environment_is_there_from_the_beginning() -> None:
+    """Another version of Spark may enter more: then two streams that start at once spoil their tasks."""
+    (jar,) = Path(pyspark.__file__).parent.glob("jars/spark-sql_*.jar")
+    name = "org/apache/spark/sql/execution/python/streaming/PythonStreamingSourceRunner.class"
+    with ZipFile(jar) as archive:
+        entered = set(re.findall(rb"SPARK_[A-Z_]+", archive.read(name)))
+    assert entered == {key.encode() for key in ALWAYS_SET}

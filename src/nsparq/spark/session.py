@@ -35,7 +35,12 @@ CHECKPOINT_MANAGER: Final = (
 UI_PORT: Final = 4040
 LOOPBACK: Final = "127.0.0.1"
 
-ALWAYS_SET: Final = {"SPARK_AUTH_SOCKET_TIMEOUT": "15", "SPARK_BUFFER_SIZE": "65536", "SPARK_LOCAL_DIRS": ""}
+ALWAYS_SET: Final = {
+    "SPARK_AUTH_SOCKET_TIMEOUT": "15",
+    "SPARK_BUFFER_SIZE": "65536",
+    "SPARK_LOCAL_DIRS": "",
+    "SPARK_PYTHON_RUNTIME": "PYTHON_WORKER",
+}
 """Variables that Spark enters into the environment of a data source when a stream starts: a HashMap that all
 streams of the session share. Two that start at once can spoil it, and then no task of theirs can be
 deserialised any more. To replace what is there already does no harm, so they are there from the beginning."""
