@@ -378,15 +378,17 @@ class Nsqd:
         """Have what a connection has to say sent at the end of the turn."""
         self._talking.append(connection)
         if not self._is_turning:
-            self._is_turning = True
-            self._loop.call_soon(self._flush_connections)
+            self._flush_soon()
 
     def answer_later(self, connection: Connection) -> None:
         """Have a connection with nothing else to say say OK at the end of the turn."""
         self._answered.append(connection)
         if not self._is_turning:
-            self._is_turning = True
-            self._loop.call_soon(self._flush_connections)
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        self._is_turning = True
+        self._loop.call_soon(self._flush_connections)
 
     def answer(self) -> None:
         """Say OK to all who wait for it: several are told faster together."""
