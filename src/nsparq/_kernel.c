@@ -53,6 +53,22 @@ get_u64(const unsigned char *p)
     return (uint64_t)get_u32(p + 4) << 32 | get_u32(p);
 }
 
+/* Take size-prefixed messages apart: the sizes to one place, the bodies to another, which both move on. Gives
+ * what comes behind the messages. */
+static inline const unsigned char *
+unpack_messages(const unsigned char *from, Py_ssize_t count, char **length, char **body)
+{
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint32_t size = read_u32(from);
+        memcpy(*length, &size, 4);
+        memcpy(*body, from + 4, size);
+        *length += 4;
+        *body += size;
+        from += 4 + size;
+    }
+    return from;
+}
+
 PyDoc_STRVAR(pack_messages_doc,
 "pack_messages(buffer, position, count, max_size) -> (lengths, data, position)\n\n"
 "Pack the size-prefixed messages in `buffer` from `position` on, up to `count` of them: their sizes as native\n"
@@ -97,14 +113,7 @@ pack_messages(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     char *length = PyBytes_AS_STRING(lengths), *body = PyBytes_AS_STRING(bodies);
-    const unsigned char *from = data + start;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        uint32_t size = read_u32(from);
-        memcpy(length + 4 * i, &size, 4);
-        memcpy(body, from + 4, size);
-        body += size;
-        from += 4 + size;
-    }
+    unpack_messages(data + start, count, &length, &body);
     return Py_BuildValue("NNn", lengths, bodies, position);
 }
 
@@ -217,15 +226,7 @@ take_publishes(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         if (number == NULL)
             goto failed;
         PyList_SET_ITEM(counts, i, number);
-        from += is_multi ? 8 : 0;
-        for (uint32_t j = 0; j < count; j++) {
-            uint32_t size = read_u32(from);
-            memcpy(length, &size, 4);
-            memcpy(body, from + 4, size);
-            length += 4;
-            body += size;
-            from += 4 + size;
-        }
+        from = unpack_messages(from + (is_multi ? 8 : 0), count, &length, &body);
     }
     return Py_BuildValue("NNNn", counts, lengths, bodies, position);
 failed:
