@@ -32,6 +32,8 @@ CLOSE_S: Final = 1.0
 MANY: Final = 128
 LARGE: Final = 64 << 10
 """Commands, and bytes, that do not wait for the end of the turn."""
+READ_SIZE: Final = 256 << 10
+"""Bytes that are read at a time, at most."""
 
 
 class Listener(Protocol):
@@ -55,7 +57,7 @@ def checked_addresses(addresses: Iterable[str]) -> list[str]:
     return found
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """open() one; it is subscribed or published on by writing commands."""
 
     def __init__(self, address: str, config: Config, listener: Listener) -> None:
@@ -74,6 +76,9 @@ class Connection(asyncio.Protocol):
         self._listener: Listener | None = listener
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._input = memoryview(bytearray(READ_SIZE))
+        """Read into, again and again: a new one for each read, as large as it may have to be, would cost more
+        than the read. The system gives memory only to as much of it as is used."""
         self._decoder = FrameDecoder(config.max_msg_size)
         self._layers: LayerStack | None = None
         self._arrived: asyncio.Queue[bytes | Exception] | None = asyncio.Queue()
@@ -237,14 +242,18 @@ class Connection(asyncio.Protocol):
                 continue
             return frame.data
 
-    # asyncio.Protocol
+    # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # never another
         self._transport = transport
         transport.set_write_buffer_limits(WRITE_HIGH)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._input
+
+    def buffer_updated(self, nbytes: int) -> None:
         self._last_read = self._loop.time()
+        data = bytes(self._input[:nbytes])
         try:
             if self._layers is None:
                 self._receive(data)

@@ -35,6 +35,7 @@ from nsparq.server.memory import watch_collector
 from nsparq.server.metrics import LoopLag
 from nsparq.server.statsd import Statsd, expand_prefix
 from nsparq.server.tcp import Connection
+from nsparq.server.vigil import Vigil
 from nsparq.storage.files import Files
 from nsparq.version import NSQ_VERSION, version_line
 from nsparq.wire.frames import OK
@@ -83,6 +84,7 @@ class Nsqd:
         self._http: list[HttpServer] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop
+        self._vigil: Vigil
         self._unix_paths: list[Path] = []
         self.tcp_address: tuple[str, int] | str = ""
         """Where clients connect: host and port, or the path of a Unix socket."""
@@ -127,6 +129,7 @@ class Nsqd:
     async def start(self) -> None:
         """Raises StartError, with nothing left open."""
         self._loop = asyncio.get_running_loop()
+        self._vigil = Vigil(self._loop)
         self.options.validate()
         logger.info("%s", version_line("nsqd"))
         logger.info("ID: %d", self.options.node_id)
@@ -395,6 +398,7 @@ class Nsqd:
         if not self._answered:
             return
         answered, self._answered = self._answered, []
+        self._vigil.begin()
         if kernel.send_each is not None:
             short = kernel.send_each([connection.descriptor for connection in answered], OK)
             for index, sent in short:
@@ -413,6 +417,8 @@ class Nsqd:
             except Exception:
                 logger.exception("internal error while sending")
                 connection.close()
+        if talking:
+            self._vigil.begin()
 
     def _in_thread(self, work: Callable[[], None], then: Callable[[], None]) -> None:
         try:

@@ -1,0 +1,65 @@
+"""Staying awake for a moment after something was said, because the answer is often on its way.
+
+A process that sleeps has to be woken. That takes time, and whoever sends it something pays for a part of it.
+Where a few clients wait for each answer before they say the next thing, both sides would fall asleep and be
+woken at every step, and be busy with that for half of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Final, Protocol
+
+AWAKE_S: Final = 50e-6
+"""About what it takes both sides to fall asleep and be woken."""
+MOST_LEFT_OUT: Final = 15
+
+
+class Loop(Protocol):
+    """The part of an event loop that is needed here."""
+
+    def call_soon(self, callback: Callable[[], object]) -> object: ...
+
+
+class Vigil:
+    """begin() it whenever something has been said. Where nothing comes of it, it is left out more and more
+    often; once in a while it is tried again."""
+
+    def __init__(self, loop: Loop, clock: Callable[[], float] = perf_counter) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._until = 0.0
+        self._is_on = False
+        self._has_looked = False
+        """Whether the event loop has looked for input since something was said."""
+        self._penalty = 0
+        """How many occasions were left out after the last time in vain."""
+        self._left_out = 0
+        """How many are still to be."""
+
+    def begin(self) -> None:
+        """Have the event loop look for what comes next instead of waiting for it, for a moment."""
+        if self._is_on:
+            if self._has_looked:
+                # There is something to say again, so something has come.
+                self._penalty = 0
+                self._has_looked = False
+                self._until = self._clock() + AWAKE_S
+        elif self._left_out:
+            self._left_out -= 1
+        else:
+            self._is_on = True
+            self._has_looked = False
+            self._until = self._clock() + AWAKE_S
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        """Called in every turn while the vigil lasts: an event loop with something to do does not sleep."""
+        self._has_looked = True
+        if self._clock() < self._until:
+            self._loop.call_soon(self._look)
+            return
+        self._is_on = False
+        self._penalty = min(2 * self._penalty + 1, MOST_LEFT_OUT)
+        self._left_out = self._penalty
