@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from nsparq.broker.broker import Broker, run_inline
+from nsparq.broker.broker import TURN_MESSAGES, Broker, run_inline
 from nsparq.broker.channel import PUMP_NS
 from nsparq.errors import StartError
 from nsparq.options import NsqdOptions
-from tests.broker.rig import FakeClient, Later, Rig, TestFiles, bodies, counts
+from tests.broker.rig import FakeClient, Later, Receipt, Rig, TestFiles, bodies, counts
 
 MakeRig = Callable[..., Rig]
 
@@ -417,6 +417,42 @@ def test_one_channel_may_not_send_for_ever(rig: Rig):
     shares = [len(client.messages) for client in crew]
     assert sum(shares) == 2000
     assert max(shares) < 2 * min(shares)
+
+
+def test_where_there_is_much_to_deliver_some_channels_wait_for_the_next_turn_and_get_more_then(rig: Rig):
+    clients = [rig.subscribe("t", f"c{number}", rdy=2500) for number in range(8)]
+    receipt = Receipt()
+    rig.wakes = 0
+    rig.broker.publish("t", bodies(TURN_MESSAGES), 0, receipt, "MPUB")
+    rig.broker.turn()
+    assert receipt.is_ok
+    lengths = [len(client.messages) for client in clients]
+    assert lengths == [TURN_MESSAGES] * 2 + [0] * 6, "one in four"
+    assert rig.wakes == 2, "once for the publish, once for those that are left"
+    rig.broker.publish("t", bodies(10), 0, Receipt(), "MPUB")
+    rig.broker.turn()
+    lengths = [len(client.messages) for client in clients]
+    assert lengths == [TURN_MESSAGES] * 2 + [TURN_MESSAGES + 10] * 2 + [0] * 4, "nobody overtakes them"
+    rig.turn()
+    for client in clients:
+        assert [message.body for message in client.messages] == bodies(TURN_MESSAGES) + bodies(10)
+
+
+def test_where_there_is_little_to_deliver_all_channels_get_it_in_the_same_turn(rig: Rig):
+    clients = [rig.subscribe("t", f"c{number}", rdy=2500) for number in range(8)]
+    count = TURN_MESSAGES // 8
+    rig.broker.publish("t", bodies(count), 0, Receipt(), "MPUB")
+    rig.broker.turn()
+    assert [len(client.messages) for client in clients] == [count] * 8
+
+
+def test_a_channel_that_goes_before_its_part_of_the_turn_is_gone(rig: Rig):
+    clients = [rig.subscribe("t", f"c{number}", rdy=2500) for number in range(8)]
+    rig.broker.publish("t", bodies(TURN_MESSAGES), 0, Receipt(), "MPUB")
+    rig.broker.turn()
+    rig.broker.topics["t"].delete_channel("c7")
+    rig.turn()
+    assert [len(client.messages) for client in clients] == [TURN_MESSAGES] * 7 + [0]
 
 
 def test_a_disk_that_cannot_be_read_in_one_topic_does_not_hold_up_the_others(make_rig: MakeRig):

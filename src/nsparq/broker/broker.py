@@ -37,6 +37,10 @@ TRASH_SUFFIX = ".deleted"
 
 SYNC_REST_NS = 100_000_000
 """Without `--durability=fsync` nobody waits for an fsync: a log has no more than ten of them a second."""
+TURN_MESSAGES = 500
+TURN_PARTS = 4
+"""When so many messages have been delivered in a turn, and one in so many channels has had its part, the
+others have theirs in the next."""
 
 Work = Callable[[], None]
 Background = Callable[[Work, Work], None]
@@ -286,12 +290,13 @@ class Broker:
 
     def schedule_topic(self, topic: Topic) -> None:
         self._dirty_topics[topic] = None
-        if not self._is_awake:
-            self._is_awake = True
-            self._wake()
+        self._wake_once()
 
     def schedule_channel(self, channel: Channel) -> None:
         self._dirty_channels[channel] = None
+        self._wake_once()
+
+    def _wake_once(self) -> None:
         if not self._is_awake:
             self._is_awake = True
             self._wake()
@@ -308,13 +313,28 @@ class Broker:
         flushed, self._dirty_topics = self._dirty_topics, {}
         for topic in flushed:
             topic.flush(now_ns)
-        channels, self._dirty_channels = self._dirty_channels, {}
-        for channel in channels:
-            channel.pump(now_ns)
-            self._used.add(channel.topic)
+        self._pump(now_ns)
         for topic in flushed:
             if topic.is_ephemeral:
                 topic.bound()
+
+    def _pump(self, now_ns: int) -> None:
+        """Deliver on the channels that have something to deliver. Where that is much, to a part of them: what
+        is published and answered meanwhile then goes with what is left, and deliveries get larger and fewer
+        as there is more to do."""
+        channels, self._dirty_channels = self._dirty_channels, {}
+        share = -(-len(channels) // TURN_PARTS)
+        waiting = iter(channels)
+        delivered = 0
+        for number, channel in enumerate(waiting, 1):
+            delivered += channel.pump(now_ns)
+            self._used.add(channel.topic)
+            if number >= share and delivered >= TURN_MESSAGES:
+                break
+        if left := dict.fromkeys(waiting):
+            # First in line, before those that have just had their turn.
+            self._dirty_channels = left | self._dirty_channels
+            self._wake_once()
 
     def read_failed(self, channel: Channel, error: OSError) -> None:
         """A disk that does not read: the channel tries again at the next round of maintenance."""

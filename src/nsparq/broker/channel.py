@@ -257,8 +257,10 @@ class Channel(Backlog):
         if self.is_bounded or any(self._lines):
             self.topic.broker.schedule_channel(self)
 
-    def pump(self, now_ns: int) -> None:
-        """Send what can be sent, in rounds: what waits is spread evenly over the clients that are ready."""
+    def pump(self, now_ns: int) -> int:
+        """Send what can be sent, in rounds: what waits is spread evenly over the clients that are ready.
+        Gives how far the cursor has come."""
+        start = self.cursor
         stop_ns = self.topic.broker.clock() + PUMP_NS
         goes_on = not self.paused
         try:
@@ -274,6 +276,7 @@ class Channel(Backlog):
             self._current = None
         if self.is_bounded:
             self._bound()
+        return self.cursor - start
 
     def _stream(self, client: Client, now_ns: int, stop_ns: int) -> bool:
         """What rounds come to where one client is ready and nothing came back: all that is new goes to it.
