@@ -455,6 +455,22 @@ def test_a_channel_that_goes_before_its_part_of_the_turn_is_gone(rig: Rig):
     assert [len(client.messages) for client in clients] == [TURN_MESSAGES] * 7 + [0]
 
 
+def test_an_error_in_one_channel_does_not_hold_up_the_others(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    clients = [rig.subscribe("t", f"c{number}", rdy=2500) for number in range(3)]
+
+    def fail(now_ns: int) -> int:
+        raise RuntimeError("in the second channel")
+
+    channel = clients[1].channel
+    assert channel is not None
+    monkeypatch.setattr(channel, "pump", fail)
+    rig.broker.publish("t", bodies(10), 0, Receipt(), "MPUB")
+    with pytest.raises(RuntimeError, match="in the second channel"):
+        rig.broker.turn()
+    rig.turn()
+    assert [len(client.messages) for client in clients] == [10, 0, 10]
+
+
 def test_a_disk_that_cannot_be_read_in_one_topic_does_not_hold_up_the_others(make_rig: MakeRig):
     rig = make_rig(mem_queue_size=1)
     for name in ("a", "b"):

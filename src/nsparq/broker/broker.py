@@ -326,15 +326,18 @@ class Broker:
         share = -(-len(channels) // TURN_PARTS)
         waiting = iter(channels)
         delivered = 0
-        for number, channel in enumerate(waiting, 1):
-            delivered += channel.pump(now_ns)
-            self._used.add(channel.topic)
-            if number >= share and delivered >= TURN_MESSAGES:
-                break
-        if left := dict.fromkeys(waiting):
-            # First in line, before those that have just had their turn.
-            self._dirty_channels = left | self._dirty_channels
-            self._wake_once()
+        try:
+            for number, channel in enumerate(waiting, 1):
+                self._used.add(channel.topic)
+                delivered += channel.pump(now_ns)
+                if number >= share and delivered >= TURN_MESSAGES:
+                    break
+        finally:
+            # An error in one channel is not to hold up the others either.
+            if left := dict.fromkeys(waiting):
+                # First in line, before those that have just had their turn.
+                self._dirty_channels = left | self._dirty_channels
+                self._wake_once()
 
     def read_failed(self, channel: Channel, error: OSError) -> None:
         """A disk that does not read: the channel tries again at the next round of maintenance."""
