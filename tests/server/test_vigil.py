@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable
 
 import pytest
 
-from nsparq.server.vigil import AWAKE_S, MOST_LEFT_OUT, Vigil
+from nsparq.server.vigil import AWAKE_S, MOST_LEFT_OUT, Vigil, usable_cores
 
 TURN_S = AWAKE_S / 10
+ON_ONE_CORE = """
+import os
+from nsparq.server.vigil import usable_cores
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+print(usable_cores())
+"""
 
 
 class FakeLoop:
@@ -50,7 +59,7 @@ def loop() -> FakeLoop:
 
 @pytest.fixture
 def vigil(loop: FakeLoop) -> Vigil:
-    return Vigil(loop, loop.clock)
+    return Vigil(loop, loop.clock, cores=2)
 
 
 def occasions_left_out(loop: FakeLoop, vigil: Vigil) -> int:
@@ -66,6 +75,18 @@ def occasions_left_out(loop: FakeLoop, vigil: Vigil) -> int:
 
 def test_it_sleeps_while_nothing_is_said(loop: FakeLoop, vigil: Vigil) -> None:
     assert not loop.is_awake
+
+
+def test_on_a_single_core_it_sleeps_at_once(loop: FakeLoop) -> None:
+    vigil = Vigil(loop, loop.clock, cores=1)
+    vigil.begin()
+    assert not loop.is_awake
+
+
+def test_it_knows_how_many_cores_it_may_run_on() -> None:
+    on_one = subprocess.run([sys.executable, "-c", ON_ONE_CORE], capture_output=True, text=True, check=True)
+    assert on_one.stdout.strip() == "1"
+    assert usable_cores() == len(os.sched_getaffinity(0))
 
 
 def test_it_stays_awake_for_a_moment_and_no_longer(loop: FakeLoop, vigil: Vigil) -> None:

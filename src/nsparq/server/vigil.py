@@ -7,6 +7,7 @@ woken at every step, and be busy with that for half of the time.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from time import perf_counter
 from typing import Final, Protocol
@@ -24,11 +25,14 @@ class Loop(Protocol):
 
 class Vigil:
     """begin() it whenever something has been said. Where nothing comes of it, it is left out more and more
-    often; once in a while it is tried again."""
+    often; once in a while it is tried again. On a single core it would be in the way of who is to answer."""
 
-    def __init__(self, loop: Loop, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self, loop: Loop, clock: Callable[[], float] = perf_counter, *, cores: int | None = None
+    ) -> None:
         self._loop = loop
         self._clock = clock
+        self._is_of_use = (usable_cores() if cores is None else cores) > 1
         self._until = 0.0
         self._is_on = False
         self._has_looked = False
@@ -48,7 +52,7 @@ class Vigil:
                 self._until = self._clock() + AWAKE_S
         elif self._left_out:
             self._left_out -= 1
-        else:
+        elif self._is_of_use:
             self._is_on = True
             self._has_looked = False
             self._until = self._clock() + AWAKE_S
@@ -63,3 +67,10 @@ class Vigil:
         self._is_on = False
         self._penalty = min(2 * self._penalty + 1, MOST_LEFT_OUT)
         self._left_out = self._penalty
+
+
+def usable_cores() -> int:
+    """Those that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
