@@ -110,10 +110,11 @@ def main() -> None:
     count = max(arguments.messages // 16_000, 1) * 16_000
     print(f"{count:,} messages of 100 bytes, {arguments.rounds} rounds, broker: {arguments.command}")
     figures: dict[str, dict[str, list[Figures]]] = defaultdict(lambda: defaultdict(list))
-    with Spawned(arguments.command, [], None) as broker:
-        address = f"{broker.address[0]}:{broker.address[1]}"
-        for number in range(arguments.rounds):
-            for title, row in rows.items():
+    for number in range(arguments.rounds):
+        for title, row in rows.items():
+            # A broker for each, so that what the last one left to write is not in the way of the next.
+            with Spawned(arguments.command, [], None) as broker:
+                address = f"{broker.address[0]}:{broker.address[1]}"
                 for library in ("nsparq", *row.others):
                     topic = f"{library}.{row.what}.{number}.{time.time_ns() % 10**9}"
                     load = Load(
