@@ -7,10 +7,10 @@ publish by N        batches of N (MPUB), 16 calls at a time; 4 where N is 200, u
 consume             single messages to a handler that does nothing, from a full topic, 200 in flight
 consume by 200      the same in batches, 400 in flight; compared to single ones, which is all the others have
 
-Rounds alternate over the libraries; shown are medians. Beside the rate stands the processor time per message
-of the client, and of the broker while it served it. Where the broker is the limit the rates say little, and
-that of the client says what is left for the program. Libraries on asyncio run on the --loop that is asked
-for; gnsq brings its own.
+Rounds alternate over the libraries, each row of a round with a broker of its own; shown are medians. Beside
+the rate stands the processor time per message of the client, and of the broker while it served it. Where the
+broker is the limit the rates say little, and that of the client says what is left for the program. Libraries
+on asyncio run on the --loop that is asked for; gnsq brings its own.
 """
 
 from __future__ import annotations

@@ -398,6 +398,7 @@ class Nsqd:
         if not self._answered:
             return
         answered, self._answered = self._answered, []
+        # Counted from before they are told: telling many takes longer than the vigil by itself.
         self._vigil.begin()
         if kernel.send_each is not None:
             short = kernel.send_each([connection.descriptor for connection in answered], OK)

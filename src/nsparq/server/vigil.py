@@ -2,7 +2,7 @@
 
 A process that sleeps has to be woken. That takes time, and whoever sends it something pays for a part of it.
 Where a few clients wait for each answer before they say the next thing, both sides would fall asleep and be
-woken at every step, and be busy with that for half of the time.
+woken at every step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Final, Protocol
 
 AWAKE_S: Final = 50e-6
-"""About what it takes both sides to fall asleep and be woken."""
+"""Measured with a client that has 16 publishes on their way: 20 us gained less, 100 us no more."""
 MOST_LEFT_OUT: Final = 15
 
 
