@@ -60,8 +60,8 @@ def test_many_small_publishes_are_appended_when_they_are_many(rig: Rig):
 
 
 def test_a_very_large_publish_becomes_several_batches(rig: Rig):
-    client = rig.subscribe(rdy=2500)
     count = 2 * MAX_BATCH + 10
+    client = rig.subscribe(rdy=count)
     rig.publish("t", *bodies(count))
     assert client.take_bodies() == bodies(count)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import resource
 import subprocess
 import sys
@@ -109,3 +111,44 @@ def _cost() -> float:
     started = time.perf_counter()
     memory_stats()
     return time.perf_counter() - started
+
+
+BUSY = """
+import resource, sys
+from nsparq.server.memory import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def use():
+    kept = [b"x" * 300_000 for _ in range(8)]
+use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(100):
+    use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(way: str, **environment: str) -> int:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    command = [sys.executable, "-c", BUSY, way]
+    return int(subprocess.check_output(command, env=plain | environment, text=True))
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library than glibc")
+def test_buffers_that_come_and_go_are_not_fetched_from_the_system_each_time() -> None:
+    assert page_faults("keep") < 1000 < page_faults("leave")
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library than glibc")
+def test_whoever_has_set_the_c_librarys_variables_is_not_interfered_with() -> None:
+    assert page_faults("keep", MALLOC_TRIM_THRESHOLD_="4096", MALLOC_MMAP_THRESHOLD_="4096") > 1000
+
+
+def test_nsqd_does_so() -> None:
+    from nsparq.server import main as command
+
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "keep_freed_memory", lambda: calls.append(1))
+        command.load_server()
+    assert calls

@@ -211,15 +211,15 @@ class Place(NamedTuple):
 
 
 def places(path: Path) -> list[Place]:
-    """The batches of an undamaged segment, by its headers alone."""
+    """The batches of an undamaged segment, by its headers alone; behind them may be room for more."""
     content, position, found = path.read_bytes(), 0, []
-    while position < len(content):
+    while any(content[position:]):
         (size,) = struct.unpack_from("<I", content, position + 8)
         (base,) = struct.unpack_from("<Q", content, position + 16)
         (count,) = struct.unpack_from("<I", content, position + 40)
         found.append(Place(path, position, position + size, range(base, base + count)))
         position += size
-    assert position == len(content)
+    assert position <= len(content)
     return found
 
 

@@ -34,8 +34,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_BATCH = 1024
-"""Messages in one batch; a larger publish becomes several."""
+MAX_BATCH = 2500
+"""Messages in one batch; a larger publish becomes several. What is read from a publisher in one go, 256 KiB,
+is usually less: taking it apart would mean to copy it."""
+
+ENOUGH = 1024
+"""Messages that are appended at once though more are on their way."""
 
 EAGER_BATCH = 64
 """A publish of this many messages is appended at once: it gains nothing by waiting for company, and its
@@ -264,7 +268,7 @@ class Topic:
             self._published.append(packed)
             self._gathered += len(packed.lengths)
         gains = has_company or len(self.channels) >= MANY_CHANNELS
-        enough = MAX_BATCH if gains else EAGER_BATCH
+        enough = ENOUGH if gains else EAGER_BATCH
         if self._gathered >= enough or len(packed.data) >= EAGER_BYTES:
             self.flush(self.broker.clock())
         else:

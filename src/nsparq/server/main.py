@@ -23,7 +23,9 @@ def load_server() -> "tuple[Runner, type[Nsqd]]":
 
 def _import_nsqd() -> "type[Nsqd]":
     from nsparq.server.daemon import Nsqd
+    from nsparq.server.memory import keep_freed_memory
 
+    keep_freed_memory()
     return Nsqd
 
 

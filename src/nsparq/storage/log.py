@@ -192,6 +192,10 @@ class Log:
         if self.unsynced or self.is_syncing:
             return False
         for segment in self._segments:
+            try:
+                segment.settle()
+            except OSError as error:
+                logger.warning("%s: keeps more room than it needs: %s", segment.path.name, error)
             segment.close()
         return True
 
