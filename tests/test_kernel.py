@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import socket
 import struct
 import subprocess
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.support import sized
 from tests.wire.harness import BUILDS, COMPILED, Outcome, talk, using
 
 CAN_BE_COMPILED = len(BUILDS) > 1
+Pairs = list[tuple[socket.socket, socket.socket]]
 needs_kernel = pytest.mark.skipif(kernel.BUILD != "compiled", reason="the kernel is not built")
 
 SUBSCRIBED = MAGIC + b"SUB t c\n"
@@ -466,7 +468,101 @@ class TestSendEach:
             COMPILED["send_each"](*arguments)
 
 
-def close_all(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+def pub(body: bytes, topic: bytes = b"t") -> bytes:
+    return b"PUB %b\n%b" % (topic, sized(body))
+
+
+class TestReadPublishes:
+    __test__ = CAN_BE_COMPILED
+
+    LINE = b"PUB t\n"
+
+    @pytest.fixture
+    def pairs(self) -> Iterator[Pairs]:
+        pairs = [socket.socketpair() for _ in range(5)]
+        yield pairs
+        close_all(pairs)
+
+    def read(self, pairs: Pairs, max_size: int = 1000) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """What was published and what else was said, by the number of the pair."""
+        numbers = {ours.fileno(): number for number, (ours, _) in enumerate(pairs)}
+        with select.epoll() as poller:
+            for descriptor in numbers:
+                poller.register(descriptor, select.EPOLLIN)
+            descriptors, bodies, others = COMPILED["read_publishes"](poller.fileno(), self.LINE, max_size)
+        published = {numbers[fd]: body for fd, body in zip(descriptors, bodies, strict=True)}
+        return published, {numbers[fd]: data for fd, data in others}
+
+    def test_publishes_are_told_from_all_else(self, pairs: Pairs) -> None:
+        for number, said in enumerate((pub(b"one"), pub(b"2"), b"NOP\n", pub(b"x", b"u"))):
+            pairs[number][1].send(said)
+        assert self.read(pairs) == ({0: b"one", 1: b"2"}, {2: b"NOP\n", 3: pub(b"x", b"u")})
+        assert self.read(pairs) == ({}, {}), "and all of it has been read"
+
+    @pytest.mark.parametrize("size", [1, 1000, 1001, 4096 - 10, 4096 - 9])
+    def test_large_messages(self, pairs: Pairs, size: int) -> None:
+        said = pub(b"x" * size)
+        pairs[0][1].send(said)
+        if size <= 1000:
+            assert self.read(pairs) == ({0: b"x" * size}, {})
+        else:
+            assert self.read(pairs) == ({}, {0: said[:4096]})
+            assert self.read(pairs)[1].get(0, b"") == said[4096:], "the rest is for whoever reads next"
+
+    @pytest.mark.parametrize(
+        "said",
+        [
+            pub(b"whole")[:-1],
+            pub(b"whole") + b"N",
+            pub(b"whole") * 2,
+            b"PUB t\n",
+            b"P",
+            b"PUB t\n" + bytes(4),
+            b"PUB t\n" + b"\xff" * 4 + b"x",
+        ],
+    )
+    def test_what_is_not_exactly_one_publish_is_given_as_it_came(self, pairs: Pairs, said: bytes) -> None:
+        pairs[0][1].send(said)
+        assert self.read(pairs) == ({}, {0: said})
+
+    def test_an_end_and_an_error_are_nothing_said(self, pairs: Pairs) -> None:
+        pairs[0][1].close()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            theirs = socket.create_connection(server.getsockname())
+            ours, _ = server.accept()
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            theirs.close()
+            pairs.append((ours, theirs))
+            pairs[1][1].send(pub(b"x"))
+            assert self.read(pairs) == ({1: b"x"}, {0: b"", 5: b""})
+
+    def test_no_more_than_64_at_a_time(self) -> None:
+        pairs = [socket.socketpair() for _ in range(70)]
+        try:
+            for _, theirs in pairs:
+                theirs.send(pub(b"x"))
+            assert len(self.read(pairs)[0]) == 64
+            assert len(self.read(pairs)[0]) == 6
+        finally:
+            close_all(pairs)
+
+    @pytest.mark.parametrize(
+        ("arguments", "error"),
+        [
+            ((), TypeError),
+            (("x", b"", 1), TypeError),
+            ((0, "x", 1), TypeError),
+            ((0, b"x", "1"), TypeError),
+            ((-1, b"x", 1), OSError),
+            ((2**70, b"x", 1), OverflowError),
+        ],
+    )
+    def test_wrong_arguments_are_refused(self, arguments: tuple[object, ...], error: type[Exception]) -> None:
+        with pytest.raises(error):
+            COMPILED["read_publishes"](*arguments)
+
+
+def close_all(pairs: Pairs) -> None:
     for pair in pairs:
         for end in pair:
             end.close()

@@ -10,6 +10,9 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
+#ifdef __linux__
+#include <sys/epoll.h>
+#endif
 
 #ifndef MSG_NOSIGNAL
 #define MSG_NOSIGNAL 0
@@ -17,6 +20,8 @@
 #define FRAME_OVERHEAD 34
 #define FIN_WIDTH 21
 #define BATCH_HEADER 48
+#define READ_AT_ONCE 64
+#define READ_BYTES 4096
 
 static inline uint32_t
 read_u32(const unsigned char *p)
@@ -117,6 +122,17 @@ pack_messages(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     return Py_BuildValue("NNn", lengths, bodies, position);
 }
 
+/* The size of the message, if these bytes are that line and one size-prefixed message of an allowed size. */
+static inline Py_ssize_t
+lone_publish(const char *data, Py_ssize_t available, const char *line, Py_ssize_t width, long long max_size)
+{
+    Py_ssize_t size = available - width - 4;
+    if (size <= 0 || size > max_size || size > INT32_MAX || memcmp(data, line, (size_t)width) != 0 ||
+        read_u32((const unsigned char *)data + width) != (uint32_t)size)
+        return -1;
+    return size;
+}
+
 PyDoc_STRVAR(take_publish_doc,
 "take_publish(buffer, line, max_size) -> body or None\n\n"
 "The body of the message, if the buffer is that line and one size-prefixed message of an allowed size.");
@@ -133,9 +149,8 @@ take_publish(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     const char *data = PyBytes_AS_STRING(args[0]), *line = PyBytes_AS_STRING(args[1]);
     Py_ssize_t width = PyBytes_GET_SIZE(args[1]);
-    Py_ssize_t size = PyBytes_GET_SIZE(args[0]) - width - 4;
-    if (size <= 0 || size > max_size || size > INT32_MAX || memcmp(data, line, (size_t)width) != 0 ||
-        read_u32((const unsigned char *)data + width) != (uint32_t)size)
+    Py_ssize_t size = lone_publish(data, PyBytes_GET_SIZE(args[0]), line, width, max_size);
+    if (size < 0)
         Py_RETURN_NONE;
     return PyBytes_FromStringAndSize(data + width + 4, size);
 }
@@ -706,6 +721,91 @@ failed:
     return NULL;
 }
 
+#ifdef __linux__
+PyDoc_STRVAR(read_publishes_doc,
+"read_publishes(epoll, line, max_size) -> (descriptors, bodies, others)\n\n"
+"Read from the sockets of an epoll that have something to say, once from each and without waiting: those that\n"
+"sent that line and one size-prefixed message of an allowed size, their messages, and of all others\n"
+"(descriptor, what was read), which is nothing at the end of a stream and after an error. Reads 64 sockets and\n"
+"4 KiB of each, at most.");
+
+static int
+append_other(PyObject *others, int fd, const char *data, Py_ssize_t size)
+{
+    PyObject *pair = Py_BuildValue("iy#", fd, data, size);
+    int failed = pair == NULL || PyList_Append(others, pair);
+    Py_XDECREF(pair);
+    return failed;
+}
+
+static int
+append_publish(PyObject *descriptors, PyObject *bodies, int fd, const char *body, Py_ssize_t size)
+{
+    PyObject *number = PyLong_FromLong(fd), *bytes = PyBytes_FromStringAndSize(body, size);
+    int failed = number == NULL || bytes == NULL || PyList_Append(descriptors, number) || PyList_Append(bodies, bytes);
+    Py_XDECREF(number);
+    Py_XDECREF(bytes);
+    return failed;
+}
+
+static PyObject *
+read_publishes(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3 || !PyBytes_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "read_publishes(int, bytes, int)");
+        return NULL;
+    }
+    long epoll = PyLong_AsLong(args[0]);
+    if (epoll == -1 && PyErr_Occurred())
+        return NULL;
+    const char *line = PyBytes_AS_STRING(args[1]);
+    Py_ssize_t width = PyBytes_GET_SIZE(args[1]);
+    long long max_size = PyLong_AsLongLong(args[2]);
+    if (max_size == -1 && PyErr_Occurred())
+        return NULL;
+    struct epoll_event events[READ_AT_ONCE];
+    int count = epoll_wait((int)epoll, events, READ_AT_ONCE, 0);
+    if (count < 0 && errno != EINTR)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    if (count < 0)
+        count = 0;
+    Py_ssize_t sizes[READ_AT_ONCE];
+    char *buffer = PyMem_Malloc((size_t)count * READ_BYTES + 1);
+    PyObject *descriptors = PyList_New(0), *bodies = PyList_New(0), *others = PyList_New(0);
+    if (buffer == NULL)
+        PyErr_NoMemory();
+    if (buffer == NULL || descriptors == NULL || bodies == NULL || others == NULL)
+        goto failed;
+    Py_BEGIN_ALLOW_THREADS
+    for (int i = 0; i < count; i++) {
+        do
+            sizes[i] = recv(events[i].data.fd, buffer + (size_t)i * READ_BYTES, READ_BYTES, MSG_DONTWAIT);
+        while (sizes[i] < 0 && errno == EINTR);
+        if (sizes[i] < 0)
+            sizes[i] = errno == EAGAIN || errno == EWOULDBLOCK ? -1 : 0;
+    }
+    Py_END_ALLOW_THREADS
+    for (int i = 0; i < count; i++) {
+        if (sizes[i] < 0)
+            continue;
+        int fd = events[i].data.fd;
+        const char *data = buffer + (size_t)i * READ_BYTES;
+        Py_ssize_t size = lone_publish(data, sizes[i], line, width, max_size);
+        if (size < 0 ? append_other(others, fd, data, sizes[i])
+                     : append_publish(descriptors, bodies, fd, data + width + 4, size))
+            goto failed;
+    }
+    PyMem_Free(buffer);
+    return Py_BuildValue("NNN", descriptors, bodies, others);
+failed:
+    PyMem_Free(buffer);
+    Py_XDECREF(descriptors);
+    Py_XDECREF(bodies);
+    Py_XDECREF(others);
+    return NULL;
+}
+#endif
+
 static PyMethodDef methods[] = {
     {"pack_messages", (PyCFunction)(void (*)(void))pack_messages, METH_FASTCALL, pack_messages_doc},
     {"take_publishes", (PyCFunction)(void (*)(void))take_publishes, METH_FASTCALL, take_publishes_doc},
@@ -715,6 +815,9 @@ static PyMethodDef methods[] = {
     {"decode_fins", (PyCFunction)(void (*)(void))decode_fins, METH_FASTCALL, decode_fins_doc},
     {"unpack_batches", (PyCFunction)(void (*)(void))unpack_batches, METH_FASTCALL, unpack_batches_doc},
     {"send_each", (PyCFunction)(void (*)(void))send_each, METH_FASTCALL, send_each_doc},
+#ifdef __linux__
+    {"read_publishes", (PyCFunction)(void (*)(void))read_publishes, METH_FASTCALL, read_publishes_doc},
+#endif
     {NULL, NULL, 0, NULL},
 };
 

@@ -17,6 +17,7 @@ TakePublish = Callable[[bytes, bytes, int], bytes | None]
 BuildFrames = Callable[[int, Any, "array[int]", bytes], tuple[bytes, bytes]]
 DecodeFins = Callable[[bytes, int], tuple[list[tuple[int, int]], int]]
 SendEach = Callable[[list[int], bytes], list[tuple[int, int]]]
+ReadPublishes = Callable[[int, bytes, int], tuple[list[int], list[bytes], list[tuple[int, bytes]]]]
 UnpackBatches = Callable[[Any, int, int, int, int, int], tuple[bytes, bytes, bytes, int]]
 
 pack_messages: PackMessages | None = None
@@ -27,6 +28,8 @@ build_frames: BuildFrames | None = None
 decode_fins: DecodeFins | None = None
 unpack_batches: UnpackBatches | None = None
 send_each: SendEach | None = None
+read_publishes: ReadPublishes | None = None
+"""On Linux alone."""
 
 if not os.environ.get("NSPARQ_NO_EXTENSIONS"):
     try:
@@ -42,6 +45,7 @@ if not os.environ.get("NSPARQ_NO_EXTENSIONS"):
         decode_fins = _kernel.decode_fins
         unpack_batches = _kernel.unpack_batches
         send_each = _kernel.send_each
+        read_publishes = getattr(_kernel, "read_publishes", None)
 
 BUILD: Final = "python" if pack_messages is None else "compiled"
 """Which of the two is in use; `nsqd --version` names it."""

@@ -38,6 +38,7 @@ COMPILED: dict[str, Any] = {
         "build_frames",
         "decode_fins",
         "send_each",
+        "read_publishes",
     )
 }
 

@@ -301,11 +301,6 @@ class Broker:
             self._is_awake = True
             self._wake()
 
-    @property
-    def single_publishers(self) -> int:
-        """Those who publish one message at a time and wait for the end of the turn."""
-        return sum([len(topic.singles) for topic in self._dirty_topics])
-
     def turn(self) -> None:
         """The end of an event loop turn: append, answer the publishers, deliver."""
         self._is_awake = False

@@ -285,6 +285,16 @@ class Topic:
         elif self._gathered == 1:
             self.broker.schedule_topic(self)
 
+    def publish_singles(self, bodies: list[bytes], publisher: tuple[Done, str]) -> None:
+        """The same for one message each of several publishers, who are told together."""
+        self._waiting.append(publisher)
+        self.singles += bodies
+        self._gathered += len(bodies)
+        if self._gathered >= EAGER_BATCH:
+            self.flush(self.broker.clock())
+        else:
+            self.broker.schedule_topic(self)
+
     def _pack_singles(self) -> None:
         if self.singles:
             self._published.append(PackedBodies.of(self.singles))

@@ -30,6 +30,7 @@ from nsparq.server.auth_policy import StaticPolicy
 from nsparq.server.discovery import Discovery
 from nsparq.server.guard import Guard
 from nsparq.server.http_api import HttpApi
+from nsparq.server.lane import Lanes
 from nsparq.server.lookup_peer import LookupPeers
 from nsparq.server.memory import watch_collector
 from nsparq.server.metrics import LoopLag
@@ -68,11 +69,10 @@ class Nsqd:
         """Those that have to say OK before anything else."""
         self._is_turning = False
         """Whether that will happen by itself."""
+        self.lanes = Lanes(self)
         self.lag = LoopLag()
         self._tls_context: SSL.Context
         self.authenticator: Authenticator | None = None
-        self._publishers = 0
-        """How many waited when the end of the turn was last put off for more of them."""
         self.guard: Guard | None = None
         """Of the HTTP API, where a policy file says who may use it."""
         self._all_gone = asyncio.Event()
@@ -363,13 +363,9 @@ class Nsqd:
         self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        publishers = self.broker.single_publishers
-        if publishers > max(self._publishers, 1):
-            # Several publish one message at a time. Whoever has sent another by now shares the append.
-            self._publishers = publishers
+        if self.lanes.are_filling():
             self._loop.call_soon(self._turn)
             return
-        self._publishers = 0
         self._is_turning = True
         try:
             self.broker.turn()
@@ -407,6 +403,13 @@ class Nsqd:
         else:
             for connection in answered:
                 connection.say_ok(0)
+
+    def say_ok(self, descriptors: list[int]) -> list[tuple[int, int]]:
+        """Say OK on each of these sockets. Gives the indices of those that did not take all of it, with what
+        they took."""
+        assert kernel.send_each is not None
+        self._vigil.begin()
+        return kernel.send_each(descriptors, OK)
 
     def _flush_connections(self) -> None:
         self._is_turning = False

@@ -31,6 +31,7 @@ from nsparq.errors import (
     SubscribeRefused,
 )
 from nsparq.server.auth import AuthFailed, Grant, Permission
+from nsparq.server.lane import JOIN_AFTER, JOIN_LAST, Lane
 from nsparq.transport.deflate import DeflateLayer
 from nsparq.transport.layers import Layer, LayerError, LayerStack
 from nsparq.transport.snappy import SnappyLayer
@@ -107,7 +108,12 @@ class Connection(asyncio.Protocol):
         self._grant: Grant | None = None
         self._last_topic: Topic | None = None
         """Where the last command, a PUB, went, if the next one may go there without further ado."""
-        self._publisher: tuple[Done, str] = (self._published, "PUB")
+        self._publisher: tuple[Done, str] = (self.published, "PUB")
+        self._alone = 0
+        """PUBs that came one at a time and went there, without a break."""
+        self._join_after = JOIN_AFTER
+        self._lane: Lane | None = None
+        """Where the client is read from with others who publish one message at a time."""
 
     # asyncio.Protocol
 
@@ -142,10 +148,14 @@ class Connection(asyncio.Protocol):
                 topic.publish_single(body, self._publisher)
                 self.client.publish_counts[topic.name] += 1
                 self._last_command = self._loop.time()
+                self._alone += 1
                 if len(self._replies) >= MAX_UNANSWERED:
                     self._adjust_reading()
+                elif self._alone >= self._join_after:
+                    self._join_lane(topic)
                 return
             self._last_topic = None
+            self._alone = 0
         if self._waiting_for is not None or self._pieces is not None:
             self._held.append(data)
         elif self._layers is None:
@@ -290,6 +300,8 @@ class Connection(asyncio.Protocol):
         self.close()
 
     def _write(self, data: bytes | memoryview) -> None:
+        if self._lane is not None:
+            self.leave_lane()
         if not self._outgoing:
             if len(data) >= SEND_AT_ONCE and self._layers is None:
                 self._nsqd.answer()
@@ -331,8 +343,47 @@ class Connection(asyncio.Protocol):
 
     def say_ok(self, sent: int) -> None:
         """Say the rest of an OK of which so many bytes have been written already."""
+        self.leave_lane()
         if not self._is_closing:
             self._transport.write(OK[sent:])
+
+    # in company
+
+    def _join_lane(self, topic: Topic) -> None:
+        """Have the lane read from the client, if there is one and nothing is in its way."""
+        self._alone = 0
+        is_simple = self.client.channel is None and self._is_reading and not self._outgoing and not self._held
+        descriptor = self.descriptor if is_simple else -1
+        if descriptor < 0 or not self._protocol.ends_with_publish(topic.name):
+            return
+        lane = self._nsqd.lanes.lane_for(topic)
+        if lane is not None:
+            self._transport.pause_reading()
+            lane.join(self, descriptor)
+            self._lane = lane
+
+    def leave_lane(self) -> None:
+        """Be read from by the event loop again, as everybody who does not just publish one message at a time.
+        Next time that takes longer to believe."""
+        lane, self._lane = self._lane, None
+        if lane is None:
+            return
+        self._replies.extend((None,) * lane.leave(self, self._descriptor))
+        self._join_after = min(2 * self._join_after, JOIN_LAST)
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def hear(self, data: bytes) -> None:
+        """The lane has read something that it leaves to us; nothing, if that was the end or an error, which
+        we shall meet again."""
+        self.leave_lane()
+        if data:
+            self.data_received(data)
+
+    def note_publish(self, topic_name: str, now: float) -> None:
+        """The lane has read a PUB of the client."""
+        self.client.publish_counts[topic_name] += 1
+        self._last_command = now
 
     # waiting
 
@@ -399,6 +450,7 @@ class Connection(asyncio.Protocol):
             self.client.channel.offer(self.client)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.leave_lane()
         self._is_closing = True
         if self._timer is not None:
             self._timer.cancel()
@@ -431,9 +483,9 @@ class Connection(asyncio.Protocol):
             for _ in range(count - 1):
                 self._replies.popleft()
             self._write(OK * (count - 1))
-        self._published(verb, error)
+        self.published(verb, error)
 
-    def _published(self, verb: str, error: Exception | None) -> None:
+    def published(self, verb: str, error: Exception | None) -> None:
         """The oldest unanswered publish is done."""
         if self._is_closing:
             return
@@ -478,6 +530,7 @@ class Connection(asyncio.Protocol):
         if self._is_closing:
             return
         self._nsqd.answer()
+        self.leave_lane()
         self._is_closing = True
         if self.client.channel is not None:
             self.client.channel.remove_client(self.client)
@@ -502,6 +555,7 @@ class Connection(asyncio.Protocol):
         wanted = may_hear
         if wanted == self._is_reading or self._is_closing:
             return
+        self.leave_lane()
         self._is_reading = wanted
         if wanted:
             # It was not silent, it was not listened to.
@@ -540,6 +594,7 @@ class Connection(asyncio.Protocol):
         self._schedule_timer()
 
     def _abort(self) -> None:
+        self.leave_lane()
         self._is_closing = True
         self._transport.abort()
 
@@ -635,7 +690,7 @@ class Connection(asyncio.Protocol):
                 command.topic,
                 command.bodies,
                 command.defer_ms,
-                self._published if count == 1 else partial(self._all_published, count),
+                self.published if count == 1 else partial(self._all_published, count),
                 verb,
                 has_company=self._protocol.has_more,
             )

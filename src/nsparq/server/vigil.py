@@ -17,6 +17,31 @@ AWAKE_S: Final = 50e-6
 MOST_LEFT_OUT: Final = 15
 
 
+class Patience:
+    """For what pays at times, and at other times does not: then it is tried less and less often, but once in
+    a while again."""
+
+    def __init__(self) -> None:
+        self._penalty = 0
+        """How many occasions were left out after the last time in vain."""
+        self._left_out = 0
+        """How many are still to be."""
+
+    def is_left(self) -> bool:
+        """Whether to take this occasion."""
+        if self._left_out:
+            self._left_out -= 1
+            return False
+        return True
+
+    def paid(self) -> None:
+        self._penalty = 0
+
+    def in_vain(self) -> None:
+        self._penalty = min(2 * self._penalty + 1, MOST_LEFT_OUT)
+        self._left_out = self._penalty
+
+
 class Loop(Protocol):
     """The part of an event loop that is needed here."""
 
@@ -37,22 +62,17 @@ class Vigil:
         self._is_on = False
         self._has_looked = False
         """Whether the event loop has looked for input since something was said."""
-        self._penalty = 0
-        """How many occasions were left out after the last time in vain."""
-        self._left_out = 0
-        """How many are still to be."""
+        self._patience = Patience()
 
     def begin(self) -> None:
         """Have the event loop look for what comes next instead of waiting for it, for a moment."""
         if self._is_on:
             if self._has_looked:
                 # There is something to say again, so something has come.
-                self._penalty = 0
+                self._patience.paid()
                 self._has_looked = False
                 self._until = self._clock() + AWAKE_S
-        elif self._left_out:
-            self._left_out -= 1
-        elif self._is_of_use:
+        elif self._is_of_use and self._patience.is_left():
             self._is_on = True
             self._has_looked = False
             self._until = self._clock() + AWAKE_S
@@ -65,8 +85,7 @@ class Vigil:
             self._loop.call_soon(self._look)
             return
         self._is_on = False
-        self._penalty = min(2 * self._penalty + 1, MOST_LEFT_OUT)
-        self._left_out = self._penalty
+        self._patience.in_vain()
 
 
 def usable_cores() -> int:

@@ -172,6 +172,10 @@ class ServerProtocol:
             self.commands += 1
         return body
 
+    def ends_with_publish(self, topic: str) -> bool:
+        """Whether the last bytes were one PUB to that topic, its line as plain as can be."""
+        return self._head == publish_line(topic)
+
     @property
     def has_more(self) -> bool:
         """Whether bytes have come behind the last command."""
@@ -567,6 +571,11 @@ def _take_publish(data: bytes, line: bytes, max_size: int) -> bytes | None:
     if not 0 < size <= max_size or not data.startswith(line):
         return None
     return data[start:] if _SIZE.unpack_from(data, len(line))[0] == size else None
+
+
+def publish_line(topic: str) -> bytes:
+    """How a PUB begins."""
+    return b"PUB %b\n" % topic.encode()
 
 
 def decode_multiple(body: bytes, limits: Limits) -> PackedBodies:

@@ -1,0 +1,484 @@
+"""Publishers who wait for each answer are read from together, and nobody can tell."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from nsparq import kernel
+from nsparq.options import NsqdOptions
+from nsparq.server.daemon import Nsqd
+from nsparq.server.lane import FILL_S, JOIN_AFTER, MOST_LANES, Lane, Lanes
+from nsparq.server.vigil import MOST_LEFT_OUT
+from nsparq.storage.files import Buffer, Files
+from nsparq.storage.log import Log
+from nsparq.wire.frames import HEARTBEAT, OK
+
+DEADLINE_S = 20
+needs_kernel = pytest.mark.skipif(
+    kernel.read_publishes is None, reason="without compiled code there are none"
+)
+pytestmark = needs_kernel
+
+
+def pub(body: bytes, topic: bytes = b"t") -> bytes:
+    return b"PUB " + topic + b"\n" + struct.pack(">i", len(body)) + body
+
+
+class Disk(Files):
+    """One that can be full."""
+
+    is_full = False
+
+    def write(self, fd: int, buffers: Sequence[Buffer], position: int) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(fd, buffers, position)
+
+
+class Peer:
+    """A client that speaks for itself."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def say(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def hear(self, expected: bytes) -> None:
+        assert await self.reader.readexactly(len(expected)) == expected
+
+    async def publish(self, body: bytes, topic: bytes = b"t") -> None:
+        self.say(pub(body, topic))
+        await self.hear(OK)
+
+
+class Scene:
+    """A running nsqd and its clients."""
+
+    def __init__(self, nsqd: Nsqd, disk: Disk, stack: AsyncExitStack) -> None:
+        self.nsqd, self.disk, self._stack = nsqd, disk, stack
+        self.expected: list[bytes] = []
+
+    async def connect(self) -> Peer:
+        peer = Peer(*await asyncio.open_connection(*self.nsqd.tcp_address))
+        self._stack.push_async_callback(self._hang_up, peer)
+        peer.say(b"  V2")
+        return peer
+
+    async def _hang_up(self, peer: Peer) -> None:
+        peer.writer.close()
+
+    async def in_lane(self, count: int = 1, topic: bytes = b"t") -> list[Peer]:
+        """Clients that have published until they were read from together."""
+        peers = [await self.connect() for _ in range(count)]
+        for number in range(JOIN_AFTER + 2):
+            for peer in peers:
+                await peer.publish(b"%d" % number, topic)
+        assert len(self.lane(topic.decode())) >= count
+        return peers
+
+    def lane(self, topic: str = "t") -> Lane:
+        lane = self.nsqd.lanes.lane_for(self.nsqd.broker.topics[topic])
+        assert lane is not None
+        return lane
+
+    def bodies(self, topic: str = "t") -> list[bytes]:
+        log = self.nsqd.broker.topics[topic].log
+        found: list[bytes] = []
+        sequence = log.start
+        while (batch := log.read(sequence)) is not None:
+            found += batch.bodies()
+            sequence = batch.end
+        return found
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():  # noqa: ASYNC110  # what is waited for has no event
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def scene(directory: Path, **options: Any) -> AsyncIterator[Scene]:
+    disk = Disk()
+    nsqd = Nsqd(
+        NsqdOptions(
+            tcp_address="127.0.0.1:0", http_address="127.0.0.1:0", data_path=str(directory), **options
+        ),
+        files=disk,
+    )
+    async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as stack:
+        await nsqd.start()
+        stack.push_async_callback(nsqd.stop)
+        yield Scene(nsqd, disk, stack)
+
+
+Run = Callable[[Callable[[Scene], Awaitable[None]]], None]
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
+    """Plays a scene on either event loop."""
+    runner: Callable[[Coroutine[Any, Any, None]], None] = (
+        asyncio.run if request.param == "asyncio" else uvloop.run
+    )
+
+    def play(act: Callable[[Scene], Awaitable[None]]) -> None:
+        async def whole() -> None:
+            async with scene(tmp_path) as stage:
+                await act(stage)
+
+        runner(whole())
+
+    return play
+
+
+def test_every_message_of_everybody_arrives_in_order_and_is_counted(run: Run) -> None:
+    async def act(stage: Scene) -> None:
+        async def work(name: int) -> None:
+            peer = await stage.connect()
+            for number in range(200):
+                await peer.publish(b"%d %d" % (name, number))
+
+        await asyncio.gather(*(work(name) for name in range(8)))
+        found: dict[bytes, list[int]] = {}
+        for body in stage.bodies():
+            name, number = body.split()
+            found.setdefault(name, []).append(int(number))
+        assert found == {b"%d" % name: [*range(200)] for name in range(8)}
+        counts = [client.publish_counts["t"] for client in stage.nsqd.broker.clients]
+        assert counts == [200] * 8
+        assert stage.nsqd.broker.topics["t"].message_count == 1600
+        assert len(stage.lane()) == 8
+
+    run(act)
+
+
+def test_who_leaves_says_goodbye_to_nobody_else(run: Run) -> None:
+    async def act(stage: Scene) -> None:
+        first, second, third = await stage.in_lane(3)
+        first.writer.close()
+        second.writer.transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
+        second.writer.transport.abort()
+        await stage.until(lambda: len(stage.nsqd.connections) == 1)
+        assert len(stage.lane()) == 1
+        await third.publish(b"last")
+        assert stage.bodies()[-1] == b"last"
+        third.writer.close()
+        await stage.until(lambda: not stage.nsqd.connections)
+        assert len(stage.nsqd.lanes) == 0
+
+    run(act)
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "published"),
+    [
+        (b"NOP\n" + pub(b"a"), OK, [b"a"]),
+        (pub(b"a") + pub(b"b"), OK * 2, [b"a", b"b"]),
+        (pub(b"a" * 5000), OK, [b"a" * 5000]),
+        (pub(b"a" * 20_000) + pub(b"b"), OK * 2, [b"a" * 20_000, b"b"]),
+        (b"MPUB t\n" + struct.pack(">iiib", 9, 1, 1, 65), OK, [b"A"]),
+        (pub(b"a") + pub(b"elsewhere", b"u") + pub(b"b"), OK * 3, [b"a", b"b"]),
+    ],
+    ids=["NOP", "two", "large", "larger", "MPUB", "another topic"],
+)
+def test_anything_else_is_answered_as_ever(
+    run: Run, said: bytes, answer: bytes, published: list[bytes]
+) -> None:
+    async def act(stage: Scene) -> None:
+        peer, other = await stage.in_lane(2)
+        before = len(stage.bodies())
+        peer.say(said)
+        await peer.hear(answer)
+        assert stage.bodies()[before:] == published
+        await other.publish(b"other")
+        await peer.publish(b"again")
+        assert len(stage.lane()) == 1
+        for _ in range(2 * JOIN_AFTER + 2):
+            await peer.publish(b"and again")
+        assert len(stage.lane()) == 2, "in time it is trusted once more"
+
+    run(act)
+
+
+def test_a_message_may_come_in_pieces(run: Run) -> None:
+    async def act(stage: Scene) -> None:
+        (peer,) = await stage.in_lane()
+        whole = pub(b"in pieces")
+        for position in range(len(whole)):
+            peer.say(whole[position : position + 1])
+            await asyncio.sleep(0.001)
+        await peer.hear(OK)
+        assert stage.bodies()[-1] == b"in pieces"
+
+    run(act)
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (b"BLA\n", b"E_INVALID invalid command BLA"),
+        (b"PUB t\n" + bytes(4), b"E_BAD_MESSAGE PUB invalid message body size 0"),
+        (pub(b"x", b"bad!"), b"E_BAD_TOPIC"),
+    ],
+)
+def test_an_error_is_told_and_costs_nobody_else_anything(run: Run, said: bytes, error: bytes) -> None:
+    async def act(stage: Scene) -> None:
+        peer, other = await stage.in_lane(2)
+        peer.say(said)
+        assert error in await peer.reader.read()
+        await other.publish(b"unharmed")
+        assert stage.bodies()[-1] == b"unharmed"
+
+    run(act)
+
+
+def test_a_subscriber_may_come_of_it(run: Run) -> None:
+    async def act(stage: Scene) -> None:
+        (peer,) = await stage.in_lane()
+        peer.say(b"SUB t c\nRDY 1\n")
+        await peer.hear(OK)
+        size, kind = struct.unpack(">ii", await peer.reader.readexactly(8))
+        assert kind == 2
+        assert (await peer.reader.readexactly(size - 4))[26:] == b"0"
+        for number in range(3 * JOIN_AFTER):
+            peer.say(pub(b"%d" % number))
+            await peer.hear(OK)
+        assert len(stage.nsqd.lanes) == 0, "whoever gets messages is not only a publisher"
+
+    run(act)
+
+
+def test_heartbeats_come_and_are_answered(tmp_path: Path) -> None:
+    async def act() -> None:
+        async with scene(tmp_path) as stage:
+            peer = await stage.connect()
+            body = b'{"heartbeat_interval": 1000}'
+            peer.say(b"IDENTIFY\n" + struct.pack(">i", len(body)) + body)
+            await peer.hear(OK)
+            silent = await stage.connect()
+            for each in (peer, silent):
+                for _ in range(JOIN_AFTER + 2):
+                    await each.publish(b"x")
+            assert len(stage.lane()) == 2
+            await peer.hear(HEARTBEAT)
+            peer.say(b"NOP\n")
+            await peer.publish(b"alive")
+            assert stage.bodies()[-1] == b"alive"
+            assert HEARTBEAT in await peer.reader.read(), "and who says nothing any more is cut off"
+            assert len(stage.lane()) == 1
+
+    asyncio.run(act())
+
+
+def test_a_topic_that_is_deleted_begins_anew(run: Run) -> None:
+    async def act(stage: Scene) -> None:
+        peers = await stage.in_lane(2)
+        stage.nsqd.broker.delete_topic("t")
+        for peer in peers:
+            await peer.publish(b"new")
+        assert stage.bodies() == [b"new", b"new"]
+        for _ in range(2 * JOIN_AFTER + 2):
+            await peers[0].publish(b"x")
+        assert len(stage.lane()) == 1
+
+    run(act)
+
+
+def test_where_publishers_wait_for_the_disk_there_is_none(run: Run) -> None:
+    async def act(stage: Scene) -> None:
+        peers = await stage.in_lane(2)
+        topic = stage.nsqd.broker.topics["t"]
+        topic.change_settings({"durability": "fsync"})
+        for peer in peers:
+            await peer.publish(b"durable")
+            assert isinstance(topic.log, Log)
+            assert topic.log.committed == topic.log.end
+        for _ in range(3 * JOIN_AFTER):
+            await peers[0].publish(b"x")
+        assert len(stage.nsqd.lanes) == 0
+
+    run(act)
+
+
+def test_a_full_disk_is_told_to_each(run: Run) -> None:
+    async def act(stage: Scene) -> None:
+        peers = await stage.in_lane(3)
+        before = stage.bodies()
+        stage.disk.is_full = True
+        for peer in peers:
+            peer.say(pub(b"no room"))
+        for peer in peers:
+            assert b"E_PUB_FAILED PUB failed No space left on device" in await peer.reader.read()
+        stage.disk.is_full = False
+        assert stage.bodies() == before
+        assert len(stage.nsqd.lanes) == 0
+        (peer,) = await stage.in_lane()
+        await peer.publish(b"room")
+
+    run(act)
+
+
+@pytest.mark.parametrize("said", [b"NOP\n", b""], ids=["says something else", "hangs up"])
+def test_who_leaves_with_an_answer_due_gets_it_once(run: Run, said: bytes) -> None:
+    async def act(stage: Scene) -> None:
+        peer, other = await stage.in_lane(2)
+        is_over = False
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stage.nsqd.lanes, "are_filling", lambda: not is_over)
+            peer.say(pub(b"due"))
+            other.say(pub(b"due too"))
+            await stage.until(lambda: stage.lane().waiting == 2)
+            peer.say(said) if said else peer.writer.write_eof()
+            await stage.until(lambda: len(stage.lane()) == 1)
+            is_over = True
+            await peer.hear(OK)
+            await other.hear(OK)
+        assert {*stage.bodies()[-2:]} == {b"due", b"due too"}
+        assert stage.lane().waiting == 0
+        if said:
+            await peer.publish(b"next")
+        else:
+            assert await peer.reader.read() == b""
+        await other.publish(b"next")
+
+    run(act)
+
+
+def test_an_ok_that_a_socket_does_not_take_whole_is_said_to_the_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_each = kernel.send_each
+    assert send_each is not None
+
+    def half(descriptors: list[int], data: bytes) -> list[tuple[int, int]]:
+        assert send_each(descriptors, data[:3]) == []
+        return [(index, 3) for index in range(len(descriptors))]
+
+    async def act(stage: Scene) -> None:
+        peers = await stage.in_lane(2)
+        monkeypatch.setattr(kernel, "send_each", half)
+        for peer in peers:
+            await peer.publish(b"slow")
+        await stage.until(lambda: len(stage.nsqd.lanes) == 0)
+        monkeypatch.setattr(kernel, "send_each", send_each)
+        for peer in peers:
+            await peer.publish(b"fast")
+
+    run(act)
+
+
+def test_after_an_error_of_ours_nobody_waits_for_an_answer(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(stage: Scene) -> None:
+        peers = await stage.in_lane(2)
+
+        def fail(*arguments: object) -> None:
+            raise ZeroDivisionError
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stage.nsqd.broker.topics["t"], "publish_singles", fail)
+            peers[0].say(pub(b"x"))
+            for peer in peers:
+                assert await peer.reader.read() == b""
+        assert "internal error while reading publishes" in caplog.text
+        assert len(stage.nsqd.lanes) == 0
+        (peer,) = await stage.in_lane()
+        await peer.publish(b"y")
+
+    caplog.set_level(logging.ERROR)
+    run(act)
+
+
+def test_a_daemon_stops_with_publishers_in_a_lane(run: Run) -> None:
+    async def act(stage: Scene) -> None:
+        peers = await stage.in_lane(3)
+        await stage.nsqd.stop()
+        for peer in peers:
+            assert await peer.reader.read() == b""
+        assert len(stage.nsqd.lanes) == 0
+
+    run(act)
+
+
+def test_there_are_only_so_many(run: Run) -> None:
+    async def act(stage: Scene) -> None:
+        peer = await stage.connect()
+        for number in range(MOST_LANES + 3):
+            topic = stage.nsqd.broker.get_topic(f"t{number}")
+            lane = stage.nsqd.lanes.lane_for(topic)
+            assert (lane is None) == (number >= MOST_LANES)
+        await peer.publish(b"x")
+
+    run(act)
+
+
+# when to append
+
+
+class FakeLane:
+    def __init__(self, waiting: int, active: int) -> None:
+        self.waiting, self.active = waiting, active
+
+
+class Moments:
+    """Lanes with a clock of their own, which shows how long they would be filled."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.lanes = Lanes(None, lambda: self.now)  # type: ignore[arg-type]
+        self.lane = FakeLane(0, 0)
+        self.lanes._lanes = {None: self.lane}  # type: ignore[dict-item]
+
+    def filled_for(self, waiting: int, active: int, reached_after: float = 1.0) -> float:
+        """Seconds that the end of the turn is put off, if half of them wait after a while."""
+        self.lane.waiting, self.lane.active = waiting, active
+        start = self.now
+        while self.lanes.are_filling():
+            self.now += FILL_S / 10
+            if self.now - start >= reached_after:
+                self.lane.waiting = active
+            assert self.now - start < 1
+        return self.now - start
+
+
+def test_half_of_the_publishers_are_waited_for() -> None:
+    moments = Moments()
+    assert moments.filled_for(0, 16) == 0
+    assert moments.filled_for(8, 16) == 0
+    assert moments.filled_for(1, 1) == moments.filled_for(1, 2) == 0, "a lone one never waits"
+    for _ in range(5):
+        assert moments.filled_for(2, 16, FILL_S / 2) == pytest.approx(FILL_S / 2, rel=0.3)
+
+
+def test_they_are_not_waited_for_long_and_less_and_less_often_in_vain() -> None:
+    moments = Moments()
+    waits = [moments.filled_for(1, 16) for _ in range(1000)]
+    assert max(waits) <= 1.2 * FILL_S
+    assert sum(wait > 0 for wait in waits[500:]) <= 500 / MOST_LEFT_OUT
+    assert any(wait > 0 for wait in waits[500:]), "but now and then"
+
+
+def test_who_has_stopped_publishing_is_not_waited_for(run: Run) -> None:
+    async def act(stage: Scene) -> None:
+        peers = await stage.in_lane(6)
+        for number in range(100):
+            await peers[number % 2].publish(b"x")
+        assert stage.lane().active == 2
+        assert len(stage.lane()) == 6
+
+    run(act)
