@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import select
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -18,8 +19,9 @@ import uvloop
 
 from nsparq import kernel
 from nsparq.options import NsqdOptions
+from nsparq.server import lane as module
 from nsparq.server.daemon import Nsqd
-from nsparq.server.lane import FILL_S, JOIN_AFTER, MOST_LANES, Lane, Lanes
+from nsparq.server.lane import FILL_S, JOIN_AFTER, Lane, Lanes
 from nsparq.server.vigil import MOST_LEFT_OUT
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.log import Log
@@ -90,7 +92,7 @@ class Scene:
         return peers
 
     def lane(self, topic: str = "t") -> Lane:
-        lane = self.nsqd.lanes.lane_for(self.nsqd.broker.topics[topic])
+        lane = self.nsqd.lanes.of(self.nsqd.broker.topics[topic])
         assert lane is not None
         return lane
 
@@ -415,15 +417,48 @@ def test_a_daemon_stops_with_publishers_in_a_lane(run: Run) -> None:
     run(act)
 
 
-def test_there_are_only_so_many(run: Run) -> None:
+def test_there_are_only_so_many(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(stage: Scene) -> None:
+        for number in range(3):
+            (peer,) = await stage.in_lane(1, b"t%d" % number)
+            await peer.publish(b"x", b"t%d" % number)
+        peer = await stage.connect()
+        for _ in range(3 * JOIN_AFTER):
+            await peer.publish(b"x", b"one-too-many")
+        assert len(stage.nsqd.lanes) == 3
+
+    monkeypatch.setattr(module, "MOST_LANES", 3)
+    run(act)
+
+
+@pytest.mark.parametrize("call", ["epoll", "register"])
+def test_where_the_system_has_nothing_left_everything_goes_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    class NoRoom:
+        def __init__(self) -> None:
+            self.real = real()
+            self.fileno, self.close = self.real.fileno, self.real.close
+
+        register = fail
+
     async def act(stage: Scene) -> None:
         peer = await stage.connect()
-        for number in range(MOST_LANES + 3):
-            topic = stage.nsqd.broker.get_topic(f"t{number}")
-            lane = stage.nsqd.lanes.lane_for(topic)
-            assert (lane is None) == (number >= MOST_LANES)
-        await peer.publish(b"x")
+        for _ in range(3 * JOIN_AFTER):
+            await peer.publish(b"x")
+        assert len(stage.nsqd.lanes) == 0
+        assert "t: publishers are read from one by one: [Errno 24] Too many open files" in caplog.text
 
+    real = select.epoll
+
+    class Broken:
+        EPOLLIN = select.EPOLLIN
+        epoll = staticmethod(fail) if call == "epoll" else NoRoom
+
+    monkeypatch.setattr(module, "select", Broken)
     run(act)
 
 
@@ -438,9 +473,9 @@ class FakeLane:
 class Moments:
     """Lanes with a clock of their own, which shows how long they would be filled."""
 
-    def __init__(self) -> None:
+    def __init__(self, cores: int = 2) -> None:
         self.now = 100.0
-        self.lanes = Lanes(None, lambda: self.now)  # type: ignore[arg-type]
+        self.lanes = Lanes(None, lambda: self.now, cores=cores)  # type: ignore[arg-type]
         self.lane = FakeLane(0, 0)
         self.lanes._lanes = {None: self.lane}  # type: ignore[dict-item]
 
@@ -463,6 +498,11 @@ def test_half_of_the_publishers_are_waited_for() -> None:
     assert moments.filled_for(1, 1) == moments.filled_for(1, 2) == 0, "a lone one never waits"
     for _ in range(5):
         assert moments.filled_for(2, 16, FILL_S / 2) == pytest.approx(FILL_S / 2, rel=0.3)
+
+
+def test_nobody_is_waited_for_on_a_single_core() -> None:
+    moments = Moments(cores=1)
+    assert not any(moments.filled_for(1, 16, FILL_S / 2) for _ in range(100))
 
 
 def test_they_are_not_waited_for_long_and_less_and_less_often_in_vain() -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from nsparq import kernel
 from nsparq.broker.topic import Topic
-from nsparq.server.vigil import Patience
+from nsparq.server.vigil import Patience, usable_cores
 from nsparq.wire.server import publish_line
 
 if TYPE_CHECKING:
@@ -43,9 +43,13 @@ class Lanes:
     """The lanes of an nsqd, one for each topic that is published to like that; and when to append what they
     have read."""
 
-    def __init__(self, nsqd: Nsqd, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self, nsqd: Nsqd, clock: Callable[[], float] = perf_counter, *, cores: int | None = None
+    ) -> None:
         self._nsqd = nsqd
         self._clock = clock
+        self._may_wait = (usable_cores() if cores is None else cores) > 1
+        """On a single core we would be in the way of who is to send."""
         self._lanes: dict[Topic, Lane] = {}
         self._patience = Patience()
         self._since = 0.0
@@ -54,17 +58,30 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._lanes)
 
-    def lane_for(self, topic: Topic) -> Lane | None:
-        """None if there can be none: without compiled code, on another system than Linux, where publishers
-        wait for the disk, and beyond a number of topics."""
-        lane = self._lanes.get(topic)
-        if lane is None and kernel.read_publishes is not None and not topic.is_synchronous:
-            if len(self._lanes) < MOST_LANES:
-                lane = self._lanes[topic] = Lane(self._nsqd, topic)
+    def of(self, topic: Topic) -> Lane | None:
+        return self._lanes.get(topic)
+
+    def join(self, topic: Topic, connection: Connection, descriptor: int) -> Lane | None:
+        """The topic's lane, which reads from the client from now on. None if there can be none: without
+        compiled code, on another system than Linux, where publishers wait for the disk, beyond a number of
+        topics, and when the system has no descriptor left."""
+        if kernel.read_publishes is None or topic.is_synchronous:
+            return None
+        try:
+            lane = self._lanes.get(topic)
+            if lane is None:
+                if len(self._lanes) >= MOST_LANES:
+                    return None
+                lane = Lane(self._nsqd, topic)
+            lane.join(connection, descriptor)
+        except OSError as error:
+            logger.warning("%s: publishers are read from one by one: %s", topic, error)
+            return None
+        self._lanes[topic] = lane
         return lane
 
     def ended(self, topic: Topic) -> None:
-        del self._lanes[topic]
+        self._lanes.pop(topic, None)
 
     def are_filling(self) -> bool:
         """Whether to put off the end of the turn for a moment, because more publishers are about to send.
@@ -81,7 +98,7 @@ class Lanes:
                 self._patience.paid()
             return False
         if not self._since:
-            if self._patience.is_left():
+            if self._may_wait and self._patience.is_left():
                 self._since = self._clock()
             return self._since > 0.0
         if self._clock() < self._since + FILL_S:
@@ -116,9 +133,12 @@ class Lane:
         return len(self._members)
 
     def join(self, connection: Connection, descriptor: int) -> None:
-        """Read from the client; the event loop must not."""
-        self._members[descriptor] = connection
-        self._epoll.register(descriptor, select.EPOLLIN)
+        """Read from the client; the event loop must not. Raises OSError."""
+        try:
+            self._epoll.register(descriptor, select.EPOLLIN)
+            self._members[descriptor] = connection
+        finally:
+            self._end_if_empty()
 
     def leave(self, connection: Connection, descriptor: int) -> int:
         """Read from the client no more. Gives the number of its publishes that are unanswered: published() is
@@ -126,14 +146,17 @@ class Lane:
         del self._members[descriptor]
         with suppress(OSError):  # closed, and so forgotten by the system already
             self._epoll.unregister(descriptor)
-        if not self._members:
-            self._loop.remove_reader(self._epoll.fileno())
-            self._epoll.close()
-            self._nsqd.lanes.ended(self._topic)
+        self._end_if_empty()
         unanswered = [read for read in self._unanswered if read.waiting.pop(descriptor, None)]
         for read in unanswered:
             read.left.append(connection)
         return len(unanswered)
+
+    def _end_if_empty(self) -> None:
+        if not self._members:
+            self._loop.remove_reader(self._epoll.fileno())
+            self._epoll.close()
+            self._nsqd.lanes.ended(self._topic)
 
     def _on_readable(self) -> None:
         try:

@@ -356,11 +356,9 @@ class Connection(asyncio.Protocol):
         descriptor = self.descriptor if is_simple else -1
         if descriptor < 0 or not self._protocol.ends_with_publish(topic.name):
             return
-        lane = self._nsqd.lanes.lane_for(topic)
-        if lane is not None:
+        self._lane = self._nsqd.lanes.join(topic, self, descriptor)
+        if self._lane is not None:
             self._transport.pause_reading()
-            lane.join(self, descriptor)
-            self._lane = lane
 
     def leave_lane(self) -> None:
         """Be read from by the event loop again, as everybody who does not just publish one message at a time.
