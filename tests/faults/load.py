@@ -102,6 +102,13 @@ class Publisher(Worker):
             time.sleep(0.001)
 
 
+class LonePublisher(Publisher):
+    """Nothing but PUBs, each awaited before the next: nsqd reads from such clients together."""
+
+    def next_batch(self) -> Batch:
+        return super().next_batch()[:1]
+
+
 class Consumer(Worker):
     """Receives and finishes everything on one channel."""
 
@@ -125,7 +132,7 @@ class Consumer(Worker):
 
 
 class Load:
-    """Two publishers on a topic, two consumers on its channel `live`; the channel `audit` only fills.
+    """Four publishers on a topic, two consumers on its channel `live`; the channel `audit` only fills.
 
     While there is an audit, nothing of the log can be reclaimed.
     """
@@ -139,7 +146,8 @@ class Load:
             with broker.connect() as connection:
                 connection.identify()
                 connection.sub(topic, channel)
-        self.publishers = [Publisher(broker, self.gate, topic, number) for number in range(2)]
+        kinds = (Publisher, Publisher, LonePublisher, LonePublisher)
+        self.publishers = [kind(broker, self.gate, topic, number) for number, kind in enumerate(kinds)]
         self.consumers = [Consumer(broker, self.gate, topic, "live") for _ in range(2)]
 
     def start(self) -> None:
