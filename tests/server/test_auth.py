@@ -338,6 +338,8 @@ def test_a_thread_is_not_taken_by_one_who_has_left(server: AuthServer) -> None:
             last = asyncio.create_task(servers.authenticate(b"3", **client))
             await asyncio.sleep(0)
             gone.cancel()
+            # Only then has it left: the thread may be free sooner than the loop has looked.
+            await asyncio.wait({gone})
             server.stalled.clear()
             await asyncio.gather(first, last)
 
