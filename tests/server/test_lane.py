@@ -28,10 +28,7 @@ from nsparq.storage.log import Log
 from nsparq.wire.frames import HEARTBEAT, OK
 
 DEADLINE_S = 20
-needs_kernel = pytest.mark.skipif(
-    kernel.read_publishes is None, reason="without compiled code there are none"
-)
-pytestmark = needs_kernel
+pytestmark = pytest.mark.skipif(kernel.read_publishes is None, reason="without compiled code there are none")
 
 
 def pub(body: bytes, topic: bytes = b"t") -> bytes:
@@ -71,7 +68,6 @@ class Scene:
 
     def __init__(self, nsqd: Nsqd, disk: Disk, stack: AsyncExitStack) -> None:
         self.nsqd, self.disk, self._stack = nsqd, disk, stack
-        self.expected: list[bytes] = []
 
     async def connect(self) -> Peer:
         peer = Peer(*await asyncio.open_connection(*self.nsqd.tcp_address))

@@ -107,7 +107,7 @@ class Topic:
         self._pause_position = -1
         self._published: list[PackedBodies] = []
         """Published in this turn, to be appended at its end."""
-        self.singles: list[bytes] = []
+        self._singles: list[bytes] = []
         """Single messages published after those."""
         self._gathered = 0
         """Messages among them."""
@@ -278,7 +278,7 @@ class Topic:
         """The same for one message that is not deferred, and whose publisher is who it was the last time; the
         topic is not exiting."""
         self._waiting.append(publisher)
-        self.singles.append(body)
+        self._singles.append(body)
         self._gathered += 1
         if self._gathered >= EAGER_BATCH or len(body) >= EAGER_BYTES:
             self.flush(self.broker.clock())
@@ -288,7 +288,7 @@ class Topic:
     def publish_singles(self, bodies: list[bytes], publisher: tuple[Done, str]) -> None:
         """The same for one message each of several publishers, who are told together."""
         self._waiting.append(publisher)
-        self.singles += bodies
+        self._singles += bodies
         self._gathered += len(bodies)
         if self._gathered >= EAGER_BATCH:
             self.flush(self.broker.clock())
@@ -296,9 +296,9 @@ class Topic:
             self.broker.schedule_topic(self)
 
     def _pack_singles(self) -> None:
-        if self.singles:
-            self._published.append(PackedBodies.of(self.singles))
-            self.singles = []
+        if self._singles:
+            self._published.append(PackedBodies.of(self._singles))
+            self._singles = []
 
     def flush(self, now_ns: int) -> None:
         """Append what was published in this turn and let the channels see it."""

@@ -68,7 +68,7 @@ class Lanes:
         if kernel.read_publishes is None or topic.is_synchronous:
             return None
         try:
-            lane = self._lanes.get(topic)
+            lane = self.of(topic)
             if lane is None:
                 if len(self._lanes) >= MOST_LANES:
                     return None
