@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "kernel": {"_kernel"},
     "packed": set(),
     "version": {"kernel"},
+    "vigil": set(),
     "flags": set(),
     "addresses": set(),
     "logs": set(),
@@ -33,13 +34,13 @@ MAY_IMPORT = {
     "fetch": {"errors"},
     "http": {"errors"},
     "transport": {"errors"},
-    "client": BASE | {"addresses", "flags", "transport", "wire"},
+    "client": BASE | {"addresses", "flags", "transport", "vigil", "wire"},
     "wire": BASE | {"kernel"},
     "storage": BASE,
     "broker": BASE | {"options", "storage", "wire"},
     "server": BASE
     | DAEMON
-    | {"broker", "fetch", "flags", "kernel", "options", "storage", "transport", "wire"},
+    | {"broker", "fetch", "flags", "kernel", "options", "storage", "transport", "vigil", "wire"},
     "lookup": BASE | DAEMON | {"wire"},
     # Of the server it knows the policy file, by which both decide who may do what.
     "admin": BASE | DAEMON | {"fetch", "flags", "server", "storage"},

@@ -22,9 +22,9 @@ from nsparq.options import NsqdOptions
 from nsparq.server import lane as module
 from nsparq.server.daemon import Nsqd
 from nsparq.server.lane import FILL_S, JOIN_AFTER, Lane, Lanes
-from nsparq.server.vigil import MOST_LEFT_OUT
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.log import Log
+from nsparq.vigil import MOST_LEFT_OUT
 from nsparq.wire.frames import HEARTBEAT, OK
 
 DEADLINE_S = 20

@@ -12,6 +12,7 @@ with it. So heartbeats are answered and messages kept from timing out however lo
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import CancelledError
 from queue import Empty, SimpleQueue
@@ -44,7 +45,8 @@ class Producer:
         config: Config | None = None,
     ) -> None:
         """As nsparq.client.Producer. No call takes longer than `config.publish_timeout`."""
-        config = config or Config()
+        # Its thread would not sleep for an answer, but keep the interpreter from the others.
+        config = dataclasses.replace(config or Config(), busy_poll=0)
         self._timeout = config.publish_timeout
         lookups = tuple(nsqlookupd)
         # Made once before the thread is: wrong arguments are the caller's to see.

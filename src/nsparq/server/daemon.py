@@ -36,9 +36,9 @@ from nsparq.server.memory import watch_collector
 from nsparq.server.metrics import LoopLag
 from nsparq.server.statsd import Statsd, expand_prefix
 from nsparq.server.tcp import Connection
-from nsparq.server.vigil import Vigil
 from nsparq.storage.files import Files
 from nsparq.version import NSQ_VERSION, version_line
+from nsparq.vigil import Vigil
 from nsparq.wire.frames import OK
 from nsparq.wire.limits import Limits
 
@@ -51,6 +51,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+AWAKE_S = 50e-6
+"""How long to stay awake for what clients say next. Measured with one that has 16 publishes on their way:
+20 us gained less, 100 us no more."""
 DRAIN_S = 2.0
 """How long closing connections may take at shutdown."""
 
@@ -129,7 +132,7 @@ class Nsqd:
     async def start(self) -> None:
         """Raises StartError, with nothing left open."""
         self._loop = asyncio.get_running_loop()
-        self._vigil = Vigil(self._loop)
+        self._vigil = Vigil(self._loop, AWAKE_S)
         self.options.validate()
         logger.info("%s", version_line("nsqd"))
         logger.info("ID: %d", self.options.node_id)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from nsparq import kernel
 from nsparq.broker.topic import Topic
-from nsparq.server.vigil import Patience, usable_cores
+from nsparq.vigil import Patience, usable_cores
 from nsparq.wire.server import publish_line
 
 if TYPE_CHECKING:

@@ -9,12 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
-from nsparq.server.vigil import AWAKE_S, MOST_LEFT_OUT, Vigil
+from nsparq.vigil import MOST_LEFT_OUT, Vigil
 
+AWAKE_S = 50e-6
 TURN_S = AWAKE_S / 10
 ON_ONE_CORE = """
 import os
-from nsparq.server.vigil import usable_cores
+from nsparq.vigil import usable_cores
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 print(usable_cores())
 """
@@ -58,7 +59,7 @@ def loop() -> FakeLoop:
 
 @pytest.fixture
 def vigil(loop: FakeLoop) -> Vigil:
-    return Vigil(loop, loop.clock, cores=2)
+    return Vigil(loop, AWAKE_S, loop.clock, cores=2)
 
 
 def occasions_left_out(loop: FakeLoop, vigil: Vigil) -> int:
@@ -77,7 +78,13 @@ def test_it_sleeps_while_nothing_is_said(loop: FakeLoop, vigil: Vigil) -> None:
 
 
 def test_on_a_single_core_it_sleeps_at_once(loop: FakeLoop) -> None:
-    vigil = Vigil(loop, loop.clock, cores=1)
+    vigil = Vigil(loop, AWAKE_S, loop.clock, cores=1)
+    vigil.begin()
+    assert not loop.is_awake
+
+
+def test_for_no_time_at_all_it_sleeps_at_once(loop: FakeLoop) -> None:
+    vigil = Vigil(loop, 0, loop.clock, cores=2)
     vigil.begin()
     assert not loop.is_awake
 
@@ -129,3 +136,34 @@ def test_several_things_said_in_one_turn_are_not_an_answer(loop: FakeLoop, vigil
         vigil.begin()
         loop.turns_to_sleep()
     assert occasions_left_out(loop, vigil) == MOST_LEFT_OUT
+
+
+def test_it_ends_with_what_it_was_for(loop: FakeLoop, vigil: Vigil) -> None:
+    vigil.begin()
+    loop.turn()
+    vigil.end()
+    assert loop.turns_to_sleep() == 1
+
+
+def test_an_answer_that_ends_it_shows_that_it_pays(loop: FakeLoop, vigil: Vigil) -> None:
+    for _ in range(8):
+        occasions_left_out(loop, vigil)
+        loop.turn()
+        vigil.end()
+        loop.turns_to_sleep()
+    assert occasions_left_out(loop, vigil) == 0
+
+
+def test_after_its_end_it_begins_anew(loop: FakeLoop, vigil: Vigil) -> None:
+    vigil.begin()
+    loop.turn()
+    vigil.end()
+    vigil.begin()
+    assert loop.turns_to_sleep() in (10, 11)
+
+
+def test_an_end_without_a_beginning_is_nothing(loop: FakeLoop, vigil: Vigil) -> None:
+    vigil.end()
+    assert not loop.is_awake
+    vigil.begin()
+    assert loop.turns_to_sleep() in (10, 11)

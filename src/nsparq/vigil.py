@@ -12,8 +12,6 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Final, Protocol
 
-AWAKE_S: Final = 50e-6
-"""Measured with a client that has 16 publishes on their way: 20 us gained less, 100 us no more."""
 MOST_LEFT_OUT: Final = 15
 
 
@@ -49,43 +47,61 @@ class Loop(Protocol):
 
 
 class Vigil:
-    """begin() it whenever something has been said. Where nothing comes of it, it is left out more and more
-    often; once in a while it is tried again. On a single core it would be in the way of who is to answer."""
+    """begin() it whenever something has been said, and end() it when nothing more is expected. Where nothing
+    comes of it, it is left out more and more often; once in a while it is tried again. On a single core it
+    would be in the way of who is to answer."""
 
     def __init__(
-        self, loop: Loop, clock: Callable[[], float] = perf_counter, *, cores: int | None = None
+        self,
+        loop: Loop,
+        awake_s: float,
+        clock: Callable[[], float] = perf_counter,
+        *,
+        cores: int | None = None,
     ) -> None:
         self._loop = loop
+        self._awake_s = awake_s
         self._clock = clock
-        self._is_of_use = (usable_cores() if cores is None else cores) > 1
+        self._is_of_use = awake_s > 0 and (usable_cores() if cores is None else cores) > 1
         self._until = 0.0
         self._is_on = False
+        self._is_over = False
+        """Whether it is to end at the next look, because what was expected has come."""
         self._has_looked = False
         """Whether the event loop has looked for input since something was said."""
         self._patience = Patience()
 
     def begin(self) -> None:
         """Have the event loop look for what comes next instead of waiting for it, for a moment."""
+        self._is_over = False
         if self._is_on:
             if self._has_looked:
                 # There is something to say again, so something has come.
                 self._patience.paid()
                 self._has_looked = False
-                self._until = self._clock() + AWAKE_S
+                self._until = self._clock() + self._awake_s
         elif self._is_of_use and self._patience.is_left():
             self._is_on = True
             self._has_looked = False
-            self._until = self._clock() + AWAKE_S
+            self._until = self._clock() + self._awake_s
             self._loop.call_soon(self._look)
+
+    def end(self) -> None:
+        """What was expected has come, and there is no more of it."""
+        if self._is_on:
+            self._patience.paid()
+            self._is_over = True
 
     def _look(self) -> None:
         """Called in every turn while the vigil lasts: an event loop with something to do does not sleep."""
         self._has_looked = True
-        if self._clock() < self._until:
+        if self._is_over:
+            self._is_on = False
+        elif self._clock() < self._until:
             self._loop.call_soon(self._look)
-            return
-        self._is_on = False
-        self._patience.in_vain()
+        else:
+            self._is_on = False
+            self._patience.in_vain()
 
 
 def usable_cores() -> int:

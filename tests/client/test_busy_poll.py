@@ -1,0 +1,98 @@
+"""A producer looks for its answer for a moment before it sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from nsparq import vigil
+from nsparq.client import Config, Producer, PublishTimeout, sync
+from nsparq.vigil import Vigil
+from tests.support.aio import run
+from tests.support.scripted_nsqd import ScriptedNsqd
+
+pytestmark = pytest.mark.usefixtures("any_loop")
+
+LOOK_S = 0.01
+
+
+class Looks:
+    """How often the event loop looked for an answer instead of waiting for it."""
+
+    count = 0
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    looks, look = Looks(), Vigil._look
+
+    def counted(self: Vigil) -> None:
+        looks.count += 1
+        look(self)
+
+    monkeypatch.setattr(Vigil, "_look", counted)
+    monkeypatch.setattr(vigil, "usable_cores", lambda: 2)
+    return looks
+
+
+async def publish_in_vain(config: Config) -> None:
+    async with ScriptedNsqd(publish=None) as nsqd, Producer(nsqd.address, config=config) as producer:
+        with suppress(PublishTimeout):
+            await producer.publish("t", b"m")
+
+
+def test_it_looks_for_the_answer_and_then_sleeps(looks: Looks) -> None:
+    async def main() -> None:
+        config = Config(publish_timeout=1, busy_poll=LOOK_S)
+        async with ScriptedNsqd(publish=None) as nsqd, Producer(nsqd.address, config=config) as producer:
+            publish = asyncio.ensure_future(producer.publish("t", b"m"))
+            await asyncio.sleep(5 * LOOK_S)
+            assert looks.count > 1
+            before = looks.count
+            await asyncio.sleep(5 * LOOK_S)
+            assert looks.count == before
+            with pytest.raises(PublishTimeout):
+                await publish
+
+    run(main())
+
+
+def test_it_looks_no_longer_than_until_the_answer_is_there(looks: Looks) -> None:
+    async def main() -> None:
+        async with (
+            ScriptedNsqd() as nsqd,
+            Producer(nsqd.address, config=Config(busy_poll=LOOK_S)) as producer,
+        ):
+            for _ in range(3):
+                await producer.publish("t", b"m")
+                before = looks.count
+                await asyncio.sleep(LOOK_S / 5)
+                assert 0 < looks.count <= before + 1
+
+    run(main())
+
+
+def test_it_need_not(looks: Looks) -> None:
+    run(publish_in_vain(Config(publish_timeout=0.05, busy_poll=0)))
+    assert not looks.count
+
+
+def test_where_there_is_only_one_core_it_sleeps(looks: Looks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vigil, "usable_cores", lambda: 1)
+    run(publish_in_vain(Config(publish_timeout=0.05, busy_poll=LOOK_S)))
+    assert not looks.count
+
+
+def test_a_script_s_other_threads_are_left_alone(looks: Looks) -> None:
+    def publish(address: str) -> None:
+        with sync.Producer(address, config=Config(busy_poll=LOOK_S)) as producer:
+            producer.publish("t", b"m")
+
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            await asyncio.to_thread(publish, nsqd.address)
+
+    run(main())
+    assert not looks.count
