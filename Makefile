@@ -8,18 +8,18 @@ FIND_CHROMIUM := for name in $$NSPARQ_TEST_CHROMIUM chromium chromium-browser go
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 UP_ARGS ?=
-# Most tests wait more than they compute.
-PARALLEL := -n 4 --dist loadfile
-# In a run of their own, since Spark keeps all cores busy: on one worker those that share a session, on another the rest.
+# Many tests wait more than they compute: so many at a time keep two cores busy.
+PARALLEL := -n 5 --dist loadfile
+# In a run of their own, since Spark keeps all cores busy: on one worker those that share a session, on others the rest.
 SPARK_TESTS := tests/spark tests/pipeline
-SPARK_PARALLEL := -n 2 --dist loadgroup
+SPARK_PARALLEL := -n 3 --dist loadgroup
 # Run a second time without the compiled kernel: what passes through it and does not itself try both builds.
 PURE_TESTS := tests/broker tests/test_kernel.py tests/conformance/test_e_delivery.py tests/conformance/test_h_publish.py
 
 # The tests start hundreds of Python processes, which must not compile everything anew, whatever is set here otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo up test check pytest bench docs fmt clean
+.PHONY: help venv demo up test check compiled pytest bench docs fmt clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,7 +40,14 @@ demo: venv
 up: venv
 	$(BIN)/python -m nsparq.demo up $(UP_ARGS)
 
-test: check pytest
+# While the types are checked on one core, pytest compiles the test modules on the other: otherwise each worker would,
+# for itself. What is wrong with them the tests will say.
+test: venv
+	+@$(MAKE) --no-print-directory -j2 check compiled
+	+@$(MAKE) --no-print-directory pytest
+
+compiled: venv
+	@$(BIN)/python -m pytest -q --collect-only $(PYTEST_ARGS) > /dev/null 2>&1 || true
 
 check: venv
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,13 @@ from nsparq.lookup.options import TABLE
 from nsparq.process import load_runner, raise_file_limit, run_daemon
 
 pytestmark = pytest.mark.usefixtures("root_logger_restored", "signals_restored", "collector_restored")
+
+COUNT_THREADS = """
+import os
+from nsparq.server.main import load_server
+load_server()
+print(len(os.listdir("/proc/self/task")))
+"""
 
 
 @pytest.fixture
@@ -173,3 +181,15 @@ def test_a_system_that_refuses_is_told_of(
     monkeypatch.setattr(resource, "setrlimit", refuse)
     raise_file_limit()
     assert "cannot raise the limit of open files above 10: not allowed" in caplog.text
+
+
+@pytest.mark.parametrize(("asked", "threads"), [("", 1), ("2", 2)])
+def test_a_daemon_begins_with_a_single_thread_unless_told_otherwise(asked: str, threads: int) -> None:
+    """NumPy's linear algebra, which no daemon needs, would start one for each core."""
+    environment = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
+    if asked:
+        environment["OPENBLAS_NUM_THREADS"] = asked
+    ran = subprocess.run(
+        [sys.executable, "-c", COUNT_THREADS], capture_output=True, text=True, check=True, env=environment
+    )
+    assert int(ran.stdout) == threads

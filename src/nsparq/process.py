@@ -6,6 +6,7 @@ Status 0 after a clean stop, 1 after a FATAL line, 2 for a wrong command line.
 import asyncio
 import gc
 import logging
+import os
 import resource
 import signal
 import sys
@@ -69,6 +70,9 @@ def run_daemon(
 
 def load_runner(load: Callable[[], Any]) -> tuple[Runner, Any]:
     """uvloop, and what `load` imports. A missing package of an extra is a StartError that names it."""
+    # NumPy brings a linear algebra that none of us calls. It would start a thread for each core, and these
+    # would spin for the first tenth of a second.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         import uvloop
 
