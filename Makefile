@@ -9,7 +9,7 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 UP_ARGS ?=
 # Many tests wait more than they compute: so many at a time keep two cores busy.
-PARALLEL := -n 5 --dist loadfile
+PARALLEL := -n 4 --dist loadfile
 # In a run of their own, since Spark keeps all cores busy: on one worker those that share a session, on others the rest.
 SPARK_TESTS := tests/spark tests/pipeline
 SPARK_PARALLEL := -n 3 --dist loadgroup
@@ -43,7 +43,7 @@ up: venv
 # While the types are checked on one core, pytest compiles the test modules on the other: otherwise each worker would,
 # for itself. What is wrong with them the tests will say.
 test: venv
-	+@$(MAKE) --no-print-directory -j2 check compiled
+	+@$(MAKE) --no-print-directory -j2 check compiled $(VENV)/.nsqjs $(VENV)/.chromium
 	+@$(MAKE) --no-print-directory pytest
 
 compiled: venv

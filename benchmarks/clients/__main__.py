@@ -37,12 +37,13 @@ class Row(NamedTuple):
 
     what: str
     settings: dict[str, int]
-    share: int
+    share: float
     others: tuple[str, ...] = OTHERS
     compared_to: str = ""
 
 
 ROWS = {
+    "publish 1": Row("publish", {"tasks": 1}, 0.25),
     "publish 16": Row("publish", {"tasks": 16}, 1),
     "publish 100": Row("publish", {"tasks": 100}, 1),
     "publish by 20": Row("publish_batches", {"batch": 20, "tasks": 16}, 10),
@@ -118,7 +119,7 @@ def main() -> None:
                 for library in ("nsparq", *row.others):
                     topic = f"{library}.{row.what}.{number}.{time.time_ns() % 10**9}"
                     load = Load(
-                        row.what, address, topic, count * row.share, loop=arguments.loop, **row.settings
+                        row.what, address, topic, int(count * row.share), loop=arguments.loop, **row.settings
                     )
                     figures[title][library].append(run(library, load, broker))
     print(f"\n{'messages':>23} {'client':>11} {'broker':>13}  (processor time of each per message)")
