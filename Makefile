@@ -10,9 +10,9 @@ DEMO_ARGS ?=
 UP_ARGS ?=
 # Many tests wait more than they compute: so many at a time keep two cores busy.
 PARALLEL := -n 4 --dist loadfile
-# In a run of their own, since Spark keeps all cores busy: on one worker those that share a session, on others the rest.
+# In a run of their own, since Spark keeps all cores busy. Each worker has a session, and takes what others have not begun.
 SPARK_TESTS := tests/spark tests/pipeline
-SPARK_PARALLEL := -n 3 --dist loadgroup
+SPARK_PARALLEL := -n 3 --dist worksteal
 # Run a second time without the compiled kernel: what passes through it and does not itself try both builds.
 PURE_TESTS := tests/broker tests/test_kernel.py tests/conformance/test_e_delivery.py tests/conformance/test_h_publish.py
 

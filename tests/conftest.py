@@ -52,14 +52,10 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`: tests that share the Spark session go to one worker, others stay by file.
-
-    They also get more time: whoever comes first waits for the JVM, and one that is interrupted while it talks
-    to the JVM leaves a conversation that no later test can follow.
-    """
+    """Tests that share the Spark session get more time: whoever comes first waits for the JVM, and one that
+    is interrupted while it talks to the JVM leaves a conversation that no later test can follow."""
     for item in items:
         shares = "spark_session" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("spark" if shares else item.nodeid.partition("::")[0]))
         if shares and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(240))
 
