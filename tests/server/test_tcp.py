@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from threading import Event
+from typing import Any
 
+import pytest
+
+from nsparq import kernel
 from nsparq.options import NsqdOptions
 from nsparq.server.daemon import Nsqd
 from nsparq.server.tcp import MAX_UNANSWERED
@@ -16,6 +21,7 @@ from nsparq.storage.files import Files
 from nsparq.wire.frames import ERROR, OK, encode_frame
 
 PUB = b"PUB t\n" + struct.pack(">i", 1) + b"x"
+MPUB = b"MPUB t\n" + struct.pack(">iiicic", 14, 2, 1, b"x", 1, b"y")
 DEADLINE_S = 10
 
 
@@ -32,13 +38,13 @@ class HeldFiles(Files):
 
 
 @asynccontextmanager
-async def running(tmp_path: Path, files: Files) -> AsyncIterator[Nsqd]:
+async def running(tmp_path: Path, files: Files, durability: str = "fsync") -> AsyncIterator[Nsqd]:
     nsqd = Nsqd(
         NsqdOptions(
             tcp_address="127.0.0.1:0",
             http_address="127.0.0.1:0",
             data_path=str(tmp_path),
-            durability="fsync",
+            durability=durability,
         ),
         files=files,
     )
@@ -164,5 +170,39 @@ def test_a_publisher_goes_on_when_its_topic_is_deleted(tmp_path: Path) -> None:
                 nsqd.broker.delete_topic("t")
             (client,) = nsqd.broker.clients
             assert client.publish_counts == {"t": 8}
+
+    asyncio.run(scenario())
+
+
+def in_halves(descriptors: list[int], data: bytes) -> list[tuple[int, int]]:
+    """A system that takes only half of what it is given."""
+    return [(index, os.write(file, data[: len(data) // 2])) for index, file in enumerate(descriptors)]
+
+
+@pytest.mark.parametrize("durability", ["os", "fsync"])
+@pytest.mark.parametrize(
+    "send_each", [kernel.send_each, in_halves, None], ids=["as built", "in halves", "pure"]
+)
+def test_batches_that_come_together_are_each_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, send_each: Any
+) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, Files(), durability) as nsqd:
+            reader, writer = await asyncio.open_connection(*nsqd.tcp_address)
+            writer.write(b"  V2" + MPUB)
+            assert await reader.readexactly(len(OK)) == OK
+            monkeypatch.setattr(kernel, "send_each", send_each)
+            for count in (2, 5, 1, 3):
+                writer.write(count * MPUB)
+                assert await reader.readexactly(count * len(OK)) == count * OK
+            # Single ones in front, and something else behind.
+            writer.write(PUB + 2 * MPUB + b"SUB t c\n" + 2 * MPUB)
+            assert await reader.readexactly(6 * len(OK)) == 6 * OK
+            assert nsqd.broker.topics["t"].message_count == 2 * (1 + 2 + 5 + 1 + 3 + 4) + 1
+            writer.write(2 * MPUB + b"BOGUS\n")
+            error = encode_frame(ERROR, b"E_INVALID invalid command BOGUS")
+            assert await reader.read() == 2 * OK + error
+            writer.close()
+            await writer.wait_closed()
 
     asyncio.run(scenario())

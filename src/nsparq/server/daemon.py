@@ -392,6 +392,16 @@ class Nsqd:
         self._is_turning = True
         self._loop.call_soon(self._flush_connections)
 
+    def answer_now(self, connection: Connection, count: int) -> None:
+        """Have a connection with nothing else to say say OK so many times, before anything else is done."""
+        self.answer()
+        self._vigil.begin()
+        if kernel.send_each is not None:
+            for _, sent in kernel.send_each([connection.descriptor], OK * count):
+                connection.say_ok(sent, count)
+        else:
+            connection.say_ok(0, count)
+
     def answer(self) -> None:
         """Say OK to all who wait for it: several are told faster together."""
         if not self._answered:

@@ -341,11 +341,11 @@ class Connection(asyncio.Protocol):
             self._descriptor = self._transport.get_extra_info("socket").fileno()
         return self._descriptor
 
-    def say_ok(self, sent: int) -> None:
-        """Say the rest of an OK of which so many bytes have been written already."""
+    def say_ok(self, sent: int, count: int = 1) -> None:
+        """Say the rest of one or several OKs, of which so many bytes have been written already."""
         self.leave_lane()
         if not self._is_closing:
-            self._transport.write(OK[sent:])
+            self._transport.write((OK * count)[sent:])
 
     # in company
 
@@ -477,9 +477,19 @@ class Connection(asyncio.Protocol):
 
     def _all_published(self, count: int, verb: str, error: Exception | None) -> None:
         """So many of the oldest unanswered publishes are done."""
+        replies = self._replies
         if error is None and not self._is_closing:
+            if verb == "MPUB" and len(replies) == count and not self._outgoing and self._layers is None:
+                # All that it has sent is appended: it may prepare the next ones while we are at the channels.
+                replies.clear()
+                self._nsqd.answer_now(self, count)
+                if self._is_ending:
+                    self.close()
+                elif not self._is_reading:
+                    self._adjust_reading()
+                return
             for _ in range(count - 1):
-                self._replies.popleft()
+                replies.popleft()
             self._write(OK * (count - 1))
         self.published(verb, error)
 
