@@ -68,7 +68,7 @@ class Config:
     """How long a server may leave our bytes unread."""
     publish_timeout: float = _seconds(30.0, 0.001)
     """How long a publish may take from the call to its acknowledgement, reconnecting included."""
-    busy_poll: float = _seconds(0.0001, 0, 0.01)
+    busy_poll: float = _seconds(0.0002, 0, 0.01)
     """How long a producer with few publishes on their way looks for the answer before its event loop sleeps.
     One from the same machine is there by then, and sooner than if it had to wake us first. Where answers
     take longer it is hardly ever tried, and on a single core never. 0: not at all."""
