@@ -70,7 +70,7 @@ def run_daemon(
 
 def load_runner(load: Callable[[], Any]) -> tuple[Runner, Any]:
     """uvloop, and what `load` imports. A missing package of an extra is a StartError that names it."""
-    # NumPy brings a linear algebra that none of us calls. It would start a thread for each core, and these
+    # NumPy brings a linear algebra that no daemon calls. It would start a thread for each core, and those
     # would spin for the first tenth of a second.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
