@@ -43,8 +43,8 @@ up: venv
 # While the types are checked on one core, pytest compiles the test modules on the other: otherwise each worker would,
 # for itself. What is wrong with them the tests will say.
 test: venv
-	+@$(MAKE) --no-print-directory -j2 check compiled $(VENV)/.nsqjs $(VENV)/.chromium
-	+@$(MAKE) --no-print-directory pytest
+	@$(MAKE) --no-print-directory -j2 check compiled $(VENV)/.nsqjs $(VENV)/.chromium
+	@$(MAKE) --no-print-directory pytest
 
 compiled: venv
 	@$(BIN)/python -m pytest -q --collect-only $(PYTEST_ARGS) > /dev/null 2>&1 || true

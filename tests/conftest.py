@@ -50,7 +50,6 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     return report
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share the Spark session get more time: whoever comes first waits for the JVM, and one that
     is interrupted while it talks to the JVM leaves a conversation that no later test can follow."""

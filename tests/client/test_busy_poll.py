@@ -10,7 +10,7 @@ import pytest
 from nsparq import vigil
 from nsparq.client import Config, Producer, PublishTimeout, sync
 from nsparq.vigil import Vigil
-from tests.support.aio import run
+from tests.support.aio import run, until
 from tests.support.scripted_nsqd import ScriptedNsqd
 
 pytestmark = pytest.mark.usefixtures("any_loop")
@@ -47,9 +47,10 @@ def test_it_looks_for_the_answer_and_then_sleeps(looks: Looks) -> None:
     async def main() -> None:
         config = Config(publish_timeout=1, busy_poll=LOOK_S)
         async with ScriptedNsqd(publish=None) as nsqd, Producer(nsqd.address, config=config) as producer:
+            await producer.connect()
             publish = asyncio.ensure_future(producer.publish("t", b"m"))
-            await asyncio.sleep(5 * LOOK_S)
-            assert looks.count > 1
+            await until(lambda: looks.count > 1)
+            await asyncio.sleep(2 * LOOK_S)
             before = looks.count
             await asyncio.sleep(5 * LOOK_S)
             assert looks.count == before

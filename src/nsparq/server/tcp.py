@@ -480,7 +480,8 @@ class Connection(asyncio.Protocol):
         replies = self._replies
         if error is None and not self._is_closing:
             if verb == "MPUB" and len(replies) == count and not self._outgoing and self._layers is None:
-                # All that it has sent is appended: it may prepare the next ones while we are at the channels.
+                # All that it has sent is stored: it may prepare the next ones while we are at the channels.
+                # Single ones wait for the end of the turn; answered here, they came back in smaller groups.
                 replies.clear()
                 self._nsqd.answer_now(self, count)
                 if self._is_ending:
