@@ -19,6 +19,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -256,8 +257,10 @@ class Rig:
     def close(self) -> None:
         self.broker.close()
 
-    def restart(self) -> None:
+    def restart(self, **flags: Any) -> None:
+        """Stop cleanly, and start with the same flags except for these."""
         self.broker.close()
+        self.options = replace(self.options, **flags)
         self.start()
 
     def drop(self) -> None:

@@ -83,7 +83,7 @@ def test_against_a_plain_model():
         assert deferred.lowest() == min(model, default=None)
         assert deferred.next_due() == min(model.values(), default=None)
         assert deferred.due_ns == model
-        assert max(len(deferred._heap), len(deferred._ids)) <= 2 * len(model) + 64
+        assert max(len(deferred._heap), len(deferred._sequences)) <= 2 * len(model) + 64
 
 
 def test_looking_at_the_soonest_does_not_slow_with_their_number():

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from nsparq.errors import ClientError
+from nsparq.wire.message import SEQUENCE_BITS
 from tests.broker.rig import Later, Rig, bodies, counts
 
 MakeRig = Callable[..., Rig]
@@ -527,3 +529,62 @@ def test_a_carried_message_found_bad_at_the_start_is_said_in_the_log(
     rig.start()
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert any("c.carry" in text for text in errors)
+
+
+# another node id: a re-created container, a disk moved to another host
+
+
+def test_another_node_id_keeps_everything_unfinished(make_rig: MakeRig):
+    rig = make_rig(max_bytes_per_file=2000, node_id=5)
+    client = rig.subscribe(rdy=200)
+    fill(rig, client)
+    messages = client.take()
+    # One of each segment: more of them would not be carried over.
+    carried, carried_requeued, carried_deferred = messages[0], messages[15], messages[25]
+    rest = [m for m in messages if m not in (carried, carried_requeued, carried_deferred)]
+    rig.requeue(client, carried_requeued)
+    (carried_requeued,) = client.take()
+    rig.requeue(client, carried_deferred, 30_000)
+    rig.finish(client, *rest)
+    rig.maintain()
+    assert rig.names("*.carry") == ["c.carry"]
+    rig.publish("t", b"in flight", b"requeued", b"put off", b"finished")
+    in_flight, requeued, put_off, finished = client.take()
+    rig.ready(client, 0)
+    rig.requeue(client, requeued)
+    rig.requeue(client, put_off, 10_000)
+    rig.finish(client, finished)
+    rig.publish("t", b"published late", defer_ms=20_000)
+    rig.publish("t", b"waiting")
+    rig.restart(node_id=6)
+    assert counts(rig.channel()) == (5, 0, 3)
+    client = rig.subscribe(rdy=100, msg_timeout_ms=600_000)
+    other_node = (6 - 5) << SEQUENCE_BITS
+    again = {m.body: m for m in client.take()}
+    for message, attempts in ((carried, 2), (carried_requeued, 3), (in_flight, 2), (requeued, 2)):
+        expected = message._replace(id=message.id + other_node, attempts=attempts)
+        assert again.pop(message.body) == expected
+    assert [(m.body, m.attempts) for m in again.values()] == [(b"waiting", 1)]
+    for body, attempts in ((b"put off", 2), (b"published late", 1), (carried_deferred.body, 2)):
+        assert client.take() == []
+        rig.pass_time(10)
+        assert [(m.body, m.attempts) for m in client.take()] == [(body, attempts)]
+    assert rig.finish(client, *client.messages) == []
+    assert counts(rig.channel()) == (0, 0, 0)
+
+
+def test_an_id_of_the_earlier_node_is_not_in_flight(make_rig: MakeRig):
+    rig = make_rig(node_id=5)
+    before = rig.subscribe(rdy=1)
+    rig.publish("t", b"x")
+    (old,) = before.take()
+    rig.restart(node_id=6)
+    client = rig.subscribe(rdy=1)
+    (error,) = rig.finish(client, old)
+    assert f"FIN {old.id:016x} failed ID not in flight" in str(error)
+    with pytest.raises(ClientError, match=f"{old.id:016x}"):
+        rig.requeue(client, old)
+    with pytest.raises(ClientError, match=f"{old.id:016x}"):
+        rig.touch(client, old)
+    assert counts(rig.channel()) == (0, 1, 0)
+    assert rig.finish(client, *client.messages) == []

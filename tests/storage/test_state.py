@@ -121,7 +121,7 @@ def channel_state(count: int = 3) -> ChannelState:
         cursor=(1 << 54) + 5,
         seen=(1 << 54) + 9,
         paused=True,
-        ids=np.arange(count, dtype=np.uint64) + np.uint64((1 << 63) + 1),
+        sequences=np.arange(count, dtype=np.uint64) + np.uint64((1 << 63) + 1),
         due_ns=np.arange(count, dtype=np.int64) * 10**18,
         attempts=np.array([65535, 0, 7][:count], np.uint16),
     )
@@ -130,7 +130,7 @@ def channel_state(count: int = 3) -> ChannelState:
 def assert_same(found: ChannelState | None, expected: ChannelState) -> None:
     assert found is not None
     assert (found.cursor, found.seen, found.paused) == (expected.cursor, expected.seen, expected.paused)
-    for name in ("ids", "due_ns", "attempts"):
+    for name in ("sequences", "due_ns", "attempts"):
         assert getattr(found, name).tolist() == getattr(expected, name).tolist()
 
 
@@ -145,19 +145,32 @@ def test_what_a_channel_passes_by_is_decoded_as_it_was_encoded() -> None:
     assert decode_channel_state(channel_state().encode()).skips == []
 
 
-def test_unfinished_messages_can_be_forgotten_from_an_id_on() -> None:
+def test_unfinished_messages_can_be_forgotten_from_a_number_on() -> None:
     state = channel_state()
     state.drop_from((1 << 63) + 2)
-    assert state.ids.tolist() == [(1 << 63) + 1]
+    assert state.sequences.tolist() == [(1 << 63) + 1]
     assert (state.due_ns.tolist(), state.attempts.tolist()) == ([0], [65535])
     state.drop_from(0)
-    assert len(state.ids) == len(state.due_ns) == len(state.attempts) == 0
+    assert len(state.sequences) == len(state.due_ns) == len(state.attempts) == 0
+
+
+@pytest.mark.parametrize("node_id", [0, 5, 1023])
+def test_a_channel_s_file_of_before_holds_ids_of_any_node_and_still_opens(node_id: int) -> None:
+    """Until "NQC2" the files held message ids: the node id, and the sequence number in the lower 54 bits."""
+    sequences = [1, (1 << 53) + 7, (1 << 54) - 1]
+    ids = np.array(sequences, np.uint64) + np.uint64(node_id << 54)
+    arrays = (
+        ids.tobytes() + np.array([0, 4, 0], np.int64).tobytes() + np.array([1, 0, 3], np.uint16).tobytes()
+    )
+    state = decode_channel_state(sealed({**FIELDS, "count": 3}, arrays, magic=b"NQC1"))
+    assert state.sequences.tolist() == sequences
+    assert (state.due_ns.tolist(), state.attempts.tolist()) == ([0, 4, 0], [1, 0, 3])
 
 
 def test_a_channel_begins_with_nothing_unfinished() -> None:
     state = ChannelState(cursor=5, seen=6)
     assert_same(decode_channel_state(state.encode()), state)
-    assert (state.paused, len(state.ids), len(state.due_ns), len(state.attempts)) == (False, 0, 0, 0)
+    assert (state.paused, len(state.sequences), len(state.due_ns), len(state.attempts)) == (False, 0, 0, 0)
 
 
 @pytest.mark.parametrize("count", [0, 3])
@@ -184,11 +197,11 @@ def test_bytes_behind_a_channel_s_state_are_an_error() -> None:
         decode_channel_state(channel_state().encode() + b"\0")
 
 
-def sealed(fields: Any, arrays: bytes = b"", length: int | None = None) -> bytes:
+def sealed(fields: Any, arrays: bytes = b"", length: int | None = None, magic: bytes = b"NQC2") -> bytes:
     """A state with a right checksum, whatever is in it."""
     text = json.dumps(fields).encode()
     size = (len(text) if length is None else length).to_bytes(4, "little")
-    return b"NQC1" + crc32c(text + arrays, crc32c(size)).to_bytes(4, "little") + size + text + arrays
+    return magic + crc32c(text + arrays, crc32c(size)).to_bytes(4, "little") + size + text + arrays
 
 
 FIELDS = {"cursor": 1, "seen": 2, "paused": False, "count": 0}

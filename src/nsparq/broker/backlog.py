@@ -1,8 +1,8 @@
 """Where a channel stands in its topic's log: the cursor, the exceptions to it, and keeping both on disk.
 
 Every message before the cursor is finished unless it is in flight, waiting to be sent again, or deferred.
-Messages are known here by id (see wire.message): the node's part plus the sequence number. Nothing here knows
-how messages are sent.
+Messages are known here by their sequence numbers alone. The ids that clients see hold the node id too, which
+may be another one after a restart. Nothing here knows how messages are sent.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Backlog(ABC):
         self.in_flight = InFlight()
         self.deferred = Deferred()
         self.requeued: deque[int] = deque()
-        """Ids to be sent again, in the order in which they came back."""
+        """Sequence numbers to be sent again, in the order in which they came back."""
         self._attempts: dict[int, int] = {}
         """Deliveries so far of the messages requeued or deferred after one."""
         self._deferred_ahead: deque[int] = deque()
@@ -112,25 +112,20 @@ class Backlog(ABC):
 
     def low(self) -> int:
         """The oldest sequence number that this channel may still have to read from the log."""
-        first = self.topic.first_id
-        beyond = self.cursor + first
-        lowest = min(
-            beyond,
-            self.in_flight.lowest() or beyond,
-            self.deferred.lowest() or beyond,
-            min(self.requeued, default=beyond),
-        )
-        if lowest - first in self._carried:
-            kept = (i for i in self._unfinished() if i - first not in self._carried)
-            lowest = min(beyond, min(kept, default=beyond))
-        return lowest - first
+        cursor = self.cursor
+        lows = (self.in_flight.lowest(), self.deferred.lowest(), min(self.requeued, default=None))
+        lowest = min([cursor, *(low for low in lows if low is not None)])
+        if lowest in self._carried:
+            kept = (sequence for sequence in self._unfinished() if sequence not in self._carried)
+            lowest = min(cursor, min(kept, default=cursor))
+        return lowest
 
     def _unfinished(self) -> Iterable[int]:
         return chain(self.in_flight, self.requeued, self.deferred.due_ns)
 
-    def attempts_of(self, message_id: int) -> int:
+    def attempts_of(self, sequence: int) -> int:
         """Deliveries so far of a message that is requeued or deferred."""
-        return self._attempts.get(message_id, 0)
+        return self._attempts.get(sequence, 0)
 
     def ready(self, count: int) -> list[int]:
         """The next sequence numbers that the cursor will deliver, up to `count`."""
@@ -208,10 +203,10 @@ class Backlog(ABC):
     def defer_published(self, sequence: int, due_ns: int) -> None:
         """A message published with a delay: it waits here from the start, and the cursor will pass it by."""
         self._deferred_ahead.append(sequence)
-        self._defer(self.topic.first_id + sequence, due_ns)
+        self._defer(sequence, due_ns)
 
-    def _defer(self, message_id: int, due_ns: int) -> None:
-        self.deferred.add(message_id, due_ns)
+    def _defer(self, sequence: int, due_ns: int) -> None:
+        self.deferred.add(sequence, due_ns)
         self._watch(due_ns)
 
     def _is_replayed(self, sequence: int, due_ns: int) -> bool:
@@ -222,9 +217,8 @@ class Backlog(ABC):
         """What it would mean to go to this number."""
         log, end = self.topic.log, self.topic.visible_end
         target = min(max(sequence, log.start), end)
-        limit = self.topic.first_id + target
         waiting = chain(self.requeued, self.deferred.due_ns)
-        skipped = self.in_flight.count_below(limit) + sum(1 for i in waiting if i < limit)
+        skipped = self.in_flight.count_below(target) + sum(1 for s in waiting if s < target)
         if target > self.cursor:
             skipped += self._count_to(target) - sum(1 for s in self._deferred_ahead if s < target)
         return SeekPlan(self.cursor, target, log.count(target, self.cursor), skipped)
@@ -242,25 +236,25 @@ class Backlog(ABC):
         self.requeued.clear()
         self._attempts.clear()
 
-    def _drop_below(self, message_id: int) -> None:
-        """Count everything unfinished below an id, in flight aside, as done."""
-        dropped = self.deferred.drop_below(message_id)
-        if min(self.requeued, default=message_id) < message_id:
-            dropped += [i for i in self.requeued if i < message_id]
-            self.requeued = deque(i for i in self.requeued if i >= message_id)
-        for i in dropped:
-            self._attempts.pop(i, None)
+    def _drop_below(self, limit: int) -> None:
+        """Count everything unfinished below a sequence number, in flight aside, as done."""
+        dropped = self.deferred.drop_below(limit)
+        if min(self.requeued, default=limit) < limit:
+            dropped += [s for s in self.requeued if s < limit]
+            self.requeued = deque(s for s in self.requeued if s >= limit)
+        for sequence in dropped:
+            self._attempts.pop(sequence, None)
 
     # state
 
     def snapshot(self) -> ChannelState:
         """Everything needed to go on after a restart."""
-        flying = [(i, run.attempts) for run in self.in_flight.runs for i in run.unanswered()]
+        flying = [(s, run.attempts) for run in self.in_flight.runs for s in run.unanswered()]
         waiting = [*self.requeued, *self.deferred.due_ns]
-        ids = [i for i, _ in flying] + waiting
-        attempts = [number for _, number in flying] + [self._attempts.get(i, 0) for i in waiting]
-        due = np.zeros(len(ids), np.int64)
-        due[len(ids) - len(self.deferred) :] = np.fromiter(
+        sequences = [s for s, _ in flying] + waiting
+        attempts = [number for _, number in flying] + [self._attempts.get(s, 0) for s in waiting]
+        due = np.zeros(len(sequences), np.int64)
+        due[len(sequences) - len(self.deferred) :] = np.fromiter(
             self.deferred.due_ns.values(), np.int64, len(self.deferred)
         )
         return ChannelState(
@@ -269,7 +263,7 @@ class Backlog(ABC):
             paused=self.paused,
             skips=self.skips.ranges,
             replay=self.replay if self.cursor < self.replay[0] else (0, 0),
-            ids=np.array(ids, np.uint64),
+            sequences=np.array(sequences, np.uint64),
             due_ns=due,
             attempts=np.array(attempts, np.uint16),
         )
@@ -285,31 +279,30 @@ class Backlog(ABC):
         unfinished = self.resume(state)
         # Delivered, and carried over, after the checkpoint; what the log still has, the cursor finds.
         late = (s for s in carried if state.cursor <= s < self.cursor and s not in unfinished)
-        self.requeued.extend(self.topic.first_id + sequence for sequence in late)
+        self.requeued.extend(late)
         self.drop_carried()
 
     def resume(self, state: ChannelState) -> set[int]:
         """Stand where `state` says. Gives the sequence numbers that it names as unfinished, and are here."""
-        log, first = self.topic.log, self.topic.first_id
+        log = self.topic.log
         self.cursor = max(state.cursor, log.start)
         self.skips = Gaps(state.skips)
         self.replay = state.replay
         self.paused = state.paused
         unfinished = set()
-        for message_id, due_ns, attempts in zip(
-            state.ids.tolist(), state.due_ns.tolist(), state.attempts.tolist(), strict=True
+        for sequence, due_ns, attempts in zip(
+            state.sequences.tolist(), state.due_ns.tolist(), state.attempts.tolist(), strict=True
         ):
-            sequence = message_id - first
             # The log lets go only of what is finished or carried: this one was finished after the checkpoint.
             if sequence < log.start and sequence not in self._carried:
                 continue
             unfinished.add(sequence)
             if attempts:
-                self._attempts[message_id] = attempts
+                self._attempts[sequence] = attempts
             if due_ns:
-                self._defer(message_id, due_ns)
+                self._defer(sequence, due_ns)
             else:
-                self.requeued.append(message_id)
+                self.requeued.append(sequence)
         # What is replayed is left out below, too; but a replay of years need not be looked at one by one.
         replay_end, replay_due_ns = state.replay
         due_after = replay_due_ns if replay_end >= self.topic.visible_end else 0
@@ -318,26 +311,23 @@ class Backlog(ABC):
                 continue
             self._deferred_ahead.append(sequence)
             if sequence >= state.seen:
-                self._defer(first + sequence, due_ns)
+                self._defer(sequence, due_ns)
         return unfinished
 
     def add_tried(self, sequence: int, attempts: list[int]) -> None:
         """Messages from `sequence` on that another nsqd has delivered before, so many times each: they wait
         to be sent again, and the cursor will pass them by."""
-        first = self.topic.first_id + sequence
-        self.skips.add(sequence, sequence + len(attempts))
-        self.requeued.extend(range(first, first + len(attempts)))
-        self._attempts.update(zip(range(first, first + len(attempts)), attempts, strict=True))
+        tried = range(sequence, sequence + len(attempts))
+        self.skips.add(tried.start, tried.stop)
+        self.requeued.extend(tried)
+        self._attempts.update(zip(tried, attempts, strict=True))
 
     def carry_over(self, before: int, limit: int) -> bool:
         """Copy what is unfinished of the log before `before` into the channel's own keeping, so that the
         log can let go of it. False, and nothing done, if that would be more than `limit` messages."""
         if self.cursor < before:
             return False
-        first = self.topic.first_id
-        wanted = [
-            i - first for i in self._unfinished() if i - first < before and i - first not in self._carried
-        ]
+        wanted = [s for s in self._unfinished() if s < before and s not in self._carried]
         if len(wanted) > limit:
             return False
         messages: list[tuple[int, int, bytes]] = []
@@ -357,8 +347,7 @@ class Backlog(ABC):
     def drop_carried(self) -> None:
         """Let go of carried messages that have been finished since."""
         if len(self._carried):
-            first = self.topic.first_id
-            self._carried.keep_only(i - first for i in self._unfinished())
+            self._carried.keep_only(self._unfinished())
 
     def save(self, *, sync: bool, state: ChannelState | None = None) -> None:
         """Write down now where the channel stands, or is about to."""

@@ -136,23 +136,24 @@ class Channel(Backlog):
 
     def finish(self, client: Client, spans: list[tuple[int, int]], now_ns: int) -> list[ClientError]:
         """FIN, for spans of ids. Gives an error for each id that is not this client's to finish."""
-        in_flight, latency = self.in_flight, self._latency
+        in_flight, latency, first_id = self.in_flight, self._latency, self.topic.first_id
         errors = []
         finished = 0
-        for message_id, end in spans:
-            while message_id < end:
-                run = in_flight.find(message_id)
+        for message_id, end_id in spans:
+            sequence, end = message_id - first_id, end_id - first_id
+            while sequence < end:
+                run = in_flight.find(sequence)
                 if run is None or run.client is not client:
                     reason = "ID not in flight" if run is None else "client does not own message"
-                    errors.append(_failed("FIN", message_id, reason))
-                    message_id += 1
+                    errors.append(_failed("FIN", first_id + sequence, reason))
+                    sequence += 1
                     continue
-                number = in_flight.answer(run, message_id, end - message_id)
+                number = in_flight.answer(run, sequence, end - sequence)
                 if latency is not None:
-                    for i in range(message_id, message_id + number):
+                    for i in range(sequence, sequence + number):
                         latency.record(now_ns - run.timestamp_of(i), now_ns)
                 finished += number
-                message_id += number
+                sequence += number
         client.finish_count += finished
         client.in_flight -= finished
         self._mark_changed()
@@ -161,13 +162,13 @@ class Channel(Backlog):
 
     def requeue(self, client: Client, message_id: int, timeout_ms: int, now_ns: int) -> None:
         """REQ: send again at once, or after a while."""
-        run = self._owned("REQ", client, message_id)
-        self.in_flight.answer(run, message_id)
-        self._attempts[message_id] = run.attempts
+        run, sequence = self._owned("REQ", client, message_id)
+        self.in_flight.answer(run, sequence)
+        self._attempts[sequence] = run.attempts
         if timeout_ms > 0:
-            self._defer(message_id, now_ns + timeout_ms * 1_000_000)
+            self._defer(sequence, now_ns + timeout_ms * 1_000_000)
         else:
-            self.requeued.append(message_id)
+            self.requeued.append(sequence)
         self.requeue_count += 1
         client.requeue_count += 1
         client.in_flight -= 1
@@ -176,32 +177,34 @@ class Channel(Backlog):
 
     def touch(self, client: Client, message_id: int, now_ns: int) -> None:
         """TOUCH: a new deadline, within the limit counted from the delivery."""
-        run = self._owned("TOUCH", client, message_id)
+        run, sequence = self._owned("TOUCH", client, message_id)
         limit_ns = run.delivered_ns + int(self.topic.broker.options.max_msg_timeout * 1e9)
         deadline_ns = min(now_ns + client.msg_timeout_ns, limit_ns)
         if run.end - run.first == 1 and deadline_ns >= run.deadline_ns:
             # The heap's entry is early now; it is put right when it comes up.
             run.deadline_ns = deadline_ns
             return
-        self.in_flight.answer(run, message_id)
+        self.in_flight.answer(run, sequence)
         alone = Run(
             client,
-            message_id,
-            message_id + 1,
+            sequence,
+            sequence + 1,
             run.delivered_ns,
             deadline_ns,
             run.attempts,
-            run.timestamp_of(message_id),
+            run.timestamp_of(sequence),
         )
         self._launch(alone)
 
-    def _owned(self, verb: str, client: Client, message_id: int) -> Run:
-        run = self.in_flight.find(message_id)
+    def _owned(self, verb: str, client: Client, message_id: int) -> tuple[Run, int]:
+        """The client's delivery that holds the message, and the message's sequence number."""
+        sequence = message_id - self.topic.first_id
+        run = self.in_flight.find(sequence)
         if run is None:
             raise _failed(verb, message_id, "ID not in flight")
         if run.client is not client:
             raise _failed(verb, message_id, "client does not own message")
-        return run
+        return run, sequence
 
     # time
 
@@ -242,12 +245,12 @@ class Channel(Backlog):
             self.topic.broker.schedule_channel(self)
         return done
 
-    def _take_back(self, run: Run, ids: list[int]) -> None:
+    def _take_back(self, run: Run, sequences: list[int]) -> None:
         """Messages that were not answered: they are sent again."""
-        for message_id in ids:
-            self.in_flight.answer(run, message_id)
-            self._attempts[message_id] = run.attempts
-        self.requeued.extend(ids)
+        for sequence in sequences:
+            self.in_flight.answer(run, sequence)
+            self._attempts[sequence] = run.attempts
+        self.requeued.extend(sequences)
 
     # delivery
 
@@ -382,15 +385,14 @@ class Channel(Backlog):
         if client.identity.sample_rate:
             self._deliver_sample(client, batch, index, number, now_ns)
             return number
-        first = self.topic.first_id + cursor
         run = self._open
-        if run is not None and run.end == first and run.client is client and self._latency is None:
+        if run is not None and run.end == cursor and run.client is client and self._latency is None:
             run.end += number
         else:
             self._launch_open()
             stamps = 0 if self._latency is None else batch.timestamps_of(index, number)
             deadline_ns = now_ns + client.msg_timeout_ns
-            self._open = Run(client, first, first + number, now_ns, deadline_ns, 1, stamps)
+            self._open = Run(client, cursor, cursor + number, now_ns, deadline_ns, 1, stamps)
         client.in_flight += number
         client.message_count += number
         if end - start == len(buffer):
@@ -409,11 +411,9 @@ class Channel(Backlog):
         for i in range(index, index + number):
             if chance.randrange(100) > client.identity.sample_rate:
                 continue
-            message_id = self.topic.first_id + batch.base + i
+            sequence = batch.base + i
             client.send(buffer[offsets[i] : offsets[i + 1]])
-            self._launch(
-                Run(client, message_id, message_id + 1, now_ns, deadline_ns, 1, batch.timestamp_of(i))
-            )
+            self._launch(Run(client, sequence, sequence + 1, now_ns, deadline_ns, 1, batch.timestamp_of(i)))
             client.in_flight += 1
             client.message_count += 1
 
@@ -444,25 +444,25 @@ class Channel(Backlog):
         deadline_ns = now_ns + client.msg_timeout_ns
         size = 0
         for _ in range(min(limit, len(self.requeued))):
-            message_id = self.requeued[0]
+            sequence = self.requeued[0]
             try:
-                found = self._find(message_id - self.topic.first_id)
+                found = self._find(sequence)
             except (Cold, OSError):
                 if pieces:
                     break
                 raise
             self.requeued.popleft()
-            attempts = (self._attempts.pop(message_id, 0) + 1) & 0xFFFF
+            attempts = (self._attempts.pop(sequence, 0) + 1) & 0xFFFF
             if found is None:
                 self.dropped_count += 1
-                logger.error("%s: message %016x is lost to a damaged log", self, message_id)
+                logger.error("%s: message %d is lost to a damaged log", self, sequence)
                 continue
             if client.identity.sample_rate and chance.randrange(100) > client.identity.sample_rate:
                 continue
             frame, timestamp_ns = found
             pieces.append(frame if attempts == 1 else with_attempts(frame, attempts))
             size += len(frame)
-            self._launch(Run(client, message_id, message_id + 1, now_ns, deadline_ns, attempts, timestamp_ns))
+            self._launch(Run(client, sequence, sequence + 1, now_ns, deadline_ns, attempts, timestamp_ns))
             if size >= MAX_WRITE:
                 break
         if pieces:
@@ -560,13 +560,12 @@ class Channel(Backlog):
         the next checkpoint keeps it. Raises OffsetAhead."""
         if sequence > self.topic.visible_end:
             raise OffsetAhead(sequence, self.topic.visible_end)
-        limit = self.topic.first_id + sequence
-        self._drop_below(limit)
+        self._drop_below(sequence)
         if sequence > self.cursor:
             self._jump(sequence)
             self._current = None
         self._mark_changed()
-        for client, number in self.in_flight.drop_below(limit).items():
+        for client, number in self.in_flight.drop_below(sequence).items():
             client.in_flight -= number
             self.offer(client)
 

@@ -2,9 +2,9 @@
 
 Consecutive messages delivered together are one Run, and clients mostly answer them in order, so a run knows
 what is answered as "everything below `low`, and these few above". A run is looked for among the latest few,
-where it mostly is, and then through the blocks of ids that it touches. Nothing here is linear in what is in
-flight: delivering and answering a run in order costs the same for one message as for a thousand, and an
-answered run stays in the heap of deadlines until the heap is half dead.
+where it mostly is, and then through the blocks of sequence numbers that it touches. Nothing here is linear in
+what is in flight: delivering and answering a run in order costs the same for one message as for a thousand,
+and an answered run stays in the heap of deadlines until the heap is half dead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nsparq.broker.client import Client
 from nsparq.storage.batch import Timestamps
 
 _SHORT_BITS = 6
-"""Short runs are registered for each 64 ids that they touch, so that they have few neighbours."""
+"""Short runs are registered for each 64 numbers that they touch, so that they have few neighbours."""
 _LONG_BITS = 11
 """Long ones for each 2048, so that they have few entries."""
 _LONG = 256
@@ -30,7 +30,7 @@ _order = count()
 
 
 class Run:
-    """Messages with ids from `first` to before `end`, sent to one client in one go."""
+    """Messages numbered from `first` to before `end`, sent to one client in one go."""
 
     __slots__ = (
         "attempts",
@@ -61,7 +61,7 @@ class Run:
         self.low = first
         """Everything before this is answered."""
         self.holes: set[int] = set()
-        """Ids beyond `low` that are answered."""
+        """Those beyond `low` that are answered."""
         self.is_registered = False
         self.delivered_ns = now_ns
         self.deadline_ns = deadline_ns
@@ -69,14 +69,14 @@ class Run:
         self.timestamps_ns = timestamps_ns
         """When they were published: one time for all, or one each. 0 where nobody wants to know."""
 
-    def holds(self, message_id: int) -> bool:
+    def holds(self, sequence: int) -> bool:
         """Whether the message is part of this run and unanswered."""
-        return self.low <= message_id < self.end and message_id not in self.holes
+        return self.low <= sequence < self.end and sequence not in self.holes
 
-    def answer(self, message_id: int, most: int) -> int:
+    def answer(self, sequence: int, most: int) -> int:
         """Count a held message as answered, and up to `most` with those behind it. Gives the number."""
-        if message_id != self.low:
-            self.holes.add(message_id)
+        if sequence != self.low:
+            self.holes.add(sequence)
             return 1
         if self.holes:
             self.low += 1
@@ -84,33 +84,33 @@ class Run:
                 self.holes.remove(self.low)
                 self.low += 1
             return 1
-        number = min(most, self.end - message_id)
+        number = min(most, self.end - sequence)
         self.low += number
         return number
 
     def unanswered(self) -> Iterator[int]:
-        return (message_id for message_id in range(self.low, self.end) if message_id not in self.holes)
+        return (sequence for sequence in range(self.low, self.end) if sequence not in self.holes)
 
-    def count_below(self, message_id: int) -> int:
-        """How many of those with smaller ids are unanswered."""
-        end = min(self.end, message_id)
+    def count_below(self, sequence: int) -> int:
+        """How many of those with smaller numbers are unanswered."""
+        end = min(self.end, sequence)
         if end == self.end or not self.holes:
             return max(0, end - self.low) - len(self.holes)
         return max(0, end - self.low) - sum(hole < end for hole in self.holes)
 
-    def answer_below(self, message_id: int) -> int:
-        """Count everything with a smaller id as answered. Gives the number of those that were not."""
-        number = self.count_below(message_id)
-        self.low = max(self.low, min(self.end, message_id))
+    def answer_below(self, sequence: int) -> int:
+        """Count everything with a smaller number as answered. Gives the number of those that were not."""
+        number = self.count_below(sequence)
+        self.low = max(self.low, min(self.end, sequence))
         self.holes = {hole for hole in self.holes if hole >= self.low}
         while self.low in self.holes:
             self.holes.remove(self.low)
             self.low += 1
         return number
 
-    def timestamp_of(self, message_id: int) -> int:
+    def timestamp_of(self, sequence: int) -> int:
         stamps = self.timestamps_ns
-        return stamps if isinstance(stamps, int) else int(stamps[message_id - self.first])
+        return stamps if isinstance(stamps, int) else int(stamps[sequence - self.first])
 
 
 class InFlight:
@@ -120,12 +120,12 @@ class InFlight:
         self.runs: set[Run] = set()
         self._count = 0
         self._singles: dict[int, Run] = {}
-        """Runs of one message, by its id."""
+        """Runs of one message, by its number."""
         self._latest: list[Run] = []
         """Longer runs, the latest few of them."""
         self._short: dict[int, list[Run]] = {}
         self._long: dict[int, list[Run]] = {}
-        """The others, by each block of ids that they touch."""
+        """The others, by each block of numbers that they touch."""
         self._heap: list[tuple[int, int, Run]] = []
         self._dead = 0
 
@@ -133,8 +133,8 @@ class InFlight:
         return self._count
 
     def __iter__(self) -> Iterator[int]:
-        """The ids of all unanswered messages."""
-        return (message_id for run in self.runs for message_id in run.unanswered())
+        """The sequence numbers of all unanswered messages."""
+        return (sequence for run in self.runs for sequence in run.unanswered())
 
     def lowest(self) -> int | None:
         return min((run.low for run in self.runs), default=None)
@@ -170,25 +170,25 @@ class InFlight:
             return self._long, range(run.first >> _LONG_BITS, (last >> _LONG_BITS) + 1)
         return self._short, range(run.first >> _SHORT_BITS, (last >> _SHORT_BITS) + 1)
 
-    def find(self, message_id: int) -> Run | None:
+    def find(self, sequence: int) -> Run | None:
         """The run in which the message is in flight."""
-        run = self._singles.get(message_id)
+        run = self._singles.get(sequence)
         if run is not None:
             return run
         for run in self._latest:
-            if run.holds(message_id):
+            if run.holds(sequence):
                 return run
-        for run in self._long.get(message_id >> _LONG_BITS, ()):
-            if run.holds(message_id):
+        for run in self._long.get(sequence >> _LONG_BITS, ()):
+            if run.holds(sequence):
                 return run
-        for run in self._short.get(message_id >> _SHORT_BITS, ()):
-            if run.holds(message_id):
+        for run in self._short.get(sequence >> _SHORT_BITS, ()):
+            if run.holds(sequence):
                 return run
         return None
 
-    def answer(self, run: Run, message_id: int, most: int = 1) -> int:
+    def answer(self, run: Run, sequence: int, most: int = 1) -> int:
         """Take out a message that `run` holds, and up to `most` with those behind it. Gives the number."""
-        number = run.answer(message_id, most)
+        number = run.answer(sequence, most)
         self._count -= number
         if run.low == run.end:
             self._settle(run)
@@ -216,15 +216,15 @@ class InFlight:
             heapify(self._heap)
             self._dead = 0
 
-    def count_below(self, message_id: int) -> int:
-        """How many messages with smaller ids are in flight."""
-        return sum(run.count_below(message_id) for run in self.runs)
+    def count_below(self, sequence: int) -> int:
+        """How many messages with smaller numbers are in flight."""
+        return sum(run.count_below(sequence) for run in self.runs)
 
-    def drop_below(self, message_id: int) -> Counter[Client]:
-        """Take out every message with a smaller id. Gives how many each client had of them."""
+    def drop_below(self, sequence: int) -> Counter[Client]:
+        """Take out every message with a smaller number. Gives how many each client had of them."""
         dropped: Counter[Client] = Counter()
-        for run in [run for run in self.runs if run.low < message_id]:
-            number = run.answer_below(message_id)
+        for run in [run for run in self.runs if run.low < sequence]:
+            number = run.answer_below(sequence)
             dropped[run.client] += number
             self._count -= number
             if run.low == run.end:

@@ -159,7 +159,7 @@ def peek_channel(
     body_limit: int = BODY_LIMIT,
 ) -> ChannelPeek:
     """Up to `count` of the channel's unfinished messages, those of the first state named first. In flight by
-    id, requeued as they will be sent, deferred by due time, ready from the cursor on."""
+    number, requeued as they will be sent, deferred by due time, ready from the cursor on."""
     wanted: list[_Wanted] = []
     for state in states:
         wanted += _CHOOSE[state](channel, count - len(wanted))
@@ -181,24 +181,22 @@ def peek_channel(
 
 
 def _in_flight(channel: Backlog, count: int) -> list[_Wanted]:
-    first = channel.topic.first_id
     runs = nsmallest(count, channel.in_flight.runs, key=lambda run: run.low)
-    ids = ((i, run) for run in runs for i in run.unanswered())
+    flying = ((sequence, run) for run in runs for sequence in run.unanswered())
     return [
-        _Wanted(i - first, IN_FLIGHT, run.attempts, deadline_ns=run.deadline_ns, client=run.client.address)
-        for i, run in islice(ids, count)
+        _Wanted(sequence, IN_FLIGHT, run.attempts, deadline_ns=run.deadline_ns, client=run.client.address)
+        for sequence, run in islice(flying, count)
     ]
 
 
 def _requeued(channel: Backlog, count: int) -> list[_Wanted]:
-    first = channel.topic.first_id
-    return [_Wanted(i - first, REQUEUED, channel.attempts_of(i)) for i in islice(channel.requeued, count)]
+    return [_Wanted(s, REQUEUED, channel.attempts_of(s)) for s in islice(channel.requeued, count)]
 
 
 def _deferred(channel: Backlog, count: int) -> list[_Wanted]:
-    first, due_ns = channel.topic.first_id, channel.deferred.due_ns
-    ids = channel.deferred.soonest(count)
-    return [_Wanted(i - first, DEFERRED, channel.attempts_of(i), due_ns[i]) for i in ids]
+    due_ns = channel.deferred.due_ns
+    soonest = channel.deferred.soonest(count)
+    return [_Wanted(s, DEFERRED, channel.attempts_of(s), due_ns[s]) for s in soonest]
 
 
 def _ready(channel: Backlog, count: int) -> list[_Wanted]:

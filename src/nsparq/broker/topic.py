@@ -88,6 +88,7 @@ class Topic:
         self.is_ephemeral = is_ephemeral(name)
         self.directory: Path | None = None if self.is_ephemeral else broker.topic_directory(name)
         self.first_id = broker.first_id
+        """Added to a sequence number it gives the id that clients see: the node's bits."""
         self.channels: dict[str, Channel] = {}
         self.paused = False
         self.is_exiting = False
@@ -242,7 +243,7 @@ class Topic:
         log.gaps.add(start, log.end)
         for state in states:
             if state is not None:
-                state.drop_from(self.first_id + start)
+                state.drop_from(start)
 
     # publishing
 

@@ -2,10 +2,13 @@
 
 A channel's file, little endian:
 
- +-------+------+-------------+------+----------------+----------------+-------------+
- | magic | crc  | JSON length | JSON | ids  count×u64 | due  count×i64 | attempts u16|
- +-------+------+-------------+------+----------------+----------------+-------------+
-  "NQC1"  crc32c of all behind it     unfinished messages behind the cursor, or deferred ahead of it
+ +-------+------+-------------+------+----------------------+----------------+--------------+
+ | magic | crc  | JSON length | JSON | sequences  count×u64 | due  count×i64 | attempts u16 |
+ +-------+------+-------------+------+----------------------+----------------+--------------+
+  "NQC2"  crc32c of all behind it     unfinished messages behind the cursor, or deferred ahead of it
+
+Files that begin with "NQC1" hold message ids in place of sequence numbers: the ten highest bits are the node
+id that wrote them. They still open, under any node id.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ TOPIC_FILE = "topic.json"
 CHANNEL_SUFFIX = ".channel"
 
 _CHANNEL = struct.Struct("<4sII")
-_MAGIC = b"NQC1"
+_MAGIC = b"NQC2"
+_MAGIC_OF_IDS = b"NQC1"
+_SEQUENCE_IN_ID = np.uint64((1 << 54) - 1)
+"""The bits of a message id in an "NQC1" file that are the sequence number."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,7 +112,7 @@ class ChannelState:
     seen: int
     """Deferred messages published before this are among the unfinished, or finished."""
     paused: bool = False
-    ids: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    sequences: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     due_ns: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """0 for a message that may be delivered at once."""
     attempts: npt.NDArray[np.uint16] = field(default_factory=lambda: np.empty(0, np.uint16))
@@ -115,14 +121,16 @@ class ChannelState:
     replay: tuple[int, int] = (0, 0)
     """Deferred messages ahead of the cursor that are the cursor's to deliver; see Backlog.replay."""
 
-    def drop_from(self, message_id: int) -> None:
-        """Forget the unfinished messages from this id on."""
-        kept = self.ids < np.uint64(message_id)
-        self.ids, self.due_ns, self.attempts = self.ids[kept], self.due_ns[kept], self.attempts[kept]
+    def drop_from(self, sequence: int) -> None:
+        """Forget the unfinished messages from this sequence number on."""
+        kept = self.sequences < np.uint64(sequence)
+        self.sequences, self.due_ns, self.attempts = (
+            self.sequences[kept], self.due_ns[kept], self.attempts[kept]
+        )  # fmt: skip
 
     def encode(self) -> bytes:
         fields: dict[str, Any] = {
-            "cursor": self.cursor, "seen": self.seen, "paused": self.paused, "count": len(self.ids)
+            "cursor": self.cursor, "seen": self.seen, "paused": self.paused, "count": len(self.sequences)
         }  # fmt: skip
         if self.skips:
             fields["skips"] = self.skips
@@ -132,7 +140,7 @@ class ChannelState:
         body = b"".join(
             (
                 text,
-                self.ids.astype("<u8").tobytes(),
+                self.sequences.astype("<u8").tobytes(),
                 self.due_ns.astype("<i8").tobytes(),
                 self.attempts.astype("<u2").tobytes(),
             )
@@ -173,12 +181,16 @@ def decode_channel_state(raw: bytes) -> ChannelState:
         raise ValueError("too short")
     magic, crc, length = _CHANNEL.unpack_from(raw)
     body = memoryview(raw)[_CHANNEL.size :]
-    if magic != _MAGIC or crc32c(body, crc32c(length.to_bytes(4, "little"))) != crc:
+    is_known = magic in (_MAGIC, _MAGIC_OF_IDS)
+    if not is_known or crc32c(body, crc32c(length.to_bytes(4, "little"))) != crc:
         raise ValueError("checksum mismatch")
     try:
-        return _channel_state(json.loads(bytes(body[:length])), body, length)
+        state = _channel_state(json.loads(bytes(body[:length])), body, length)
     except (KeyError, TypeError) as error:
         raise ValueError(f"a field is missing or not what it should be: {error}") from error
+    if magic == _MAGIC_OF_IDS:
+        state.sequences = state.sequences & _SEQUENCE_IN_ID
+    return state
 
 
 def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> ChannelState:
@@ -190,7 +202,7 @@ def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> Cha
         cursor=operator.index(fields["cursor"]),
         seen=operator.index(fields["seen"]),
         paused=bool(fields["paused"]),
-        ids=np.frombuffer(body, "<u8", count, length),
+        sequences=np.frombuffer(body, "<u8", count, length),
         due_ns=np.frombuffer(body, "<i8", count, length + 8 * count),
         attempts=np.frombuffer(body, "<u2", count, length + 16 * count),
         skips=[(int(a), int(b)) for a, b in fields.get("skips", ())],
