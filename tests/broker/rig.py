@@ -149,6 +149,21 @@ class Later:
             pass
 
 
+OPENING_CALLS = frozenset(
+    (
+        "open",
+        "open_read",
+        "duplicate",
+        "read_whole",
+        "list_directory",
+        "remove_tree",
+        "sync_directory",
+        "replace",
+    )
+)
+"""What needs a free descriptor."""
+
+
 class TestFiles(Files):
     """Counts every call, and fails those it is told to fail."""
 
@@ -159,6 +174,9 @@ class TestFiles(Files):
         self.calls: Counter[str] = Counter()
         self.is_cold = False
         """Nothing is in the system's memory: every read has to wait for the disk."""
+        self.opening_calls = 0
+        """Calls so far that need a free descriptor."""
+        self._without_descriptors = range(0)
         self._failing: dict[tuple[str, str], OSError] = {}
         self._paths: dict[int, str] = {}
 
@@ -166,11 +184,20 @@ class TestFiles(Files):
         """From now on `call` raises for files whose path ends in `suffix`."""
         self._failing[call, suffix] = OSError(error, os.strerror(error))
 
+    def run_out_of_descriptors(self, after: int, times: int) -> None:
+        """The next `after` calls that need a descriptor get one, and the `times` calls behind them do not."""
+        self._without_descriptors = range(self.opening_calls + after, self.opening_calls + after + times)
+
     def heal(self) -> None:
         self._failing.clear()
+        self._without_descriptors = range(0)
 
     def _note(self, call: str, path: str) -> None:
         self.calls[call] += 1
+        if call in OPENING_CALLS:
+            self.opening_calls += 1
+            if self.opening_calls - 1 in self._without_descriptors:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
         for (failing, suffix), error in self._failing.items():
             if failing == call and path.endswith(suffix):
                 raise error
@@ -188,6 +215,7 @@ class TestFiles(Files):
         return fd
 
     def duplicate(self, fd: int) -> int:
+        self._note("duplicate", self._paths.get(fd, ""))
         copy = super().duplicate(fd)
         self._paths[copy] = self._paths.get(fd, "")
         return copy
@@ -214,6 +242,22 @@ class TestFiles(Files):
     def unlink(self, path: Path) -> None:
         self._note("unlink", str(path))
         super().unlink(path)
+
+    def read_whole(self, path: Path) -> bytes | None:
+        self._note("read_whole", str(path))
+        return super().read_whole(path)
+
+    def list_directory(self, path: Path) -> list[str]:
+        self._note("list_directory", str(path))
+        return super().list_directory(path)
+
+    def remove_tree(self, path: Path) -> None:
+        self._note("remove_tree", str(path))
+        super().remove_tree(path)
+
+    def sync_directory(self, path: Path) -> None:
+        """Without the real fsync."""
+        self._note("sync_directory", str(path))
 
     def replace(self, path: Path, content: bytes, *, sync: bool) -> None:
         """Without the real fsyncs, which only cost time here; `replace` counts all, `replace sync` those."""

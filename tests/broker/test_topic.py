@@ -81,6 +81,24 @@ def test_several_publishers_of_one_turn_each_get_their_answer_once(rig: Rig):
     assert [receipt.answers for receipt in receipts] == [[("PUB", None)]] * 3
 
 
+@pytest.mark.parametrize("durability", ["os", "fsync"])
+def test_a_publisher_that_cannot_be_told_costs_the_others_nothing(
+    make_rig: MakeRig, durability: str, caplog: pytest.LogCaptureFixture
+):
+    def fail(verb: str, error: Exception | None) -> None:
+        raise RuntimeError("the connection has gone wrong")
+
+    rig = make_rig(durability=durability)
+    client = rig.subscribe(rdy=10)
+    first = rig.send("t", b"0")
+    rig.broker.publish("t", [b"1"], 0, fail, "PUB")
+    last = [rig.send("t", b"2"), rig.send("other", b"3")]
+    rig.turn()
+    assert all(receipt.is_ok for receipt in (first, *last))
+    assert client.take_bodies() == bodies(3)
+    assert "the connection has gone wrong" in caplog.text
+
+
 def test_a_failed_append_is_told_to_its_publishers_and_nothing_of_it_is_kept(rig: Rig):
     client = rig.subscribe(rdy=10)
     rig.publish("t", b"before")

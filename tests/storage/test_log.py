@@ -154,11 +154,13 @@ def test_after_a_failed_append_the_log_is_as_before(
     crash(log)
 
 
-FAILING_CALLS = ["open", "write", "rename", "duplicate"]
+REFUSING_CALLS = ["open", "write"]
+HARMLESS_CALLS = ["rename", "duplicate", "truncate"]
+"""A segment without its index, or longer than it need be, is as good as any."""
 
 
 @in_disk_modes
-@pytest.mark.parametrize("call", FAILING_CALLS)
+@pytest.mark.parametrize("call", REFUSING_CALLS + HARMLESS_CALLS)
 def test_a_failure_while_rolling_leaves_the_log_as_before(
     tmp_path: Path, files: FaultyFiles, durability: Durability, call: str
 ) -> None:
@@ -174,7 +176,7 @@ def test_a_failure_while_rolling_leaves_the_log_as_before(
             assert log.end == end
         files.heal()
         assert read_all(log, FLOOR) == written
-    assert 0 < len(written) < 40
+    assert len(written) == 40 if call in HARMLESS_CALLS else 0 < len(written) < 40
     crash(log)
     log = open_log(tmp_path, durability=durability)
     assert read_all(log) == written

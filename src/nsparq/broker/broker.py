@@ -321,18 +321,21 @@ class Broker:
         share = -(-len(channels) // TURN_PARTS)
         waiting = iter(channels)
         delivered = 0
-        try:
-            for number, channel in enumerate(waiting, 1):
-                self._used.add(channel.topic)
+        for number, channel in enumerate(waiting, 1):
+            self._used.add(channel.topic)
+            try:
                 delivered += channel.pump(now_ns)
-                if number >= share and delivered >= TURN_MESSAGES:
-                    break
-        finally:
-            # An error in one channel is not to hold up the others either.
-            if left := dict.fromkeys(waiting):
-                # First in line, before those that have just had their turn.
-                self._dirty_channels = left | self._dirty_channels
-                self._wake_once()
+            except Exception:
+                # An error in one channel must not hold up the others. It tries again with the next round of
+                # maintenance.
+                logger.exception("%s: internal error while delivering", channel)
+                self._stuck.add(channel)
+            if number >= share and delivered >= TURN_MESSAGES:
+                break
+        if left := dict.fromkeys(waiting):
+            # First in line, before those that have just had their turn.
+            self._dirty_channels = left | self._dirty_channels
+            self._wake_once()
 
     def read_failed(self, channel: Channel, error: OSError) -> None:
         """A disk that does not read: the channel tries again at the next round of maintenance."""
@@ -381,18 +384,30 @@ class Broker:
         log = topic.log
         if not isinstance(log, Log) or log.is_syncing:
             return
-        sync = log.begin_sync()
+        try:
+            sync = log.begin_sync()
+        except OSError as error:
+            self._sync_later(topic, error)
+            return
 
         def synced() -> None:
             log.end_sync(sync)
             if topic.is_exiting:
                 log.close_descriptors()
-                return
-            error = None if sync.error is None else f"fsync failed: {sync.error}"
-            self.set_health(error, f"sync {topic}")
-            topic.committed(sync.error)
+            elif sync.obstacle is not None:
+                self._sync_later(topic, sync.obstacle)
+            else:
+                error = None if sync.error is None else f"fsync failed: {sync.error}"
+                self.set_health(error, f"sync {topic}")
+                topic.committed(sync.error)
 
         self._background(sync.run, synced)
+
+    def _sync_later(self, topic: Topic, error: OSError) -> None:
+        """An fsync could not be tried, mostly for want of a descriptor: maintain() tries again. Nothing is
+        known to have failed, so publishers who wait for it go on waiting."""
+        self.set_health(f"{topic}: cannot fsync for now: {error.strerror or error}", f"sync {topic}")
+        self._used.add(topic)
 
     def maintain(self, now_ns: int) -> None:
         """Checkpoint, sync and reclaim whatever has been used since the last time."""
@@ -424,7 +439,7 @@ class Broker:
         log = topic.log
         if isinstance(log, Log) and log.unsynced:
             self._used.add(topic)
-            if now_ns - topic.synced_ns >= self.options.sync_timeout * 1e9:
+            if topic.awaits_sync or now_ns - topic.synced_ns >= self.options.sync_timeout * 1e9:
                 topic.synced_ns = now_ns
                 self.request_sync(topic)
         dropped = topic.reclaim(now_ns / 1e9)

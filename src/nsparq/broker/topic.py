@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -313,9 +314,10 @@ class Topic:
             groups = [(part, 0) for part in PackedBodies.join(published).split(MAX_BATCH)] + groups
         try:
             self._append(groups, now_ns)
-        except (StorageError, Exiting, OSError) as error:
-            for done, verb in waiting:
-                done(verb, error)
+        except Exception as error:
+            if not isinstance(error, StorageError | Exiting | OSError):
+                logger.exception("%s: internal error while appending", self)
+            self._tell(waiting, error)
             return
         self._await_commit(waiting)
 
@@ -336,10 +338,19 @@ class Topic:
             self._uncommitted.append((self.log.end, waiting))
             self.broker.request_sync(self)
             return
+        self._tell(waiting, None)
+
+    def _tell(self, waiting: list[tuple[Done, str]], error: Exception | None) -> None:
+        """Answer publishers. One whose callback fails does not cost the others their answer."""
         for done, verb in waiting:
-            done(verb, None)
+            try:
+                done(verb, error)
+            except Exception:
+                logger.exception("%s: internal error while answering a publisher", self)
 
     def _append(self, groups: list[tuple[PackedBodies, int]], now_ns: int, tag: int = 0) -> None:
+        """Raises with nothing appended. Nothing here may raise once the log has the messages: they would be
+        refused, and delivered all the same."""
         before = self.log.end
         try:
             if self.is_exiting:
@@ -358,9 +369,9 @@ class Topic:
                 self._held_back.append((batch.base, batch.due_ns))
         if self.is_ephemeral:
             self.broker.schedule_topic(self)
-        self.broker.note_used(self, now_ns)
         if self.channels:
             self._show(before)
+        self.broker.note_used(self, now_ns)
 
     def _mark_used(self) -> None:
         """Before the first append of a run: a crash from here on must not look like a clean stop."""
@@ -382,14 +393,19 @@ class Topic:
     def committed(self, error: Exception | None) -> None:
         """An fsync has ended."""
         assert isinstance(self.log, Log)
-        reached = self.log.committed
-        finished = [w for w in self._uncommitted if error is not None or w[0] <= reached]
-        self._uncommitted = [w for w in self._uncommitted if w not in finished]
-        for _, waiting in finished:
-            for done, verb in waiting:
-                done(verb, error)
+        uncommitted, reached = self._uncommitted, self.log.committed
+        # Those who have waited longest come first.
+        number = len(uncommitted) if error is not None else bisect_right(uncommitted, reached, key=_position)
+        self._uncommitted = uncommitted[number:]
+        for _, waiting in uncommitted[:number]:
+            self._tell(waiting, error)
         if self._uncommitted:
             self.broker.request_sync(self)
+
+    @property
+    def awaits_sync(self) -> bool:
+        """Whether publishers wait for an fsync."""
+        return bool(self._uncommitted)
 
     # channels
 
@@ -528,11 +544,8 @@ class Topic:
         self.is_exiting = True
         for name in [*self.channels]:
             self.delete_channel(name)
-        for done, verb in self._waiting:
-            done(verb, Exiting())
-        for _, waiting in self._uncommitted:
-            for done, verb in waiting:
-                done(verb, Exiting())
+        for waiting in (self._waiting, *(waiting for _, waiting in self._uncommitted)):
+            self._tell(waiting, Exiting())
         self._waiting.clear()
         self._uncommitted.clear()
         if isinstance(self.log, Log):
@@ -648,3 +661,7 @@ class Topic:
 
     def __str__(self) -> str:
         return self.name
+
+
+def _position(uncommitted: tuple[int, list[tuple[Done, str]]]) -> int:
+    return uncommitted[0]

@@ -6,6 +6,7 @@ In `memory` mode `stable` trails behind: batches are written when they leave mem
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from bisect import bisect_left, bisect_right, insort
@@ -50,6 +51,8 @@ _IDLE_ROLL_SIZE = 8 << 20
 """A segment that all channels have passed is rolled, and so reclaimed, at this size already."""
 
 _TAG_SEARCH_SIZE = 4 << 20
+
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class Durability(Enum):
@@ -269,9 +272,12 @@ class Log:
         return segment
 
     def _seal(self, segment: Segment) -> None:
-        segment.write_index(sync=False)
-        self._closing_fds.append(self.files.duplicate(segment.fd))
-        segment.close()
+        segment.tidy()
+        try:
+            segment.write_index(sync=False)
+        except OSError as error:
+            logger.warning("%s: has no index, the next start reads all of it: %s", segment.path.name, error)
+        self._closing_fds.append(segment.detach())
 
     # memory
 
@@ -521,7 +527,7 @@ class Log:
 
     def end_sync(self, sync: Sync) -> None:
         self.is_syncing = False
-        if sync.error is None:
+        if sync.error is None and sync.obstacle is None:
             self.committed = max(self.committed, sync.end)
             return
         # Nothing of it counts as synced: the next one tries all of it again.
@@ -534,8 +540,9 @@ class Log:
             sync = self.begin_sync()
             sync.run()
             self.end_sync(sync)
-            if sync.error is not None:
-                raise WriteFailed(f"{self.directory.name}: {sync.error}") from sync.error
+            error = sync.error or sync.obstacle
+            if error is not None:
+                raise WriteFailed(f"{self.directory.name}: {error}") from error
 
     def close_descriptors(self) -> None:
         """Let go of sealed segments that are still to be synced."""
@@ -591,6 +598,9 @@ class Sync:
         self.failed: list[int] = []
         """Descriptors whose sync failed; still open."""
         self.error: OSError | None = None
+        """What the disk said no with: what this is about may not be there after a power cut."""
+        self.obstacle: OSError | None = None
+        """Why it could not be tried to the end. Nothing is known to be wrong; it has to be tried again."""
 
     def run(self) -> None:
         for fd in self._fds:
@@ -605,4 +615,7 @@ class Sync:
             try:
                 self._files.sync_directory(self.directory)
             except OSError as error:
-                self.error = error
+                if error.errno in _OUT_OF_DESCRIPTORS:
+                    self.obstacle = error
+                else:
+                    self.error = error

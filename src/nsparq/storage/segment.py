@@ -166,6 +166,11 @@ class Segment:
             self.files.close(self._fd)
             self._fd = -1
 
+    def detach(self) -> int:
+        """Give the file's descriptor away; the caller closes it."""
+        fd, self._fd = self.fd, -1
+        return fd
+
     def write_index(self, *, sync: bool) -> None:
         self.settle()
         arrays = (self._sequences, self._positions, self._times, self.deferred)
