@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "vigil": set(),
     "flags": set(),
     "addresses": set(),
+    "secret_scope": {"addresses"},
     "logs": set(),
     "option_table": {"errors", "flags", "version"},
     "options": {"errors", "flags", "option_table"},
@@ -34,7 +35,7 @@ MAY_IMPORT = {
     "fetch": {"errors"},
     "http": {"errors"},
     "transport": {"errors"},
-    "client": BASE | {"addresses", "flags", "transport", "vigil", "wire"},
+    "client": BASE | {"addresses", "flags", "secret_scope", "transport", "vigil", "wire"},
     "wire": BASE | {"kernel"},
     "storage": BASE,
     "broker": BASE | {"options", "storage", "wire"},
@@ -43,11 +44,22 @@ MAY_IMPORT = {
     | {"broker", "fetch", "flags", "kernel", "options", "storage", "transport", "vigil", "wire"},
     "lookup": BASE | DAEMON | {"wire"},
     # Of the server it knows the policy file, by which both decide who may do what.
-    "admin": BASE | DAEMON | {"fetch", "flags", "server", "storage"},
+    "admin": BASE | DAEMON | {"fetch", "flags", "secret_scope", "server", "storage"},
     "testing": BASE | {"addresses", "broker", "client", "lookup", "options", "process", "server"},
     # Runs in Spark's processes: it talks to daemons, and knows how a batch of the log looks.
     "spark": BASE
-    | {"addresses", "client", "fetch", "flags", "kernel", "option_table", "storage", "transport", "wire"},
+    | {
+        "addresses",
+        "client",
+        "fetch",
+        "flags",
+        "kernel",
+        "option_table",
+        "secret_scope",
+        "storage",
+        "transport",
+        "wire",
+    },
     "pipeline": BASE
     | {"addresses", "client", "fetch", "flags", "http", "logs", "option_table", "spark", "wire"},
     "tools": BASE

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from pathlib import Path
+from typing import Any
+
+_HOST_NAME = re.compile(rb"[A-Za-z0-9_.-]+")
+_ZONE = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def remove_stale_socket(path: Path) -> None:
@@ -21,3 +27,28 @@ def split_address(address: str) -> tuple[str, int] | None:
 
 def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_host(text: str) -> bool:
+    """Whether it can be a host name or an IP address: nothing that a resolver fails on, and nothing that
+    would mean something else in a URL."""
+    if ":" in text:
+        address, percent, zone = text.partition("%")
+        try:
+            ipaddress.IPv6Address(address)
+        except ValueError:
+            return False
+        return not percent or _ZONE.fullmatch(zone) is not None
+    try:
+        # Fails for labels that are empty or too long.
+        encoded = text.encode("idna")
+    except UnicodeError:
+        return False
+    return len(encoded) <= 253 and _HOST_NAME.fullmatch(encoded) is not None
+
+
+def heard_address(host: Any, port: Any) -> str | None:
+    """`host:port` from what another daemon said about itself or a third; None if nobody can be there."""
+    if not isinstance(host, str) or not is_host(host) or type(port) is not int or not 0 < port < 65536:
+        return None
+    return join_address(host, port)

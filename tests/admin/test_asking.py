@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from nsparq.server.auth_policy import hash_generated, hash_password
 from tests.admin.support import REFERENCE_ADMIN, AdminThread, Cluster, join, start_admin
 from tests.support import TestBroker, start_broker, unique_name, wait_until
 from tests.support.auth_server import AuthServer
+from tests.support.certificates import certificates
+from tests.support.lookupd import LookupdConnection, TestLookupd, start_lookupd
 
 pytestmark = pytest.mark.skipif(bool(REFERENCE_ADMIN), reason="ours only")
 
@@ -76,6 +79,72 @@ def test_the_secret_is_shown_to_nsqds_alone(tmp_path: Path) -> None:
                 )
             )
         assert not any("authorization" in query.headers for query in elsewhere.queries)
+
+
+# nodes that anybody may have registered
+
+
+def impostor(lookupd: TestLookupd, address: str) -> LookupdConnection:
+    """Registers a node at nsqlookupd, as anybody may who reaches it."""
+    host, _, port = address.rpartition(":")
+    peer = lookupd.peer(broadcast_address=host, http_port=int(port), tcp_port=1)
+    peer.register("t")
+    return peer
+
+
+@pytest.mark.parametrize("secret_for", [(), ("10.0.0.0/8", "127.0.0.1:1", "*.example.com")])
+def test_a_node_that_anybody_registered_is_not_shown_the_secret(secret_for: tuple[str, ...]) -> None:
+    with start_lookupd() as lookupd, AuthServer() as thief, impostor(lookupd, thief.address):
+        thief.answer({"message": "AUTH_REQUIRED"}, 401)
+        with start_admin(
+            lookupd_http_address=(join(lookupd.http_address),),
+            auth_secret="the-secret",
+            auth_secret_for=secret_for,
+            poll_interval=0.1,
+        ) as admin:
+            for body in ({"action": "pause"}, {"action": "empty"}):
+                admin.call("POST", "/api/topics/t", body)
+            admin.call("POST", "/api/messages/t", {"body": "x"})
+            admin.call("DELETE", f"/api/nodes/{thief.address}", {"topic": "t"})
+            answer = admin.call("GET", f"/api/nodes/{thief.address}")
+            assert answer.status == 502 and "nsqadmin has none for it" in answer.json()["message"], answer
+            wait_until(lambda: "--auth-secret-for" in json.dumps(admin.get("/api/overview")["problems"]))
+        assert len(thief.queries) > 5
+        assert not any("authorization" in query.headers for query in thief.queries)
+
+
+@pytest.mark.parametrize("secret_for", [("127.0.0.0/8",), ("*",), ("10.0.0.0/8", "127.0.0.1")])
+def test_a_found_node_that_the_operator_names_is_shown_the_secret(
+    guarded: TestBroker, secret_for: tuple[str, ...]
+) -> None:
+    with start_lookupd() as lookupd, impostor(lookupd, join(guarded.http_address)):
+        with start_admin(
+            lookupd_http_address=(join(lookupd.http_address),),
+            auth_secret="the-secret",
+            auth_secret_for=secret_for,
+        ) as admin:
+            assert admin.get(f"/api/nodes/{join(guarded.http_address)}")["message"] == ""
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_found_node_is_shown_the_secret_over_https_if_our_authority_knows_it(is_ours: bool) -> None:
+    """It says over plain HTTP where its HTTPS is, as nsqd does that requires TLS."""
+    pair = certificates().server if is_ours else certificates().foreign
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(pair.cert, pair.key)
+    with start_lookupd() as lookupd, AuthServer(tls=context) as secure, AuthServer() as plain:
+        secure.answer({"version": "1.3.0", "health": "OK", "topics": []}, 200)
+        plain.answer({"message": "TLS_REQUIRED", "https_port": int(secure.address.rpartition(":")[2])}, 403)
+        with impostor(lookupd, plain.address):
+            with start_admin(
+                lookupd_http_address=(join(lookupd.http_address),),
+                auth_secret="the-secret",
+                http_client_tls_root_ca_file=str(certificates().ca.cert),
+            ) as admin:
+                assert admin.call("GET", f"/api/nodes/{plain.address}").status == (200 if is_ours else 502)
+        assert not any("authorization" in query.headers for query in plain.queries)
+        assert all("authorization" in query.headers for query in secure.queries)
+        assert bool(secure.queries) is is_ours
 
 
 # Graphite

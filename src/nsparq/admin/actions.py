@@ -14,6 +14,7 @@ from nsparq.admin.actor import Actor
 from nsparq.admin.cluster import Changed, Cluster, Found, NotFound, Unreachable
 from nsparq.admin.merge import Node
 from nsparq.admin.notify import Notifier
+from nsparq.admin.security import Access
 from nsparq.http.api import ApiError
 from nsparq.names import is_valid_name
 
@@ -39,10 +40,13 @@ class Actions:
         self._cluster = cluster
         self._notifier = notifier
 
-    async def create(self, actor: Actor, topic: str, channel: str = "") -> str:
+    async def create(self, actor: Actor, access: Access, topic: str, channel: str = "") -> str:
+        """A channel is created with its topic, if there is none: that takes the right to the whole topic."""
         check_topic(topic)
         if channel:
             check_channel(channel)
+        if not access.may("admin", topic) and not await self._exists(topic):
+            raise Refused("create_topic", actor, topic=topic)
 
         async def run() -> list[str]:
             cluster = self._cluster
@@ -67,6 +71,15 @@ class Actions:
         if channel:
             self._told("create_channel", actor, "done", topic=topic, channel=channel)
         return message
+
+    async def _exists(self, topic: str) -> bool:
+        try:
+            await self._cluster.producers(topic)
+        except NotFound:
+            return False
+        except Unreachable as error:
+            raise upstream_error(error) from error
+        return True
 
     async def _create_on_nsqds(self, topic: str, channel: str) -> list[str]:
         """There is no nsqlookupd to tell: each nsqd that we were given gets it."""

@@ -164,7 +164,8 @@ class JsonApi:
         body = parse_body(request)
         topic, channel = _text(body, "topic"), _text(body, "channel")
         self._check(request, topic, channel)
-        return {"message": await self._actions.create(self._actor(request), topic, channel)}
+        access = self._admin.guard.access(request)
+        return {"message": await self._actions.create(self._actor(request), access, topic, channel)}
 
     async def change_topic(self, request: Request) -> Result:
         (topic,) = path_values(request)

@@ -12,9 +12,11 @@ from dataclasses import replace
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 from urllib.parse import urlencode
 
+from nsparq.addresses import heard_address
 from nsparq.admin.merge import Node, NodeStats, mark_out_of_date, number, objects, text, texts
-from nsparq.admin.upstream import AskFailed, Refused, Upstream
+from nsparq.admin.upstream import Answer, AskFailed, Refused, Secret, Upstream, Withheld, with_query
 from nsparq.errors import NsparqError
+from nsparq.secret_scope import SecretScope
 
 __all__ = ["Cluster", "Found", "NotFound", "Unreachable"]
 
@@ -57,13 +59,20 @@ class Cluster:
     """Asks the daemons. `lookupds` may change while it is in use."""
 
     def __init__(
-        self, upstream: Upstream, *, lookupds: Iterable[str], nsqds: Iterable[str], secret: str = ""
+        self,
+        upstream: Upstream,
+        *,
+        lookupds: Iterable[str],
+        nsqds: Iterable[str],
+        secret: str = "",
+        secret_for: Iterable[str] = (),
     ) -> None:
         self.upstream = upstream
         self.lookupds = tuple(lookupds)
         self.nsqds = tuple(nsqds)
-        self.secret = secret
-        """What nsqds are shown."""
+        self._secret = secret
+        """What nsqds are shown that we may show it to: see _secret_for()."""
+        self._scope = SecretScope(secret_for)
 
     # What there is
 
@@ -163,9 +172,30 @@ class Cluster:
 
         return await self._each(nodes, ask, NSQD)
 
+    # Asking one nsqd
+
     async def get(self, node: Node, path: str, **query: str) -> Any:
         """Raises AskFailed."""
-        return await self.upstream.get_json(node.url + path, self.secret, **query)
+        return (await self.ask(node, "GET", path, **query)).json()
+
+    async def ask(
+        self, node: Node, method: str, path: str, body: bytes | None = None, /, **query: str
+    ) -> Answer:
+        """Every request to an nsqd goes through here, with the secret if it may have it. Raises AskFailed."""
+        url = with_query(f"{_url(node)}{path}", query)
+        try:
+            return await self.upstream.ask(method, url, body, secret=self._secret_for(node))
+        except Withheld as error:
+            raise AskFailed(
+                f"{node.address} asks for a secret, and nsqadmin has none for it: --auth-secret is sent only "
+                "to nodes that --nsqd-http-address or --auth-secret-for names, and to those with a "
+                "certificate of --http-client-tls-root-ca-file"
+            ) from error
+
+    def _secret_for(self, node: Node) -> Secret:
+        """Anybody can register a node at nsqlookupd. So it takes more than that to be shown the secret."""
+        is_ours = bool(node.configured) or self._scope.covers(node.broadcast_address, node.http_port)
+        return Secret(self._secret, needs_proof=not is_ours)
 
     async def _stats_of_configured(self, topic: str = "") -> Found[list[NodeStats]]:
         nodes = await self._configured_nodes()
@@ -186,8 +216,8 @@ class Cluster:
         return Found(complete, found.errors + stats.errors)
 
     async def _introduce(self, address: str) -> Node:
-        said = await self.upstream.get_json(f"http://{address}/info", self.secret)
-        return replace(_node(_object(said), ""), configured=address)
+        said = await self.upstream.ask("GET", f"http://{address}/info", secret=Secret(self._secret))
+        return replace(_node(_object(said.json()), ""), configured=address)
 
     # Changes
 
@@ -206,7 +236,7 @@ class Cluster:
 
         async def post(node: Node) -> str:
             try:
-                await self.upstream.ask("POST", f"{node.url}{path}?{urlencode(query)}", secret=self.secret)
+                await self.ask(node, "POST", path, **query)
             except Refused as refused:
                 if refused.status == 404:
                     missing.append(refused.code)
@@ -255,6 +285,16 @@ def _object(said: Any) -> Mapping[str, Any]:
     if not isinstance(said, dict):
         raise AskFailed("the answer is not what NSQ would say")
     return said
+
+
+def _url(node: Node) -> str:
+    """Where its HTTP API is. Raises AskFailed for a node that cannot be anywhere."""
+    if node.configured:
+        return f"http://{node.configured}"
+    address = heard_address(node.broadcast_address, node.http_port)
+    if address is None:
+        raise AskFailed(f"{node.address}: nsqlookupd names an nsqd at an address that cannot be")
+    return f"http://{address}"
 
 
 def _is_named(topic: Mapping[str, Any], name: str) -> bool:

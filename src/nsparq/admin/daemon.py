@@ -26,7 +26,7 @@ from nsparq.admin.pages import Pages
 from nsparq.admin.pipelines import Pipelines
 from nsparq.admin.routing import AdminApi
 from nsparq.admin.security import CHANGES, Guard
-from nsparq.admin.upstream import TlsFiles, Upstream, client_context
+from nsparq.admin.upstream import TlsFiles, Upstream
 from nsparq.admin.watch import Watch
 from nsparq.errors import StartError
 from nsparq.http.api import ApiError, Request, Response
@@ -58,6 +58,7 @@ class Nsqadmin:
             lookupds=options.lookupd_http_address,
             nsqds=options.nsqd_http_address,
             secret=options.auth_secret,
+            secret_for=options.auth_secret_for,
         )
         self.notifier = Notifier(self.upstream, options.notification_http_endpoint)
         self.actions = Actions(self.cluster, self.notifier)
@@ -110,15 +111,18 @@ class Nsqadmin:
         if address is None:
             raise StartError(f"listen ({options.http_address}) failed - not of the form host:port")
         self.upstream.use_tls(
-            client_context(
-                TlsFiles(
-                    options.http_client_tls_root_ca_file,
-                    options.http_client_tls_cert,
-                    options.http_client_tls_key,
-                    options.http_client_tls_insecure_skip_verify,
-                )
+            TlsFiles(
+                options.http_client_tls_root_ca_file,
+                options.http_client_tls_cert,
+                options.http_client_tls_key,
+                options.http_client_tls_insecure_skip_verify,
             )
         )
+        if options.auth_secret and options.lookupd_http_address and not options.auth_secret_for:
+            logger.warning(
+                "--auth-secret is sent to no node that nsqlookupd names, unless it has a certificate of "
+                "--http-client-tls-root-ca-file: name the nodes with --auth-secret-for"
+            )
         await _check_resolve("lookupd-http-address", options.lookupd_http_address)
         await _check_resolve("nsqd-http-address", options.nsqd_http_address)
         http = HttpServer(self.api)

@@ -139,6 +139,7 @@ def api_endpoints(api: JsonApi) -> list[Endpoint]:
             api.create,
             "Create a topic, or a channel and its topic.",
             {"topic": _TEXT, "channel": _TEXT},
+            checks_names=True,
             details="On every nsqlookupd; a channel also on the nsqds that have the topic. Without "
             "nsqlookupds on every nsqd.",
             errors=(FORBIDDEN, (400, "INVALID_TOPIC"), (400, "INVALID_CHANNEL"), UPSTREAM),
@@ -179,6 +180,7 @@ def api_endpoints(api: JsonApi) -> list[Endpoint]:
             api.tombstone,
             "Take a topic off a node: tombstone it on every nsqlookupd, then delete it there.",
             {"topic": _TEXT},
+            checks_names=True,
             errors=(
                 FORBIDDEN,
                 (400, "INVALID_BODY"),

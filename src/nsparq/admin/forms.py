@@ -7,28 +7,26 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from nsparq.admin.actions import Refused, audit
 from nsparq.admin.actor import Actor
 from nsparq.admin.messages import MAX_BODY
 from nsparq.admin.replay import BadTarget, parse_target
-from nsparq.admin.security import SESSION_COOKIE, cookie
+from nsparq.admin.security import SESSION_COOKIE, Access, cookie
 from nsparq.http.api import ApiError, Endpoint, Request, Response
 from nsparq.server.auth import AuthFailed
 
 if TYPE_CHECKING:
     from nsparq.admin.daemon import Nsqadmin
 
-__all__ = ["Form", "Forms", "Note", "Notes"]
+__all__ = ["ACTIONS", "Form", "FormAction", "Forms", "Note", "Notes"]
 
 MAX_NOTES: Final = 1000
 MAX_FIELDS: Final = 2000
-CONFIRMED: Final = ("delete", "empty", "tombstone", "seek", "move")
-"""What must be confirmed by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +80,39 @@ class Form:
         return int(value)
 
 
+class _Filled(NamedTuple):
+    """A form that somebody has sent."""
+
+    form: Form
+    actor: Actor
+    access: Access
+
+    @property
+    def topic(self) -> str:
+        return self.form["topic"]
+
+    @property
+    def channel(self) -> str:
+        return self.form["channel"]
+
+    @property
+    def node(self) -> str:
+        return self.form["node"]
+
+
+class FormAction(NamedTuple):
+    """What a form can ask for, and what that takes."""
+
+    run: Callable[[Forms, _Filled], Awaitable[Note]]
+    needs: str = "admin"
+    """The permission."""
+    is_of_channel: bool = False
+    """Whether it concerns the form's channel alone, if there is one. Anything else concerns the whole topic,
+    whatever else the form says: then a permission for one channel is not enough."""
+    is_confirmed: bool = False
+    """Whether the name of what it concerns must be typed."""
+
+
 class Forms:
     """The handlers of one nsqadmin."""
 
@@ -96,6 +127,7 @@ class Forms:
             handler=self.act,
             summary="What the forms of the pages send.",
             permission="read",
+            checks_names=True,
             keeps_body=True,
             max_body=4 * MAX_BODY,
             body_type="application/x-www-form-urlencoded",
@@ -130,80 +162,95 @@ class Forms:
 
     async def act(self, request: Request) -> Response:
         form = Form(request.body)
-        action, topic, channel, node = form["action"], form["topic"], form["channel"], form["node"]
-        access = self._admin.guard.access(request)
-        actor = self._admin.guard.actor(request)
-        names = {"topic": topic, "channel": channel, "node": node}
-        is_allowed = (
-            access.may("publish", topic) if action == "publish" else access.may("admin", topic, channel)
-        )
-        if not is_allowed:
-            raise Refused(f"{action}_form"[:50], actor, **names)
-        if action in CONFIRMED:
-            expected = channel or topic
+        name = form["action"]
+        guard = self._admin.guard
+        filled = _Filled(form, guard.actor(request), guard.access(request))
+        action = ACTIONS.get(name)
+        if action is None:
+            raise ApiError(400, "INVALID_ACTION")
+        channel = filled.channel if action.is_of_channel else ""
+        if not filled.access.may(action.needs, filled.topic, channel):
+            names = {"topic": filled.topic, "channel": filled.channel, "node": filled.node}
+            raise Refused(f"{name}_form", filled.actor, **names)
+        if action.is_confirmed:
+            expected = channel or filled.topic
             if not expected or form["confirm"].strip() != expected:
                 note = Note(f"Not done: to confirm, type {expected} exactly.", is_good=False)
-                return self._go(self._place(action, form), note)
+                return self._go(self._place(name, form), note)
         try:
-            said = await self._run(action, actor, form, request)
+            said = await action.run(self, filled)
+        except Refused:
+            raise
         except ApiError as error:
             reason = str(error.more.get("reason", "")) or error.code
-            return self._go(self._place(action, form), Note(f"Not done: {reason}", is_good=False))
-        return self._go(self._place(action, form, is_done=True), said)
+            return self._go(self._place(name, form), Note(f"Not done: {reason}", is_good=False))
+        return self._go(self._place(name, form, is_done=True), said)
 
-    async def _run(self, action: str, actor: Actor, form: Form, request: Request) -> Note:
-        topic, channel, node = form["topic"], form["channel"], form["node"]
-        actions, operations = self._admin.actions, self._admin.operations
-        access = self._admin.guard.access(request)
-        match action:
-            case "create":
-                return _done("Created.", await actions.create(actor, topic, channel))
-            case "delete" if channel:
-                return _done(f"Deleted {channel}.", await actions.delete_channel(actor, topic, channel))
-            case "delete":
-                return _done(f"Deleted {topic}.", await actions.delete_topic(actor, topic))
-            case "pause" | "unpause" | "empty" if channel:
-                done = {"pause": "Paused.", "unpause": "Resumed.", "empty": "Emptied."}[action]
-                return _done(done, await actions.change_channel(actor, action, topic, channel))
-            case "pause" | "unpause" | "empty":
-                done = {"pause": "Paused.", "unpause": "Resumed.", "empty": "Emptied."}[action]
-                return _done(done, await actions.change_topic(actor, action, topic))
-            case "tombstone":
-                said = await actions.tombstone(actor, topic, node)
-                return _done(f"{topic} is taken off {node}.", said)
-            case "publish":
-                body = form["body"].replace("\r\n", "\n").encode()
-                where = await operations.publish(
-                    actor, topic, body, node=node, defer_ms=form.number("defer_ms")
-                )
-                return Note(f"Published to {where}.")
-            case "copy":
-                chosen = [_chosen(value) for value in form.all("message")]
-                copied = await operations.copy(
-                    actor, access, topic, chosen, to=form["to"].strip(), unwrap=form["unwrap"] == "1"
-                )
-                return Note(f"Published {copied:,} once more.")
-            case "move":
-                moved, left = await operations.move(
-                    actor,
-                    access,
-                    topic,
-                    channel,
-                    to=form["to"].strip(),
-                    unwrap=form["unwrap"] == "1",
-                    count=form.number("count"),
-                )
-                return Note(f"Moved {moved:,}; {left:,} are left.")
-            case "seek":
-                try:
-                    target = parse_target(form["to"], form["time"])
-                except BadTarget as error:
-                    raise ApiError(400, str(error)) from error
-                plans = await operations.replay(actor, topic, channel, target)
-                again, skipped = sum(p.again for p in plans), sum(p.skipped for p in plans)
-                warning = "; ".join(f"{p.node}: {p.error}" for p in plans if p.error)
-                return _done(f"Done: {again:,} messages come again, {skipped:,} are skipped.", warning)
-        raise ApiError(400, "INVALID_ACTION")
+    async def _create(self, filled: _Filled) -> Note:
+        actions = self._admin.actions
+        said = await actions.create(filled.actor, filled.access, filled.topic, filled.channel)
+        return _done("Created.", said)
+
+    async def _delete(self, filled: _Filled) -> Note:
+        actions, topic, channel = self._admin.actions, filled.topic, filled.channel
+        if channel:
+            return _done(f"Deleted {channel}.", await actions.delete_channel(filled.actor, topic, channel))
+        return _done(f"Deleted {topic}.", await actions.delete_topic(filled.actor, topic))
+
+    async def _change(self, filled: _Filled) -> Note:
+        name = filled.form["action"]
+        done = {"pause": "Paused.", "unpause": "Resumed.", "empty": "Emptied."}[name]
+        actions, topic, channel = self._admin.actions, filled.topic, filled.channel
+        if channel:
+            return _done(done, await actions.change_channel(filled.actor, name, topic, channel))
+        return _done(done, await actions.change_topic(filled.actor, name, topic))
+
+    async def _tombstone(self, filled: _Filled) -> Note:
+        said = await self._admin.actions.tombstone(filled.actor, filled.topic, filled.node)
+        return _done(f"{filled.topic} is taken off {filled.node}.", said)
+
+    async def _publish(self, filled: _Filled) -> Note:
+        form = filled.form
+        body = form["body"].replace("\r\n", "\n").encode()
+        where = await self._admin.operations.publish(
+            filled.actor, filled.topic, body, node=filled.node, defer_ms=form.number("defer_ms")
+        )
+        return Note(f"Published to {where}.")
+
+    async def _copy(self, filled: _Filled) -> Note:
+        form = filled.form
+        copied = await self._admin.operations.copy(
+            filled.actor,
+            filled.access,
+            filled.topic,
+            [_chosen(value) for value in form.all("message")],
+            to=form["to"].strip(),
+            unwrap=form["unwrap"] == "1",
+        )
+        return Note(f"Published {copied:,} once more.")
+
+    async def _move(self, filled: _Filled) -> Note:
+        form = filled.form
+        moved, left = await self._admin.operations.move(
+            filled.actor,
+            filled.access,
+            filled.topic,
+            filled.channel,
+            to=form["to"].strip(),
+            unwrap=form["unwrap"] == "1",
+            count=form.number("count"),
+        )
+        return Note(f"Moved {moved:,}; {left:,} are left.")
+
+    async def _seek(self, filled: _Filled) -> Note:
+        try:
+            target = parse_target(filled.form["to"], filled.form["time"])
+        except BadTarget as error:
+            raise ApiError(400, str(error)) from error
+        plans = await self._admin.operations.replay(filled.actor, filled.topic, filled.channel, target)
+        again, skipped = sum(p.again for p in plans), sum(p.skipped for p in plans)
+        warning = "; ".join(f"{p.node}: {p.error}" for p in plans if p.error)
+        return _done(f"Done: {again:,} messages come again, {skipped:,} are skipped.", warning)
 
     def _place(self, action: str, form: Form, *, is_done: bool = False) -> tuple[str, ...]:
         """Which page shows what came of it. Made of names, so it is always one of ours."""
@@ -273,6 +320,21 @@ class Forms:
         is_own = not parts.scheme and not parts.netloc and parts.path.startswith(f"{self._admin.base}/")
         is_plain = wanted.isascii() and wanted.isprintable() and "\\" not in wanted and wanted[:2] != "//"
         return wanted if is_own and is_plain else home
+
+
+ACTIONS: Final[Mapping[str, FormAction]] = {
+    "create": FormAction(Forms._create, is_of_channel=True),
+    "delete": FormAction(Forms._delete, is_of_channel=True, is_confirmed=True),
+    "pause": FormAction(Forms._change, is_of_channel=True),
+    "unpause": FormAction(Forms._change, is_of_channel=True),
+    "empty": FormAction(Forms._change, is_of_channel=True, is_confirmed=True),
+    "tombstone": FormAction(Forms._tombstone, is_confirmed=True),
+    "publish": FormAction(Forms._publish, needs="publish"),
+    "copy": FormAction(Forms._copy),
+    "move": FormAction(Forms._move, is_of_channel=True, is_confirmed=True),
+    "seek": FormAction(Forms._seek, is_of_channel=True, is_confirmed=True),
+}
+"""By the form's field `action`."""
 
 
 def _done(text: str, warning: str) -> Note:

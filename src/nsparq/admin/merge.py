@@ -67,10 +67,6 @@ class Node:
     def tcp_address(self) -> str:
         return join_address(self.broadcast_address, self.tcp_port)
 
-    @property
-    def url(self) -> str:
-        return f"http://{self.configured or self.address}"
-
     def as_json(self) -> dict[str, Any]:
         return {
             "remote_addresses": [*self.remote_addresses] or None,

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from nsparq.admin.bodies import DeadLetter, for_people, read_letter
 from nsparq.admin.cluster import Cluster
 from nsparq.admin.merge import Node, flag, number, objects, text
-from nsparq.admin.upstream import Answer, AskFailed, Refused, with_query
+from nsparq.admin.upstream import Answer, AskFailed, Refused
 from nsparq.errors import NsparqError
 from nsparq.names import is_valid_name
 from nsparq.storage.decode import CorruptRange, iter_batches
@@ -183,20 +183,19 @@ async def publish(cluster: Cluster, node: Node, topic: str, body: bytes, *, defe
     if defer_ms:
         query["defer"] = str(defer_ms)
     try:
-        await cluster.upstream.ask("POST", with_query(f"{node.url}/pub", query), body, secret=cluster.secret)
+        await cluster.ask(node, "POST", "/pub", body, **query)
     except AskFailed as error:
         raise MessagesFailed(f"{node.address}: {_reason(error)}") from error
 
 
 async def _publish_all(cluster: Cluster, node: Node, by_topic: Mapping[str, Sequence[bytes]]) -> None:
     for topic, bodies in by_topic.items():
-        url = with_query(f"{node.url}/mpub", {"topic": topic, "binary": "true"})
         for chunk in _chunks(bodies):
             packed = struct.pack(">i", len(chunk)) + b"".join(
                 struct.pack(">i", len(body)) + body for body in chunk
             )
             try:
-                await cluster.upstream.ask("POST", url, packed, secret=cluster.secret)
+                await cluster.ask(node, "POST", "/mpub", packed, topic=topic, binary="true")
             except AskFailed as error:
                 raise MessagesFailed(f"{node.address}: {_reason(error)}") from error
 
@@ -369,9 +368,7 @@ async def _check_idle(cluster: Cluster, node: Node, topic: str, channel: str) ->
 async def _post(cluster: Cluster, node: Node, path: str, **query: str) -> Answer:
     """Raises MessagesFailed."""
     try:
-        return await cluster.upstream.ask(
-            "POST", with_query(f"{node.url}{path}", query), secret=cluster.secret
-        )
+        return await cluster.ask(node, "POST", path, **query)
     except AskFailed as error:
         raise MessagesFailed(f"{node.address}: {_reason(error)}") from error
 
@@ -392,9 +389,7 @@ async def _read(cluster: Cluster, node: Node, topic: str, start: int, wanted: se
     query = {"topic": topic, "from": str(start), "max_bytes": str(4 << 20), "verify": "true"}
     found = {}
     try:
-        answer = await cluster.upstream.ask(
-            "GET", with_query(f"{node.url}/topic/read", query), secret=cluster.secret
-        )
+        answer = await cluster.ask(node, "GET", "/topic/read", **query)
         for batch in iter_batches(answer.body):
             for sequence, body in enumerate(batch.bodies(), batch.base):
                 if sequence in wanted:

@@ -313,7 +313,8 @@ def more_endpoints(api: MoreApi) -> list[Endpoint]:
             {"messages": {"type": "array", "items": object_of(node=_TEXT, sequence=_COUNT)}, **target},
             group="Messages",
             details="To the topic `to`; of dead letters, unless `unwrap` is false, what they hold, and "
-            "without `to` to the topic that it came from. They stay where they are.",
+            "without `to` to the topic that it came from. They stay where they are. This takes `subscribe` "
+            "for the topic too, and `publish` for where they go.",
             errors=(FORBIDDEN, (400, "INVALID_BODY"), (400, "NOTHING_CHOSEN"), (409, "…"), *NOT_THERE),
         ),
         change(
@@ -324,7 +325,8 @@ def more_endpoints(api: MoreApi) -> list[Endpoint]:
             {**target, "count": _COUNT},
             group="Messages",
             details="Only of a channel without consumers. A failure in between leaves messages in both "
-            "places. `left` says how many are still there: ask again.",
+            "places. `left` says how many are still there: ask again. It also takes `subscribe` for the "
+            "channel, and `publish` for where they go.",
             errors=(FORBIDDEN, (400, "INVALID_BODY"), (409, "…"), (501, "NOT_SUPPORTED"), *NOT_THERE),
         ),
         change(

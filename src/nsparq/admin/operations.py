@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from nsparq.admin import messages
-from nsparq.admin.actions import check_topic, upstream_error
+from nsparq.admin.actions import Refused, check_topic, upstream_error
 from nsparq.admin.actor import Actor
 from nsparq.admin.cluster import NotFound, Unreachable
 from nsparq.admin.merge import Node
@@ -132,6 +132,9 @@ class Operations:
             by_node.setdefault(address, []).append(sequence)
         if not by_node:
             raise ApiError(400, "NOTHING_CHOSEN")
+        # The copy may go where the user can read it.
+        if not access.may("subscribe", topic):
+            raise Refused("copy_messages", actor, topic=topic, to=to)
         able = await self.nodes_with(topic, PEEK)
         target = self._target(access, topic, to, unwrap)
         copied = 0
@@ -162,6 +165,8 @@ class Operations:
     ) -> tuple[int, int]:
         """Publish what the channel holds elsewhere, and finish it. How many were moved, how many are left.
         With `count` so many at the most of each node."""
+        if not access.may("subscribe", topic, channel):
+            raise Refused("move_messages", actor, topic=topic, channel=channel, to=to)
         able = await self.nodes_with(topic, PEEK)
         if not able.able:
             raise ApiError(501, "NOT_SUPPORTED")

@@ -23,6 +23,7 @@ from nsparq.option_table import (
     choice,
     opt,
 )
+from nsparq.secret_scope import SecretScope
 
 __all__ = ["TABLE", "NsqadminOptions"]
 
@@ -80,8 +81,16 @@ class NsqadminOptions:
     http_client_tls_key: str = opt("", "PEM file with its key", STRING)
     auth_secret: str = opt(
         "",
-        "what nsqds are shown that guard their HTTP API with a policy file; better given in the config file",
+        "what nsqds are shown that guard their HTTP API with a policy file; better given in the config file. "
+        "It is sent to nodes of `--nsqd-http-address` and of `--auth-secret-for`, and over HTTPS to nodes "
+        "with a certificate of `--http-client-tls-root-ca-file`; to no others",
         STRING,
+    )
+    auth_secret_for: tuple[str, ...] = opt(
+        (),
+        "nodes found by nsqlookupd that may be shown `--auth-secret`: a host, `host:port`, a network such as "
+        "`10.1.0.0/16`, a pattern such as `*.nsq.example.com`, or `*` for every node, whoever registered it",
+        STRINGS,
     )
 
     acl_http_header: str = opt(
@@ -162,6 +171,10 @@ class NsqadminOptions:
             for address in addresses:
                 if split_address(address) is None:
                     raise OptionError(f"failed to resolve --{flag} ({address}) - not of the form host:port")
+        try:
+            SecretScope(self.auth_secret_for)
+        except ValueError as error:
+            raise OptionError(f"--auth-secret-for {error}") from None
         network(self.allow_config_from_cidr)
         for flag, url in (
             ("graphite-url", self.graphite_url),

@@ -11,7 +11,7 @@ from typing import Any
 
 from nsparq.admin.cluster import Cluster
 from nsparq.admin.merge import Node, number
-from nsparq.admin.upstream import AskFailed, Refused, with_query
+from nsparq.admin.upstream import AskFailed, Refused
 from nsparq.errors import NsparqError
 from nsparq.flags import parse_duration
 
@@ -78,9 +78,8 @@ async def seek(
         query["dry_run"] = "true"
     found = []
     for node in nodes:
-        url = with_query(f"{node.url}/channel/seek", query)
         try:
-            said = (await cluster.upstream.ask("POST", url, secret=cluster.secret)).json()
+            said = (await cluster.ask(node, "POST", "/channel/seek", **query)).json()
         except Refused as refused:
             missing = {"CHANNEL_NOT_FOUND": "has no such channel", "NOT_FOUND": "cannot do this"}
             found.append(Plan(node.address, error=missing.get(refused.code, refused.code or str(refused))))

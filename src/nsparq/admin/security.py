@@ -286,8 +286,7 @@ def _check(access: Access, request: Request, endpoint: Endpoint) -> None:
     values = dict(zip(names, path_values(request), strict=False))
     if "topic" in values:
         allowed = access.may(endpoint.permission, values["topic"], values.get("channel", ""))
-    elif endpoint.keeps_body:
-        # The body names the topic, and the handler looks at it.
+    elif endpoint.checks_names:
         allowed = access.may_any(endpoint.permission)
     else:
         allowed = access.may(endpoint.permission)

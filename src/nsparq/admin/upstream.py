@@ -19,12 +19,12 @@ from urllib.parse import unquote, urlencode, urlsplit
 
 import httptools
 
-from nsparq.addresses import join_address
+from nsparq.addresses import is_host, join_address
 from nsparq.errors import NsparqError, StartError
 from nsparq.fetch import without_secrets
 from nsparq.version import NSQ_VERSION
 
-__all__ = ["Answer", "AskFailed", "Refused", "TlsFiles", "Upstream", "client_context"]
+__all__ = ["Answer", "AskFailed", "Refused", "Secret", "TlsFiles", "Upstream", "Withheld", "client_context"]
 
 AT_A_TIME: Final = 32
 """Requests under way, to everybody together."""
@@ -61,6 +61,10 @@ class Refused(AskFailed):
         return found if isinstance(found, str) else ""
 
 
+class Withheld(AskFailed):
+    """It wants a secret, and may not be shown the one that we have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     status: int
@@ -77,6 +81,17 @@ class Answer:
         if isinstance(parsed, dict) and "status_code" in parsed and "data" in parsed:
             return parsed["data"]
         return parsed
+
+
+class Secret(NamedTuple):
+    """What a daemon is shown."""
+
+    text: str = ""
+    needs_proof: bool = False
+    """Whether it is sent only over HTTPS, to one whose certificate our own authority has signed."""
+
+
+NO_SECRET: Final = Secret()
 
 
 class TlsFiles(NamedTuple):
@@ -120,15 +135,20 @@ class Upstream:
     ) -> None:
         self._connect_timeout, self._request_timeout = connect_timeout, request_timeout
         self._tls: ssl.SSLContext | None = None
+        self._proves = False
+        """Whether a certificate that we accept says more than that its owner has some host name."""
         self._idle: defaultdict[_Place, list[_Connection]] = defaultdict(list)
         self._slots = asyncio.Semaphore(AT_A_TIME)
 
-    def use_tls(self, context: ssl.SSLContext) -> None:
-        self._tls = context
+    def use_tls(self, files: TlsFiles) -> None:
+        """Raises StartError."""
+        self._tls = client_context(files)
+        # The authorities of the system give a certificate to anybody, for a name of their own.
+        self._proves = bool(files.ca_file) and not files.skip_verify
 
-    async def get_json(self, url: str, secret: str = "", **query: str) -> Any:
+    async def get_json(self, url: str, **query: str) -> Any:
         """Raises AskFailed."""
-        return (await self.ask("GET", with_query(url, query), secret=secret)).json()
+        return (await self.ask("GET", with_query(url, query))).json()
 
     async def ask(
         self,
@@ -137,7 +157,7 @@ class Upstream:
         body: bytes | None = None,
         *,
         content_type: str = "application/octet-stream",
-        secret: str = "",
+        secret: Secret = NO_SECRET,
         within: float | None = None,
     ) -> Answer:
         """An answer with status 200. Raises Refused for any other, AskFailed if there is none."""
@@ -145,9 +165,12 @@ class Upstream:
             method, url, body, content_type=content_type, secret=secret, within=within
         )
         if answer.status == 403 and url.startswith("http:") and (secure := _https_url(url, answer.body)):
+            url = secure
             answer = await self.exchange(
-                method, secure, body, content_type=content_type, secret=secret, within=within
+                method, url, body, content_type=content_type, secret=secret, within=within
             )
+        if answer.status == 401 and secret.text and not self._may_show(secret, url):
+            raise Withheld(f'{method.capitalize()} "{without_secrets(url)}": it wants a secret')
         if answer.status != 200:
             raise Refused(answer.status, answer.body)
         return answer
@@ -159,12 +182,13 @@ class Upstream:
         body: bytes | None = None,
         *,
         content_type: str = "application/octet-stream",
-        secret: str = "",
+        secret: Secret = NO_SECRET,
         within: float | None = None,
     ) -> Answer:
         """Any answer. Raises AskFailed."""
+        shown = secret.text if self._may_show(secret, url) else ""
         try:
-            place, request = _encode(method, url, body, content_type, secret)
+            place, request = _encode(method, url, body, content_type, shown)
         except ValueError as error:
             raise AskFailed(f"{method} {without_secrets(url)}: {error}") from None
         async with self._slots:
@@ -173,11 +197,15 @@ class Upstream:
                     return await self._send(place, request, may_reuse=method == "GET")
             except TimeoutError:
                 reason = "timed out"
-            except OSError as error:
-                reason = error.strerror or str(error) or type(error).__name__
+            except (OSError, UnicodeError) as error:
+                # A host name that cannot be is an error of its encoding.
+                reason = getattr(error, "strerror", "") or str(error) or type(error).__name__
             except _Broken as error:
                 reason = str(error)
         raise AskFailed(f'{method.capitalize()} "{without_secrets(url)}": {reason}')
+
+    def _may_show(self, secret: Secret, url: str) -> bool:
+        return not secret.needs_proof or (self._proves and url.startswith("https:"))
 
     async def _send(self, place: _Place, request: bytes, *, may_reuse: bool) -> Answer:
         while True:
@@ -340,12 +368,13 @@ def _encode(
 ) -> tuple[_Place, bytes]:
     """Raises ValueError for what is no address."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    host = parts.hostname or ""
+    if parts.scheme not in ("http", "https") or not is_host(host):
         raise ValueError("not an http or https address")
     if any(character <= " " or character == "\x7f" for character in url):
         raise ValueError("blanks in an address")
     is_tls = parts.scheme == "https"
-    place = _Place(parts.hostname, parts.port or (443 if is_tls else 80), is_tls)
+    place = _Place(host, parts.port or (443 if is_tls else 80), is_tls)
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     head = f"{method} {target} HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\n{HEADERS}"
     if parts.username is not None:

@@ -221,9 +221,7 @@ class Watch:
 
     async def _ask_disk(self, node: Node) -> tuple[int | None, int | None]:
         try:
-            answer = await self._cluster.upstream.ask(
-                "GET", f"{node.url}/metrics", secret=self._cluster.secret
-            )
+            answer = await self._cluster.ask(node, "GET", "/metrics")
         except AskFailed:
             return None, None
         found: dict[bytes, int] = {}

@@ -170,6 +170,9 @@ class Endpoint:
     topics: Callable[[Request], Collection[str]] | None = None
     """The topics that it must be allowed to do that with, if there is no parameter that says so; with any, if
     there are none."""
+    checks_names: bool = False
+    """Whether its handler checks the permission itself, for names that only the body has: whoever has the
+    permission for any topic gets as far as that. Only nsqadmin's guard asks."""
     keeps_body: bool = False
     """Whether the handler looks at the body; otherwise it is read and dropped."""
     max_body: int = DEFAULT_MAX_BODY
