@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import struct
 import threading
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -682,25 +680,3 @@ def test_an_end_inside_the_layer_is_the_end(secure: BrokerThread, kind: str, is_
     stats = secure.topic_stats(topic)
     assert (stats is not None) == is_whole
     wait_until(lambda: not secure.nsqd.connections)
-
-
-def test_a_closed_connection_leaves_nothing_behind(
-    secure: BrokerThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # It is watched over for so long; but the handshake must manage in that time on a busy machine too.
-    monkeypatch.setattr(tcp, "HANDSHAKE_S", 2.0)
-    wait_until(lambda: not secure.nsqd.connections)
-    known = []
-    for layers in COMBINATIONS:
-        with upgraded(secure, layers.values[0]) as connection:
-            connection.sub(unique_name(), "c", rdy=1)
-            known += [weakref.ref(one) for one in [*secure.nsqd.connections]]
-        wait_until(lambda: not secure.nsqd.connections)
-    assert len(known) == len(COMBINATIONS)
-
-    def is_gone() -> bool:
-        gc.collect()
-        return not any(reference() for reference in known)
-
-    # A collection of all that the tests have loaded may take a second on a busy machine.
-    wait_until(is_gone, 30, interval=0.1)

@@ -132,9 +132,15 @@ class HttpConnection(asyncio.Protocol):
         if self._busy is not None:
             self._server.gathered -= len(self._busy.body)
             self._busy = None
-        self._queue.clear()
         if self._task is not None:
             self._task.cancel()
+        # The parser and the requests refer back to this object. The garbage collector hardly ever runs in a
+        # daemon, so each such cycle would keep the connection, with the body that it was sending.
+        del self._parser
+        self._layer = self._task = self._request = None
+        self._queue.clear()
+        self._headers = []
+        self._body = b""
 
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:
@@ -223,12 +229,7 @@ class HttpConnection(asyncio.Protocol):
         except _Refused as refused:
             self._refuse(refused.response)
         except httptools.HttpParserCallbackError as error:
-            cause = error.__context__
-            if isinstance(cause, _Refused):
-                self._refuse(cause.response)
-            else:
-                logger.error("internal error while reading a request", exc_info=cause)
-                self._refuse(error_response(500, "INTERNAL_ERROR"))
+            self._refuse(_refusal(error))
         except httptools.HttpParserUpgrade as offer:
             rest = memoryview(data)[offer.args[0] :]
         except httptools.HttpParserError as error:
@@ -541,6 +542,16 @@ class HttpConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._transport.abort()
+
+
+def _refusal(error: httptools.HttpParserCallbackError) -> Response:
+    """The answer to a request that one of our callbacks did not accept. Not a part of the method that fed the
+    parser: the cause refers to that method's frame, and a local name for it there would be a cycle."""
+    cause = error.__context__
+    if isinstance(cause, _Refused):
+        return cause.response
+    logger.error("internal error while reading a request", exc_info=cause)
+    return error_response(500, "INTERNAL_ERROR")
 
 
 def _plain_error(status: int) -> Response:

@@ -88,6 +88,7 @@ class Connection(asyncio.Protocol):
         self._layers: LayerStack | None = None
         self._is_confirmed = False
         """Whether the client has been told that the layers are up."""
+        self._handshake_timer: asyncio.TimerHandle | None = None
         self._outgoing: list[bytes | memoryview] = []
         """Frames of this turn that are to leave together, through the layers if there are any."""
         self._outgoing_size = 0
@@ -229,7 +230,7 @@ class Connection(asyncio.Protocol):
         self.flush()
         self._layers = LayerStack(wanted)
         if identity.tls:
-            self._loop.call_later(HANDSHAKE_S, self._check_handshake)
+            self._handshake_timer = self._loop.call_later(HANDSHAKE_S, self._check_handshake)
         else:
             self._confirm()
         # A client that did not wait for our answer has sent bytes of the new layer already.
@@ -246,6 +247,8 @@ class Connection(asyncio.Protocol):
         layers = self._layers
         assert layers is not None
         self._is_confirmed = True
+        if self._handshake_timer is not None:
+            self._handshake_timer.cancel()
         self._protocol.tls_active = self.client.tls is not None
         self._transport.write(layers.confirm(OK))
 
@@ -450,22 +453,28 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.leave_lane()
         self._is_closing = True
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._waiting_for is not None:
-            self._waiting_for.cancel()
-        # What a closed connection still refers to would wait for the garbage collector.
-        self._layers = self._pieces = self._commands = self._again = self.client.tls = None
-        self._last_topic = None
-        self._publisher = (_unheard, "PUB")
-        self._held.clear()
-        self._outgoing.clear()
-        self.client.send = _nowhere
         self._nsqd.connection_ended(self)
         self._broker.clients.discard(self.client)
         if self.client.channel is not None:
             self.client.channel.remove_client(self.client)
+        self._release()
         logger.info("client(%s): disconnected", self.client.address)
+
+    def _release(self) -> None:
+        """Drop the buffers, and break every reference cycle. The garbage collector hardly ever runs in nsqd,
+        so a cycle would keep this connection, with everything that it has received."""
+        for handle in (self._timer, self._handshake_timer, self._waiting_for):
+            if handle is not None:
+                handle.cancel()
+        self._timer = self._handshake_timer = self._waiting_for = None
+        self._protocol.discard()
+        self._layers = self._pieces = self._commands = self._again = self.client.tls = None
+        self._last_topic = None
+        self._publisher = (_unheard, "PUB")
+        self._replies.clear()
+        self._held.clear()
+        self._outgoing.clear()
+        self.client.send, self.client.close = _nowhere, _nothing
 
     # sending
 
@@ -774,6 +783,10 @@ def _joined(frames: list[bytes | memoryview]) -> bytes | memoryview:
 
 def _nowhere(data: bytes | memoryview) -> None:
     """Where bytes for a client go that has left."""
+
+
+def _nothing() -> None:
+    """How a client is closed that has left."""
 
 
 def _unheard(verb: str, error: Exception | None) -> None:

@@ -186,6 +186,14 @@ class ServerProtocol:
         if self._body is not None:
             raise FatalClientError(self._unread_code, self._unread)
 
+    def discard(self) -> None:
+        """Drop what has been received: nothing more will be made of it. An unfinished command refers back to
+        this object, and its bytes would stay until the garbage collector runs."""
+        self._buffer, self._position = b"", 0
+        self._chunks.clear()
+        self._body = None
+        self._head = None
+
     def take_rest(self) -> bytes:
         """Bytes received but not looked at: they belong to the layer that a negotiation switched on."""
         rest = self._buffer[self._position :] + b"".join(self._chunks)
