@@ -41,16 +41,30 @@ _FRAME = struct.Struct(">iiqH16s")
 
 
 class Clock:
-    """Nanoseconds that pass only on demand."""
+    """A machine's two clocks. Time passes on both, and only on demand; the wall clock can be set, too."""
 
     def __init__(self) -> None:
-        self.now_ns = 1_700_000_000 * SECOND
+        self.now_ns = 5_000 * SECOND
+        self.wall_now_ns = 1_700_000_000 * SECOND
 
     def __call__(self) -> int:
+        """Monotonic."""
         return self.now_ns
+
+    def wall(self) -> int:
+        return self.wall_now_ns
 
     def advance(self, seconds: float) -> None:
         self.now_ns += round(seconds * SECOND)
+        self.wall_now_ns += round(seconds * SECOND)
+
+    def set_wall(self, seconds: float) -> None:
+        """Somebody sets the wall clock, forward or back. No time passes."""
+        self.wall_now_ns += round(seconds * SECOND)
+
+    def reboot(self) -> None:
+        """The monotonic clock of another boot has nothing to do with that of the last one."""
+        self.now_ns = 7 * SECOND
 
 
 class Delivered(NamedTuple):
@@ -291,7 +305,14 @@ class Rig:
 
     def start(self) -> None:
         extra = {"background": self.background} if self.background is not None else {}
-        self.broker = Broker(self.options, files=self.files, clock=self.clock, wake=self._wake, **extra)
+        self.broker = Broker(
+            self.options,
+            files=self.files,
+            wall_ns=self.clock.wall,
+            monotonic_ns=self.clock,
+            wake=self._wake,
+            **extra,
+        )
         self.broker.open()
 
     def _wake(self) -> None:
@@ -398,7 +419,7 @@ class Rig:
         self.scan()
 
     def maintain(self) -> None:
-        self.broker.maintain(self.clock())
+        self.broker.maintain()
 
     # what is there
 

@@ -55,9 +55,9 @@ def everything(rig: Rig, topic: str = "t") -> object:
 def test_every_unfinished_message_is_shown_with_its_state(make_rig: MakeRig, durability: str):
     rig = make_rig(durability=durability)
     client = rig.subscribe(rdy=5, address="10.0.0.7:4711", msg_timeout_ms=60_000)
-    published_ns = rig.clock()
+    published_ns = rig.clock.wall()
     rig.publish("t", *bodies(10))
-    due_ns = rig.clock() + 5000 * MILLISECOND
+    due_ns = rig.clock.wall() + 5000 * MILLISECOND
     rig.publish("t", b"published deferred", defer_ms=5000)
     held = client.take()
     rig.clock.advance(1)
@@ -86,7 +86,7 @@ def test_every_unfinished_message_is_shown_with_its_state(make_rig: MakeRig, dur
         body=b"3",
         size=1,
     )
-    assert [message.due_ns for message in found[3:5]] == [due_ns, rig.clock() + 9 * SECOND]
+    assert [message.due_ns for message in found[3:5]] == [due_ns, rig.clock.wall() + 9 * SECOND]
     assert {(m.due_ns, m.deadline_ns, m.client) for m in found[5:]} == {(None, None, "")}
 
 
@@ -229,7 +229,7 @@ def test_a_topic_shows_what_is_stored_from_a_number_on(make_rig: MakeRig, durabi
         assert [m.body for m in found] == [*bodies(100), b"later"][first : first + 4]
         assert [m.sequence for m in found] == [*range(start + first, start + min(first + 4, 101))]
         assert {(m.state, m.attempts) for m in found} == {("stored", 0)}
-    assert found[0].due_ns == rig.clock() + SECOND
+    assert found[0].due_ns == rig.clock.wall() + SECOND
     newest = peek_topic(topic, None, 3, 1 << 20).read()
     assert [m.body for m in newest] == [b"98", b"99", b"later"]
     assert len(peek_topic(topic, None, 1000, 1 << 20).read()) == 101

@@ -189,7 +189,7 @@ def test_a_checkpoint_under_way_does_not_undo_a_seek(make_rig: MakeRig):
     rig.publish("t", *bodies(10))
     background.run_all()
     assert consume(rig, client) == bodies(10)
-    rig.broker.maintain(rig.clock())
+    rig.broker.maintain()
     assert background.jobs
     rig.channel().seek(start + 3)
     background.run_all()
@@ -681,7 +681,7 @@ def test_positions_name_the_log_and_its_ends(make_rig: MakeRig):
     start = number(rig)
     empty = topic.positions()
     assert empty == (topic.incarnation, start, start, 0, 0, 0, 0)
-    published_ns = rig.clock()
+    published_ns = rig.clock.wall()
     rig.publish("t", *bodies(3))
     rig.pass_time(5)
     rig.publish("t", *bodies(2))

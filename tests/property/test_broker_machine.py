@@ -87,7 +87,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.published += 1
         body = b"%d:" % self.published
         body += b"x" * max(0, size - len(body))
-        self.published_ns[body] = self.rig.clock()
+        self.published_ns[body] = self.rig.clock.wall()
         return body
 
     def note(self, *messages: tuple[bytes, int]) -> None:
@@ -442,7 +442,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(max_bytes=st.sampled_from([1, 500, 1 << 20]))
     def read_the_log(self, max_bytes: int) -> None:
-        log = self.rig.topic(TOPIC).log
+        log, clock = self.rig.topic(TOPIC).log, self.rig.clock
         found: dict[bytes, tuple[int, int]] = {}
         sequence = log.start
         while (located := log.locate(sequence, max_bytes)).size:
@@ -453,7 +453,8 @@ class BrokerMachine(RuleBasedStateMachine):
                     if number >= sequence and not is_gap:
                         assert body not in found
                         assert batch.timestamp_ns == self.published_ns[body]
-                        found[body] = (number, batch.due_ns)
+                        due_ns = batch.due_ns and batch.due_ns - clock.wall() + clock()
+                        found[body] = (number, due_ns)
             sequence = located.next
         assert found == self.stored()
         positions = log.positions()
@@ -475,6 +476,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def peek(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.model.channels)))
         model = self.model.channels[name]
+        ahead_ns = self.rig.clock.wall() - self.rig.clock()
         look = peek_channel(self.rig.channel(name, TOPIC), STATES, 10_000, 1 << 30)
         seen = {message.body: message for message in look.read()}
         assert look.missing == 0
@@ -485,9 +487,9 @@ class BrokerMachine(RuleBasedStateMachine):
             assert message.timestamp_ns == self.published_ns[body]
             if entry.state is State.IN_FLIGHT:
                 assert (message.state, message.attempts) == ("in_flight", entry.attempts)
-                assert message.deadline_ns == entry.deadline_ns
+                assert message.deadline_ns == entry.deadline_ns + ahead_ns
             elif entry.state is State.DEFERRED:
-                assert (message.state, message.due_ns) == ("deferred", entry.due_ns)
+                assert (message.state, message.due_ns) == ("deferred", entry.due_ns + ahead_ns)
             elif entry.state is State.WAITING:
                 assert message.state in ("ready", "requeued")
         newest = peek_topic(self.rig.topic(TOPIC), None, 5, 1 << 30).read()

@@ -148,7 +148,9 @@ def test_a_batch_write_is_one_transaction_that_is_soon_forgotten(
     writer.commit(messages)
     assert sorted(stored(broker, topic)) == [b"0", b"1", b"2"]
     producer = messages[0].producer  # type: ignore[attr-defined]
-    limits = broker.call(lambda core: core.transactions.producers[producer].committed.until_ns - core.clock())
+    limits = broker.call(
+        lambda core: core.transactions.producers[producer].committed.until_ns - core.wall_ns()
+    )
     assert limits < (sink.FORGET_S + 10) * 1e9
 
 

@@ -107,8 +107,9 @@ def test_ids_never_decrease_or_repeat_over_starts(tmp_path: Path, durability: Du
         rig.clock.advance(gone_on)
         if number % 3 == 2:
             rig.close()
-            rig.clock.advance(-set_back)
+            rig.clock.set_wall(-set_back)
             rig.start()
         else:
-            rig.crash(-set_back)
+            rig.clock.set_wall(-set_back)
+            rig.crash(0)
     rig.drop()

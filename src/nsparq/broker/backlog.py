@@ -225,7 +225,7 @@ class Backlog(ABC):
 
     def state_at(self, sequence: int) -> ChannelState:
         """Standing at a number of the log, with everything from there on still to be delivered."""
-        replay = (self.topic.visible_end, self.topic.broker.clock())
+        replay = (self.topic.visible_end, self.topic.broker.wall_ns())
         return ChannelState(cursor=sequence, seen=sequence, paused=self.paused, replay=replay)
 
     def _drop_all(self) -> None:
@@ -253,13 +253,15 @@ class Backlog(ABC):
         waiting = [*self.requeued, *self.deferred.due_ns]
         sequences = [s for s, _ in flying] + waiting
         attempts = [number for _, number in flying] + [self._attempts.get(s, 0) for s in waiting]
+        written_ns = self.topic.broker.wall_ns()
+        ahead_ns = written_ns - self.topic.broker.monotonic_ns()
+        deferred = np.fromiter(self.deferred.due_ns.values(), np.int64, len(self.deferred))
         due = np.zeros(len(sequences), np.int64)
-        due[len(sequences) - len(self.deferred) :] = np.fromiter(
-            self.deferred.due_ns.values(), np.int64, len(self.deferred)
-        )
+        due[len(sequences) - len(deferred) :] = deferred + ahead_ns
         return ChannelState(
             cursor=self.cursor,
             seen=self.topic.visible_end,
+            written_ns=written_ns,
             paused=self.paused,
             skips=self.skips.ranges,
             replay=self.replay if self.cursor < self.replay[0] else (0, 0),
@@ -290,6 +292,7 @@ class Backlog(ABC):
         self.replay = state.replay
         self.paused = state.paused
         unfinished = set()
+        due_at = self.topic.broker.due_times(state.written_ns)
         for sequence, due_ns, attempts in zip(
             state.sequences.tolist(), state.due_ns.tolist(), state.attempts.tolist(), strict=True
         ):
@@ -300,7 +303,7 @@ class Backlog(ABC):
             if attempts:
                 self._attempts[sequence] = attempts
             if due_ns:
-                self._defer(sequence, due_ns)
+                self._defer(sequence, due_at(due_ns))
             else:
                 self.requeued.append(sequence)
         # What is replayed is left out below, too; but a replay of years need not be looked at one by one.
@@ -311,7 +314,7 @@ class Backlog(ABC):
                 continue
             self._deferred_ahead.append(sequence)
             if sequence >= state.seen:
-                self._defer(sequence, due_ns)
+                self._defer(sequence, due_at(due_ns))
         return unfinished
 
     def add_tried(self, sequence: int, attempts: list[int]) -> None:

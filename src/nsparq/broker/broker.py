@@ -14,6 +14,7 @@ from typing import Any
 
 from nsparq.broker.channel import Channel
 from nsparq.broker.client import Client
+from nsparq.broker.clocks import AgeClock
 from nsparq.broker.importer import import_queues
 from nsparq.broker.scan import QueueScan
 from nsparq.broker.topic import Topic
@@ -65,17 +66,21 @@ class Broker:
         options: NsqdOptions,
         *,
         files: Files | None = None,
-        clock: Callable[[], int] = time.time_ns,
+        wall_ns: Callable[[], int] = time.time_ns,
+        monotonic_ns: Callable[[], int] = time.monotonic_ns,
         wake: Callable[[], None] = lambda: None,
         background: Background = run_inline,
         announce: Announce = lambda verb, topic, channel: None,
     ) -> None:
         self.options = options
         self.files = files or Files()
-        self.clock = clock
+        self.wall_ns = wall_ns
+        """The time of day: for stamps, sequence numbers, and every time on disk. It may be set."""
+        self.monotonic_ns = monotonic_ns
+        """For everything that paces or times out. It is never set, and means nothing to the next run."""
         self.data_path = Path(options.data_path or ".")
         self.first_id = options.node_id << SEQUENCE_BITS
-        self.start_s = clock() // 1_000_000_000
+        self.start_s = wall_ns() // 1_000_000_000
         self.log_settings = LogSettings(
             Durability(options.durability), options.max_bytes_per_file, options.mem_queue_size,
             options.retention_age, options.retention_bytes,
@@ -107,6 +112,7 @@ class Broker:
         self._stuck: set[Channel] = set()
         """Channels whose last read the disk refused."""
         self._lock_fd = -1
+        self._age_clock = AgeClock(wall_ns(), wall_ns(), monotonic_ns())
 
     # opening and closing
 
@@ -139,6 +145,9 @@ class Broker:
             self._restore(entry)
         import_queues(self)
         self.transactions.load()
+        newest_ns = max((topic.positions().last_ns for topic in self.topics.values()), default=0)
+        wall_ns = self.wall_ns()
+        self._age_clock = AgeClock(newest_ns or wall_ns, wall_ns, self.monotonic_ns())
         self._is_loading = False
         self.write_metadata()
 
@@ -181,7 +190,27 @@ class Broker:
 
     def epoch(self) -> int:
         """A sequence number that no topic can have reached: see storage.log.EPOCH_BITS."""
-        return self.clock() // 1_000_000 << EPOCH_BITS
+        return self.wall_ns() // 1_000_000 << EPOCH_BITS
+
+    # time
+
+    def wall_of(self, monotonic_ns: int) -> int:
+        """The wall time of a moment of the monotonic clock, as the wall clock is set now."""
+        return monotonic_ns + self.wall_ns() - self.monotonic_ns()
+
+    def due_times(self, written_ns: int = 0) -> Callable[[int], int]:
+        """A function from due times on disk, which are wall time, to those of the monotonic clock.
+
+        `written_ns` is the wall time at which they were written: it cannot be earlier now, whatever the wall
+        clock says. And no delay is longer than the longest that a client can ask for.
+        """
+        now_ns, wall_ns = self.monotonic_ns(), max(self.wall_ns(), written_ns)
+        latest_ns = now_ns + round(self.options.max_req_timeout * 1e9)
+        return lambda due_ns: min(now_ns + due_ns - wall_ns, latest_ns)
+
+    def age_ns(self) -> int:
+        """The wall time to measure ages by: see AgeClock."""
+        return self._age_clock.read(self.wall_ns(), self.monotonic_ns())
 
     # topics
 
@@ -281,8 +310,7 @@ class Broker:
         has_company: bool = False,
     ) -> None:
         topic = self.topics.get(topic_name) or self.get_topic(topic_name)
-        due_ns = self.clock() + defer_ms * 1_000_000 if defer_ms else 0
-        topic.publish(bodies, due_ns, done, verb, has_company=has_company)
+        topic.publish(bodies, defer_ms * 1_000_000, done, verb, has_company=has_company)
 
     def subscribe(self, client: Client, topic_name: str, channel_name: str) -> None:
         """Raises Exiting or SubscribeRefused."""
@@ -304,11 +332,10 @@ class Broker:
     def turn(self) -> None:
         """The end of an event loop turn: append, answer the publishers, deliver."""
         self._is_awake = False
-        now_ns = self.clock()
         flushed, self._dirty_topics = self._dirty_topics, {}
         for topic in flushed:
-            topic.flush(now_ns)
-        self._pump(now_ns)
+            topic.flush()
+        self._pump(self.monotonic_ns())
         for topic in flushed:
             if topic.is_ephemeral:
                 topic.bound()
@@ -370,8 +397,9 @@ class Broker:
     def note_changed(self, topic: Topic) -> None:
         self._used.add(topic)
 
-    def note_used(self, topic: Topic, now_ns: int) -> None:
+    def note_used(self, topic: Topic) -> None:
         self._used.add(topic)
+        now_ns = self.monotonic_ns()
         if now_ns - topic.synced_ns < SYNC_REST_NS or topic.is_synchronous:
             return
         log = topic.log
@@ -409,8 +437,9 @@ class Broker:
         self.set_health(f"{topic}: cannot fsync for now: {error.strerror or error}", f"sync {topic}")
         self._used.add(topic)
 
-    def maintain(self, now_ns: int) -> None:
+    def maintain(self) -> None:
         """Checkpoint, sync and reclaim whatever has been used since the last time."""
+        now_ns = self.monotonic_ns()
         if self._is_metadata_stale:
             self.write_metadata()
         for channel in self._stuck:
@@ -430,7 +459,7 @@ class Broker:
             except Exception:
                 # One topic's trouble must not cost the others their checkpoints.
                 logger.exception("%s: maintenance failed", topic)
-        self.transactions.expire(now_ns)
+        self.transactions.expire()
         self.scan.resize(self._channel_count)
 
     def _maintain_topic(self, topic: Topic, now_ns: int) -> None:
@@ -442,7 +471,7 @@ class Broker:
             if topic.awaits_sync or now_ns - topic.synced_ns >= self.options.sync_timeout * 1e9:
                 topic.synced_ns = now_ns
                 self.request_sync(topic)
-        dropped = topic.reclaim(now_ns / 1e9)
+        dropped = topic.reclaim(self.age_ns())
         if dropped:
             self.in_background(lambda: _remove(dropped))
 
@@ -456,7 +485,7 @@ class Broker:
             channel.is_changed = False
             content = channel.snapshot().encode()
             # A channel with a million deferred messages takes a while to write down: it is done less often.
-            self._checkpoint_after[channel] = now_ns + 20 * (self.clock() - now_ns)
+            self._checkpoint_after[channel] = now_ns + 20 * (self.monotonic_ns() - now_ns)
             self._checkpointing.add(channel)
             self._write_checkpoint(channel, channel.state_file, content)
 
@@ -503,7 +532,7 @@ class Broker:
 
     def stats(self, topic: str = "", channel: str = "", include_clients: bool = True) -> dict[str, Any]:
         """The shape of NSQ's /stats?format=json, with keys of ours added."""
-        now_ns = self.clock()
+        now_ns = self.monotonic_ns()
         names = sorted(self.topics) if not topic else [topic] if topic in self.topics else []
         chosen = [self.topics[name] for name in names if not channel or channel in self.topics[name].channels]
         producers = [

@@ -56,7 +56,7 @@ class Channel(Backlog):
         options = topic.broker.options
         percentiles = options.e2e_processing_latency_percentile
         window_s = options.e2e_processing_latency_window_time
-        self._latency = Latency(percentiles, window_s, topic.broker.clock()) if percentiles else None
+        self._latency = Latency(percentiles, window_s, topic.broker.monotonic_ns()) if percentiles else None
         self._lines: tuple[deque[Client], ...] = (deque(), deque(), deque())
         """Clients that are ready, by how far away they are: see _distance."""
         self._delivered = [0, 0, 0]
@@ -150,8 +150,9 @@ class Channel(Backlog):
                     continue
                 number = in_flight.answer(run, sequence, end - sequence)
                 if latency is not None:
+                    wall_ns = self.topic.broker.wall_ns()
                     for i in range(sequence, sequence + number):
-                        latency.record(now_ns - run.timestamp_of(i), now_ns)
+                        latency.record(wall_ns - run.timestamp_of(i), now_ns)
                 finished += number
                 sequence += number
         client.finish_count += finished
@@ -264,7 +265,7 @@ class Channel(Backlog):
         """Send what can be sent, in rounds: what waits is spread evenly over the clients that are ready.
         Gives how far the cursor has come."""
         start = self.cursor
-        stop_ns = self.topic.broker.clock() + PUMP_NS
+        stop_ns = self.topic.broker.monotonic_ns() + PUMP_NS
         goes_on = not self.paused
         try:
             ready = self._nearest()
@@ -294,7 +295,7 @@ class Channel(Backlog):
             except (Cold, OSError) as error:
                 self._unreadable(error)
                 return False
-            if topic.broker.clock() > stop_ns:
+            if topic.broker.monotonic_ns() > stop_ns:
                 topic.broker.schedule_channel(self)
                 return False
         self._lines[client.distance].clear()
@@ -303,7 +304,7 @@ class Channel(Backlog):
 
     def _round(self, now_ns: int, stop_ns: int) -> bool:
         """Give each ready client its share. False when nothing more can be sent now."""
-        ready, clock = self._nearest(), self.topic.broker.clock
+        ready, clock = self._nearest(), self.topic.broker.monotonic_ns
         if not self._turns:
             depth = self.depth
             self._turns = min(len(ready), depth)

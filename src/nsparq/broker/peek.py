@@ -183,9 +183,10 @@ def peek_channel(
 def _in_flight(channel: Backlog, count: int) -> list[_Wanted]:
     runs = nsmallest(count, channel.in_flight.runs, key=lambda run: run.low)
     flying = ((sequence, run) for run in runs for sequence in run.unanswered())
+    wall_of = channel.topic.broker.wall_of
     return [
-        _Wanted(sequence, IN_FLIGHT, run.attempts, deadline_ns=run.deadline_ns, client=run.client.address)
-        for sequence, run in islice(flying, count)
+        _Wanted(s, IN_FLIGHT, run.attempts, deadline_ns=wall_of(run.deadline_ns), client=run.client.address)
+        for s, run in islice(flying, count)
     ]
 
 
@@ -194,9 +195,9 @@ def _requeued(channel: Backlog, count: int) -> list[_Wanted]:
 
 
 def _deferred(channel: Backlog, count: int) -> list[_Wanted]:
-    due_ns = channel.deferred.due_ns
+    due_ns, wall_of = channel.deferred.due_ns, channel.topic.broker.wall_of
     soonest = channel.deferred.soonest(count)
-    return [_Wanted(s, DEFERRED, channel.attempts_of(s), due_ns[s]) for s in soonest]
+    return [_Wanted(s, DEFERRED, channel.attempts_of(s), wall_of(due_ns[s])) for s in soonest]
 
 
 def _ready(channel: Backlog, count: int) -> list[_Wanted]:

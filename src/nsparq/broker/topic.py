@@ -118,7 +118,7 @@ class Topic:
         self._uncommitted: list[tuple[int, list[tuple[Done, str]]]] = []
         """Publishers who wait for an fsync, with the log's end that it must reach."""
         self._held_back: list[tuple[int, int]] = []
-        """Deferred messages, sequence number and due time, that no channel may see yet."""
+        """Deferred messages, sequence number and due time (monotonic), that no channel may see yet."""
         self._is_marked_used = False
         self._handed_out = -1
         self._import_start = -1
@@ -175,7 +175,8 @@ class Topic:
         if state is not None and state.import_start >= 0:
             self._end_import()
         since = self.visible_end if self.channels else self.origin
-        self._held_back = log.deferred_since(since)
+        due_at = self.broker.due_times()
+        self._held_back = [(sequence, due_at(due_ns)) for sequence, due_ns in log.deferred_since(since)]
 
     def _new_log(self, directory: Path, floor: int) -> Log:
         settings = self.settings.applied_to(self.broker.log_settings)
@@ -254,7 +255,7 @@ class Topic:
         return self._pause_position if self.paused else self.log.end
 
     def publish(
-        self, bodies: Sequence[bytes], due_ns: int, done: Done, verb: str, *, has_company: bool = False
+        self, bodies: Sequence[bytes], defer_ns: int, done: Done, verb: str, *, has_company: bool = False
     ) -> None:
         """Append at the end of this turn; `done` is called then, or when the disk has it. With company, more
         is about to be published by the same client."""
@@ -262,9 +263,9 @@ class Topic:
             raise Exiting
         packed = PackedBodies.of(bodies)
         self._waiting.append((done, verb))
-        if due_ns:
+        if defer_ns:
             # One batch each: a deferred batch is known by its first sequence number alone.
-            self._deferred += ((single, due_ns) for single in packed.split(1))
+            self._deferred += ((single, defer_ns) for single in packed.split(1))
         else:
             self._pack_singles()
             self._published.append(packed)
@@ -272,7 +273,7 @@ class Topic:
         gains = has_company or len(self.channels) >= MANY_CHANNELS
         enough = ENOUGH if gains else EAGER_BATCH
         if self._gathered >= enough or len(packed.data) >= EAGER_BYTES:
-            self.flush(self.broker.clock())
+            self.flush()
         else:
             self.broker.schedule_topic(self)
 
@@ -283,7 +284,7 @@ class Topic:
         self._singles.append(body)
         self._gathered += 1
         if self._gathered >= EAGER_BATCH or len(body) >= EAGER_BYTES:
-            self.flush(self.broker.clock())
+            self.flush()
         elif self._gathered == 1:
             self.broker.schedule_topic(self)
 
@@ -293,7 +294,7 @@ class Topic:
         self._singles += bodies
         self._gathered += len(bodies)
         if self._gathered >= EAGER_BATCH:
-            self.flush(self.broker.clock())
+            self.flush()
         else:
             self.broker.schedule_topic(self)
 
@@ -302,7 +303,7 @@ class Topic:
             self._published.append(PackedBodies.of(self._singles))
             self._singles = []
 
-    def flush(self, now_ns: int) -> None:
+    def flush(self) -> None:
         """Append what was published in this turn and let the channels see it."""
         waiting = self._waiting
         if not waiting:
@@ -313,7 +314,7 @@ class Topic:
         if published:
             groups = [(part, 0) for part in PackedBodies.join(published).split(MAX_BATCH)] + groups
         try:
-            self._append(groups, now_ns)
+            self._append(groups)
         except Exception as error:
             if not isinstance(error, StorageError | Exiting | OSError):
                 logger.exception("%s: internal error while appending", self)
@@ -321,13 +322,12 @@ class Topic:
             return
         self._await_commit(waiting)
 
-    def append_tagged(self, bodies: PackedBodies, due_ns: int, tag: int) -> None:
+    def append_tagged(self, bodies: PackedBodies, defer_ns: int, tag: int) -> None:
         """Append at once, behind what has been published before. Raises StorageError, OSError or Exiting,
         with nothing appended."""
-        now_ns = self.broker.clock()
-        self.flush(now_ns)
+        self.flush()
         # One batch each, if deferred: as in publish().
-        self._append([(part, due_ns) for part in bodies.split(1 if due_ns else MAX_BATCH)], now_ns, tag)
+        self._append([(part, defer_ns) for part in bodies.split(1 if defer_ns else MAX_BATCH)], tag)
 
     def when_committed(self, done: Done, verb: str) -> None:
         """Have `done` called once all that has been appended is as durable as configured."""
@@ -348,15 +348,17 @@ class Topic:
             except Exception:
                 logger.exception("%s: internal error while answering a publisher", self)
 
-    def _append(self, groups: list[tuple[PackedBodies, int]], now_ns: int, tag: int = 0) -> None:
-        """Raises with nothing appended. Nothing here may raise once the log has the messages: they would be
-        refused, and delivered all the same."""
+    def _append(self, groups: list[tuple[PackedBodies, int]], tag: int = 0) -> None:
+        """Append each group, (bodies, delay or 0), as one batch. Raises with nothing appended. Nothing here
+        may raise once the log has the messages: they would be refused, and delivered all the same."""
         before = self.log.end
+        wall_ns = self.broker.wall_ns()
+        due_groups = [(bodies, wall_ns + defer_ns if defer_ns else 0) for bodies, defer_ns in groups]
         try:
             if self.is_exiting:
                 raise Exiting
             self._mark_used()
-            batches = self.log.append(groups, now_ns, tag)
+            batches = self.log.append(due_groups, wall_ns, tag)
         except (StorageError, OSError) as error:
             self.broker.set_health(str(error))
             raise
@@ -366,12 +368,13 @@ class Topic:
         for batch in batches:
             self.message_bytes += len(batch.data)
             if batch.due_ns:
-                self._held_back.append((batch.base, batch.due_ns))
+                due_ns = self.broker.monotonic_ns() + batch.due_ns - wall_ns
+                self._held_back.append((batch.base, due_ns))
         if self.is_ephemeral:
             self.broker.schedule_topic(self)
         if self.channels:
             self._show(before)
-        self.broker.note_used(self, now_ns)
+        self.broker.note_used(self)
 
     def _mark_used(self) -> None:
         """Before the first append of a run: a crash from here on must not look like a clean stop."""
@@ -494,7 +497,7 @@ class Topic:
             self._pause_position = self.log.end
         self._held_back.clear()
         self._write_state(clean=False)
-        self.broker.note_used(self, self.broker.clock())
+        self.broker.note_used(self)
 
     def positions(self) -> TopicPositions:
         """How far the log reaches."""
@@ -522,7 +525,7 @@ class Topic:
             self.log.change_settings(self._apply(before))
             raise
         self.low_fell()
-        self.broker.note_used(self, self.broker.clock())
+        self.broker.note_used(self)
         if self.is_synchronous and self.log.unsynced:
             self.broker.request_sync(self)
         return settings
@@ -572,13 +575,13 @@ class Topic:
 
     def _recent_low(self) -> int:
         """low() as of a moment ago: asked for each batch that leaves memory, and costly to work out."""
-        now_ns = self.broker.clock()
+        now_ns = self.broker.monotonic_ns()
         if now_ns - self._low[0] > 20_000_000:
             self._low = (now_ns, self.low())
         return self._low[1]
 
-    def reclaim(self, now_s: float) -> list[Segment]:
-        """Let go of what no channel needs; gives the segments to be removed."""
+    def reclaim(self, age_ns: int) -> list[Segment]:
+        """Let go of what no channel needs; gives the segments to be removed. It is `age_ns` now."""
         for channel in self.channels.values():
             channel.step_over()
             channel.drop_carried()
@@ -596,7 +599,7 @@ class Topic:
                 self.broker.set_health(f"{self}: cannot carry messages over: {error}", f"carry {self}")
                 break
             self.broker.set_health(None, f"carry {self}")
-        return self.log.trim(self.low(), now_s)
+        return self.log.trim(self.low(), age_ns / 1e9)
 
     def bound(self) -> None:
         """Keep an ephemeral topic within the memory queue's size."""

@@ -108,7 +108,7 @@ class Transaction:
         """Messages of each topic that its log has already, and that are not to be appended again."""
         self.applied = 0
         """Chunks done with."""
-        self.touched_ns = broker.clock()
+        self.touched_ns = broker.monotonic_ns()
 
     @property
     def topics(self) -> set[str]:
@@ -297,7 +297,7 @@ class Transactions:
             part = Part(self._broker.files, transaction.directory / (part_name + PART_SUFFIX))
         part.append(topic, bodies, defer_ms)
         transaction.parts[part_name] = part
-        transaction.touched_ns = self._broker.clock()
+        transaction.touched_ns = self._broker.monotonic_ns()
         return part.messages
 
     def _begin(self, name: str, sequence: int) -> Transaction:
@@ -321,7 +321,7 @@ class Transactions:
         transaction = transaction or self._begin(name, sequence)
         transaction.promised = [part_name for part_name, count in parts.items() if count]
         transaction.note = note
-        transaction.touched_ns = self._broker.clock()
+        transaction.touched_ns = self._broker.monotonic_ns()
         return transaction
 
     def decide(self, transaction: Transaction) -> None:
@@ -356,16 +356,15 @@ class Transactions:
             broker = self._broker
             topic = broker.get_topic(chunk.topic)
             topic.holds.setdefault(transaction, topic.log.end)
-            due_ns = broker.clock() + chunk.defer_ms * 1_000_000 if chunk.defer_ms else 0
             missing = bodies.without_first(skipped) if skipped else bodies
-            topic.append_tagged(missing, due_ns, transaction.decision.tag)
+            topic.append_tagged(missing, chunk.defer_ms * 1_000_000, transaction.decision.tag)
         if skipped:
             transaction.present[chunk.topic] -= skipped
         transaction.applied += 1
 
     def write_committed(self, transaction: Transaction, *, sync: bool, remember_s: float) -> Committed:
         """The last step but one; may be called in any thread. Raises OSError."""
-        until_ns = self._broker.clock() + round(remember_s * 1e9)
+        until_ns = self._broker.wall_ns() + round(remember_s * 1e9)
         committed = Committed(transaction.sequence, transaction.messages, until_ns, transaction.note)
         path = transaction.producer.directory / COMMITTED
         write_json(self._broker.files, path, committed._asdict(), sync=sync)
@@ -389,9 +388,9 @@ class Transactions:
         self.aborted_count += 1
         self._drop(transaction)
 
-    def expire(self, now_ns: int) -> None:
+    def expire(self) -> None:
         """Drop what nobody has touched for too long, and forget producers that have not been heard of."""
-        options = self._broker.options
+        options, now_ns = self._broker.options, self._broker.monotonic_ns()
         for transaction in [*self._all_open()]:
             is_promised = transaction.promised is not None
             limit_s = options.transaction_retention if is_promised else options.transaction_timeout
@@ -399,8 +398,9 @@ class Transactions:
                 logger.warning("%s: nothing has been heard of it for %.0f s: dropped", transaction, limit_s)
                 self.expired_count += 1
                 self._drop(transaction)
+        age_ns = self._broker.age_ns()
         for producer in [*self.producers.values()]:
-            if not producer.open and now_ns > producer.committed.until_ns:
+            if not producer.open and age_ns > producer.committed.until_ns:
                 del self.producers[producer.name]
                 self._throw_away(producer.directory)
 
@@ -418,7 +418,7 @@ class Transactions:
     def _throw_away(self, directory: Path) -> None:
         """Out of the way at once, removed when there is time: another of the same name may come."""
         self._trash_count += 1
-        trash = self._folder / f"{self._broker.clock()}.{self._trash_count}{TRASH_SUFFIX}"
+        trash = self._folder / f"{self._broker.wall_ns()}.{self._trash_count}{TRASH_SUFFIX}"
         files = self._broker.files
         try:
             files.rename(directory, trash)

@@ -466,7 +466,7 @@ class Nsqd:
         while True:
             await asyncio.sleep(INTERVAL_S)
             try:
-                for _ in self.broker.scan.scan(self.broker.clock()):
+                for _ in self.broker.scan.scan(self.broker.monotonic_ns()):
                     await asyncio.sleep(0)
             except Exception:
                 logger.exception("queue scan failed")
@@ -475,7 +475,7 @@ class Nsqd:
         while True:
             await asyncio.sleep(self.options.checkpoint_interval)
             try:
-                self.broker.maintain(self.broker.clock())
+                self.broker.maintain()
             except Exception:
                 logger.exception("maintenance failed")
 

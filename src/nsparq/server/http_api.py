@@ -199,7 +199,7 @@ class HttpApi:
             stats |= {"memory": memory_stats(), "producers": producers}
         if parameters.get("format") == "json":
             return stats
-        return render_stats(stats, self.broker.clock() / 1e9)
+        return render_stats(stats, self.broker.wall_ns() / 1e9)
 
 
 INTRODUCTION: Final = """

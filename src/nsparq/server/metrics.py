@@ -105,7 +105,7 @@ class Metrics:
     async def handle(self, request: Request) -> Response:
         out = Exposition()
         await self._about_daemon(out)
-        now_ns = self._nsqd.broker.clock()
+        now_ns = self._nsqd.broker.monotonic_ns()
         written = 0
         for topic in [*self._nsqd.broker.topics.values()]:
             if written >= SLICE:

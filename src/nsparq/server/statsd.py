@@ -104,7 +104,7 @@ class Statsd:
 
     async def _gather(self) -> list[bytes]:
         lines: list[bytes] = []
-        now_ns = self._broker.clock()
+        now_ns = self._broker.monotonic_ns()
         for count, name in enumerate(sorted(self._broker.topics)):
             topic = self._broker.topics.get(name)
             if topic is not None:

@@ -129,7 +129,7 @@ class Connection(asyncio.Protocol):
             address=address,
             send=self._write,
             close=self.close,
-            connect_s=self._broker.clock() // 1_000_000_000,
+            connect_s=self._broker.wall_ns() // 1_000_000_000,
         )
         self._broker.clients.add(self.client)
         self._nsqd.connections.add(self)
@@ -736,7 +736,7 @@ class Connection(asyncio.Protocol):
     def _finish(self, spans: list[tuple[int, int]]) -> None:
         channel = self.client.channel
         if channel is not None:
-            for error in channel.finish(self.client, spans, self._broker.clock()):
+            for error in channel.finish(self.client, spans, self._broker.monotonic_ns()):
                 self._fail(error)
 
     def _on_requeue(self, command: commands.Requeue) -> None:
@@ -750,7 +750,7 @@ class Connection(asyncio.Protocol):
     def _on_message(self, act: Callable[[Any, int], None]) -> None:
         if self.client.channel is not None:
             try:
-                act(self.client.channel, self._broker.clock())
+                act(self.client.channel, self._broker.monotonic_ns())
             except ClientError as error:
                 self._fail(error)
 

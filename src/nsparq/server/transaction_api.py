@@ -138,7 +138,7 @@ class TransactionApi:
                             "topics": sorted(transaction.topics),
                             "messages": transaction.messages,
                             "bytes": transaction.size_bytes,
-                            "touched": transaction.touched_ns,
+                            "touched": self._nsqd.broker.wall_of(transaction.touched_ns),
                         }
                         for transaction in producer.open.values()
                     ],

@@ -561,11 +561,11 @@ class Log:
         the segments that retention does not keep."""
         self.low = low
         dropped: list[Segment] = []
-        for segment in self._segments:
+        for number, segment in enumerate(self._segments):
             is_active = segment is self._segments[-1]
             if segment.end > low or (is_active and segment.size < _IDLE_ROLL_SIZE):
                 break
-            if self._is_retained(segment, now_s):
+            if self._is_retained(number, now_s):
                 break
             dropped.append(segment)
         if dropped:
@@ -575,13 +575,17 @@ class Log:
             self.gaps.drop_before(min(low, self.start))
         return dropped
 
-    def _is_retained(self, segment: Segment, now_s: float) -> bool:
-        settings = self.settings
+    def _is_retained(self, number: int, now_s: float) -> bool:
+        """Whether retention keeps a segment, and so all that follow it."""
+        settings, segments = self.settings, self._segments[number:]
         if not settings.retention_s and not settings.retention_bytes:
             return False
-        young = not settings.retention_s or segment.last_ns / 1e9 > now_s - settings.retention_s
-        following = sum(s.size for s in self._segments if s.base >= segment.base)
-        return young and (not settings.retention_bytes or following <= settings.retention_bytes)
+        # A stamp in the future says nothing. Such a segment is at least as old as the one that follows it.
+        stamps = (segment.last_ns / 1e9 for segment in segments)
+        last_s = next((stamp for stamp in stamps if stamp <= now_s), now_s)
+        young = not settings.retention_s or last_s > now_s - settings.retention_s
+        size = sum(segment.size for segment in segments)
+        return young and (not settings.retention_bytes or size <= settings.retention_bytes)
 
 
 class Sync:

@@ -112,9 +112,11 @@ class ChannelState:
     seen: int
     """Deferred messages published before this are among the unfinished, or finished."""
     paused: bool = False
+    written_ns: int = 0
+    """The wall time when it was taken; 0 if that is not known."""
     sequences: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     due_ns: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """0 for a message that may be delivered at once."""
+    """Wall time; 0 for a message that may be delivered at once."""
     attempts: npt.NDArray[np.uint16] = field(default_factory=lambda: np.empty(0, np.uint16))
     skips: list[tuple[int, int]] = field(default_factory=list)
     """Sequence numbers ahead of the cursor that it passes by; see Backlog.skips."""
@@ -130,8 +132,12 @@ class ChannelState:
 
     def encode(self) -> bytes:
         fields: dict[str, Any] = {
-            "cursor": self.cursor, "seen": self.seen, "paused": self.paused, "count": len(self.sequences)
-        }  # fmt: skip
+            "cursor": self.cursor,
+            "seen": self.seen,
+            "paused": self.paused,
+            "written_ns": self.written_ns,
+            "count": len(self.sequences),
+        }
         if self.skips:
             fields["skips"] = self.skips
         if self.replay[0]:
@@ -202,6 +208,7 @@ def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> Cha
         cursor=operator.index(fields["cursor"]),
         seen=operator.index(fields["seen"]),
         paused=bool(fields["paused"]),
+        written_ns=operator.index(fields.get("written_ns", 0)),
         sequences=np.frombuffer(body, "<u8", count, length),
         due_ns=np.frombuffer(body, "<i8", count, length + 8 * count),
         attempts=np.frombuffer(body, "<u2", count, length + 16 * count),

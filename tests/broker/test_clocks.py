@@ -1,0 +1,204 @@
+"""Setting the wall clock changes nothing of what paces and times out, and little over a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from nsparq.broker.transactions import Incomplete
+from nsparq.packed import PackedBodies
+from tests.broker.rig import SECOND, Later, Rig, bodies, counts
+
+MakeRig = Callable[..., Rig]
+
+HOUR = 3600
+either_way = pytest.mark.parametrize("step", [-HOUR, HOUR], ids=["an hour back", "an hour forward"])
+
+
+# while it runs
+
+
+@either_way
+def test_checkpoints_go_on(rig: Rig, step: float):
+    client = rig.subscribe(rdy=1)
+    rig.publish("t", b"before")
+    rig.finish(client, *client.take())
+    rig.maintain()
+    rig.clock.set_wall(step)
+    rig.publish("t", b"after")
+    rig.finish(client, *client.take())
+    rig.clock.advance(1)
+    rig.maintain()
+    rig.crash()
+    assert counts(rig.channel()) == (0, 0, 0)
+
+
+@either_way
+def test_syncs_come_after_as_much_time_as_ever(make_rig: MakeRig, step: float):
+    rig = make_rig(sync_timeout=2.0)
+    rig.publish("t", b"x")
+    rig.maintain()
+    synced = rig.files.calls["sync"]
+    rig.publish("t", b"x")
+    rig.clock.set_wall(step)
+    rig.clock.advance(1.9)
+    rig.maintain()
+    assert rig.files.calls["sync"] == synced
+    rig.clock.advance(0.1)
+    rig.maintain()
+    assert rig.files.calls["sync"] == synced + 1
+
+
+@either_way
+def test_syncs_after_so_many_messages_stay_a_tenth_of_a_second_apart(make_rig: MakeRig, step: float):
+    later = Later()
+    rig = make_rig(sync_every=10, background=later)
+    rig.publish("t", *bodies(10))
+    later.run_all()
+    rig.clock.set_wall(step)
+    rig.publish("t", *bodies(10))
+    later.run_all()
+    assert rig.files.calls["sync"] == 1
+    rig.clock.advance(0.1)
+    rig.publish("t", *bodies(10))
+    later.run_all()
+    assert rig.files.calls["sync"] == 2
+
+
+@either_way
+def test_messages_in_flight_time_out_when_their_time_is_over(rig: Rig, step: float):
+    client = rig.subscribe(rdy=2)
+    rig.publish("t", b"touched", b"not touched")
+    first, _ = client.take()
+    rig.clock.set_wall(step)
+    rig.pass_time(59)
+    rig.touch(client, first)
+    assert client.take() == []
+    rig.pass_time(1)
+    assert client.take_bodies() == [b"not touched"]
+    rig.pass_time(59)
+    assert b"touched" in client.take_bodies()
+
+
+@either_way
+def test_deferred_messages_come_when_they_are_due(rig: Rig, step: float):
+    client = rig.subscribe(rdy=10)
+    rig.publish("t", b"put back")
+    rig.requeue(client, client.take()[0], timeout_ms=10_000)
+    rig.publish("t", b"published with a delay", defer_ms=10_000)
+    rig.publish("without channel", b"published with a delay", defer_ms=10_000)
+    rig.clock.set_wall(step)
+    other = rig.subscribe("without channel", rdy=10)
+    rig.pass_time(9.999)
+    assert client.take() == other.take() == []
+    rig.pass_time(0.001)
+    assert sorted(client.take_bodies()) == [b"published with a delay", b"put back"]
+    assert other.take_bodies() == [b"published with a delay"]
+
+
+@either_way
+def test_what_is_shown_of_a_deferred_message_is_in_the_wall_time_of_now(rig: Rig, step: float):
+    rig.channel()
+    rig.publish("t", b"x", defer_ms=10_000)
+    rig.clock.set_wall(step)
+    (due_ns,) = rig.channel().deferred.due_ns.values()
+    assert rig.broker.wall_of(due_ns) == rig.clock.wall() + 10 * SECOND
+
+
+@either_way
+def test_a_staged_transaction_is_dropped_when_it_has_been_left_alone_for_the_timeout(rig: Rig, step: float):
+    transactions = rig.broker.transactions
+    transactions.stage("p", 1, "part", "t", PackedBodies.of(bodies(3)))
+    rig.clock.set_wall(step)
+    rig.clock.advance(HOUR - 1)
+    rig.maintain()
+    assert transactions.promise("p", 1, {"part": 3}).messages == 3
+    transactions.stage("p", 2, "part", "t", PackedBodies.of(bodies(3)))
+    rig.clock.advance(HOUR + 1)
+    rig.maintain()
+    assert [*transactions.producers["p"].open] == [1]
+    with pytest.raises(Incomplete):
+        transactions.promise("p", 2, {"part": 3})
+
+
+@either_way
+def test_latencies_stay_in_their_window(make_rig: MakeRig, step: float):
+    rig = make_rig(e2e_processing_latency_percentile=(1.0,), e2e_processing_latency_window_time=600)
+    client = rig.subscribe(rdy=1)
+
+    def count() -> int:
+        channel = rig.channel().stats(include_clients=False, now_ns=rig.clock())
+        return channel["e2e_processing_latency"]["count"]
+
+    rig.publish("t", b"x")
+    rig.finish(client, *client.take())
+    rig.clock.set_wall(step)
+    rig.clock.advance(299)
+    assert count() == 1
+    rig.clock.advance(601)
+    assert count() == 0
+
+
+# over a restart
+
+
+def deferred_rig(rig: Rig) -> Rig:
+    """Two messages that are due in 30 seconds: put back, and published with a delay."""
+    client = rig.subscribe(rdy=10)
+    rig.publish("t", b"put back")
+    rig.requeue(client, client.take()[0], timeout_ms=30_000)
+    rig.publish("t", b"published with a delay", defer_ms=30_000)
+    rig.maintain()
+    return rig
+
+
+def waits(rig: Rig) -> set[float]:
+    """How many seconds the channel's deferred messages still wait."""
+    return {(due_ns - rig.clock()) / SECOND for due_ns in rig.channel().deferred.due_ns.values()}
+
+
+@pytest.mark.parametrize("stop", [Rig.close, Rig.drop], ids=["a clean stop", "a crash"])
+def test_a_delay_goes_on_while_nsqd_is_down_and_over_a_reboot(rig: Rig, stop: Callable[[Rig], None]):
+    stop(deferred_rig(rig))
+    rig.clock.advance(10)
+    rig.clock.reboot()
+    rig.start()
+    assert waits(rig) == {20}
+    assert counts(rig.channel()) == (0, 0, 2)
+
+
+def test_a_clock_set_while_nsqd_runs_does_not_matter_at_the_next_start(rig: Rig):
+    deferred_rig(rig)
+    rig.clock.set_wall(-HOUR)
+    rig.restart()
+    assert waits(rig) == {30}
+
+
+@pytest.mark.parametrize("stop", [Rig.close, Rig.drop], ids=["a clean stop", "a crash"])
+def test_a_clock_set_back_while_nsqd_is_down_makes_no_delay_longer_than_it_was_at_the_stop(
+    rig: Rig, stop: Callable[[Rig], None]
+):
+    stop(deferred_rig(rig))
+    rig.clock.set_wall(-HOUR)
+    rig.start()
+    assert waits(rig) == {30}
+
+
+def test_a_clock_set_forward_while_nsqd_is_down_is_taken_for_time_that_has_passed(rig: Rig):
+    deferred_rig(rig).close()
+    rig.clock.set_wall(HOUR)
+    rig.start()
+    client = rig.subscribe(rdy=10)
+    rig.scan()
+    assert len(client.take()) == 2
+
+
+def test_no_delay_read_back_is_longer_than_a_client_can_ask_for(make_rig: MakeRig):
+    """A message that no channel has seen: nothing but the log tells when it is due."""
+    rig = make_rig(max_req_timeout=HOUR)
+    rig.publish("t", b"x", defer_ms=30_000)
+    rig.close()
+    rig.clock.set_wall(-1000 * HOUR)
+    rig.start()
+    assert waits(rig) == {HOUR}
