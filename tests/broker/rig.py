@@ -406,8 +406,14 @@ class Rig:
             self._is_woken = False
             self.broker.turn()
             if not self._is_woken:
+                self._check_depths()
                 return
         raise AssertionError("the broker does not come to rest")
+
+    def _check_depths(self) -> None:
+        for topic in self.broker.topics.values():
+            for channel in topic.channels.values():
+                assert channel.depth >= 0, f"{channel}: a depth of {channel.depth}"
 
     def scan(self) -> None:
         for _ in self.broker.scan.scan(self.clock()):

@@ -158,22 +158,25 @@ class Backlog(ABC):
 
     def step_over(self) -> None:
         """Move the cursor out of numbers that hold no message for this channel."""
-        if not (self.topic.log.gaps.ranges or self.skips.ranges or self._deferred_ahead):
+        gaps, skips, ahead = self.topic.log.gaps, self.skips, self._deferred_ahead
+        if not (gaps.ranges or skips.ranges or ahead):
             return
-        if not self._ahead:
-            self._jump(self.topic.visible_end)
-        gaps, skips = self.topic.log.gaps, self.skips
-        while gaps.ranges or skips.ranges:
-            following = min(skips.skip(gaps.skip(self.cursor)), self.topic.visible_end)
-            if following <= self.cursor:
+        end = self.topic.visible_end
+        while self.cursor < end:
+            following = skips.skip(gaps.skip(self.cursor))
+            while ahead and ahead[0] <= following:
+                following = max(following, ahead.popleft() + 1)
+            if following == self.cursor:
                 break
-            self._jump(following)
+            self._jump(min(following, end))
         skips.drop_before(self.cursor)
 
     def _stretch_end(self) -> int:
         """How far the cursor may go before it must step over something. Batches that were read from disk
         come joined, so this may be inside one."""
         end = self.topic.visible_end
+        if self._deferred_ahead:
+            end = min(end, self._deferred_ahead[0])
         if not (self.topic.log.gaps.ranges or self.skips.ranges):
             return end
         for ranges in (self.topic.log.gaps.ranges, self.skips.ranges):
@@ -199,6 +202,11 @@ class Backlog(ABC):
         self.cursor = sequence
         while self._deferred_ahead and self._deferred_ahead[0] < sequence:
             self._deferred_ahead.popleft()
+
+    def lost(self, start: int, end: int) -> None:
+        """The log has lost these numbers: a deferred message among them is none that the cursor passes by."""
+        if any(start <= sequence < end for sequence in self._deferred_ahead):
+            self._deferred_ahead = deque(s for s in self._deferred_ahead if not start <= s < end)
 
     def defer_published(self, sequence: int, due_ns: int) -> None:
         """A message published with a delay: it waits here from the start, and the cursor will pass it by."""

@@ -305,8 +305,9 @@ class Channel(Backlog):
     def _round(self, now_ns: int, stop_ns: int) -> bool:
         """Give each ready client its share. False when nothing more can be sent now."""
         ready, clock = self._nearest(), self.topic.broker.monotonic_ns
+        before = (self.cursor, len(self.requeued), len(ready))
         if not self._turns:
-            depth = self.depth
+            depth = max(0, self.depth)
             self._turns = min(len(ready), depth)
             self._share = max(1, depth // len(ready)) if ready else 0
         while self._turns and ready:
@@ -324,7 +325,9 @@ class Channel(Backlog):
                 ready.pop()
                 client.is_queued = False
         self._turns = 0
-        return any(self._lines) and self.depth > 0
+        # A round without any progress is the last one, whatever the depth says.
+        moved = before != (self.cursor, len(self.requeued), len(ready))
+        return moved and any(self._lines) and self.depth > 0
 
     def _nearest(self) -> deque[Client]:
         """The line whose clients are served now."""
@@ -338,7 +341,8 @@ class Channel(Backlog):
             passed = self._deliver(client, min(capacity, wanted), now_ns)
             if passed is None:
                 return False
-            if not passed and not self.depth:
+            if not passed and not self.requeued:
+                # The cursor is at the end. A depth that said otherwise must not keep us here.
                 break
             self._delivered[client.distance] += passed
             wanted -= passed
@@ -382,6 +386,7 @@ class Channel(Backlog):
         if end - start > MAX_WRITE:
             number = max(1, bisect_right(offsets, start + MAX_WRITE) - 1 - index)
             end = offsets[index + number]
+        # Only up to the next deferred message: nothing is passed by here.
         self.cursor += number
         if client.identity.sample_rate:
             self._deliver_sample(client, batch, index, number, now_ns)
@@ -432,9 +437,9 @@ class Channel(Backlog):
             batch = self.topic.log.read(self.cursor, wait=self._must_wait)
             self._must_wait = False
             if batch is None:
-                self.cursor = self.topic.visible_end
+                self._jump(self.topic.visible_end)
                 return None
-            self.cursor = min(max(self.cursor, batch.base), self.topic.visible_end)
+            self._jump(min(max(self.cursor, batch.base), self.topic.visible_end))
             passes_by = batch.due_ns > 0 and not self._is_replayed(batch.base, batch.due_ns)
             if passes_by and self.cursor < batch.end:
                 self._jump(batch.end)
@@ -532,7 +537,7 @@ class Channel(Backlog):
 
     def empty(self) -> None:
         """Drop everything: what waits, what is in flight, what is deferred."""
-        self.cursor = self.topic.visible_end
+        self._jump(self.topic.visible_end)
         self._drop_all()
         self._mark_changed()
         self._offer_all()

@@ -182,7 +182,12 @@ class Topic:
         settings = self.settings.applied_to(self.broker.log_settings)
         log = Log(self.broker.files, directory, self.broker.cache, settings, floor=floor)
         log.reader_low = self._recent_low
+        log.on_lost = self._lost
         return log
+
+    def _lost(self, start: int, end: int) -> None:
+        for channel in self.channels.values():
+            channel.lost(start, end)
 
     def _write_state(self, *, clean: bool, sync: bool = False) -> None:
         if self.directory is None:

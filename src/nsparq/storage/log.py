@@ -97,6 +97,8 @@ class Log:
         """No reader needs what lies before this."""
         self.reader_low: Callable[[], int] = lambda: self.low
         """Asked in memory mode, before writing out what perhaps nobody needs any more."""
+        self.on_lost: Callable[[int, int], None] = lambda start, end: None
+        """Told of numbers, from the first to before the second, that turn out to be lost to a bad disk."""
         self._cache = cache
         self._segments: list[Segment] = []
         self._given_up = floor
@@ -408,6 +410,7 @@ class Log:
         inside = max(start, segment.base)
         self.corrupt_messages += max(0, end - inside - self.gaps.count(inside, end))
         self.gaps.add(start, end)
+        self.on_lost(start, end)
 
     def count(self, start: int, end: int) -> int:
         """Messages between two sequence numbers."""
