@@ -15,7 +15,7 @@ import pytest
 from nsparq.client.config import Config
 from nsparq.client.connection import MANY, Connection, checked_addresses
 from nsparq.client.errors import ConnectFailed, reason_of
-from nsparq.client.secret import may_show_secret
+from nsparq.client.secret import reason_to_withhold
 from nsparq.wire import client as wire
 from nsparq.wire.client import Received
 from tests.support import aio
@@ -410,7 +410,21 @@ def test_on_this_machine_a_secret_needs_no_tls(caplog: pytest.LogCaptureFixture)
 )
 def test_what_is_on_this_machine(host: str, is_here: bool) -> None:
     config = Config(auth_requires_tls=True)
-    assert may_show_secret(config, f"{host}:4150", host, is_encrypted=False) is is_here
+    assert bool(reason_to_withhold(config, f"{host}:4150", host, is_encrypted=False)) is not is_here
+
+
+def test_only_the_servers_that_are_named_are_shown_the_secret() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd({"auth_required": True}) as nsqd:
+            for scope in ((), ("10.0.0.0/8", "*.example.com")):
+                text = await refusal(nsqd.address, auth_secret="xyzzy", auth_secret_for=scope)
+                assert "asks for AUTH, and auth_secret_for does not name it" in text
+            assert set(nsqd.commands) == {"IDENTIFY"}
+            connection, peer = await connect(nsqd, auth_secret="xyzzy", auth_secret_for=("127.0.0.1",))
+            assert peer.commands[-2:] == ["IDENTIFY", "AUTH"]
+            await ended(connection)
+
+    run(main())
 
 
 def test_without_a_secret_it_says_what_is_missing() -> None:

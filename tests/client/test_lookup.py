@@ -128,7 +128,18 @@ def test_an_answer_of_no_use_is_no_answer(body: bytes, status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [producer(""), producer(None), producer("h", 0), producer("h", "4150"), producer("h", 70_000), {}]
+    "bad",
+    [
+        producer(""),
+        producer("a..b"),
+        producer("x@h"),
+        producer("h", True),
+        producer(None),
+        producer("h", 0),
+        producer("h", "4150"),
+        producer("h", 70_000),
+        {},
+    ],
 )
 def test_a_producer_that_cannot_be_is_left_out(bad: dict[str, Any]) -> None:
     with AuthServer() as server:

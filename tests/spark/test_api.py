@@ -18,7 +18,7 @@ from nsparq.spark.errors import NoLog
 from nsparq.spark.options import OptionError
 from nsparq.spark.range_reader import close_idle
 from nsparq.testing import Broker, FaultProxy, run_broker
-from tests.spark.log_support import Query, bodies, numbered, read_batch
+from tests.spark.log_support import Query, bodies, numbered, options, read_batch
 from tests.support.certificates import certificates
 
 
@@ -243,3 +243,12 @@ def test_an_nsqd_that_insists_on_tls_says_where() -> None:
             assert client.url == f"https://{broker.https_address}"
         assert bodies(read_batch(nsqd=broker.http_address, tlsCaFile=made.ca.cert)) == [b"x"]
     close_idle()
+
+
+def test_a_token_is_shown_where_the_user_says() -> None:
+    access = Access.of(
+        options(nsqd="given:4151", nsqlookupd="lookup:4161", authToken="x", authTokenFor="10.0.0.0/8")
+    )
+    for url in ("http://given:4151", "https://given:4152", "http://lookup:4161", "http://10.1.2.3:4151"):
+        assert access.token_of(url) == "x", url
+    assert access.token_of("http://registered.by.anybody:4151") is None

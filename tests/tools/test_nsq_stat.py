@@ -279,8 +279,13 @@ def test_the_secret_is_shown_to_those_that_ask_for_it_alone(monkeypatch: pytest.
     # The second time it is known who wants it.
     assert asked == [*first, first[0], first[1], first[3], first[5]]
     strict = Cluster(1, 1, Config(auth_secret="xyzzy", auth_requires_tls=True))
-    with pytest.raises(AskFailed, match="status 401"):
+    with pytest.raises(AskFailed, match="status 401: it is shown no secret: tls_v1 is not set"):
         strict.channel(["guarded:3"], "t", "c")
+    limited = Cluster(1, 1, Config(auth_secret="xyzzy", auth_secret_for=("*.example.com",)))
+    asked.clear()
+    with pytest.raises(AskFailed, match="auth_secret_for does not name it .see NSQ_SECRET_FOR"):
+        limited.channel(["guarded:3"], "t", "c")
+    assert asked == [("http://guarded:3", "")]
 
 
 @pytest.mark.parametrize(

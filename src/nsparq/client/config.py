@@ -21,6 +21,7 @@ from nsparq.chance import chance
 from nsparq.client.errors import reason_of
 from nsparq.errors import NsparqError
 from nsparq.flags import parse_bool, parse_duration
+from nsparq.secret_scope import SecretScope
 from nsparq.version import __version__
 
 __all__ = ["Config", "ConfigError", "milliseconds"]
@@ -132,6 +133,10 @@ class Config:
     """Whether the secret is shown to nsqlookupd too."""
     auth_requires_tls: bool = False
     """Whether it is shown to nobody without TLS, be it nsqd or nsqlookupd, unless on this machine."""
+    auth_secret_for: tuple[str, ...] = ("*",)
+    """Which nsqd are shown it: hosts, `host:port`, networks such as `10.1.0.0/16`, patterns such as
+    `*.nsq.example.com`; `*` is every nsqd that asks, as in NSQ's clients. Anybody who reaches nsqlookupd can
+    register an nsqd there."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -153,6 +158,10 @@ class Config:
             raise ConfigError("tls_cert and tls_key must be given together")
         if self.local_addr and split_address(self.local_addr) is None:
             raise ConfigError(f"local_addr is not host:port: {self.local_addr!r}")
+        try:
+            SecretScope(self.auth_secret_for)
+        except ValueError as error:
+            raise ConfigError(f"invalid auth_secret_for: {error}") from None
         if self.deflate and self.snappy:
             raise ConfigError("deflate and snappy exclude each other")
         if self.snappy and not all(map(importlib.util.find_spec, ("cramjam", "crc32c"))):
@@ -257,4 +266,5 @@ _READERS: Final[dict[str, Callable[[str], Any]]] = {
     "int | None": int,
     "float": float,
     "str": str,
+    "tuple[str, ...]": lambda text: tuple(part.strip() for part in text.split(",")),
 }

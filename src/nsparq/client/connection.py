@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 from nsparq.addresses import join_address, split_address
 from nsparq.client.config import Config
 from nsparq.client.errors import ConnectFailed, reason_of
-from nsparq.client.secret import may_show_secret
+from nsparq.client.secret import reason_to_withhold
 from nsparq.transport.layers import Layer, LayerError, LayerStack
 from nsparq.wire import client as wire
 from nsparq.wire.client import BadFrame, Error, Frame, FrameDecoder, Received, Response
@@ -168,8 +168,8 @@ class Connection(asyncio.BufferedProtocol):
             raise ConnectFailed(f"{self.address}: the server asks for AUTH, and auth_secret is not set")
         peer = self._transport.get_extra_info("peername") if self._transport is not None else None
         host = peer[0] if isinstance(peer, tuple) else ""
-        if not may_show_secret(config, self.address, host, is_encrypted=config.tls_v1):
-            raise ConnectFailed(f"{self.address}: the server asks for AUTH, and tls_v1 is not set")
+        if reason := reason_to_withhold(config, self.address, host, is_encrypted=config.tls_v1):
+            raise ConnectFailed(f"{self.address}: the server asks for AUTH, and {reason}")
         self._send_now(wire.auth(config.auth_secret.encode()))
         identity = await self._response("AUTH")
         logger.debug("%s: authorised: %s", self.address, identity.decode("utf-8", "replace"))

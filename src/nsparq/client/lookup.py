@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from nsparq.addresses import join_address
+from nsparq.addresses import heard_address
 from nsparq.client.config import Config
 from nsparq.client.connection import checked_addresses
 from nsparq.client.errors import ClientError
 from nsparq.client.http import GetFailed, get
-from nsparq.client.secret import may_show_secret
+from nsparq.client.secret import reason_to_withhold
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,8 @@ class Lookup:
         if config.auth_secret and config.lookupd_authorization:
             parts = urlsplit(url)
             host, is_encrypted = parts.hostname or "", parts.scheme == "https"
-            if may_show_secret(config, f"{host}:{parts.port}", host, is_encrypted=is_encrypted):
+            address = f"{host}:{parts.port}"
+            if not reason_to_withhold(config, address, host, is_encrypted=is_encrypted, is_nsqlookupd=True):
                 headers["Authorization"] = f"Bearer {config.auth_secret}"
         try:
             status, body = await get(
@@ -118,9 +119,9 @@ class Lookup:
 
 def _addresses(producers: list[dict[str, Any]]) -> Iterable[str]:
     for producer in producers:
-        host, port = producer.get("broadcast_address"), producer.get("tcp_port")
-        if isinstance(host, str) and host and isinstance(port, int) and 0 < port < 65536:
-            yield join_address(host, port)
+        address = heard_address(producer.get("broadcast_address"), producer.get("tcp_port"))
+        if address is not None:
+            yield address
         else:
             logger.warning("nsqlookupd knows of an nsqd that cannot be: %.200r", producer)
 

@@ -1,4 +1,4 @@
-"""Over which connections the secret of AUTH is shown: it crosses them as it is."""
+"""Which servers are shown the secret of AUTH, and over which connections: it crosses them as it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import logging
 from ipaddress import ip_address
 from typing import Final
 
+from nsparq.addresses import split_address
 from nsparq.client.config import Config
+from nsparq.secret_scope import SecretScope
 
 logger = logging.getLogger(__name__)
 
@@ -15,16 +17,22 @@ _warned_of: set[str] = set()
 """Servers that are shown a secret without TLS. A warning each is enough, however often they are connected."""
 
 
-def may_show_secret(config: Config, address: str, host: str, *, is_encrypted: bool) -> bool:
-    """Whether the server at `address` may see it; `host` is where that is, nothing for a Unix socket."""
+def reason_to_withhold(
+    config: Config, address: str, host: str, *, is_encrypted: bool, is_nsqlookupd: bool = False
+) -> str:
+    """Why the server at `address` may not see the secret; nothing if it may. `host` is where that is, nothing
+    for a Unix socket. An nsqlookupd is always one that the user has named."""
+    place = split_address(address)
+    if place is not None and not is_nsqlookupd and not SecretScope(config.auth_secret_for).covers(*place):
+        return "auth_secret_for does not name it"
     if is_encrypted or _is_here(host):
-        return True
+        return ""
     if config.auth_requires_tls:
-        return False
+        return "tls_v1 is not set"
     if address not in _warned_of and len(_warned_of) < MAX_WARNED:
         _warned_of.add(address)
         logger.warning("%s: without TLS whoever is on the way can read the secret", address)
-    return True
+    return ""
 
 
 def _is_here(host: str) -> bool:

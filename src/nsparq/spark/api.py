@@ -25,6 +25,7 @@ from urllib.parse import unquote, urlencode, urlsplit
 from nsparq.addresses import join_address
 from nsparq.errors import NsparqError
 from nsparq.fetch import without_secrets
+from nsparq.secret_scope import SecretScope
 from nsparq.spark.options import NsqOptions
 from nsparq.version import __version__
 
@@ -69,6 +70,10 @@ class Access:
     key_file: str | None = None
     verify: bool = True
     timeout: float = 10.0
+    token_for: tuple[str, ...] = ("*",)
+    """Which nsqd are shown the token; see option authTokenFor."""
+    given: frozenset[str | None] = frozenset()
+    """Hosts that the user has given: these are shown it too, also on the HTTPS port that they send us to."""
 
     @classmethod
     def of(cls, options: NsqOptions) -> Access:
@@ -79,7 +84,18 @@ class Access:
             options.tls_key_file,
             options.tls_verify,
             options.request_timeout,
+            options.auth_token_for,
+            frozenset(urlsplit(base_url(one)).hostname for one in (*options.nsqlookupd, *options.nsqd)),
         )
+
+    def token_of(self, url: str) -> str | None:
+        """What the daemon there is shown, if it may be shown anything."""
+        parts = urlsplit(url)
+        if not self.token or parts.hostname in self.given:
+            return self.token
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        is_covered = SecretScope(self.token_for).covers(parts.hostname or "", port)
+        return self.token if is_covered else None
 
     def context(self) -> ssl.SSLContext:
         """Raises OSError for a file that cannot be read. For TLS over TCP too."""
@@ -171,8 +187,8 @@ class Client:
         if parts.username is not None:
             login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers["Authorization"] = "Basic " + base64.b64encode(login.encode()).decode()
-        elif access.token:
-            self._headers["Authorization"] = f"Bearer {access.token}"
+        elif token := access.token_of(self.url):
+            self._headers["Authorization"] = f"Bearer {token}"
 
     def __enter__(self) -> Self:
         return self

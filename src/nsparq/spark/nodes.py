@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from nsparq.addresses import join_address
+from nsparq.addresses import heard_address
 from nsparq.errors import NsparqError
 from nsparq.fetch import without_secrets
 from nsparq.spark.api import Access, Client, Refused, Unreachable, base_url
@@ -201,11 +201,9 @@ class Cluster:
 
 def _node_of(producer: dict[str, Any]) -> Node | None:
     """From what nsqlookupd, or nsqd's /info, says about an nsqd."""
-    host, port = producer.get("broadcast_address"), producer.get("http_port")
-    if not isinstance(host, str) or not host or not isinstance(port, int) or not 0 < port < 65536:
+    host = producer.get("broadcast_address")
+    name = heard_address(host, producer.get("http_port"))
+    if name is None:
         logger.warning("an nsqd that cannot be: %.200r", producer)
         return None
-    name = join_address(host, port)
-    tcp_port = producer.get("tcp_port")
-    tcp_address = join_address(host, tcp_port) if isinstance(tcp_port, int) and tcp_port > 0 else ""
-    return Node(name, f"http://{name}", tcp_address)
+    return Node(name, f"http://{name}", heard_address(host, producer.get("tcp_port")) or "")

@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 from nsparq.client.lookup import lookup_url
 from nsparq.flags import format_duration, parse_duration
 from nsparq.names import is_valid_name
+from nsparq.secret_scope import SecretScope
 
 __all__ = [
     "ADDRESSES",
@@ -22,6 +23,7 @@ __all__ = [
     "FILE",
     "NAME",
     "NAMES",
+    "PATTERNS",
     "PATTERN",
     "PRODUCER",
     "SEQUENCE",
@@ -91,6 +93,10 @@ def _name(text: str) -> str:
     return text
 
 
+def _patterns(text: str) -> tuple[str, ...]:
+    return SecretScope(_listed(text)).patterns
+
+
 def _listed(text: str) -> list[str]:
     items = [item.strip() for item in text.split(",") if item.strip()]
     if not items:
@@ -146,6 +152,7 @@ SIZE: Final[Kind[int]] = Kind("size", _size, _show_size)
 DURATION: Final[Kind[float]] = Kind("duration", _duration, format_duration)
 TEXT: Final[Kind[str]] = Kind("text", str)
 NAME: Final[Kind[str]] = Kind("name", _name)
+PATTERNS: Final[Kind[tuple[str, ...]]] = Kind("patterns of addresses", _patterns, ", ".join)
 NAMES: Final[Kind[tuple[str, ...]]] = Kind("names", _names, ", ".join)
 ADDRESSES: Final[Kind[tuple[str, ...]]] = Kind("addresses", _addresses, ", ".join)
 PATTERN: Final[Kind[re.Pattern[str]]] = Kind("regular expression", _pattern, lambda pattern: pattern.pattern)

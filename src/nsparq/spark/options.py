@@ -28,6 +28,7 @@ from nsparq.spark.option_kinds import (
     NAME,
     NAMES,
     PATTERN,
+    PATTERNS,
     PRODUCER,
     SEQUENCE,
     SIZE,
@@ -218,6 +219,13 @@ class NsqOptions:
         "secret shown to nsqd and nsqlookupd, as a bearer token (and with AUTH in queue mode)",
         heading="Who we are, whom we trust",
         is_secret=True,
+    )
+    auth_token_for: tuple[str, ...] = opt(
+        PATTERNS,
+        ("*",),
+        "which nsqd are shown it besides those of `nsqd`, separated by commas: hosts, `host:port`, networks "
+        "such as `10.1.0.0/16`, patterns such as `*.nsq.example.com`; `*` is every nsqd that nsqlookupd "
+        "names, and anybody who reaches nsqlookupd can register one there",
     )
     tls_ca_file: str | None = opt(
         FILE,

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from nsparq.addresses import split_address
 from nsparq.client.config import Config
+from nsparq.client.secret import reason_to_withhold
 from nsparq.errors import NsparqError
 from nsparq.spark.staging import CHUNK_SCHEMA
 from nsparq.transport.layers import Layer, LayerError, LayerStack
@@ -137,6 +138,11 @@ class QueueConnection:
         if agreed.get("auth_required"):
             if not config.auth_secret:
                 raise QueueError(f"{self._address}: nsqd asks for AUTH, and option authToken is not set")
+            host, _ = split_address(self._address) or ("", 0)
+            if reason_to_withhold(config, self._address, host, is_encrypted=config.tls_v1):
+                raise QueueError(
+                    f"{self._address}: nsqd asks for AUTH, and option authTokenFor does not name it"
+                )
             self._send(wire.auth(config.auth_secret.encode()))
             self._response("AUTH", deadline)
 

@@ -170,6 +170,7 @@ def taking(options: NsqOptions) -> Taking:
         client_id="nsparq-spark",
         user_agent=f"nsparq-spark/{__version__}",
         auth_secret=options.auth_token or "",
+        auth_secret_for=options.auth_token_for,
         dial_timeout=min(3.0, patience),
         handshake_timeout=patience,
         write_timeout=patience,

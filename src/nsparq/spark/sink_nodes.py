@@ -11,7 +11,7 @@ import logging
 import time
 from typing import Final, NamedTuple
 
-from nsparq.addresses import join_address
+from nsparq.addresses import heard_address
 from nsparq.errors import NsparqError
 from nsparq.fetch import without_secrets
 from nsparq.spark.api import Access, Client, Patience, Refused, Unreachable, base_url
@@ -129,9 +129,9 @@ def _discover(options: NsqOptions, access: Access) -> list[str]:
         with Client(address, access) as client:
             try:
                 for one in client.nodes():
-                    host, port = one.get("broadcast_address"), one.get("http_port")
-                    if isinstance(host, str) and host and isinstance(port, int) and 0 < port < 65536:
-                        urls.append(f"http://{join_address(host, port)}")
+                    found = heard_address(one.get("broadcast_address"), one.get("http_port"))
+                    if found is not None:
+                        urls.append(f"http://{found}")
             except (Unreachable, Refused) as error:
                 failures.append(error)
     if failures and len(failures) == len(options.nsqlookupd):
@@ -159,7 +159,5 @@ def _name(client: Client) -> str:
             raise
         # We may publish and not look: then it is called by its address.
         info = {}
-    host, port = info.get("broadcast_address"), info.get("http_port")
-    if isinstance(host, str) and host and isinstance(port, int) and port > 0:
-        return join_address(host, port)
-    return without_secrets(client.url).partition("://")[2]
+    found = heard_address(info.get("broadcast_address"), info.get("http_port"))
+    return found or without_secrets(client.url).partition("://")[2]

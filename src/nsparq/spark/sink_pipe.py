@@ -53,7 +53,7 @@ class Pipe:
         host = parts.hostname or ""
         port = parts.port or (443 if parts.scheme == "https" else 80)
         self.shown = without_secrets(url)
-        self._head = _head(join_address(host, port), access, parts.username, parts.password)
+        self._head = _head(join_address(host, port), access.token_of(url), parts.username, parts.password)
         connection = socket.create_connection((host, port), CONNECT_S)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -130,7 +130,7 @@ class Pipe:
         return length
 
 
-def _head(host: str, access: Access, user: str | None, password: str | None) -> str:
+def _head(host: str, token: str | None, user: str | None, password: str | None) -> str:
     lines = [
         f"Host: {host}",
         "Accept: application/vnd.nsq; version=1.0",
@@ -140,8 +140,8 @@ def _head(host: str, access: Access, user: str | None, password: str | None) -> 
     if user is not None:
         login = f"{unquote(user)}:{unquote(password or '')}"
         lines.append(f"Authorization: Basic {base64.b64encode(login.encode()).decode()}")
-    elif access.token:
-        lines.append(f"Authorization: Bearer {access.token}")
+    elif token:
+        lines.append(f"Authorization: Bearer {token}")
     if any("\n" in line or "\r" in line for line in lines):
         raise ValueError("a line break in an address or a token")
     return "".join(f"{line}\r\n" for line in lines)

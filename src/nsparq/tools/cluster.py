@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from nsparq.addresses import join_address
+from nsparq.addresses import heard_address, join_address
 from nsparq.client import Config
 from nsparq.client.lookup import lookup_url
-from nsparq.client.secret import may_show_secret
+from nsparq.client.secret import reason_to_withhold
 from nsparq.errors import NsparqError
 from nsparq.fetch import Answer, FetchError, fetch
-from nsparq.tools.common import SECRET_VARIABLE
+from nsparq.tools.common import SCOPE_VARIABLE, SECRET_VARIABLE
 
 __all__ = ["AskFailed", "ChannelFigures", "Cluster"]
 
+logger = logging.getLogger(__name__)
+
 MAX_ANSWER = 64 << 20
 AT_A_TIME = 16
+NSQLOOKUPD, NSQD = "nsqlookupd", "nsqd"
 
 
 class AskFailed(NsparqError):
@@ -56,66 +60,79 @@ class Cluster:
         """`config` has the secret for those that want one, and who may sign the certificates of HTTPS."""
         self._connect_timeout, self._request_timeout = connect_timeout, request_timeout
         self._config = config or Config()
-        self._want_secret: set[str] = set()
-        """Hosts and ports that have asked for it: nobody else is shown it."""
+        self._want_secret: dict[str, str] = {}
+        """Hosts and ports that have asked for it, and why they are not shown it; nobody else is."""
 
     def topics(self, nsqlookupds: Iterable[str]) -> set[str]:
-        answers = self._ask_all(lookup_url(address, "/topics") for address in nsqlookupds)
-        return {str(topic) for answer in answers for topic in _part(answer, "topics")}
+        answers = self._ask_all((lookup_url(address, "/topics") for address in nsqlookupds), NSQLOOKUPD)
+        found = (topic for answer in answers for topic in _list(answer, "topics"))
+        return {topic for topic in found if isinstance(topic, str)}
 
     def producers(self, nsqlookupds: Iterable[str], topic: str) -> list[str]:
         """HTTP addresses of the nsqds that have the topic; none if nobody knows it."""
-        answers = self._ask_all(lookup_url(address, "/lookup", topic=topic) for address in nsqlookupds)
-        found = [_http_address(one) for answer in answers for one in _part(answer, "producers")]
-        return list(dict.fromkeys(found))
+        answers = self._ask_all(
+            (lookup_url(address, "/lookup", topic=topic) for address in nsqlookupds), NSQLOOKUPD
+        )
+        found: dict[str, None] = {}
+        for producer in (one for answer in answers for one in _objects(answer, "producers")):
+            address = heard_address(producer.get("broadcast_address"), producer.get("http_port"))
+            if address is None:
+                logger.warning("nsqlookupd knows of an nsqd that cannot be: %.200r", producer)
+            else:
+                found[address] = None
+        return list(found)
 
     def channel(self, nsqds: Iterable[str], topic: str, channel: str) -> ChannelFigures | None:
         """The sum over all of them; None if none has it."""
         query = urlencode({"format": "json", "topic": topic, "channel": channel, "include_clients": "false"})
-        answers = self._ask_all(f"http://{address}/stats?{query}" for address in nsqds)
+        answers = self._ask_all((f"http://{address}/stats?{query}" for address in nsqds), NSQD)
         found = [
             _figures(one)
             for answer in answers
-            for its_topic in _part(answer, "topics")
-            if its_topic["topic_name"] == topic
-            for one in its_topic["channels"] or ()
-            if one["channel_name"] == channel
+            for its_topic in _objects(answer, "topics")
+            if its_topic.get("topic_name") == topic
+            for one in _objects(its_topic, "channels")
+            if one.get("channel_name") == channel
         ]
         return sum(found, ChannelFigures()) if found else None
 
-    def _ask_all(self, urls: Iterable[str]) -> list[Any]:
+    def _ask_all(self, urls: Iterable[str], kind: str) -> list[Mapping[str, Any]]:
         asked = list(urls)
         if len(asked) == 1:
-            return [self._ask(asked[0])]
+            return [self._ask(asked[0], kind)]
         with ThreadPoolExecutor(AT_A_TIME) as threads:
-            return list(threads.map(self._ask, asked))
+            return list(threads.map(lambda url: self._ask(url, kind), asked))
 
-    def _ask(self, url: str, *, may_redirect: bool = True) -> Any:
+    def _ask(self, url: str, kind: str, *, may_redirect: bool = True) -> Mapping[str, Any]:
         try:
-            answer = self._fetch(url)
+            answer = self._fetch(url, kind)
             if answer.status == 404:
                 return {}
             content = json.loads(answer.body or b"{}") if answer.status in (200, 403) else {}
+            if not isinstance(content, dict):
+                raise AskFailed(f"GET {url}: not what NSQ would answer")
             if answer.status == 403 and may_redirect and "https_port" in content:
                 # This nsqd wants TLS, and says where.
                 parts = urlsplit(url)
-                address = join_address(parts.hostname or "", int(content["https_port"]))
-                return self._ask(f"https://{address}{parts.path}?{parts.query}", may_redirect=False)
+                port = content["https_port"]
+                if type(port) is not int or not 0 < port < 65536:
+                    raise AskFailed(f"GET {url}: not what NSQ would answer")
+                address = join_address(parts.hostname or "", port)
+                return self._ask(f"https://{address}{parts.path}?{parts.query}", kind, may_redirect=False)
             if answer.status != 200:
-                raise AskFailed(f"GET {url}: status {answer.status}{self._explain(answer.status)}")
-            if not isinstance(content, dict):
-                raise AskFailed(f"GET {url}: not what NSQ would answer")
+                raise AskFailed(f"GET {url}: status {answer.status}{self._explain(url, answer.status)}")
             # Before 1.0 the result was wrapped.
-            return content.get("data", content)
+            found = content.get("data", content)
+            return found if isinstance(found, dict) else {}
         except FetchError as error:
             raise AskFailed(str(error)) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise AskFailed(f"GET {url}: {error}") from error
 
-    def _fetch(self, url: str) -> Answer:
+    def _fetch(self, url: str, kind: str) -> Answer:
         parts, config = urlsplit(url), self._config
         headers = []
-        if config.auth_secret and parts.netloc in self._want_secret:
+        if config.auth_secret and self._want_secret.get(parts.netloc) == "":
             headers.append(("Authorization", f"Bearer {config.auth_secret}"))
         answer = fetch(
             url,
@@ -128,25 +145,33 @@ class Cluster:
         host, is_encrypted = parts.hostname or "", parts.scheme == "https"
         if answer.status != 401 or headers or not config.auth_secret:
             return answer
-        if not may_show_secret(config, parts.netloc, host, is_encrypted=is_encrypted):
-            return answer
-        self._want_secret.add(parts.netloc)
-        return self._fetch(url)
+        reason = self._want_secret[parts.netloc] = reason_to_withhold(
+            config, parts.netloc, host, is_encrypted=is_encrypted, is_nsqlookupd=kind == NSQLOOKUPD
+        )
+        return answer if reason else self._fetch(url, kind)
 
-    def _explain(self, status: int) -> str:
+    def _explain(self, url: str, status: int) -> str:
         if status == 401:
-            return f": {SECRET_VARIABLE} is wrong" if self._config.auth_secret else f": set {SECRET_VARIABLE}"
+            if not self._config.auth_secret:
+                return f": set {SECRET_VARIABLE}"
+            if reason := self._want_secret.get(urlsplit(url).netloc):
+                return f": it is shown no secret: {reason} (see {SCOPE_VARIABLE})"
+            return f": {SECRET_VARIABLE} is wrong"
         return ": the secret does not permit this" if status == 403 and self._config.auth_secret else ""
 
 
-def _part(answer: Any, name: str) -> Sequence[Any]:
-    found = answer.get(name)
+# What others said, as values: what is missing or of the wrong type counts as nothing.
+
+
+def _list(said: Mapping[str, Any], name: str) -> Sequence[Any]:
+    found = said.get(name)
     return found if isinstance(found, list) else ()
 
 
-def _http_address(producer: dict[str, Any]) -> str:
-    return join_address(str(producer["broadcast_address"]), int(producer["http_port"]))
+def _objects(said: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    return [one for one in _list(said, name) if isinstance(one, dict)]
 
 
-def _figures(channel: dict[str, Any]) -> ChannelFigures:
-    return ChannelFigures(**{field.name: int(channel.get(field.name, 0)) for field in fields(ChannelFigures)})
+def _figures(channel: Mapping[str, Any]) -> ChannelFigures:
+    found = {field.name: channel.get(field.name) for field in fields(ChannelFigures)}
+    return ChannelFigures(**{name: value for name, value in found.items() if type(value) is int})

@@ -41,6 +41,7 @@ from nsparq.version import NSQ_VERSION, __version__, version_line
 __all__ = [
     "FLOAT",
     "GRACE_S",
+    "SCOPE_VARIABLE",
     "SECRET_VARIABLE",
     "Ending",
     "Timings",
@@ -68,6 +69,8 @@ GRACE_S: Final = 30.0
 """How long messages in flight may take once the tool is to end."""
 SECRET_VARIABLE: Final = "NSQ_SECRET"
 """In the environment: what is shown to those that want a secret. Other users of the machine can see flags."""
+SCOPE_VARIABLE: Final = "NSQ_SECRET_FOR"
+"""In the environment: which nsqds may be shown it, as the client's `auth_secret_for`, separated by commas."""
 FAILED_GRACE_S: Final = 1.0
 """The same after a failure: time to give them back."""
 
@@ -228,6 +231,8 @@ def client_config(program: str, options: Iterable[str], **more: Any) -> Config:
     Raises ConfigError."""
     agent = f"{program}/{NSQ_VERSION} nsparq/{__version__}"
     secret = os.environ.get(SECRET_VARIABLE, "")
+    if scope := os.environ.get(SCOPE_VARIABLE, ""):
+        more["auth_secret_for"] = tuple(part.strip() for part in scope.split(","))
     return Config.from_strings(options, user_agent=agent, auth_secret=secret, **more)
 
 
