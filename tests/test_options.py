@@ -79,6 +79,7 @@ OUR_OPTIONS: dict[str, tuple[str, Any]] = {
     "transaction-timeout": ("transaction_timeout", 3600.0),
     "transaction-retention": ("transaction_retention", 604800.0),
     "mem-queue-bytes": ("mem_queue_bytes", 67108864),
+    "max-unfinished-bytes": ("max_unfinished_bytes", 268435456),
     "checkpoint-interval": ("checkpoint_interval", 1.0),
     "auth-policy-file": ("auth_policy_file", ""),
 }

@@ -216,6 +216,13 @@ class NsqdOptions:
     )
     max_msg_size: int = opt(1024 * 1024, "bytes of one message", INT, bound="positive")
     max_body_size: int = opt(5 * 1024 * 1024, "bytes of one command body", INT, bound="positive")
+    max_unfinished_bytes: int = opt(
+        256 * 1024 * 1024,
+        "bytes of commands that have arrived in part, over all TCP clients; a command that does not fit is "
+        "refused. At least --max-body-size is allowed",
+        INT,
+        bound="positive",
+    )
     max_req_timeout: float = opt(
         3600.0, "longest delay of a requeued or deferred message", DURATION, bound="not negative"
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nsparq.wire.limits import UNCOUNTED
 from tests.support import (
     ERROR,
     MESSAGE,
@@ -21,6 +22,7 @@ from tests.support import (
     ConnectionClosed,
     RawConnection,
     sized,
+    start_broker,
     start_process,
     wait_until,
 )
@@ -312,3 +314,39 @@ def test_connections_that_come_and_go_leave_nothing_behind(tmp_path: Path) -> No
                 connection.close()
         wait_until(lambda: len(list(descriptors.iterdir())) <= before[1] + 5)
         assert resident_mib(broker.pid) - before[0] < 20
+
+
+def test_commands_that_never_end_are_bounded_over_all_connections(tmp_path: Path) -> None:
+    limit, counted = 1 << 20, 128 << 10
+    begun = b"MPUB parked\n" + struct.pack(">iii", limit, 5, 1 << 19) + b"x" * (UNCOUNTED + counted - 4)
+    refusal = (ERROR, b"E_MPUB_FAILED MPUB failed unfinished commands of all clients exceed %d bytes" % limit)
+    with (
+        start_broker(tmp_path, max_body_size=limit, max_unfinished_bytes=limit) as broker,
+        ExitStack() as stack,
+    ):
+        unfinished = broker.nsqd.unfinished
+        parked = [stack.enter_context(broker.connect()) for _ in range(40)]
+        for connection in parked:
+            connection.send(begun)
+
+        # All but eight of them are told so; those that got in first may stay.
+        def refused() -> list[RawConnection]:
+            return [connection for connection in parked if wait_readable(connection.socket, 0)]
+
+        wait_until(lambda: len(refused()) >= 32)
+        for connection in refused():
+            assert connection.read_raw_frame() == refusal
+            with pytest.raises((ConnectionClosed, ConnectionResetError)):
+                connection.read_raw_frame()
+            connection.close()
+            parked.remove(connection)
+        assert len(parked) == 8
+        assert unfinished.size == 8 * counted == limit
+        # Nobody with a command of usual size notices.
+        with broker.connect() as bystander:
+            bystander.pub("t", b"x" * 10_000)
+        for connection in parked:
+            connection.abort()
+        wait_until(lambda: unfinished.size == 0)
+        with broker.connect() as publisher:
+            publisher.mpub("t", [b"x" * 100_000] * 10)

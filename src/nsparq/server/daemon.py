@@ -40,7 +40,7 @@ from nsparq.storage.files import Files
 from nsparq.version import NSQ_VERSION, version_line
 from nsparq.vigil import Vigil
 from nsparq.wire.frames import OK
-from nsparq.wire.limits import Limits
+from nsparq.wire.limits import Limits, Unfinished
 
 if TYPE_CHECKING:
     from OpenSSL import SSL
@@ -64,6 +64,8 @@ class Nsqd:
     def __init__(self, options: NsqdOptions, *, files: Files | None = None) -> None:
         self.options = options
         self.limits = _limits(options)
+        # One command of the largest size always fits.
+        self.unfinished = Unfinished(max(options.max_unfinished_bytes, options.max_body_size))
         self.hostname = socket.gethostname()
         self.connections: set[Connection] = set()
         self._talking: list[Connection] = []

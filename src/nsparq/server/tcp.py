@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
         transport.set_write_buffer_limits(WRITE_HIGH, WRITE_LOW)
         peer = transport.get_extra_info("peername")
         host, address = (peer[0], f"{peer[0]}:{peer[1]}") if isinstance(peer, tuple) else ("", "")
-        self._protocol = ServerProtocol(self._limits, host)
+        self._protocol = ServerProtocol(self._limits, host, self._nsqd.unfinished)
         self.client = Client(
             identity=self._protocol.identity,
             address=address,
@@ -532,6 +532,7 @@ class Connection(asyncio.Protocol):
         if not error.fatal:
             self._reply(frame)
             return
+        self._protocol.discard()
         if self._replies:
             # Publishes are still to be answered: have them appended now.
             self._broker.turn()
@@ -550,6 +551,7 @@ class Connection(asyncio.Protocol):
         self._nsqd.answer()
         self.leave_lane()
         self._is_closing = True
+        self._protocol.discard()
         if self.client.channel is not None:
             self.client.channel.remove_client(self.client)
         self.flush()

@@ -16,6 +16,19 @@ MIN_MSG_TIMEOUT_MS: Final = 1_000
 DEFAULT_DEFLATE_LEVEL: Final = 6
 
 
+UNCOUNTED: Final = MAX_LINE
+"""Bytes of an unfinished command that each connection may hold without their counting as unfinished: small
+commands are always heard."""
+
+
+class Unfinished:
+    """Bytes of commands that have arrived in part, over all connections that share this object."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.size = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Times in milliseconds, sizes in bytes. The names are those of nsqd's flags."""

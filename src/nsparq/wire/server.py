@@ -36,7 +36,7 @@ from nsparq.wire.commands import (
     Touch,
 )
 from nsparq.wire.identify import Identity, decode_identify, default_identity
-from nsparq.wire.limits import MAX_LINE, Limits
+from nsparq.wire.limits import MAX_LINE, UNCOUNTED, Limits, Unfinished
 
 MAGIC: Final = b"  V2"
 
@@ -92,7 +92,8 @@ class _Incomplete(Exception):
 class ServerProtocol:
     """One client's conversation. Feed it receive_data(); handle each command before taking the next."""
 
-    def __init__(self, limits: Limits, peer: str = "") -> None:
+    def __init__(self, limits: Limits, peer: str = "", unfinished: Unfinished | None = None) -> None:
+        """`unfinished` is shared with the other connections: together they may hold so much."""
         self.limits = limits
         self.state = INIT
         self.identity: Identity = default_identity(limits, peer)
@@ -114,6 +115,13 @@ class ServerProtocol:
         """Lines that have passed all checks before, with their verb and topic: each is validated once."""
         self._head: bytes | None = None
         """The line of the last PUB, if it stood alone and nothing has come since."""
+        self._unfinished = unfinished
+        self._held = 0
+        """Bytes received of the command that is not complete."""
+        self._counted = 0
+        """How many of them count as unfinished."""
+        self._packed = 0
+        """Bytes of messages among them that have been taken out of the buffer: the first part of an MPUB."""
 
     def receive_data(self, data: bytes) -> Iterator[Command]:
         """Take bytes from the peer and give the commands they complete."""
@@ -121,6 +129,7 @@ class ServerProtocol:
         if self._missing > len(data):
             self._missing -= len(data)
             self._chunks.append(data)
+            self._hold(self._held + len(data))
             return
         if self._chunks:
             self._chunks.append(data)
@@ -193,6 +202,26 @@ class ServerProtocol:
         self._chunks.clear()
         self._body = None
         self._head = None
+        self._hold(0)
+
+    def _hold(self, size: int) -> None:
+        """Note how much of an unfinished command is held. Raises FatalClientError if there is no room for
+        more of it."""
+        self._held = size
+        if size <= UNCOUNTED and not self._counted:
+            return
+        unfinished, counted = self._unfinished, max(0, size - UNCOUNTED)
+        if unfinished is None:
+            return
+        grows = counted > self._counted
+        unfinished.size += counted - self._counted
+        self._counted = counted
+        if grows and unfinished.size > unfinished.limit:
+            verb = self._unread.partition(" ")[0]
+            raise FatalClientError(
+                f"E_{verb}_FAILED",
+                f"{verb} failed unfinished commands of all clients exceed {unfinished.limit} bytes",
+            )
 
     def take_rest(self) -> bytes:
         """Bytes received but not looked at: they belong to the layer that a negotiation switched on."""
@@ -216,12 +245,19 @@ class ServerProtocol:
                 if self._body is not None:
                     command = self._body()
                     self._body = None
+                    self._hold(0)
                 elif self._position >= len(self._buffer):
+                    # An idle connection keeps nothing.
+                    self._buffer, self._position = b"", 0
                     return
                 else:
                     command = self._next_line()
             except _Incomplete as incomplete:
-                self._missing = max(1, incomplete.size - (len(self._buffer) - self._position))
+                left = len(self._buffer) - self._position
+                self._missing = max(1, incomplete.size - left)
+                if self._position > left:
+                    self._buffer, self._position = self._buffer[self._position :], 0
+                self._hold(self._packed + left)
                 return
             self.commands += 1
             if command is not None:
@@ -520,8 +556,11 @@ class ServerProtocol:
                 self._walk_messages(parts, count)
             finally:
                 # The peer may have lied about the size; what we hold for it stays bounded.
-                if sum(len(part.data) for part in parts) > limits.max_body_size:
+                size = sum(len(part.data) for part in parts)
+                if size > limits.max_body_size:
                     raise _too_much(parts, limits.max_body_size) from None
+                self._packed = size + 4 * sum(len(part.lengths) for part in parts)
+            self._packed = 0
             return Publish("MPUB", topic, PackedBodies.join(parts))
 
         return self._await_body(read_size, "E_BAD_BODY", "MPUB failed to read body size")

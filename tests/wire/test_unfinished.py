@@ -1,0 +1,95 @@
+"""Commands that have arrived in part: what all connections together may hold of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from nsparq.errors import FatalClientError
+from nsparq.wire.commands import Command, Publish
+from nsparq.wire.limits import UNCOUNTED, Limits, Unfinished
+from nsparq.wire.server import MAGIC, ServerProtocol
+from tests.support import multi, sized
+
+pytestmark = pytest.mark.usefixtures("build")
+
+LIMITS = Limits(max_msg_size=1 << 20, max_body_size=1 << 20)
+LARGE = b"x" * 100_000
+COMMANDS = {
+    "PUB": b"PUB t\n" + sized(LARGE),
+    "DPUB": b"DPUB t 5\n" + sized(LARGE),
+    "MPUB": b"MPUB t\n" + sized(multi([LARGE[:1000]] * 100)),
+    "IDENTIFY": b"IDENTIFY\n" + sized(b"{" + b" " * 100_000 + b"}"),
+    "AUTH": b"AUTH\n" + sized(LARGE),
+}
+every_command = pytest.mark.parametrize("verb", COMMANDS)
+
+
+def connected(unfinished: Unfinished) -> ServerProtocol:
+    protocol = ServerProtocol(LIMITS, unfinished=unfinished)
+    assert hear(protocol, MAGIC) == []
+    return protocol
+
+
+def hear(protocol: ServerProtocol, data: bytes, step: int = 0) -> list[Command]:
+    step = step or len(data)
+    return [c for at in range(0, len(data), step) for c in protocol.receive_data(data[at : at + step])]
+
+
+@every_command
+@pytest.mark.parametrize("step", [0, 70_000, 3_000])
+def test_an_unfinished_command_counts_until_it_is_complete(verb: str, step: int) -> None:
+    unfinished = Unfinished(1 << 20)
+    protocol = connected(unfinished)
+    for _ in range(3):
+        assert hear(protocol, COMMANDS[verb][:-1], step) == []
+        assert len(LARGE) - 1 <= unfinished.size + UNCOUNTED <= len(COMMANDS[verb])
+        assert len(hear(protocol, COMMANDS[verb][-1:])) == 1
+        assert unfinished.size == 0
+
+
+@every_command
+@pytest.mark.parametrize("step", [0, 3_000])
+def test_the_command_that_does_not_fit_is_refused_and_no_other(verb: str, step: int) -> None:
+    unfinished = Unfinished(120_000)
+    parked, refused = connected(unfinished), connected(unfinished)
+    assert hear(parked, COMMANDS["MPUB"][:-1], step) == []
+    with pytest.raises(FatalClientError) as caught:
+        hear(refused, COMMANDS[verb][:-1], step)
+    assert str(caught.value) == (
+        f"E_{verb}_FAILED {verb} failed unfinished commands of all clients exceed 120000 bytes"
+    )
+    refused.discard()
+    (published,) = hear(parked, COMMANDS["MPUB"][-1:])
+    assert isinstance(published, Publish)
+    assert len(published.bodies) == 100
+    assert unfinished.size == 0
+
+
+def test_small_commands_are_heard_although_there_is_no_room() -> None:
+    unfinished = Unfinished(0)
+    protocol = connected(unfinished)
+    small = b"MPUB t\n" + sized(multi([b"x" * 1000] * 10)) + b"PUB t\n" + sized(b"x" * 10_000)
+    assert len(hear(protocol, small, 100)) == 2
+
+
+def test_a_command_that_arrives_whole_needs_no_room() -> None:
+    protocol = connected(Unfinished(0))
+    assert len(hear(protocol, b"".join(COMMANDS.values()))) == len(COMMANDS)
+
+
+def test_what_is_discarded_counts_no_longer() -> None:
+    unfinished = Unfinished(1 << 20)
+    for command in COMMANDS.values():
+        protocol = connected(unfinished)
+        hear(protocol, command[:-1], 30_000)
+        protocol.discard()
+        protocol.discard()
+    assert unfinished.size == 0
+
+
+def test_an_idle_connection_keeps_nothing_of_what_it_has_heard() -> None:
+    protocol = connected(Unfinished(0))
+    hear(protocol, b"NOP\n" * 10_000)
+    assert protocol._buffer == b""
+    hear(protocol, b"NOP\n" * 10_000 + b"PUB")
+    assert protocol._buffer == b"PUB"
