@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from nsparq.broker.broker import TURN_MESSAGES, Broker, run_inline
+from nsparq.broker.broker import MAINTAIN_NS, TURN_MESSAGES, Broker, run_inline
 from nsparq.broker.channel import PUMP_NS
 from nsparq.errors import StartError
 from nsparq.options import NsqdOptions
-from tests.broker.rig import FakeClient, Later, Receipt, Rig, TestFiles, bodies, counts
+from tests.broker.rig import MILLISECOND, FakeClient, Later, Receipt, Rig, TestFiles, bodies, counts
 
 MakeRig = Callable[..., Rig]
 
@@ -583,6 +583,73 @@ def test_a_costly_checkpoint_is_taken_less_often(make_rig: MakeRig):
         rig.clock.advance(4)
         rig.maintain()
     assert len(taken) == 2
+
+
+def busy_topics(rig: Rig, count: int) -> dict[str, FakeClient]:
+    """Topics that have all been used since the last maintenance, with a consumer each. A round of maintenance
+    takes a millisecond for each of them, and so does closing its files."""
+    clients = {f"t{number}": rig.subscribe(f"t{number}", rdy=1) for number in range(count)}
+    for name, client in clients.items():
+        topic = rig.topic(name)
+        rig.publish(name, b"x")
+        rig.finish(client, *client.take())
+        for owner, step in ((topic, "reclaim"), (topic.log, "release_files")):
+            setattr(owner, step, _slow(rig, getattr(owner, step)))
+    return clients
+
+
+def _slow(rig: Rig, step):
+    def slowly(*arguments):
+        rig.clock.advance(0.001)
+        return step(*arguments)
+
+    return slowly
+
+
+def test_maintenance_of_many_topics_lets_the_loop_have_its_turn(make_rig: MakeRig):
+    rig = make_rig(sync_timeout=3600.0)
+    busy_topics(rig, 100)
+    # All of them are looked at, once more because they are not synced, and then their files are closed.
+    for _ in range(3):
+        began = last = rig.clock()
+        for _ in rig.broker.maintain_in_slices():
+            assert rig.clock() - last <= MAINTAIN_NS + 2 * MILLISECOND
+            last = rig.clock()
+        assert rig.clock() - began >= 100 * MILLISECOND
+        assert rig.clock() - last <= MAINTAIN_NS + 2 * MILLISECOND
+        for topic in rig.broker.topics.values():
+            topic.log.sync_now()
+
+
+def test_maintenance_that_is_broken_off_goes_on_with_the_other_topics(rig: Rig):
+    names = busy_topics(rig, 20)
+    slices = rig.broker.maintain_in_slices()
+    next(slices)
+    slices.close()
+    rig.maintain()
+    rig.crash()
+    assert {counts(rig.channel(topic=name)) for name in names} == {(0, 0, 0)}
+
+
+def test_topics_may_go_in_a_break_of_maintenance(rig: Rig, caplog: pytest.LogCaptureFixture):
+    names = [*busy_topics(rig, 20)]
+    for _ in rig.broker.maintain_in_slices():
+        rig.broker.delete_topic(names.pop())
+    rig.maintain()
+    assert len(names) < 18
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_checkpoint_is_not_costly_because_other_topics_come_before_it(rig: Rig):
+    clients = busy_topics(rig, 100)
+    rig.maintain()
+    for name, client in clients.items():
+        rig.publish(name, b"y")
+        rig.finish(client, *client.take())
+    rig.clock.advance(1)
+    rig.maintain()
+    rig.crash()
+    assert {counts(rig.channel(topic=name)) for name in clients} == {(0, 0, 0)}
 
 
 @pytest.mark.parametrize("write_first", [True, False], ids=["written before", "written after"])

@@ -202,3 +202,114 @@ def test_no_delay_read_back_is_longer_than_a_client_can_ask_for(make_rig: MakeRi
     rig.clock.set_wall(-1000 * HOUR)
     rig.start()
     assert waits(rig) == {HOUR}
+
+
+# what is removed because of its age
+
+
+def retaining_rig(make_rig: MakeRig, age: float = HOUR) -> Rig:
+    """Ten segments that are kept for an hour at least, and that nobody needs otherwise."""
+    rig = make_rig(max_bytes_per_file=1000, retention_age=age)
+    client = rig.subscribe(rdy=10)
+    rig.publish("t", *bodies(1, size=800))
+    for number in range(1, 10):
+        rig.clock.advance(1)
+        rig.publish("t", *bodies(1, start=number, size=800))
+    rig.finish(client, *client.take())
+    rig.maintain()
+    assert len(rig.names("*.log")) == 10
+    return rig
+
+
+def live(rig: Rig, seconds: int) -> None:
+    """Let time pass, with maintenance every second."""
+    for _ in range(seconds):
+        rig.clock.advance(1)
+        rig.maintain()
+
+
+@either_way
+def test_segments_are_kept_for_their_age_when_the_clock_is_set_while_nsqd_runs(
+    make_rig: MakeRig, step: float
+):
+    rig = retaining_rig(make_rig)
+    rig.clock.set_wall(step)
+    live(rig, HOUR - 10)
+    assert len(rig.names("*.log")) == 10
+
+
+@either_way
+def test_segments_are_kept_for_their_age_when_the_clock_is_set_while_nsqd_is_down(
+    make_rig: MakeRig, step: float
+):
+    rig = retaining_rig(make_rig)
+    rig.close()
+    rig.clock.set_wall(step)
+    rig.start()
+    live(rig, HOUR - 10)
+    assert len(rig.names("*.log")) == 10
+
+
+def test_segments_that_nobody_uses_go_too_when_they_are_old_enough(make_rig: MakeRig):
+    rig = retaining_rig(make_rig)
+    live(rig, HOUR - 10)
+    assert len(rig.names("*.log")) == 10
+    live(rig, 70)
+    assert len(rig.names("*.log")) == 1
+
+
+def test_after_a_short_stop_age_counts_at_once(make_rig: MakeRig):
+    rig = retaining_rig(make_rig)
+    live(rig, HOUR - 10)
+    rig.publish("t", b"now")
+    rig.finish(client := rig.subscribe(rdy=1), *client.take())
+    rig.close()
+    rig.clock.advance(20)
+    rig.start()
+    rig.maintain()
+    assert len(rig.names("*.log")) == 1
+
+
+def test_a_clock_that_was_set_forward_counts_when_it_has_run_evenly_for_an_hour(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+):
+    rig = retaining_rig(make_rig, age=100 * HOUR)
+    rig.clock.set_wall(200 * HOUR)
+    live(rig, HOUR - 10)
+    rig.clock.set_wall(100 * HOUR)
+    live(rig, HOUR - 10)
+    assert len(rig.names("*.log")) == 10
+    assert [
+        record.getMessage().partition(":")[0] for record in caplog.records if record.levelname == "WARNING"
+    ] == [
+        "the clock was set forward by 720000 s",
+        "the clock was set forward by 1080000 s",
+    ]
+    live(rig, 70)
+    assert len(rig.names("*.log")) == 1
+
+
+def test_a_clock_that_is_put_right_again_has_done_nothing(make_rig: MakeRig):
+    rig = retaining_rig(make_rig)
+    rig.clock.set_wall(100 * HOUR)
+    live(rig, 100)
+    rig.clock.set_wall(-100 * HOUR)
+    live(rig, HOUR - 110)
+    assert len(rig.names("*.log")) == 10
+    live(rig, 70)
+    assert len(rig.names("*.log")) == 1
+
+
+def test_a_commit_is_remembered_when_the_clock_is_set_forward(make_rig: MakeRig):
+    """Forgotten, it could be repeated."""
+    rig = make_rig(transaction_retention=HOUR)
+    transactions = rig.broker.transactions
+    transaction = transactions.promise("p", 1, {})
+    transactions.decide(transaction)
+    transaction.write_promise(sync=False)
+    transactions.finish(transaction, transactions.write_committed(transaction, sync=False, remember_s=HOUR))
+    rig.clock.set_wall(2 * HOUR)
+    live(rig, HOUR - 10)
+    assert transactions.producers["p"].committed.sequence == 1
+    live(rig, 20)
+    assert "p" not in transactions.producers

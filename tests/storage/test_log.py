@@ -1166,6 +1166,18 @@ def test_retention_by_age_keeps_young_segments(tmp_path: Path) -> None:
     crash(log)
 
 
+def test_a_stamp_in_the_future_does_not_keep_the_segments_behind_it(tmp_path: Path) -> None:
+    """Nor its own: that one is as old as the next."""
+    log = open_log(tmp_path, retention_s=100, **SMALL)
+    for number in range(30):
+        now_s = 10_000_000 if number == 3 else 1000 + 10 * number
+        append(log, b"x" * 200, now_ns=now_s * 1_000_000_000)
+    assert remove(log, log.end, 1099) == 0
+    assert remove(log, log.end, 1300) > 10
+    assert log.positions().first_ns >= 1180 * 1_000_000_000
+    crash(log)
+
+
 def test_retention_by_bytes_keeps_the_newest(tmp_path: Path) -> None:
     log = open_log(tmp_path, retention_bytes=2_000, **SMALL)
     fill(log, 30)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ TRASH_SUFFIX = ".deleted"
 
 SYNC_REST_NS = 100_000_000
 """Without `--durability=fsync` nobody waits for an fsync: a log has no more than ten of them a second."""
+MAINTAIN_NS = 5_000_000
+"""How long maintenance may hold up the loop, give or take one topic."""
+AGE_INTERVAL_NS = 60_000_000_000
+"""How often logs are looked at that nobody uses, and whose segments grow too old."""
 TURN_MESSAGES = 500
 TURN_PARTS = 4
 """When so many messages have been delivered in a turn, and one in so many channels has had its part, the
@@ -102,6 +106,10 @@ class Broker:
         """Topics to be looked at by the next maintain()."""
         self._with_files: set[Topic] = set()
         """Topics whose log may have files open; those of idle topics are closed."""
+        self._aging: set[Topic] = set()
+        """Topics with segments that are kept until they reach an age."""
+        self._ages_at_ns = 0
+        """When these are looked at next."""
         self._is_metadata_stale = False
         self._is_loading = True
         """Until all of nsqd.dat has been taken in, it must not be written."""
@@ -235,6 +243,7 @@ class Broker:
         self._dirty_topics.pop(topic, None)
         self._used.discard(topic)
         self._with_files.discard(topic)
+        self._aging.discard(topic)
         for work in ("sync", "carry"):
             self.set_health(None, f"{work} {topic}")
         if topic.directory is not None:
@@ -439,6 +448,11 @@ class Broker:
 
     def maintain(self) -> None:
         """Checkpoint, sync and reclaim whatever has been used since the last time."""
+        for _ in self.maintain_in_slices():
+            pass
+
+    def maintain_in_slices(self) -> Iterator[None]:
+        """The same with a break wherever it has taken long, so that many topics do not hold up the loop."""
         now_ns = self.monotonic_ns()
         if self._is_metadata_stale:
             self.write_metadata()
@@ -447,38 +461,66 @@ class Broker:
             self.set_health(None, f"read {channel}")
             self.schedule_channel(channel)
         self._stuck.clear()
+        if now_ns >= self._ages_at_ns:
+            self._ages_at_ns = now_ns + AGE_INTERVAL_NS
+            self._used |= self._aging
+            self._aging = set()
         used, self._used = self._used, set()
-        for topic in self._with_files - used:
-            if isinstance(topic.log, Log) and topic.log.release_files():
-                self._with_files.discard(topic)
+        idle = self._with_files - used
         self._with_files.update(topic for topic in used if not topic.is_ephemeral)
-        for topic in used:
-            try:
-                if not topic.is_exiting:
-                    self._maintain_topic(topic, now_ns)
-            except Exception:
-                # One topic's trouble must not cost the others their checkpoints.
-                logger.exception("%s: maintenance failed", topic)
+        stop_ns = now_ns + MAINTAIN_NS
+        try:
+            while used or idle:
+                if used:
+                    self._maintain_topic(used.pop())
+                else:
+                    self._release_files(idle.pop())
+                if self.monotonic_ns() > stop_ns:
+                    yield
+                    stop_ns = self.monotonic_ns() + MAINTAIN_NS
+        finally:
+            # Broken off: the next round goes on with them.
+            self._used |= used
         self.transactions.expire()
         self.scan.resize(self._channel_count)
 
-    def _maintain_topic(self, topic: Topic, now_ns: int) -> None:
-        self._checkpoint(topic, now_ns)
-        topic.checkpoint()
-        log = topic.log
+    def _release_files(self, topic: Topic) -> None:
+        if isinstance(topic.log, Log) and topic.log.release_files():
+            self._with_files.discard(topic)
+
+    def _maintain_topic(self, topic: Topic) -> None:
+        if topic.is_exiting:
+            return
+        try:
+            self._checkpoint(topic)
+            topic.checkpoint()
+            self._sync_in_time(topic)
+            self._reclaim(topic)
+        except Exception:
+            # One topic's trouble must not cost the others their checkpoints.
+            logger.exception("%s: maintenance failed", topic)
+
+    def _sync_in_time(self, topic: Topic) -> None:
+        log, now_ns = topic.log, self.monotonic_ns()
         if isinstance(log, Log) and log.unsynced:
             self._used.add(topic)
             if topic.awaits_sync or now_ns - topic.synced_ns >= self.options.sync_timeout * 1e9:
                 topic.synced_ns = now_ns
                 self.request_sync(topic)
+
+    def _reclaim(self, topic: Topic) -> None:
         dropped = topic.reclaim(self.age_ns())
         if dropped:
             self.in_background(lambda: _remove(dropped))
+        log = topic.log
+        if isinstance(log, Log) and log.settings.retention_s and log.sealed_segments():
+            self._aging.add(topic)
 
-    def _checkpoint(self, topic: Topic, now_ns: int) -> None:
+    def _checkpoint(self, topic: Topic) -> None:
         for channel in topic.channels.values():
             if not channel.is_changed or channel.state_file is None:
                 continue
+            now_ns = self.monotonic_ns()
             if channel in self._checkpointing or now_ns < self._checkpoint_after.get(channel, 0):
                 self._used.add(topic)
                 continue

@@ -477,7 +477,8 @@ class Nsqd:
         while True:
             await asyncio.sleep(self.options.checkpoint_interval)
             try:
-                self.broker.maintain()
+                for _ in self.broker.maintain_in_slices():
+                    await asyncio.sleep(0)
             except Exception:
                 logger.exception("maintenance failed")
 
