@@ -8,6 +8,7 @@ NsparqError
 ├── SubscribeRefused     the channel takes no further client; the client is told, the connection then closes
 ├── StorageError         logged; a client sees only that its publish failed
 │   ├── WriteFailed      the disk refused an append (full, I/O error); nothing of it is kept
+│   ├── SyncFailed       an fsync failed; nobody knows what the disk has, and consumers may get the messages
 │   ├── CorruptBatch     bytes on disk that are not what was written
 │   ├── CorruptRange     storage.decode: bytes of a range that are not the batches they should be
 │   ├── OffsetGone       storage.ranges: the log no longer holds this sequence number
@@ -88,6 +89,13 @@ class StorageError(NsparqError):
 
 class WriteFailed(StorageError):
     """An append did not reach the disk; the log is as it was before."""
+
+
+class SyncFailed(StorageError):
+    """The messages are in the log and may be delivered, but are not known to be on disk."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"fsync failed: {reason}; the message may be delivered, and may be lost")
 
 
 class CorruptBatch(StorageError):

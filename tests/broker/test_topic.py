@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from nsparq.broker.topic import EAGER_BATCH, EAGER_BYTES, MAX_BATCH
-from nsparq.errors import Exiting, WriteFailed
+from nsparq.errors import Exiting, SyncFailed, WriteFailed
 from nsparq.storage.log import Log
 from tests.broker.rig import FakeClient, Later, Receipt, Rig, bodies, counts
 
@@ -546,19 +546,60 @@ def test_each_topic_syncs_for_itself(make_rig: MakeRig):
     assert all(receipt.is_ok for receipt in receipts)
 
 
-def test_a_failed_sync_is_told_to_the_publishers_and_a_later_one_is_fresh(make_rig: MakeRig):
+def test_after_a_failed_fsync_publishers_are_told_that_nobody_knows(make_rig: MakeRig):
+    """What the disk has is not known, and what is in the log is delivered: see docs/guarantees.md."""
+    later = Later()
+    rig = make_rig(durability="fsync", background=later)
+    client = rig.subscribe(rdy=10)
+    rig.files.fail("sync", error=errno.EIO)
+    told = [rig.publish("t", b"0"), rig.publish("t", b"1")]
+    later.run_all()
+    for receipt in told:
+        assert isinstance(receipt.error, SyncFailed)
+        assert "may be delivered, and may be lost" in str(receipt.error)
+    assert client.take_bodies() == bodies(2)
+    assert "fsync failed" in rig.broker.health
+    rig.files.heal()
+    again = rig.publish("t", b"2")
+    later.run_all()
+    assert again.is_ok, "it is in a file of its own"
+    assert len(rig.names("*.log")) == 2
+    assert "fsync failed" in rig.broker.health, "of the others nothing is known yet"
+    commit = Receipt()
+    rig.topic().when_committed(commit, "commit")
+    assert isinstance(commit.error, SyncFailed)
+    rig.maintain()
+    later.run_all()
+    assert rig.broker.health is None
+    assert len(told[0].answers) == 1
+    rig.crash()
+    again = rig.subscribe(rdy=10)
+    assert sorted(again.take_bodies()) == bodies(3)
+
+
+def test_a_segment_that_cannot_be_copied_after_a_failed_fsync_is_tried_again_after_a_while(
+    make_rig: MakeRig,
+):
     later = Later()
     rig = make_rig(durability="fsync", background=later)
     rig.files.fail("sync", error=errno.EIO)
-    receipt = rig.publish("t", b"x")
+    rig.publish("t", b"x")
     later.run_all()
-    assert isinstance(receipt.error, OSError)
-    assert "fsync failed" in rig.broker.health
+    attempts = []
+    for _ in range(21):
+        rig.maintain()
+        before = rig.files.calls["sync"]
+        later.run_all()
+        attempts.append(rig.files.calls["sync"] - before)
+        rig.clock.advance(1)
+    assert [second for second, count in enumerate(attempts) if count] == [0, 10, 20]
     rig.files.heal()
-    again = rig.publish("t", b"y")
+    rig.clock.advance(10)
+    rig.maintain()
     later.run_all()
-    assert again.is_ok
     assert rig.broker.health is None
+    rig.restart()
+    assert rig.topic().depth == 1
 
 
 def test_with_fsync_a_message_is_synced_across_a_change_of_segment(make_rig: MakeRig):

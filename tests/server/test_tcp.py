@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import struct
 from collections.abc import AsyncIterator
@@ -54,6 +55,40 @@ async def running(tmp_path: Path, files: Files, durability: str = "fsync") -> As
             yield nsqd
         finally:
             await nsqd.stop()
+
+
+class UnsyncedFiles(Files):
+    """A disk whose fsyncs fail."""
+
+    is_broken = True
+
+    def sync(self, fd: int) -> None:
+        if self.is_broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_failed_fsync_is_told_over_tcp_and_http_as_what_it_is(tmp_path: Path) -> None:
+    files = UnsyncedFiles()
+
+    async def ask(address: tuple[str, int] | str, request: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(request)
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        return answer
+
+    async def scenario() -> None:
+        async with running(tmp_path, files) as nsqd:
+            answer = await ask(nsqd.tcp_address, b"  V2" + PUB)
+            assert b"E_PUB_FAILED PUB failed fsync failed: Input/output error; the message may be" in answer
+            request = b"POST /pub?topic=t HTTP/1.0\r\nContent-Length: 1\r\n\r\nx"
+            answer = await ask(nsqd.http_address, request)
+            assert answer.split()[1] == b"503"
+            assert b'{"message":"FSYNC_FAILED"}' in answer
+            files.is_broken = False
+
+    asyncio.run(scenario())
 
 
 def test_an_ok_waits_for_the_disk_and_what_comes_after_it_waits_too(tmp_path: Path) -> None:

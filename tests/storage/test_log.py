@@ -988,40 +988,111 @@ def test_a_failed_sync_commits_nothing_and_is_told(tmp_path: Path, files: Faulty
     crash(log)
 
 
-def test_what_a_failed_sync_left_is_synced_by_the_next(tmp_path: Path) -> None:
-    class Recording(FaultyFiles):
-        def __init__(self) -> None:
-            super().__init__()
-            self.synced: set[str] = set()
+class Syncs(FaultyFiles):
+    """Knows which files have been synced, by inode: a copy is another file."""
 
-        def sync(self, fd: int) -> None:
-            super().sync(fd)
-            self.synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
 
-    files = Recording()
-    log = open_log(tmp_path, files=files, **SMALL)
-    fill(log, 20)
-    files.fail("sync", errno.EIO, times=None)
+    def sync(self, fd: int) -> None:
+        self.asked.append(os.fstat(fd).st_ino)
+        super().sync(fd)
+
+
+def test_a_file_whose_sync_failed_is_neither_written_to_nor_synced_again(tmp_path: Path) -> None:
+    """The system may have dropped what it could not write; a second fsync says nothing about that."""
+    files = Syncs()
+    log = open_log(tmp_path, files=files, durability=Durability.FSYNC)
+    written = append(log, b"before")
+    log.sync_now()
+    written += append(log, b"in doubt")
+    files.fail("sync", errno.EIO)
     with pytest.raises(WriteFailed):
         log.sync_now()
-    files.heal()
-    assert log.unsynced > 0, "somebody has to try again"
+    (doubtful,) = log.doubtful
+    (inode,) = {*files.asked}
+    files.asked.clear()
+    written += append(log, b"after")
     log.sync_now()
     assert log.committed == log.stable
-    assert files.synced == {str(path) for path in segment_files(tmp_path)}
+    assert files.asked == [segment_files(tmp_path)[1].stat().st_ino]
+    assert log.doubtful == [doubtful]
+    assert doubtful.path.stat().st_ino == inode
+    assert read_all(log) == written
+    assert log.trim(log.end, 0) == [], "it may be about to be copied"
     crash(log)
 
 
-def test_a_stop_does_not_pass_over_a_sync_that_failed_before(tmp_path: Path, files: FaultyFiles) -> None:
+def test_a_doubtful_segment_is_copied(tmp_path: Path) -> None:
+    files = Syncs()
     log = open_log(tmp_path, files=files)
-    fill(log, 3)
+    written = fill(log, 200, size=20_000)
+    files.fail("sync", errno.EIO)
+    with pytest.raises(WriteFailed):
+        log.sync_now()
+    (segment,) = log.doubtful
+    files.fail("sync", errno.EIO)
+    with pytest.raises(OSError, match="Input/output"):
+        segment.copy_anew()
+    files.asked.clear()
+    inode = segment.path.stat().st_ino
+    segment.copy_anew()
+    log.copied(segment)
+    assert log.doubtful == []
+    assert files.asked == [segment.path.stat().st_ino] != [inode]
+    assert files.synced_directories[-1] == tmp_path
+    written += append(log, b"goes on")
+    assert len(segment_files(tmp_path)) == 1
+    assert read_all(log) == written
+    crash(log)
+    log = open_log(tmp_path)
+    assert read_all(log) == written
+    crash(log)
+
+
+def test_a_copy_that_was_broken_off_leaves_nothing(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    written = fill(log, 3)
+    (path,) = segment_files(tmp_path)
+    crash(log)
+    path.with_suffix(".log.tmp").write_bytes(b"half of it")
+    log = open_log(tmp_path)
+    assert read_all(log) == written
+    assert not path.with_suffix(".log.tmp").exists()
+    crash(log)
+
+
+def test_a_copy_says_what_the_system_has_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = open_log(tmp_path)
+    written = fill(log, 3)
+    (path,) = segment_files(tmp_path)
+    (segment,) = log._segments
+    with path.open("r+b") as file:
+        file.seek(places(path)[1].position + 50)
+        file.write(b"not what was written")
+    segment.copy_anew()
+    assert "lost to a failed fsync" in caplog.text
+    crash(log)
+    log = open_log(tmp_path)
+    assert read_all(log) == written[:3] + written[6:]
+    crash(log)
+
+
+def test_a_stop_copies_what_an_earlier_sync_could_not_save(tmp_path: Path) -> None:
+    files = Syncs()
+    log = open_log(tmp_path, files=files)
+    written = fill(log, 3)
     files.fail("sync", errno.EIO)
     sync = log.begin_sync()
     sync.run()
     log.end_sync(sync)
-    files.heal()
+    files.asked.clear()
     log.close()
     assert log.committed == log.end
+    assert files.asked == [segment_files(tmp_path)[0].stat().st_ino]
+    assert read_all(log) == written
+    log.delete()
 
 
 def test_a_sync_that_cannot_begin_loses_no_descriptor(tmp_path: Path, files: FaultyFiles) -> None:

@@ -19,6 +19,7 @@ from nsparq.broker.importer import import_queues
 from nsparq.broker.scan import QueueScan
 from nsparq.broker.topic import Topic
 from nsparq.broker.transactions import Transactions
+from nsparq.errors import SyncFailed
 from nsparq.names import is_valid_name
 from nsparq.options import NsqdOptions
 from nsparq.storage.cache import BatchCache
@@ -42,6 +43,8 @@ MAINTAIN_NS = 5_000_000
 """How long maintenance may hold up the loop, give or take one topic."""
 AGE_INTERVAL_NS = 60_000_000_000
 """How often logs are looked at that nobody uses, and whose segments grow too old."""
+COPY_REST_NS = 10_000_000_000
+"""Between attempts to copy a segment whose fsync has failed."""
 TURN_MESSAGES = 500
 TURN_PARTS = 4
 """When so many messages have been delivered in a turn, and one in so many channels has had its part, the
@@ -113,6 +116,8 @@ class Broker:
         self._is_metadata_stale = False
         self._is_loading = True
         """Until all of nsqd.dat has been taken in, it must not be written."""
+        self._copying: set[Topic] = set()
+        """Topics of which a segment is being copied, because its fsync failed."""
         self._checkpointing: set[Channel] = set()
         self._checkpoint_after: dict[Channel, int] = {}
         """Channels whose last checkpoint was costly: not again before this."""
@@ -434,16 +439,51 @@ class Broker:
             elif sync.obstacle is not None:
                 self._sync_later(topic, sync.obstacle)
             else:
-                error = None if sync.error is None else f"fsync failed: {sync.error}"
-                self.set_health(error, f"sync {topic}")
-                topic.committed(sync.error)
+                self._note_sync(topic, sync.error)
+                topic.committed(None if sync.error is None else SyncFailed(_reason(sync.error)))
 
         self._background(sync.run, synced)
+
+    def _note_sync(self, topic: Topic, error: OSError | None) -> None:
+        """Trouble with fsync is over when what it was about has been copied, not with the next fsync."""
+        source = f"sync {topic}"
+        if error is not None:
+            self.set_health(f"{topic}: fsync failed: {_reason(error)}", source)
+            self._used.add(topic)
+        elif isinstance(topic.log, Log) and not topic.log.doubtful:
+            self.set_health(None, source)
+
+    def _copy_doubtful(self, topic: Topic, log: Log, now_ns: int) -> None:
+        """Copy a segment whose fsync failed. If that fails too, try again after a while."""
+        self._used.add(topic)
+        if topic in self._copying or now_ns < topic.copy_after_ns:
+            return
+        segment = log.doubtful[0]
+        failure: list[OSError] = []
+
+        def copy() -> None:
+            try:
+                segment.copy_anew()
+            except OSError as error:
+                failure.append(error)
+
+        def copied() -> None:
+            self._copying.discard(topic)
+            if topic.is_exiting:
+                return
+            if failure:
+                topic.copy_after_ns = self.monotonic_ns() + COPY_REST_NS
+            else:
+                log.copied(segment)
+            self._note_sync(topic, failure[0] if failure else None)
+
+        self._copying.add(topic)
+        self._background(copy, copied)
 
     def _sync_later(self, topic: Topic, error: OSError) -> None:
         """An fsync could not be tried, mostly for want of a descriptor: maintain() tries again. Nothing is
         known to have failed, so publishers who wait for it go on waiting."""
-        self.set_health(f"{topic}: cannot fsync for now: {error.strerror or error}", f"sync {topic}")
+        self.set_health(f"{topic}: cannot fsync for now: {_reason(error)}", f"sync {topic}")
         self._used.add(topic)
 
     def maintain(self) -> None:
@@ -507,6 +547,8 @@ class Broker:
             if topic.awaits_sync or now_ns - topic.synced_ns >= self.options.sync_timeout * 1e9:
                 topic.synced_ns = now_ns
                 self.request_sync(topic)
+        if isinstance(log, Log) and log.doubtful:
+            self._copy_doubtful(topic, log, now_ns)
 
     def _reclaim(self, topic: Topic) -> None:
         dropped = topic.reclaim(self.age_ns())
@@ -595,6 +637,10 @@ class Broker:
 
 def _is_valid(name: str) -> bool:
     return is_valid_name(name.encode("utf-8", "replace"))
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def _remove(segments: list[Segment]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nsparq.broker.channel import Channel
 from nsparq.broker.latency import summarize
 from nsparq.broker.settings import TopicSettings
-from nsparq.errors import Exiting, StorageError, WriteFailed
+from nsparq.errors import Exiting, StorageError, SyncFailed, WriteFailed
 from nsparq.names import is_ephemeral
 from nsparq.packed import PackedBodies
 from nsparq.storage.log import Durability, Log, LogSettings
@@ -126,6 +126,8 @@ class Topic:
         self._low = (0, 0)
         self.synced_ns = 0
         """When the log was last asked to sync."""
+        self.copy_after_ns = 0
+        """A segment whose fsync failed is not copied before this."""
 
     # opening and closing
 
@@ -335,8 +337,12 @@ class Topic:
         self._append([(part, defer_ns) for part in bodies.split(1 if defer_ns else MAX_BATCH)], tag)
 
     def when_committed(self, done: Done, verb: str) -> None:
-        """Have `done` called once all that has been appended is as durable as configured."""
-        self._await_commit([(done, verb)])
+        """Have `done` called once all that has been appended is as durable as configured, or is known not to
+        be."""
+        if self.is_synchronous and isinstance(self.log, Log) and self.log.doubtful:
+            self._tell([(done, verb)], SyncFailed("an earlier one did"))
+        else:
+            self._await_commit([(done, verb)])
 
     def _await_commit(self, waiting: list[tuple[Done, str]]) -> None:
         if self.is_synchronous and isinstance(self.log, Log):

@@ -12,7 +12,7 @@ import sys
 from array import array
 from typing import TYPE_CHECKING, Final
 
-from nsparq.errors import Exiting, FatalClientError, StorageError
+from nsparq.errors import Exiting, FatalClientError, StorageError, SyncFailed
 from nsparq.http.api import (
     LATER,
     TEXT_TYPE,
@@ -109,7 +109,8 @@ class HttpApi:
 
     def _publish(self, request: Request, topic: str, bodies: PackedBodies, defer_ms: int) -> Later:
         def done(verb: str, error: Exception | None) -> None:
-            request.answer("OK" if error is None else ApiError(503, "EXITING"))
+            code = "FSYNC_FAILED" if isinstance(error, SyncFailed) else "EXITING"
+            request.answer("OK" if error is None else ApiError(503, code))
 
         try:
             self.broker.publish(topic, bodies, defer_ms, done, "PUB")

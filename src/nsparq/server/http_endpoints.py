@@ -47,7 +47,13 @@ def nsqd_endpoints(api: HttpApi) -> list[Endpoint]:
             success="`OK`",
             success_type=TEXT_TYPE,
             success_schema={"type": "string", "const": "OK"},
-            errors=((400, "MSG_EMPTY"), *_TOPIC_ERRORS, (400, "INVALID_DEFER"), (503, "EXITING")),
+            errors=(
+                (400, "MSG_EMPTY"),
+                *_TOPIC_ERRORS,
+                (400, "INVALID_DEFER"),
+                (503, "EXITING"),
+                (503, "FSYNC_FAILED"),
+            ),
         ),
         Endpoint(
             group="Publishing",
@@ -74,6 +80,7 @@ def nsqd_endpoints(api: HttpApi) -> list[Endpoint]:
                 (413, "BAD_BODY"),
                 (413, "BAD_MESSAGE"),
                 (503, "EXITING"),
+                (503, "FSYNC_FAILED"),
             ),
         ),
         _topic_endpoint(api, "create", "Create a topic; fine if it exists.", *_TOPIC_ERRORS),

@@ -1,6 +1,7 @@
 """The topic log: segments on disk, the recent batches in memory, one line of sequence numbers.
 
 Three positions, always in this order: committed (fsynced) <= stable (written) <= dirty (appended, `end`).
+What a failed fsync was about counts as committed with the next one that works: it is in a `doubtful` segment.
 In `memory` mode `stable` trails behind: batches are written when they leave memory and at a clean stop.
 """
 
@@ -36,7 +37,7 @@ from nsparq.storage.ranges import (
     inside,
     memory_range,
 )
-from nsparq.storage.segment import Segment, Stretch
+from nsparq.storage.segment import COPY_SUFFIX, Segment, Stretch
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +113,12 @@ class Log:
         """Where on disk the batch after one just read begins; bounded."""
         self._unsynced_directory: Path | None = None
         """Our directory, when it has a new segment whose name is not synced."""
-        self._closing_fds: list[int] = []
-        """Sealed segments not yet synced."""
+        self._closing: list[tuple[int, Segment]] = []
+        """Sealed segments not yet synced, with a descriptor each."""
+        self.doubtful: list[Segment] = []
+        """Segments whose fsync failed. The system may drop what it could not write, and a second fsync of the
+        same file succeeds all the same. So nothing more is appended to them, and they have to be copied:
+        Segment.copy_anew."""
         self._handles: WeakValueDictionary[Path, Handle] = WeakValueDictionary()
         """Segments that ranges are being read of."""
 
@@ -124,6 +129,9 @@ class Log:
         `epoch` the number from which on nothing can have been used."""
         names = self.files.list_directory(self.directory)
         bases = [int(name[:-4]) for name in names if _SEGMENT_NAME.fullmatch(name)]
+        for name in names:
+            if name.endswith(COPY_SUFFIX):
+                self.files.unlink(self.directory / name)
         for number, base in enumerate(sorted(bases)):
             segment = Segment(self.files, self.directory, base)
             for _ in segment.open(last=number == len(bases) - 1):
@@ -176,6 +184,7 @@ class Log:
         self._write_out(self.end)
         try:
             self.sync_now()
+            self._copy_doubtful()
         finally:
             self.close_descriptors()
         if self._segments:
@@ -262,7 +271,7 @@ class Log:
             active = self._segments[-1]
             # A gap in the numbers begins a new segment, so that opening a log finds its gaps again.
             fits = active.size + size <= self.settings.segment_bytes or not active.size
-            if active.end == base and fits:
+            if active.end == base and fits and active not in self.doubtful:
                 return active
             if active.size:
                 self._seal(active)
@@ -279,7 +288,10 @@ class Log:
             segment.write_index(sync=False)
         except OSError as error:
             logger.warning("%s: has no index, the next start reads all of it: %s", segment.path.name, error)
-        self._closing_fds.append(segment.detach())
+        if segment in self.doubtful:
+            segment.close()
+        else:
+            self._closing.append((segment.detach(), segment))
 
     # memory
 
@@ -520,26 +532,28 @@ class Log:
 
     def begin_sync(self) -> Sync:
         """What must be synced for everything stable to be committed; run() it in a thread."""
-        active = [self.files.duplicate(self._segments[-1].fd)] if self._segments else []
-        fds, self._closing_fds = self._closing_fds + active, []
+        active = self._segments[-1:] if self._segments and self._segments[-1] not in self.doubtful else []
+        opened = [(self.files.duplicate(segment.fd), segment) for segment in active]
+        opened, self._closing = self._closing + opened, []
         directory, self._unsynced_directory = self._unsynced_directory, None
-        sync = Sync(self.files, fds, directory, self.stable, self.unsynced)
+        sync = Sync(self.files, opened, directory, self.stable, self.unsynced)
         self.unsynced = 0
         self.is_syncing = True
         return sync
 
     def end_sync(self, sync: Sync) -> None:
+        """Take note of how it went. Segments whose fsync failed are doubtful from now on."""
         self.is_syncing = False
         if sync.error is None and sync.obstacle is None:
             self.committed = max(self.committed, sync.end)
             return
-        # Nothing of it counts as synced: the next one tries all of it again.
+        self.doubtful += (segment for segment in sync.failed if segment in self._segments)
+        # What could not be tried, and names of files, are for the next one.
         self.unsynced += max(sync.count, 1)
-        self._closing_fds = sync.failed + self._closing_fds
         self._unsynced_directory = self._unsynced_directory or sync.directory
 
     def sync_now(self) -> None:
-        if self.unsynced or self._closing_fds or self.committed < self.stable:
+        if self.unsynced or self._closing or self.committed < self.stable:
             sync = self.begin_sync()
             sync.run()
             self.end_sync(sync)
@@ -547,11 +561,24 @@ class Log:
             if error is not None:
                 raise WriteFailed(f"{self.directory.name}: {error}") from error
 
+    def copied(self, segment: Segment) -> None:
+        """A doubtful segment has been copied: its file is another one now."""
+        self.doubtful.remove(segment)
+        segment.close()
+
+    def _copy_doubtful(self) -> None:
+        for segment in [*self.doubtful]:
+            try:
+                segment.copy_anew()
+            except OSError as error:
+                raise WriteFailed(f"{self.directory.name}: {error}") from error
+            self.copied(segment)
+
     def close_descriptors(self) -> None:
         """Let go of sealed segments that are still to be synced."""
-        for fd in self._closing_fds:
+        for fd, _ in self._closing:
             self.files.close(fd)
-        self._closing_fds.clear()
+        self._closing.clear()
 
     # reclaiming
 
@@ -567,6 +594,9 @@ class Log:
         for number, segment in enumerate(self._segments):
             is_active = segment is self._segments[-1]
             if segment.end > low or (is_active and segment.size < _IDLE_ROLL_SIZE):
+                break
+            if segment in self.doubtful:
+                # A copy of it may be under way, and would bring it back.
                 break
             if self._is_retained(number, now_s):
                 break
@@ -594,29 +624,31 @@ class Log:
 class Sync:
     """An fsync of everything a log had written when it was made."""
 
-    def __init__(self, files: Files, fds: list[int], directory: Path | None, end: int, count: int) -> None:
+    def __init__(
+        self, files: Files, opened: list[tuple[int, Segment]], directory: Path | None, end: int, count: int
+    ) -> None:
         self._files = files
-        self._fds = fds
+        self._opened = opened
         self.directory = directory
         """To be synced as well: it has got a new file."""
         self.end = end
         self.count = count
         """Messages it is about."""
-        self.failed: list[int] = []
-        """Descriptors whose sync failed; still open."""
+        self.failed: list[Segment] = []
+        """Segments whose sync failed."""
         self.error: OSError | None = None
         """What the disk said no with: what this is about may not be there after a power cut."""
         self.obstacle: OSError | None = None
         """Why it could not be tried to the end. Nothing is known to be wrong; it has to be tried again."""
 
     def run(self) -> None:
-        for fd in self._fds:
+        for fd, segment in self._opened:
             try:
                 self._files.sync(fd)
             except OSError as error:
                 self.error = error
-                self.failed.append(fd)
-            else:
+                self.failed.append(segment)
+            finally:
                 self._files.close(fd)
         if self.directory is not None:
             try:

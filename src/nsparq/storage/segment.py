@@ -42,6 +42,10 @@ that it takes one by one. Batches are then written over the zeros there. Larger 
 PREPARE_FROM: Final = 1 << 20
 """The size from which on a segment is busy, so that one with a few messages stays small."""
 
+COPY_SUFFIX: Final = ".log.tmp"
+"""Of a segment that is being copied."""
+_COPY_SIZE: Final = 1 << 20
+
 _INDEX = struct.Struct("<4sIQQQqqQQ")
 _INDEX_MAGIC = b"NQX2"
 _OLD_INDEX_MAGIC = b"NQX1"
@@ -180,6 +184,40 @@ class Segment:
         crc = crc32c(body, crc32c(_INDEX.pack(_INDEX_MAGIC, 0, *fields, *counts)))
         head = _INDEX.pack(_INDEX_MAGIC, crc, *fields, *counts)
         self.files.replace(self.index_path, head + body, sync=sync)
+
+    def copy_anew(self) -> None:
+        """Put a copy of the whole file in its place, and have that on disk. Once an fsync has failed, only
+        another file can be known to be there: see Log.doubtful. Nothing may be appended any more. May be
+        called in a thread. Raises OSError, with the file as it was."""
+        copy = self.path.with_suffix(COPY_SUFFIX)
+        source = self.files.open_read(self.path)
+        try:
+            target = self.files.open(copy)
+            try:
+                self.files.truncate(target, 0)
+                for position in range(0, self.size, _COPY_SIZE):
+                    size = min(_COPY_SIZE, self.size - position)
+                    self.files.write(target, [self.files.read(source, size, position)], position)
+                self.files.sync(target)
+                self._report_lost(target)
+            finally:
+                self.files.close(target)
+        finally:
+            self.files.close(source)
+        self.files.rename(copy, self.path)
+        self.files.sync_directory(self.path.parent)
+
+    def _report_lost(self, fd: int) -> None:
+        """Say so if the system no longer had what it could not write."""
+
+        def read(size: int, position: int) -> bytes:
+            return self.files.read(fd, size, position)
+
+        for item in scan(read, self.size, first=self.base):
+            if isinstance(item, Damage) and item.position not in self._damage:
+                logger.error(
+                    "%s", CorruptBatch(self.path, item.position, "messages are lost to a failed fsync")
+                )
 
     def remove(self) -> None:
         self.close()
