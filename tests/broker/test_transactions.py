@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nsparq.broker.broker import Broker
-from nsparq.broker.transactions import AlreadyCommitted, Transaction
+from nsparq.broker.transactions import AlreadyCommitted, Incomplete, Transaction
 from nsparq.options import NsqdOptions
 from nsparq.packed import PackedBodies
 from nsparq.storage.batch import MAGIC
@@ -165,6 +165,24 @@ def test_nothing_is_reclaimed_that_tells_how_far_a_commit_has_come(tmp_path: Pat
     transactions.finish(transaction, transactions.write_committed(transaction, sync=False, remember_s=60))
     assert not any(broker.topics[name].holds for name in TOPICS)
     broker.close()
+
+
+def test_what_has_expired_is_never_committed_as_empty(tmp_path: Path) -> None:
+    """Also if it expires while its promise is being written."""
+    broker = open_broker(tmp_path)
+    transactions = broker.transactions
+    transactions.stage("p", 0, "a", "t", PackedBodies.of([b"1", b"2"]))
+    transaction = transactions.promise("p", 0, {"a": 2})
+    transaction.touched_ns -= 1 << 62
+    transactions.expire()
+    with pytest.raises(FileNotFoundError):
+        transaction.write_promise(sync=False)
+    with pytest.raises(Incomplete, match="part a has 0 messages and should have 2"):
+        transactions.promise("p", 0, {"a": 2})
+    broker.close()
+    again = open_broker(tmp_path)
+    assert again.transactions.find("p", 0) is None
+    again.close()
 
 
 def test_a_tag_in_use_is_not_given_twice(tmp_path: Path) -> None:

@@ -188,6 +188,7 @@ def test_the_dashboard_shows_all_that_is_worth_a_look(exported: dict[str, Metric
         "nsqd_transactions_staged_bytes",
         "nsqd_transactions_aborted_total",
         "nsqd_transactions_expired_total",
+        "nsqd_transactions_lost_messages_total",  # the alert looks at those that are damaged
         "process_start_time_seconds",
         "nsparq_pipeline_rows_written_total",
         "nsparq_pipeline_rows_per_second",

@@ -106,8 +106,9 @@ def endpoints() -> list[Endpoint]:
 ENDPOINTS = [pytest.param(endpoint, id=f"{endpoint.method} {endpoint.path}") for endpoint in endpoints()]
 
 
-REACHED = (200, 404, 410, 416)
-"""Said by handlers: done, or a topic, channel or sequence number that is not there (any more)."""
+REACHED = (200, 404, 409, 410, 416)
+"""Said by handlers: done, or a topic, channel or sequence number that is not there (any more), or not in the
+state for it."""
 
 
 def takes(endpoint: Endpoint, name: str) -> bool:

@@ -34,6 +34,8 @@ DAEMON = {
     "nsqd_transactions_committed": "counter",
     "nsqd_transactions_aborted": "counter",
     "nsqd_transactions_expired": "counter",
+    "nsqd_transactions_damaged": "gauge",
+    "nsqd_transactions_lost_messages": "counter",
     "nsqd_disk_free_bytes": "gauge",
     "nsqd_disk_size_bytes": "gauge",
     "nsqd_loop_lag_seconds": "histogram",

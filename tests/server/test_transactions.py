@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 import pytest
 
 from nsparq.storage.files import Files
+from nsparq.storage.state import write_json
 from tests.support import Answer, BrokerProcess, BrokerThread, unique_name, wait_until
 
 
@@ -288,13 +289,16 @@ def test_everything_survives_a_clean_restart(tmp_path: Path, topic: str) -> None
 
 
 class Refusing(Files):
-    """A disk that refuses to write to logs while it is told to."""
+    """A disk that refuses to write to logs while it is told to, from some write on."""
 
     is_refusing = False
+    writes_left = 0
 
     def write(self, fd: int, buffers: Any, position: int) -> None:
         if self.is_refusing and any(bytes(buffer[:4]) == b"NQB1" for buffer in buffers):
-            raise OSError(28, "No space left on device")
+            if not self.writes_left:
+                raise OSError(28, "No space left on device")
+            self.writes_left -= 1
         super().write(fd, buffers, position)
 
 
@@ -358,3 +362,202 @@ def test_staged_messages_outlive_a_killed_daemon(tmp_path: Path, topic: str) -> 
         broker.start()
         assert commit(broker, which, a=3)["already_committed"]
         assert stored(broker, topic) == [b"1", b"2", b"3"]
+
+
+def refuse_after(files: Refusing, chunks: int) -> None:
+    files.is_refusing, files.writes_left = True, chunks
+
+
+def test_a_decided_transaction_is_finished_before_a_later_one_is_taken(tmp_path: Path) -> None:
+    first, second = {"producer": "p", "sequence": 0}, {"producer": "p", "sequence": 1}
+    files = Refusing()
+    with BrokerThread(tmp_path, files=files) as broker:
+        stage(broker, first, "a", "one", b"1")
+        stage(broker, first, "a", "two", b"1")
+        stage(broker, second, "a", "one", b"2")
+        refuse_after(files, 1)
+        answer = call(broker, "POST", "/transaction/commit", wanted(a=2), **first)
+        assert refusal(answer) == (503, "WRITE_FAILED")
+        answer = call(broker, "POST", "/transaction/commit", wanted(a=1), **second)
+        assert refusal(answer) == (503, "EARLIER_TRANSACTION_UNFINISHED")
+        assert json.loads(answer.body)["sequence"] == 0
+        assert broker.request("GET", "/ping").status == 500
+        files.is_refusing = False
+        assert commit(broker, second, a=1)["already_committed"] is False
+        assert [stored(broker, topic) for topic in ("one", "two")] == [[b"1", b"2"], [b"1"]]
+        assert commit(broker, first, a=2)["already_committed"]
+        assert broker.request("GET", "/ping").body == b"OK"
+
+
+def test_nothing_older_is_taken_once_a_later_transaction_is_decided(tmp_path: Path) -> None:
+    old, new = {"producer": "p", "sequence": 0}, {"producer": "p", "sequence": 1}
+    files = Refusing()
+    with BrokerThread(tmp_path, files=files) as broker:
+        stage(broker, old, "a", "t", b"old")
+        stage(broker, new, "a", "t", b"new")
+        files.is_refusing = True
+        assert call(broker, "POST", "/transaction/commit", wanted(a=1), **new).status == 503
+        assert commit(broker, old, a=1)["already_committed"]
+        answer = call(broker, "POST", "/transaction/stage", packed([b"x"]), **old, part="a", topic="t")
+        assert refusal(answer) == (409, "ALREADY_COMMITTED")
+        files.is_refusing = False
+        wait_until(lambda: stored(broker, "t") == [b"new"])
+
+
+# damage
+
+
+def metric(broker: BrokerThread, name: str) -> int:
+    lines = broker.request("GET", "/metrics").body.decode().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"nsqd_transactions_{name} ")))
+
+
+def flip(path: Path, position: int) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[position] ^= 1
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("is_published_before", [False, True])
+def test_a_decided_transaction_with_a_damaged_chunk_waits_for_an_operator(
+    tmp_path: Path, is_published_before: bool
+) -> None:
+    """Of three requests the second cannot be read. What it had published already is not lost."""
+    which, later = {"producer": "p", "sequence": 0}, {"producer": "p", "sequence": 1}
+    part = tmp_path / "transactions" / "p.producer" / "0" / "a.part"
+    files = Refusing()
+    with BrokerThread(tmp_path, files=files) as broker:
+        for body in (b"1", b"2", b"3"):
+            stage(broker, which, "a", "t", body)
+        refuse_after(files, 2 if is_published_before else 1)
+        assert call(broker, "POST", "/transaction/commit", wanted(a=3), **which).status == 503
+        broker.stop()
+        flip(part, part.stat().st_size * 2 // 3 - 1)
+        files.is_refusing = False
+        broker.start()
+        if is_published_before:
+            wait_until(lambda: state(broker, which)["committed_sequence"] == 0)
+            assert stored(broker, "t") == [b"1", b"2", b"3"]
+            return
+        wait_until(lambda: stored(broker, "t") == [b"1", b"3"])
+        told = {"lost_messages": 1, "decided": True, "state": "damaged"}
+        for again in (False, True):
+            if again:
+                broker.restart()
+            wait_until(lambda: state(broker, which).items() >= told.items())
+            assert metric(broker, "damaged") == 1
+            for one in (which, later):
+                answer = call(broker, "POST", "/transaction/commit", wanted(), **one)
+                assert refusal(answer) == (409, "DAMAGED_TRANSACTION")
+                assert json.loads(answer.body)["sequence"] == 0
+            assert refusal(call(broker, "POST", "/transaction/abort", **which))[0] == 409
+            holds = broker.call(lambda _: broker.nsqd.broker.topics["t"].holds.copy())
+            assert holds == {}, "no log is kept for it"
+        assert broker.request("GET", "/ping").body == b"OK"
+        resolved = call(broker, "POST", "/transaction/resolve", **which).expect_json()
+        assert resolved == {"sequence": 0, "messages": 2, "already_committed": False, "lost_messages": 1}
+        assert commit(broker, which, a=3) == resolved | {"already_committed": True}
+        assert state(broker, which)["lost_messages"] == 1
+        assert commit(broker, later)["already_committed"] is False
+        assert stored(broker, "t") == [b"1", b"3"]
+        assert metric(broker, "damaged") == 0
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+def test_a_promise_whose_part_is_lost_is_not_committed_without_it(tmp_path: Path, damage: str) -> None:
+    which = {"producer": "p", "sequence": 0}
+    part = tmp_path / "transactions" / "p.producer" / "0" / "a.part"
+    with BrokerThread(tmp_path) as broker:
+        stage(broker, which, "a", "t", b"1")
+        stage(broker, which, "a", "t", b"2")
+        stage(broker, which, "b", "t", b"3")
+        call(broker, "POST", "/transaction/prepare", wanted(a=2, b=1), **which).expect_json()
+        broker.stop()
+        size = part.stat().st_size
+        if damage == "flipped":
+            flip(part, size - 1)
+        elif damage == "cut":
+            part.write_bytes(part.read_bytes()[: size - 1])
+        else:
+            part.unlink()
+        lost = 2 if damage == "missing" else 1
+        broker.start()
+        answer = call(broker, "POST", "/transaction/commit", **which)
+        assert refusal(answer) == (409, "DAMAGED_TRANSACTION")
+        assert stored(broker, "t") == []
+        told = {"state": "damaged", "decided": False, "lost_messages": lost}
+        assert state(broker, which).items() >= told.items()
+        resolved = call(broker, "POST", "/transaction/resolve", **which).expect_json()
+        assert (resolved["messages"], resolved["lost_messages"]) == (3 - lost, lost)
+        assert stored(broker, "t") == ([b"3"] if damage == "missing" else [b"1", b"3"])
+        assert metric(broker, "lost_messages_total") == lost
+
+
+def test_a_transaction_that_cannot_be_read_now_is_tried_again_until_an_operator_gives_it_up(
+    tmp_path: Path,
+) -> None:
+    class Unreadable(Files):
+        def open_read(self, path: Path) -> int:
+            if path.name == "bad.part":
+                raise OSError(5, "Input/output error")
+            return super().open_read(path)
+
+    which = {"producer": "p", "sequence": 0}
+    with BrokerThread(tmp_path, files=Unreadable()) as broker:
+        stage(broker, which, "bad", "t", b"1")
+        stage(broker, which, "good", "t", b"2")
+        answer = call(broker, "POST", "/transaction/commit", wanted(bad=1, good=1), **which)
+        assert refusal(answer) == (503, "WRITE_FAILED")
+        assert b"transaction p/0: the commit is broken off" in broker.request("GET", "/ping").body
+        assert call(broker, "POST", "/transaction/resolve", **which).expect_json()["lost_messages"] == 1
+        assert stored(broker, "t") == [b"2"]
+        assert broker.request("GET", "/ping").body == b"OK"
+
+
+def test_what_is_prepared_and_damaged_can_be_prepared_anew_or_aborted(tmp_path: Path) -> None:
+    which = {"producer": "p", "sequence": 0}
+    with BrokerThread(tmp_path) as broker:
+        stage(broker, which, "a", "t", b"1")
+        call(broker, "POST", "/transaction/prepare", wanted(a=1), **which).expect_json()
+        broker.stop()
+        (tmp_path / "transactions" / "p.producer" / "0" / "a.part").unlink()
+        broker.start()
+        stage(broker, which, "b", "t", b"1")
+        call(broker, "POST", "/transaction/prepare", wanted(b=1), **which).expect_json()
+        assert call(broker, "POST", "/transaction/commit", **which).expect_json()["messages"] == 1
+        assert stored(broker, "t") == [b"1"]
+
+
+def test_only_what_is_damaged_or_stuck_can_be_resolved(broker: BrokerThread, producer: str) -> None:
+    which = {"producer": producer, "sequence": 0}
+    assert refusal(call(broker, "POST", "/transaction/resolve", **which)) == (409, "NOT_DAMAGED")
+    stage(broker, which, "a", "t", b"1")
+    assert refusal(call(broker, "POST", "/transaction/resolve", **which)) == (409, "NOT_DAMAGED")
+    commit(broker, which, a=1)
+    assert call(broker, "POST", "/transaction/resolve", **which).expect_json()["already_committed"]
+
+
+def test_promises_of_before_that_do_not_list_their_chunks_still_open(tmp_path: Path) -> None:
+    whole, torn = ({"producer": name, "sequence": 0} for name in ("whole", "torn"))
+    with BrokerThread(tmp_path) as broker:
+        for which in (whole, torn):
+            stage(broker, which, "a", "t", b"1")
+            call(broker, "POST", "/transaction/prepare", wanted(a=1), **which).expect_json()
+        broker.stop()
+        for promise in tmp_path.glob("transactions/*/0/promise.json"):
+            write_json(Files(), promise, {"parts": ["a"], "note": ""}, sync=False)
+        (tmp_path / "transactions" / "torn.producer" / "0" / "a.part").unlink()
+        broker.start()
+        assert call(broker, "POST", "/transaction/commit", **whole).expect_json()["messages"] == 1
+        answer = call(broker, "POST", "/transaction/commit", **torn)
+        assert refusal(answer) == (409, "DAMAGED_TRANSACTION")
+        resolved = call(broker, "POST", "/transaction/resolve", **torn).expect_json()
+        assert (resolved["messages"], resolved["lost_messages"]) == (0, 1)
+        assert stored(broker, "t") == [b"1"]
+
+
+def test_staged_parts_keep_no_descriptors(broker: BrokerThread, producer: str) -> None:
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for part in range(20):
+        stage(broker, {"producer": producer, "sequence": 0}, f"part-{part}", "t", b"1")
+    assert len([*Path("/proc/self/fd").iterdir()]) < before + 10

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import threading
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,7 +19,7 @@ from nsparq.errors import NsparqError
 from nsparq.spark import api
 from nsparq.spark.api import Access, Unreachable
 from nsparq.spark.sink import NsqStreamWriter
-from nsparq.spark.sink_commit import CheckpointBehind, Coordinator
+from nsparq.spark.sink_commit import CheckpointBehind, Coordinator, TransactionDamaged
 from nsparq.spark.sink_nodes import SinkNode
 from nsparq.spark.sink_send import StagingLost
 from nsparq.testing import FaultProxy
@@ -297,6 +300,61 @@ def test_nsqd_killed_between_staging_and_commit_publishes_it_all_the_same(
         # The answer was lost, say, and the batch is repeated.
         writer.commit(run_batch(monkeypatch, writer, [[rows(*bodies)]]), 0)
         assert len(stored(broker, topic)) == 1000
+
+
+# damage
+
+
+def half_committed(brokers: Brokers, topic: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """One node has committed, and the driver is dead. Gives the index of the other node."""
+    mortal = Mortal(monkeypatch)
+    writer = stream_writer(*map(address, brokers), topic=topic)
+    messages = run_batch(monkeypatch, writer, PARTITIONS["as before"])
+    mortal.lives(5, True)  # two states, two promises, one commit
+    with pytest.raises(DriverDied):
+        writer.commit(messages, 0)
+    mortal.lives(-1, False)
+    return [state(broker, 0) for broker in brokers].index("prepared")
+
+
+def resolve(error: BaseException, brokers: Brokers, body: bytes = b"") -> Any:
+    """What an operator does who reads the message."""
+    found = re.search(r"POST http://127\.0\.0\.1:(\d+)(\S+)", str(error))
+    assert found is not None
+    broker = next(broker for broker in brokers if address(broker).endswith(found[1]))
+    return broker.request("POST", found[2], body).expect_json()
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_promise_that_was_damaged_stops_the_query_until_an_operator_accepts_it(
+    tmp_path: Path, topic: str, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "01":
+        (tmp_path / name).mkdir()
+    with BrokerThread(tmp_path / "0") as one, BrokerThread(tmp_path / "1") as other:
+        brokers = one, other
+        for broker in brokers:
+            broker.flags["http_address"] = address(broker)
+        promised = half_committed(brokers, topic, monkeypatch)
+        published = everything(brokers, topic)
+        brokers[promised].stop()
+        directory = tmp_path / str(promised) / "transactions" / f"{PRODUCER}.producer" / "0"
+        if damage == "cut":
+            for part in directory.glob("*.part"):
+                part.write_bytes(b"")
+        else:
+            shutil.rmtree(directory)
+        brokers[promised].start()
+        writer = stream_writer(*map(address, brokers), topic=topic)
+        for _ in range(2):
+            messages = run_batch(monkeypatch, writer, PARTITIONS["as before"])
+            with pytest.raises(TransactionDamaged) as raised:
+                writer.commit(messages, 0)
+        resolve(raised.value, brokers, b"" if damage == "cut" else b'{"parts": {}}')
+        writer.commit(run_batch(monkeypatch, writer, PARTITIONS["as before"]), 0)
+        assert everything(brokers, topic) == published
+        writer.commit(run_batch(monkeypatch, writer, [[rows(b"next")]], 1), 1)
+        assert b"next" in everything(brokers, topic)
 
 
 # aborting

@@ -187,7 +187,6 @@ class Broker:
             return
         self._background = run_inline
         self.turn()
-        self.transactions.close()
         for topic in self.topics.values():
             try:
                 topic.close()

@@ -9,12 +9,16 @@ On disk, in transactions/<producer>.producer/:
     committed.json     the last commit
     <sequence>/        a transaction that is open
         <part>.part    what one writer has staged
-        promise.json   the parts that it is to consist of; from the decision on also its tag, and where each
-                       topic's log then ended
+        promise.json   the parts that it is to consist of, with the chunks of each; from the decision on also
+                       its tag, and where each topic's log then ended; what turned out to be damaged
 
 The decision is on disk before the first message is appended, and the commit after the last. After a crash in
 between the tags in the logs tell which messages are there already, and the others are appended then. Until
-that is done no log lets go of what came after the decision.
+that is done no log lets go of what came after the decision, and no later transaction of the producer is
+decided.
+
+A staged message that cannot be read any more is lost, and its transaction is *damaged*. If it was decided,
+everything else of it is published. It counts as committed only when an operator has accepted the loss.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from nsparq.errors import NsparqError
+from nsparq.errors import CorruptBatch, NsparqError
 from nsparq.packed import PackedBodies
 from nsparq.storage.files import Files
 from nsparq.storage.log import Durability, Log
@@ -60,6 +64,22 @@ class Incomplete(NsparqError):
     """What the transaction should consist of is not what has been staged."""
 
 
+class Unfinished(NsparqError):
+    """Another transaction of the producer is decided and not wholly published: it comes first."""
+
+    def __init__(self, transaction: Transaction) -> None:
+        super().__init__(f"{transaction} is not finished")
+        self.transaction = transaction
+
+
+class Damaged(NsparqError):
+    """Messages of the transaction are lost, and no operator has accepted that."""
+
+    def __init__(self, transaction: Transaction) -> None:
+        super().__init__(f"{transaction}: {transaction.lost_messages} staged messages are damaged or missing")
+        self.transaction = transaction
+
+
 class PartSealed(NsparqError):
     """The part has been promised as it is."""
 
@@ -88,6 +108,8 @@ class Committed(NamedTuple):
     until_ns: int = 0
     """When it may be forgotten."""
     note: str = ""
+    lost: int = 0
+    """Staged messages that were damaged and could not be published."""
 
 
 class Transaction:
@@ -108,6 +130,10 @@ class Transaction:
         """Messages of each topic that its log has already, and that are not to be appended again."""
         self.applied = 0
         """Chunks done with."""
+        self.lost: dict[int, int] = {}
+        """Chunks that cannot be read, by number, and how many messages of each are not in the log."""
+        self.is_published = False
+        """Whether everything but what is lost is in the logs, as durable as configured."""
         self.touched_ns = broker.monotonic_ns()
 
     @property
@@ -130,6 +156,10 @@ class Transaction:
         return sum(part.size for part in self.parts.values())
 
     @property
+    def lost_messages(self) -> int:
+        return sum(self.lost.values())
+
+    @property
     def is_synchronous(self) -> bool:
         """Whether any of its messages must be on disk before their publisher is answered."""
         broker = self._broker
@@ -139,42 +169,72 @@ class Transaction:
 
     @property
     def state(self) -> str:
+        if self.lost_messages:
+            return "damaged"
         if self.decision is not None:
             return "committing"
         return "open" if self.promised is None else "prepared"
 
     def write_promise(self, *, sync: bool) -> None:
         """May be called in any thread, while nothing else happens to the transaction. Raises OSError."""
-        for name in self.promised or ():
-            if sync:
-                self.parts[name].sync()
-            self.parts[name].close()
-        fields: dict[str, Any] = {"parts": self.promised, "note": self.note}
+        promised = self.promised or []
+        fields: dict[str, Any] = {"parts": promised, "note": self.note}
+        fields["chunks"] = [self.parts[name].rows() for name in promised]
         if self.decision is not None:
             fields |= self.decision._asdict()
-        self._broker.files.make_directory(self.directory)
+        if self.lost:
+            fields["lost"] = [*self.lost.items()]
+            fields["published"] = self.is_published
+        elif sync:
+            for name in promised:
+                self.parts[name].sync()
+        if not promised:
+            self._broker.files.make_directory(self.directory)
         write_json(self._broker.files, self.directory / PROMISE, fields, sync=sync)
 
     def load(self) -> None:
         """Take up what an earlier run has left."""
         files = self._broker.files
-        for name in files.list_directory(self.directory):
-            if name.endswith(PART_SUFFIX):
-                part = Part(files, self.directory / name)
-                part.load()
-                self.parts[name.removesuffix(PART_SUFFIX)] = part
         promise = _read(files, self.directory / PROMISE)
-        if promise is None:
-            return
-        missing = [name for name in promise["parts"] if name not in self.parts]
-        if missing:
-            logger.error("%s: parts are missing: %s", self, ", ".join(missing))
-        self.promised = [name for name in promise["parts"] if name in self.parts]
-        self.note = promise["note"]
+        if promise is not None:
+            self._load_promise(promise)
+        for file_name in files.list_directory(self.directory):
+            name = file_name.removesuffix(PART_SUFFIX)
+            if file_name.endswith(PART_SUFFIX) and name not in self.parts:
+                part = self.parts[name] = Part(files, self.directory / file_name)
+                part.load()
+        for name in self.promised or ():
+            if name not in self.parts:
+                # Written before promises listed their chunks: how many messages there were is not known.
+                self.parts[name] = part = Part(files, self.part_path(name))
+                part.restore([(0, "", 1, 0)])
+        if self.decision is None:
+            self._check_promised()
+
+    def _load_promise(self, promise: dict[str, Any]) -> None:
+        self.promised, self.note = promise["parts"], promise["note"]
+        for name, rows in zip(promise["parts"], promise.get("chunks", ()), strict=False):
+            part = self.parts[name] = Part(self._broker.files, self.part_path(name))
+            part.restore(rows)
+        self.lost = dict(promise.get("lost", ()))
+        self.is_published = promise.get("published", False)
         if "tag" in promise:
             topics = {name: (incarnation, end) for name, (incarnation, end) in promise["topics"].items()}
             self.decision = Decision(promise["tag"], topics)
-            self.present = {name: self._count_present(name) for name in topics}
+            if not self.is_published:
+                self.present = {name: self._count_present(name) for name in topics}
+
+    def part_path(self, name: str) -> Path:
+        return self.directory / (name + PART_SUFFIX)
+
+    def _check_promised(self) -> None:
+        """Find out at once what cannot be committed as it was promised."""
+        for index, chunk in enumerate(self.chunks):
+            try:
+                chunk.read(self._broker.files)
+            except (CorruptBatch, OSError) as error:
+                logger.error("%s: %d staged messages are lost: %s", self, chunk.messages, error)
+                self.lost[index] = chunk.messages
 
     def _count_present(self, name: str) -> int:
         assert self.decision is not None
@@ -198,6 +258,14 @@ class Producer:
         self.committed = Committed()
         self.open: dict[int, Transaction] = {}
 
+    def decided(self) -> Transaction | None:
+        """The first transaction that is decided and not finished."""
+        return min(
+            (transaction for transaction in self.open.values() if transaction.decision is not None),
+            key=lambda transaction: transaction.sequence,
+            default=None,
+        )
+
 
 class Transactions:
     """All of a broker's. What takes long, writing a promise and reading chunks, the caller does in a thread;
@@ -212,6 +280,8 @@ class Transactions:
         self.committed_count = 0
         self.aborted_count = 0
         self.expired_count = 0
+        self.lost_messages = 0
+        """Staged, and damaged when they were to be published."""
 
     def load(self) -> None:
         """Take up what an earlier run has left; topics have been loaded."""
@@ -238,11 +308,6 @@ class Transactions:
             producer.open[transaction.sequence] = transaction
         self.producers[producer.name] = producer
 
-    def close(self) -> None:
-        for transaction in self._all_open():
-            for part in transaction.parts.values():
-                part.close()
-
     def _all_open(self) -> Iterator[Transaction]:
         for producer in self.producers.values():
             yield from producer.open.values()
@@ -254,19 +319,33 @@ class Transactions:
         return sum(transaction.size_bytes for transaction in self._all_open())
 
     def unfinished(self) -> list[Transaction]:
-        """Those that have been decided upon and not been finished."""
-        return [transaction for transaction in self._all_open() if transaction.decision is not None]
+        """Those that have been decided upon and can be finished by trying again."""
+        return [
+            transaction
+            for transaction in self._all_open()
+            if transaction.decision is not None and not transaction.is_published
+        ]
+
+    def damaged(self) -> list[Transaction]:
+        """Those that wait for an operator."""
+        return [transaction for transaction in self._all_open() if transaction.lost_messages]
 
     # a transaction's life
 
     def find(self, name: str, sequence: int) -> Transaction | None:
-        """The transaction if it is known and not committed. Raises AlreadyCommitted."""
+        """The transaction if it is known and not committed. Raises AlreadyCommitted, also if a later one of
+        the producer has been decided."""
         producer = self.producers.get(name)
         if producer is None:
             return None
+        transaction = producer.open.get(sequence)
         if sequence <= producer.committed.sequence:
             raise AlreadyCommitted(producer.committed.sequence)
-        return producer.open.get(sequence)
+        decided = producer.decided()
+        is_decided = transaction is not None and transaction.decision is not None
+        if decided is not None and sequence < decided.sequence and not is_decided:
+            raise AlreadyCommitted(decided.sequence)
+        return transaction
 
     def stage(
         self,
@@ -294,7 +373,7 @@ class Transactions:
         transaction = transaction or self._begin(name, sequence)
         if part is None:
             self._broker.files.make_directory(transaction.directory)
-            part = Part(self._broker.files, transaction.directory / (part_name + PART_SUFFIX))
+            part = Part(self._broker.files, transaction.part_path(part_name))
         part.append(topic, bodies, defer_ms)
         transaction.parts[part_name] = part
         transaction.touched_ns = self._broker.monotonic_ns()
@@ -321,15 +400,25 @@ class Transactions:
         transaction = transaction or self._begin(name, sequence)
         transaction.promised = [part_name for part_name, count in parts.items() if count]
         transaction.note = note
+        transaction.lost = {}
         transaction.touched_ns = self._broker.monotonic_ns()
         return transaction
 
-    def decide(self, transaction: Transaction) -> None:
+    def decide(self, transaction: Transaction, *, accept_loss: bool = False) -> None:
         """From the moment at which write_promise() has made this last, the transaction is committed. Raises
-        Incomplete if nothing has been promised; OSError or Exiting if a topic cannot be created."""
+        Incomplete if nothing has been promised, Unfinished if another one comes first, Damaged unless the
+        loss is accepted; OSError or Exiting if a topic cannot be created."""
         if transaction.promised is None:
             raise Incomplete("nothing has been prepared")
-        topics = [self._broker.get_topic(name) for name in {chunk.topic for chunk in transaction.chunks}]
+        other = transaction.producer.decided()
+        if other is not None:
+            raise Unfinished(other)
+        if transaction.lost and not accept_loss:
+            raise Damaged(transaction)
+        names = {
+            chunk.topic for index, chunk in enumerate(transaction.chunks) if index not in transaction.lost
+        }
+        topics = [self._broker.get_topic(name) for name in names]
         for topic in topics:
             topic.holds[transaction] = topic.log.end
         ends = {topic.name: (topic.incarnation, topic.log.end) for topic in topics}
@@ -346,7 +435,7 @@ class Transactions:
     def revoke(self, transaction: Transaction) -> None:
         """The decision did not reach the disk: there is none."""
         transaction.decision = None
-        self._release(transaction)
+        self.release(transaction)
 
     def apply(self, transaction: Transaction, chunk: Chunk, bodies: PackedBodies) -> None:
         """Publish the next chunk. Raises StorageError, OSError or Exiting, with nothing of it published."""
@@ -362,10 +451,27 @@ class Transactions:
             transaction.present[chunk.topic] -= skipped
         transaction.applied += 1
 
+    def lose(self, transaction: Transaction, chunk: Chunk, error: Exception) -> None:
+        """Note that the next chunk cannot be read; write_promise() makes that last."""
+        # What was published of it before it was damaged is not lost.
+        lost = chunk.messages - min(transaction.present.get(chunk.topic, 0), chunk.messages)
+        transaction.lost[transaction.applied] = lost
+        logger.error("%s: %d staged messages are lost: %s", transaction, lost, error)
+
+    def pass_over(self, transaction: Transaction, chunk: Chunk) -> None:
+        """Go on behind a chunk that is lost, once that is on disk."""
+        lost = transaction.lost[transaction.applied]
+        if lost < chunk.messages:
+            transaction.present[chunk.topic] -= chunk.messages - lost
+        self.lost_messages += lost
+        transaction.applied += 1
+
     def write_committed(self, transaction: Transaction, *, sync: bool, remember_s: float) -> Committed:
         """The last step but one; may be called in any thread. Raises OSError."""
         until_ns = self._broker.wall_ns() + round(remember_s * 1e9)
-        committed = Committed(transaction.sequence, transaction.messages, until_ns, transaction.note)
+        lost = transaction.lost_messages
+        published = transaction.messages - lost
+        committed = Committed(transaction.sequence, published, until_ns, transaction.note, lost)
         path = transaction.producer.directory / COMMITTED
         write_json(self._broker.files, path, committed._asdict(), sync=sync)
         return committed
@@ -405,13 +511,13 @@ class Transactions:
                 self._throw_away(producer.directory)
 
     def _drop(self, transaction: Transaction) -> None:
-        for part in transaction.parts.values():
-            part.close()
-        self._release(transaction)
+        self.release(transaction)
+        self._broker.set_health(None, str(transaction))
         del transaction.producer.open[transaction.sequence]
         self._throw_away(transaction.directory)
 
-    def _release(self, transaction: Transaction) -> None:
+    def release(self, transaction: Transaction) -> None:
+        """Let go of the logs: nobody needs to search them for it any more."""
         for topic in self._broker.topics.values():
             topic.holds.pop(transaction, None)
 

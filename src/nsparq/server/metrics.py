@@ -147,6 +147,18 @@ def _about_transactions(out: Exposition, transactions: Transactions) -> None:
         "transactions given up by their producers",
         transactions.expired_count,
     )
+    out.add(
+        f"{prefix}_damaged",
+        "gauge",
+        "transactions that wait for an operator: see /transaction/resolve",
+        len(transactions.damaged()),
+    )
+    out.add(
+        f"{prefix}_lost_messages_total",
+        "counter",
+        "staged messages that were damaged when they were to be published",
+        transactions.lost_messages,
+    )
 
 
 def _about_lag(out: Exposition, lag: LoopLag) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 from weakref import WeakValueDictionary
@@ -18,12 +19,14 @@ from nsparq.broker.transactions import (
     NAME,
     AlreadyCommitted,
     Committed,
+    Damaged,
     Incomplete,
     PartSealed,
     Transaction,
+    Unfinished,
     WrongPosition,
 )
-from nsparq.errors import Exiting, FatalClientError, StorageError
+from nsparq.errors import CorruptBatch, Exiting, FatalClientError, StorageError
 from nsparq.http.api import ApiError, Request, Result
 from nsparq.server.arguments import name_of, number_of
 from nsparq.wire.server import decode_multiple
@@ -99,6 +102,10 @@ class TransactionApi:
         promise = request.parameters.get("promise")
         return await self._in_task(self._commit(producer, sequence, wanted, promise, remember_s))
 
+    async def resolve(self, request: Request) -> Result:
+        producer, sequence = _which(request)
+        return await self._in_task(self._resolve(producer, sequence))
+
     async def abort(self, request: Request) -> None:
         producer, sequence = _which(request)
         async with self._lock(producer):
@@ -120,8 +127,9 @@ class TransactionApi:
         try:
             transaction = self._transactions.find(producer, sequence)
         except AlreadyCommitted:
-            note = committed.note if committed.sequence == sequence else ""
-            return answer | {"state": "committed", "note": note}
+            is_last = committed.sequence == sequence
+            answer |= {"state": "committed", "note": committed.note if is_last else ""}
+            return answer | ({"lost_messages": committed.lost} if is_last and committed.lost else {})
         return answer if transaction is None else answer | _shown(transaction)
 
     def list_all(self, request: Request) -> Result:
@@ -138,6 +146,7 @@ class TransactionApi:
                             "topics": sorted(transaction.topics),
                             "messages": transaction.messages,
                             "bytes": transaction.size_bytes,
+                            "lost_messages": transaction.lost_messages,
                             "touched": self._nsqd.broker.wall_of(transaction.touched_ns),
                         }
                         for transaction in producer.open.values()
@@ -155,10 +164,9 @@ class TransactionApi:
         while True:
             for transaction in self._transactions.unfinished():
                 name, sequence = transaction.producer.name, transaction.sequence
-                try:
+                # What stands in its way is in the log and in /ping, or an operator has to see to it.
+                with suppress(ApiError):
                     await self._commit(name, sequence, None, None, None)
-                except ApiError as error:
-                    logger.error("%s: cannot be finished: %s", transaction, error)
             await asyncio.sleep(RETRY_S)
 
     def _lock(self, producer: str) -> asyncio.Lock:
@@ -177,19 +185,49 @@ class TransactionApi:
         remember_s: float | None,
     ) -> Result:
         async with self._lock(producer):
+            await self._finish_earlier(producer, sequence)
             try:
                 transaction = self._transactions.find(producer, sequence)
             except AlreadyCommitted:
-                last = self._transactions.producers[producer].committed
-                count = last.messages if last.sequence == sequence else None
-                return {"sequence": sequence, "messages": count, "already_committed": True}
+                return self._already_committed(producer, sequence)
             if transaction is None or transaction.decision is None:
                 transaction = await self._decide(producer, sequence, wanted, promise, transaction)
+            return await self._finish(transaction, remember_s)
+
+    async def _resolve(self, producer: str, sequence: int) -> Result:
+        """Finish a transaction without those of its messages that cannot be read."""
+        async with self._lock(producer):
+            await self._finish_earlier(producer, sequence)
             try:
-                return await self._finish(transaction, remember_s)
-            except (StorageError, OSError, Exiting) as error:
-                logger.error("%s: the commit is broken off: %s", transaction, error)
-                raise ApiError(503, "WRITE_FAILED") from error
+                transaction = self._transactions.find(producer, sequence)
+            except AlreadyCommitted:
+                return self._already_committed(producer, sequence)
+            if transaction is None or (transaction.decision is None and not transaction.lost):
+                raise ApiError(409, "NOT_DAMAGED")
+            if transaction.decision is None:
+                await self._write_decision(transaction, accept_loss=True)
+            return await self._finish(transaction, None, accept_loss=True)
+
+    async def _finish_earlier(self, producer: str, sequence: int) -> None:
+        """What a producer has had decided comes before anything newer."""
+        known = self._transactions.producers.get(producer)
+        while known is not None and (earlier := known.decided()) is not None and earlier.sequence < sequence:
+            try:
+                await self._finish(earlier, None)
+            except ApiError as error:
+                if error.code == "DAMAGED_TRANSACTION":
+                    raise
+                raise ApiError(503, "EARLIER_TRANSACTION_UNFINISHED", sequence=earlier.sequence) from error
+
+    def _already_committed(self, producer: str, sequence: int) -> Result:
+        last = self._transactions.producers[producer].committed
+        is_last = last.sequence == sequence
+        return {
+            "sequence": sequence,
+            "messages": last.messages if is_last else None,
+            "already_committed": True,
+            **({"lost_messages": last.lost} if is_last and last.lost else {}),
+        }
 
     async def _decide(
         self,
@@ -204,10 +242,20 @@ class TransactionApi:
             transaction = self._promise(producer, sequence, *wanted)
         elif transaction is None:
             raise ApiError(409, "INCOMPLETE_TRANSACTION", reason="nothing has been prepared")
+        await self._write_decision(transaction)
+        return transaction
+
+    async def _write_decision(self, transaction: Transaction, *, accept_loss: bool = False) -> None:
         try:
-            self._transactions.decide(transaction)
+            self._transactions.decide(transaction, accept_loss=accept_loss)
         except Incomplete as error:
             raise ApiError(409, "INCOMPLETE_TRANSACTION", reason=str(error)) from error
+        except Damaged as error:
+            _say_damaged(error)
+        except Unfinished as error:
+            raise ApiError(
+                503, "EARLIER_TRANSACTION_UNFINISHED", sequence=error.transaction.sequence
+            ) from error
         except (StorageError, OSError, Exiting) as error:
             raise ApiError(503, "WRITE_FAILED") from error
         try:
@@ -215,7 +263,6 @@ class TransactionApi:
         except ApiError:
             self._transactions.revoke(transaction)
             raise
-        return transaction
 
     def _check_promise(self, producer: str, sequence: int, expected: str | None) -> None:
         """A client that was given up must not undo what its successor has promised since."""
@@ -244,25 +291,70 @@ class TransactionApi:
             logger.error("%s: %s", transaction, error)
             raise ApiError(503, "WRITE_FAILED") from error
 
-    async def _finish(self, transaction: Transaction, remember_s: float | None) -> Result:
+    async def _finish(
+        self, transaction: Transaction, remember_s: float | None, *, accept_loss: bool = False
+    ) -> Result:
         """Publish what is still to be published of a transaction that has been decided upon."""
         nsqd, transactions = self._nsqd, self._transactions
-        files = nsqd.broker.files
+        try:
+            if not transaction.is_published:
+                await self._publish(transaction, accept_loss=accept_loss)
+            if transaction.lost_messages and not accept_loss:
+                raise Damaged(transaction)
+            longest_s = nsqd.options.transaction_retention
+            limit_s = longest_s if remember_s is None else min(remember_s, longest_s)
+            sync = transaction.is_synchronous
+            committed = await nsqd.in_disk_thread(
+                lambda: transactions.write_committed(transaction, sync=sync, remember_s=limit_s)
+            )
+        except Damaged as error:
+            nsqd.broker.set_health(None, str(transaction))
+            _say_damaged(error)
+        except (StorageError, OSError, Exiting) as error:
+            nsqd.broker.set_health(f"{transaction}: the commit is broken off: {error}", str(transaction))
+            raise ApiError(503, "WRITE_FAILED") from error
+        transactions.finish(transaction, committed)
+        return {
+            "sequence": committed.sequence,
+            "messages": committed.messages,
+            "already_committed": False,
+            **({"lost_messages": committed.lost} if committed.lost else {}),
+        }
+
+    async def _publish(self, transaction: Transaction, *, accept_loss: bool) -> None:
+        """Publish all that can be read. Can be tried again after StorageError, OSError, Exiting, ApiError."""
+        nsqd, transactions = self._nsqd, self._transactions
         for chunk in transaction.chunks[transaction.applied :]:
-            bodies = await nsqd.in_disk_thread(partial(chunk.read, files))
-            transactions.apply(transaction, chunk, bodies)
+            if transaction.applied in transaction.lost:
+                transactions.pass_over(transaction, chunk)
+                continue
+            try:
+                bodies = await nsqd.in_disk_thread(partial(chunk.read, nsqd.broker.files))
+            except (CorruptBatch, OSError) as error:
+                # Another error may be over in a moment: descriptors or memory that are used up, say.
+                if not accept_loss and not isinstance(error, CorruptBatch | FileNotFoundError):
+                    raise
+                transactions.lose(transaction, chunk, error)
+                try:
+                    await self._write_promise(transaction)
+                except ApiError:
+                    del transaction.lost[transaction.applied]
+                    raise
+                transactions.pass_over(transaction, chunk)
+            else:
+                transactions.apply(transaction, chunk, bodies)
         for name in sorted(transaction.topics):
             topic = nsqd.broker.topics.get(name)
             if topic is not None:
                 await _committed(topic)
-        longest_s = nsqd.options.transaction_retention
-        limit_s = longest_s if remember_s is None else min(remember_s, longest_s)
-        sync = transaction.is_synchronous
-        committed = await nsqd.in_disk_thread(
-            lambda: transactions.write_committed(transaction, sync=sync, remember_s=limit_s)
-        )
-        transactions.finish(transaction, committed)
-        return {"sequence": committed.sequence, "messages": committed.messages, "already_committed": False}
+        if transaction.lost_messages:
+            transaction.is_published = True
+            try:
+                await self._write_promise(transaction)
+            except ApiError:
+                transaction.is_published = False
+                raise
+            transactions.release(transaction)
 
     async def _in_task(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Wait for it, and let it go on if nobody waits any more."""
@@ -285,14 +377,30 @@ async def _committed(topic: Topic) -> None:
 
 
 def _shown(transaction: Transaction) -> dict[str, Any]:
-    # Decided is committed, to all intents: nothing but time is needed.
+    # Decided is committed, to all intents, unless it is damaged: nothing but time is needed.
     is_decided = transaction.decision is not None
     return {
-        "state": "committed" if is_decided else transaction.state,
+        "state": "committed" if is_decided and not transaction.lost_messages else transaction.state,
+        **(
+            {"lost_messages": transaction.lost_messages, "decided": is_decided}
+            if transaction.lost_messages
+            else {}
+        ),
         "parts": {name: part.messages for name, part in transaction.parts.items()},
         "prepared": transaction.promised,
         "note": transaction.note,
     }
+
+
+def _say_damaged(error: Damaged) -> NoReturn:
+    transaction = error.transaction
+    raise ApiError(
+        409,
+        "DAMAGED_TRANSACTION",
+        sequence=transaction.sequence,
+        lost_messages=transaction.lost_messages,
+        reason=str(error),
+    ) from error
 
 
 def _refuse(error: AlreadyCommitted) -> NoReturn:

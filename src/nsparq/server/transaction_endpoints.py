@@ -48,6 +48,15 @@ _PARTS_HELP: Final = (
     '`{"parts": {name: messages}, "note": text}`: the parts that the transaction consists of, in this order, '
     "each with the number of messages that it must hold"
 )
+_UNFINISHED: Final = ((409, "DAMAGED_TRANSACTION"), (503, "EARLIER_TRANSACTION_UNFINISHED"))
+_COMMITTED: Final = obj(
+    {
+        "sequence": COUNT,
+        "messages": {"type": ["integer", "null"]},
+        "already_committed": {"type": "boolean"},
+    },
+    {"lost_messages": COUNT},
+)
 _PARTS_ERRORS: Final = ((400, "INVALID_PARTS"), (409, "INCOMPLETE_TRANSACTION"), (503, "WRITE_FAILED"))
 
 
@@ -128,7 +137,10 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             details="Without a body: what has been prepared. One that is committed already, or is older than "
             "the producer's last, is answered with `already_committed` and changes nothing. Once it is under "
             "way it is finished, whatever becomes of the connection or of the daemon. What else was staged "
-            "for it is dropped.",
+            "for it is dropped. An earlier transaction of the producer that is under way is finished first; "
+            "if the disk does not allow that now, the answer is `EARLIER_TRANSACTION_UNFINISHED`: try again. "
+            "`DAMAGED_TRANSACTION` names the transaction of which staged messages are lost, and says how "
+            "many: see `/transaction/resolve`.",
             params=(
                 *_WHICH,
                 _PROMISE,
@@ -149,18 +161,37 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             max_body=MAX_PARTS_BODY,
             success="an object; `messages` is null for one that was not the last",
             success_type=JSON_TYPE,
-            success_schema=obj(
-                {
-                    "sequence": COUNT,
-                    "messages": {"type": ["integer", "null"]},
-                    "already_committed": {"type": "boolean"},
-                }
-            ),
+            success_schema=_COMMITTED,
             errors=(
                 *_WHICH_ERRORS,
                 (400, "INVALID_ARG_REMEMBER"),
                 (409, "WRONG_PROMISE"),
                 *_PARTS_ERRORS,
+                *_UNFINISHED,
+            ),
+        ),
+        Endpoint(
+            group=_GROUP,
+            method="POST",
+            path="/transaction/resolve",
+            handler=api.resolve,
+            summary="Accept the loss of messages that were staged, and commit the rest.",
+            details="For an operator. If staged messages are damaged on disk, or their files are gone, nsqd "
+            "publishes the others of a transaction that is decided, and nothing of one that is only "
+            "prepared. Such a transaction is never called committed, and no later one of the producer is, "
+            "until this is said. What is only prepared can be aborted instead.",
+            params=_WHICH,
+            permission="admin",
+            topics=api.topics,
+            success="an object; `lost_messages` is how many were not published",
+            success_type=JSON_TYPE,
+            success_schema=_COMMITTED,
+            errors=(
+                *_WHICH_ERRORS,
+                (409, "NOT_DAMAGED"),
+                (409, "INCOMPLETE_TRANSACTION"),
+                *_UNFINISHED,
+                (503, "WRITE_FAILED"),
             ),
         ),
         Endpoint(
@@ -184,7 +215,8 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             params=_WHICH,
             permission="publish",
             topics=api.topics,
-            success="an object; `state` is `unknown`, `open`, `prepared` or `committed`, "
+            success="an object; `state` is `unknown`, `open`, `prepared`, `committed` or `damaged` (and then "
+            "`decided` tells whether the rest is published), "
             "`committed_sequence` the producer's last commit or null, `committed_note` its note",
             success_type=JSON_TYPE,
             success_schema=obj(
@@ -193,6 +225,8 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
                     "parts": {"type": "object", "additionalProperties": COUNT},
                     "prepared": {"type": ["array", "null"], "items": TEXT},
                     "note": TEXT,
+                    "lost_messages": COUNT,
+                    "decided": {"type": "boolean"},
                 },
             ),
             errors=_WHICH_ERRORS,
@@ -222,6 +256,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
                                             "topics": listed(TEXT),
                                             "messages": COUNT,
                                             "bytes": COUNT,
+                                            "lost_messages": COUNT,
                                             "touched": INT,
                                         }
                                     )

@@ -5,7 +5,7 @@ Promise and commit carry a note, made anew for each try, which names the nodes t
 a batch half done, because its driver died and the batch is being repeated, goes by two rules:
 
 1. If a node has committed it, that was the decision: promises with the same note are committed, and whatever
-   else is staged, by the repetition too, is dropped.
+   else is staged, by the repetition too, is dropped. A promise that is damaged or gone is an error.
 2. If none has, nothing was decided: the repetition's own parts take the place of what was promised.
 
 So every node is asked before the first commit, and one that does not answer is waited for. Should a driver
@@ -21,14 +21,16 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar
+from urllib.parse import urlencode
 from uuid import uuid4
 
 from nsparq.errors import NsparqError
+from nsparq.fetch import without_secrets
 from nsparq.spark.api import Access, Client, Patience, Refused, Unreachable
 from nsparq.spark.sink_nodes import SinkNode
 from nsparq.spark.sink_send import StagingLost
 
-__all__ = ["CheckpointBehind", "Coordinator", "check_replay"]
+__all__ = ["CheckpointBehind", "Coordinator", "TransactionDamaged", "check_replay"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +48,23 @@ class CheckpointBehind(NsparqError):
     """nsqd has later transactions of this producer than the one that is to come now."""
 
 
+class TransactionDamaged(NsparqError):
+    """Messages that a node had promised to publish are lost. The query waits for an operator: going on would
+    call half a batch published."""
+
+
 class _Overtaken(NsparqError):
     """Somebody else does the same work. If it is done, that shows in the states of the nodes."""
 
 
 class _State(NamedTuple):
-    """What has become of the transaction on a node: `unknown`, `open`, `prepared` or `committed`."""
+    """What has become of the transaction on a node: `unknown`, `open`, `prepared`, `committed` or
+    `damaged`."""
 
     state: str
     note: str
+    is_decided: bool
+    """Whether it is committed, or would be but for its damage."""
 
 
 def check_replay(producer: str, sequence: int, committed: int) -> None:
@@ -70,7 +80,7 @@ def check_replay(producer: str, sequence: int, committed: int) -> None:
 
 class Coordinator:
     """One transaction, and all nodes that may have to do with it. Raises Unreachable when time is up,
-    Refused, StagingLost, CheckpointBehind."""
+    Refused, StagingLost, TransactionDamaged, CheckpointBehind."""
 
     def __init__(
         self,
@@ -108,11 +118,11 @@ class Coordinator:
         """Publish these parts, by name of the node, unless the transaction has been published before."""
         try:
             states = self._states()
-            if not _committed(states):
+            if not _decided(states):
                 self._agree(states, parts)
                 return
         except _Overtaken as overtaken:
-            if not _committed(self._states()):
+            if not _decided(self._states()):
                 raise
             logger.warning("%s", overtaken)
         self._settle()
@@ -146,34 +156,59 @@ class Coordinator:
         self._retry_for = min(self._retry_for, ABORT_S)
         try:
             states = self._states()
-            found = {state.state for state in states.values()}
-            if "committed" not in found and ("prepared" not in found or for_good):
+            is_promised = any(state.state in ("prepared", "damaged") for state in states.values())
+            is_decided = bool(_decided(states))
+            if not is_decided and (not is_promised or for_good):
                 for name, state in sorted(states.items()):
                     self._abort(name, state)
-            elif "committed" in found and for_good:
+            elif is_decided and for_good:
                 logger.error("%s: the write is reported as failed, but is published all the same", self)
                 self._settle()
         except NsparqError as error:
             logger.warning("%s: what has been staged stays until it expires: %s", self, error)
 
     def _settle(self) -> None:
-        """It has been committed somewhere: everywhere, then."""
+        """It has been committed somewhere: everywhere, then. Raises TransactionDamaged once all has been done
+        that can be done."""
         # Looked at anew, now that it is decided: nobody who takes part can seem not to have promised yet.
         states = self._states()
-        decided = _committed(states)[0]
+        decided = _decided(states)[0]
         note = states[decided].note
         logger.warning("%s has been committed before; finishing that", self)
+        damage: TransactionDamaged | None = None
         for name, state in sorted(states.items()):
-            if state.state == "committed":
+            if state.is_decided:
                 if state.note != note:
                     logger.error("%s: its parts on %s and on %s differ", self, decided, name)
-            elif state.state == "prepared" and state.note == note:
-                self._commit(name, note)
+                if state.state == "damaged":
+                    damage = self._damage(name, self._sequence)
+            elif state.state in ("prepared", "damaged") and state.note == note:
+                try:
+                    self._commit(name, note)
+                except TransactionDamaged as error:
+                    damage = error
             else:
-                if any(node.name == name for node in _named(note)):
-                    logger.error("%s: what %s had promised is gone, and lost", self, self._nodes[name])
                 # Not a part of what was decided: the repetition has staged it.
                 self._abort(name, state)
+                if any(node.name == name for node in _named(note)):
+                    damage = TransactionDamaged(
+                        f"{self}: what {self._nodes[name]} had promised is gone, and lost; {decided} has "
+                        f"committed its share. To accept that: POST "
+                        f"{self._url(name, 'commit', self._sequence)} with the body "
+                        '{"parts": {}}'
+                    )
+        if damage is not None:
+            raise damage
+
+    def _damage(self, name: str, sequence: int) -> TransactionDamaged:
+        return TransactionDamaged(
+            f"{self}: staged messages of batch {sequence} are damaged on {self._nodes[name]}, whose log says "
+            f"which. To go on without them: POST {self._url(name, 'resolve', sequence)}"
+        )
+
+    def _url(self, name: str, verb: str, sequence: int) -> str:
+        query = urlencode({"producer": self._producer, "sequence": sequence})
+        return f"{without_secrets(self._nodes[name].url)}/transaction/{verb}?{query}"
 
     # nodes
 
@@ -192,7 +227,9 @@ class Coordinator:
         committed = answer.get("committed_sequence")
         if isinstance(committed, int):
             check_replay(self._producer, self._sequence, committed)
-        return _State(str(answer.get("state")), str(answer.get("note") or ""))
+        state = str(answer.get("state"))
+        is_decided = state == "committed" or (state == "damaged" and answer.get("decided") is True)
+        return _State(state, str(answer.get("note") or ""), is_decided)
 
     def _prepare(self, name: str, parts: Parts, note: str, instead_of: str) -> None:
         """Unless somebody else has promised something since we looked."""
@@ -226,7 +263,7 @@ class Coordinator:
 
     def _abort(self, name: str, state: _State) -> None:
         """Drop what is staged there, unless more has come of it meanwhile."""
-        if state.state not in ("open", "prepared"):
+        if state.is_decided or state.state == "unknown":
             return
         with suppress(_Overtaken):
             self._ask(
@@ -257,6 +294,9 @@ class Coordinator:
                         f"{self}: {self._nodes[name]} has lost what was staged ({reason}); nothing of "
                         "it has been published there"
                     ) from refused
+                if refused.code == "DAMAGED_TRANSACTION":
+                    # It may be an earlier one, which keeps this one waiting.
+                    raise self._damage(name, refused.details.get("sequence", self._sequence)) from refused
                 if refused.status < 500 or not patience.wait():
                     raise
                 logger.warning("%s; trying again", refused)
@@ -274,8 +314,8 @@ class Coordinator:
         return content
 
 
-def _committed(states: Mapping[str, _State]) -> list[str]:
-    return sorted(name for name, state in states.items() if state.state == "committed")
+def _decided(states: Mapping[str, _State]) -> list[str]:
+    return sorted(name for name, state in states.items() if state.is_decided)
 
 
 def _named(note: str) -> list[SinkNode]:

@@ -12,10 +12,10 @@ Little endian; the crc covers everything after itself. A chunk is what one reque
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from crc32c import crc32c
 
@@ -46,19 +46,24 @@ class Chunk(NamedTuple):
             raw = files.read(fd, self.size, self.position)
         finally:
             files.close(fd)
-        if len(raw) < self.size or crc32c(memoryview(raw)[_CHECKED_FROM:]) != _HEAD.unpack_from(raw)[1]:
+        name = self.topic.encode("ascii")
+        if len(raw) < self.size:
+            raise CorruptBatch(self.path, self.position, "the file is too short")
+        magic, crc, *fields = _HEAD.unpack_from(raw)
+        if magic != _MAGIC or crc32c(memoryview(raw)[_CHECKED_FROM:]) != crc:
             raise CorruptBatch(self.path, self.position, "checksum mismatch")
-        table = _HEAD.size + len(self.topic)
+        table = _HEAD.size + len(name)
+        if fields != [self.size, self.messages, self.defer_ms, len(name)] or raw[_HEAD.size : table] != name:
+            raise CorruptBatch(self.path, self.position, "another chunk than the one that was staged")
         bodies = table + 4 * self.messages
         return PackedBodies(lengths_from(raw[table:bodies]), raw[bodies:])
 
 
 class Part:
-    """What one writer has staged. Appending to it opens the file, close() lets go of it."""
+    """What one writer has staged. Its file is open only while something is done with it."""
 
     def __init__(self, files: Files, path: Path) -> None:
         self._files = files
-        self._fd = -1
         self.path = path
         self.chunks: list[Chunk] = []
         self.messages = 0
@@ -68,12 +73,20 @@ class Part:
     def load(self) -> None:
         """Learn what an earlier run has staged. A chunk that was being written when it ended is cut off:
         nobody was told that it was there."""
-        fd = self._open()
-        for chunk in _chunks(self._files, fd, self.path):
-            self._note(chunk)
-        if self._files.size(fd) != self.size:
-            self._files.truncate(fd, self.size)
-        self.close()
+        with self._opened() as fd:
+            for chunk in _chunks(self._files, fd, self.path):
+                self._note(chunk)
+            if self._files.size(fd) != self.size:
+                self._files.truncate(fd, self.size)
+
+    def restore(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Take the chunks from what rows() gave to an earlier run. Reading finds out which are damaged."""
+        for size, topic, messages, defer_ms in rows:
+            self._note(Chunk(self.path, self.size, size, topic, messages, defer_ms))
+
+    def rows(self) -> list[tuple[int, str, int, int]]:
+        """Size, topic, messages and delay of each chunk."""
+        return [(chunk.size, chunk.topic, chunk.messages, chunk.defer_ms) for chunk in self.chunks]
 
     def append(self, topic: str, bodies: PackedBodies, defer_ms: int) -> None:
         """Raises OSError, with nothing staged."""
@@ -82,13 +95,13 @@ class Part:
         head = _HEAD.pack(_MAGIC, 0, size, len(bodies), defer_ms, len(name)) + name + table
         crc = crc32c(bodies.data, crc32c(head[_CHECKED_FROM:]))
         head = _MAGIC + crc.to_bytes(4, "little") + head[_CHECKED_FROM:]
-        fd = self._open()
-        try:
-            self._files.write(fd, [head, bodies.data], self.size)
-        except OSError:
-            # What has been written of it could be taken for a chunk some day.
-            self._files.truncate(fd, self.size)
-            raise
+        with self._opened() as fd:
+            try:
+                self._files.write(fd, [head, bodies.data], self.size)
+            except OSError:
+                # What has been written of it could be taken for a chunk some day.
+                self._files.truncate(fd, self.size)
+                raise
         self._note(Chunk(self.path, self.size, size, topic, len(bodies), defer_ms))
 
     def _note(self, chunk: Chunk) -> None:
@@ -96,24 +109,21 @@ class Part:
         self.messages += chunk.messages
         self.size += chunk.size
 
-    def _open(self) -> int:
-        if self._fd < 0:
-            self._fd = self._files.open(self.path)
-        return self._fd
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        fd = self._files.open(self.path)
+        try:
+            yield fd
+        finally:
+            self._files.close(fd)
 
     def sync(self) -> None:
         """Have it on disk. May be called in any thread, while nothing is appended."""
-        self._files.sync(self._open())
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            self._files.close(self._fd)
-            self._fd = -1
-
-    def remove(self) -> None:
-        self.close()
-        with suppress(FileNotFoundError):
-            self._files.unlink(self.path)
+        fd = self._files.open_read(self.path)
+        try:
+            self._files.sync(fd)
+        finally:
+            self._files.close(fd)
 
 
 def _chunks(files: Files, fd: int, path: Path) -> Iterator[Chunk]:
