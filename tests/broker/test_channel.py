@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 
@@ -1063,3 +1064,58 @@ def test_where_latencies_are_recorded_each_message_keeps_its_publish_time(make_r
     stats = rig.channel().stats(include_clients=False, now_ns=rig.clock())
     (percentile,) = stats["e2e_processing_latency"]["percentiles"]
     assert percentile["value"] == pytest.approx(3 * SECOND, rel=0.05)
+
+
+# A send that ends the connection: its client leaves the channel in the middle of a round.
+
+
+class FailingClient(FakeClient):
+    """Its connection ends with its first message, as one with a bad TLS record does."""
+
+    def _keep(self, data: bytes | memoryview) -> None:
+        assert self.channel is not None, "a client that has left gets nothing"
+        self.close_calls += 1
+        self.channel.remove_client(self)
+
+
+@pytest.mark.parametrize("channel", ["c", "c#ephemeral"])
+@pytest.mark.parametrize("sample_rate", [0, 100])
+@pytest.mark.parametrize("came_back", [False, True], ids=["new messages", "messages that came back"])
+@pytest.mark.parametrize(
+    ("number", "failing"),
+    [(n, {*who}) for n in range(1, 5) for k in (1, 2) for who in combinations(range(n), k)],
+)
+def test_a_send_that_ends_its_connection_costs_the_other_clients_nothing(
+    rig: Rig, number: int, failing: set[int], came_back: bool, sample_rate: int, channel: str
+) -> None:
+    rig.channel(channel)
+    if came_back:
+        first = rig.subscribe(channel=channel, rdy=20)
+    rig.publish("t", *bodies(20))
+    clients = []
+    for position in range(number):
+        made = FailingClient if position in failing else FakeClient
+        client = made(f"client-{position}", sample_rate=sample_rate)
+        rig.broker.subscribe(client, "t", channel)
+        clients.append(client)
+    if came_back:
+        rig.disconnect(first)
+    for client in clients:
+        # All of them stand in line before the turn ends.
+        rig.channel(channel).set_ready(client, 2)
+    rig.turn()
+    healthy = [client for position, client in enumerate(clients) if position not in failing]
+    is_kept = channel == "c" or bool(healthy)
+    if not healthy:
+        healthy = [rig.subscribe(channel=channel, rdy=2)]
+    seen: list[bytes] = []
+    for _ in range(20):
+        for client in healthy:
+            messages = client.take()
+            seen += [message.body for message in messages]
+            rig.finish(client, *messages)
+    assert sorted(seen) == (sorted(bodies(20)) if is_kept else [])
+    assert [client.close_calls for client in clients] == [position in failing for position in range(number)]
+    # Everybody is still in line.
+    rig.publish("t", *bodies(2 * len(healthy)))
+    assert [len(client.take()) for client in healthy] == [2] * len(healthy)

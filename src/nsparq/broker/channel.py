@@ -275,6 +275,9 @@ class Channel(Backlog):
                 goes_on = self._round(now_ns, stop_ns)
         finally:
             self._launch_open()
+        if self.is_exiting:
+            # Its last client left while it was sent to, and the channel was ephemeral.
+            return self.cursor - start
         self.step_over()
         if not any(self._lines):
             self._current = None
@@ -298,8 +301,9 @@ class Channel(Backlog):
             if topic.broker.monotonic_ns() > stop_ns:
                 topic.broker.schedule_channel(self)
                 return False
-        self._lines[client.distance].clear()
-        client.is_queued = False
+        if client.is_queued:
+            client.is_queued = False
+            self._lines[client.distance].remove(client)
         return any(self._lines)
 
     def _round(self, now_ns: int, stop_ns: int) -> bool:
@@ -320,10 +324,12 @@ class Channel(Backlog):
             if not self._serve(client, now_ns):
                 self._turns = 0
                 return False
-            ready.rotate(-1)
-            if client.capacity <= 0:
-                ready.pop()
-                client.is_queued = False
+            # A send can end the connection: then the client has left the line, and another stands there.
+            if client.is_queued:
+                ready.rotate(-1)
+                if client.capacity <= 0:
+                    ready.pop()
+                    client.is_queued = False
         self._turns = 0
         # A round without any progress is the last one, whatever the depth says.
         moved = before != (self.cursor, len(self.requeued), len(ready))
@@ -414,14 +420,21 @@ class Channel(Backlog):
         """A client that asked for a share: what it does not get is gone for the channel."""
         buffer, offsets = batch.frames or self._build(batch)
         deadline_ns = now_ns + client.msg_timeout_ns
+        pieces: list[bytes] = []
         for i in range(index, index + number):
             if chance.randrange(100) > client.identity.sample_rate:
                 continue
             sequence = batch.base + i
-            client.send(buffer[offsets[i] : offsets[i + 1]])
+            pieces.append(buffer[offsets[i] : offsets[i + 1]])
             self._launch(Run(client, sequence, sequence + 1, now_ns, deadline_ns, 1, batch.timestamp_of(i)))
-            client.in_flight += 1
-            client.message_count += 1
+        self._send_pieces(client, pieces)
+
+    def _send_pieces(self, client: Client, pieces: list[bytes]) -> None:
+        """Send messages that are in flight already: if sending ends the connection, they are taken back."""
+        if pieces:
+            client.in_flight += len(pieces)
+            client.message_count += len(pieces)
+            client.send(b"".join(pieces))
 
     def _batch_at_cursor(self) -> Batch | None:
         """The batch that holds the cursor, which steps over gaps and deferred messages; None at the end."""
@@ -471,11 +484,9 @@ class Channel(Backlog):
             self._launch(Run(client, sequence, sequence + 1, now_ns, deadline_ns, attempts, timestamp_ns))
             if size >= MAX_WRITE:
                 break
-        if pieces:
-            client.send(b"".join(pieces))
-        client.in_flight += len(pieces)
-        client.message_count += len(pieces)
-        return before - len(self.requeued)
+        passed = before - len(self.requeued)
+        self._send_pieces(client, pieces)
+        return passed
 
     def _find(self, sequence: int) -> tuple[bytes, int] | None:
         """The first-delivery frame of a message and its publish time."""

@@ -558,10 +558,10 @@ class Topic:
         self.is_exiting = True
         for name in [*self.channels]:
             self.delete_channel(name)
-        for waiting in (self._waiting, *(waiting for _, waiting in self._uncommitted)):
+        unanswered = [self._waiting, *(waiting for _, waiting in self._uncommitted)]
+        self._waiting, self._uncommitted = [], []
+        for waiting in unanswered:
             self._tell(waiting, Exiting())
-        self._waiting.clear()
-        self._uncommitted.clear()
         if isinstance(self.log, Log):
             self.log.delete()
 
