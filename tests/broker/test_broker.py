@@ -904,6 +904,17 @@ def test_producers_are_the_clients_that_have_published(rig: Rig):
     assert shown["pub_counts"] == [{"topic": "u", "count": 1}]
 
 
+def test_producers_of_other_topics_are_not_shown_with_a_topic(rig: Rig):
+    """Who may read one topic learns nothing about the clients of others."""
+    mine, theirs = FakeClient("mine"), FakeClient("theirs")
+    rig.broker.clients |= {mine, theirs}
+    for name, client in (("t", mine), ("u", theirs)):
+        rig.broker.get_topic(name)
+        client.publish_counts[name] += 1
+    assert [one["client_id"] for one in rig.broker.stats(topic="t")["producers"]] == ["mine"]
+    assert len(rig.broker.stats()["producers"]) == 2
+
+
 def test_stats_of_a_paused_topic_that_overflows_memory(make_rig: MakeRig):
     rig = make_rig(mem_queue_size=2)
     rig.channel()

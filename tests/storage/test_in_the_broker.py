@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from nsparq.packed import PackedBodies
 from nsparq.storage.log import Durability
 from tests.broker.rig import Rig
 
@@ -113,3 +116,19 @@ def test_ids_never_decrease_or_repeat_over_starts(tmp_path: Path, durability: Du
             rig.clock.set_wall(-set_back)
             rig.crash(0)
     rig.drop()
+
+
+def test_no_other_user_of_the_machine_can_look_into_the_data_path(rig: Rig, tmp_path: Path) -> None:
+    """Directories too: their names are those of topics and channels."""
+    before = os.umask(0)
+    try:
+        rig.subscribe(rdy=1)
+        rig.publish("t", b"in flight", b"waiting")
+        rig.broker.transactions.stage("p", 1, "part", "t", PackedBodies.of([b"staged"]))
+        rig.restart()
+    finally:
+        os.umask(before)
+    made = [*tmp_path.rglob("*")]
+    assert {path.name for path in made} >= {"topics", "t.topic", "c.channel", "nsqd.dat", "transactions"}
+    for path in made:
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path

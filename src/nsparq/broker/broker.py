@@ -618,10 +618,12 @@ class Broker:
         now_ns = self.monotonic_ns()
         names = sorted(self.topics) if not topic else [topic] if topic in self.topics else []
         chosen = [self.topics[name] for name in names if not channel or channel in self.topics[name].channels]
+        is_wanted = include_clients and bool(names or not topic)
+        # Of one topic only those who publish to it: who may read it need not know the others.
         producers = [
             client.stats(topic)
             for client in self.clients
-            if client.publish_counts and include_clients and (names or not topic)
+            if is_wanted and (topic in client.publish_counts if topic else client.publish_counts)
         ]
         return {
             "version": NSQ_VERSION,

@@ -83,7 +83,12 @@ class Files:
         os.replace(source, target)
 
     def make_directory(self, path: Path) -> None:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+        except FileNotFoundError:
+            # mkdir(parents=True) would make the parents readable for every user of the machine.
+            self.make_directory(path.parent)
+            path.mkdir(mode=0o700, exist_ok=True)
 
     def remove_tree(self, path: Path) -> None:
         shutil.rmtree(path)

@@ -111,7 +111,7 @@ class Nsqd(Member):
         return self.cluster.plan.data_path / f"nsqd-{self.number + 1}"
 
     def arguments(self) -> list[str]:
-        self.data_path.mkdir(parents=True, exist_ok=True)
+        self.data_path.mkdir(mode=0o700, exist_ok=True)
         return [
             f"--tcp-address={self.listens('TCP')}",
             f"--http-address={self.listens('HTTP')}",

@@ -229,8 +229,9 @@ async def together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 def _lock(directory: Path) -> int:
     """Two stacks in one folder would ruin each other's data. Raises StartError."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / "up.lock", os.O_CREAT | os.O_RDWR, 0o666)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(directory / "up.lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         raise StartError(f"--data-path={directory}: {error.strerror or error}") from error
     try:
