@@ -548,7 +548,8 @@ def test_everything_is_synced_before_nsq_s_files_move(tmp_path: Path, start: Sta
 
     class Watching(TestFiles):
         def sync(self, fd: int) -> None:
-            order.append("log")
+            if not self._paths[fd].endswith(".tmp"):
+                order.append("log")
 
         def replace(self, path: Path, content: bytes, *, sync: bool) -> None:
             super().replace(path, content, sync=sync)
@@ -557,7 +558,8 @@ def test_everything_is_synced_before_nsq_s_files_move(tmp_path: Path, start: Sta
 
         def rename(self, source: Path, target: Path) -> None:
             super().rename(source, target)
-            order.append("moved")
+            if target.parent.name == IMPORTED:
+                order.append("moved")
 
     start(files=Watching(), durability="memory")
     moved = order.index("moved")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nsparq.errors import StartError
-from nsparq.storage.files import _MAX_BUFFERS, Files
+from nsparq.storage.files import _MAX_BUFFERS, _SMALL, Files
 
 
 @pytest.fixture
@@ -238,30 +238,161 @@ def test_replacing_is_not_hindered_by_what_a_crash_left(files: Files, tmp_path: 
     assert (tmp_path / "file").read_bytes() == b"new"
 
 
-def test_a_synced_replacement_is_on_disk_before_its_name_is(
-    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Order(Files):
+    """Notes what is synced and renamed, by name, and syncs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def sync(self, fd: int) -> None:
+        self.calls.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+
+    def sync_directory(self, path: Path) -> None:
+        if not path.is_dir():
+            raise FileNotFoundError(path)
+        self.calls.append(f"sync {path.name}/")
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        self.calls.append("rename")
+
+    def take(self) -> list[str]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+@pytest.fixture
+def order() -> Order:
+    return Order()
+
+
+def test_a_synced_replacement_is_on_disk_before_its_name_is(order: Order, tmp_path: Path) -> None:
+    order.replace(tmp_path / "file", b"new", sync=True)
+    assert order.take() == ["sync file.tmp", "rename", f"sync {tmp_path.name}/"]
+    assert not order.has_pending
+
+
+def test_a_replacement_is_synced_before_it_takes_the_place_of_anything(order: Order, tmp_path: Path) -> None:
+    """Or a power cut could leave an empty file, where there was one."""
+    order.replace(tmp_path / "file", b"first", sync=False)
+    assert order.take() == ["rename"]
+    order.replace(tmp_path / "file", b"second", sync=False)
+    assert order.take() == ["sync file.tmp", "rename"]
+
+
+def test_what_is_written_without_a_sync_is_synced_later_files_first(order: Order, tmp_path: Path) -> None:
+    order.make_directory(tmp_path / "a" / "b")
+    order.replace(tmp_path / "a" / "b" / "replaced", b"x", sync=False)
+    order.add_version(tmp_path / "a" / "versions", b"x", sync=False)
+    order.unlink(tmp_path / "a" / "versions")
+    order.take()
+    assert order.has_pending
+    order.sync_pending()
+    first, *rest = order.take()
+    assert (first, sorted(rest)) == ("sync replaced", ["sync a/", "sync b/", f"sync {tmp_path.name}/"])
+    order.sync_pending()
+    assert (order.take(), order.has_pending) == ([], False)
+
+
+def test_what_is_gone_need_not_be_synced(order: Order, tmp_path: Path) -> None:
+    order.make_directory(tmp_path / "a" / "b")
+    order.replace(tmp_path / "a" / "b" / "file", b"x", sync=False)
+    order.remove_tree(tmp_path / "a")
+    order.take()
+    order.sync_pending()
+    assert (order.take(), order.has_pending) == ([f"sync {tmp_path.name}/"], False)
+
+
+def test_a_sync_that_fails_is_tried_again_and_holds_up_no_other(
+    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order: list[str] = []
-    fsync, replace = os.fsync, os.replace
+    order.replace(tmp_path / "file", b"x", sync=False)
+    order.take()
 
-    def note_fsync(fd: int) -> None:
-        order.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
-        fsync(fd)
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
 
-    def note_replace(source: Path, target: Path) -> None:
-        order.append("rename")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "replace", note_replace)
-    files.replace(tmp_path / "file", b"new", sync=True)
-    assert order == ["sync file.tmp", "rename", f"sync {tmp_path.name}"]
-    order.clear()
-    files.replace(tmp_path / "file", b"new", sync=False)
-    assert order == ["rename"]
+    with monkeypatch.context() as patch:
+        patch.setattr(order, "sync", fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            order.sync_pending()
+    assert order.take() == [f"sync {tmp_path.name}/"]
+    order.sync_pending()
+    assert order.take() == ["sync file"]
 
 
-@pytest.mark.parametrize("call", ["pwritev", "fsync", "replace"])
+def test_names_are_synced_with_those_of_the_directories_above_that_are_new(
+    order: Order, tmp_path: Path
+) -> None:
+    order.make_directory(tmp_path / "a" / "b")
+    order.make_directory(tmp_path / "a" / "other")
+    order.close(order.open(tmp_path / "a" / "b" / "file"))
+    order.sync_names(tmp_path / "a" / "b")
+    assert order.take() == ["sync b/", "sync a/", f"sync {tmp_path.name}/"]
+    order.sync_names(tmp_path / "a" / "b")
+    assert order.take() == [], "once is enough"
+    order.close(order.open(tmp_path / "a" / "b" / "file"))
+    order.sync_names(tmp_path / "a" / "b")
+    assert order.take() == [], "no name has changed"
+    order.rename(tmp_path / "a" / "b" / "file", tmp_path / "a" / "moved")
+    order.take()
+    order.sync_names(tmp_path / "a" / "b")
+    assert order.take() == ["sync b/", "sync a/"]
+    order.unlink(tmp_path / "a" / "moved")
+    order.unlink(tmp_path / "a" / "b" / "nowhere")
+    order.sync_names(tmp_path / "a" / "b")
+    assert order.take() == ["sync a/"]
+
+
+def test_a_name_that_changes_while_its_directory_is_synced_is_synced_again(tmp_path: Path) -> None:
+    class Busy(Order):
+        def sync_directory(self, path: Path) -> None:
+            super().sync_directory(path)
+            if len(self.calls) == 1:
+                self.close(self.open(tmp_path / "late"))
+
+    files = Busy()
+    files.close(files.open(tmp_path / "file"))
+    files.sync_names(tmp_path)
+    assert files.has_pending
+    files.sync_names(tmp_path)
+    assert (len(files.calls), files.has_pending) == (2, False)
+
+
+def test_versions_stand_behind_each_other_until_they_are_many(order: Order, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    order.add_version(path, b"1", sync=True)
+    assert order.take() == ["sync file", f"sync {tmp_path.name}/"]
+    order.add_version(path, b"2", sync=False)
+    order.add_version(path, b"3", sync=True)
+    assert (path.read_bytes(), order.take()) == (b"123", ["sync file"])
+    large = b"x" * (_SMALL + 1)
+    order.add_version(path, large, sync=False)
+    assert path.read_bytes() == b"123" + large
+    order.add_version(path, b"4", sync=False)
+    assert path.read_bytes() == b"4"
+    assert order.take() == ["sync file.tmp", "rename", f"sync {tmp_path.name}/"]
+
+
+def test_a_version_that_cannot_be_written_leaves_the_others(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, descriptors: None
+) -> None:
+    files.add_version(tmp_path / "file", b"old", sync=False)
+    pwritev = os.pwritev
+
+    def full(fd: int, buffers: list[bytes], position: int) -> int:
+        pwritev(fd, [buffers[0][:1]], position)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        with pytest.raises(OSError, match="No space left"):
+            files.add_version(tmp_path / "file", b"new", sync=False)
+    assert content(tmp_path) == b"old"
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync", "replace"])
 def test_a_replacement_that_fails_leaves_the_old_content(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, descriptors: None, call: str
 ) -> None:

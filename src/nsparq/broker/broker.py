@@ -253,10 +253,17 @@ class Broker:
         if topic.directory is not None:
             trash = topic.directory.with_name(f"{name}.{topic.incarnation}{TRASH_SUFFIX}")
             self.files.rename(topic.directory, trash)
+            if topic.is_synchronous:
+                self.files.sync_names(trash.parent)
             self.write_metadata()
-            self.in_background(lambda: self.files.remove_tree(trash))
+            self.in_background(lambda: self._throw_away(trash))
         self._announce("UNREGISTER", name, "")
         logger.info("TOPIC(%s): deleted", name)
+
+    def _throw_away(self, trash: Path) -> None:
+        # After a power cut the topic is to be there whole, if its new name is not.
+        self.files.sync_names(trash.parent)
+        self.files.remove_tree(trash)
 
     def topic_changed(self, topic: Topic) -> None:
         """A pause flag has changed: it is on disk before the caller is answered."""

@@ -84,8 +84,7 @@ def _import_topic(broker: Broker, name: str, queues: list[DiskQueue]) -> None:
                 )
         topic.end_import()
         # The names of what has just been written must be on disk before NSQ's files go.
-        broker.files.sync_directory(broker.topic_directory(name).parent)
-        broker.files.sync_directory(broker.data_path)
+        broker.files.sync_names(broker.topic_directory(name))
     for queue in queues:
         for file_name, complaint in queue.complaints.items():
             logger.warning("%s: %s", file_name, complaint)
@@ -141,5 +140,4 @@ def _move_away(broker: Broker, paths: list[Path]) -> None:
             number += 1
             name = f"{path.name}.{number}"
         files.rename(path, target / name)
-    files.sync_directory(target)
-    files.sync_directory(broker.data_path)
+    files.sync_names(target)

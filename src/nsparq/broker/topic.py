@@ -138,8 +138,6 @@ class Topic:
             self.log = MemoryLog(floor=epoch)
         else:
             self.broker.files.make_directory(self.directory)
-            if self.is_synchronous:
-                self.broker.files.sync_directory(self.directory.parent)
             self.log = self._new_log(self.directory, epoch)
             self.log.open(clean_end=epoch, epoch=epoch)
             self._is_marked_used = True
@@ -464,6 +462,8 @@ class Topic:
         channel = self.channels.pop(name)
         channel.close()
         channel.remove_files()
+        if self.is_synchronous and self.directory is not None and not self.is_exiting:
+            self.broker.files.sync_names(self.directory)
         if not self.channels:
             self.origin = self.visible_end
             self._held_back = [held for held in self._held_back if held[0] >= self.origin]
@@ -528,7 +528,6 @@ class Topic:
         try:
             if self.is_synchronous:
                 # As if it had been so from the start.
-                self.broker.files.sync_directory(self.directory.parent)
                 for channel in self.channels.values():
                     self.save_channel(channel)
             self._write_state(clean=False, sync=True)

@@ -188,9 +188,13 @@ class Transaction:
         elif sync:
             for name in promised:
                 self.parts[name].sync()
+        files = self._broker.files
         if not promised:
-            self._broker.files.make_directory(self.directory)
-        write_json(self._broker.files, self.directory / PROMISE, fields, sync=sync)
+            files.make_directory(self.directory)
+        if sync:
+            # The parts' names come first, too: a promise must not be there without them.
+            files.sync_names(self.directory)
+        write_json(files, self.directory / PROMISE, fields, sync=sync)
 
     def load(self) -> None:
         """Take up what an earlier run has left."""

@@ -1,4 +1,17 @@
-"""The one door to the disk: every system call of the storage layer, so that faults can be injected."""
+"""The one door to the disk: every system call of the storage layer, so that faults can be injected.
+
+What a power cut leaves, and which call decides it:
+
+- The bytes of a file are safe after sync() of a descriptor of it.
+- A name that was created, renamed or removed is safe after sync_names() of its directory. That includes the
+  names of the directories above, as far as they are new.
+- replace() and add_version() with `sync` do both before they return.
+- Without `sync` they leave both to sync_pending(), which nsqd calls in a thread, often enough for what
+  `--sync-timeout` promises. Until then a power cut leaves the older content, never a torn or an empty file
+  in its place; a file that is new may be empty or missing.
+
+Every call that changes a name notes its directory, so no caller has to remember which names are new.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +20,10 @@ import fcntl
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from threading import Lock
 
 from nsparq.errors import StartError
 
@@ -16,15 +32,31 @@ Buffer = bytes | bytearray | memoryview
 _MAX_BUFFERS = 512
 """Below the system's limit for one vectored write."""
 
+_MAX_VERSIONS = 4
+_SMALL = 16 << 10
+"""A file of versions is written anew when it has this many times the size of one, and this size at least."""
+
 
 class Files:
     """Plain POSIX files. Tests subclass it to fail, tear or delay any call."""
 
     def __init__(self) -> None:
         self._scratch = bytearray(256 << 10)
+        self._changes = count()
+        self._lock = Lock()
+        self._changed_directories: dict[Path, int] = {}
+        """Directories with names that are not synced, and the number of the last change to each."""
+        self._unsynced_files: dict[Path, int] = {}
+        """The same for files that were written without `sync`."""
 
     def open(self, path: Path) -> int:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """For reading and writing; created if it is not there."""
+        try:
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._mark_name(path)
+            return fd
 
     def open_read(self, path: Path) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -77,21 +109,25 @@ class Files:
         return os.fstat(fd).st_size
 
     def unlink(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+            self._mark_name(path)
 
     def rename(self, source: Path, target: Path) -> None:
         os.replace(source, target)
+        self._mark_name(source)
+        self._mark_name(target)
 
     def make_directory(self, path: Path) -> None:
-        try:
-            path.mkdir(mode=0o700, exist_ok=True)
-        except FileNotFoundError:
-            # mkdir(parents=True) would make the parents readable for every user of the machine.
-            self.make_directory(path.parent)
-            path.mkdir(mode=0o700, exist_ok=True)
+        """With the directories above it that are missing. All of them are for the owner only."""
+        missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+        for directory in reversed(missing):
+            directory.mkdir(mode=0o700, exist_ok=True)
+            self._mark_name(directory)
 
     def remove_tree(self, path: Path) -> None:
         shutil.rmtree(path)
+        self._mark_name(path)
 
     def list_directory(self, path: Path) -> list[str]:
         """Names in the directory, sorted; none when it does not exist."""
@@ -106,20 +142,64 @@ class Files:
         except FileNotFoundError:
             return None
 
+    # small files: see the top of this module for what survives a power cut
+
     def replace(self, path: Path, content: bytes, *, sync: bool) -> None:
         """Put `content` at `path` so that a reader, or a restart, sees the old bytes or the new."""
         temporary = path.with_name(path.name + ".tmp")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        # A power cut may leave the new name with none of the bytes: the old ones must not be lost to that.
+        is_synced = sync or path.exists()
+        fd = self.open(temporary)
         try:
+            self.truncate(fd, 0)
             self.write(fd, [content], 0)
-            if sync:
-                os.fsync(fd)
+            if is_synced:
+                self.sync(fd)
         finally:
-            os.close(fd)
-        os.replace(temporary, path)
+            self.close(fd)
+        self.rename(temporary, path)
         if sync:
-            # A rename outlives a power cut only once its directory is synced too.
-            self.sync_directory(path.parent)
+            self.sync_names(path.parent)
+        elif not is_synced:
+            self._mark(self._unsynced_files, path)
+
+    def add_version(self, path: Path, content: bytes, *, sync: bool) -> None:
+        """Write `content` behind the older versions in the file. A reader takes the last version that is
+        whole, so that nothing need be synced for the older ones to be safe."""
+        fd = self.open(path)
+        try:
+            size = self.size(fd)
+            is_large = size > max(_SMALL, _MAX_VERSIONS * len(content))
+            if not is_large:
+                self._append(fd, content, size)
+                if sync:
+                    self.sync(fd)
+        finally:
+            self.close(fd)
+        if is_large:
+            self.replace(path, content, sync=True)
+        elif sync:
+            self.sync_names(path.parent)
+        else:
+            self._mark(self._unsynced_files, path)
+
+    def _append(self, fd: int, content: bytes, size: int) -> None:
+        try:
+            self.write(fd, [content], size)
+        except OSError:
+            with suppress(OSError):
+                self.truncate(fd, size)
+            raise
+
+    # names
+
+    def sync_names(self, directory: Path) -> None:
+        """Have the names in a directory on disk, and those of the directories above it."""
+        for path in (directory, *directory.parents):
+            number = self._changed_directories.get(path)
+            if number is not None:
+                self.sync_directory(path)
+                self._forget(self._changed_directories, path, number)
 
     def sync_directory(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -127,6 +207,59 @@ class Files:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+    def sync_pending(self) -> None:
+        """Have everything on disk that was written without `sync`: files, then names. May be called in any
+        thread. Raises OSError when all of it has been tried; what failed is tried again the next time."""
+        failure: OSError | None = None
+        with self._lock:
+            files, directories = [*self._unsynced_files.items()], [*self._changed_directories.items()]
+        for path, number in files:
+            try:
+                self._sync_file(path)
+            except OSError as error:
+                failure = error
+            else:
+                self._forget(self._unsynced_files, path, number)
+        for directory, number in directories:
+            try:
+                with suppress(FileNotFoundError):  # removed since, with all that was in it
+                    self.sync_directory(directory)
+            except OSError as error:
+                failure = error
+            else:
+                self._forget(self._changed_directories, directory, number)
+        if failure is not None:
+            raise failure
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether sync_pending() has anything to do."""
+        return bool(self._unsynced_files or self._changed_directories)
+
+    def _sync_file(self, path: Path) -> None:
+        try:
+            fd = self.open_read(path)
+        except FileNotFoundError:
+            return
+        try:
+            self.sync(fd)
+        finally:
+            self.close(fd)
+
+    def _mark_name(self, path: Path) -> None:
+        """Called behind the change: a sync between the two then costs one sync more, and is not missed."""
+        self._mark(self._changed_directories, path.parent)
+
+    def _mark(self, changed: dict[Path, int], path: Path) -> None:
+        with self._lock:
+            changed[path] = next(self._changes)
+
+    def _forget(self, changed: dict[Path, int], path: Path, number: int) -> None:
+        """It has been synced, unless it has changed again meanwhile."""
+        with self._lock:
+            if changed.get(path) == number:
+                del changed[path]
 
     def lock_directory(self, path: Path) -> int:
         """Take the data path for this process, with NSQ's words when another has it."""

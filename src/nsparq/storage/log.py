@@ -111,8 +111,6 @@ class Log:
         self._memory: dict[int, Batch] = {}
         self._next_position: dict[int, tuple[Segment, int]] = {}
         """Where on disk the batch after one just read begins; bounded."""
-        self._unsynced_directory: Path | None = None
-        """Our directory, when it has a new segment whose name is not synced."""
         self._closing: list[tuple[int, Segment]] = []
         """Sealed segments not yet synced, with a descriptor each."""
         self.doubtful: list[Segment] = []
@@ -279,7 +277,6 @@ class Log:
                 self._segments.pop().remove()
         segment = Segment(self.files, self.directory, base)
         self._segments.append(segment)
-        self._unsynced_directory = self.directory
         return segment
 
     def _seal(self, segment: Segment) -> None:
@@ -535,8 +532,7 @@ class Log:
         active = self._segments[-1:] if self._segments and self._segments[-1] not in self.doubtful else []
         opened = [(self.files.duplicate(segment.fd), segment) for segment in active]
         opened, self._closing = self._closing + opened, []
-        directory, self._unsynced_directory = self._unsynced_directory, None
-        sync = Sync(self.files, opened, directory, self.stable, self.unsynced)
+        sync = Sync(self.files, opened, self.directory, self.stable, self.unsynced)
         self.unsynced = 0
         self.is_syncing = True
         return sync
@@ -548,9 +544,8 @@ class Log:
             self.committed = max(self.committed, sync.end)
             return
         self.doubtful += (segment for segment in sync.failed if segment in self._segments)
-        # What could not be tried, and names of files, are for the next one.
+        # What could not be tried is for the next one.
         self.unsynced += max(sync.count, 1)
-        self._unsynced_directory = self._unsynced_directory or sync.directory
 
     def sync_now(self) -> None:
         if self.unsynced or self._closing or self.committed < self.stable:
@@ -625,12 +620,12 @@ class Sync:
     """An fsync of everything a log had written when it was made."""
 
     def __init__(
-        self, files: Files, opened: list[tuple[int, Segment]], directory: Path | None, end: int, count: int
+        self, files: Files, opened: list[tuple[int, Segment]], directory: Path, end: int, count: int
     ) -> None:
         self._files = files
         self._opened = opened
-        self.directory = directory
-        """To be synced as well: it has got a new file."""
+        self._directory = directory
+        """The log's: the names of new segments are synced as well, and its own."""
         self.end = end
         self.count = count
         """Messages it is about."""
@@ -650,11 +645,10 @@ class Sync:
                 self.failed.append(segment)
             finally:
                 self._files.close(fd)
-        if self.directory is not None:
-            try:
-                self._files.sync_directory(self.directory)
-            except OSError as error:
-                if error.errno in _OUT_OF_DESCRIPTORS:
-                    self.obstacle = error
-                else:
-                    self.error = error
+        try:
+            self._files.sync_names(self._directory)
+        except OSError as error:
+            if error.errno in _OUT_OF_DESCRIPTORS:
+                self.obstacle = error
+            else:
+                self.error = error

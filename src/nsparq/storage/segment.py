@@ -183,6 +183,9 @@ class Segment:
         counts = (len(self._positions), len(self.deferred))
         crc = crc32c(body, crc32c(_INDEX.pack(_INDEX_MAGIC, 0, *fields, *counts)))
         head = _INDEX.pack(_INDEX_MAGIC, crc, *fields, *counts)
+        if not sync:
+            # One that is left can be done without; one in the place of another would have to be synced.
+            self.files.unlink(self.index_path)
         self.files.replace(self.index_path, head + body, sync=sync)
 
     def copy_anew(self) -> None:
@@ -205,7 +208,7 @@ class Segment:
         finally:
             self.files.close(source)
         self.files.rename(copy, self.path)
-        self.files.sync_directory(self.path.parent)
+        self.files.sync_names(self.path.parent)
 
     def _report_lost(self, fd: int) -> None:
         """Say so if the system no longer had what it could not write."""
