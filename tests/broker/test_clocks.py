@@ -313,3 +313,42 @@ def test_a_commit_is_remembered_when_the_clock_is_set_forward(make_rig: MakeRig)
     assert transactions.producers["p"].committed.sequence == 1
     live(rig, 20)
     assert "p" not in transactions.producers
+
+
+# sequence numbers
+
+
+def reads_from(rig: Rig) -> int:
+    """Where a log reader that follows the topic goes on."""
+    return rig.topic().positions().latest
+
+
+@pytest.mark.parametrize("durability", ["memory", "os", "fsync"])
+@pytest.mark.parametrize("channel", ["", "c", "c#ephemeral"])
+@pytest.mark.parametrize("count", [1, 50])
+def test_a_clock_set_back_over_a_crash_gives_no_number_twice(
+    make_rig: MakeRig, durability: str, channel: str, count: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Whoever reads the log has seen the numbers of messages that only memory held."""
+    monkeypatch.setattr("nsparq.broker.topic.RESERVED_NUMBERS", 20)
+    rig = make_rig(durability=durability)
+    for _ in range(3):
+        if channel:
+            rig.channel(channel)
+        rig.publish("t", b"x")
+        rig.maintain()
+        for number in range(count):
+            rig.publish("t", b"%d" % number)
+        used = reads_from(rig)
+        rig.clock.set_wall(-HOUR)
+        rig.crash()
+        assert reads_from(rig) >= used
+
+
+@either_way
+def test_a_topic_that_is_deleted_and_created_again_goes_on_with_new_numbers(rig: Rig, step: float):
+    rig.publish("t", *bodies(10))
+    used = reads_from(rig)
+    rig.broker.delete_topic("t")
+    rig.clock.set_wall(step)
+    assert reads_from(rig) >= used

@@ -25,8 +25,14 @@ class Clock:
     def __init__(self, now: float = NOON) -> None:
         self.now = now
 
+        self.was_set = 0.0
+        """By how much somebody has set it."""
+
     def __call__(self) -> float:
-        return self.now
+        return self.now + self.was_set
+
+    def monotonic(self) -> float:
+        return self.now - NOON + 5000.0
 
 
 @pytest.fixture
@@ -54,7 +60,7 @@ def make(root: Path, clock: Clock, template: str = DEFAULT, topic: str = "t", **
         is_gzip=bool(made.gzip_level),
         has_revisions=made.need_revisions,
     )
-    return TopicFiles(made, names, clock)
+    return TopicFiles(made, names, clock, clock.monotonic)
 
 
 def tree(path: Path) -> dict[str, bytes]:
@@ -190,6 +196,21 @@ def test_after_the_interval_there_is_a_new_file_and_none_is_appended_to(tmp_path
         files.store([b"three"])
         files.close()
     assert [*tree(tmp_path / "out").values()] == [b"one\ntwo\n", b"three\n"] * 2
+
+
+@pytest.mark.parametrize("was_set", [-HOUR, HOUR])
+def test_the_interval_does_not_depend_on_how_the_clock_is_set(
+    tmp_path: Path, clock: Clock, was_set: float
+) -> None:
+    files = make(tmp_path, clock, "<TOPIC><REV>.log", rotate_interval=60.0)
+    files.store([b"one"])
+    clock.was_set = was_set
+    clock.now += 59
+    files.store([b"two"])
+    clock.now += 1
+    files.store([b"three"])
+    files.close()
+    assert [*tree(tmp_path / "out").values()] == [b"one\ntwo\n", b"three\n"]
 
 
 def test_at_a_tick_an_idle_topic_rotates_too(tmp_path: Path, clock: Clock) -> None:

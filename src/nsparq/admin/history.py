@@ -12,14 +12,15 @@ latest figures, and no history. NaN is "not known": a node did not answer, or th
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RANGES", "SLOTS", "Places", "Points", "Table"]
+__all__ = ["RANGES", "SLOTS", "Places", "Points", "Table", "steady_clock"]
 
 Floats = NDArray[np.float32]
 Places = NDArray[np.intp]
@@ -32,6 +33,12 @@ RANGES: Final = ("now", "hours", "day", "week")
 """What the rings cover, in words."""
 FORGET_S: Final = 900.0
 """How long a series that is not seen keeps its place."""
+
+
+def steady_clock() -> Callable[[], float]:
+    """Unix time as it is now, moving evenly from here on: the times of a table must not go back."""
+    offset = time.time() - time.monotonic()
+    return lambda: time.monotonic() + offset
 
 
 class Points(NamedTuple):

@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from nsparq.admin.history import Table
+from nsparq.admin.history import Table, steady_clock
 from nsparq.admin.merge import objects, text
 from nsparq.admin.upstream import AskFailed, Upstream
 
@@ -47,6 +46,7 @@ class Pipelines:
         self._upstream = upstream
         self.addresses = tuple(addresses)
         self._interval_s = interval_s
+        self._clock = steady_clock()
         self.found: list[dict[str, Any]] = []
         """A pipeline each; for a runner that does not answer an entry with `unreachable`."""
         self.history = Table(PIPELINE, poll_s=interval_s, peaks=PIPELINE, max_bytes=HISTORY_BYTES)
@@ -76,7 +76,7 @@ class Pipelines:
         answers = await asyncio.gather(*(self._ask(address) for address in self.addresses))
         self.found = [one for answer in answers for one in answer]
         self.was_asked = True
-        self.history.begin(time.time())
+        self.history.begin(self._clock())
         for one in self.found:
             if "unreachable" not in one:
                 figures = [math.nan if one[name] is None else one[name] for name in PIPELINE]

@@ -19,7 +19,7 @@ import numpy as np
 
 from nsparq.admin.cluster import Cluster, Unreachable
 from nsparq.admin.gather import CHANNEL, CLIENT, NODE, TOPIC, TOTAL, Gatherer, Parts
-from nsparq.admin.history import Table
+from nsparq.admin.history import Table, steady_clock
 from nsparq.admin.merge import Node, NodeStats
 from nsparq.admin.upstream import AskFailed, Refused
 
@@ -74,7 +74,7 @@ class Watch:
     ) -> None:
         self._cluster = cluster
         self._interval_s = interval_s
-        self._clock = clock or _steady_clock()
+        self._clock = clock or steady_clock()
         """Unix time that moves evenly."""
         self._max_clients = max_clients
         share = history_bytes // 16
@@ -265,8 +265,3 @@ class Watch:
         self.polled_s = now_s
         for table in tables:
             table.commit()
-
-
-def _steady_clock() -> Callable[[], float]:
-    offset = time.time() - time.monotonic()
-    return lambda: time.monotonic() + offset

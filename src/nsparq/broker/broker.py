@@ -125,6 +125,8 @@ class Broker:
         self._stuck: set[Channel] = set()
         """Channels whose last read the disk refused."""
         self._lock_fd = -1
+        self._deleted_end = 0
+        """No topic that was deleted has used sequence numbers from here on."""
         self._age_clock = AgeClock(wall_ns(), wall_ns(), monotonic_ns())
 
     # opening and closing
@@ -201,8 +203,8 @@ class Broker:
         return self.data_path / TOPICS / (name + TOPIC_SUFFIX)
 
     def epoch(self) -> int:
-        """A sequence number that no topic can have reached: see storage.log.EPOCH_BITS."""
-        return self.wall_ns() // 1_000_000 << EPOCH_BITS
+        """A sequence number that no topic of this name can have reached: see storage.log.EPOCH_BITS."""
+        return max(self.wall_ns() // 1_000_000 << EPOCH_BITS, self._deleted_end)
 
     # time
 
@@ -242,6 +244,7 @@ class Broker:
     def delete_topic(self, name: str) -> None:
         """Raises KeyError."""
         topic = self.topics[name]
+        self._deleted_end = max(self._deleted_end, topic.log.end)
         topic.delete()
         del self.topics[name]
         self._dirty_topics.pop(topic, None)

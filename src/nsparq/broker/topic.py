@@ -58,6 +58,10 @@ CARRY_SHARE = 8
 PINNED_SEGMENTS = 2
 """Segments that all cursors have passed may wait for their last messages before those are carried over."""
 
+RESERVED_NUMBERS = 1 << 26
+"""Sequence numbers that a topic may use before it must write down that it has. Many, because that is a file;
+but no more than the clock passes in 16 s, so that crashes do not carry a topic far ahead of the clock."""
+
 Done = Callable[[str, Exception | None], None]
 """Told the publisher's verb and None once its messages are as durable as configured, or the failure."""
 
@@ -119,7 +123,9 @@ class Topic:
         """Publishers who wait for an fsync, with the log's end that it must reach."""
         self._held_back: list[tuple[int, int]] = []
         """Deferred messages, sequence number and due time (monotonic), that no channel may see yet."""
-        self._is_marked_used = False
+        self._reserve_at = -1
+        """Half of the numbers that this run has reserved: before it goes beyond this it reserves more. Below
+        the log's end while the state on disk is still that of a clean stop."""
         self._handed_out = -1
         self._import_start = -1
         """Where the messages of another nsqd begin, while they are being taken over."""
@@ -140,7 +146,6 @@ class Topic:
             self.broker.files.make_directory(self.directory)
             self.log = self._new_log(self.directory, epoch)
             self.log.open(clean_end=epoch, epoch=epoch)
-            self._is_marked_used = True
         self.origin = self.log.end
         self._write_state(clean=False)
 
@@ -151,8 +156,9 @@ class Topic:
         state = read_topic_state(files, self.directory)
         names = [name for name in files.list_directory(self.directory) if name.endswith(CHANNEL_SUFFIX)]
         channel_states = {name: read_channel_state(files, self.directory / name) for name in names}
-        # Should the clock have been set back, the checkpoints still know what has been used.
-        epoch = max(self.broker.epoch(), *(known.seen for known in channel_states.values() if known), 0)
+        # Should the clock have been set back, these still know what has been used.
+        known = [known.seen for known in channel_states.values() if known]
+        epoch = max(self.broker.epoch(), *known, state.reserved if state else 0)
         if state is not None:
             self._restore_settings(state.settings)
         log = self._new_log(self.directory, epoch)
@@ -198,11 +204,13 @@ class Topic:
             paused=self.paused,
             pause_position=self._pause_position,
             clean_end=self.log.end if clean else -1,
+            reserved=self.log.end + (0 if clean else RESERVED_NUMBERS),
             gaps=self.log.gaps.ranges,
             import_start=self._import_start,
             settings=self.settings.stored(),
         )
         state.write(self.broker.files, self.directory, sync=clean or sync or self.is_synchronous)
+        self._reserve_at = state.reserved - RESERVED_NUMBERS // 2
 
     def close(self) -> None:
         """Persist everything, in an order in which a crash on the way loses nothing."""
@@ -220,7 +228,6 @@ class Topic:
     def begin_import(self) -> None:
         """Whatever is appended from here on is as if it had never been, until end_import()."""
         self._import_start = self.log.end
-        self._is_marked_used = True
         self._write_state(clean=False, sync=True)
 
     def show_imported(self) -> None:
@@ -241,7 +248,6 @@ class Topic:
             channel.step_over()
             channel.save(sync=True)
         self._import_start = -1
-        self._is_marked_used = True
         self._write_state(clean=False, sync=True)
 
     def _undo_import(self, start: int, log: Log, states: Iterable[ChannelState | None]) -> None:
@@ -386,10 +392,10 @@ class Topic:
         self.broker.note_used(self)
 
     def _mark_used(self) -> None:
-        """Before the first append of a run: a crash from here on must not look like a clean stop."""
-        if not self._is_marked_used:
+        """Before an append: a crash from here on must not look like a clean stop, and the next start must not
+        use the same numbers."""
+        if self.log.end > self._reserve_at:
             self._write_state(clean=False)
-            self._is_marked_used = True
 
     def _show(self, before: int) -> None:
         """Let the channels see what lies between `before` and the visible end."""

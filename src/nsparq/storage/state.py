@@ -51,6 +51,8 @@ class TopicState:
     pause_position: int = -1
     clean_end: int = -1
     """The log's end at a clean stop; -1 while the topic is in use."""
+    reserved: int = 0
+    """No sequence number from here on has been used; 0 in files of before, where the clock alone says so."""
     gaps: list[tuple[int, int]] = field(default_factory=list)
     """Sequence numbers emptied while the log still held them."""
     import_start: int = -1

@@ -135,8 +135,16 @@ class FileRules:
 class TopicFiles:
     """One file at a time. Any OSError is the end: what was not synced is to be had again from the broker."""
 
-    def __init__(self, rules: FileRules, names: FileNames, clock: Callable[[], float] = time.time) -> None:
-        self._rules, self._names, self._clock = rules, names, clock
+    def __init__(
+        self,
+        rules: FileRules,
+        names: FileNames,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Files are named after the wall clock; the monotonic one says when their time is over."""
+        self._rules, self._names = rules, names
+        self._wall, self._monotonic = wall, monotonic
         self._descriptor: int | None = None
         self._name = ""
         """Of the present or latest file, with a place for the revision."""
@@ -164,7 +172,7 @@ class TopicFiles:
         A tick also ends a file whose time is over though nothing comes."""
         has_rotated = False
         for body in bodies:
-            now = self._clock()
+            now = self._wall()
             if self._must_rotate(now):
                 has_rotated = has_rotated or self._descriptor is not None
                 self.close()
@@ -173,7 +181,7 @@ class TopicFiles:
             self._lines.append(b"\n")
             self._size += len(body) + 1
         self._write_lines()
-        if tick and self._must_rotate(now := self._clock()):
+        if tick and self._must_rotate(now := self._wall()):
             has_rotated = has_rotated or self._descriptor is not None
             self.close()
             if not self._rules.skip_empty_files:
@@ -187,7 +195,7 @@ class TopicFiles:
         return (
             self._descriptor is None
             or self._names.at(now) != self._name
-            or (rules.rotate_interval > 0 and now - self._opened >= rules.rotate_interval)
+            or (rules.rotate_interval > 0 and self._monotonic() - self._opened >= rules.rotate_interval)
             or (rules.rotate_size > 0 and self._size > rules.rotate_size)
         )
 
@@ -245,7 +253,7 @@ class TopicFiles:
         while (descriptor := self._try(with_revision(name, revision))) is None:
             revision += 1
         self._descriptor = descriptor
-        self._name, self._revision, self._opened = name, revision, now
+        self._name, self._revision, self._opened = name, revision, self._monotonic()
         logger.info("opened %s", self._path)
 
     def _try(self, name: str) -> int | None:
