@@ -6,10 +6,10 @@ import asyncio
 import errno
 import os
 import struct
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -17,9 +17,11 @@ import pytest
 from nsparq import kernel
 from nsparq.options import NsqdOptions
 from nsparq.server.daemon import Nsqd
-from nsparq.server.tcp import MAX_UNANSWERED
+from nsparq.server.tcp import MAX_UNANSWERED, MAX_UNREAD, SEND_AT_ONCE
 from nsparq.storage.files import Files
 from nsparq.wire.frames import ERROR, OK, encode_frame
+from tests.support import BrokerThread, wait_until
+from tests.support.layered import LayeredConnection
 
 PUB = b"PUB t\n" + struct.pack(">i", 1) + b"x"
 MPUB = b"MPUB t\n" + struct.pack(">iiicic", 14, 2, 1, b"x", 1, b"y")
@@ -241,3 +243,93 @@ def test_batches_that_come_together_are_each_answered(
             await writer.wait_closed()
 
     asyncio.run(scenario())
+
+
+# A consumer that does not read
+
+
+@contextmanager
+def stalled_consumer(
+    tmp_path: Path, **layers: bool
+) -> Iterator[tuple[BrokerThread, LayeredConnection, list[bytes]]]:
+    """A broker and a consumer that has read 100 messages and then no more, until its socket is full; with the
+    ids of those messages. On a Unix socket, which holds far less than a TCP connection does."""
+    with (
+        BrokerThread(tmp_path, tcp_address=str(tmp_path / "socket")) as broker,
+        LayeredConnection(broker.address) as consumer,
+    ):
+        if layers:
+            consumer.upgrade(**layers)
+        consumer.sub("t", "c", rdy=2500)
+        broker.publish("t", *[b"first"] * 100)
+        ids = [message.id for message in consumer.read_messages(100)]
+        broker.publish("t", *[os.urandom(10_000) for _ in range(200)])
+        (channel,) = broker.nsqd.broker.topics["t"].channels.values()
+        (client,) = channel.clients
+        wait_until(lambda: not client.is_writable)
+        yield broker, consumer, ids
+        assert not channel.clients or not client.is_writable, "it was to be stalled all the time"
+
+
+LAYERS = pytest.mark.parametrize("layers", [{}, {"snappy": True}, {"deflate": True}], ids=" ".join)
+
+
+@LAYERS
+def test_the_commands_of_a_consumer_that_does_not_read_are_heard(
+    tmp_path: Path, layers: dict[str, bool]
+) -> None:
+    with stalled_consumer(tmp_path, **layers) as (broker, consumer, ids):
+        consumer.send(b"".join(b"FIN %b\n" % message_id for message_id in ids[:99]))
+        consumer.req(ids[99], 3_600_000)
+
+        def answered() -> tuple[int, int]:
+            stats = broker.channel_stats("t", "c")
+            assert stats is not None
+            return stats["clients"][0]["finish_count"], stats["deferred_count"]
+
+        wait_until(lambda: answered() == (99, 1), what=answered)
+
+
+@LAYERS
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_what_a_consumer_said_before_it_left_counts_although_it_did_not_read(
+    tmp_path: Path, layers: dict[str, bool], is_reset: bool
+) -> None:
+    with stalled_consumer(tmp_path, **layers) as (broker, consumer, ids):
+        consumer.send(b"".join(b"FIN %b\n" % message_id for message_id in ids))
+        consumer.abort() if is_reset else consumer.close()
+        wait_until(lambda: not broker.nsqd.connections)
+        with broker.connect() as other:
+            other.sub("t", "c", rdy=2500)
+            rest = other.read_messages(200, finish=True)
+            assert all(message.body != b"first" for message in rest)
+            other.barrier()
+            stats = broker.channel_stats("t", "c")
+            assert stats is not None
+            assert (stats["depth"], stats["in_flight_count"]) == (0, 0)
+
+
+@LAYERS
+def test_a_consumer_that_does_not_read_is_heard_until_enough_answers_wait(
+    tmp_path: Path, layers: dict[str, bool]
+) -> None:
+    refused, count = b"FIN 0123456789abcdef\n", 30_000
+    refusal = encode_frame(ERROR, b"E_FIN_FAILED FIN 0123456789abcdef failed ID not in flight")
+    with stalled_consumer(tmp_path, **layers) as (broker, consumer, _):
+        wait_until(lambda: len(broker.nsqd.connections) == 1)
+        (connection,) = broker.nsqd.connections
+        blocked_at = connection._transport.get_write_buffer_size()
+        sender = Thread(target=consumer.send, args=(refused * count,), daemon=True)
+        sender.start()
+        wait_until(lambda: not connection._is_reading)
+        # One read of the loop's may go beyond the limit.
+        most = MAX_UNREAD + SEND_AT_ONCE + (256 << 10) * len(refusal) // len(refused)
+        assert connection._transport.get_write_buffer_size() <= blocked_at + most
+        # Once it reads, it gets all the answers.
+        errors = 0
+        while errors < count:
+            kind, _ = consumer.read_raw_frame()
+            errors += kind == ERROR
+        sender.join()
+        consumer.close()
+        wait_until(lambda: not broker.nsqd.connections)

@@ -2,8 +2,11 @@
 
 Replies leave in the order of their commands. A publish is answered when its topic's append is done, so
 anything said after it waits its turn behind it. What is said in one turn of the event loop leaves together: a
-write costs more than most of what it tells. What a client does not read is bounded: we stop sending
-messages to it, and stop reading from it, until it catches up; if it never does, it is cut off.
+write costs more than most of what it tells.
+
+What a client does not read is bounded. Once its socket is full it gets no more messages, but its commands are
+heard all the same: a consumer that is busy with one message finishes others. Only when the answers to its
+commands pile up too do we stop reading from it, until it catches up. A client that never does is cut off.
 
 IDENTIFY may put transport layers under the conversation, and AUTH may have to be asked for elsewhere: while
 that is under way nothing further is read, and what has been read already waits.
@@ -46,8 +49,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WRITE_HIGH = 256 << 10
-"""Bytes waiting to leave at which a client gets no more messages and is not read from."""
+"""Bytes waiting to leave at which a client gets no more messages."""
 WRITE_LOW = 64 << 10
+MAX_UNREAD = 256 << 10
+"""Bytes of answers waiting behind those messages at which a client is not read from either."""
 MAX_UNANSWERED = 4096
 """Publishes of one connection that may wait for the disk before it is not read from."""
 LINGER_S = 5.0
@@ -81,6 +86,8 @@ class Connection(asyncio.Protocol):
         self._last_heartbeat = 0.0
         self._blocked_since = 0.0
         """When the client stopped taking our bytes; 0 while it does."""
+        self._most_unread = 0
+        """Bytes that may wait to leave, from then on, while the client is read from."""
         self._is_closing = False
         self._is_ending = False
         """Whether the last word is among the replies: nothing more is heard."""
@@ -334,6 +341,8 @@ class Connection(asyncio.Protocol):
                 self._transport.write(_joined(outgoing))
         except LayerError as error:
             self._layer_failed(error)
+        if self._blocked_since:
+            self._adjust_reading()
 
     @property
     def descriptor(self) -> int:
@@ -349,6 +358,8 @@ class Connection(asyncio.Protocol):
         self.leave_lane()
         if not self._is_closing:
             self._transport.write((OK * count)[sent:])
+            if self._blocked_since:
+                self._adjust_reading()
 
     # in company
 
@@ -428,10 +439,10 @@ class Connection(asyncio.Protocol):
 
     @property
     def _may_hear(self) -> bool:
-        """Whether the client's next words can be dealt with: it reads, does not publish faster than the disk
-        takes it, and waits for nothing."""
+        """Whether the client's next words can be dealt with: it reads our answers, does not publish faster
+        than the disk takes it, and waits for nothing."""
         return (
-            self.client.is_writable
+            (self.client.is_writable or self._transport.get_write_buffer_size() < self._most_unread)
             and len(self._replies) < MAX_UNANSWERED
             and self._waiting_for is None
             and not self._is_closing
@@ -441,7 +452,8 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self.client.is_writable = False
         self._blocked_since = self._loop.time()
-        self._adjust_reading()
+        # Messages come no more, so what comes on top of this are answers.
+        self._most_unread = self._transport.get_write_buffer_size() + MAX_UNREAD
 
     def resume_writing(self) -> None:
         self.client.is_writable = True
