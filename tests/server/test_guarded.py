@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -268,6 +270,7 @@ def test_of_a_name_given_twice_the_one_that_counts_is_checked(
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_every_endpoint_is_reachable_with_its_permission(broker: BrokerThread, endpoint: Endpoint) -> None:
     for who in (f"only-{endpoint.permission}", "everything"):
+        broker.call(stage_one_for_each)  # so that producers have no owner yet
         answer = ask(broker, endpoint, bearer(who), **names(endpoint))
         assert answer.status in REACHED, answer
         assert answer.body != b'{"message":"NOT_FOUND"}'
@@ -294,6 +297,99 @@ def test_other_spellings_and_methods_reach_nothing(broker: BrokerThread, endpoin
         for spelling in (path, path + "/", "/" + path, path.upper(), path.replace("/", "//"), f"/x/..{path}"):
             answer = broker.request(method, f"{spelling}?{query}", headers={})
             assert answer.status in (301, 308, 401, 404, 405), (method, spelling, answer)
+
+
+# Producers of transactions
+
+
+def call_as(
+    broker: BrokerThread, who: str, method: str, path: str, body: bytes = b"", **query: str
+) -> Answer:
+    return broker.request(method, f"{path}?{urlencode(query)}", body, bearer(who) if who else {})
+
+
+OWNED = [endpoint for endpoint in endpoints() if endpoint.is_owner is not None]
+VICTIM = identity("victim", "publish", "read") + identity("thief", "publish", "read")
+
+
+def test_every_endpoint_that_acts_in_a_producers_name_knows_its_owner() -> None:
+    acting = {
+        endpoint.path
+        for endpoint in endpoints()
+        if takes(endpoint, "producer") and endpoint.permission != "admin"
+    }
+    assert {endpoint.path for endpoint in OWNED} == acting
+    assert len(acting) == 5
+
+
+@pytest.mark.parametrize("anybody", ["thief", ""])
+def test_nobody_acts_in_the_name_of_another_producer(tmp_path: Path, anybody: str) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(VICTIM + '[[anonymous.allow]]\ntopic = "^theirs$"\npermissions = ["publish"]\n')
+    message = BODIES["/transaction/stage"]
+    first, later = {"producer": "p", "sequence": "0"}, {"producer": "p", "sequence": "1"}
+    where = {"part": "a", "topic": MINE}
+    with BrokerThread(tmp_path, auth_policy_file=str(path)) as broker:
+        call = partial(call_as, broker)
+        assert call("victim", "POST", "/transaction/stage", message, **first, **where).status == 200
+        for is_committed in (False, True):
+            for which, endpoint in product((first, later), OWNED):
+                theirs = {"part": "b", "topic": THEIRS} if takes(endpoint, "part") else {}
+                body = BODIES.get(endpoint.path, b"")
+                answer = call(anybody, endpoint.method, endpoint.path, body, **which, **theirs)
+                if anybody:
+                    answer.expect_error(403, "OWNED_BY_ANOTHER")
+                else:
+                    assert_needs_secret(answer)
+            if not is_committed:
+                broker.restart()
+                answer = call("victim", "POST", "/transaction/commit", b'{"parts": {"a": 1}}', **first)
+                assert answer.expect_json()["messages"] == 1
+        broker.restart()
+        assert call("victim", "POST", "/transaction/stage", message, **later, **where).status == 200
+        answer = call("victim", "POST", "/transaction/commit", b'{"parts": {"a": 1}}', **later)
+        assert answer.expect_json()["messages"] == 1
+
+
+def test_an_admin_lets_another_identity_have_a_producers_name(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(VICTIM + identity("admin", "admin") + identity("owner", *ALL, topic=f"^{MINE}$"))
+    which = {"producer": "p", "sequence": "0"}
+    with BrokerThread(tmp_path, auth_policy_file=str(path)) as broker:
+        call = partial(call_as, broker)
+        commit = partial(call, method="POST", path="/transaction/commit", body=b'{"parts": {}}')
+        assert commit("victim", **which).status == 200
+        owners = call("thief", "GET", "/transactions").expect_json()["producers"]
+        assert [producer["owner"] for producer in owners] == ["victim"]
+        for who in ("owner", "victim"):
+            answer = call(who, "POST", "/transaction/disown", producer="p")
+            answer.expect_error(403, "UNAUTHORIZED")
+        assert call("admin", "POST", "/transaction/disown", producer="p").status == 200
+        assert commit("thief", **which | {"sequence": "1"}).status == 200
+        commit("victim", **which | {"sequence": "2"}).expect_error(403, "OWNED_BY_ANOTHER")
+        # An owner that cannot be read is nobody, and not whoever comes first.
+        broker.stop()
+        (tmp_path / "transactions" / "p.producer" / "owner.json").write_bytes(bytes(20))
+        broker.start()
+        commit("thief", **which | {"sequence": "2"}).expect_error(403, "OWNED_BY_ANOTHER")
+        assert call("admin", "POST", "/transaction/disown", producer="p").status == 200
+        assert commit("thief", **which | {"sequence": "2"}).status == 200
+
+
+def test_a_commit_needs_the_permission_for_every_topic_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(identity("me", "publish"))
+    which = {"producer": "p", "sequence": "0"}
+    with BrokerThread(tmp_path, auth_policy_file=str(path)) as broker:
+        call = partial(call_as, broker, "me", "POST")
+        for topic in (MINE, THEIRS):
+            message = BODIES["/transaction/stage"]
+            assert call("/transaction/stage", message, **which, part=topic, topic=topic).status == 200
+        path.write_text(identity("me", "publish", topic=f"^{MINE}$"))
+        reload(broker)
+        answer = call("/transaction/commit", b'{"parts": {"mine": 1, "theirs": 1}}', **which)
+        answer.expect_error(403, "UNAUTHORIZED")
+        assert broker.topic_stats(MINE) is None
 
 
 def test_the_figures_of_one_topic_show_no_other(broker: BrokerThread, topics: None) -> None:

@@ -6,6 +6,7 @@ a producer that does not know whether it was heard just says it again.
 
 On disk, in transactions/<producer>.producer/:
 
+    owner.json         who may use the producer's name, where nsqd is guarded
     committed.json     the last commit
     <sequence>/        a transaction that is open
         <part>.part    what one writer has staged
@@ -47,6 +48,9 @@ PART_SUFFIX: Final = ".part"
 TRASH_SUFFIX: Final = ".deleted"
 PROMISE: Final = "promise.json"
 COMMITTED: Final = "committed.json"
+OWNER: Final = "owner.json"
+UNKNOWN_OWNER: Final = "\0unknown"
+"""Nobody's identity: an owner that cannot be read must not become the first who asks."""
 MAX_TAG: Final = (1 << 16) - 1
 NAME: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Of a producer or a part."""
@@ -134,7 +138,13 @@ class Transaction:
         """Chunks that cannot be read, by number, and how many messages of each are not in the log."""
         self.is_published = False
         """Whether everything but what is lost is in the logs, as durable as configured."""
-        self.touched_ns = broker.monotonic_ns()
+        self.touch()
+
+    def touch(self) -> None:
+        """Somebody has asked for something."""
+        self.touched_ns = self._broker.monotonic_ns()
+        self.touched_wall_ns = self._broker.wall_ns()
+        """The same moment, to be shown."""
 
     @property
     def topics(self) -> set[str]:
@@ -189,6 +199,8 @@ class Transaction:
             for name in promised:
                 self.parts[name].sync()
         files = self._broker.files
+        if sync and self.producer.owner is not None and not self.producer.is_owner_synced:
+            self.producer.write_owner(files, sync=True)
         if not promised:
             files.make_directory(self.directory)
         if sync:
@@ -260,7 +272,16 @@ class Producer:
         self.name = name
         self.directory = folder / (name + PRODUCER_SUFFIX)
         self.committed = Committed()
+        self.owner: str | None = None
+        """The identity that alone may use this name, once it has been used where nsqd is guarded."""
+        self.is_owner_synced = False
         self.open: dict[int, Transaction] = {}
+
+    def write_owner(self, files: Files, *, sync: bool) -> None:
+        """May be called in any thread. Raises OSError."""
+        files.make_directory(self.directory)
+        write_json(files, self.directory / OWNER, {"identity": self.owner}, sync=sync)
+        self.is_owner_synced = sync
 
     def decided(self) -> Transaction | None:
         """The first transaction that is decided and not finished."""
@@ -301,6 +322,9 @@ class Transactions:
         committed = _read(files, producer.directory / COMMITTED)
         if committed is not None:
             producer.committed = Committed(**committed)
+        if files.read_whole(producer.directory / OWNER) is not None:
+            owner = _read(files, producer.directory / OWNER)
+            producer.owner = UNKNOWN_OWNER if owner is None else owner["identity"]
         for name in files.list_directory(producer.directory):
             if not name.isdigit():
                 continue
@@ -361,6 +385,7 @@ class Transactions:
         *,
         defer_ms: int = 0,
         at: int | None = None,
+        owner: str | None = None,
     ) -> int:
         """Put messages aside; gives the number of them in the part. If it is told `at` which number they are
         to begin, they begin there or not at all. Raises AlreadyCommitted, PartSealed, WrongPosition or
@@ -375,12 +400,13 @@ class Transactions:
         if at is not None and at != held:
             raise WrongPosition(held)
         transaction = transaction or self._begin(name, sequence)
+        self._claim(transaction.producer, owner)
         if part is None:
             self._broker.files.make_directory(transaction.directory)
             part = Part(self._broker.files, transaction.part_path(part_name))
         part.append(topic, bodies, defer_ms)
         transaction.parts[part_name] = part
-        transaction.touched_ns = self._broker.monotonic_ns()
+        transaction.touch()
         return part.messages
 
     def _begin(self, name: str, sequence: int) -> Transaction:
@@ -390,9 +416,39 @@ class Transactions:
         transaction = producer.open[sequence] = Transaction(self._broker, producer, sequence)
         return transaction
 
-    def promise(self, name: str, sequence: int, parts: Mapping[str, int], note: str = "") -> Transaction:
+    def _claim(self, producer: Producer, owner: str | None) -> None:
+        """The first identity to use a producer's name owns it. Raises OSError."""
+        if owner is not None and producer.owner is None:
+            producer.owner = owner
+            try:
+                producer.write_owner(self._broker.files, sync=False)
+            except OSError:
+                producer.owner = None
+                raise
+
+    def is_owner(self, name: str, identity: str | None) -> bool:
+        """Whether this identity may use the producer's name."""
+        producer = self.producers.get(name)
+        return producer is None or producer.owner is None or producer.owner == identity
+
+    def disown(self, name: str) -> None:
+        """Have the producer's name belong to whoever uses it next. Raises OSError."""
+        producer = self.producers.get(name)
+        if producer is not None:
+            self._broker.files.unlink(producer.directory / OWNER)
+            producer.owner = None
+
+    def promise(
+        self,
+        name: str,
+        sequence: int,
+        parts: Mapping[str, int],
+        note: str = "",
+        *,
+        owner: str | None = None,
+    ) -> Transaction:
         """Settle what the transaction consists of; write_promise() makes that last. Raises AlreadyCommitted,
-        or Incomplete with nothing changed."""
+        or Incomplete or OSError with nothing changed."""
         transaction = self.find(name, sequence)
         if transaction is not None and transaction.decision is not None:
             raise AlreadyCommitted(sequence)
@@ -402,10 +458,11 @@ class Transactions:
             if held != count:
                 raise Incomplete(f"part {part_name} has {held} messages and should have {count}")
         transaction = transaction or self._begin(name, sequence)
+        self._claim(transaction.producer, owner)
         transaction.promised = [part_name for part_name, count in parts.items() if count]
         transaction.note = note
         transaction.lost = {}
-        transaction.touched_ns = self._broker.monotonic_ns()
+        transaction.touch()
         return transaction
 
     def decide(self, transaction: Transaction, *, accept_loss: bool = False) -> None:

@@ -69,6 +69,7 @@ class Request:
         "body",
         "endpoint",
         "headers",
+        "identity",
         "is_old",
         "method",
         "path",
@@ -91,6 +92,8 @@ class Request:
         self.peer_port = 0
         self.secure: Any = None
         """The TLS layer that it came through."""
+        self.identity: str | None = None
+        """Who asks, where the API is guarded; empty for whoever shows no secret."""
         self.is_old = False
         """Whether it is of HTTP/1.0, which must be told that a connection is kept."""
         self.endpoint: Endpoint | None = None
@@ -170,6 +173,8 @@ class Endpoint:
     topics: Callable[[Request], Collection[str]] | None = None
     """The topics that it must be allowed to do that with, if there is no parameter that says so; with any, if
     there are none."""
+    is_owner: Callable[[Request], bool] | None = None
+    """Whether what the request names belongs to its identity, or to nobody; asked after the permission."""
     checks_names: bool = False
     """Whether its handler checks the permission itself, for names that only the body has: whoever has the
     permission for any topic gets as far as that. Only nsqadmin's guard asks."""

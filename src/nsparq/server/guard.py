@@ -55,6 +55,9 @@ def _auth_required() -> ApiError:
 def _check(grant: Grant, request: Request, endpoint: Endpoint) -> None:
     if not _is_allowed(grant, request, endpoint):
         raise ApiError(403, "UNAUTHORIZED") if request.header("Authorization") else _auth_required()
+    request.identity = grant.identity
+    if endpoint.is_owner is not None and not endpoint.is_owner(request):
+        raise ApiError(403, "OWNED_BY_ANOTHER") if request.header("Authorization") else _auth_required()
 
 
 def _is_allowed(grant: Grant, request: Request, endpoint: Endpoint) -> bool:

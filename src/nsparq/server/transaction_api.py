@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 from nsparq.broker.transactions import (
     NAME,
+    UNKNOWN_OWNER,
     AlreadyCommitted,
     Committed,
     Damaged,
@@ -58,6 +59,14 @@ class TransactionApi:
             return set()
         return set() if transaction is None else transaction.topics
 
+    def admin_topics(self, request: Request) -> set[str]:
+        """Whose admins may resolve the transaction. For one that is not open: those of the whole daemon."""
+        return self.topics(request) or {""}
+
+    def is_owner(self, request: Request) -> bool:
+        """Whether the request may use the name of the producer."""
+        return self._transactions.is_owner(request.parameters.get("producer", ""), request.identity)
+
     # handlers
 
     def stage(self, request: Request) -> Result:
@@ -73,7 +82,14 @@ class TransactionApi:
             raise ApiError(413, error.code.removeprefix("E_")) from error
         try:
             messages = self._transactions.stage(
-                producer, sequence, part, topic, bodies, defer_ms=defer_ms, at=number_of(request, "at")
+                producer,
+                sequence,
+                part,
+                topic,
+                bodies,
+                defer_ms=defer_ms,
+                at=number_of(request, "at"),
+                owner=request.identity,
             )
         except AlreadyCommitted as error:
             _refuse(error)
@@ -91,7 +107,9 @@ class TransactionApi:
         parts, note = _wanted(request)
         async with self._lock(producer):
             self._check_promise(producer, sequence, request.parameters.get("promise"))
-            transaction = self._promise(producer, sequence, parts, note)
+            # Somebody else may have used the name while this request waited for its turn.
+            self._check_owner(request)
+            transaction = self._promise(producer, sequence, parts, note, request.identity)
             await self._write_promise(transaction)
         return {"sequence": sequence, "messages": transaction.messages}
 
@@ -100,7 +118,8 @@ class TransactionApi:
         remember_s = number_of(request, "remember")
         wanted = _wanted(request) if request.body else None
         promise = request.parameters.get("promise")
-        return await self._in_task(self._commit(producer, sequence, wanted, promise, remember_s))
+        commit = self._commit(producer, sequence, wanted, promise, remember_s, request=request)
+        return await self._in_task(commit)
 
     async def resolve(self, request: Request) -> Result:
         producer, sequence = _which(request)
@@ -109,6 +128,7 @@ class TransactionApi:
     async def abort(self, request: Request) -> None:
         producer, sequence = _which(request)
         async with self._lock(producer):
+            self._check_owner(request)
             self._check_promise(producer, sequence, request.parameters.get("promise"))
             try:
                 self._transactions.abort(producer, sequence)
@@ -137,6 +157,7 @@ class TransactionApi:
             "producers": [
                 {
                     "producer": producer.name,
+                    "owner": None if producer.owner == UNKNOWN_OWNER else producer.owner,
                     "committed_sequence": producer.committed.sequence,
                     "committed_messages": producer.committed.messages,
                     "open": [
@@ -147,7 +168,7 @@ class TransactionApi:
                             "messages": transaction.messages,
                             "bytes": transaction.size_bytes,
                             "lost_messages": transaction.lost_messages,
-                            "touched": self._nsqd.broker.wall_of(transaction.touched_ns),
+                            "touched": transaction.touched_wall_ns,
                         }
                         for transaction in producer.open.values()
                     ],
@@ -155,6 +176,14 @@ class TransactionApi:
                 for producer in self._transactions.producers.values()
             ]
         }
+
+    def disown(self, request: Request) -> None:
+        producer = _identifier(request, "producer")
+        try:
+            self._transactions.disown(producer)
+        except OSError as error:
+            logger.error("producer %s: its owner cannot be removed: %s", producer, error)
+            raise ApiError(503, "WRITE_FAILED") from error
 
     # committing
 
@@ -183,6 +212,8 @@ class TransactionApi:
         wanted: tuple[dict[str, int], str] | None,
         promise: str | None,
         remember_s: float | None,
+        *,
+        request: Request | None = None,
     ) -> Result:
         async with self._lock(producer):
             await self._finish_earlier(producer, sequence)
@@ -191,7 +222,10 @@ class TransactionApi:
             except AlreadyCommitted:
                 return self._already_committed(producer, sequence)
             if transaction is None or transaction.decision is None:
-                transaction = await self._decide(producer, sequence, wanted, promise, transaction)
+                if request is not None:
+                    self._check_owner(request)
+                owner = None if request is None else request.identity
+                transaction = await self._decide(producer, sequence, wanted, promise, transaction, owner)
             return await self._finish(transaction, remember_s)
 
     async def _resolve(self, producer: str, sequence: int) -> Result:
@@ -236,10 +270,11 @@ class TransactionApi:
         wanted: tuple[dict[str, int], str] | None,
         promise: str | None,
         transaction: Transaction | None,
+        owner: str | None,
     ) -> Transaction:
         self._check_promise(producer, sequence, promise)
         if wanted is not None:
-            transaction = self._promise(producer, sequence, *wanted)
+            transaction = self._promise(producer, sequence, *wanted, owner)
         elif transaction is None:
             raise ApiError(409, "INCOMPLETE_TRANSACTION", reason="nothing has been prepared")
         await self._write_decision(transaction)
@@ -275,9 +310,18 @@ class TransactionApi:
         if expected != ("" if transaction is None else transaction.note):
             raise ApiError(409, "WRONG_PROMISE")
 
-    def _promise(self, producer: str, sequence: int, parts: dict[str, int], note: str) -> Transaction:
+    def _check_owner(self, request: Request) -> None:
+        if request.identity is not None and not self.is_owner(request):
+            raise ApiError(403, "OWNED_BY_ANOTHER")
+
+    def _promise(
+        self, producer: str, sequence: int, parts: dict[str, int], note: str, owner: str | None
+    ) -> Transaction:
         try:
-            return self._transactions.promise(producer, sequence, parts, note)
+            return self._transactions.promise(producer, sequence, parts, note, owner=owner)
+        except OSError as error:
+            logger.error("transaction %s/%d: %s", producer, sequence, error)
+            raise ApiError(503, "WRITE_FAILED") from error
         except AlreadyCommitted as error:
             _refuse(error)
         except Incomplete as error:

@@ -35,6 +35,7 @@ _WHICH_ERRORS: Final = (
     (400, "MISSING_ARG_SEQUENCE"),
     (400, "INVALID_ARG_SEQUENCE"),
 )
+_OWNED_ERRORS: Final = (*_WHICH_ERRORS, (403, "OWNED_BY_ANOTHER"))
 _PARTS: Final = {
     "type": "object",
     "properties": {
@@ -84,6 +85,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
                 Param(name="at", help="how many messages the part holds before these", schema=SEQUENCE),
             ),
             permission="publish",
+            is_owner=api.is_owner,
             keeps_body=True,
             body_help="messages as in `/mpub?binary=true`",
             body_schema={"type": "string", "format": "binary", "minLength": 4},
@@ -92,7 +94,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             success_type=JSON_TYPE,
             success_schema=obj({"messages": COUNT}),
             errors=(
-                *_WHICH_ERRORS,
+                *_OWNED_ERRORS,
                 (400, "MISSING_ARG_PART"),
                 (400, "INVALID_ARG_PART"),
                 *NAMED_TOPIC_ERRORS,
@@ -118,6 +120,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             params=(*_WHICH, _PROMISE),
             permission="publish",
             topics=api.topics,
+            is_owner=api.is_owner,
             keeps_body=True,
             body_help=_PARTS_HELP,
             body_type=JSON_TYPE,
@@ -126,7 +129,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             success="an object",
             success_type=JSON_TYPE,
             success_schema=obj({"sequence": COUNT, "messages": COUNT}),
-            errors=(*_WHICH_ERRORS, (409, "ALREADY_COMMITTED"), (409, "WRONG_PROMISE"), *_PARTS_ERRORS),
+            errors=(*_OWNED_ERRORS, (409, "ALREADY_COMMITTED"), (409, "WRONG_PROMISE"), *_PARTS_ERRORS),
         ),
         Endpoint(
             group=_GROUP,
@@ -153,6 +156,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             ),
             permission="publish",
             topics=api.topics,
+            is_owner=api.is_owner,
             keeps_body=True,
             needs_body=False,
             body_help=_PARTS_HELP + "; or nothing",
@@ -163,7 +167,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             success_type=JSON_TYPE,
             success_schema=_COMMITTED,
             errors=(
-                *_WHICH_ERRORS,
+                *_OWNED_ERRORS,
                 (400, "INVALID_ARG_REMEMBER"),
                 (409, "WRONG_PROMISE"),
                 *_PARTS_ERRORS,
@@ -182,7 +186,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             "until this is said. What is only prepared can be aborted instead.",
             params=_WHICH,
             permission="admin",
-            topics=api.topics,
+            topics=api.admin_topics,
             success="an object; `lost_messages` is how many were not published",
             success_type=JSON_TYPE,
             success_schema=_COMMITTED,
@@ -204,7 +208,8 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             params=(*_WHICH, _PROMISE),
             permission="publish",
             topics=api.topics,
-            errors=(*_WHICH_ERRORS, (409, "ALREADY_COMMITTED"), (409, "WRONG_PROMISE")),
+            is_owner=api.is_owner,
+            errors=(*_OWNED_ERRORS, (409, "ALREADY_COMMITTED"), (409, "WRONG_PROMISE")),
         ),
         Endpoint(
             group=_GROUP,
@@ -215,6 +220,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             params=_WHICH,
             permission="publish",
             topics=api.topics,
+            is_owner=api.is_owner,
             success="an object; `state` is `unknown`, `open`, `prepared`, `committed` or `damaged` (and then "
             "`decided` tells whether the rest is published), "
             "`committed_sequence` the producer's last commit or null, `committed_note` its note",
@@ -229,7 +235,19 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
                     "decided": {"type": "boolean"},
                 },
             ),
-            errors=_WHICH_ERRORS,
+            errors=_OWNED_ERRORS,
+        ),
+        Endpoint(
+            group=_GROUP,
+            method="POST",
+            path="/transaction/disown",
+            handler=api.disown,
+            summary="Let another identity use a producer's name.",
+            details="With a policy file a producer belongs to the identity that has used its name first. "
+            "After this it belongs to the next that does.",
+            params=_WHICH[:1],
+            permission="admin",
+            errors=(*_WHICH_ERRORS[:2], (503, "WRITE_FAILED")),
         ),
         Endpoint(
             group=_GROUP,
@@ -246,6 +264,7 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
                         obj(
                             {
                                 "producer": TEXT,
+                                "owner": {"type": ["string", "null"]},
                                 "committed_sequence": INT,
                                 "committed_messages": COUNT,
                                 "open": listed(
