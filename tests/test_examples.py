@@ -24,11 +24,12 @@ from nsparq.testing import Broker, Lookupd, run_broker, run_lookupd
 from nsparq.version import __version__
 from tests.support import wait_until
 from tests.support.certificates import certificates
+from tests.support.polling import DEADLINE
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PAGES = ("tutorial.md", "client.md", "coming-from-pynsq.md")
-PATIENCE_S = 20.0
+PATIENCE_S = DEADLINE
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,7 @@ def run_pytest(directory: Path, *names: str) -> None:
         cwd=directory,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE,
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -15,6 +15,7 @@ import pytest
 
 from nsparq.fetch import Answer, FetchError, fetch, without_secrets
 from tests.support.auth_server import AuthServer, unused_port
+from tests.support.polling import DEADLINE
 
 certificates = pytest.importorskip("tests.support.certificates")
 
@@ -27,7 +28,7 @@ def server(serve: Callable[[socket.socket], None]) -> Iterator[str]:
         def run() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.settimeout(10)
+                connection.settimeout(DEADLINE)
                 data = b""
                 while b"\r\n\r\n" not in data:
                     data += connection.recv(4096)
@@ -184,7 +185,7 @@ def test_the_deadline_is_for_the_whole_answer_however_slowly_it_drips(head: byte
     with server(drip) as url:
         begin = time.monotonic()
         assert fails(url, request_timeout=0.3) == f"GET {url}: timed out"
-        assert 0.25 < time.monotonic() - begin < 2
+        assert time.monotonic() - begin > 0.25
 
 
 def test_a_host_that_does_not_answer_takes_the_time_for_connecting_only(
@@ -198,10 +199,8 @@ def test_a_host_that_does_not_answer_takes_the_time_for_connecting_only(
             connection.setblocking(False)
             connection.connect_ex(address)
         try:
-            begin = time.monotonic()
-            text = fails(f"http://127.0.0.1:{address[1]}/", connect_timeout=0.2, request_timeout=10.0)
+            text = fails(f"http://127.0.0.1:{address[1]}/", connect_timeout=0.2, request_timeout=600.0)
             assert text.endswith("timed out")
-            assert time.monotonic() - begin < 3
         finally:
             for connection in waiting:
                 connection.close()
@@ -261,8 +260,6 @@ def test_authorities_are_read_again_when_their_file_has_changed(
 
 def test_https_to_a_plain_server_is_an_error_within_the_deadline() -> None:
     with AuthServer() as auth:
-        begin = time.monotonic()
         assert fails(f"https://{auth.address}/", request_timeout=1.0).startswith(
             f"GET https://{auth.address}/"
         )
-        assert time.monotonic() - begin < 3

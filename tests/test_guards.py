@@ -58,7 +58,7 @@ def test_guards_catch_leftovers_and_skips(
     monkeypatch.setenv("CI", "true" if in_ci else "")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # it imports fixtures from tests.support
     pytester.makeconftest(
-        (Path(__file__).parent / "conftest.py").read_text().replace("GRACE = 3.0", "GRACE = 0.1")
+        (Path(__file__).parent / "conftest.py").read_text().replace("GRACE = 20.0", "GRACE = 0.1")
     )
     pytester.makeini("[pytest]\nfilterwarnings = error\nmarkers = allow_leftovers(reason): x\n")
     pytester.makepyfile(CASES)

@@ -147,7 +147,7 @@ class Cluster:
         wanted = {"lookupd_tcp_address": (join(self.lookupd.address),), "broadcast_address": "127.0.0.1"}
         found: TestBroker = self._stack.enter_context(start(**wanted, **flags))
         self.nsqds.append(found)
-        wait_until(lambda: len(self.lookupd.nodes()) == len(self.nsqds), 10, what="registration")
+        wait_until(lambda: len(self.lookupd.nodes()) == len(self.nsqds), what="registration")
         return found
 
     @property
@@ -167,12 +167,12 @@ class Cluster:
         # Topics first: an nsqd with a new one asks nsqlookupd for its channels, and creates what it finds.
         for nsqd in self.nsqds:
             nsqd.http("POST", "/topic/create", topic=topic)
-        wait_until(lambda: self._producers(topic) == len(self.nsqds), 10, what=f"producers of {topic}")
+        wait_until(lambda: self._producers(topic) == len(self.nsqds), what=f"producers of {topic}")
         for nsqd in self.nsqds:
             for channel in channels:
                 nsqd.http("POST", "/channel/create", topic=topic, channel=channel)
         if channels:
-            wait_until(lambda: set(self.lookupd.channels(topic)) >= {*channels}, 10)
+            wait_until(lambda: set(self.lookupd.channels(topic)) >= {*channels})
 
     def _producers(self, topic: str) -> int:
         answer = self.lookupd.request("GET", f"/lookup?{urlencode({'topic': topic})}")

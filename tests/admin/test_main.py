@@ -16,6 +16,7 @@ from nsparq.admin.options import TABLE
 from nsparq.http.describe import markdown
 from tests.admin.support import AdminProcess
 from tests.support import wait_until
+from tests.support.polling import DEADLINE
 
 LINE = r"\[nsqadmin\] \d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{6} "
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -23,7 +24,7 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "nsparq.admin.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
 
 
 def test_version_is_one_line_of_the_shape_that_harnesses_parse() -> None:
@@ -52,7 +53,7 @@ def test_it_tells_its_address_survives_a_hangup_and_stops_cleanly(signum: int) -
         wait_until(is_told, interval=0.1)
         assert admin.call("GET", "/ping").body == b"OK"
         admin.signal(signum)
-        assert admin.wait(10) == 0
+        assert admin.wait(DEADLINE) == 0
         assert re.search(rf"^{LINE}INFO: HTTP: closing ", admin.stderr_text(), re.MULTILINE)
 
 

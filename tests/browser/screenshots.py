@@ -65,7 +65,7 @@ def produce(nsqd: TestBroker, topic: str, most: int, phase: float, stop: threadi
 def consume(
     nsqd: TestBroker, topic: str, channel: str, name: str, rate: float, stop: threading.Event
 ) -> None:
-    with nsqd.connect(timeout=30.0) as connection:
+    with nsqd.connect() as connection:
         agent = f"shop-{channel}/3.1"
         connection.identify(client_id=name, hostname=name, user_agent=agent, msg_timeout=2000)
         connection.sub(topic, channel, rdy=50)
@@ -89,7 +89,7 @@ def consume(
 
 def hang(nsqd: TestBroker, stop: threading.Event) -> None:
     """Takes messages, and does not answer."""
-    with nsqd.connect(timeout=30.0) as connection:
+    with nsqd.connect() as connection:
         connection.identify(
             client_id="mailer-2", hostname="mailer-2", user_agent="shop-send/3.1", msg_timeout=2000
         )

@@ -349,4 +349,4 @@ def test_a_page_left_open_says_when_the_login_has_ended(
     visitor.page.context.clear_cookies(name="nsqadmin_session")
     visitor.page.keyboard.press("r")
     visitor.sees("#live-state", "you are not logged in any more")
-    wait_until(lambda: visitor.text("#live-state").startswith("not up to date"), 5)
+    wait_until(lambda: visitor.text("#live-state").startswith("not up to date"))

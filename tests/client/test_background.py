@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -149,16 +148,14 @@ def test_whoever_is_interrupted_while_it_opens_leaves_nothing(monkeypatch: pytes
     @asynccontextmanager
     async def never() -> AsyncIterator[None]:
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
             yield
         finally:
             ends.append("ended")
 
-    began = time.monotonic()
     with pytest.raises(TimeoutError):
         LoopThread(never, name="test-loop")
     assert ends == ["ended"]
-    assert time.monotonic() - began < 5
 
 
 def test_errors_of_the_loop_are_reported() -> None:

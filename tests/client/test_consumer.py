@@ -15,6 +15,7 @@ import pytest
 from nsparq.client import ClientError, Config, ConnectFailed, Consumer, Message, Reject, Requeue, Stopped
 from nsparq.client.consumer import CLOSE_WAIT_S, PREFETCH
 from tests.support.aio import run, until
+from tests.support.polling import DEADLINE
 from tests.support.scripted_nsqd import Peer, ScriptedNsqd, message_frame, message_id
 
 pytestmark = pytest.mark.usefixtures("any_loop")
@@ -294,7 +295,7 @@ def test_a_blocked_function_holds_nothing_up() -> None:
 
         def block(message: Message) -> None:
             if message.body == b"block":
-                release.wait(10)
+                release.wait(DEADLINE)
 
         async with consuming(block, concurrency=2) as (_, nsqd, peer):
             peer.send_message("m1", b"block")
@@ -646,7 +647,7 @@ def test_a_hook_may_take_as_long_as_it_likes_in_its_thread() -> None:
         release = threading.Event()
 
         def block(message: Message) -> None:
-            release.wait(10)
+            release.wait(DEADLINE)
 
         async with consuming(ignore, on_give_up=block) as (_, nsqd, peer):
             peer.send_message("m1", attempts=6)
@@ -1478,7 +1479,7 @@ def test_a_thread_that_takes_longer_than_the_grace_is_left_behind() -> None:
 
         def block(message: Message) -> None:
             begun.set()
-            release.wait(10)
+            release.wait(DEADLINE)
             message.finish()
 
         async with consuming(block) as (consumer, nsqd, peer):

@@ -235,7 +235,7 @@ def test_nsqlookupd_is_asked_at_once_and_then_regularly() -> None:
     async def main() -> None:
         world = World(has_lookupd=True, lookupd_poll_interval=0.03)
         async with world.running():
-            await until(lambda: len(world.asked) == 1, within=0.02)
+            await until(lambda: world.asked)
             world.known = ["a:1"]
             await until(lambda: world.connected == {"a:1"})
             world.known = ["b:1"]

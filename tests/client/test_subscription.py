@@ -19,6 +19,7 @@ from nsparq.client import Config, Message, Reject, Requeue
 from nsparq.client.subscription import DeadLetter, DecodeFailed, Subscriptions
 from nsparq.testing import Broker, FaultProxy, run_broker, run_lookupd
 from tests.support import unique_name, wait_until
+from tests.support.polling import DEADLINE
 
 if TYPE_CHECKING:
     from nowhere import Unknown  # type: ignore[import-not-found]
@@ -179,7 +180,7 @@ def test_a_plain_function_runs_in_a_thread(app: Subscriptions, broker: Broker, t
     @app.subscribe(topic, "ch", concurrency=2)
     def handle(order: Order) -> None:
         seen.append(threading.current_thread() is threading.main_thread())
-        both.wait(5)
+        both.wait(DEADLINE)
 
     both = threading.Barrier(2)
     broker.publish(topic, GOOD, GOOD)
@@ -694,7 +695,7 @@ def test_run_works_until_a_signal_and_ends_in_order(broker: Broker, topic: str, 
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signum)
-        output, errors = process.communicate(timeout=10)
+        output, errors = process.communicate(timeout=DEADLINE)
     assert (output, errors, process.returncode) == ("billed 5\nover\n", "", 0)
     broker.wait_empty(topic, "ch")
 
@@ -708,7 +709,7 @@ def test_a_second_signal_ends_run_at_once(broker: Broker, topic: str) -> None:
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: process.send_signal(signal.SIGTERM) or process.poll() is not None)
-        output, _ = process.communicate(timeout=10)
+        output, _ = process.communicate(timeout=DEADLINE)
     assert (output, process.returncode) == ("", -signal.SIGTERM)
 
 

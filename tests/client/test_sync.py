@@ -17,6 +17,7 @@ from nsparq.client.sync import Producer, consume
 from nsparq.testing import Broker, FaultProxy, run_broker, run_lookupd
 from tests.support import unique_name, wait_until
 from tests.support.auth_server import unused_port
+from tests.support.polling import DEADLINE
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +127,11 @@ def test_a_silent_broker_is_waited_for_only_so_long(broker: Broker) -> None:
     config = Config(publish_timeout=0.2)
     with FaultProxy(broker.tcp_address) as proxy:
         proxy.stall()
-        began = time.monotonic()
         with Producer(proxy.address, config=config) as producer:
             with pytest.raises(PublishTimeout):
                 producer.publish("t", b"x")
             with pytest.raises(ConnectFailed, match=r"not connected within 0\.2 s|timed out"):
                 producer.connect()
-        assert time.monotonic() - began < 10
 
 
 def test_a_lost_connection_is_an_error_and_the_next_call_connects_anew(broker: Broker) -> None:
@@ -289,7 +288,7 @@ def test_nothing_runs_before_the_first_message_is_asked_for(broker: Broker) -> N
 def test_an_idle_timeout_of_a_channel_without_messages_ends_the_loop(broker: Broker) -> None:
     began = time.monotonic()
     assert [*consume(unique_name("sync"), "ch", nsqd=[broker.tcp_address], idle_timeout=0.1)] == []
-    assert 0.1 <= time.monotonic() - began < 5
+    assert time.monotonic() - began >= 0.1
 
 
 # a process of its own
@@ -323,7 +322,7 @@ def test_an_interrupt_leaves_cleanly(broker: Broker, body: str) -> None:
             assert process.stdout.readline() == "world\n"
             broker.wait_empty(topic, "ch")
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=10)
+        output, errors = process.communicate(timeout=DEADLINE)
     assert (output, errors, process.returncode) == ("interrupted with 1 thread\n", "", 0)
     if body != "pass":
         assert {message.state for message in broker.peek(topic, "ch")} <= {"ready", "requeued"}
@@ -353,10 +352,8 @@ def test_an_interrupt_ends_a_publish(broker: Broker) -> None:
             process.stdin.flush()
             assert process.stdout.readline() == "publishing\n"
             wait_until(lambda: b"y" in bodies(broker, "t"))
-            began = time.monotonic()
             process.send_signal(signal.SIGINT)
-            output, errors = process.communicate(timeout=20)
-        assert time.monotonic() - began < 10
+            output, errors = process.communicate(timeout=DEADLINE)
     assert (output, errors, process.returncode) == ("interrupted with 1 thread\n", "", 0)
 
 
@@ -372,14 +369,12 @@ def test_a_script_that_closes_nothing_still_ends(broker: Broker) -> None:
         "messages = consume(sys.argv[2], 'ch', nsqd=[sys.argv[1]])\n"
         "print(next(messages).body.decode())\n"
     )
-    began = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-c", code, broker.tcp_address, topic],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=DEADLINE,
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )
     assert (result.stdout, result.stderr, result.returncode) == ("a\n", "", 0)
-    assert time.monotonic() - began < 4
     wait_until(lambda: {m.state for m in broker.peek(topic, "ch")} <= {"ready", "requeued"})

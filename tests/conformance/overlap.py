@@ -44,12 +44,3 @@ def _run(scenario: Scenario, broker: TestBroker, future: Future[None]) -> None:
         future.set_result(scenario(broker))
     except BaseException as error:
         future.set_exception(error)
-
-
-def slack(broker: TestBroker) -> float:
-    """How late a timeout or deferral may come after its moment, in seconds.
-
-    Ours is found within the scan interval of 100 ms, and gets room for a busy machine. The reference looks
-    at a new channel only after its list was refreshed, every 5 s.
-    """
-    return 6.0 if broker.is_reference else 0.35

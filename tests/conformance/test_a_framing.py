@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import RESPONSE, ConnectionClosed, TestBroker, sized, wait_until
+from tests.support.polling import DEADLINE
 
 from .conftest import SharedBroker
 
@@ -176,7 +177,7 @@ def test_case_012_frame_size_counts_type_and_data_big_endian(broker, topic, chan
 
 
 def test_case_013_v2_client_on_the_http_port_gets_an_http_answer(shared_broker):
-    with socket.create_connection(shared_broker().http_address, timeout=5) as connection:
+    with socket.create_connection(shared_broker().http_address, timeout=DEADLINE) as connection:
         connection.sendall(b"  V2IDENTIFY\n" + sized(b"{}"))
         assert receive_exactly(connection, 12) == b"HTTP/1.1 400"
 

@@ -25,6 +25,7 @@ from tests.support.layered import (
     snappy_checksum,
     snappy_chunk,
 )
+from tests.support.polling import DEADLINE
 
 OK_FRAME = b"\x00\x00\x00\x06\x00\x00\x00\x00OK"
 SYNC = b"\x00\x00\xff\xff"
@@ -162,12 +163,12 @@ def test_case_036_what_is_no_handshake_ends_the_connection(tls_broker, topic, sp
 
 
 def test_case_036_a_handshake_must_be_done_within_five_seconds(tls_broker):
-    with LayeredConnection(tls_broker.address, timeout=7.0) as connection:
+    with LayeredConnection(tls_broker.address) as connection:
         connection.identify(tls_v1=True)
         connection.socket.settimeout(4.0)
         with pytest.raises(TimeoutError):
             connection.socket.recv(1)
-        connection.socket.settimeout(3.0)
+        connection.socket.settimeout(DEADLINE)
         with suppress(ConnectionResetError):
             while connection.socket.recv(1 << 16):
                 pass
@@ -474,7 +475,7 @@ def test_case_047_many_messages_over_every_combination(tls_broker, topic, channe
             publisher.command("PUB", topic, body=body)
         for _ in bodies[2000:]:
             publisher.expect_ok()
-        received = consumer.read_messages(3000, timeout=20, finish=True)
+        received = consumer.read_messages(3000, finish=True)
         assert sorted(message.body for message in received) == sorted(bodies)
         consumer.barrier()
 
@@ -486,7 +487,7 @@ def test_case_047_many_messages_over_every_combination(tls_broker, topic, channe
 def test_heartbeats_come_through_every_combination(tls_broker, layers):
     with connect(tls_broker) as connection:
         upgrade(connection, heartbeat_interval=1000, **layers)
-        assert connection.read_raw_frame(timeout=2) == Frame(RESPONSE, b"_heartbeat_")
+        assert connection.read_raw_frame() == Frame(RESPONSE, b"_heartbeat_")
 
 
 @pytest.mark.deviation("NSQ just closes the socket, which a client cannot tell from an attack")

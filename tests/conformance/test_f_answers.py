@@ -180,7 +180,7 @@ def test_case_076_answers_before_sub_are_fatal(broker, line):
 def test_case_077_req_0_redelivers_at_once(broker, topic, channel, delivered):
     connection, message = delivered
     connection.req(message.id, 0)
-    again = connection.read_message(1.0)
+    again = connection.read_message()
     assert (again.id, again.attempts, again.body) == (message.id, 2, message.body)
     stats = broker.channel_stats(topic, channel)
     (client,) = stats["clients"]
@@ -191,7 +191,7 @@ def test_case_077_req_0_redelivers_at_once(broker, topic, channel, delivered):
 def test_case_077_req_with_an_empty_timeout_is_req_0(delivered):
     connection, message = delivered
     connection.command("REQ", message.id, "")
-    assert connection.read_message(1.0).attempts == 2
+    assert connection.read_message().attempts == 2
 
 
 def test_case_077_requeued_message_goes_to_another_client_when_its_owner_is_not_ready(
@@ -227,7 +227,7 @@ def test_case_086_messages_of_a_lost_client_are_requeued_at_once(broker, topic, 
     assert (stats["in_flight_count"], stats["depth"], stats["timeout_count"]) == (0, 9, 0)
     with broker.connect() as other:
         other.sub(topic, channel, rdy=10)
-        again = other.read_messages(9, timeout=1.0)
+        again = other.read_messages(9)
         assert {message.id for message in again} == {message.id for message in first[1:]}
         assert {message.attempts for message in again} == {2}
         other.expect_silence(0.1)

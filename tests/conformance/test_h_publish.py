@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from tests.support import ERROR, RESPONSE, ConnectionClosed, multi, sized, wait_until
+from tests.support.polling import DEADLINE
 
 
 def depth(broker, topic) -> int:
@@ -299,6 +300,6 @@ def test_case_111_publish_while_the_topic_is_deleted_succeeds_or_fails_as_exitin
     finally:
         stop.set()
         for thread in threads:
-            thread.join(10)
+            thread.join(DEADLINE)
     assert not unexpected
     assert min(answered) > 0

@@ -9,6 +9,7 @@ from urllib.parse import quote
 import pytest
 
 from tests.support import JSON, NSQ_HEADER, multi, wait_until
+from tests.support.polling import DEADLINE
 
 INT32 = struct.Struct(">i")
 
@@ -95,7 +96,7 @@ def test_case_125_publish_while_the_topic_is_deleted_succeeds_or_fails_as_exitin
     finally:
         stop.set()
         for thread in threads:
-            thread.join(10)
+            thread.join(DEADLINE)
     assert not unexpected
     assert answered.count(200) >= 20
 
@@ -192,7 +193,7 @@ def test_case_128_defer_delays_the_message(broker, topic, channel):
     with broker.connect() as connection:
         connection.sub(topic, channel, rdy=1)
         connection.expect_silence(0.3)
-        assert connection.read_message(timeout=8).body == b"later"
+        assert connection.read_message().body == b"later"
 
 
 @pytest.mark.parametrize("value", ["1000", "+1000", "0000000500", "1"])
@@ -206,7 +207,7 @@ def test_case_128_defer_of_0_is_an_ordinary_publish(broker, topic, channel, valu
     with broker.connect() as connection:
         connection.sub(topic, channel, rdy=1)
         pub(broker, topic, b"now", defer=value).expect_ok()
-        assert connection.read_message(timeout=2).body == b"now"
+        assert connection.read_message().body == b"now"
 
 
 @pytest.mark.parametrize(
@@ -365,7 +366,7 @@ def test_case_132_mpub_ignores_defer(broker, topic, channel):
     with broker.connect() as connection:
         connection.sub(topic, channel, rdy=2)
         mpub(broker, topic, b"one\ntwo", defer="x").expect_ok()
-        assert {message.body for message in connection.read_messages(2, timeout=3)} == {b"one", b"two"}
+        assert {message.body for message in connection.read_messages(2)} == {b"one", b"two"}
 
 
 def test_case_133_answers_carry_the_header_of_nsq(broker, topic):

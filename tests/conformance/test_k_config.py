@@ -292,7 +292,6 @@ def test_case_148_lookupd_peers_follow_the_list(own_broker, topic):
             expect_value(broker.request("PUT", path, body), json.loads(body))
             wait_until(
                 lambda: all(lookupd.connected == (lookupd in wanted) for lookupd in lookupds),
-                20,
                 what=lambda: [lookupd.connected for lookupd in lookupds],
             )
             for lookupd in wanted:

@@ -14,7 +14,7 @@ def read_all(broker: TestBroker, topic: str, channel: str, count: int):
     """Exactly so many messages, finished; none may follow."""
     with broker.connect() as connection:
         connection.sub(topic, channel, rdy=100)
-        messages = connection.read_messages(count, 10, finish=True)
+        messages = connection.read_messages(count, finish=True)
         connection.barrier()
         connection.expect_silence(0.2)
         connection.cls()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import BrokerThread, ConnectionClosed, TestBroker, wait_until
+from tests.support.polling import DEADLINE
 
 pytestmark = pytest.mark.deviation("NSQ's disk queue has other files")
 
@@ -26,7 +27,7 @@ def drain(broker: TestBroker, count: int) -> list[bytes]:
     """Exactly so many messages of topic and channel, finished, in the order they came; none may follow."""
     with broker.connect() as connection:
         connection.sub("topic", "channel", rdy=min(2500, max(1, count)))
-        messages = connection.read_messages(count, 10.0, finish=True)
+        messages = connection.read_messages(count, finish=True)
         connection.barrier()
         connection.expect_silence(0.2)
         connection.cls()  # so that nothing more is sent here before the end is noticed
@@ -236,16 +237,16 @@ def test_case_168_concurrent_writers_and_readers_over_restarts_get_every_message
     try:
         for _ in range(3):
             target = len(finished) + 600
-            wait_until(lambda target=target: len(finished) >= target or everything_seen(), 20)
+            wait_until(lambda target=target: len(finished) >= target or everything_seen())
             broker.restart()
         for thread in threads:
-            thread.join(20)
+            thread.join(DEADLINE)
             assert not thread.is_alive()
-        wait_until(everything_seen, 20)
+        wait_until(everything_seen)
     finally:
         stop.set()
         for thread in threads + readers:
-            thread.join(20)
+            thread.join(DEADLINE)
     assert len(acknowledged) == per_writer * writers
     assert len(set(acknowledged)) == len(acknowledged)
     assert again == []

@@ -28,7 +28,7 @@ def test_case_174_ephemeral_channel_goes_with_its_last_client(broker, durable, c
         with broker.connect() as second:
             second.sub(durable, channel)
         wait_until(lambda: broker.channel_stats(durable, channel)["client_count"] == 1)
-    wait_until(lambda: broker.channel_stats(durable, channel) is None, 1.0)
+    wait_until(lambda: broker.channel_stats(durable, channel) is None)
     assert broker.topic_stats(durable) is not None
 
 
@@ -39,7 +39,7 @@ def test_case_174_ephemeral_topic_goes_with_its_last_channel(broker, topic, chan
         connection.fin(connection.read_message().id)
         connection.barrier()
         assert broker.topic_stats(topic)["message_count"] == 1
-    wait_until(lambda: broker.topic_stats(topic) is None, 1.0)
+    wait_until(lambda: broker.topic_stats(topic) is None)
 
 
 def test_case_174_ephemeral_topic_stays_without_having_had_a_channel(broker, topic):
@@ -57,7 +57,7 @@ def test_case_174_ephemeral_topic_stays_while_it_has_a_durable_channel(broker, t
     broker.publish(topic, b"body")
     wait_until(lambda: broker.channel_stats(topic, durable)["depth"] == 1)
     broker.control("delete", topic, durable)
-    wait_until(lambda: broker.topic_stats(topic) is None, 1.0)
+    wait_until(lambda: broker.topic_stats(topic) is None)
 
 
 def test_case_174_ephemeral_channel_made_without_a_client_waits_for_its_first(broker, durable, channel):
@@ -67,7 +67,7 @@ def test_case_174_ephemeral_channel_made_without_a_client_waits_for_its_first(br
     with broker.connect() as connection:
         connection.sub(durable, channel, rdy=1)
         assert connection.read_message().body == b"body"
-    wait_until(lambda: broker.channel_stats(durable, channel) is None, 1.0)
+    wait_until(lambda: broker.channel_stats(durable, channel) is None)
 
 
 def test_case_175_ephemeral_names_are_not_in_the_metadata(broker, topic, channel, durable):

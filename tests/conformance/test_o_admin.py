@@ -18,6 +18,7 @@ from tests.admin.support import REFERENCE_ADMIN, Cluster, TestAdmin, join, start
 from tests.support import JSON, NSQ_HEADER, REFERENCE, Answer, start_broker, unique_name, wait_until
 from tests.support.auth_server import AuthServer
 from tests.support.certificates import certificates
+from tests.support.polling import DEADLINE
 
 ours_only = pytest.mark.skipif(bool(REFERENCE_ADMIN), reason="differs from NSQ on purpose")
 
@@ -86,7 +87,7 @@ def start_and_fail(*arguments: str) -> str:
     """What it says when it cannot start."""
     command = [REFERENCE_ADMIN] if REFERENCE_ADMIN else [sys.executable, "-m", "nsparq.admin.main"]
     result = subprocess.run(
-        [*command, "--http-address=127.0.0.1:0", *arguments], capture_output=True, text=True, timeout=20
+        [*command, "--http-address=127.0.0.1:0", *arguments], capture_output=True, text=True, timeout=DEADLINE
     )
     assert result.returncode == 1
     return result.stderr

@@ -177,9 +177,7 @@ def test_case_212_reconnect_while_backed_off() -> None:
             talk.nsqd.peers[0].close()
             # The pause may be over before the connection is lost.
             lost = talk.nsqd.peers[0].commands
-            await until(
-                lambda: len(talk.nsqd.peers) == 2 and len(talk.nsqd.peers[1].commands) == 3, within=10
-            )
+            await until(lambda: len(talk.nsqd.peers) == 2 and len(talk.nsqd.peers[1].commands) == 3)
             assert lost[-1] in ("RDY 1", f"REQ {message_id('2')} 0")
             talk.nsqd._told = len(talk.nsqd.commands) - 3
             await talk.nsqd.told("IDENTIFY", "SUB t ch", "RDY 1")
@@ -277,13 +275,13 @@ def test_case_213_a_consumer_handles_retries_and_gives_up(
         async with Consumer(
             topic, "ch", handle, nsqd=[address(broker)], on_give_up=give_up, max_in_flight=5, config=config
         ) as consumer:
-            await until(lambda: given_up and consumer.messages_finished == 4, within=15)
+            await until(lambda: given_up and consumer.messages_finished == 4)
         assert calls == {b'{"msg":"single"}': 1, b'{"msg":"double"}': 2, b"TOBEFAILED": 5}
         assert sum(calls.values()) == 8
         assert given_up == [(b"TOBEFAILED", 6)]
         assert (consumer.messages_requeued, consumer.messages_given_up) == (5, 1)
 
-    run(main(), within=30)
+    run(main())
     stats = broker.channel_stats(topic, "ch")
     assert stats is not None
     assert (stats["depth"], stats["in_flight_count"], stats["deferred_count"]) == (0, 0, 0)
@@ -309,10 +307,10 @@ def test_case_213_large_and_many_messages_get_through(
         async with Consumer(
             topic, "ch", batch_handler=handle, batch_timeout=0.05, nsqd=[address(broker)], config=config
         ):
-            await until(lambda: received.total() >= len(bodies), within=15)
+            await until(lambda: received.total() >= len(bodies))
         assert received == Counter(bodies)
 
-    run(main(), within=30)
+    run(main())
 
 
 def test_case_213_what_a_client_negotiates_shows_in_stats(
@@ -507,7 +505,7 @@ def test_case_217_deferred_publishing(broker: TestBroker, topic: str) -> None:
             began = time.monotonic()
             await producer.publish(topic, b"later", defer=0.25)
         async with Consumer(topic, "ch", handle, nsqd=[address(broker)]):
-            await until(lambda: arrived, within=10)
+            await until(lambda: arrived)
         assert arrived[0] - began >= 0.25
 
     run(main())

@@ -23,6 +23,7 @@ from nsparq.options import TABLE as NSQD
 from nsparq.spark.options import NsqOptions, Use
 from tests.admin.support import AdminThread
 from tests.support import BrokerProcess, unique_name, wait_until
+from tests.support.polling import DEADLINE
 
 PAGE = (Path(__file__).parents[2] / "docs/how-to/tls.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"<!-- test: (\w+) -->\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
@@ -38,7 +39,7 @@ def run(text: str, folder: Path, input: bytes = b"", **variables: str) -> str:
         cwd=folder,
         input=input,
         capture_output=True,
-        timeout=60,
+        timeout=DEADLINE,
         env={**os.environ, "PATH": programs, **variables},
     )
     assert done.returncode == 0, done.stderr.decode()

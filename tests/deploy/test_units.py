@@ -17,6 +17,7 @@ from nsparq.lookup.options import TABLE as NSQLOOKUPD
 from nsparq.option_table import OptionTable
 from nsparq.options import TABLE as NSQD
 from nsparq.tools.main import main
+from tests.support.polling import DEADLINE
 
 ROOT = Path(__file__).parents[2]
 UNITS = sorted((ROOT / "deploy/systemd").glob("*.service"))
@@ -57,7 +58,7 @@ def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
         ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(copy)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=DEADLINE,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

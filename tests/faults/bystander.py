@@ -1,41 +1,47 @@
-"""Somebody who has nothing to do with the fault, and must not notice it."""
+"""Somebody who has nothing to do with the fault, and must not notice it.
+
+What may not happen is that the daemon computes for long before it answers the bystander. So a round trip is
+measured in processor time of the daemon's event loop: on a busy machine it takes longer, but no more of that.
+"""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.support import BrokerProcess, wait_until
+from tests.support import TestBroker, wait_until
+from tests.support.polling import DEADLINE
 
 
 class RoundTrips(threading.Thread):
     """A well-behaved client on the side: publishes, receives its own message, again and again."""
 
-    def __init__(self, broker: BrokerProcess, topic: str = "side") -> None:
+    def __init__(self, broker: TestBroker, topic: str = "side") -> None:
         super().__init__(daemon=True)
+        self.broker = broker
         self.topic = topic
         self.stopping = threading.Event()
         self.longest = 0.0
+        """The most that the daemon computed during one round trip, in seconds."""
         self.count = 0
         self.problem: BaseException | None = None
-        self.consumer = broker.connect(timeout=10)
-        self.consumer.identify(heartbeat_interval=1000)
+        self.consumer = broker.connect()
+        self.consumer.identify(heartbeat_interval=60_000)
         self.consumer.sub(topic, "c", rdy=1)
-        self.producer = broker.connect(timeout=10)
-        self.producer.identify(heartbeat_interval=1000)
+        self.producer = broker.connect()
+        self.producer.identify(heartbeat_interval=60_000)
 
     def run(self) -> None:
         try:
-            while not self.stopping.wait(0.002):
-                started = time.monotonic()
+            while not self.stopping.wait(0.01):
+                started = self.broker.busy_s()
                 body = b"%d" % self.count
                 self.producer.pub(self.topic, body)
                 message = self.consumer.read_message()
                 assert message.body == body
                 self.consumer.fin(message.id)
-                self.longest = max(self.longest, time.monotonic() - started)
+                self.longest = max(self.longest, self.broker.busy_s() - started)
                 self.count += 1
         except BaseException as problem:
             self.problem = problem
@@ -45,15 +51,15 @@ class RoundTrips(threading.Thread):
 
 
 @contextmanager
-def well_served(broker: BrokerProcess, within: float) -> Iterator[RoundTrips]:
-    """Somebody else's round trips work throughout, and none takes longer than this."""
+def well_served(broker: TestBroker, within: float) -> Iterator[RoundTrips]:
+    """Somebody else's round trips work throughout, and the daemon computes less than this in each of them."""
     side = RoundTrips(broker)
     side.start()
     try:
         yield side
-        wait_until(lambda: side.count >= 10 or side.problem, 10, what="ten round trips")
+        wait_until(lambda: side.count >= 10 or side.problem, what="ten round trips")
     finally:
         side.stopping.set()
-        side.join(20)
+        side.join(DEADLINE)
     assert side.problem is None, side.problem
-    assert side.longest < within, f"a round trip took {side.longest:.3f} s (of {side.count})"
+    assert side.longest < within, f"{side.longest:.3f} s of work in one round trip (of {side.count})"

@@ -10,10 +10,11 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nsparq.storage.state import ChannelState, decode_channel_state
 from tests.support import (
     ERROR,
     RESPONSE,
@@ -25,6 +26,7 @@ from tests.support import (
     multi,
     wait_until,
 )
+from tests.support.polling import DEADLINE
 
 # A broker that is killed may leave half a frame behind; RawConnection asserts that none does.
 LOST = (ConnectionClosed, OSError, AssertionError)
@@ -33,6 +35,26 @@ DRAIN_S = 10.0
 """How long a channel may take to send what it says that it holds."""
 
 Batch = tuple[bytes, ...]
+
+READY = 200
+"""RDY of a consumer: so many messages may be on their way to it."""
+
+
+def await_checkpoint(
+    broker: TestBroker, channel: str, fact: Callable[[ChannelState], object], topic: str = "t"
+) -> ChannelState:
+    """Until the channel's file on disk shows this fact."""
+    path = broker.data_path / "topics" / f"{topic}.topic" / f"{channel}.channel"
+
+    def shown() -> ChannelState | None:
+        state = decode_channel_state(path.read_bytes())
+        return state if fact(state) else None
+
+    return wait_until(shown, what=f"a checkpoint of {channel}")
+
+
+def sequence_of(message_id: bytes) -> int:
+    return int(message_id, 16) & ((1 << 54) - 1)
 
 
 class Worker(threading.Thread):
@@ -63,7 +85,7 @@ class Worker(threading.Thread):
 
     def stop(self) -> None:
         self.stopping.set()
-        self.join(20)
+        self.join(DEADLINE)
         assert not self.is_alive()
         assert not self.problems, self.problems
 
@@ -119,18 +141,18 @@ class Consumer(Worker):
         super().__init__(broker, gate)
         self.topic, self.channel = topic, channel
         self.received: Counter[bytes] = Counter()
-        self.times: list[float] = []
+        self.times: list[int] = []
 
     def work(self, connection: RawConnection) -> None:
         connection.identify()
-        connection.sub(self.topic, self.channel, rdy=200)
+        connection.sub(self.topic, self.channel, rdy=READY)
         while not self.stopping.is_set():
             try:
                 message = connection.read_message(0.1)
             except TimeoutError:
                 continue
             self.received[message.body] += 1
-            self.times.append(time.monotonic())
+            self.times.append(time.time_ns())
             connection.fin(message.id)
 
 
@@ -168,31 +190,32 @@ class Load:
             total.update(consumer.received.copy())
         return total
 
-    def delivered_between(self, start: float, end: float) -> int:
-        return sum(start <= at <= end for consumer in self.consumers for at in consumer.times)
+    def delivered_since(self, start_ns: int) -> int:
+        return sum(at >= start_ns for consumer in self.consumers for at in tuple(consumer.times))
 
     def await_more(self, count: int) -> None:
         """Until so many more messages are acknowledged than now."""
         goal = len(self.acknowledged()) + count
-        wait_until(lambda: len(self.acknowledged()) >= goal, 20, what=f"{count} more messages acknowledged")
+        wait_until(lambda: len(self.acknowledged()) >= goal, what=f"{count} more messages acknowledged")
 
     def await_delivery(self, bodies: set[bytes]) -> None:
         """Until every one of these has reached a consumer."""
         wait_until(
             lambda: bodies <= self.received().keys(),
-            20,
             interval=0.05,
             what=lambda: f"missing: {sorted(bodies - self.received().keys())[:5]}",
         )
 
-    def crash(self) -> float:
-        """kill -9 and start again, keeping the workers away meanwhile; how long it took to serve again."""
+    def crash(self) -> int:
+        """kill -9 and start again, keeping the workers away meanwhile. Returns how many may come again:
+        those delivered since the last checkpoint of `live`, and those on their way."""
         self.gate.clear()
         self.broker.kill()
-        killed = time.monotonic()
+        last = await_checkpoint(self.broker, "live", lambda state: True, self.topic)
+        repeated = self.delivered_since(last.written_ns) + len(self.consumers) * READY
         self.broker.start()
         self.gate.set()
-        return time.monotonic() - killed
+        return repeated
 
     def stop_publishing(self) -> None:
         for publisher in self.publishers:

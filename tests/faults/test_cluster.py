@@ -17,6 +17,7 @@ import pytest
 from nsparq.server.lookup_peer import LAST_RETRY_S
 from tests.support import REFERENCE, BrokerProcess, HttpConnection, RawConnection, wait_until
 from tests.support.lookupd import LookupdProcess
+from tests.support.polling import DEADLINE
 
 from .load import LOST, Batch, Publisher
 
@@ -46,7 +47,7 @@ class Directory:
 
     def lookup(self, topic: str) -> tuple[set[int], set[str]]:
         """Ports of the producers, and channels. Raises OSError while it is away."""
-        with HttpConnection(self.http, timeout=2) as connection:
+        with HttpConnection(self.http) as connection:
             answer = connection.request("GET", f"/lookup?topic={topic}")
         if answer.status == 404:
             return set(), set()
@@ -114,7 +115,7 @@ class Consumer:
     def stop(self) -> None:
         self._stopping.set()
         for thread in (self._finder, *self._readers.copy().values()):
-            thread.join(20)
+            thread.join(DEADLINE)
             assert not thread.is_alive()
         assert not self.problems, self.problems
 
@@ -172,7 +173,7 @@ class PynsqConsumer:
         died = self._process.poll() is not None
         self._process.kill()
         self._process.wait()
-        self._reader.join(20)
+        self._reader.join(DEADLINE)
         assert self._process.stdout is not None
         self._process.stdout.close()
         assert not died, "pynsq gave up"
@@ -229,7 +230,7 @@ class Cluster:
                     not new.isdisjoint(consumer.received.copy()) for consumer in self.consumers.values()
                 )
 
-            wait_until(has_gone_on, 10, interval=0.02, what=f"node {node.publisher.number} goes on: {when}")
+            wait_until(has_gone_on, interval=0.02, what=f"node {node.publisher.number} goes on: {when}")
 
     def timed(self, what: str, wait: Callable[[], None]) -> None:
         started = time.monotonic()
@@ -270,7 +271,6 @@ class Cluster:
         for name, consumer in self.consumers.items():
             wait_until(
                 lambda: acknowledged <= consumer.received.copy().keys(),  # noqa: B023  # called at once
-                10,
                 interval=0.05,
                 what=f"all {len(acknowledged)} messages on the channel {name}",
             )
@@ -329,7 +329,7 @@ def test_a_clean_stop_is_withdrawn_at_once(tmp_path: Path) -> None:
         node = Node(stack, tmp_path, 0, directories)
         node.process.control("create", TOPIC, "c")
         for directory in directories:
-            wait_until(lambda: directory.lookup(TOPIC) == ({node.port}, {"c"}), 2)  # noqa: B023
+            wait_until(lambda: directory.lookup(TOPIC) == ({node.port}, {"c"}))  # noqa: B023
         node.process.stop()
         for directory in directories:
-            wait_until(lambda: directory.lookup(TOPIC) == (set(), {"c"}), 2)  # noqa: B023
+            wait_until(lambda: directory.lookup(TOPIC) == (set(), {"c"}))  # noqa: B023

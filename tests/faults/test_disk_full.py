@@ -22,6 +22,7 @@ from tests.support import (
     start_process,
     wait_until,
 )
+from tests.support.polling import DEADLINE
 
 from .load import Batch, assert_whole_or_absent, drain
 
@@ -155,9 +156,7 @@ def test_a_full_disk_refuses_publishers_and_nobody_else(disk: Disk, durability: 
             received |= {message.body for message in _take(consumer, 100)}
 
             disk.free(broker)
-            freed = time.monotonic()
-            wait_until(lambda: publisher.publish("MPUB", 20) == b"OK", 5, interval=0.1)
-            assert time.monotonic() - freed < 5
+            wait_until(lambda: publisher.publish("MPUB", 20) == b"OK", interval=0.1)
             for command in ("PUB", "DPUB"):
                 assert publisher.publish(command) == b"OK"
             assert broker.alive()
@@ -189,7 +188,7 @@ def test_a_disk_that_is_full_at_the_clean_stop_loses_nothing_acknowledged(disk: 
         publisher.publish_until_refused("MPUB", 20)
         publisher.publish_until_refused("PUB")
         # It may complain, but it has to end.
-        broker.terminate(10)
+        broker.terminate(DEADLINE)
         if isinstance(disk, SmallDisk):
             disk.free(broker)
         broker.start()
@@ -262,7 +261,7 @@ def _take(connection, count):  # type: ignore[no-untyped-def]
     """Receive and finish so many, no more."""
     connection.rdy(1)
     try:
-        found = connection.read_messages(count, 10, finish=True)
+        found = connection.read_messages(count, finish=True)
         connection.rdy(0)
         connection.barrier()
     except ConnectionClosed:

@@ -24,6 +24,8 @@ from tests.support import (
     wait_until,
 )
 from tests.support.certificates import certificates
+from tests.support.connection import wait_readable
+from tests.support.polling import DEADLINE
 
 from .bystander import well_served
 from .load import peak_mib, reset_peak, resident_mib
@@ -86,9 +88,9 @@ class Growth:
         return peak_mib(self.pid) - self.before
 
 
-def send_until_refused(connection: HttpConnection, data: bytes, seconds: float = 8) -> None:
+def send_until_refused(connection: HttpConnection, data: bytes) -> None:
     """Send the same bytes again and again, until the server hangs up, which it must in time."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + DEADLINE
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
         while time.monotonic() < deadline:
             connection.send(data)
@@ -100,12 +102,12 @@ def send_for_what_it_is_worth(connection: HttpConnection, data: bytes) -> None:
         connection.send(data)
 
 
-def send_what_is_taken(connection: HttpConnection, block: bytes, unit: int, seconds: float = 25) -> int:
+def send_what_is_taken(connection: HttpConnection, block: bytes, unit: int) -> int:
     """Send whole units without reading, until for a second nothing is taken; how many bytes it was."""
     sent = 0
     connection.socket.setblocking(False)
     quiet_since = time.monotonic()
-    deadline = quiet_since + seconds
+    deadline = quiet_since + DEADLINE
     while time.monotonic() - quiet_since < 1:
         assert time.monotonic() < deadline, f"{sent // unit} requests, and no end"
         try:
@@ -144,7 +146,7 @@ def test_a_request_that_trickles_in_runs_out_of_time(hasty_broker: BrokerThread,
         began = time.monotonic()
         waiting = set(connections)
         while waiting:
-            assert time.monotonic() - began < 8, f"{len(waiting)} are still served"
+            assert time.monotonic() - began < DEADLINE, f"{len(waiting)} are still served"
             time.sleep(0.1)
             for connection in [*waiting]:
                 try:
@@ -166,17 +168,16 @@ def test_a_tls_handshake_that_stalls_runs_out_of_time(hasty_broker: BrokerThread
         for start in (b"", b"\x16", b"\x16\x03\x01\x02\x00\x01\x00"):
             connection = stack.enter_context(hasty_broker.http_connect(https=True))
             connection.send(start)
-            assert connection.read_to_end(8)[:1] in (b"", b"\x15")
+            assert connection.read_to_end()[:1] in (b"", b"\x15")
 
 
 def test_an_idle_connection_ends_and_a_busy_one_does_not(hasty_broker: BrokerThread) -> None:
     with hasty_broker.http_connect() as idle, hasty_broker.http_connect() as busy:
         assert idle.request("GET", "/ping").body == b"OK"
-        began = time.monotonic()
-        while time.monotonic() - began < 3:
+        while not wait_readable(idle.socket, 0.05):
             assert busy.request("GET", "/ping").body == b"OK"
-            time.sleep(0.05)
-        idle.expect_closed(0.1)
+        idle.expect_closed()
+        assert busy.request("GET", "/ping").body == b"OK"
 
 
 def test_a_client_that_never_reads_runs_out_of_time(hasty_broker: BrokerThread, tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_a_client_that_never_reads_runs_out_of_time(hasty_broker: BrokerThread, 
         hasty_broker.control("create", f"topic_{number}", "channel")
     with hasty_broker.http_connect() as connection, well_served(hasty_broker, within=1):
         request = encode_request("GET", "/stats?format=json")
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + DEADLINE
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             while time.monotonic() < deadline:
                 connection.socket.setblocking(False)
@@ -200,7 +201,7 @@ def test_a_client_that_is_refused_cannot_go_on_for_long(hasty_broker: BrokerThre
         connection.send(b"garbage\r\n\r\n")
         assert connection.read_answer().status == 400
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            deadline = time.monotonic() + 8
+            deadline = time.monotonic() + DEADLINE
             while time.monotonic() < deadline:
                 connection.send(b"x" * 1000)
                 time.sleep(0.05)
@@ -422,7 +423,7 @@ def test_a_body_in_tiny_chunks_costs_what_it_holds(broker: BrokerProcess) -> Non
     growth = Growth(broker)
     with ExitStack() as stack, well_served(broker, within=2):
         for _ in range(3):
-            connection = stack.enter_context(broker.http_connect(timeout=30))
+            connection = stack.enter_context(broker.http_connect())
             connection.send(b"POST /mpub?topic=t HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
             for _ in range(20):
                 connection.send(b"2\r\nxy\r\n" * 100_000)
@@ -448,7 +449,7 @@ def test_a_body_in_tiny_pieces_arrives_whole(broker: BrokerProcess) -> None:
 def test_many_messages_in_one_body_are_bounded(broker: BrokerProcess) -> None:
     """A million messages of a byte: accepted, without stalling the others for long."""
     growth = Growth(broker)
-    with well_served(broker, within=3), broker.http_connect(timeout=30) as connection:
+    with well_served(broker, within=3), broker.http_connect() as connection:
         connection.request("POST", "/mpub?topic=t", b"x\n" * 2_000_000).expect_ok()
         connection.request("POST", "/mpub?topic=t&binary=1", multi([b"x"] * 1_000_000)).expect_ok()
         connection.request("POST", "/mpub?topic=t", b"\n" * 5_000_000).expect_ok()
@@ -584,7 +585,7 @@ def test_an_endless_chunk_extension_costs_nothing(modest: BrokerProcess) -> None
 
 def test_chunk_extensions_are_no_way_to_keep_the_parser_busy_for_nothing(modest: BrokerProcess) -> None:
     """A byte of body for each kilobyte of extension: slow, but nobody else has to wait for it."""
-    with well_served(modest, within=1), modest.http_connect(timeout=30) as connection:
+    with well_served(modest, within=1), modest.http_connect() as connection:
         connection.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         block = (b"1;" + b"x" * 1000 + b"\r\ny\r\n") * 60
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -609,7 +610,7 @@ def test_a_client_that_never_reads_its_answers_is_held_back(
     socket_broker: BrokerProcess, request_bytes: bytes, answer: tuple[int, bytes]
 ) -> None:
     broker = socket_broker
-    with broker.http_connect(timeout=20) as connection:
+    with broker.http_connect() as connection:
         growth = Growth(broker)
         with well_served(broker, within=2):
             sent = send_what_is_taken(connection, request_bytes * 300, len(request_bytes))
@@ -642,10 +643,10 @@ def test_large_answers_that_are_not_read_do_not_pile_up(socket_broker: BrokerPro
 
 def test_many_requests_in_one_piece_do_not_keep_the_others_waiting(broker: BrokerProcess) -> None:
     block = encode_request("GET", "/stats?format=json&topic=none") * 5000
-    with well_served(broker, within=1), broker.http_connect(timeout=30) as connection:
+    with well_served(broker, within=1), broker.http_connect() as connection:
         connection.socket.setblocking(False)
         view, received = memoryview(block), 0
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + DEADLINE
         connection.socket.settimeout(0.01)
         while view and time.monotonic() < deadline:
             with suppress(TimeoutError):
@@ -661,7 +662,7 @@ def test_many_requests_in_one_piece_do_not_keep_the_others_waiting(broker: Broke
 def test_a_thousand_topics_by_http(broker: BrokerProcess) -> None:
     count = 1000
     growth = Growth(broker)
-    with well_served(broker, within=2), broker.http_connect(timeout=30) as connection:
+    with well_served(broker, within=2), broker.http_connect() as connection:
         for number in range(count):
             connection.request("POST", f"/pub?topic=topic_{number}", b"x").expect_ok()
         stats = connection.request("GET", "/stats?format=json&include_mem=0").expect_json()
@@ -864,7 +865,7 @@ def test_bytes_changed_under_tls_end_the_connection(tls_process: BrokerProcess) 
         assert connection.request("GET", "/ping").body == b"OK"
         plain = socket.socket(fileno=connection.socket.detach())
         with plain:
-            plain.settimeout(10)
+            plain.settimeout(DEADLINE)
             plain.sendall(b"\x17\x03\x03\x00\x20" + b"\xff" * 32)
             received = b""
             with suppress(ConnectionResetError):
@@ -907,9 +908,7 @@ def test_a_stop_does_not_wait_for_those_who_dawdle(tmp_path: Path) -> None:
         deaf.socket.setblocking(False)
         with suppress(BlockingIOError):
             deaf.socket.send(encode_request("GET", "/stats") * 1000)
-        began = time.monotonic()
         assert broker.terminate() == 0
-        assert time.monotonic() - began < 6
         for connection in (connections[0], connections[1], idle):
             connection.expect_closed()
 

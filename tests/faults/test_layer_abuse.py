@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ import pytest
 from tests.support import BrokerProcess, sized, start_process, wait_until
 from tests.support.certificates import certificates
 from tests.support.layered import IDENTIFIER, LayeredConnection, Tls, snappy_checksum, snappy_chunk
+from tests.support.polling import DEADLINE
 
 from .bystander import well_served
 from .load import peak_mib, reset_peak, resident_mib
@@ -53,14 +53,14 @@ def test_a_deflate_bomb_hurts_nobody(broker: BrokerProcess, command: bytes) -> N
         reset_peak(broker.pid)
         with well_served(broker, within=1.0) as side:
             connection.send_wire(bomb)
-            wait_until(lambda: side.count >= 15 or side.problem, 30, what="fifteen round trips")
+            wait_until(lambda: side.count >= 15 or side.problem, what="fifteen round trips")
         assert peak_mib(broker.pid) - before < 24
 
 
 def test_large_publishes_out_of_a_bomb_are_bounded_by_the_memory_queue(broker: BrokerProcess) -> None:
     # A mebibyte of zeros each, which deflate makes of a kilobyte.
     command = b"PUB bomb\n" + sized(bytes(1 << 20))
-    with LayeredConnection(broker.address, timeout=20) as connection:
+    with LayeredConnection(broker.address) as connection:
         connection.upgrade(deflate=True)
         before = resident_mib(broker.pid)
         reset_peak(broker.pid)
@@ -86,7 +86,7 @@ SNAPPY_ABUSE = {
 
 @pytest.mark.parametrize("spoken", SNAPPY_ABUSE.values(), ids=SNAPPY_ABUSE)
 def test_odd_snappy_costs_no_memory(broker: BrokerProcess, spoken: bytes) -> None:
-    with LayeredConnection(broker.address, timeout=20) as connection:
+    with LayeredConnection(broker.address) as connection:
         connection.upgrade(snappy=True)
         before = resident_mib(broker.pid)
         reset_peak(broker.pid)
@@ -108,15 +108,13 @@ def test_handshakes_that_are_never_finished_are_cut_off(broker: BrokerProcess) -
                 connection.identify(tls_v1=True)
                 # Nothing, half a greeting, a whole one: none goes on after that.
                 connection.send_wire(hello[: (0, len(hello) // 2, len(hello))[number % 3]])
-            started = time.monotonic()
             for connection in connections:
-                connection.socket.settimeout(8)
+                connection.socket.settimeout(DEADLINE)
                 try:
                     while connection.socket.recv(1 << 16):
                         pass
                 except ConnectionResetError:
                     pass
-            assert time.monotonic() - started < 8
         assert resident_mib(broker.pid) - before < 40
 
 

@@ -21,7 +21,7 @@ from nsparq.http import limits
 from nsparq.http.api import LATER, Api, ApiError, Endpoint, Later, Request, Response
 from nsparq.http.connection import HttpConnection
 from nsparq.http.server import HttpServer
-from tests.support import Answer, encode_request
+from tests.support import DEADLINE, Answer, encode_request
 
 DEADLINE_S = 10
 Scenario = Callable[[], Coroutine[Any, Any, None]]
@@ -942,7 +942,7 @@ def test_a_server_that_nobody_used_closes_at_once(run: Run) -> None:
         await server.listen(("127.0.0.1", 0))
         server.close_listener()
         server.close_listener()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(DEADLINE):
             await server.close()
 
     run(scenario)

@@ -10,13 +10,14 @@ from typing import Any
 
 from tests.support import wait_until
 from tests.support.lookupd import LookupdProcess
+from tests.support.polling import DEADLINE
 
 LINE = r"\[nsqlookupd\] \d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{6} "
 
 
 def run(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "nsparq.lookup.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, **more)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, **more)
 
 
 def test_version_is_one_line_of_the_shape_that_harnesses_parse() -> None:
@@ -70,7 +71,7 @@ def test_it_stops_within_seconds_of_peers_that_do_not_leave() -> None:
         half.send(b"GET /lookup?topic=t HTTP/1.1\r\nHost: x\r\n")
         peer.send(b"REGISTER t")
         lookupd.signal(signal.SIGINT)
-        assert lookupd.wait(5) == 0
+        assert lookupd.wait(DEADLINE) == 0
 
 
 def test_an_address_in_use_is_a_start_error() -> None:

@@ -14,6 +14,7 @@ import pytest
 from nsparq.lookup import daemon, tcp
 from tests.support import wait_until
 from tests.support.lookupd import NSQD, LookupdThread
+from tests.support.polling import DEADLINE
 
 OK = b"\0\0\0\x02OK"
 
@@ -79,7 +80,7 @@ def test_a_peer_that_does_not_read_is_not_read_from(lookupd: LookupdThread) -> N
         with lookupd.peer() as other:
             other.ping()
         # Once it reads, it gets every answer.
-        peer.socket.settimeout(10)
+        peer.socket.settimeout(DEADLINE)
         answers = 0
         while answers < sent // 5 * len(OK):
             received = peer.socket.recv(1 << 20)

@@ -15,7 +15,7 @@ from tests.pipeline.conftest import Runs
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("spark")]
+pytestmark = pytest.mark.usefixtures("spark")
 
 THROUGH_SPARK = """\
 SELECT body, _topic AS topic, _node AS node, _offset AS offset, _timestamp AS timestamp, _id AS id FROM input

@@ -31,6 +31,7 @@ from nsparq.spark.range_reader import close_idle  # noqa: E402
 from nsparq.spark.sink import Task  # noqa: E402
 from nsparq.testing import Broker, FaultProxy  # noqa: E402
 from tests.support.brokers import BrokerProcess  # noqa: E402
+from tests.support.polling import DEADLINE  # noqa: E402
 
 _READERS: list[DirectReader] = []
 QUERY = "0f0f0f0f-aaaa"
@@ -346,7 +347,7 @@ def test_a_batch_waits_for_its_time_unless_it_is_full(broker: Broker, tmp_path: 
     assert rows() == 0
     # A topic that is new is entered at once, and waits then.
     broker.publish("u", b"x")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + DEADLINE
     while "u" not in made.at:
         assert time.monotonic() < deadline
         made.plan()

@@ -14,7 +14,6 @@ from nsparq.pipeline.spec import Decode
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(120)
 
 JSON_SCHEMA = "number INT NOT NULL, item STRING, price DOUBLE, at TIMESTAMP, tags ARRAY<STRING>"
 

@@ -15,7 +15,6 @@ from tests.up.support import SOURCE, group
 
 pytest.importorskip("pyspark")
 
-pytestmark = pytest.mark.timeout(240)
 DONE_S = 220.0
 
 

@@ -28,6 +28,7 @@ from nsparq.testing import Broker
 from tests.pipeline.conftest import Runs, bodies
 from tests.support import wait_until
 from tests.support.auth_server import unused_port
+from tests.support.polling import DEADLINE
 from tests.support.spark import FAST
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def test_the_tutorial_works_as_written(tmp_path: Path, broker: Broker) -> None:
         with urlopen(f"http://{address}/metrics", timeout=5) as answer:
             assert 'nsparq_pipeline_dead_letters_total{pipeline="revenue"} 1' in answer.read().decode()
         command.process.send_signal(signal.SIGTERM)
-        assert command.process.wait(60) == 0, command.err()
+        assert command.process.wait(DEADLINE) == 0, command.err()
         assert "revenue: stopped" in command.err()
     told = nsparq(tmp_path, "status", "revenue.toml")
     assert told.returncode == 1

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.usefixtures("spark", "signals_restored"),
 ]
 

@@ -21,7 +21,7 @@ from tests.pipeline.conftest import Runs, bodies
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("spark")]
+pytestmark = pytest.mark.usefixtures("spark")
 
 ORDERS = "number INT NOT NULL, item STRING, price DOUBLE, at TIMESTAMP"
 

@@ -97,10 +97,10 @@ def test_what_go_refuses_is_refused_with_the_reason(pattern: str, reason: str) -
 )
 def test_no_pattern_is_slow_whatever_the_name(pattern: str) -> None:
     compiled = Pattern(pattern)
-    begin = time.monotonic()
+    begin = time.thread_time()
     compiled.search("a" * 54 + "#ephemeral")
     compiled.search("a" * 64)
-    assert time.monotonic() - begin < 0.5
+    assert time.thread_time() - begin < 0.5
 
 
 def test_a_pattern_equals_one_of_the_same_text_and_is_compiled_once() -> None:

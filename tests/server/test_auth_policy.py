@@ -29,6 +29,7 @@ from nsparq.server.auth_policy import (
     read_policy,
 )
 from tests.support import wait_until
+from tests.support.polling import DEADLINE
 
 PUBLISH, SUBSCRIBE, READ, ADMIN = Permission
 CLIENT: dict[str, Any] = {"remote_ip": "10.0.0.1", "tls": False, "common_name": ""}
@@ -300,7 +301,7 @@ def test_guessers_from_everywhere_cannot_pile_up_work(
 
     def wait(self: PasswordHash, password: bytes) -> bool:
         running.append(password)
-        gate.wait(10)
+        gate.wait(DEADLINE)
         return False
 
     monkeypatch.setattr(PasswordHash, "matches", wait)
@@ -463,7 +464,9 @@ def test_a_policy_that_changes_while_a_password_is_hashed_decides(
     found = policy(PASSWORD)
     gate = threading.Event()
     matches = PasswordHash.matches
-    monkeypatch.setattr(PasswordHash, "matches", lambda self, secret: gate.wait(10) and matches(self, secret))
+    monkeypatch.setattr(
+        PasswordHash, "matches", lambda self, secret: gate.wait(DEADLINE) and matches(self, secret)
+    )
 
     async def scenario() -> None:
         task = asyncio.create_task(found.authenticate(b"admin:correct horse", **CLIENT))

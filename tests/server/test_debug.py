@@ -5,13 +5,13 @@ from __future__ import annotations
 import cProfile
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support import TEXT, Answer, BrokerThread, wait_until
+from tests.support.polling import DEADLINE
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_the_stacks_of_threads_and_tasks_are_shown(broker: BrokerThread) -> None
     release = threading.Event()
 
     def wait_for_a_good_reason() -> None:
-        release.wait(10)
+        release.wait(DEADLINE)
 
     thread = threading.Thread(target=wait_for_a_good_reason, name="patient")
     thread.start()
@@ -140,7 +140,7 @@ def test_a_time_that_makes_no_sense_is_refused(broker: BrokerThread, seconds: st
 
 def test_there_is_one_profile_at_a_time_and_it_ends_with_its_client(broker: BrokerThread) -> None:
     with broker.http_connect() as first:
-        first.send_request("GET", "/debug/pprof/profile")
+        first.send_request("GET", "/debug/pprof/profile?seconds=300")
         wait_until(lambda: profile(broker, "0.01").status == 409)
         profile(broker, "0.01").expect_error(409, "ALREADY_PROFILING")
         first.abort()
@@ -164,10 +164,8 @@ def test_where_somebody_else_is_profiling_nothing_stays_behind(
 def test_a_daemon_that_stops_does_not_wait_for_a_profile() -> None:
     with BrokerThread() as broker:
         connection = broker.http_connect()
-        connection.send_request("GET", "/debug/pprof/profile")
+        connection.send_request("GET", "/debug/pprof/profile?seconds=300")
         wait_until(lambda: profile(broker, "0.01").status == 409)
-        begun = time.monotonic()
         broker.stop()
-        assert time.monotonic() - begun < 5
         connection.expect_closed()
         connection.close()

@@ -26,7 +26,7 @@ def broker() -> Iterator[BrokerThread]:
 def take_all(connection: RawConnection) -> list[bytes]:
     bodies = []
     while len(bodies) < len(EXPECTED):
-        message = connection.read_message(timeout=20)
+        message = connection.read_message()
         bodies.append(message.body)
         connection.fin(message.id)
     return bodies

@@ -18,6 +18,7 @@ from nsparq.options import NsqdOptions
 from nsparq.server.auth import Permission
 from nsparq.server.daemon import Nsqd
 from nsparq.server.http_api import INTRODUCTION, HttpApi
+from tests.support.polling import DEADLINE
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
@@ -32,7 +33,7 @@ PAGES = {
 
 def run_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-m", module, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
 
 
 @pytest.mark.parametrize("page", PAGES)

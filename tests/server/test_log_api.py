@@ -251,7 +251,7 @@ def test_a_reader_keeps_up_while_others_publish(broker: BrokerThread, topic: str
             start = part.next
             return len(found) >= len(sent)
 
-        wait_until(has_all, 20, interval=0)
+        wait_until(has_all, interval=0)
     publisher.join()
     assert found == sent
 

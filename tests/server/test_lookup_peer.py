@@ -29,6 +29,7 @@ from nsparq.wire.lookup import (
     encode_identify_reply,
     encode_reply,
 )
+from tests.support.polling import DEADLINE
 
 IDENTITY: dict[str, str | int] = {
     "version": "1.3.0",
@@ -146,15 +147,15 @@ async def running(*things: FakeLookupd | LookupPeers) -> AsyncIterator[None]:
     for thing in things:
         await thing.start()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE):
             yield
     finally:
         for thing in reversed(things):
             await thing.stop()
 
 
-async def until(fact: Callable[[], object], within: float = 5.0) -> None:
-    async with asyncio.timeout(within):
+async def until(fact: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE):
         while not fact():  # noqa: ASYNC110  # facts of all kinds
             await asyncio.sleep(0.002)
 
@@ -192,12 +193,11 @@ def test_changes_follow_in_order_and_at_once(run: Run) -> None:
         async with running(lookupd, peers := Broker().peers(lookupd.address)):
             await peers.settled()
             await until(lambda: peers._peers[lookupd.address]._link)
-            started = time.perf_counter()
             peers.changed("REGISTER", "t")
             peers.changed("REGISTER", "t", "c")
             peers.changed("UNREGISTER", "t", "c")
             await until(lambda: len(lookupd.told) == 4)
-            assert time.perf_counter() - started < 0.35
+            assert "PING" not in lookupd.told, "they do not wait for the next ping"
             peers.changed("UNREGISTER", "t")
             await until(lambda: len(lookupd.told) == 5)
             assert lookupd.told[1:] == ["REGISTER t", "REGISTER t c", "UNREGISTER t c", "UNREGISTER t"]
@@ -247,16 +247,16 @@ def test_a_change_while_a_peer_is_away_costs_nothing_and_is_not_forgotten(run: R
     run(scenario())
 
 
-def test_thousands_of_channels_are_registered_in_well_under_a_second(run: Run) -> None:
+def test_thousands_of_channels_are_registered_without_waiting_for_each_reply(run: Run) -> None:
     async def scenario() -> None:
         lookupd = FakeLookupd()
         await lookupd.start()
         broker = Broker(*((f"topic{number % 2000}", f"channel{number}") for number in range(10_000)))
-        started = time.perf_counter()
+        spent = time.process_time()
         async with running(lookupd, broker.peers(lookupd.address)):
             await until(lambda: len(lookupd.told) == 10_001)
-            # Both sides run in this thread, and the test machine is busy.
-            assert time.perf_counter() - started < 2
+            # Both sides compute in this process.
+            assert time.process_time() - spent < 5
 
     run(scenario())
 
@@ -267,10 +267,9 @@ def test_pings_are_regular_and_go_on_between_changes(run: Run) -> None:
         await lookupd.start()
         async with running(lookupd, peers := Broker().peers(lookupd.address, ping_interval=0.05)):
             await peers.settled()
-            for _ in range(30):
+            while lookupd.told.count("PING") < 3:  # the changes go on meanwhile
                 peers.changed("REGISTER", "t")
                 await asyncio.sleep(0.01)
-            assert 3 <= lookupd.told.count("PING") <= 8
             assert lookupd.connections == 1
 
     run(scenario())
@@ -289,7 +288,7 @@ def test_a_peer_that_comes_back_is_told_everything_within_seconds(run: Run) -> N
             await until(lambda: lookupd.open == 0)
             lookupd.told = []
             await lookupd.start()
-            await until(lambda: lookupd.registered() == [("t", "c")], 2)
+            await until(lambda: lookupd.registered() == [("t", "c")])
             assert lookupd.connections == 2
 
     run(scenario())
@@ -302,7 +301,7 @@ def test_a_lost_connection_is_noticed_without_anything_to_say(run: Run) -> None:
         async with running(lookupd, Broker(("t", "c")).peers(lookupd.address)):
             await until(lambda: lookupd.registered() == [("t", "c")])
             lookupd.hang_up()
-            await until(lambda: lookupd.connections == 2 and lookupd.registered() == [("t", "c")], 2)
+            await until(lambda: lookupd.connections == 2 and lookupd.registered() == [("t", "c")])
 
     run(scenario())
 
@@ -336,7 +335,7 @@ def test_a_peer_that_owes_a_reply_for_a_second_is_given_up(run: Run, mute: type)
         started = time.perf_counter()
         async with running(lookupd, Broker(("t", "c")).peers(lookupd.address, ping_interval=0.1)):
             await until(lambda: lookupd.connections == 2)
-            assert 0.9 < time.perf_counter() - started < 3
+            assert time.perf_counter() - started > 0.9
 
     run(scenario())
 
@@ -423,16 +422,21 @@ def test_a_peer_that_is_far_behind_is_told_everything_anew(run: Run) -> None:
     run(scenario())
 
 
-def test_a_silent_peer_delays_neither_the_others_nor_the_loop(run: Run) -> None:
+def test_a_silent_peer_delays_neither_the_others_nor_the_loop(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup_peer, "IO_TIMEOUT_S", 2 * DEADLINE)
+
     async def scenario() -> None:
         silent, lookupd = FakeLookupd(lambda command: None), FakeLookupd()
         await silent.start()
         await lookupd.start()
         peers = Broker(("t", "c")).peers(silent.address, "127.0.0.1:1", lookupd.address)
         async with running(silent, lookupd, peers):
-            await until(lambda: lookupd.registered() == [("t", "c")], 0.5)
+            await until(lambda: lookupd.registered() == [("t", "c")])
             peers.changed("REGISTER", "u")
-            await until(lambda: ("u", "") in lookupd.registered(), 0.5)
+            await until(lambda: ("u", "") in lookupd.registered())
+            assert silent.connections == 1, "nobody has given it up yet"
             assert peers.http_addresses == ["lookup.example:4161"]
 
     run(scenario())
@@ -443,7 +447,7 @@ def test_a_name_that_takes_long_to_resolve_holds_up_nothing(monkeypatch: pytest.
 
     def slow(host: str, *arguments: int, **options: int) -> object:
         if host == "slow.example":
-            go_on.wait(10)
+            go_on.wait(DEADLINE)
             raise socket.gaierror("no such name")
         return resolve(host, *arguments, **options)
 
@@ -453,8 +457,8 @@ def test_a_name_that_takes_long_to_resolve_holds_up_nothing(monkeypatch: pytest.
         lookupd = FakeLookupd()
         await lookupd.start()
         async with running(lookupd, peers := Broker(("t", "c")).peers("slow.example:4160", lookupd.address)):
-            await until(lambda: lookupd.registered() == [("t", "c")], 0.5)
-            await asyncio.wait_for(peers.settled(), 2)
+            await until(lambda: lookupd.registered() == [("t", "c")])
+            await asyncio.wait_for(peers.settled(), DEADLINE)
             go_on.set()
 
     asyncio.run(scenario())
@@ -549,7 +553,7 @@ def test_an_address_without_a_port_is_a_failure_like_any_other(
 ) -> None:
     async def scenario() -> None:
         async with running(peers := Broker().peers("localhost")):
-            await asyncio.wait_for(peers.settled(), 1)
+            await asyncio.wait_for(peers.settled(), DEADLINE)
 
     run(scenario())
     assert "LOOKUPD(localhost): disconnected - 'localhost' is not host:port" in caplog.text
@@ -600,14 +604,15 @@ def test_stopping_closes_the_connections_and_twice_is_safe(run: Run) -> None:
     run(scenario())
 
 
-def test_stopping_does_not_wait_for_a_peer_that_is_silent(run: Run) -> None:
+def test_stopping_does_not_wait_for_a_peer_that_is_silent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_peer, "IO_TIMEOUT_S", 2 * DEADLINE)
+
     async def scenario() -> None:
         lookupd = FakeLookupd(lambda command: None)
         await lookupd.start()
         async with running(lookupd, peers := Broker().peers(lookupd.address)):
             await until(lambda: lookupd.told)
-            started = time.perf_counter()
             await peers.stop()
-            assert time.perf_counter() - started < 0.5
+            assert lookupd.connections == 1, "nobody has given it up yet"
 
     run(scenario())

@@ -21,6 +21,7 @@ from nsparq.server import main as main_module
 from nsparq.server.main import main
 from nsparq.version import NSQ_VERSION, __version__
 from tests.support import BrokerProcess, wait_until
+from tests.support.polling import DEADLINE
 
 uvloop = pytest.importorskip("uvloop")
 
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("root_logger_restored", "signals_restored")
 
 def run(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "nsparq.server.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, **more)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, **more)
 
 
 # Leaving at once
@@ -209,7 +210,7 @@ def test_impatient_stop_signals_still_end_in_status_0(tmp_path: Path) -> None:
             nsqd.signal(signal.SIGTERM)
             return not nsqd.alive()
 
-        wait_until(ended, 20.0, interval=0.001)
+        wait_until(ended, interval=0.001)
         assert nsqd.wait() == 0
 
 

@@ -108,9 +108,9 @@ def test_asking_costs_little_however_many_objects_there_are() -> None:
 
 
 def _cost() -> float:
-    started = time.perf_counter()
+    started = time.thread_time()
     memory_stats()
-    return time.perf_counter() - started
+    return time.thread_time() - started
 
 
 BUSY = """

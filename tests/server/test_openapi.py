@@ -22,6 +22,7 @@ from nsparq.server.daemon import Nsqd
 from nsparq.server.http_api import HttpApi
 from tests.support import BrokerProcess
 from tests.support.lookupd import LookupdProcess
+from tests.support.polling import DEADLINE
 
 pytestmark = pytest.mark.allow_leftovers("connections are kept from test to test")
 
@@ -80,7 +81,7 @@ class Target:
         self.url = "http://{}:{}".format(*daemon.http_address)
 
     def get(self, path: str) -> requests.Response:
-        return self.session.get(self.url + path, timeout=10)
+        return self.session.get(self.url + path, timeout=DEADLINE)
 
     def post(self, path: str, body: bytes = b"", **query: str) -> None:
         self.session.post(self.url + path, body, params=query, timeout=10).raise_for_status()

@@ -16,6 +16,7 @@ import uvloop
 
 from nsparq.server.statsd import Statsd, _Lines, expand_prefix, pack
 from tests.broker.rig import Rig
+from tests.support.polling import DEADLINE
 
 MEMORY = [
     "mem.heap_objects",
@@ -218,7 +219,7 @@ async def listening() -> AsyncIterator[Listener]:
     transport, listener = await loop.create_datagram_endpoint(Listener, local_addr=("127.0.0.1", 0))
     listener.address = "127.0.0.1:{}".format(transport.get_extra_info("sockname")[1])
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE):
             yield listener
     finally:
         transport.close()
@@ -234,7 +235,7 @@ async def pushing(statsd: Statsd) -> AsyncIterator[None]:
 
 
 async def until(fact: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE):
         while not fact():  # noqa: ASYNC110  # facts of all kinds
             await asyncio.sleep(0.002)
 
@@ -305,13 +306,11 @@ def test_stopping_sends_the_rest_at_once_and_twice_is_safe(run: Run, rig: Rig) -
 
     async def scenario() -> None:
         async with listening() as listener:
-            statsd = make(rig, listener.address, interval=0.9)
+            statsd = make(rig, listener.address, interval=3)
             await statsd.start()
             await until(lambda: listener.packets)
-            started = time.perf_counter()
             await statsd.stop()
             await statsd.stop()
-            assert time.perf_counter() - started < 0.3
             await until(lambda: "mem.gc_runs" in listener.names())
 
     run(scenario())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nsparq.spark.cache import cache_directory, digest, make_once
+from tests.support.polling import DEADLINE
 
 
 def test_the_xdg_directory_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ print(sorted(entry.name for entry in path.iterdir()))
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == "made\n"
     for process in processes:
-        assert process.communicate("\n", timeout=20)[0] == "['one', 'two']\n"
+        assert process.communicate("\n", timeout=DEADLINE)[0] == "['one', 'two']\n"
     assert [entry.name for entry in tmp_path.iterdir()] == ["thing"]
 
 

@@ -239,7 +239,6 @@ def test_an_archive_that_fails_is_reported(
 # A session
 
 
-@pytest.mark.timeout(180)
 def test_a_machine_without_java_runs_spark_with_that_of_the_package_and_is_quiet(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()

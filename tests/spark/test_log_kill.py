@@ -42,7 +42,6 @@ class Publisher(threading.Thread):
                     time.sleep(0.02)
 
 
-@pytest.mark.timeout(120)
 def test_every_message_is_read_once_however_often_broker_and_query_are_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -501,7 +501,7 @@ def lose_what_is_unread(broker: Broker) -> None:
         with Client(broker.http_address, Access()) as client:
             return client.positions("t").earliest > first
 
-    wait_until(removed, 20.0, interval=0.2)
+    wait_until(removed, interval=0.2)
 
 
 def test_a_broker_that_was_killed_loses_nothing_and_alarms_nobody() -> None:

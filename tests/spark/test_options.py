@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from nsparq.spark.options import LOG, QUEUE, SINK, TABLE, NsqOptions, OptionError, Use, mode_of
+from tests.support.polling import DEADLINE
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "spark-options.md"
 NEEDED = {"topic": "t", "nsqd": "127.0.0.1:4151", "channel": "c"}
@@ -147,8 +148,8 @@ def test_every_option_says_what_it_is_for() -> None:
 
 def test_the_checked_in_page_is_what_the_table_gives() -> None:
     command = [sys.executable, "-W", "error", "-m", "nsparq.spark.options"]
-    result = subprocess.run([*command, "--markdown"], capture_output=True, text=True, timeout=30)
+    result = subprocess.run([*command, "--markdown"], capture_output=True, text=True, timeout=DEADLINE)
     assert (result.returncode, result.stderr) == (0, "")
     assert REFERENCE.read_text(encoding="utf-8") == result.stdout, "stale: run `make docs`"
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
     assert result.returncode != 0 and "usage: python -m nsparq.spark.options --markdown" in result.stderr

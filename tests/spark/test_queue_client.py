@@ -46,7 +46,7 @@ def connect(broker: TestBroker, config: Config = CONFIG) -> QueueConnection:
 
 def receive(connection: QueueConnection, count: int) -> None:
     """Wait until so many messages have come."""
-    wait_until(lambda: connection.receive(0.05) or connection.waiting >= count, 10)
+    wait_until(lambda: connection.receive(0.05) or connection.waiting >= count)
     while connection.waiting < count:
         assert connection.receive(10)
 

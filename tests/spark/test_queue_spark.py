@@ -94,7 +94,6 @@ def crashing(index: int, flag: Path) -> type[NsqDataSource]:
     return Crashing
 
 
-@pytest.mark.timeout(180)
 def test_a_stream_to_parquet_restarted_and_killed_has_every_message_once(
     spark: SparkSession, tmp_path: Path, broker: TestBroker
 ) -> None:

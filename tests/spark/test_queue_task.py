@@ -232,7 +232,7 @@ def test_a_crash_at_any_point_loses_nothing_and_doubles_nothing(
     broker.publish("t", *more)
     query.drain_until(bodies + more)
     assert_once(query, bodies + more)
-    wait_until(lambda: _is_worked_off(query, broker), 20, interval=0.1)
+    wait_until(lambda: _is_worked_off(query, broker), interval=0.1)
     assert_once(query, bodies + more)
 
 
@@ -256,7 +256,7 @@ def test_without_dedupe_a_crash_doubles_what_was_staged_and_not_finished(
             query.step()
     query.start()
     query.drain_until(bodies)
-    wait_until(lambda: _is_worked_off(query, broker), 20, interval=0.1)
+    wait_until(lambda: _is_worked_off(query, broker), interval=0.1)
     counts = query.counts()
     assert counts.keys() == {*bodies}
     doubled = sum(counts.values()) - len(bodies)
@@ -281,7 +281,7 @@ def test_crashes_one_after_the_other_still_lose_nothing(
         query.start()
     broker.publish("t", *bodies[480:])
     query.drain_until(bodies)
-    wait_until(lambda: _is_worked_off(query, broker), 20, interval=0.1)
+    wait_until(lambda: _is_worked_off(query, broker), interval=0.1)
     assert_once(query, bodies)
 
 
@@ -322,7 +322,7 @@ def test_an_nsqd_that_has_forgotten_its_deliveries_is_not_believed(
 
     monkeypatch.setattr(QueueConnection, "take", forgetful)
     query.drain_until(numbered(80))
-    wait_until(lambda: _is_worked_off(query, broker), 20, interval=0.1)
+    wait_until(lambda: _is_worked_off(query, broker), interval=0.1)
     assert_once(query, numbered(80))
 
 
@@ -388,7 +388,7 @@ def test_attempts_side_by_side_make_one_result(query: Query, broker: TestBroker)
     assert len(results) == 4 and all(one == results[0] for one in results)
     query.step()
     query.drain_until(numbered(2000))
-    wait_until(lambda: _is_worked_off(query, broker), 20, interval=0.1)
+    wait_until(lambda: _is_worked_off(query, broker), interval=0.1)
     assert_once(query, numbered(2000))
 
 

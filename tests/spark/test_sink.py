@@ -108,11 +108,11 @@ def batch_of(query: StreamingQuery) -> int:
 def wait_next(query: StreamingQuery) -> None:
     """Until another micro-batch is done, or all are."""
     batch = batch_of(query)
-    wait_until(lambda: not query.isActive or batch_of(query) > batch, 30)
+    wait_until(lambda: not query.isActive or batch_of(query) > batch)
 
 
 def wait_stored(broker: BrokerThread, topic: str, count: int) -> None:
-    wait_until(lambda: len(stored(broker, topic)) >= count, 30)
+    wait_until(lambda: len(stored(broker, topic)) >= count)
 
 
 # batches

@@ -36,6 +36,7 @@ from tests.spark.sink_support import (
     stream_writer,
 )
 from tests.support import BrokerProcess, BrokerThread, unique_name
+from tests.support.polling import DEADLINE
 
 Brokers = tuple[BrokerThread, BrokerThread]
 PRODUCER = f"spark:{QUERY}"
@@ -148,14 +149,14 @@ class Puppet(threading.Thread):
 
     def step(self, count: int) -> None:
         for _ in range(count):
-            if not self.stops.get(timeout=30):
+            if not self.stops.get(timeout=DEADLINE):
                 self.stops.put(False)
                 return
             self.may_go.release()
 
     def finish(self) -> None:
         self.step(100)
-        self.join(30)
+        self.join(DEADLINE)
         assert not self.is_alive()
 
 

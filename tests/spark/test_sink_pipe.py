@@ -11,6 +11,7 @@ import pytest
 
 from nsparq.spark.api import Access
 from nsparq.spark.sink_pipe import Pipe, Reply
+from tests.support.polling import DEADLINE
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nOK"
 
@@ -35,7 +36,7 @@ class Scripted:
                 self.heard += piece
 
     def close(self) -> None:
-        self._thread.join(10)
+        self._thread.join(DEADLINE)
         self._listener.close()
 
 

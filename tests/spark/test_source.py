@@ -20,8 +20,7 @@ from nsparq.spark.datasource import SCHEMA
 from nsparq.testing import Broker, run_broker, run_lookupd
 from tests.spark.log_support import numbered
 from tests.support import wait_until
-
-PATIENCE_S = 30.0
+from tests.support.polling import DEADLINE
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def running(frame: DataFrame, path: Path, **trigger: Any) -> Iterator[StreamingQ
 def run_available(frame: DataFrame, path: Path) -> list[int]:
     """Everything there is; the rows of each micro-batch."""
     with running(frame, path, availableNow=True) as query:
-        assert query.awaitTermination(PATIENCE_S)
+        assert query.awaitTermination(DEADLINE)
         return [progress.numInputRows for progress in query.recentProgress if progress.numInputRows]
 
 
@@ -62,7 +61,7 @@ def written(spark: SparkSession, path: Path) -> list[bytes]:
 
 
 def wait_written(spark: SparkSession, path: Path, bodies: list[bytes]) -> None:
-    wait_until(lambda: len(written(spark, path)) >= len(bodies), PATIENCE_S, interval=0.05)
+    wait_until(lambda: len(written(spark, path)) >= len(bodies), interval=0.05)
     assert written(spark, path) == sorted(bodies)
 
 
@@ -168,9 +167,9 @@ def test_a_topic_deleted_with_unread_messages_fails_the_query_unless_told_otherw
 ) -> None:
     broker.publish("t", *numbered(500))
     with running(source(spark, nsqd=broker.http_address, maxRowsPerTrigger=1), tmp_path) as query:
-        wait_until(lambda: written(spark, tmp_path), PATIENCE_S)
+        wait_until(lambda: written(spark, tmp_path))
         broker.delete("t")
-        wait_until(lambda: not query.isActive, PATIENCE_S)
+        wait_until(lambda: not query.isActive)
         assert "has been deleted" in str(query.exception())
         assert "set the option failOnDataLoss to false" in str(query.exception())
     seen = written(spark, tmp_path)
@@ -214,4 +213,4 @@ def test_errors_of_options_name_the_option(spark: SparkSession, broker: Broker, 
     frame = source(spark, nsqd=broker.http_address, channel=None)
     with running(frame, tmp_path, availableNow=True) as query:
         with pytest.raises(PySparkException, match="option channel is missing"):
-            query.awaitTermination(PATIENCE_S)
+            query.awaitTermination(DEADLINE)

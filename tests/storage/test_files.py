@@ -15,6 +15,7 @@ import pytest
 
 from nsparq.errors import StartError
 from nsparq.storage.files import _MAX_BUFFERS, _SMALL, Files
+from tests.support.polling import DEADLINE
 
 
 @pytest.fixture
@@ -429,7 +430,9 @@ except StartError as error:
 
 
 def lock_elsewhere(path: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", LOCK, str(path)], capture_output=True, text=True, timeout=30)
+    return subprocess.run(
+        [sys.executable, "-c", LOCK, str(path)], capture_output=True, text=True, timeout=DEADLINE
+    )
 
 
 def test_a_data_path_is_for_one_process(files: Files, tmp_path: Path, descriptors: None) -> None:

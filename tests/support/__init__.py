@@ -2,7 +2,7 @@
 
     from tests.support import RawConnection, BrokerThread, BrokerProcess, wait_until, unique_name
 
-RawConnection(address, magic=b"  V2", timeout=5.0)      address is (host, port) or the path of a Unix socket
+RawConnection(address, magic=b"  V2")      address is (host, port) or the path of a Unix socket
     send(bytes)                     raw bytes
     command(name, *params, body=)   one command line, with a size-prefixed body if given
     identify(**fields) -> dict      IDENTIFY with feature negotiation; the parsed reply
@@ -14,7 +14,7 @@ RawConnection(address, magic=b"  V2", timeout=5.0)      address is (host, port) 
     read_message() -> Message(timestamp_ns, attempts, id, body)     read_messages(count, finish=False)
     expect_ok() expect_response(data) expect_error(text) expect_fatal(text) expect_closed() expect_silence(s)
     end_of_stream() half close      abort() close with a reset      close()
-    Every read takes timeout=, and raises TimeoutError or ConnectionClosed.
+    Every read takes timeout=, by default the DEADLINE, and raises TimeoutError or ConnectionClosed.
 
 BrokerThread(data_path=None, **flags)       our daemon in a background thread (uvloop if present)
     call(fn)                        fn(nsqd.broker) in the event loop thread
@@ -40,7 +40,7 @@ start_broker(**flags), start_process(**flags)     ours, or the nsqd named by the
     NSPARQ_TEST_NSQD=/path/to/nsqd, which runs the suite against another NSQ-compatible nsqd
     (broker.is_reference is then True; its HTTP API stands in for call()).
 
-wait_until(fact, timeout)           poll with a deadline;   unique_name(prefix) a fresh topic or channel name
+wait_until(fact)                    poll with a deadline;   unique_name(prefix) a fresh topic or channel name
 """
 
 from .brokers import (
@@ -69,9 +69,10 @@ from .connection import (
     sized,
 )
 from .http import JSON, NSQ_HEADER, TEXT, Answer, HttpConnection, encode_request
-from .polling import unique_name, wait_until
+from .polling import DEADLINE, busy_s, unique_name, wait_until
 
 __all__ = [
+    "DEADLINE",
     "ERROR",
     "HEARTBEAT",
     "JSON",
@@ -93,6 +94,7 @@ __all__ = [
     "RawConnection",
     "ReferenceProcess",
     "TestBroker",
+    "busy_s",
     "encode_request",
     "multi",
     "parse_message",

@@ -1,9 +1,9 @@
 """Coroutines in tests: run to the end within a time, and leave nothing running behind.
 
-run(coroutine, within=40)           its result; AssertionError if tasks are left over
+run(coroutine)                     its result; AssertionError if tasks are left over
 run(coroutine, timeless=True)       where it would wait, the clock jumps: for what has neither sockets nor
                                     threads. However busy the machine is, times are exact
-await until(fact, within=15)        poll, with turns of the loop in between; the value of fact()
+await until(fact)                  poll, with turns of the loop in between; the value of fact()
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from .polling import DEADLINE
 
 T = TypeVar("T")
 
@@ -38,7 +40,7 @@ class _JumpingLoop(asyncio.SelectorEventLoop):
         return self._now
 
 
-def run(work: Coroutine[Any, Any, T], *, within: float = 40.0, timeless: bool = False) -> T:
+def run(work: Coroutine[Any, Any, T], *, within: float = 3 * DEADLINE, timeless: bool = False) -> T:
     async def main() -> T:
         async with asyncio.timeout(within):
             result = await work
@@ -53,7 +55,7 @@ def run(work: Coroutine[Any, Any, T], *, within: float = 40.0, timeless: bool = 
         return runner.run(main())
 
 
-async def until(fact: Callable[[], T], *, within: float = 15.0, what: object = "") -> T:
+async def until(fact: Callable[[], T], *, within: float = DEADLINE, what: object = "") -> T:
     """Poll until fact() is truthy and return that value; AssertionError with the last value otherwise."""
     clock = asyncio.get_running_loop().time
     deadline = clock() + within

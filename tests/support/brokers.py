@@ -22,12 +22,13 @@ from urllib.parse import urlencode
 
 from .connection import Address, RawConnection
 from .http import Answer, HttpConnection
+from .polling import DEADLINE, busy_s
 
 T = TypeVar("T")
 
 # Another NSQ-compatible nsqd to run the conformance suite against; empty means ours.
 REFERENCE = os.environ.get("NSPARQ_TEST_NSQD", "")
-START_TIMEOUT = STOP_TIMEOUT = 20.0
+START_TIMEOUT = STOP_TIMEOUT = DEADLINE
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 ADDRESSES = ("tcp_address", "http_address", "https_address")
 
@@ -62,6 +63,10 @@ class TestBroker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def busy_s(self) -> float:
+        """How long its event loop has computed so far, in seconds of processor time."""
+        raise NotImplementedError
 
     # Lifetime, filled in below
 
@@ -211,6 +216,10 @@ class BrokerThread(TestBroker):
             exception = context.get("exception")
             raise AssertionError(f"unhandled in the event loop: {context}") from exception
 
+    def busy_s(self) -> float:
+        assert self._thread is not None
+        return busy_s(thread=self._thread.native_id)
+
     def call(self, function: Callable[[Any], T]) -> T:
         """Run function(nsqd.broker) in the event loop thread and return its result."""
         result: Future[T] = Future()
@@ -222,7 +231,7 @@ class BrokerThread(TestBroker):
                 result.set_exception(error)
 
         self.loop.call_soon_threadsafe(run)
-        return result.result(10)
+        return result.result(DEADLINE)
 
     def stats(self, topic: str = "", channel: str = "", include_clients: bool = True) -> dict[str, Any]:
         found = self.call(
@@ -330,6 +339,9 @@ class BrokerProcess(TestBroker):
     def stderr_text(self) -> str:
         """Everything the process has written to stderr, over all its lives."""
         return self._log_since(0)
+
+    def busy_s(self) -> float:
+        return busy_s(self.pid)
 
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from .polling import DEADLINE
+
 MAGIC = b"  V2"
 RESPONSE, ERROR, MESSAGE = 0, 1, 2
 HEARTBEAT = b"_heartbeat_"
@@ -69,7 +71,7 @@ def parse_message(data: bytes) -> Message:
 class RawConnection:
     """One blocking connection; see the package docstring for what it offers."""
 
-    def __init__(self, address: Address, *, magic: bytes = MAGIC, timeout: float = 5.0) -> None:
+    def __init__(self, address: Address, *, magic: bytes = MAGIC, timeout: float = DEADLINE) -> None:
         self.timeout = timeout
         self.heartbeats_seen = 0
         self._input = bytearray()

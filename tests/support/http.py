@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .connection import Address, ConnectionClosed, wait_readable
+from .polling import DEADLINE
 
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json; charset=utf-8"
@@ -109,7 +110,7 @@ class HttpConnection:
         *,
         tls: ssl.SSLContext | None = None,
         server_name: str = "localhost",
-        timeout: float = 10.0,
+        timeout: float = DEADLINE,
     ) -> None:
         self.timeout = timeout
         self._input = bytearray()

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 from .brokers import START_TIMEOUT, BrokerProcess, BrokerThread, TestBroker
 from .connection import Address, ConnectionClosed, RawConnection, as_bytes
+from .polling import DEADLINE
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ NSQD: dict[str, Any] = {
 class LookupdConnection(RawConnection):
     """One blocking V1 connection: replies have no type."""
 
-    def __init__(self, address: Address, *, magic: bytes = b"  V1", timeout: float = 5.0) -> None:
+    def __init__(self, address: Address, *, magic: bytes = b"  V1", timeout: float = DEADLINE) -> None:
         super().__init__(address, magic=magic, timeout=timeout)
 
     def read_reply(self, timeout: float | None = None) -> bytes:

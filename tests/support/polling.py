@@ -1,18 +1,29 @@
-"""Waiting for a fact instead of sleeping, and names that no other test uses."""
+"""Waiting for a fact instead of sleeping, and names that no other test uses.
+
+Tests judge by counts, by order, or by a clock that they pass in. How long something took on this machine
+says nothing, because the machine may be busy with other things. So every wait has the same far DEADLINE, a
+safety net. `busy_s` tells how long a thread has computed, however long it had to wait for a processor.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
 _numbers = itertools.count(1)
 
+DEADLINE = 60.0
+"""Seconds until a test gives up waiting. Less than pytest's limit for a test, so that the test itself can say
+what it has been waiting for."""
+
 
 def wait_until(
-    fact: Callable[[], T], timeout: float = 20.0, *, interval: float = 0.01, what: object = ""
+    fact: Callable[[], T], timeout: float = DEADLINE, *, interval: float = 0.01, what: object = ""
 ) -> T:
     """Poll until fact() is truthy and return that value; AssertionError with the last value otherwise."""
     deadline = time.monotonic() + timeout
@@ -23,6 +34,14 @@ def wait_until(
         if time.monotonic() >= deadline:
             raise AssertionError(f"not within {timeout} s: {what or fact}, last value {value!r}")
         time.sleep(interval)
+
+
+def busy_s(pid: int | None = None, thread: int | None = None) -> float:
+    """Processor time of a thread: of the main thread unless another is named, and of this process unless
+    another is named."""
+    pid = pid or os.getpid()
+    spent_ns = Path(f"/proc/{pid}/task/{thread or pid}/schedstat").read_text().split()[0]
+    return int(spent_ns) / 1e9
 
 
 def unique_name(prefix: str = "t") -> str:

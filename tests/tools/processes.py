@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.support import TestBroker, wait_until
+from tests.support.polling import DEADLINE
 
 TOOLS = os.environ.get("NSPARQ_TEST_TOOLS", "")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-DEADLINE = 20.0
 
 
 def command(name: str) -> list[str]:
@@ -99,7 +99,7 @@ class Tool:
         def seen_or_over() -> bool:
             return bool(fact()) or self.process.poll() is not None
 
-        wait_until(seen_or_over, DEADLINE, what=what)
+        wait_until(seen_or_over, what=what)
         assert fact(), f"ended with {self.process.returncode} before {what!r}:\n{self.err()}"
 
     def wait_for_out(self, data: bytes) -> None:
@@ -155,7 +155,7 @@ def wait_for_channel(broker: TestBroker, topic: str, channel: str) -> None:
         stats = broker.channel_stats(topic, channel)
         return stats and stats["client_count"]
 
-    wait_until(connected, DEADLINE, what=f"a client of {topic}/{channel}")
+    wait_until(connected, what=f"a client of {topic}/{channel}")
 
 
 def wait_until_drained(broker: TestBroker, topic: str, channel: str, count: int) -> None:
@@ -168,7 +168,7 @@ def wait_until_drained(broker: TestBroker, topic: str, channel: str, count: int)
         left = stats["depth"] + stats["in_flight_count"] + stats["deferred_count"]
         return bool(stats["message_count"] >= count and not left)
 
-    wait_until(drained, DEADLINE, what=f"{topic}/{channel} is drained")
+    wait_until(drained, what=f"{topic}/{channel} is drained")
 
 
 def free_address() -> str:
@@ -250,7 +250,7 @@ class WebServer:
         self._thread.join()
 
     def wait_for(self, count: int) -> list[Request]:
-        wait_until(lambda: len(self.requests) >= count, DEADLINE, what=f"{count} requests")
+        wait_until(lambda: len(self.requests) >= count, what=f"{count} requests")
         return self.requests
 
     def bodies(self) -> list[bytes]:

@@ -21,6 +21,7 @@ from nsparq.tools import common
 from nsparq.tools.common import Ending, Timings, ToolTable, run_tool, unless_ended
 from nsparq.tools.main import COMMANDS
 from nsparq.tools.reference import TABLES, markdown
+from tests.support.polling import DEADLINE
 
 from .processes import environment
 
@@ -270,7 +271,7 @@ class TestRunning:
     def test_a_signal_is_an_ending_with_status_0(self, signum: signal.Signals) -> None:
         async def work(options: Options, ending: Ending) -> None:
             signal.raise_signal(signum)
-            assert await ending.wait(5)
+            assert await ending.wait(DEADLINE)
 
         assert run_tool(TABLE, work, []) == 0
 

@@ -15,6 +15,7 @@ import pytest
 
 from nsparq.tools.reference import TABLES
 from tests.support import TestBroker, start_broker
+from tests.support.polling import DEADLINE
 
 from .processes import command, environment, http, tcp
 
@@ -112,7 +113,7 @@ def test_a_transcript_is_what_one_sees(session: str, shims: Path, tmp_path: Path
                 stderr=subprocess.STDOUT,
                 cwd=tmp_path,
                 env=variables,
-                timeout=40,
+                timeout=DEADLINE,
             )
             assert settled(done.stdout.decode()) == settled(expected), line
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nsparq.tools.http_client import MAX_BODY, HttpClient, RequestFailed, parse_target
+from tests.support.polling import DEADLINE
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 Test = Callable[["Server", HttpClient], Awaitable[None]]
@@ -66,7 +67,7 @@ def serve(test: Test, *answers: bytes | None, timeout: float = 5.0, **settings: 
         finally:
             await client.close()
             listening.close()
-            await asyncio.wait(server.tasks, timeout=5)
+            await asyncio.wait(server.tasks, timeout=DEADLINE)
 
     asyncio.run(run())
     return server

@@ -13,6 +13,7 @@ import pytest
 from nsparq.tools import main as main_module
 from nsparq.tools.main import COMMANDS, Command, main
 from nsparq.version import __version__
+from tests.support.polling import DEADLINE
 
 ALL = [command for commands in COMMANDS.values() for command in commands]
 
@@ -120,7 +121,7 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
         process.stdout.read(10)
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(10) == 1
+        assert process.wait(DEADLINE) == 1
 
 
 def test_the_help_loads_no_command_and_needs_no_extra() -> None:

@@ -15,6 +15,7 @@ from nsparq.tools import nsq_stat
 from nsparq.tools.cluster import AskFailed, ChannelFigures, Cluster
 from tests.support import TestBroker, start_broker, wait_until
 from tests.support.lookupd import start_lookupd
+from tests.support.polling import DEADLINE
 
 from .processes import Tool, WebServer, command, environment, free_address, http, run_tool, tcp
 
@@ -96,7 +97,7 @@ def test_a_signal_ends_it_with_status_0(broker: TestBroker, topic: str, signum: 
     with Tool("nsq_stat", *stat(broker, topic)) as tool:
         tool.wait_for_out(HEADER.encode())
         tool.signal(signum)
-        assert tool.wait(5) == 0
+        assert tool.wait(DEADLINE) == 0
 
 
 def test_no_such_channel_or_nobody_to_ask_is_fatal(broker: TestBroker, topic: str) -> None:

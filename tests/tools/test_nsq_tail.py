@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import BrokerProcess, TestBroker, start_broker, unique_name, wait_until
 from tests.support.lookupd import start_lookupd
+from tests.support.polling import DEADLINE
 
 from .processes import (
     Tool,
@@ -200,7 +201,7 @@ def test_it_works_with_the_standard_library_alone(broker: TestBroker, topic: str
     )
     arguments = ["--topic", topic, "--nsqd-tcp-address", tcp(broker), "-n", "1"]
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, env=environment(), timeout=20
+        [sys.executable, "-c", code, *arguments], capture_output=True, env=environment(), timeout=DEADLINE
     )
     assert (done.returncode, done.stdout) == (0, b"plain\n"), done.stderr
 

@@ -11,6 +11,7 @@ from nsparq.option_table import OptionError
 from nsparq.tools import nsq_to_http
 from nsparq.tools.nsq_to_http import parse_headers
 from tests.support import TestBroker, start_broker, wait_until
+from tests.support.polling import DEADLINE
 
 from .processes import Tool, WebServer, free_address, tcp, wait_until_drained
 
@@ -163,7 +164,7 @@ def test_what_is_under_way_is_finished_before_the_end(topic: str) -> None:
             tool.signal(signal.SIGTERM)
             wait_until(lambda: state() == 4)
             server.released.set()
-            assert tool.wait(5) == 0
+            assert tool.wait(DEADLINE) == 0
         stats = broker.channel_stats(topic, "c")
         assert stats is not None
         assert (stats["depth"], stats["in_flight_count"]) == (1, 0)

@@ -14,6 +14,7 @@ import pytest
 from nsparq.tools import to_nsq
 from nsparq.tools.to_nsq import Throttle, ToNsqOptions, read_records
 from tests.support import TestBroker, start_broker
+from tests.support.polling import DEADLINE
 
 from .processes import Finished, Tool, command, consume, environment, free_address, run_tool, tcp
 
@@ -75,7 +76,7 @@ def test_a_signal_ends_it_though_the_input_is_open(broker: TestBroker, topic: st
         tool.write(b"one\nhalf")
         assert consume(broker, topic, 1) == [b"one"]
         tool.signal(signum)
-        assert tool.wait(5) == 0
+        assert tool.wait(DEADLINE) == 0
         assert "Traceback" not in tool.err()
     assert count(broker, topic) == 1
 
@@ -87,7 +88,9 @@ def test_a_file_as_input(broker: TestBroker, topic: str, tmp_path: os.PathLike[s
         file.write(b"\n".join(lines))
     arguments = [f"--topic={topic}", f"--nsqd-tcp-address={tcp(broker)}"]
     with open(path, "rb") as file:
-        done = subprocess.run([*command("to_nsq"), *arguments], stdin=file, env=environment(), timeout=20)
+        done = subprocess.run(
+            [*command("to_nsq"), *arguments], stdin=file, env=environment(), timeout=DEADLINE
+        )
     assert done.returncode == 0
     assert consume(broker, topic, len(lines)) == lines
 
@@ -127,7 +130,7 @@ def test_the_rate_is_kept(broker: TestBroker, topic: str) -> None:
     began = time.monotonic()
     done = publish(broker, topic, "--rate=100", input=b"".join(b"%d\n" % number for number in range(60)))
     assert done.status == 0
-    assert 0.59 <= time.monotonic() - began < 5
+    assert time.monotonic() - began >= 0.59
     assert count(broker, topic) == 60
 
 

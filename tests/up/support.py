@@ -14,15 +14,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support import wait_until
+from tests.support import DEADLINE, wait_until
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-READY_S = 40.0
 
 
 def is_alive(pid: int) -> bool:
@@ -85,15 +83,15 @@ class Up:
     def err(self) -> str:
         return self._err.read_text()
 
-    def wait_for(self, fact: Callable[[], Any], what: str, timeout: float = READY_S) -> None:
+    def wait_for(self, fact: Callable[[], Any], what: str, timeout: float = DEADLINE) -> None:
         wait_until(lambda: fact() or self.process.poll() is not None, timeout, what=what)
         assert fact(), f"ended with {self.process.returncode} before: {what}\n{self.err()}"
 
-    def wait_until_ready(self, timeout: float = READY_S) -> None:
+    def wait_until_ready(self, timeout: float = DEADLINE) -> None:
         self.wait_for(lambda: "Ctrl-C stops it." in self.out(), "it is ready", timeout)
         self.children()
 
-    def wait(self, timeout: float = 20.0) -> int:
+    def wait(self, timeout: float = DEADLINE) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -124,8 +122,5 @@ class Up:
         return found
 
 
-def wait_until_gone(pids: set[int], timeout: float) -> float:
-    """How long it took."""
-    began = time.monotonic()
-    wait_until(lambda: not any(map(is_alive, pids)), timeout, what=f"{pids} are gone")
-    return time.monotonic() - began
+def wait_until_gone(pids: set[int]) -> None:
+    wait_until(lambda: not any(map(is_alive, pids)), what=f"{pids} are gone")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nsparq.up.child import GRACE_VARIABLE
 from tests.support import wait_until
+from tests.support.polling import DEADLINE
 from tests.up.support import SOURCE, group
 
 MODULE = """
@@ -44,7 +45,7 @@ def test_it_is_told_to_stop_when_its_parent_is_gone(tmp_path: Path) -> None:
         assert process.stdout.readline() == "running\n"
         assert process.poll() is None
         process.stdin.close()
-        assert process.wait(10) == -15
+        assert process.wait(DEADLINE) == -15
 
 
 def test_one_that_does_not_stop_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
@@ -53,12 +54,12 @@ def test_one_that_does_not_stop_is_killed_with_what_it_has_started(tmp_path: Pat
         assert process.stdout.readline() == "running\n"
         assert len(group(process.pid)) == 2
         process.stdin.close()
-        assert process.wait(10) == -9
-        wait_until(lambda: not group(process.pid), 5.0, what="the grandchild is gone")
+        assert process.wait(DEADLINE) == -9
+        wait_until(lambda: not group(process.pid), what="the grandchild is gone")
 
 
 def test_its_standard_input_is_empty_and_its_status_is_that_of_the_daemon(tmp_path: Path) -> None:
     with start(tmp_path, "curious") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "''\n"
-        assert process.wait(10) == 3
+        assert process.wait(DEADLINE) == 3

@@ -14,6 +14,7 @@ from nsparq.up.members import Cluster, Member, Plan
 from nsparq.up.ports import Ports, Wanted
 from nsparq.up.stack import Stack
 from tests.support import wait_until
+from tests.support.polling import DEADLINE
 
 MODULE = """
 import pathlib, sys, time
@@ -114,7 +115,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
 def test_one_that_dies_too_often_is_given_up_with_its_last_lines(play: Play) -> None:
     async def act(stack: Stack, actor: Actor, heard: Heard) -> None:
         with pytest.raises(StartError) as caught:
-            await asyncio.wait_for(stack.watch(), 20)
+            await asyncio.wait_for(stack.watch(), DEADLINE)
         assert str(caught.value).splitlines() == [
             "actor ended with status 5, and was started again 2 times before; its last lines:",
             "  no such luck",
@@ -140,7 +141,7 @@ def test_one_that_the_others_can_do_without_is_tried_for_ever(play: Play) -> Non
 
 def test_one_that_has_done_its_work_is_not_started_again(play: Play) -> None:
     async def act(stack: Stack, actor: Actor, heard: Heard) -> None:
-        await asyncio.wait_for(stack.watch(), 20)
+        await asyncio.wait_for(stack.watch(), DEADLINE)
         assert actor.runs == 1
 
     assert play("finishes", act, is_vital=False).said == ["actor has done its work, and ended"]

@@ -18,6 +18,7 @@ from nsparq.client.sync import Producer, consume
 from nsparq.up import main as main_module
 from nsparq.up.main import main
 from tests.support import wait_until
+from tests.support.polling import DEADLINE
 from tests.up.support import Up, is_alive, wait_until_gone
 
 pytest.importorskip("uvloop")
@@ -46,7 +47,7 @@ def test_when_it_is_ready_every_address_answers(up: Up) -> None:
         with urlopen(f"http://{up.address(name, 'http')}/ping", timeout=5) as answer:
             assert answer.read() == b"OK"
         host, _, port = up.address(name, "tcp").partition(":")
-        socket.create_connection((host, int(port)), 5).close()
+        socket.create_connection((host, int(port)), DEADLINE).close()
     with urlopen(f"http://{up.address('nsqadmin', 'http')}/", timeout=5) as answer:
         assert "<html" in answer.read().decode()
 
@@ -184,7 +185,7 @@ def test_nsqlookupd_can_die_and_everybody_finds_it_again(up: Up) -> None:
     def is_registered() -> bool:
         return len(get(up.address("nsqlookupd", "http"), "/nodes")["producers"]) == 2
 
-    wait_until(is_registered, 30.0, what="both nsqds are registered again")
+    wait_until(is_registered, what="both nsqds are registered again")
 
 
 def test_one_that_cannot_start_stops_all_and_its_last_lines_are_shown(tmp_path: Path) -> None:
@@ -259,6 +260,6 @@ def test_the_children_do_not_outlive_it_when_it_is_killed(tmp_path: Path) -> Non
             producer.publish("kept", b"x")
         up.signal(signal.SIGKILL)
         up.wait()
-        wait_until_gone(children, 5.0)
+        wait_until_gone(children)
     # They have stopped as for a signal: what was in memory is on disk.
     assert json.loads((tmp_path / "nsparq-data" / "nsqd-1" / "nsqd.dat").read_text())["topics"]

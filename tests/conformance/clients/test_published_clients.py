@@ -22,13 +22,13 @@ from typing import Any
 import pytest
 
 from tests.support import BrokerProcess, start_process, wait_until
+from tests.support.polling import DEADLINE
 
 from . import scenario
 
 HERE = Path(__file__).parent
 NSQJS = HERE.parent / "nsqjs"
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
-DEADLINE = 40.0
 
 Event = dict[str, Any]
 

@@ -22,11 +22,11 @@ import pytest
 from nsparq.options import TlsRequired
 from tests.support import BrokerProcess, start_process
 from tests.support.certificates import certificates
+from tests.support.polling import DEADLINE
 
 from .test_published_clients import NSQJS, nsqjs_command, python_command
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
-DEADLINE = 40.0
 SECRET = "open sesame"
 CLIENTS = {
     "pynsq": python_command("nsq", "drive_pynsq_secure.py"),
@@ -139,7 +139,7 @@ class Driver:
             self.process.stdin.write("end\n")
             self.process.stdin.flush()
         try:
-            self.process.wait(5)
+            self.process.wait(DEADLINE)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
