@@ -332,6 +332,12 @@ def test_a_wrong_value_in_the_file_names_the_file_the_key_and_the_flag(
     assert str(caught.value).startswith(f"{tmp_path / 'nsqd.toml'}: {text}")
 
 
+@pytest.mark.parametrize("value", ["9" * 400, f"'{'9' * 400}'", "'2000000h'"])
+def test_an_absurd_duration_in_the_file_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(OptionError, match="--max-req-timeout must be at most 876000h"):
+        parse_file(tmp_path, f"max_req_timeout = {value}").validate()
+
+
 def test_unknown_keys_of_the_file_are_ignored_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "nsqd.toml"
     path.write_text("sync_every = 5\nsync_evry = 6\n[table]\nx = 1\n")
@@ -396,6 +402,9 @@ def test_any_client_certificate_policy_turns_tls_required_on() -> None:
         ({"sync_timeout": 0.0}, "--sync-timeout must be positive"),
         ({"mem_queue_size": -1}, "--mem-queue-size must not be negative"),
         ({"retention_age": -1.0}, "--retention-age must not be negative"),
+        ({"max_req_timeout": 876_001 * 3600.0}, "--max-req-timeout must be at most 876000h (100 years)"),
+        ({"msg_timeout": float("inf")}, "--msg-timeout must be at most 876000h (100 years)"),
+        ({"sync_timeout": float("nan")}, "--sync-timeout must be at most 876000h (100 years)"),
     ],
 )
 def test_values_that_nsqd_cannot_start_with_are_refused(values: dict[str, Any], text: str) -> None:

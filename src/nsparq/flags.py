@@ -91,6 +91,9 @@ _UNITS_NS: Final = {
     "m": 60_000_000_000,
     "h": 3_600_000_000_000,
 }
+MAX_DURATION_S: Final = 100 * 365 * 86400.0
+"""The longest duration that an option may have, a hundred years. Added to the time of day, in nanoseconds, it
+still fits into 64 bits."""
 _DURATION_PART: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final, Generic, Literal, TypeVar
 
 from nsparq.errors import StartError
 from nsparq.flags import (
+    MAX_DURATION_S,
     FlagError,
     HelpWanted,
     format_duration,
@@ -102,7 +103,8 @@ def _duration_from_file(value: Any) -> float:
         except ValueError:
             pass
     elif isinstance(value, int | str) and not isinstance(value, bool):
-        return int(value) / 1000
+        # Beyond any bound, however large: check_bounds() says so.
+        return min(int(value), 1 << 63) / 1000
     raise ValueError('must be a duration such as "250ms", or an integer in milliseconds')
 
 
@@ -363,6 +365,8 @@ class OptionTable(Generic[T]):
                 raise OptionError(f"--{option.flag} must be positive")
             if option.bound == "not negative" and value < 0:
                 raise OptionError(f"--{option.flag} must not be negative")
+            if option.kind is DURATION and not abs(value) <= MAX_DURATION_S:
+                raise OptionError(f"--{option.flag} must be at most {MAX_DURATION_S / 3600:.0f}h (100 years)")
 
     def usage(self) -> str:
         """The help text, each flag in the shape that Go gives it."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from nsparq.broker.transactions import Incomplete
+from nsparq.flags import MAX_DURATION_S
 from nsparq.packed import PackedBodies
 from tests.broker.rig import SECOND, Later, Rig, bodies, counts
 
@@ -202,6 +203,19 @@ def test_no_delay_read_back_is_longer_than_a_client_can_ask_for(make_rig: MakeRi
     rig.clock.set_wall(-1000 * HOUR)
     rig.start()
     assert waits(rig) == {HOUR}
+
+
+def test_the_longest_delay_that_an_option_allows_is_kept(make_rig: MakeRig):
+    rig = make_rig(max_req_timeout=MAX_DURATION_S)
+    rig.options.validate()
+    longest_ms = round(MAX_DURATION_S * 1000)
+    client = rig.subscribe(rdy=10)
+    rig.publish("t", b"put back")
+    rig.requeue(client, client.take()[0], timeout_ms=longest_ms)
+    rig.publish("t", b"published with a delay", defer_ms=longest_ms)
+    rig.maintain()
+    rig.crash(1)
+    assert waits(rig) == {MAX_DURATION_S - 1}
 
 
 # what is removed because of its age

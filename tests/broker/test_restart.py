@@ -588,3 +588,19 @@ def test_an_id_of_the_earlier_node_is_not_in_flight(make_rig: MakeRig):
         rig.touch(client, old)
     assert counts(rig.channel()) == (0, 1, 0)
     assert rig.finish(client, *client.messages) == []
+
+
+def test_a_crash_forgets_the_delay_of_a_requeue_since_the_last_checkpoint(rig: Rig):
+    """Nor does it make the message wait: it comes at once, and not twice."""
+    client = rig.subscribe(rdy=2)
+    rig.publish("t", b"before", b"after")
+    before, after = client.take()
+    rig.requeue(client, before, timeout_ms=60_000)
+    rig.maintain()
+    rig.requeue(client, after, timeout_ms=60_000)
+    rig.crash()
+    assert counts(rig.channel()) == (1, 0, 1)
+    client = rig.subscribe(rdy=2)
+    assert client.take_bodies() == [b"after"]
+    rig.pass_time(59)
+    assert client.take_bodies() == [b"before"]

@@ -64,6 +64,7 @@ def test_only_what_is_named_changes_and_none_goes_back_to_the_flag():
         ({"retention_age": -0.1}, "retention_age must be a number of seconds, not negative"),
         ({"retention_age": math.inf}, "retention_age must be"),
         ({"retention_age": math.nan}, "retention_age must be"),
+        ({"retention_age": 10**400}, "retention_age must be"),
         ({"retention_age": False}, "retention_age must be"),
         ({"retention_age": "1h"}, "retention_age must be"),
     ],

@@ -73,6 +73,8 @@ def test_an_option_that_means_nothing_here_is_mentioned(caplog: pytest.LogCaptur
         ("partitionBytes", "0", "must be a size"),
         ("discoveryInterval", "-5s", "must be a duration"),
         ("retryFor", "soon", "must be a duration"),
+        ("retryFor", "9" * 90, "must be a duration"),
+        ("retryFor", "876001h", "must be a duration"),
         ("failOnDataLoss", "perhaps", "must be true or false"),
         ("tlsVerify", "1", "must be true or false"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -54,6 +54,6 @@ def _checked(name: str, value: Any) -> Any:
         if type(value) is not int or value < 0:
             raise ValueError(f"retention_bytes must be a whole number, not negative, or null, not {value!r}")
         return value
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"retention_age must be a number of seconds, not negative, or null, not {value!r}")
     return float(value)

@@ -10,7 +10,7 @@ from typing import Final, Generic, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from nsparq.client.lookup import lookup_url
-from nsparq.flags import format_duration, parse_duration
+from nsparq.flags import MAX_DURATION_S, format_duration, parse_duration
 from nsparq.names import is_valid_name
 from nsparq.secret_scope import SecretScope
 
@@ -78,9 +78,9 @@ def _show_size(size: int) -> str:
 def _duration(text: str) -> float:
     try:
         seconds = int(text) / 1000 if text.isascii() and text.isdigit() else parse_duration(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         seconds = -1.0
-    if seconds < 0:
+    if not 0 <= seconds <= MAX_DURATION_S:
         raise ValueError("must be a duration such as 250ms, 5s or 1m, or a number of milliseconds")
     return seconds
 
