@@ -73,6 +73,7 @@ NSQ_OPTIONS: dict[str, tuple[str, Any]] = {
     "enable-experiment": ("enable_experiment", ()),
 }
 OUR_OPTIONS: dict[str, tuple[str, Any]] = {
+    "allowed-host": ("allowed_hosts", ()),
     "durability": ("durability", "os"),
     "retention-age": ("retention_age", 0.0),
     "retention-bytes": ("retention_bytes", 0),
@@ -371,6 +372,24 @@ def test_any_client_certificate_policy_turns_tls_required_on() -> None:
     assert parse("--tls-client-auth-policy=require").tls_required is TlsRequired.YES
     options = NsqdOptions(tls_client_auth_policy="require", tls_required=TlsRequired.EXCEPT_HTTP)
     assert options.tls_required is TlsRequired.EXCEPT_HTTP
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (True, TlsRequired.YES),
+        (False, TlsRequired.NO),
+        ("true", TlsRequired.YES),
+        ("tcp-https", TlsRequired.EXCEPT_HTTP),
+    ],
+)
+def test_a_program_may_say_tls_required_as_a_bool_or_a_text(given: Any, expected: TlsRequired) -> None:
+    assert NsqdOptions(tls_required=given).tls_required is expected
+
+
+def test_a_program_may_not_say_anything_else() -> None:
+    with pytest.raises(OptionError, match="--tls-required must be true, false or tcp-https"):
+        NsqdOptions(tls_required="perhaps")  # type: ignore[arg-type]  # that is the point
 
 
 @pytest.mark.parametrize(

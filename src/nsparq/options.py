@@ -129,6 +129,14 @@ class NsqdOptions:
         STRINGS,
         file_key="nsqlookupd_tcp_addresses",
     )
+    allowed_host: tuple[str, ...] = opt(
+        (),
+        "host name under which browsers may use the HTTP API, besides IP addresses, our own names, and names "
+        "that only a private network has. Others are refused, so that no foreign page can reach us through a "
+        "name of its own; programs may use any, and so may everybody with `--auth-policy-file`",
+        STRINGS,
+        file_key="allowed_hosts",
+    )
     topology_region: str = opt("", "region of this node, for topology-aware consumption", STRING)
     topology_zone: str = opt("", "zone of this node, for topology-aware consumption", STRING)
 
@@ -324,6 +332,11 @@ class NsqdOptions:
     )
 
     def __post_init__(self) -> None:
+        # True and "true" mean YES here too: a program that says so must not get plain HTTP all the same.
+        try:
+            object.__setattr__(self, "tls_required", _tls_required_from_text(str(self.tls_required)))
+        except ValueError as error:
+            raise OptionError(f"--tls-required {error}") from None
         if self.tls_client_auth_policy and not self.tls_required:
             object.__setattr__(self, "tls_required", TlsRequired.YES)
 

@@ -21,7 +21,7 @@ NSQ_OPTIONS: dict[str, tuple[str, Any]] = {
     "inactive-producer-timeout": ("inactive_producer_timeout", 300.0),
     "tombstone-lifetime": ("tombstone_lifetime", 45.0),
 }
-OURS = {"max-registrations"}
+OURS = {"allowed-host", "max-registrations"}
 
 
 def test_every_flag_of_nsq_is_there_with_its_file_key_and_default() -> None:

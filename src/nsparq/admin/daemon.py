@@ -30,6 +30,7 @@ from nsparq.admin.upstream import TlsFiles, Upstream
 from nsparq.admin.watch import Watch
 from nsparq.errors import StartError
 from nsparq.http.api import ApiError, Request, Response
+from nsparq.http.hosts import HostNames
 from nsparq.http.server import HttpServer
 from nsparq.process import raise_file_limit
 from nsparq.server.auth import TokenCache
@@ -70,7 +71,6 @@ class Nsqadmin:
         self.guard = Guard(
             acl_header=options.acl_http_header,
             admin_users=options.admin_user,
-            allowed_hosts=options.allowed_host,
             tokens=TokenCache(self._policy) if self._policy is not None else None,
             base=self.base,
         )
@@ -83,6 +83,7 @@ class Nsqadmin:
         self.pipelines = Pipelines(self.upstream, options.pipeline_http_address, 2 * options.poll_interval)
         self.operations = Operations(self)
         self.notes = Notes()
+        hosts = HostNames(options.http_address, allowed=options.allowed_host)
         self.json_api = JsonApi(self)
         self.pages = Pages(self)
         self.api = AdminApi(
@@ -97,6 +98,8 @@ class Nsqadmin:
             ],
             base=self.base,
             guard=self.guard,
+            # With a policy file a page of somebody else's has no session and no secret.
+            check_host=None if self.guard.has_login else hosts.check,
             show_error=self._show_error,
         )
         self._problems: tuple[object, list[Problem]] = (None, [])

@@ -113,8 +113,9 @@ class NsqadminOptions:
     )
     allowed_host: tuple[str, ...] = opt(
         (),
-        "host name under which browsers may use us; others are refused, so that no foreign page can reach us "
-        "through a name of its own (none given: any)",
+        "host name under which browsers may use us, besides IP addresses, our own names, and names that only "
+        "a private network has. Others are refused, so that no foreign page can reach us through a name of "
+        "its own; programs may use any, and so may everybody with `--auth-policy-file`",
         STRINGS,
         file_key="allowed_hosts",
     )

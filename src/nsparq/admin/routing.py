@@ -41,11 +41,12 @@ class AdminApi(Api):
         endpoints: Iterable[Endpoint],
         base: str = "",
         guard: Callable[[Request, Endpoint], Awaitable[None] | None] | None = None,
+        check_host: Callable[[Request], None] | None = None,
         show_error: Callable[[Request, ApiError], Response | None] = lambda request, error: None,
     ) -> None:
         """`base` has no slash at its end. `show_error` may give an answer for people in place of JSON."""
         placed = [dataclasses.replace(one, path=(base + one.path).rstrip("/") or "/") for one in endpoints]
-        super().__init__(title=title, version=version, endpoints=placed, guard=guard)
+        super().__init__(title=title, version=version, endpoints=placed, guard=guard, check_host=check_host)
         self._show_error = show_error
         self._patterns: dict[int, list[tuple[list[str], str]]] = {}
         """Paths with `{…}` by their number of parts; those that begin with more fixed ones come first."""

@@ -137,14 +137,12 @@ class Guard:
         *,
         acl_header: str = "X-Forwarded-User",
         admin_users: tuple[str, ...] = (),
-        allowed_hosts: tuple[str, ...] = (),
         tokens: TokenCache | None = None,
         base: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._acl_header = acl_header
         self._admin_users = frozenset(admin_users)
-        self._allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
         self._tokens = tokens
         self._base = base
         self._key = secrets.token_bytes(32)
@@ -156,7 +154,6 @@ class Guard:
 
     def __call__(self, request: Request, endpoint: Endpoint) -> Awaitable[None] | None:
         """Let the request pass, or raise ApiError; something to wait for if a password is to be checked."""
-        self.check_host(request)
         if request.method in CHANGES:
             self.check_source(request)
         if not endpoint.permission:
@@ -222,14 +219,6 @@ class Guard:
         return None if grant is None else Access(grant.identity, grant, is_admin=False)
 
     # Where it comes from
-
-    def check_host(self, request: Request) -> None:
-        """A page of somebody else's reaches us under a name of its own that leads to our address."""
-        if not self._allowed_hosts:
-            return
-        host = _host_name(request.header("Host"))
-        if host not in self._allowed_hosts:
-            raise ApiError(403, "FORBIDDEN", reason="not under this name; see --allowed-host")
 
     def check_source(self, request: Request) -> None:
         """Refuse what a page of somebody else's has made a browser send."""
@@ -302,13 +291,6 @@ def _is_own(origin: str, request: Request) -> bool:
         return False
     ours = (request.header("Host"), request.header("X-Forwarded-Host"))
     return bool(theirs) and theirs in {name.strip().lower() for name in ours}
-
-
-def _host_name(host: str) -> str:
-    """Without the port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
 
 
 def cookie(request: Request, name: str) -> str:

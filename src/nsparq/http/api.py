@@ -210,12 +210,15 @@ class Api:
         version: str,
         endpoints: Iterable[Endpoint],
         guard: Callable[[Request, Endpoint], Awaitable[None] | None] | None = None,
+        check_host: Callable[[Request], None] | None = None,
     ) -> None:
         self.title = title
         self.version = version
         self.endpoints = tuple(endpoints)
         self.guard = guard
         """Asked before each handler; raises ApiError to refuse."""
+        self._check_host = check_host
+        """Asked before the guard, in the same way; see nsparq.http.hosts."""
         self._exact: dict[tuple[str, str], Endpoint] = {}
         self._methods: dict[str, list[str]] = {}
         self._proper: dict[str, str] = {}
@@ -275,6 +278,8 @@ class Api:
         """Have the request that was routed answered."""
         endpoint = request.endpoint
         assert endpoint is not None
+        if self._check_host is not None:
+            self._check_host(request)
         if self.guard is not None:
             waiting = self.guard(request, endpoint)
             if waiting is not None:

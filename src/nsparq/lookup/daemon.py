@@ -12,6 +12,7 @@ from typing import Final
 
 from nsparq.addresses import join_address, split_address
 from nsparq.errors import StartError
+from nsparq.http.hosts import HostNames
 from nsparq.http.server import HttpServer
 from nsparq.lookup.http_api import HttpApi
 from nsparq.lookup.options import NsqlookupdOptions
@@ -61,7 +62,9 @@ class Nsqlookupd:
         raise_file_limit()
         tcp_address = _host_and_port(self.options.tcp_address)
         http_address = _host_and_port(self.options.http_address)
-        self._http = HttpServer(HttpApi(self.registry, self.clock).api)
+        options = self.options
+        hosts = HostNames(options.broadcast_address, options.http_address, allowed=options.allowed_host)
+        self._http = HttpServer(HttpApi(self.registry, self.clock, hosts.check).api)
         try:
             server = await self._loop.create_server(
                 lambda: Connection(self),

@@ -78,10 +78,17 @@ Parameters stand in the query, also of a POST; of a repeated one the first count
 class HttpApi:
     """The handlers of one nsqlookupd."""
 
-    def __init__(self, registry: Registry, clock: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        clock: Callable[[], int],
+        check_host: Callable[[Request], None] | None = None,
+    ) -> None:
         self._registry = registry
         self._clock = clock
-        self.api = Api(title="nsqlookupd", version=NSQ_VERSION, endpoints=self._endpoints())
+        self.api = Api(
+            title="nsqlookupd", version=NSQ_VERSION, endpoints=self._endpoints(), check_host=check_host
+        )
 
     def _endpoints(self) -> list[Endpoint]:
         return [

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Final
 
-from nsparq.option_table import BOOL, DURATION, INT, STRING, CommandFlag, OptionTable, choice, opt
+from nsparq.option_table import BOOL, DURATION, INT, STRING, STRINGS, CommandFlag, OptionTable, choice, opt
 
 __all__ = ["TABLE", "NsqlookupdOptions"]
 
@@ -32,6 +32,15 @@ class NsqlookupdOptions:
         "address told to nsqds, which ask there over HTTP for the channels of a new topic",
         STRING,
         default_text="the hostname",
+    )
+
+    allowed_host: tuple[str, ...] = opt(
+        (),
+        "host name under which browsers may use the HTTP API, besides IP addresses, our own names, and names "
+        "that only a private network has. Others are refused, so that no foreign page can reach us through a "
+        "name of its own; programs may use any",
+        STRINGS,
+        file_key="allowed_hosts",
     )
 
     inactive_producer_timeout: float = opt(

@@ -24,6 +24,7 @@ from nsparq.http.api import (
     Result,
 )
 from nsparq.http.describe import markdown, openapi
+from nsparq.http.hosts import HostNames
 from nsparq.packed import PackedBodies
 from nsparq.server.arguments import find_channel, find_topic_and_name, is_valid
 from nsparq.server.debug import DebugApi
@@ -53,7 +54,16 @@ class HttpApi:
         self.log = LogApi(nsqd)
         self.transactions = TransactionApi(nsqd)
         self.debug = DebugApi(nsqd)
-        self.api = Api(title="nsqd", version=NSQ_VERSION, endpoints=nsqd_endpoints(self), guard=nsqd.guard)
+        options = nsqd.options
+        hosts = HostNames(options.broadcast_address, options.http_address, allowed=options.allowed_host)
+        self.api = Api(
+            title="nsqd",
+            version=NSQ_VERSION,
+            endpoints=nsqd_endpoints(self),
+            guard=nsqd.guard,
+            # With a policy file a page of somebody else's has no secret.
+            check_host=None if nsqd.guard is not None else hosts.check,
+        )
 
     # publishing
 

@@ -1,0 +1,99 @@
+"""Under which host names a daemon answers browsers.
+
+Anybody can have a name of their own lead to our address (DNS rebinding). A page that a browser has loaded
+under that name may then ask us anything, as if it were our own: neither the browser nor a firewall stops it.
+But its requests name that host, and a script can change neither this nor what else gives a browser away.
+
+So whoever is not a browser may call us anything, and a browser may use
+- an IP address, which no DNS answer can stand for,
+- a name that nobody can register: one without a dot, such as `localhost` or `nsqd`, and one under a suffix
+  that is kept for private networks, such as `nsqd.default.svc.cluster.local`,
+- our own names: the host name, the broadcast address, and those of `--allowed-host`.
+
+TLS needs no such check, since the name must be in our certificate. Nor does an API that wants a secret with
+every request, since the page has none.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from typing import Final
+
+from nsparq.http.api import ApiError, Request
+
+__all__ = ["HostNames", "host_of"]
+
+PRIVATE_SUFFIXES: Final = (
+    "localhost",
+    "local",
+    "localdomain",
+    "internal",
+    "lan",
+    "home.arpa",
+    "svc",
+    "test",
+)
+"""Reserved, or used by private networks and not in the public DNS. `cluster.local` is among them."""
+BROWSER_HEADERS: Final = frozenset(
+    (b"origin", b"referer", b"cookie", b"accept-language", b"sec-fetch-site", b"sec-fetch-mode")
+)
+"""A browser sends one of these with every request, whatever a script does: Accept-Language with a GET, Origin
+with anything else."""
+MAX_KNOWN: Final = 1024
+
+
+class HostNames:
+    """The names of one daemon."""
+
+    def __init__(self, *names: str, allowed: Iterable[str] = ()) -> None:
+        """`names` may be empty, and may be addresses with a port."""
+        own = (socket.gethostname(), *names, *allowed)
+        self._own = frozenset(host_of(name) for name in own)
+        self._good: set[bytes] = {b""}
+        """Values of Host that were found to be good: a publisher sends the same one over and over."""
+
+    def check(self, request: Request) -> None:
+        """Raise ApiError for a browser that calls us by a name that may be somebody else's."""
+        host = b""
+        for name, value in request.headers:
+            if len(name) == 4 and name.lower() == b"host":
+                host = value
+                break
+        if host in self._good or request.secure is not None or not request.peer:
+            return
+        shown = host_of(host.decode("latin-1"))
+        if self._is_ours(shown):
+            if len(self._good) < MAX_KNOWN:
+                self._good.add(host)
+        elif _is_browser(request):
+            reason = (
+                f"this daemon does not answer browsers under the host name {shown[:100]!r}; "
+                "--allowed-host permits it"
+            )
+            raise ApiError(403, "FORBIDDEN", reason=reason)
+
+    def _is_ours(self, host: str) -> bool:
+        if host in self._own or "." not in host:
+            return True
+        try:
+            ipaddress.ip_address(host.partition("%")[0])
+            return True
+        except ValueError:
+            return host.endswith(tuple(f".{suffix}" for suffix in PRIVATE_SUFFIXES))
+
+
+def host_of(address: str) -> str:
+    """The host of `host:port`, of `[::1]:4151` or of a bare host, in lower case."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0].lower()
+    host = address if address.count(":") > 1 else address.partition(":")[0]
+    return host.lower().removesuffix(".")
+
+
+def _is_browser(request: Request) -> bool:
+    return any(
+        name.lower() in BROWSER_HEADERS or (name.lower() == b"user-agent" and b"Mozilla/" in value)
+        for name, value in request.headers
+    )
