@@ -79,6 +79,8 @@ OUR_OPTIONS: dict[str, tuple[str, Any]] = {
     "retention-bytes": ("retention_bytes", 0),
     "transaction-timeout": ("transaction_timeout", 3600.0),
     "transaction-retention": ("transaction_retention", 604800.0),
+    "max-staged-bytes": ("max_staged_bytes", 32 << 30),
+    "max-staged-bytes-per-producer": ("max_staged_bytes_per_producer", 16 << 30),
     "mem-queue-bytes": ("mem_queue_bytes", 67108864),
     "max-unfinished-bytes": ("max_unfinished_bytes", 268435456),
     "checkpoint-interval": ("checkpoint_interval", 1.0),

@@ -17,6 +17,7 @@ NsparqError
 ├── Incomplete           broker.transactions: not all of it has been staged
 ├── Unfinished           broker.transactions: an earlier one of the same producer has to be finished first
 ├── Damaged              broker.transactions: staged messages are lost, and nobody has accepted that
+├── StagingFull          broker.transactions: as much is staged as the flags allow
 ├── PartSealed           broker.transactions: the part has been promised as it is
 ├── WrongPosition        broker.transactions: the writer takes the part for longer or shorter than it is
 ├── StartError           the daemon cannot start; the text is for the operator

@@ -206,6 +206,15 @@ class NsqdOptions:
         DURATION,
         bound="positive",
     )
+    max_staged_bytes: int = opt(
+        32 << 30,
+        "bytes of messages staged for all transactions together; a request counts as 16 KiB at least",
+        INT,
+        bound="not negative",
+    )
+    max_staged_bytes_per_producer: int = opt(
+        16 << 30, "the same for the transactions of one producer", INT, bound="not negative"
+    )
 
     queue_scan_worker_pool_max: int = opt(
         4, "most workers looking for timed out and due messages", INT, heading="Queue scan", bound="positive"

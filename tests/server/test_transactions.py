@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 
 import pytest
 
+from nsparq.broker.transactions import MIN_REQUEST
 from nsparq.storage.files import Files
 from nsparq.storage.state import write_json
 from tests.support import Answer, BrokerProcess, BrokerThread, unique_name, wait_until
@@ -554,6 +555,32 @@ def test_promises_of_before_that_do_not_list_their_chunks_still_open(tmp_path: P
         resolved = call(broker, "POST", "/transaction/resolve", **torn).expect_json()
         assert (resolved["messages"], resolved["lost_messages"]) == (0, 1)
         assert stored(broker, "t") == [b"1"]
+
+
+def test_what_is_staged_is_bounded_for_each_producer_and_for_all(tmp_path: Path) -> None:
+    """A small request counts as 16 KiB, and what goes makes room; also after a restart."""
+    flags = {"max_staged_bytes": 5 * MIN_REQUEST, "max_staged_bytes_per_producer": 3 * MIN_REQUEST}
+
+    def fill(producer: str) -> tuple[int, list[Any]]:
+        for number in range(10):
+            which = {"producer": producer, "sequence": number, "part": f"{number}", "topic": "t"}
+            answer = call(broker, "POST", "/transaction/stage", packed([b"1"]), **which)
+            if answer.status != 200:
+                return number, [*refusal(answer), json.loads(answer.body)["limit"]]
+        raise AssertionError("there is no bound")
+
+    with BrokerThread(tmp_path, **flags) as broker:
+        own = [409, "TOO_MUCH_STAGED", flags["max_staged_bytes_per_producer"]]
+        everybody = [503, "STAGING_FULL", flags["max_staged_bytes"]]
+        assert fill("one") == (3, own)
+        assert fill("two") == (2, everybody)
+        broker.restart()
+        assert fill("three") == (0, everybody)
+        for sequence in range(3):
+            call(broker, "POST", "/transaction/abort", producer="one", sequence=sequence)
+        assert fill("three") == (3, own)
+        commit(broker, {"producer": "two", "sequence": 1}, **{"1": 1})
+        assert broker.call(lambda core: core.transactions.staged) == 3 * MIN_REQUEST
 
 
 def test_staged_parts_keep_no_descriptors(broker: BrokerThread, producer: str) -> None:

@@ -51,6 +51,8 @@ COMMITTED: Final = "committed.json"
 OWNER: Final = "owner.json"
 UNKNOWN_OWNER: Final = "\0unknown"
 """Nobody's identity: an owner that cannot be read must not become the first who asks."""
+MIN_REQUEST: Final = 16 << 10
+"""What a request that stages little counts as: each has an entry in memory, and each part a file."""
 MAX_TAG: Final = (1 << 16) - 1
 NAME: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Of a producer or a part."""
@@ -82,6 +84,17 @@ class Damaged(NsparqError):
     def __init__(self, transaction: Transaction) -> None:
         super().__init__(f"{transaction}: {transaction.lost_messages} staged messages are damaged or missing")
         self.transaction = transaction
+
+
+class StagingFull(NsparqError):
+    """As much is staged as the flags allow."""
+
+    def __init__(self, limit: int, *, is_producers: bool) -> None:
+        whose = "the producer" if is_producers else "all producers"
+        super().__init__(f"the staged messages of {whose} may take {limit} bytes")
+        self.limit = limit
+        self.is_producers = is_producers
+        """Whether it is the producer's own: then nobody else's commit makes room."""
 
 
 class PartSealed(NsparqError):
@@ -148,12 +161,17 @@ class Transaction:
 
     @property
     def topics(self) -> set[str]:
-        return {chunk.topic for part in self.parts.values() for chunk in part.chunks}
+        return {chunk.topic for chunk in self.all_chunks()}
 
     @property
     def chunks(self) -> list[Chunk]:
         """What it consists of, in the order in which it is published."""
         return [chunk for name in self.promised or () for chunk in self.parts[name].chunks]
+
+    def all_chunks(self) -> Iterator[Chunk]:
+        """What is staged, whether it is promised or not."""
+        for part in self.parts.values():
+            yield from part.chunks
 
     @property
     def messages(self) -> int:
@@ -275,6 +293,8 @@ class Producer:
         self.owner: str | None = None
         """The identity that alone may use this name, once it has been used where nsqd is guarded."""
         self.is_owner_synced = False
+        self.staged = 0
+        """Bytes, as max_staged_bytes_per_producer counts them."""
         self.open: dict[int, Transaction] = {}
 
     def write_owner(self, files: Files, *, sync: bool) -> None:
@@ -305,6 +325,8 @@ class Transactions:
         self.committed_count = 0
         self.aborted_count = 0
         self.expired_count = 0
+        self.staged = 0
+        """Bytes, as max_staged_bytes counts them."""
         self.lost_messages = 0
         """Staged, and damaged when they were to be published."""
 
@@ -334,6 +356,7 @@ class Transactions:
                 continue
             transaction.load()
             producer.open[transaction.sequence] = transaction
+            self._count_staged(transaction, sum(map(_weight, transaction.all_chunks())))
         self.producers[producer.name] = producer
 
     def _all_open(self) -> Iterator[Transaction]:
@@ -388,8 +411,8 @@ class Transactions:
         owner: str | None = None,
     ) -> int:
         """Put messages aside; gives the number of them in the part. If it is told `at` which number they are
-        to begin, they begin there or not at all. Raises AlreadyCommitted, PartSealed, WrongPosition or
-        OSError, with nothing staged."""
+        to begin, they begin there or not at all. Raises AlreadyCommitted, PartSealed, WrongPosition,
+        StagingFull or OSError, with nothing staged."""
         transaction = self.find(name, sequence)
         part = None if transaction is None else transaction.parts.get(part_name)
         if transaction is not None and transaction.decision is not None:
@@ -399,6 +422,7 @@ class Transactions:
         held = 0 if part is None else part.messages
         if at is not None and at != held:
             raise WrongPosition(held)
+        self._check_room(name, len(bodies.data))
         transaction = transaction or self._begin(name, sequence)
         self._claim(transaction.producer, owner)
         if part is None:
@@ -406,8 +430,21 @@ class Transactions:
             part = Part(self._broker.files, transaction.part_path(part_name))
         part.append(topic, bodies, defer_ms)
         transaction.parts[part_name] = part
+        self._count_staged(transaction, _weight(part.chunks[-1]))
         transaction.touch()
         return part.messages
+
+    def _check_room(self, name: str, size: int) -> None:
+        options, producer = self._broker.options, self.producers.get(name)
+        size = max(size, MIN_REQUEST)
+        if producer is not None and producer.staged + size > options.max_staged_bytes_per_producer:
+            raise StagingFull(options.max_staged_bytes_per_producer, is_producers=True)
+        if self.staged + size > options.max_staged_bytes:
+            raise StagingFull(options.max_staged_bytes, is_producers=False)
+
+    def _count_staged(self, transaction: Transaction, size: int) -> None:
+        transaction.producer.staged += size
+        self.staged += size
 
     def _begin(self, name: str, sequence: int) -> Transaction:
         producer = self.producers.get(name)
@@ -573,6 +610,7 @@ class Transactions:
 
     def _drop(self, transaction: Transaction) -> None:
         self.release(transaction)
+        self._count_staged(transaction, -sum(map(_weight, transaction.all_chunks())))
         self._broker.set_health(None, str(transaction))
         del transaction.producer.open[transaction.sequence]
         self._throw_away(transaction.directory)
@@ -592,6 +630,10 @@ class Transactions:
         except FileNotFoundError:
             return
         self._broker.in_background(lambda: files.remove_tree(trash))
+
+
+def _weight(chunk: Chunk) -> int:
+    return max(chunk.size, MIN_REQUEST)
 
 
 def _read(files: Files, path: Path) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from nsparq.broker.transactions import (
     Damaged,
     Incomplete,
     PartSealed,
+    StagingFull,
     Transaction,
     Unfinished,
     WrongPosition,
@@ -97,6 +98,10 @@ class TransactionApi:
             raise ApiError(409, "PART_SEALED") from error
         except WrongPosition as error:
             raise ApiError(409, "WRONG_POSITION", messages=error.messages) from error
+        except StagingFull as error:
+            # Others may make room for this one; the producer itself has to commit or abort first.
+            status, code = (409, "TOO_MUCH_STAGED") if error.is_producers else (503, "STAGING_FULL")
+            raise ApiError(status, code, limit=error.limit) from error
         except OSError as error:
             logger.error("transaction %s/%d: cannot be staged: %s", producer, sequence, error)
             raise ApiError(503, "WRITE_FAILED") from error

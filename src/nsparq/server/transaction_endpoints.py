@@ -70,7 +70,9 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             handler=api.stage,
             summary="Put messages aside until their transaction is committed.",
             details="They are appended to a part of it, which one writer fills with as many requests as it "
-            "needs. With `at` a request can be sent again when its answer was lost: it is done once.",
+            "needs. With `at` a request can be sent again when its answer was lost: it is done once. "
+            "`TOO_MUCH_STAGED`: the producer has as much staged as `--max-staged-bytes-per-producer` allows. "
+            "`STAGING_FULL`: all producers together have as much as `--max-staged-bytes` allows; try again.",
             params=(
                 *_WHICH,
                 Param(
@@ -102,9 +104,11 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
                 (400, "INVALID_ARG_AT"),
                 (409, "ALREADY_COMMITTED"),
                 (409, "PART_SEALED"),
+                (409, "TOO_MUCH_STAGED"),
                 (409, "WRONG_POSITION"),
                 (413, "BAD_BODY"),
                 (413, "BAD_MESSAGE"),
+                (503, "STAGING_FULL"),
                 (503, "WRITE_FAILED"),
             ),
         ),
