@@ -6,6 +6,7 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -48,13 +49,13 @@ def test_closing_lets_go_of_the_data_path_and_twice_is_safe(rig: Rig):
 
 
 def test_a_broker_that_could_not_load_holds_nothing(tmp_path: Path):
-    (tmp_path / "nsqd.dat").write_text("{")
+    (tmp_path / "nsqd.dat").mkdir()
     broker = Broker(NsqdOptions(data_path=str(tmp_path)))
-    with pytest.raises(StartError, match="failed to load metadata - failed to parse metadata in"):
+    with pytest.raises(IsADirectoryError):
         broker.open()
     assert broker._lock_fd == -1
     broker.close()
-    (tmp_path / "nsqd.dat").unlink()
+    (tmp_path / "nsqd.dat").rmdir()
     again = Broker(NsqdOptions(data_path=str(tmp_path)))
     again.open()
     again.close()
@@ -151,7 +152,7 @@ def test_topics_and_channels_are_made_on_first_use_and_found_again(rig: Rig):
 
 
 def test_a_fresh_data_path_gets_its_metadata_at_once(rig: Rig):
-    assert metadata(rig) == {"topics": [], "version": "1.3.0"}
+    assert metadata(rig) == {"topics": [], "version": "1.3.0", "crc": ANY}
 
 
 def test_new_topics_and_channels_are_in_the_metadata_after_the_next_maintenance(rig: Rig):
@@ -246,13 +247,16 @@ def test_an_invalid_channel_name_in_the_metadata_costs_that_channel_only(rig: Ri
     assert rig.topic("t").paused
 
 
-def test_a_channel_that_only_the_metadata_knows_is_made_again(rig: Rig):
+def test_a_channel_that_only_another_nsqd_s_metadata_knows_is_made_at_the_end(rig: Rig):
     rig.channel("a")
-    rig.channel("b")
+    rig.publish("t", b"before")
     rig.close()
-    (rig.topic_directory() / "b.channel").unlink()
+    listed = {"topics": [{"name": "t", "channels": [{"name": "a"}, {"name": "b"}]}], "version": "1.3.0"}
+    (rig.data_path / "nsqd.dat").write_text(json.dumps(listed))
     rig.start()
     assert sorted(rig.topic().channels) == ["a", "b"]
+    assert (counts(rig.channel("a")), counts(rig.channel("b"))) == ((1, 0, 0), (0, 0, 0))
+    assert rig.topic().corrupt_files == 0
 
 
 def test_a_topic_that_the_disk_refuses_is_not_there(rig: Rig):
@@ -805,6 +809,7 @@ def test_stats_of_a_fresh_broker(rig: Rig):
         "version": "1.3.0",
         "health": "OK",
         "start_time": 1_700_000_000,
+        "corrupt_files": 0,
         "topics": [],
         "producers": None,
     }

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.broker.rig import Rig, bodies, counts
+from nsparq.packed import PackedBodies
+from tests.broker.rig import Delivered, Later, Rig, bodies, counts
 
 MakeRig = Callable[..., Rig]
 
@@ -80,3 +81,237 @@ def test_damage_that_one_channel_meets_is_known_to_the_others(rig: Rig):
         rig.finish(client, first)
         assert client.take_bodies() == [b"last"]
         assert counts(rig.channel(name)) == (0, 1, 1)
+
+
+# damage to a channel's files
+
+
+def carry(rig: Rig) -> tuple[list[Delivered], list[Delivered]]:
+    """Three messages of the channel that have been carried over, with those that are in the log still."""
+    client = rig.subscribe(rdy=1000)
+    for number in range(0, 100, 10):
+        rig.publish("t", *bodies(10, start=number, size=150))
+    messages = client.take()
+    carried = [messages[0], messages[15], messages[25]]
+    rig.requeue(client, carried[1])
+    client.take()
+    rig.requeue(client, carried[2], 60_000)
+    rig.finish(client, *(m for m in messages[:95] if m not in carried))
+    rig.maintain()
+    assert rig.names("*.carry") == ["c.carry"]
+    assert rig.topic().log.start > messages[25].id - rig.topic().first_id
+    rig.maintain()
+    return carried, messages[95:]
+
+
+both_ends = pytest.mark.parametrize("clean", [True, False], ids=["clean stop", "crash"])
+
+
+def stop(rig: Rig, clean: bool) -> None:
+    rig.close() if clean else rig.drop()
+
+
+def drain(rig: Rig, channel: str = "c") -> set[bytes]:
+    client = rig.subscribe("t", channel, rdy=1000, msg_timeout_ms=600_000)
+    rig.pass_time(300)
+    return {message.body for message in client.take()}
+
+
+@both_ends
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "flipped"])
+def test_a_channel_without_its_state_delivers_everything_that_is_kept(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture, clean: bool, damage: str
+):
+    rig = make_rig(max_bytes_per_file=2000)
+    carried, left = carry(rig)
+    stop(rig, clean)
+    path = rig.topic_directory() / "c.channel"
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        changed = {"empty": b"", "cut": content[:-1], "flipped": content[:-1] + bytes([content[-1] ^ 1])}
+        path.write_bytes(changed[damage])
+    rig.start()
+    assert rig.topic().corrupt_files == 1
+    assert "c.channel is damaged" in caplog.text
+    assert drain(rig) >= {message.body for message in (*carried, *left)}
+    assert rig.channel().dropped_count == 0
+
+
+@pytest.mark.parametrize("source", ["t.topic/done.channel", "u.topic/c.channel"])
+def test_a_file_of_another_channel_is_not_believed(rig: Rig, caplog: pytest.LogCaptureFixture, source: str):
+    for name in ("c", "done"):
+        rig.channel(name)
+    rig.channel("c", "u")
+    rig.publish("t", *bodies(10))
+    rig.channel("done").empty()
+    rig.close()
+    path = rig.topic_directory() / "c.channel"
+    path.write_bytes((path.parent.parent / source).read_bytes())
+    rig.start()
+    assert rig.topic().corrupt_files == 1
+    assert "the channel starts" in caplog.text
+    assert drain(rig) == {*bodies(10)}
+    assert drain(rig, "done") == set()
+
+
+def test_a_channel_whose_state_is_lost_stays_paused(rig: Rig):
+    rig.channel("a").pause()
+    rig.channel("b")
+    rig.close()
+    for name in ("a", "b"):
+        (rig.topic_directory() / f"{name}.channel").unlink()
+    rig.start()
+    assert (rig.channel("a").paused, rig.channel("b").paused) == (True, False)
+
+
+def test_a_deleted_channel_is_not_taken_for_a_damaged_one(rig: Rig):
+    rig.channel("a")
+    rig.channel("b")
+    rig.maintain()
+    rig.topic().delete_channel("b")
+    rig.crash()
+    assert [*rig.topic().channels] == ["a"]
+    assert rig.topic().corrupt_files == 0
+
+
+@both_ends
+@pytest.mark.parametrize("damage", ["missing", "empty", "torn"])
+def test_carried_messages_that_are_gone_are_logged_and_counted(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture, clean: bool, damage: str
+):
+    rig = make_rig(max_bytes_per_file=2000)
+    carried, left = carry(rig)
+    stop(rig, clean)
+    path = rig.topic_directory() / "c.carry"
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(b"" if damage == "empty" else path.read_bytes()[:-7])
+    gone = 1 if damage == "torn" else 3
+    rig.start()
+    assert rig.channel().dropped_count == gone
+    assert f"{gone} messages that had been carried over are lost" in caplog.text
+    found = drain(rig)
+    assert found >= {message.body for message in left}
+    assert len(found & {message.body for message in carried}) == 3 - gone
+
+
+def test_a_carried_message_finished_right_before_a_crash_is_not_taken_for_a_lost_one(make_rig: MakeRig):
+    later = Later()
+    rig = make_rig(max_bytes_per_file=2000, background=later)
+    client = rig.subscribe(rdy=1000)
+    for number in range(0, 100, 10):
+        rig.publish("t", *bodies(10, start=number, size=150))
+    held, *rest = client.take()
+    rig.finish(client, *rest)
+    for _ in range(3):
+        rig.maintain()
+        later.run_all()
+    assert rig.names("*.carry") == ["c.carry"]
+    rig.finish(client, held)
+    rig.maintain()
+    # The checkpoint that no longer names it does not reach the disk.
+    rig.crash()
+    assert rig.channel().dropped_count == 0
+    assert drain(rig) == {held.body}
+
+
+# damage to the topic's file, and to nsqd.dat
+
+
+@both_ends
+@pytest.mark.parametrize("damage", ["missing", "empty", "another topic's"])
+def test_a_topic_without_its_state_is_the_same_log(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture, clean: bool, damage: str
+):
+    rig = make_rig()
+    rig.channel("a")
+    rig.channel("b")
+    rig.channel("c", "u")
+    rig.publish("t", *bodies(10))
+    rig.maintain()
+    incarnation = rig.topic().incarnation
+    stop(rig, clean)
+    path = rig.topic_directory() / "topic.json"
+    if damage == "missing":
+        path.unlink()
+    else:
+        content = (rig.topic_directory("u") / "topic.json").read_bytes()
+        path.write_bytes(b"" if damage == "empty" else content)
+    rig.start()
+    assert rig.topic().incarnation == incarnation
+    assert (rig.topic().corrupt_files, rig.topic("u").corrupt_files) == (1, 0)
+    assert "topic.json" in caplog.text
+    assert drain(rig, "a") == {*bodies(10)}
+    rig.restart()
+    assert (rig.topic().incarnation, rig.topic().corrupt_files) == (incarnation, 0)
+
+
+def test_a_topic_whose_state_is_lost_stays_paused_where_it_was(rig: Rig):
+    rig.channel()
+    rig.publish("t", b"before")
+    rig.topic().pause()
+    rig.publish("t", b"behind")
+    rig.maintain()
+    rig.close()
+    (rig.topic_directory() / "topic.json").unlink()
+    rig.start()
+    assert rig.topic().paused
+    client = rig.subscribe(rdy=10)
+    assert client.take_bodies() == [b"before"]
+    rig.topic().unpause()
+    rig.turn()
+    assert client.take_bodies() == [b"behind"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", bytes(100), b'{"topics": 7}'])
+def test_bad_metadata_is_kept_aside_and_costs_nothing(
+    rig: Rig, caplog: pytest.LogCaptureFixture, content: bytes
+):
+    rig.channel()
+    rig.publish("t", b"x")
+    rig.close()
+    (rig.data_path / "nsqd.dat").write_bytes(content)
+    rig.start()
+    assert (rig.data_path / "nsqd.dat.bad").read_bytes() == content
+    assert "nsqd.dat cannot be understood" in caplog.text
+    assert rig.broker.stats()["corrupt_files"] == 1
+    assert drain(rig) == {b"x"}
+    rig.restart()
+    assert rig.broker.stats()["corrupt_files"] == 0
+
+
+# damage to the files of transactions
+
+
+@pytest.mark.parametrize("name", ["committed.json", "2/promise.json"])
+@pytest.mark.parametrize("damage", ["zeroed", "cut", "another's"])
+def test_a_damaged_file_of_a_transaction_is_logged_and_counted(
+    rig: Rig, caplog: pytest.LogCaptureFixture, name: str, damage: str
+):
+    transactions = rig.broker.transactions
+    for producer in ("p", "q"):
+        for sequence in (1, 2):
+            transactions.stage(producer, sequence, "0", "t", PackedBodies.of([b"x"]))
+            transaction = transactions.promise(producer, sequence, {"0": 1})
+            transaction.write_promise(sync=False)
+            if sequence == 1:
+                transactions.decide(transaction)
+                (chunk,) = transaction.chunks
+                transactions.apply(transaction, chunk, chunk.read(rig.files))
+                written = transactions.write_committed(transaction, sync=False, remember_s=60)
+                transactions.finish(transaction, written)
+    rig.close()
+    folder = rig.data_path / "transactions"
+    path, other = folder / "p.producer" / name, folder / "q.producer" / name
+    content = path.read_bytes()
+    changed = {"zeroed": bytes(len(content)), "cut": content[:-9], "another's": other.read_bytes()}
+    path.write_bytes(changed[damage])
+    rig.start()
+    assert rig.broker.corrupt_files == 1
+    assert f"{path} cannot be understood" in caplog.text
+    # Whatever was staged is there still, and can be committed.
+    transactions = rig.broker.transactions
+    transactions.decide(transactions.promise("p", 2, {"0": 1}))

@@ -26,6 +26,7 @@ DAEMON = {
     "nsqd_info": "gauge",
     "nsqd_start_time_seconds": "gauge",
     "nsqd_healthy": "gauge",
+    "nsqd_corrupt_files": "counter",
     "nsqd_topics": "gauge",
     "nsqd_connections": "gauge",
     "nsqd_http_connections": "gauge",
@@ -55,6 +56,7 @@ TOPIC = {
     "nsqd_topic_dropped_messages": ("counter", "dropped_count"),
     "nsqd_topic_corrupt_batches": ("counter", "corrupt_batches"),
     "nsqd_topic_corrupt_messages": ("counter", "corrupt_messages"),
+    "nsqd_topic_corrupt_files": ("counter", "corrupt_files"),
     "nsqd_topic_log_bytes": ("gauge", "log_bytes"),
 }
 CHANNEL = {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from nsparq.errors import StartError
 from nsparq.storage.files import Files
 from nsparq.storage.metadata import FILE_NAME, ChannelEntry, TopicEntry, encode_metadata, read_metadata
 
@@ -21,24 +21,24 @@ def write(directory: Path, content: bytes) -> None:
     (directory / FILE_NAME).write_bytes(content)
 
 
-def test_the_file_is_one_line_of_json_as_nsq_writes_it() -> None:
+def test_the_file_is_one_line_of_json_as_nsq_writes_it_and_a_checksum() -> None:
     assert encode_metadata(TOPICS, "1.3.0") == (
         b'{"topics":['
         b'{"name":"orders","paused":false,"channels":'
         b'[{"name":"emails","paused":true},{"name":"archive","paused":false}]},'
         b'{"name":"clicks","paused":true,"channels":[]}'
-        b'],"version":"1.3.0"}'
+        b'],"version":"1.3.0","crc":2930313714}'
     )
-    assert json.loads(encode_metadata([], "1.3.0")) == {"topics": [], "version": "1.3.0"}
+    assert json.loads(encode_metadata([], "1.3.0"))["topics"] == []
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     write(tmp_path, encode_metadata(TOPICS, "1.3.0"))
-    assert read_metadata(Files(), tmp_path) == TOPICS
+    assert read_metadata(Files(), tmp_path) == (TOPICS, True)
 
 
 def test_no_file_is_no_topics(tmp_path: Path) -> None:
-    assert read_metadata(Files(), tmp_path) == []
+    assert read_metadata(Files(), tmp_path) == ([], False)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_what_is_left_out_or_null_is_empty(
     tmp_path: Path, content: bytes, expected: list[TopicEntry]
 ) -> None:
     write(tmp_path, content)
-    assert read_metadata(Files(), tmp_path) == expected
+    assert read_metadata(Files(), tmp_path) == (expected, False)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,20 @@ def test_what_is_left_out_or_null_is_empty(
         b'{"topics":[{"name":"t","channels":[{}]}]}',
     ],
 )
-def test_a_file_that_cannot_be_understood_stops_the_start(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_cannot_be_understood_is_an_error(tmp_path: Path, content: bytes) -> None:
     write(tmp_path, content)
-    with pytest.raises(StartError, match="failed to parse metadata") as error:
+    with pytest.raises(ValueError):
         read_metadata(Files(), tmp_path)
-    assert str(tmp_path / FILE_NAME) in str(error.value)
+
+
+def test_any_flipped_bit_in_our_own_file_is_an_error_or_changes_nothing_that_counts(tmp_path: Path) -> None:
+    """A name that becomes another one would make a topic that nobody has asked for."""
+    whole = encode_metadata(TOPICS, "1.3.0")
+    for position in range(len(whole)):
+        for bit in range(8):
+            changed = bytearray(whole)
+            changed[position] ^= 1 << bit
+            write(tmp_path, bytes(changed))
+            with suppress(ValueError):
+                found = read_metadata(Files(), tmp_path)
+                assert found.topics in (TOPICS, []) or not found.is_ours, changed

@@ -224,9 +224,23 @@ def test_a_channel_s_state_that_contradicts_itself_is_an_error(tmp_path: Path, r
     assert read_channel_state(Files(), path) is None
 
 
-def test_a_channel_without_state_has_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_channel_whose_state_is_missing_has_none_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert read_channel_state(Files(), tmp_path / "c.channel") is None
-    assert not caplog.records
+    assert "c.channel is damaged (missing)" in caplog.text
+
+
+def test_a_channel_s_state_under_another_name_is_not_believed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = channel_state()
+    state.channel = "c"
+    for name in ("c", "d"):
+        Files().replace(tmp_path / f"{name}.channel", state.encode(), sync=False)
+    assert_same(read_channel_state(Files(), tmp_path / "c.channel"), state)
+    assert read_channel_state(Files(), tmp_path / "d.channel") is None
+    assert "d.channel is damaged (it is of the channel c)" in caplog.text
 
 
 def test_a_channel_s_state_is_read_from_its_file(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from urllib.request import urlopen
 import pytest
 
 from nsparq.client.sync import Producer, consume
+from nsparq.storage.files import Files
 from nsparq.up import main as main_module
 from nsparq.up.main import main
 from tests.support import wait_until
@@ -189,13 +190,17 @@ def test_nsqlookupd_can_die_and_everybody_finds_it_again(up: Up) -> None:
 
 
 def test_one_that_cannot_start_stops_all_and_its_last_lines_are_shown(tmp_path: Path) -> None:
-    (tmp_path / "nsparq-data" / "nsqd-1").mkdir(parents=True)
-    (tmp_path / "nsparq-data" / "nsqd-1" / "nsqd.dat").write_text("{")
-    with Up(tmp_path) as up:
-        assert up.wait() == 1
-        last = up.err().partition("nsparq up: ")[2].splitlines()
+    data = tmp_path / "nsparq-data" / "nsqd-1"
+    data.mkdir(parents=True)
+    taken = Files().lock_directory(data)
+    try:
+        with Up(tmp_path) as up:
+            assert up.wait() == 1
+            last = up.err().partition("nsparq up: ")[2].splitlines()
+    finally:
+        os.close(taken)
     assert last[0] == "nsqd ended with status 1; its last lines:"
-    assert any("FATAL: " in line and "nsqd.dat" in line for line in last[1:])
+    assert any("FATAL: " in line and "nsqd-1" in line for line in last[1:])
     assert up.out() == ""
 
 

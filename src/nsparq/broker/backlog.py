@@ -7,6 +7,7 @@ may be another one after a restart. Nothing here knows how messages are sent.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
@@ -25,6 +26,9 @@ from nsparq.storage.state import CHANNEL_SUFFIX, ChannelState, StateFile
 
 if TYPE_CHECKING:
     from nsparq.broker.topic import Topic
+
+
+logger = logging.getLogger(__name__)
 
 
 class SeekPlan(NamedTuple):
@@ -68,6 +72,13 @@ class Backlog(ABC):
         """Deliveries so far of the messages requeued or deferred after one."""
         self._deferred_ahead: deque[int] = deque()
         """Sequence numbers of deferred messages that the cursor has still to step over."""
+        self.dropped_count = 0
+        """Messages given up: an ephemeral channel that fell too far behind, or bytes lost to a bad disk."""
+        self._carried_before = 0
+        """What is unfinished below this has been carried over."""
+        self._named: set[int] = set()
+        """Carried messages that the state on disk names. They stay until it does not: a message that it names
+        and that is nowhere is then lost for certain."""
         self.state_file: StateFile | None = None
         self._carried: CarryFile | MemoryCarry = MemoryCarry()
         if self.is_durable and topic.directory is not None:
@@ -234,7 +245,14 @@ class Backlog(ABC):
     def state_at(self, sequence: int) -> ChannelState:
         """Standing at a number of the log, with everything from there on still to be delivered."""
         replay = (self.topic.visible_end, self.topic.broker.wall_ns())
-        return ChannelState(cursor=sequence, seen=sequence, paused=self.paused, replay=replay)
+        return ChannelState(
+            cursor=sequence,
+            seen=sequence,
+            paused=self.paused,
+            replay=replay,
+            incarnation=self.topic.incarnation,
+            channel=self.name,
+        )
 
     def _drop_all(self) -> None:
         """Count everything unfinished behind the cursor, and what is deferred, as done."""
@@ -273,6 +291,9 @@ class Backlog(ABC):
             paused=self.paused,
             skips=self.skips.ranges,
             replay=self.replay if self.cursor < self.replay[0] else (0, 0),
+            carried_before=self._carried_before,
+            incarnation=self.topic.incarnation,
+            channel=self.name,
             sequences=np.array(sequences, np.uint64),
             due_ns=due,
             attempts=np.array(attempts, np.uint16),
@@ -280,16 +301,19 @@ class Backlog(ABC):
 
     def restore(self, state: ChannelState | None) -> None:
         """Go on where an earlier run stood. Without its state, everything that is kept is sent again."""
-        log = self.topic.log
         carried = self._carried.load()
+        if self._carried.is_damaged:
+            self.topic.corrupt_files += 1
         self.is_changed = False
         if state is None:
             self._mark_changed()
-            state = ChannelState(cursor=log.start, seen=log.start)
+            # Whatever has been carried over lies behind the log's start, and is among the late ones below.
+            state = ChannelState(cursor=0, seen=0, paused=self.paused)
         unfinished = self.resume(state)
         # Delivered, and carried over, after the checkpoint; what the log still has, the cursor finds.
         late = (s for s in carried if state.cursor <= s < self.cursor and s not in unfinished)
         self.requeued.extend(late)
+        self._note_named(state)
         self.drop_carried()
 
     def resume(self, state: ChannelState) -> set[int]:
@@ -299,13 +323,19 @@ class Backlog(ABC):
         self.skips = Gaps(state.skips)
         self.replay = state.replay
         self.paused = state.paused
+        self._carried_before = state.carried_before
+        # Files of before do not say which messages had been carried over.
+        carried_before = log.start if self._carried.is_damaged else state.carried_before
         unfinished = set()
+        missing = 0
         due_at = self.topic.broker.due_times(state.written_ns)
         for sequence, due_ns, attempts in zip(
             state.sequences.tolist(), state.due_ns.tolist(), state.attempts.tolist(), strict=True
         ):
-            # The log lets go only of what is finished or carried: this one was finished after the checkpoint.
+            # The log lets go only of what is finished or carried: this one was finished after the checkpoint,
+            # unless the carry file should have it.
             if sequence < log.start and sequence not in self._carried:
+                missing += sequence < carried_before
                 continue
             unfinished.add(sequence)
             if attempts:
@@ -323,6 +353,9 @@ class Backlog(ABC):
             self._deferred_ahead.append(sequence)
             if sequence >= state.seen:
                 self._defer(sequence, due_at(due_ns))
+        if missing:
+            self.dropped_count += missing
+            logger.error("%s: %d messages that had been carried over are lost", self, missing)
         return unfinished
 
     def add_tried(self, sequence: int, attempts: list[int]) -> None:
@@ -353,30 +386,42 @@ class Backlog(ABC):
             )
         if messages:
             self._carried.add(messages)
+            self._mark_changed()
+        self._carried_before = max(self._carried_before, before)
         return True
 
+    def checkpointed(self, state: ChannelState) -> None:
+        """This state is on disk now."""
+        self._note_named(state)
+
+    def _note_named(self, state: ChannelState) -> None:
+        carried = self._carried
+        self._named = {s for s in state.sequences.tolist() if s in carried} if len(carried) else set()
+
     def drop_carried(self) -> None:
-        """Let go of carried messages that have been finished since."""
+        """Let go of carried messages that have been finished, and that the state on disk does not name."""
         if len(self._carried):
-            self._carried.keep_only(self._unfinished())
+            self._carried.keep_only({*self._unfinished(), *self._named})
 
     def save(self, *, sync: bool, state: ChannelState | None = None) -> None:
         """Write down now where the channel stands, or is about to."""
         if self.state_file is None:
             return
-        content = (state or self.snapshot()).encode()
+        state = state or self.snapshot()
         self.is_changed = False
         try:
-            self.state_file.write(content, self.state_file.next_version(), sync=sync)
+            self.state_file.write(state.encode(), self.state_file.next_version(), sync=sync)
         except OSError:
             # A checkpoint under way has been overtaken by this one, and is not written either.
             self._mark_changed()
             raise
+        self.checkpointed(state)
 
     def remove_files(self) -> None:
+        # Last of all the file that a channel is known by.
+        self._carried.remove()
         if self.state_file is not None:
             self.state_file.remove()
-        self._carried.remove()
 
     def __str__(self) -> str:
         return f"{self.topic.name}:{self.name}"

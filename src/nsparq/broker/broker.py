@@ -25,9 +25,17 @@ from nsparq.options import NsqdOptions
 from nsparq.storage.cache import BatchCache
 from nsparq.storage.files import Files
 from nsparq.storage.log import EPOCH_BITS, Durability, Log, LogSettings
-from nsparq.storage.metadata import FILE_NAME, ChannelEntry, TopicEntry, encode_metadata, read_metadata
+from nsparq.storage.metadata import (
+    BAD_FILE_NAME,
+    FILE_NAME,
+    ChannelEntry,
+    Metadata,
+    TopicEntry,
+    encode_metadata,
+    read_metadata,
+)
 from nsparq.storage.segment import READ_SIZE, Cold, Segment
-from nsparq.storage.state import StateFile
+from nsparq.storage.state import ChannelState, StateFile
 from nsparq.version import NSQ_VERSION
 from nsparq.wire.message import SEQUENCE_BITS
 
@@ -124,6 +132,8 @@ class Broker:
         self._channel_count = 0
         self._stuck: set[Channel] = set()
         """Channels whose last read the disk refused."""
+        self.corrupt_files = 0
+        """Files that were damaged and belong to no topic: the metadata, and those of transactions."""
         self._lock_fd = -1
         self._deleted_end = 0
         """No topic that was deleted has used sequence numbers from here on."""
@@ -145,18 +155,19 @@ class Broker:
             raise
 
     def _load(self) -> None:
-        listed = read_metadata(self.files, self.data_path)
+        metadata = self._read_metadata()
+        ours = {entry.name: entry for entry in metadata.topics} if metadata.is_ours else {}
         root = self.data_path / TOPICS
         for name in self.files.list_directory(root):
             if name.endswith(TRASH_SUFFIX):
                 self.files.remove_tree(root / name)
             elif name.endswith(TOPIC_SUFFIX):
                 topic = Topic(self, name.removesuffix(TOPIC_SUFFIX))
-                topic.load()
+                topic.load(ours.get(topic.name))
                 self.topics[topic.name] = topic
                 self._channel_count += len(topic.channels)
                 self._used.add(topic)
-        for entry in listed:
+        for entry in metadata.topics:
             self._restore(entry)
         import_queues(self)
         self.transactions.load()
@@ -165,6 +176,19 @@ class Broker:
         self._age_clock = AgeClock(newest_ns or wall_ns, wall_ns, self.monotonic_ns())
         self._is_loading = False
         self.write_metadata()
+
+    def _read_metadata(self) -> Metadata:
+        path = self.data_path / FILE_NAME
+        try:
+            return read_metadata(self.files, self.data_path)
+        except ValueError as error:
+            self.corrupt_files += 1
+            self.files.rename(path, path.with_name(BAD_FILE_NAME))
+            logger.error(
+                "%s cannot be understood (%s): kept as %s; the directories of the topics say what there is",
+                path, error, BAD_FILE_NAME,
+            )  # fmt: skip
+            return Metadata([])
 
     def _restore(self, entry: TopicEntry) -> None:
         """What nsqd.dat lists beyond the directories: another nsqd has been here, or one that crashed."""
@@ -576,19 +600,24 @@ class Broker:
                 self._used.add(topic)
                 continue
             channel.is_changed = False
-            content = channel.snapshot().encode()
+            state = channel.snapshot()
+            content = state.encode()
             # A channel with a million deferred messages takes a while to write down: it is done less often.
             self._checkpoint_after[channel] = now_ns + 20 * (self.monotonic_ns() - now_ns)
             self._checkpointing.add(channel)
-            self._write_checkpoint(channel, channel.state_file, content)
+            self._write_checkpoint(channel, channel.state_file, state, content)
 
-    def _write_checkpoint(self, channel: Channel, state_file: StateFile, content: bytes) -> None:
+    def _write_checkpoint(
+        self, channel: Channel, state_file: StateFile, state: ChannelState, content: bytes
+    ) -> None:
         failure: list[OSError] = []
         version = state_file.next_version()
+        is_latest = False
 
         def write() -> None:
+            nonlocal is_latest
             try:
-                state_file.write(content, version, sync=channel.topic.is_synchronous)
+                is_latest = state_file.write(content, version, sync=channel.topic.is_synchronous)
             except OSError as error:
                 failure.append(error)
 
@@ -599,6 +628,8 @@ class Broker:
             if failure:
                 channel.is_changed = True
                 self._used.add(channel.topic)
+            if is_latest:
+                channel.checkpointed(state)
             error = f"failed to checkpoint {channel}: {failure[0]}" if failure else None
             self.set_health(error, f"checkpoint {channel}")
 
@@ -639,6 +670,7 @@ class Broker:
             "version": NSQ_VERSION,
             "health": "OK" if self.health is None else f"NOK - {self.health}",
             "start_time": self.start_s,
+            "corrupt_files": self.corrupt_files,
             "topics": [t.stats(channel, include_clients, now_ns) for t in chosen]
             if names or not topic
             else None,

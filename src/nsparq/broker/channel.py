@@ -49,8 +49,6 @@ class Channel(Backlog):
         self.message_count = 0
         self.requeue_count = 0
         self.timeout_count = 0
-        self.dropped_count = 0
-        """Messages given up: an ephemeral channel that fell too far behind, or bytes lost to a bad disk."""
         self.watched_ns: int | None = None
         """When the queue scan will look at this channel next."""
         options = topic.broker.options

@@ -19,11 +19,14 @@ from nsparq.broker.settings import TopicSettings
 from nsparq.errors import Exiting, StorageError, SyncFailed, WriteFailed
 from nsparq.names import is_ephemeral
 from nsparq.packed import PackedBodies
+from nsparq.storage.carry import CARRY_SUFFIX
 from nsparq.storage.log import Durability, Log, LogSettings
 from nsparq.storage.memory import MemoryLog
+from nsparq.storage.metadata import TopicEntry
 from nsparq.storage.segment import Segment
 from nsparq.storage.state import (
     CHANNEL_SUFFIX,
+    TOPIC_FILE,
     ChannelState,
     TopicState,
     read_channel_state,
@@ -100,6 +103,8 @@ class Topic:
         self.message_count = 0
         self.message_bytes = 0
         self.dropped_count = 0
+        self.corrupt_files = 0
+        """Files beside the log, the topic's and its channels', that were damaged or missing."""
         self.incarnation = uuid.uuid4().hex
         self.log: Log | MemoryLog
         self.origin = 0
@@ -149,13 +154,15 @@ class Topic:
         self.origin = self.log.end
         self._write_state(clean=False)
 
-    def load(self) -> None:
-        """A topic whose directory an earlier run has left."""
+    def load(self, listed: TopicEntry | None = None) -> None:
+        """A topic whose directory an earlier run has left. `listed` is what that run wrote of it in nsqd.dat:
+        channels that have lost their files, and whether those were paused, are known from there."""
         assert self.directory is not None
         files = self.broker.files
-        state = read_topic_state(files, self.directory)
-        names = [name for name in files.list_directory(self.directory) if name.endswith(CHANNEL_SUFFIX)]
-        channel_states = {name: read_channel_state(files, self.directory / name) for name in names}
+        names = files.list_directory(self.directory)
+        channel_states = self._read_channels(names, listed)
+        # A directory without any file is that of a topic whose creation was broken off.
+        state = self._own_state(read_topic_state(files, self.directory), channel_states) if names else None
         # Should the clock have been set back, these still know what has been used.
         known = [known.seen for known in channel_states.values() if known]
         epoch = max(self.broker.epoch(), *known, state.reserved if state else 0)
@@ -166,7 +173,6 @@ class Topic:
         self.log = log
         self.origin = log.start
         if state is not None:
-            self.incarnation = state.incarnation
             self.origin = max(state.origin, log.start)
             self.paused = state.paused
             self._pause_position = state.pause_position
@@ -174,15 +180,57 @@ class Topic:
                 log.gaps.add(start, end)
             if state.import_start >= 0:
                 self._undo_import(state.import_start, log, channel_states.values())
-        for file_name, channel_state in channel_states.items():
-            channel = Channel(self, file_name.removesuffix(CHANNEL_SUFFIX), log.start)
+        elif listed is not None and listed.paused:
+            self.paused = True
+            self._pause_position = max(
+                (known.seen for known in channel_states.values() if known), default=log.start
+            )
+        paused = {entry.name for entry in listed.channels if entry.paused} if listed is not None else set()
+        for name, channel_state in channel_states.items():
+            channel = Channel(self, name, log.start)
+            channel.paused = name in paused
             channel.restore(channel_state)
-            self.channels[channel.name] = channel
+            self.channels[name] = channel
         if state is not None and state.import_start >= 0:
             self._end_import()
         since = self.visible_end if self.channels else self.origin
         due_at = self.broker.due_times()
         self._held_back = [(sequence, due_at(due_ns)) for sequence, due_ns in log.deferred_since(since)]
+
+    def _read_channels(self, names: list[str], listed: TopicEntry | None) -> dict[str, ChannelState | None]:
+        """The state of every channel that anything tells of; None for one that has to start over."""
+        assert self.directory is not None
+        known = {
+            name.removesuffix(s) for name in names for s in (CHANNEL_SUFFIX, CARRY_SUFFIX) if name.endswith(s)
+        }
+        if listed is not None:
+            known.update(entry.name for entry in listed.channels)
+        files = self.broker.files
+        return {
+            name: read_channel_state(files, self.directory / (name + CHANNEL_SUFFIX))
+            for name in sorted(known)
+        }
+
+    def _own_state(
+        self, state: TopicState | None, channel_states: dict[str, ChannelState | None]
+    ) -> TopicState | None:
+        """Find out which log this is, by what the topic's file and its channels' say. Files that are damaged,
+        or of another log, are counted, and not used. Gives the topic's state unless it is one of them."""
+        said = [] if state is None else [state.incarnation]
+        said += [known.incarnation for known in channel_states.values() if known and known.incarnation]
+        if said:
+            # The most frequent; of two that are, the topic's own.
+            self.incarnation = max(said, key=said.count)
+        for name, known in channel_states.items():
+            if known is not None and known.incarnation not in ("", self.incarnation):
+                logger.error("%s:%s: its file is of another log: the channel starts over", self, name)
+                channel_states[name] = None
+        if state is not None and state.incarnation != self.incarnation:
+            logger.error("%s: %s is of another log: the log is kept, from its start", self, TOPIC_FILE)
+            state = None
+        self.corrupt_files += sum(known is None for known in channel_states.values())
+        self.corrupt_files += state is None
+        return state
 
     def _new_log(self, directory: Path, floor: int) -> Log:
         settings = self.settings.applied_to(self.broker.log_settings)
@@ -467,14 +515,15 @@ class Topic:
         """Raises KeyError. An ephemeral topic goes with its last channel."""
         channel = self.channels.pop(name)
         channel.close()
-        channel.remove_files()
-        if self.is_synchronous and self.directory is not None and not self.is_exiting:
-            self.broker.files.sync_names(self.directory)
         if not self.channels:
             self.origin = self.visible_end
             self._held_back = [held for held in self._held_back if held[0] >= self.origin]
             self._write_state(clean=False)
         self.broker.channel_deleted(channel)
+        # Behind the metadata: a channel that nsqd.dat names and that has no file is taken for a damaged one.
+        channel.remove_files()
+        if self.is_synchronous and self.directory is not None and not self.is_exiting:
+            self.broker.files.sync_names(self.directory)
         if self.is_ephemeral and not self.channels and not self.is_exiting:
             self.broker.delete_topic(self.name)
 
@@ -675,6 +724,7 @@ class Topic:
             "dropped_count": self.dropped_count,
             "corrupt_batches": self.log.corrupt_batches,
             "corrupt_messages": self.log.corrupt_messages,
+            "corrupt_files": self.corrupt_files,
             "log_bytes": self.log.size_bytes,
         }
 

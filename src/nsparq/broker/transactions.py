@@ -224,12 +224,12 @@ class Transaction:
         if sync:
             # The parts' names come first, too: a promise must not be there without them.
             files.sync_names(self.directory)
-        write_json(files, self.directory / PROMISE, fields, sync=sync)
+        _write(self._broker, self.directory / PROMISE, fields, str(self), sync=sync)
 
     def load(self) -> None:
         """Take up what an earlier run has left."""
         files = self._broker.files
-        promise = _read(files, self.directory / PROMISE)
+        promise = _read(self._broker, self.directory / PROMISE, str(self))
         if promise is not None:
             self._load_promise(promise)
         for file_name in files.list_directory(self.directory):
@@ -300,7 +300,8 @@ class Producer:
     def write_owner(self, files: Files, *, sync: bool) -> None:
         """May be called in any thread. Raises OSError."""
         files.make_directory(self.directory)
-        write_json(files, self.directory / OWNER, {"identity": self.owner}, sync=sync)
+        fields = {"identity": self.owner, "about": self.name}
+        write_json(files, self.directory / OWNER, fields, sync=sync)
         self.is_owner_synced = sync
 
     def decided(self) -> Transaction | None:
@@ -341,11 +342,11 @@ class Transactions:
 
     def _load_producer(self, producer: Producer) -> None:
         files = self._broker.files
-        committed = _read(files, producer.directory / COMMITTED)
+        committed = _read(self._broker, producer.directory / COMMITTED, producer.name)
         if committed is not None:
             producer.committed = Committed(**committed)
         if files.read_whole(producer.directory / OWNER) is not None:
-            owner = _read(files, producer.directory / OWNER)
+            owner = _read(self._broker, producer.directory / OWNER, producer.name)
             producer.owner = UNKNOWN_OWNER if owner is None else owner["identity"]
         for name in files.list_directory(producer.directory):
             if not name.isdigit():
@@ -571,7 +572,7 @@ class Transactions:
         published = transaction.messages - lost
         committed = Committed(transaction.sequence, published, until_ns, transaction.note, lost)
         path = transaction.producer.directory / COMMITTED
-        write_json(self._broker.files, path, committed._asdict(), sync=sync)
+        _write(self._broker, path, committed._asdict(), transaction.producer.name, sync=sync)
         return committed
 
     def finish(self, transaction: Transaction, committed: Committed) -> None:
@@ -636,9 +637,18 @@ def _weight(chunk: Chunk) -> int:
     return max(chunk.size, MIN_REQUEST)
 
 
-def _read(files: Files, path: Path) -> dict[str, Any] | None:
+def _write(broker: Broker, path: Path, fields: dict[str, Any], subject: str, *, sync: bool) -> None:
+    """`subject` is whom the file is about: one that has got to another's place is not believed."""
+    write_json(broker.files, path, {**fields, "about": subject}, sync=sync)
+
+
+def _read(broker: Broker, path: Path, subject: str) -> dict[str, Any] | None:
     try:
-        return read_json(files, path)
+        fields = read_json(broker.files, path)
+        if fields is not None and fields.pop("about", subject) != subject:
+            raise ValueError("it is about another")
     except ValueError as error:
+        broker.corrupt_files += 1
         logger.error("%s cannot be understood (%s): as if it were not there", path, error)
         return None
+    return fields

@@ -41,6 +41,7 @@ _TOPIC: Final = {
     "dropped_messages_total": ("counter", "messages given up for lack of room", "dropped_count"),
     "corrupt_batches_total": ("counter", "batches of the log that were damaged", "corrupt_batches"),
     "corrupt_messages_total": ("counter", "messages lost to that", "corrupt_messages"),
+    "corrupt_files_total": ("counter", "files beside the log that were damaged or missing", "corrupt_files"),
     "log_bytes": ("gauge", "size of the log on disk", "log_bytes"),
 }
 _CHANNEL: Final = {
@@ -122,6 +123,8 @@ class Metrics:
         out.add("nsqd_info", "gauge", "which version runs", 1, labels)
         out.add("nsqd_start_time_seconds", "gauge", "when the daemon started", broker.start_s)
         out.add("nsqd_healthy", "gauge", "1 unless /ping says NOK", broker.health is None)
+        corrupt = "damaged files that belong to no topic: nsqd.dat, and those of transactions"
+        out.add("nsqd_corrupt_files_total", "counter", corrupt, broker.corrupt_files)
         out.add("nsqd_topics", "gauge", "topics", len(broker.topics))
         out.add("nsqd_connections", "gauge", "TCP connections", len(nsqd.connections))
         out.add("nsqd_http_connections", "gauge", "HTTP and HTTPS connections", nsqd.http_connection_count)

@@ -113,6 +113,7 @@ TOPIC: Final = obj(
         "dropped_count": COUNT,
         "corrupt_batches": COUNT,
         "corrupt_messages": COUNT,
+        "corrupt_files": COUNT,
         "log_bytes": COUNT,
     }
 )
@@ -122,6 +123,7 @@ STATS: Final = obj(
         "version": TEXT,
         "health": TEXT,
         "start_time": INT,
+        "corrupt_files": COUNT,
         "topics": {"type": ["array", "null"], "items": TOPIC},
         "producers": {"type": ["array", "null"], "items": CLIENT},
     },

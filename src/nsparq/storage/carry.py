@@ -43,6 +43,8 @@ class CarryFile:
         self._live = 0
         self._handle: ref[Handle] | None = None
         """Of the file as it is now, while somebody reads it."""
+        self.is_damaged = False
+        """Whether load() found anything but whole messages."""
 
     def load(self) -> list[int]:
         """Find what an earlier run left; gives the sequence numbers."""
@@ -50,15 +52,19 @@ class CarryFile:
         if raw is None:
             return []
         self._size = len(raw)
+        if not raw:
+            self._note_damage(0, "the file is empty")
         for item in scan(lambda size, at: raw[at : at + size], len(raw), first=None):
             if isinstance(item, Damage):
-                logger.error(
-                    "%s", CorruptBatch(self._path, item.position, "messages carried over are unreadable")
-                )
+                self._note_damage(item.position, "messages carried over are unreadable")
             else:
                 self._places[item.head.base] = (item.position, item.head.size)
                 self._live += item.head.size
         return [*self._places]
+
+    def _note_damage(self, position: int, reason: str) -> None:
+        self.is_damaged = True
+        logger.error("%s", CorruptBatch(self._path, position, reason))
 
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._places
@@ -141,6 +147,8 @@ class CarryFile:
 
 class MemoryCarry:
     """The same for a channel that keeps nothing on disk."""
+
+    is_damaged = False
 
     def __init__(self) -> None:
         self._batches: dict[int, Batch] = {}

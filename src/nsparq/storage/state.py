@@ -99,6 +99,7 @@ def read_topic_state(files: Files, directory: Path) -> TopicState | None:
     try:
         fields = read_json(files, path)
         if fields is None:
+            logger.error("%s is missing: the log is kept, from its start", path)
             return None
         fields["gaps"] = [(int(a), int(b)) for a, b in fields["gaps"]]
         return TopicState(**fields)
@@ -124,6 +125,12 @@ class ChannelState:
     """Sequence numbers ahead of the cursor that it passes by; see Backlog.skips."""
     replay: tuple[int, int] = (0, 0)
     """Deferred messages ahead of the cursor that are the cursor's to deliver; see Backlog.replay."""
+    carried_before: int = 0
+    """Unfinished messages numbered below this are in the channel's carry file."""
+    incarnation: str = ""
+    """The log's, and the channel's name: a file that has got to another place is not believed. Empty in files
+    of before."""
+    channel: str = ""
 
     def drop_from(self, sequence: int) -> None:
         """Forget the unfinished messages from this sequence number on."""
@@ -144,6 +151,9 @@ class ChannelState:
             fields["skips"] = self.skips
         if self.replay[0]:
             fields["replay"] = self.replay
+        for name in ("carried_before", "incarnation", "channel"):
+            if value := getattr(self, name):
+                fields[name] = value
         text = json.dumps(fields).encode()
         body = b"".join(
             (
@@ -172,11 +182,14 @@ class StateFile:
             self._version += 1
             return self._version
 
-    def write(self, content: bytes, version: int, *, sync: bool) -> None:
-        """Put a state on disk unless a later one has been numbered since. May be called in any thread."""
+    def write(self, content: bytes, version: int, *, sync: bool) -> bool:
+        """Put a state on disk unless a later one has been numbered since. Gives whether it is there. May be
+        called in any thread."""
         with self._writing:
-            if version == self._version:
-                self._files.replace(self._path, content, sync=sync)
+            if version != self._version:
+                return False
+            self._files.replace(self._path, content, sync=sync)
+            return True
 
     def remove(self) -> None:
         self.next_version()
@@ -216,16 +229,22 @@ def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> Cha
         attempts=np.frombuffer(body, "<u2", count, length + 16 * count),
         skips=[(int(a), int(b)) for a, b in fields.get("skips", ())],
         replay=(int(replay[0]), int(replay[1])),
+        carried_before=operator.index(fields.get("carried_before", 0)),
+        incarnation=str(fields.get("incarnation", "")),
+        channel=str(fields.get("channel", "")),
     )
 
 
 def read_channel_state(files: Files, path: Path) -> ChannelState | None:
     """The channel's state; None when it is missing or damaged, and then the channel starts over."""
     raw = files.read_whole(path)
-    if raw is None:
-        return None
     try:
-        return decode_channel_state(raw)
+        if raw is None:
+            raise ValueError("missing")
+        state = decode_channel_state(raw)
+        if state.channel not in ("", path.name.removesuffix(CHANNEL_SUFFIX)):
+            raise ValueError(f"it is of the channel {state.channel}")
+        return state
     except ValueError as error:
         logger.error("%s is damaged (%s): the channel starts again at the oldest message kept", path, error)
         return None
