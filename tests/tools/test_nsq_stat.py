@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import pty
 import re
 import signal
 import sys
+from typing import Any
 
 import pytest
 
 from nsparq.client import Config
+from nsparq.fetch import Answer
 from nsparq.tools import nsq_stat
 from nsparq.tools.cluster import AskFailed, ChannelFigures, Cluster
 from tests.support import TestBroker, start_broker, wait_until
@@ -234,7 +238,6 @@ def test_wide_figures_do_not_run_together() -> None:
 
 
 def test_an_nsqd_that_wants_tls_is_asked_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsparq.fetch import Answer
 
     asked: list[str] = []
 
@@ -251,7 +254,6 @@ def test_an_nsqd_that_wants_tls_is_asked_there(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_secret_is_shown_to_those_that_ask_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not to a port that only says where the one with TLS is."""
-    from nsparq.fetch import Answer
 
     asked: list[tuple[str, str]] = []
 
@@ -301,7 +303,6 @@ def test_the_secret_is_shown_to_those_that_ask_for_it_alone(monkeypatch: pytest.
 def test_an_answer_that_makes_no_sense_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, status: int, body: bytes, reason: str
 ) -> None:
-    from nsparq.fetch import Answer
 
     monkeypatch.setattr("nsparq.tools.cluster.fetch", lambda *_, **__: Answer(status, body, {}))
     with pytest.raises(AskFailed, match=reason):
@@ -309,7 +310,6 @@ def test_an_answer_that_makes_no_sense_is_a_failure(
 
 
 def test_answers_of_old_nsqlookupds_are_unwrapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsparq.fetch import Answer
 
     body = b'{"status_code":200,"data":{"topics":["a","b"]}}'
     monkeypatch.setattr("nsparq.tools.cluster.fetch", lambda *_, **__: Answer(200, body, {}))
@@ -332,3 +332,40 @@ def test_a_server_that_never_answers_does_not_outlast_the_timeout(topic: str) ->
 def test_an_address_of_the_tcp_port_is_told_apart(broker: TestBroker, topic: str) -> None:
     done = run_tool("nsq_stat", f"--topic={topic}", "--channel=c", f"--nsqd-http-address={tcp(broker)}")
     assert done.status == 1 and f"GET http://{tcp(broker)}/stats" in done.err
+
+
+ODD = [None, True, -1, 0.5, "a..b", "\ud800", "x@y", [], {}, [None, {}, "a"], {"": 1}]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_odd_answers_end_in_a_failure_or_are_left_out(monkeypatch: pytest.MonkeyPatch, odd: object) -> None:
+    """One node that cannot be, or says nonsense, must not end the tool with a traceback."""
+    good = {"broadcast_address": "good", "http_port": 4151}
+    channel = {"channel_name": "c", "depth": 3}
+    producers = [odd, good | {"broadcast_address": odd}, good | {"http_port": odd}, good]
+    said: dict[str, Any] = {
+        "/topics": {"topics": [odd, "t"]},
+        "/lookup": {"producers": producers},
+        "/stats": {
+            "topics": [
+                odd,
+                {"topic_name": "t", "channels": odd},
+                {"topic_name": "t", "channels": [odd, channel | {"message_count": odd}]},
+            ]
+        },
+    }
+    monkeypatch.setattr(
+        "nsparq.tools.cluster.fetch",
+        lambda url, **_: Answer(
+            200, json.dumps(said["/" + url.split("/")[3].partition("?")[0]]).encode(), {}
+        ),
+    )
+    cluster = Cluster(1, 1)
+    assert "t" in cluster.topics(["lookupd:4161"])
+    assert cluster.producers(["lookupd:4161"], "t") == ["good:4151"]
+    found = cluster.channel(["good:4151"], "t", "c")
+    assert found is not None and found.depth == 3
+    for body in (b"[", b"[]", b"\xff", b"[" * 100_000, json.dumps(odd).encode()):
+        monkeypatch.setattr("nsparq.tools.cluster.fetch", lambda *_, body=body, **__: Answer(200, body, {}))
+        with contextlib.suppress(AskFailed):
+            assert cluster.producers(["lookupd:4161"], "t") == []

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 from nsparq.admin.actions import audit, upstream_error
 from nsparq.admin.cluster import Found, NotFound, Unreachable
 from nsparq.admin.config import check_client, get_config, put_config
-from nsparq.admin.merge import Node, NodeStats, channel_total, node_channel, node_topic, text, topic_total
+from nsparq.admin.merge import (
+    Node,
+    NodeStats,
+    channel_total,
+    node_channel,
+    node_topic,
+    number,
+    objects,
+    text,
+    topic_total,
+)
 from nsparq.admin.routing import path_values
 from nsparq.http.api import ApiError, Request, Result
 
@@ -78,8 +88,8 @@ class JsonApi:
             for one in stats.value
             for its_topic in one.topics
             if text(its_topic, "topic_name") == topic
-            for channel in its_topic.get("channels") or ()
-            if isinstance(channel, dict) and text(channel, "channel_name") == name
+            for channel in objects(its_topic, "channels")
+            if text(channel, "channel_name") == name
         ]
         if not parts:
             raise ApiError(404, "CHANNEL_NOT_FOUND")
@@ -146,15 +156,13 @@ class JsonApi:
             address = one.node.address
             for topic in one.topics:
                 name = text(topic, "topic_name")
-                for channel in topic.get("channels") or ():
-                    if not isinstance(channel, dict):
-                        continue
+                for channel in objects(topic, "channels"):
                     channel_name = text(channel, "channel_name")
                     counts[f"{name}:{channel_name}:{address}"] = {
                         "node": address,
                         "topic_name": name,
                         "channel_name": channel_name,
-                        "message_count": channel.get("message_count", 0),
+                        "message_count": number(channel, "message_count"),
                     }
         return {"stats": counts, "message": Found(None, nodes.errors + stats.errors).message}
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsparq.admin.history import Places, Table
-from nsparq.admin.merge import NodeStats, number, objects, text
+from nsparq.admin.merge import MOST, NodeStats, number, objects, real, text
 
 __all__ = ["CHANNEL", "CLIENT", "NODE", "TOPIC", "TOTAL", "Gatherer", "Parts"]
 
@@ -238,7 +238,8 @@ def _matrix(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Array:
         return np.empty((0, len(names)))
     try:
         found = np.array([*map(itemgetter(*names), said)], dtype=np.float64)
-        if np.isfinite(found).all():
+        # A list in place of a number makes one dimension more.
+        if found.ndim == 2 and (np.abs(found) <= MOST).all():
             return found
     except (KeyError, TypeError, ValueError, OverflowError):
         pass
@@ -284,8 +285,8 @@ def _latencies(said: Mapping[str, Any]) -> tuple[float, float]:
     if not isinstance(latency, dict) or not latency.get("count") or not latency.get("percentiles"):
         return _NO_LATENCY
     found = sorted(
-        (float(one["quantile"]), number(one, "value") / 1e9)
+        (quantile, number(one, "value") / 1e9)
         for one in objects(latency, "percentiles")
-        if isinstance(one.get("quantile"), int | float)
+        if (quantile := real(one, "quantile")) is not None
     )
     return (found[-1][1], found[0][1]) if found else _NO_LATENCY

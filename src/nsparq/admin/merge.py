@@ -14,6 +14,8 @@ from nsparq.addresses import join_address
 __all__ = ["Node", "NodeStats", "channel_total", "mark_out_of_date", "node_topic", "topic_total"]
 
 EVERY_NODE: Final = "*"
+MOST: Final = 1 << 63
+"""The largest number that a daemon can mean."""
 LOCAL_COUNTS: Final = ("zone_local_msg_count", "region_local_msg_count", "global_msg_count")
 TOPIC_SUMS: Final = ("depth", "memory_depth", "backend_depth", "message_count")
 CHANNEL_SUMS: Final = (
@@ -105,7 +107,7 @@ class NodeStats:
         )
 
 
-# Fields of what was said
+# Fields of what was said. Whatever comes out of these can be added up, shown, and put into a URL.
 
 
 def objects(said: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
@@ -115,17 +117,29 @@ def objects(said: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 def texts(said: Mapping[str, Any], name: str) -> list[str]:
     found = said.get(name)
-    return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+    return [_whole(one) for one in found if isinstance(one, str)] if isinstance(found, list) else []
 
 
 def text(said: Mapping[str, Any], name: str) -> str:
     found = said.get(name)
-    return found if isinstance(found, str) else ""
+    return _whole(found) if isinstance(found, str) else ""
 
 
 def number(said: Mapping[str, Any], name: str) -> int:
+    return int(real(said, name) or 0)
+
+
+def real(said: Mapping[str, Any], name: str) -> float | None:
+    """None for what is no number, and for numbers that nothing in a cluster can have."""
     found = said.get(name)
-    return int(found) if type(found) is int or (type(found) is float and abs(found) < 1e300) else 0
+    if type(found) is not int and type(found) is not float:
+        return None
+    return found if -MOST <= found <= MOST else None
+
+
+def _whole(text: str) -> str:
+    """Without halves of characters, which JSON can hold and UTF-8 cannot."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def flag(said: Mapping[str, Any], name: str) -> bool:
@@ -227,7 +241,7 @@ def _node_latency(said: Mapping[str, Any]) -> dict[str, Any]:
             "value": value,
         }
         for entry in objects(found, "percentiles")
-        if isinstance(quantile := entry.get("quantile"), int | float)
+        if (quantile := real(entry, "quantile")) is not None
         for value in (number(entry, "value"),)
     ]
     return {"count": count, "percentiles": percentiles or None, "topic": "", "channel": "", "host": ""}
@@ -343,5 +357,6 @@ def _outdated(node: Node) -> Node:
 def _version(shown: str) -> tuple[int, ...]:
     """For comparing: numbers, and a release behind its own previews."""
     core, _, preview = shown.removeprefix("v").partition("-")
-    numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in core.split(".")[:3]]
+    parts = [part[:9] for part in core.split(".")[:3]]
+    numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in parts]
     return (*numbers, *[0] * (3 - len(numbers)), 0 if preview else 1)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from nsparq.admin.history import Table, steady_clock
-from nsparq.admin.merge import objects, text
+from nsparq.admin.merge import objects, real, text
 from nsparq.admin.upstream import AskFailed, Upstream
 
 __all__ = ["PIPELINE", "Pipelines", "readers"]
@@ -102,7 +102,8 @@ def _pipeline(said: Mapping[str, Any], address: str, runner: Mapping[str, Any]) 
         # Shown as a link, so it must be one that leads to a page and does nothing else.
         "ui": ui if ui.startswith(("http://", "https://")) else "",
         **{name: text(said, name) for name in names},
-        **{name: _figure(said.get(name)) for name in NUMBERS},
+        # None where the runner does not know it.
+        **{name: real(said, name) for name in NUMBERS},
     }
 
 
@@ -115,9 +116,3 @@ def readers(pipelines: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
             for topic in str(one["topics"]).split(","):
                 found |= {(topic.strip(), one["channel"]), (topic.strip(), f"{one['channel']}.dead")}
     return found
-
-
-def _figure(value: Any) -> float | None:
-    """None where the runner does not know it."""
-    is_number = type(value) in (int, float) and math.isfinite(value)
-    return value if is_number else None
