@@ -17,6 +17,7 @@ import pytest
 from nsparq.broker.broker import Broker
 from nsparq.errors import StartError
 from nsparq.http.api import Endpoint
+from nsparq.options import NsqdOptions
 from nsparq.packed import PackedBodies
 from nsparq.server.auth import Permission
 from nsparq.server.auth_policy import hash_generated
@@ -96,6 +97,8 @@ def endpoints() -> list[Endpoint]:
     """The table, without a daemon that serves it."""
 
     class Nothing:
+        options = NsqdOptions()
+
         def __getattr__(self, name: str) -> Nothing:
             return Nothing()
 
@@ -638,6 +641,48 @@ def test_a_reload_that_takes_a_permission_ends_the_subscription_with_it(tmp_path
         path.write_text(identity("me", "publish"))
         reload(broker)
         connection.expect_fatal(f'E_UNAUTHORIZED AUTH failed for SUB on "{MINE}" "{MINE}"')
+
+
+OPEN = """
+[[anonymous.allow]]
+topic = "{topic}"
+permissions = ["publish", "subscribe"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "refusal"),
+    [
+        (OPEN.format(topic="^public$"), "E_UNAUTHORIZED AUTH failed for {verb} on {names}"),
+        (identity("someone", "read"), "E_AUTH_FIRST AUTH required before {verb}"),
+    ],
+    ids=["less is open", "nothing is open"],
+)
+def test_a_reload_ends_what_was_open_to_everybody(tmp_path: Path, after: str, refusal: str) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(OPEN.format(topic=".*"))
+    with (
+        BrokerThread(auth_policy_file=str(path)) as broker,
+        broker.connect() as consumer,
+        broker.connect() as publisher,
+        broker.connect() as allowed,
+    ):
+        consumer.sub("t", "c", rdy=10)
+        allowed.sub("public", "c", rdy=10)
+        for _ in range(30):
+            publisher.pub("t", b"before")
+        consumer.read_messages(10)
+        path.write_text(after)
+        reload(broker)
+        consumer.expect_fatal(refusal.format(verb="SUB", names='"t" "c"'))
+        publisher.command("PUB", "t", body=b"after")
+        publisher.expect_fatal(refusal.format(verb="PUB", names='"t" ""'))
+        if "public" in after:
+            with broker.connect() as another:
+                another.pub("public", b"still open")
+            assert allowed.read_message().body == b"still open"
+        else:
+            allowed.expect_fatal(refusal.format(verb="SUB"))
 
 
 def test_a_bad_file_at_reload_leaves_everything_as_it_was(tmp_path: Path) -> None:

@@ -672,31 +672,39 @@ class Connection(asyncio.Protocol):
     def _may(self, command: commands.Command, verb: str, topic: str, channel: str) -> bool:
         """Whether the client may do this. False when that is being asked: the command will come again.
         Raises what an answer of no is."""
-        authenticator = self._nsqd.authenticator
-        if authenticator is None:
+        if self._nsqd.authenticator is None:
             return True
+        if self._has_expired_grant:
+            self._wait_for(self._authenticate(), command)
+            return False
+        self._require_permission(verb, topic, channel)
+        return True
+
+    @property
+    def _has_expired_grant(self) -> bool:
+        return self._grant is not None and self._grant.is_expired(self._loop.time())
+
+    def _require_permission(self, verb: str, topic: str, channel: str) -> None:
+        """Raise the error for a client that may not do this: by its grant, or as anybody without a secret."""
+        authenticator = self._nsqd.authenticator
+        assert authenticator is not None
         grant = self._grant or authenticator.anonymous
         if grant is None:
             raise FatalClientError("E_AUTH_FIRST", f"AUTH required before {verb}")
-        if self._grant is not None and grant.is_expired(self._loop.time()):
-            self._wait_for(self._authenticate(), command)
-            return False
         permission = Permission.SUBSCRIBE if verb == "SUB" else Permission.PUBLISH
         if not grant.allows(permission, topic, channel):
             raise FatalClientError("E_UNAUTHORIZED", f'AUTH failed for {verb} on "{topic}" "{channel}"')
-        return True
 
     async def recheck(self) -> None:
-        """The policy has changed: end the subscription that it no longer allows."""
+        """The policy has changed: end the subscription that it no longer allows. Publishers are checked with
+        each publish."""
         channel = self.client.channel
-        if self._grant is None or channel is None or not self._grant.is_expired(self._loop.time()):
+        if channel is None:
             return
         try:
-            await self._authenticate()
-            if not self._grant.allows(Permission.SUBSCRIBE, channel.topic.name, channel.name):
-                raise FatalClientError(
-                    "E_UNAUTHORIZED", f'AUTH failed for SUB on "{channel.topic.name}" "{channel.name}"'
-                )
+            if self._has_expired_grant:
+                await self._authenticate()
+            self._require_permission("SUB", channel.topic.name, channel.name)
         except FatalClientError as error:
             if not self._is_closing:
                 self._fail(error)
