@@ -16,7 +16,7 @@ SOURCE = Path(nsparq.__file__).parent
 
 # What each package or module directly under nsparq may import from the others.
 BASE = {"chance", "errors", "names", "packed", "version"}
-DAEMON = {"addresses", "http", "logs", "option_table", "process"}
+DAEMON = {"addresses", "http", "listening", "logs", "option_table", "process"}
 MAY_IMPORT = {
     "chance": set(),
     "errors": set(),
@@ -27,13 +27,14 @@ MAY_IMPORT = {
     "vigil": set(),
     "flags": set(),
     "addresses": set(),
+    "listening": set(),
     "secret_scope": {"addresses"},
     "logs": set(),
     "option_table": {"errors", "flags", "version"},
     "options": {"errors", "flags", "option_table"},
     "process": {"errors", "logs", "option_table"},
     "fetch": {"errors"},
-    "http": {"errors"},
+    "http": {"errors", "listening"},
     "transport": {"errors"},
     "client": BASE | {"addresses", "flags", "secret_scope", "transport", "vigil", "wire"},
     "wire": BASE | {"kernel"},
@@ -76,7 +77,7 @@ MAY_IMPORT = {
         "spark",
     },
     # Starts the others as processes; it knows the pipeline files that it hands on.
-    "up": BASE | {"addresses", "fetch", "flags", "logs", "pipeline", "tools"},
+    "up": BASE | {"addresses", "fetch", "flags", "listening", "logs", "pipeline", "tools"},
     "demo": BASE | {"addresses", "client", "fetch", "up"},
 }
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from nsparq.errors import StartError
 from nsparq.lookup.options import TABLE
 from nsparq.process import load_runner, raise_file_limit, run_daemon
+from tests.support import wait_until
 
 pytestmark = pytest.mark.usefixtures("root_logger_restored", "signals_restored", "collector_restored")
 
@@ -193,3 +195,38 @@ def test_a_daemon_begins_with_a_single_thread_unless_told_otherwise(asked: str, 
         [sys.executable, "-c", COUNT_THREADS], capture_output=True, text=True, check=True, env=environment
     )
     assert int(ran.stdout) == threads
+
+
+DAEMONS = {
+    "nsqd": ("server", ["--tcp-address=127.0.0.1:0", "--http-address=127.0.0.1:0", "--data-path=."]),
+    "nsqlookupd": ("lookup", ["--tcp-address=127.0.0.1:0", "--http-address=127.0.0.1:0"]),
+    "nsqadmin": ("admin", ["--http-address=127.0.0.1:0", "--nsqd-http-address=127.0.0.1:1"]),
+}
+
+
+def end_with_closed_files(closed: str, package: str, flags: list[str], log: Path, has_begun: Path) -> None:
+    """Start a daemon as a shell does that was told `closed`, have it end, and see that it is a clean end."""
+    code = f"import sys; from nsparq.{package}.main import main; sys.exit(main({flags!r}))"
+    with log.open("w") as errors:
+        command = ["/bin/sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
+        process = subprocess.Popen(command, stderr=errors, cwd=log.parent)
+        try:
+            wait_until(lambda: has_begun.is_socket() or "HTTP: listening on" in log.read_text())
+            process.terminate()
+            assert process.wait(30) == 0, log.read_text()
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("program", DAEMONS)
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&-"])
+def test_a_daemon_with_closed_standard_files_ends_with_status_0(
+    program: str, closed: str, tmp_path: Path
+) -> None:
+    end_with_closed_files(closed, *DAEMONS[program], tmp_path / "log", tmp_path / "none")
+
+
+def test_a_daemon_that_can_say_nothing_ends_with_status_0(tmp_path: Path) -> None:
+    flags = ["--tcp-address=nsqd.sock", "--http-address=", f"--data-path={tmp_path}"]
+    end_with_closed_files("<&- >&- 2>&-", "server", flags, tmp_path / "log", tmp_path / "nsqd.sock")

@@ -93,7 +93,10 @@ class NsqdOptions:
         heading="Node and addresses",
     )
     tcp_address: str = opt(
-        "0.0.0.0:4150", "`host:port` for TCP clients, or the path of a Unix socket", STRING
+        "0.0.0.0:4150",
+        "`host:port` for TCP clients, or the path of a Unix socket; `0.0.0.0` and `[::]` mean every address "
+        "of the machine, IPv4 and IPv6",
+        STRING,
     )
     http_address: str = opt(
         "0.0.0.0:4151",

@@ -18,7 +18,7 @@ from nsparq import logs
 from nsparq.errors import StartError
 from nsparq.option_table import CommandLineExit, OptionTable
 
-__all__ = ["Daemon", "load_runner", "raise_file_limit", "run_daemon", "serve"]
+__all__ = ["Daemon", "load_runner", "open_standard_files", "raise_file_limit", "run_daemon", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ def run_daemon(
 ) -> int:
     """The whole of a daemon's main. `load` gives what runs a coroutine and what makes the daemon; it is
     called late, so that --help and --version need no extra packages."""
+    open_standard_files()
     program = table.program
     logs.configure("info", f"[{program}] ")
     try:
@@ -66,6 +67,21 @@ def run_daemon(
         logger.critical("stopped by an unexpected error", exc_info=True)
         return 1
     return 0
+
+
+def open_standard_files() -> None:
+    """Open /dev/null in place of standard input, output and error, as far as they are closed (`nsqd >&-`).
+
+    The next file or socket would get their number, with the log written into it; and libuv aborts when it is
+    to close one of these."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free: those below are open by now.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))
 
 
 def load_runner(load: Callable[[], Any]) -> tuple[Runner, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ from nsparq.admin.daemon import describe
 from nsparq.admin.endpoints import INTRODUCTION
 from nsparq.admin.options import TABLE
 from nsparq.http.describe import markdown
-from tests.admin.support import AdminProcess
+from tests.admin.support import AdminProcess, AdminThread
 from tests.support import wait_until
+from tests.support.http import HttpConnection
 from tests.support.polling import DEADLINE
 
 LINE = r"\[nsqadmin\] \d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{6} "
@@ -55,6 +57,14 @@ def test_it_tells_its_address_survives_a_hangup_and_stops_cleanly(signum: int) -
         admin.signal(signum)
         assert admin.wait(DEADLINE) == 0
         assert re.search(rf"^{LINE}INFO: HTTP: closing ", admin.stderr_text(), re.MULTILINE)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+def test_browsers_of_both_families_get_in() -> None:
+    with AdminThread(http_address="0.0.0.0:0", nsqd_http_address=("127.0.0.1:1",)) as admin:
+        for host in ("127.0.0.1", "::1"):
+            with HttpConnection((host, admin.http_address[1])) as http:
+                assert http.request("GET", "/ping").body == b"OK"
 
 
 def test_a_policy_file_that_cannot_be_used_is_a_start_error(tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from tests.support import wait_until
-from tests.support.lookupd import LookupdProcess
+from tests.support.http import HttpConnection
+from tests.support.lookupd import LookupdProcess, LookupdThread
 from tests.support.polling import DEADLINE
 
 LINE = r"\[nsqlookupd\] \d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{6} "
@@ -72,6 +76,17 @@ def test_it_stops_within_seconds_of_peers_that_do_not_leave() -> None:
         peer.send(b"REGISTER t")
         lookupd.signal(signal.SIGINT)
         assert lookupd.wait(DEADLINE) == 0
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+def test_clients_of_both_families_get_in() -> None:
+    with LookupdThread(tcp_address="0.0.0.0:0", http_address="0.0.0.0:0") as lookupd:
+        for host in ("127.0.0.1", "::1"):
+            with socket.create_connection((host, lookupd.address[1]), timeout=DEADLINE) as connection:
+                connection.sendall(b"  V1PING\n")
+                assert connection.recv(6) == b"\0\0\0\2OK"
+            with HttpConnection((host, lookupd.http_address[1])) as http:
+                assert http.request("GET", "/ping").body == b"OK"
 
 
 def test_an_address_in_use_is_a_start_error() -> None:

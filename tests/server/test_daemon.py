@@ -12,6 +12,9 @@ from nsparq.addresses import join_address, split_address
 from nsparq.errors import StartError
 from nsparq.options import NsqdOptions, TlsRequired
 from nsparq.server.daemon import Nsqd
+from tests.support import BrokerThread, RawConnection, wait_until
+from tests.support.go_queue import GoQueue, go_messages, write_metadata
+from tests.support.http import HttpConnection
 
 
 def options(tmp_path: Path, **more: object) -> NsqdOptions:
@@ -99,3 +102,63 @@ def test_a_file_that_is_no_socket_is_not_touched(tmp_path: Path) -> None:
 def test_a_port_that_cannot_be_is_a_start_error(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"^listen \(127\.0\.0\.1:99999\) failed - "):
         asyncio.run(Nsqd(options(tmp_path, tcp_address="127.0.0.1:99999")).start())
+
+
+def test_an_empty_tcp_address_is_a_start_error(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="--tcp-address must not be empty"):
+        asyncio.run(Nsqd(options(tmp_path, tcp_address="")).start())
+
+
+@pytest.mark.parametrize("flag", ["tcp_address", "http_address"])
+def test_a_start_that_fails_on_a_taken_port_has_changed_no_file(tmp_path: Path, flag: str) -> None:
+    """Least of all has it taken over what NSQ's nsqd has left."""
+    write_metadata(tmp_path, {"t": ["c"]})
+    GoQueue(tmp_path, "t:c").write(*go_messages(10)).save()
+
+    def content() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    async def scenario(address: str) -> None:
+        with pytest.raises(StartError, match="failed - "):
+            await Nsqd(options(tmp_path, **{flag: address})).start()
+
+    before = content()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        asyncio.run(scenario(f"127.0.0.1:{taken.getsockname()[1]}"))
+    assert content() == before
+
+
+def test_a_second_daemon_does_not_take_the_socket_file_of_the_first(tmp_path: Path) -> None:
+    path = str(tmp_path / "nsqd.sock")
+
+    async def scenario() -> None:
+        first = Nsqd(options(tmp_path, tcp_address=path))
+        await first.start()
+        with pytest.raises(StartError, match="failed to lock data-path"):
+            await Nsqd(options(tmp_path, tcp_address=path)).start()
+        _, writer = await asyncio.open_unix_connection(path)
+        writer.close()
+        await writer.wait_closed()
+        await first.stop()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", ":0"])
+def test_clients_of_both_families_get_in(address: str) -> None:
+    """The first is the default, and `localhost` may be either."""
+    made = pytest.importorskip("tests.support.certificates").certificates()
+    flags = dict.fromkeys(("tcp_address", "http_address", "https_address"), address)
+    with BrokerThread(**flags, **made.server_flags()) as broker:
+        ports = broker.nsqd.tcp_port, broker.nsqd.http_port, broker.nsqd.https_address[1]
+        for host in ("127.0.0.1", "::1"):
+            with RawConnection((host, ports[0])) as client:
+                client.sub("t", "c")
+                (seen,) = broker.channel_stats("t", "c")["clients"]
+                assert split_address(seen["remote_address"])[0] == host
+            wait_until(lambda: not broker.channel_stats("t", "c")["clients"])
+            with HttpConnection((host, ports[1])) as http:
+                assert http.request("GET", "/ping").body == b"OK"
+            with HttpConnection((host, ports[2]), tls=made.client_context()) as https:
+                assert https.request("GET", "/ping").body == b"OK"

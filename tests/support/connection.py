@@ -25,6 +25,12 @@ UNKNOWN_ID = b"0000000000000000"
 Address = tuple[str, int] | str
 
 
+def family_of(address: Address) -> socket.AddressFamily:
+    if isinstance(address, str):
+        return socket.AF_UNIX
+    return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+
+
 def wait_readable(connection: socket.socket, seconds: float) -> bool:
     """poll, not select: with a thousand connections open, descriptors are beyond what select takes."""
     poll = select.poll()
@@ -76,12 +82,12 @@ class RawConnection:
         self.heartbeats_seen = 0
         self._input = bytearray()
         self._frames: deque[Frame] = deque()  # read ahead by barrier()
-        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+        family = family_of(address)
         self.socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self.socket.settimeout(timeout)
             self.socket.connect(address)
-            if family == socket.AF_INET:
+            if family != socket.AF_UNIX:
                 self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if magic:
                 self.socket.sendall(magic)

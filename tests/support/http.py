@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from .connection import Address, ConnectionClosed, wait_readable
+from .connection import Address, ConnectionClosed, family_of, wait_readable
 from .polling import DEADLINE
 
 TEXT = "text/plain; charset=utf-8"
@@ -114,9 +114,7 @@ class HttpConnection:
     ) -> None:
         self.timeout = timeout
         self._input = bytearray()
-        self.socket = socket.socket(
-            socket.AF_UNIX if isinstance(address, str) else socket.AF_INET, socket.SOCK_STREAM
-        )
+        self.socket = socket.socket(family_of(address), socket.SOCK_STREAM)
         try:
             self.socket.settimeout(timeout)
             self.socket.connect(address)

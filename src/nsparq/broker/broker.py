@@ -141,17 +141,21 @@ class Broker:
 
     # opening and closing
 
-    def open(self) -> None:
-        """Take the data path and load what is there. Raises StartError."""
+    def lock(self) -> None:
+        """Take the data path, and change nothing there. Raises StartError."""
         self._lock_fd = self.files.lock_directory(self.data_path)
+
+    def open(self) -> None:
+        """Take the data path, unless that is done, and load what is there. Raises StartError."""
+        if self._lock_fd < 0:
+            self.lock()
         try:
             self._load()
         except BaseException:
             for topic in self.topics.values():
                 if isinstance(topic.log, Log):
                     topic.log.delete()  # only lets go of its files
-            self.files.close(self._lock_fd)
-            self._lock_fd = -1
+            self._unlock()
             raise
 
     def _load(self) -> None:
@@ -211,6 +215,9 @@ class Broker:
         """Persist everything and let go of the data path."""
         if self._lock_fd < 0:
             return
+        if self._is_loading:
+            self._unlock()
+            return
         self._background = run_inline
         self.turn()
         for topic in self.topics.values():
@@ -220,6 +227,9 @@ class Broker:
                 # One topic's trouble must not cost the others their clean stop.
                 logger.exception("%s: could not be persisted whole", topic)
         self.write_metadata()
+        self._unlock()
+
+    def _unlock(self) -> None:
         self.files.close(self._lock_fd)
         self._lock_fd = -1
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from email.utils import formatdate
 from http import HTTPStatus
@@ -13,6 +14,7 @@ from typing import Final
 from nsparq.http import limits
 from nsparq.http.api import OK, Api, Request, Response
 from nsparq.http.connection import Head, HttpConnection, Layer
+from nsparq.listening import Address, bound_address, listen_on, serve_on
 
 __all__ = ["HttpServer", "Layer"]
 
@@ -44,32 +46,27 @@ class HttpServer:
         """What most publishers are told, ready to be sent."""
         self.heads: dict[bytes, Head] = {}
         """Heads that have been parsed before: a publisher sends the same one over and over."""
-        self._server: asyncio.AbstractServer | None = None
+        self._servers: list[asyncio.AbstractServer] = []
         self._sweeper: asyncio.TimerHandle | None = None
         self._all_gone = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop
 
-    async def listen(self, address: tuple[str, int] | str) -> tuple[str, int] | str:
+    async def listen(self, address: Address) -> Address:
         """Serve on host and port, or on a Unix socket; gives the address bound. Raises OSError."""
+        sockets = listen_on(address)
+        bound = bound_address(sockets)
+        await self.serve(sockets)
+        return bound
+
+    async def serve(self, sockets: Sequence[socket.socket]) -> None:
+        """Serve on sockets that listen, which are ours from here on."""
         self._loop = asyncio.get_running_loop()
-
-        def connect() -> HttpConnection:
-            return HttpConnection(self)
-
-        if isinstance(address, str):
-            self._server = await self._loop.create_unix_server(connect, address, backlog=1024)
-            return address
-        host, port = address
-        self._server = await self._loop.create_server(
-            connect, host or None, port, backlog=1024, reuse_address=True
-        )
-        bound = self._server.sockets[0].getsockname()
-        return bound[0], bound[1]
+        self._servers = await serve_on(sockets, lambda: HttpConnection(self))
 
     def close_listener(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        servers, self._servers = self._servers, []
+        for server in servers:
+            server.close()
 
     async def close(self) -> None:
         """Stop accepting, let what is under way be answered, end the connections."""

@@ -14,6 +14,7 @@ from nsparq.addresses import join_address, split_address
 from nsparq.errors import StartError
 from nsparq.http.hosts import HostNames
 from nsparq.http.server import HttpServer
+from nsparq.listening import bound_address, listen_on, serve_on
 from nsparq.lookup.http_api import HttpApi
 from nsparq.lookup.options import NsqlookupdOptions
 from nsparq.lookup.registry import Registry
@@ -51,7 +52,7 @@ class Nsqlookupd:
         self.idle_limit_s = max(IDLE_S, 2 * options.inactive_producer_timeout)
         self._all_gone = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop
-        self._server: asyncio.AbstractServer | None = None
+        self._servers: list[asyncio.AbstractServer] = []
         self._http: HttpServer
         self._sweeper: asyncio.TimerHandle
 
@@ -66,24 +67,19 @@ class Nsqlookupd:
         hosts = HostNames(options.broadcast_address, options.http_address, allowed=options.allowed_host)
         self._http = HttpServer(HttpApi(self.registry, self.clock, hosts.check).api)
         try:
-            server = await self._loop.create_server(
-                lambda: Connection(self),
-                tcp_address[0] or None,
-                tcp_address[1],
-                backlog=1024,
-                reuse_address=True,
-            )
+            sockets = listen_on(tcp_address)
         except (OSError, OverflowError) as error:
             raise _cannot_listen(self.options.tcp_address, error) from error
         try:
             http_bound = await self._http.listen(http_address)
         except (OSError, OverflowError) as error:
-            server.close()
+            for sock in sockets:
+                sock.close()
             raise _cannot_listen(self.options.http_address, error) from error
-        self._server = server
-        self.tcp_address = server.sockets[0].getsockname()[:2]
-        assert isinstance(http_bound, tuple)
-        self.http_address = http_bound
+        tcp_bound = bound_address(sockets)
+        assert isinstance(tcp_bound, tuple) and isinstance(http_bound, tuple)
+        self.tcp_address, self.http_address = tcp_bound, http_bound
+        self._servers = await serve_on(sockets, lambda: Connection(self))
         self.identify_reply = encode_identify_reply(
             broadcast_address=self.options.broadcast_address,
             hostname=socket.gethostname(),
@@ -97,12 +93,13 @@ class Nsqlookupd:
 
     async def stop(self) -> None:
         """Stop accepting, end the connections. Calling it again does nothing."""
-        if self._server is None:
+        if not self._servers:
             return
-        server, self._server = self._server, None
+        servers, self._servers = self._servers, []
         logger.info("TCP: closing %s", join_address(*self.tcp_address))
         logger.info("HTTP: closing %s", join_address(*self.http_address))
-        server.close()
+        for server in servers:
+            server.close()
         self._sweeper.cancel()
         for connection in [*self.connections]:
             connection.close()

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +19,7 @@ from nsparq.broker.scan import INTERVAL_S
 from nsparq.errors import StartError
 from nsparq.http.api import Response
 from nsparq.http.server import HttpServer
+from nsparq.listening import Address, bound_address, listen_on, serve_on
 from nsparq.options import NsqdOptions, TlsRequired
 from nsparq.process import raise_file_limit
 from nsparq.server.auth import (
@@ -84,17 +85,19 @@ class Nsqd:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="nsqd-disk")
         self._askers = ThreadPoolExecutor(16, thread_name_prefix="nsqd-ask")
         """For questions to other servers, which may keep a thread for seconds."""
-        self._server: asyncio.AbstractServer | None = None
+        self._listening: dict[str, list[socket.socket]] = {}
+        """Sockets that listen and do not accept yet, by what they are for."""
+        self._servers: list[asyncio.AbstractServer] = []
         self._api: HttpApi
         self._http: list[HttpServer] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop
         self._vigil: Vigil
         self._unix_paths: list[Path] = []
-        self.tcp_address: tuple[str, int] | str = ""
+        self.tcp_address: Address = ""
         """Where clients connect: host and port, or the path of a Unix socket."""
-        self.http_address: tuple[str, int] | str = ""
-        self.https_address: tuple[str, int] | str = ""
+        self.http_address: Address = ""
+        self.https_address: Address = ""
         self.broker = Broker(
             options, files=files, wake=self._wake, background=self._in_thread, announce=self._on_change
         )
@@ -140,10 +143,14 @@ class Nsqd:
         logger.info("ID: %d", self.options.node_id)
         raise_file_limit()
         watch_collector()
-        self._load_security()
-        self.broker.open()
         try:
-            await self._listen()
+            self._load_security()
+            self.broker.lock()
+            # Before anything is loaded: a start that fails because a port is taken must change no file. The
+            # data path is locked first: the Unix socket of a daemon that runs must not be taken away.
+            self._listen()
+            self.broker.open()
+            await self._serve()
         except BaseException:
             self._close_listeners()
             self.broker.close()
@@ -198,48 +205,52 @@ class Nsqd:
             min_version=options.tls_min_version,
         )
 
-    async def _listen(self) -> None:
+    def _listen(self) -> None:
+        """Take the ports. Who connects waits for _serve()."""
         options = self.options
-        self._api = HttpApi(self)
-        self.tcp_address = await self._bind("TCP", options.tcp_address, self._listen_tcp)
+        if not options.tcp_address:
+            raise StartError("--tcp-address must not be empty: nsqd serves clients there")
+        self.tcp_address = self._bind("TCP", options.tcp_address)
         if options.http_address:
-            plain = HttpServer(self._api.api, refuse_all=self._tls_required_answer)
-            self._http.append(plain)
-            self.http_address = await self._bind("HTTP", options.http_address, plain.listen)
+            self.http_address = self._bind("HTTP", options.http_address)
         if options.tls_cert and options.https_address:
-            secure = HttpServer(self._api.api, layer=self.tls_layer)
-            self._http.append(secure)
-            self.https_address = await self._bind("HTTPS", options.https_address, secure.listen)
+            self.https_address = self._bind("HTTPS", options.https_address)
 
-    async def _bind(
-        self, name: str, address: str, listen: Callable[[Any], Awaitable[tuple[str, int] | str]]
-    ) -> tuple[str, int] | str:
+    def _bind(self, name: str, address: str) -> Address:
         """Listen on what an option says; raises StartError."""
         wanted = split_address(address)
         try:
             if wanted is None:
                 remove_stale_socket(Path(address))
-            bound = await listen(address if wanted is None else wanted)
+            sockets = self._listening[name] = listen_on(address if wanted is None else wanted)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", "") or error
             raise StartError(f"listen ({address}) failed - {reason}") from error
+        bound = bound_address(sockets)
         if isinstance(bound, str):
             self._unix_paths.append(Path(bound))
-        logger.info("%s: listening on %s", name, bound if isinstance(bound, str) else join_address(*bound))
         return bound
 
-    async def _listen_tcp(self, address: tuple[str, int] | str) -> tuple[str, int] | str:
-        def connect() -> Connection:
-            return Connection(self, self.limits)
+    async def _serve(self) -> None:
+        """Accept clients."""
+        self._api = HttpApi(self)
+        waiting, self._listening = self._listening, {}
+        for name, sockets in waiting.items():
+            bound = bound_address(sockets)
+            if name == "TCP":
+                self._servers = await serve_on(sockets, lambda: Connection(self, self.limits))
+            else:
+                http = self._http_server(is_secure=name == "HTTPS")
+                self._http.append(http)
+                await http.serve(sockets)
+            logger.info(
+                "%s: listening on %s", name, bound if isinstance(bound, str) else join_address(*bound)
+            )
 
-        if isinstance(address, str):
-            self._server = await self._loop.create_unix_server(connect, address, backlog=1024)
-            return address
-        self._server = await self._loop.create_server(
-            connect, address[0] or None, address[1], backlog=1024, reuse_address=True
-        )
-        bound = self._server.sockets[0].getsockname()
-        return bound[0], bound[1]
+    def _http_server(self, *, is_secure: bool) -> HttpServer:
+        if is_secure:
+            return HttpServer(self._api.api, layer=self.tls_layer)
+        return HttpServer(self._api.api, refuse_all=self._tls_required_answer)
 
     def _tls_required_answer(self) -> Response | None:
         """What the plain port says to everything where TLS is required of HTTP too."""
@@ -271,15 +282,19 @@ class Nsqd:
     def _close_listeners(self) -> None:
         for http in self._http:
             http.close_listener()
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        for server in self._servers:
+            server.close()
+        self._servers = []
+        for sockets in self._listening.values():
+            for sock in sockets:
+                sock.close()
+        self._listening = {}
         for path in self._unix_paths:
             path.unlink(missing_ok=True)
 
     async def stop(self) -> None:
         """Stop accepting, take leave of the clients, persist. Calling it again does nothing."""
-        if self._server is None:
+        if not self._servers:
             return
         logger.info("NSQ: stopping")
         self._close_listeners()
@@ -483,7 +498,7 @@ class Nsqd:
                 logger.exception("maintenance failed")
 
 
-def _port(address: tuple[str, int] | str) -> int:
+def _port(address: Address) -> int:
     """-1 for a Unix socket, and where there is no listener."""
     return address[1] if isinstance(address, tuple) else -1
 

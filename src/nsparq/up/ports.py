@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from nsparq.errors import StartError
+from nsparq.listening import listen_on
 
 __all__ = ["BASE", "MAX_NSQD", "MAX_PIPELINES", "Ports", "Wanted", "check_free", "free_port", "reachable"]
 
@@ -98,8 +98,9 @@ def check_free(host: str, wanted: Iterable[Wanted]) -> None:
 def _why_not(host: str, port: int) -> str:
     """Why nobody could listen there; empty if somebody can."""
     try:
-        with _bound(host, port):
-            return ""
+        for probe in listen_on((host, port)):
+            probe.close()
+        return ""
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return "is taken"
@@ -108,27 +109,13 @@ def _why_not(host: str, port: int) -> str:
         raise StartError(f"--host={host}: {error.strerror or error}") from error
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """As the daemons do it, which do not mind connections of before that are not quite gone."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    found = socket.socket(family, kind, protocol)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(1)
-    except BaseException:
-        found.close()
-        raise
-    return found
-
-
 def free_port(host: str) -> int:
     """One that nobody has now. Only for who cannot be told to take any: somebody may be faster."""
-    with _bound(host, 0) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    probes = listen_on((host, 0))
+    port: int = probes[0].getsockname()[1]
+    for probe in probes:
+        probe.close()
+    return port
 
 
 def reachable(host: str) -> str:

@@ -1,0 +1,91 @@
+"""Sockets that listen: for which addresses, on which port, and what is left when one cannot be had."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsparq import listening
+from nsparq.listening import bound_address, listen_on, serve_on
+
+needs_ipv6 = pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+
+
+@needs_ipv6
+@pytest.mark.parametrize(("host", "shown"), [("0.0.0.0", "0.0.0.0"), ("", "0.0.0.0"), ("::", "::")])
+def test_every_address_means_both_families(host: str, shown: str) -> None:
+    sockets = listen_on((host, 0))
+    bound = bound_address(sockets)
+    assert isinstance(bound, tuple) and bound[0] == shown
+    assert {sock.getsockname()[1] for sock in sockets} == {bound[1]}
+    for client_host in ("127.0.0.1", "::1"):
+        socket.create_connection((client_host, bound[1]), timeout=5).close()
+    for sock in sockets:
+        sock.close()
+
+
+@needs_ipv6
+@pytest.mark.parametrize(("host", "other"), [("127.0.0.1", "::1"), ("::1", "127.0.0.1")])
+def test_one_address_means_that_one(host: str, other: str) -> None:
+    (sock,) = listen_on((host, 0))
+    assert sock.getsockname()[0] == host
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((other, sock.getsockname()[1]), timeout=5)
+    sock.close()
+
+
+@pytest.mark.parametrize("error", [errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_where_there_is_no_ipv6_it_is_ipv4_alone(
+    host: str, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ipv4Only(socket.socket):
+        def bind(self, address: Any) -> None:
+            if self.family == socket.AF_INET6:
+                raise OSError(error, "no IPv6 here")
+            super().bind(address)
+
+    monkeypatch.setattr(listening.socket, "socket", Ipv4Only)
+    (sock,) = listen_on((host, 0))
+    assert sock.getsockname()[0] == "0.0.0.0"
+    sock.close()
+
+
+@needs_ipv6
+def test_a_port_that_is_taken_for_one_family_is_taken() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            listen_on(("0.0.0.0", port))
+        socket.create_server(("127.0.0.1", port)).close()  # nothing is left open
+
+
+def test_who_connects_early_is_served_when_the_daemon_is_ready(tmp_path: Path) -> None:
+    class Greeter(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            transport.write(b"hello")
+            transport.close()
+
+    async def scenario(address: listening.Address) -> bytes:
+        sockets = listen_on(address)
+        bound = bound_address(sockets)
+        connecting = (
+            asyncio.open_unix_connection(bound) if isinstance(bound, str) else asyncio.open_connection(*bound)
+        )
+        reader, writer = await connecting
+        servers = await serve_on(sockets, Greeter)
+        said = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        for server in servers:
+            server.close()
+        return said
+
+    for address in (("127.0.0.1", 0), str(tmp_path / "socket")):
+        assert asyncio.run(scenario(address)) == b"hello"
