@@ -378,3 +378,53 @@ def test_a_script_that_closes_nothing_still_ends(broker: Broker) -> None:
     )
     assert (result.stdout, result.stderr, result.returncode) == ("a\n", "", 0)
     wait_until(lambda: {m.state for m in broker.peek(topic, "ch")} <= {"ready", "requeued"})
+
+
+FORKING = """
+import os, sys
+from nsparq.client.sync import Producer, consume
+producer = Producer(sys.argv[1])
+topic = sys.argv[2]
+producer.publish(topic, b"before")
+messages = consume(topic, "ch", nsqd=[sys.argv[1]])
+next(messages)
+child = os.fork()
+name = b"parent" if child else b"child"
+for number in range(3):
+    producer.publish(topic, name + b"%d" % number)
+if not child:
+    try:
+        next(messages)
+    except RuntimeError as error:
+        producer.publish(topic, str(error).encode())
+    producer.close()
+    producer.close()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+producer.publish(topic, b"after")
+print(next(messages).body.decode())
+messages.close()
+producer.close()
+if not os.fork():
+    try:
+        producer.publish(topic, b"closed")
+    except Exception as error:
+        os._exit(0 if type(error).__name__ == "Stopped" else 1)
+    os._exit(2)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+"""
+
+
+def test_a_producer_goes_on_in_parent_and_child_after_a_fork(broker: Broker) -> None:
+    topic = unique_name("sync")
+    broker.create(topic, "ch")
+    command = [sys.executable, "-W", "error", "-c", FORKING, broker.tcp_address, topic]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    assert (result.stderr, result.returncode) == ("", 0)
+    # The parent's loop over messages goes on as well.
+    assert result.stdout.strip() in {f"{who}{number}" for who in ("parent", "child") for number in range(3)}
+    found = [message.body for message in broker.peek(topic)]
+    assert sorted(found) == sorted(
+        [b"before", b"after", *(b"%s%d" % (who, n) for who in (b"parent", b"child") for n in range(3))]
+        + [b"after fork() the loop over messages is the parent's: begin another one"]
+    )

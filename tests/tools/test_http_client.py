@@ -199,6 +199,67 @@ def test_requests_at_the_same_time_have_connections_of_their_own_which_are_kept(
     assert serve(test, *[OK] * 15).connections == 5
 
 
+def test_a_waiting_request_takes_whichever_connection_becomes_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with a short line for newcomers accepts one connection now and the others much later."""
+
+    async def test(server: Any, client: HttpClient) -> None:
+        connect, dialled = client._connect, 0
+
+        async def accept_one(target: Any) -> Any:
+            nonlocal dialled
+            dialled += 1
+            return await (connect(target) if dialled == 1 else asyncio.Event().wait())
+
+        monkeypatch.setattr(client, "_connect", accept_one)
+        assert await asyncio.gather(*(ask(server, client) for _ in range(100))) == [200] * 100
+        assert (server.connections, dialled) == (1, 100)
+        assert await ask(server, client) == 200
+
+    server = serve(test, *[OK] * 101, timeout=DEADLINE)
+    assert len(server.requests) == 101
+
+
+def test_a_connection_that_comes_too_late_serves_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(server: Any, client: HttpClient) -> None:
+        connect, is_open = client._connect, asyncio.Event()
+        dialled = 0
+
+        async def open_later(target: Any) -> Any:
+            nonlocal dialled
+            dialled += 1
+            if dialled > 1:
+                await is_open.wait()
+            return await connect(target)
+
+        monkeypatch.setattr(client, "_connect", open_later)
+        await asyncio.gather(ask(server, client), ask(server, client))
+        assert server.connections == 1
+        is_open.set()
+        (pool,) = client._pools.values()
+        await asyncio.wait([*pool._dialing], timeout=DEADLINE)
+        await asyncio.sleep(0)
+        assert len(pool.idle) == 2
+        await asyncio.gather(ask(server, client), ask(server, client))
+        assert (server.connections, dialled) == (2, 2)
+
+    serve(test, *[OK] * 4)
+
+
+def test_a_request_that_is_given_up_leaves_nothing_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(server: Any, client: HttpClient) -> None:
+        monkeypatch.setattr(client, "_connect", lambda target: asyncio.Event().wait())
+        given_up = asyncio.create_task(ask(server, client))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        monkeypatch.undo()
+        assert await ask(server, client) == 200
+        (pool,) = client._pools.values()
+        assert (len(pool.idle), len(pool._waiting)) == (1, 0)
+
+    serve(test, OK)
+
+
 def test_a_name_and_password_in_the_address_are_sent_as_such() -> None:
     target = parse_target("https://me:p%40ss@[::1]:8443/a?b")
     assert (target.host, target.port, target.is_tls) == ("::1", 8443, True)

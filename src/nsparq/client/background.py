@@ -7,6 +7,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import inspect
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
@@ -26,7 +27,10 @@ CALL_S: Final = 30.0
 
 class LoopThread(Generic[R]):
     """Opens what `make` gives, on a loop in a thread, and closes it at stop(). The thread is a daemon: a
-    program that forgets stop() still ends, and what is open is closed at its end."""
+    program that forgets stop() still ends, and what is open is closed at its end.
+
+    After fork() it is the parent's: the child has neither the thread nor a right to what is open, whose
+    sockets both processes hold. There nothing runs, and stop() does nothing."""
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class LoopThread(Generic[R]):
         self._opened: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._failure: BaseException | None = None
         self._task: asyncio.Task[None] | None = None
+        self._pid = os.getpid()
         self._is_unwanted = False
         """The caller has gone before it was open."""
         self._thread = threading.Thread(target=self._work, args=(run,), name=name, daemon=True)
@@ -87,7 +92,12 @@ class LoopThread(Generic[R]):
 
     @property
     def is_running(self) -> bool:
-        return self._thread.is_alive()
+        return self.is_ours and self._thread.is_alive()
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a child of the process that has started it."""
+        return self._pid == os.getpid()
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout: float = CALL_S) -> Any:
         """The result of a function, or of the coroutine that it gives, called on the loop. Raises
@@ -115,6 +125,9 @@ class LoopThread(Generic[R]):
 
     def stop(self, timeout: float = STOP_S) -> None:
         """Close, and wait for the end of the thread. Raises what closing raised; twice is safe."""
+        if not self.is_ours:
+            # Even to wake the loop would be to wake the parent's.
+            return
         _live.discard(self)
         self.post(self._stopping.set)
         if self._thread is threading.current_thread():
@@ -129,6 +142,18 @@ class LoopThread(Generic[R]):
 
 
 _live: weakref.WeakSet[LoopThread[Any]] = weakref.WeakSet()
+
+
+_of_the_parent: list[LoopThread[Any]] = []
+"""Kept in a child for good: collecting a loop would undo what the parent's loop waits for; they share it."""
+
+
+def _leave_to_parent() -> None:
+    _of_the_parent.extend(_live)
+    _live.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @atexit.register

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
@@ -115,6 +116,15 @@ class Connection(asyncio.BufferedProtocol):
             connection.abort()
             raise
         return connection
+
+    def leave_to_parent(self) -> None:
+        """After fork(), in the child: no longer hold the socket, so that it ends when the parent closes it.
+        Closing it here would have the event loop undo what the parent's waits for: they share an epoll."""
+        held = self._transport.get_extra_info("socket") if self._transport is not None else None
+        if held is not None and held.fileno() >= 0:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, held.fileno(), inheritable=False)
+            os.close(nothing)
 
     def _start(self) -> None:
         """Everything is agreed on: from here on frames are reported as they come."""

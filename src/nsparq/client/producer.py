@@ -118,6 +118,11 @@ class Producer:
             await pipeline.settle()
             await pipeline.close()
 
+    def leave_to_parent(self) -> None:
+        """After fork(), in the child: let go of the connection without a word to the broker."""
+        if self._pipeline is not None:
+            self._pipeline.connection.leave_to_parent()
+
     @property
     def address(self) -> str:
         """The nsqd that it is connected to, or nothing."""

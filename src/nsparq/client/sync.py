@@ -8,11 +8,13 @@
 
 The asyncio client does the work, in one thread behind each producer and each loop over messages, which ends
 with it. So heartbeats are answered and messages kept from timing out however long the script thinks.
+After fork() a producer goes on in both processes, in the child on a connection of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import CancelledError
 from queue import Empty, SimpleQueue
@@ -49,12 +51,34 @@ class Producer:
         config = dataclasses.replace(config or Config(), busy_poll=0)
         self._timeout = config.publish_timeout
         lookups = tuple(nsqlookupd)
-        # Made once before the thread is: wrong arguments are the caller's to see.
-        AsyncProducer(*nsqd, nsqlookupd=lookups, retry=retry, config=config)
-        self._thread: LoopThread[AsyncProducer] = LoopThread(
-            lambda: AsyncProducer(*nsqd, nsqlookupd=lookups, retry=retry, config=config),
-            name="nsq-producer",
+        self._make: Callable[[], AsyncProducer] = lambda: AsyncProducer(
+            *nsqd, nsqlookupd=lookups, retry=retry, config=config
         )
+        # Made once before the thread is: wrong arguments are the caller's to see.
+        self._make()
+        self._is_closed = False
+        self._threads: dict[int, LoopThread[AsyncProducer]] = {os.getpid(): self._start()}
+        """By process: after fork() the child has one of its own."""
+
+    def _start(self) -> LoopThread[AsyncProducer]:
+        return LoopThread(self._make, name="nsq-producer")
+
+    @property
+    def _thread(self) -> LoopThread[AsyncProducer]:
+        return self._threads.get(os.getpid()) or self._start_in_child()
+
+    def _start_in_child(self) -> LoopThread[AsyncProducer]:
+        """With a connection of the child's own. No lock: one that was held at the fork would stay held."""
+        if self._is_closed:
+            raise Stopped
+        for inherited in [*self._threads.values()]:
+            if not inherited.is_ours:
+                inherited.resource.leave_to_parent()
+        made = self._start()
+        kept = self._threads.setdefault(os.getpid(), made)
+        if kept is not made:
+            made.stop()
+        return kept
 
     def __enter__(self) -> Producer:
         return self
@@ -80,7 +104,10 @@ class Producer:
 
     def close(self) -> None:
         """Wait for what other threads are publishing, and end. Final; twice is safe."""
-        self._thread.stop(self._timeout + MARGIN_S)
+        self._is_closed = True
+        thread = self._threads.get(os.getpid())
+        if thread is not None:
+            thread.stop(self._timeout + MARGIN_S)
 
     def _publish(self, function: Callable[[], Any]) -> None:
         try:
@@ -91,7 +118,7 @@ class Producer:
             raise PublishTimeout(f"not acknowledged within {self._timeout:g} s") from error
 
     def _call(self, function: Callable[[], Any], limit: float) -> None:
-        if not self._thread.is_running:
+        if self._is_closed or not self._thread.is_running:
             raise Stopped
         try:
             self._thread.call(function, timeout=limit)
@@ -137,6 +164,8 @@ def _messages(feed: _Feed, idle_timeout: float | None) -> Generator[Message, Non
     try:
         while (message := feed.next(idle_timeout)) is not None:
             yield message
+            if not thread.is_ours:
+                raise RuntimeError("after fork() the loop over messages is the parent's: begin another one")
             message.finish()
     finally:
         # The message that the loop was left with is requeued there.

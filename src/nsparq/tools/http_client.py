@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from nsparq.addresses import join_address
@@ -130,12 +130,82 @@ class _Connection:
         self._writer.transport.abort()
 
 
+class _Pool:
+    """The connections to one server. A request takes whichever connection is free first: one that another
+    request has done with, or a new one. A server that is slow to accept, because many connect at once, then
+    holds nobody up while others are answered."""
+
+    def __init__(self) -> None:
+        self.idle: list[_Connection] = []
+        self._waiting: deque[asyncio.Future[_Connection]] = deque()
+        """Requests that wait for a connection, the oldest first."""
+        self._dialing: set[asyncio.Task[_Connection]] = set()
+
+    def take_idle(self) -> _Connection | None:
+        while self.idle:
+            connection = self.idle.pop()
+            if not connection.is_stale:
+                return connection
+            connection.close()
+        return None
+
+    async def get(self, dial: Callable[[], Coroutine[Any, Any, _Connection]]) -> tuple[_Connection, bool]:
+        """A connection, and whether it has never been used. Raises what `dial` raises."""
+        if (connection := self.take_idle()) is not None:
+            return connection, False
+        freed: asyncio.Future[_Connection] = asyncio.get_running_loop().create_future()
+        dialing = asyncio.create_task(dial())
+        self._dialing.add(dialing)
+        self._waiting.append(freed)
+        try:
+            ends: set[asyncio.Future[_Connection]] = {freed, dialing}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException:
+            if freed.done():
+                self.put_back(freed.result())
+            else:
+                self._waiting.remove(freed)
+            dialing.cancel()
+            dialing.add_done_callback(self._dialled)
+            raise
+        if freed.done():
+            # What is dialled for this request serves another, or waits until one comes.
+            dialing.add_done_callback(self._dialled)
+            return freed.result(), False
+        self._waiting.remove(freed)
+        self._dialing.discard(dialing)
+        return dialing.result(), True
+
+    def put_back(self, connection: _Connection) -> None:
+        """Give it to the request that has waited longest, or keep it."""
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_result(connection)
+                return
+        self.idle.append(connection)
+
+    def _dialled(self, task: asyncio.Task[_Connection]) -> None:
+        self._dialing.discard(task)
+        if not task.cancelled() and task.exception() is None:
+            self.put_back(task.result())
+
+    async def close(self) -> None:
+        dialing = [*self._dialing]
+        for task in dialing:
+            task.cancel()
+        await asyncio.gather(*dialing, return_exceptions=True)
+        for connection in self.idle:
+            connection.close()
+        self.idle.clear()
+
+
 class HttpClient:
-    """Opens as many connections as there are requests at a time."""
+    """Opens as many connections as there are requests at a time, at the most."""
 
     def __init__(self, connect_timeout: float, request_timeout: float) -> None:
         self._connect_timeout, self._request_timeout = connect_timeout, request_timeout
-        self._idle: defaultdict[tuple[str, int, bool], list[_Connection]] = defaultdict(list)
+        self._pools: defaultdict[tuple[str, int, bool], _Pool] = defaultdict(_Pool)
         self._context: ssl.SSLContext | None = None
 
     async def request(
@@ -143,14 +213,11 @@ class HttpClient:
     ) -> int:
         """The status of the answer. Raises RequestFailed."""
         request = _encode(method, target, headers, body)
-        idle = self._idle[target.host, target.port, target.is_tls]
+        pool = self._pools[target.host, target.port, target.is_tls]
         try:
             async with asyncio.timeout(self._request_timeout):
                 while True:
-                    connection = _take(idle)
-                    is_new = connection is None
-                    if connection is None:
-                        connection = await self._connect(target)
+                    connection, is_new = await pool.get(lambda: self._connect(target))
                     keeps = False
                     try:
                         status, keeps = await connection.exchange(request)
@@ -161,7 +228,7 @@ class HttpClient:
                             raise
                     finally:
                         if keeps:
-                            idle.append(connection)
+                            pool.put_back(connection)
                         else:
                             connection.close()
         except TimeoutError as error:
@@ -180,21 +247,11 @@ class HttpClient:
         return _Connection(*streams)
 
     async def close(self) -> None:
-        for idle in self._idle.values():
-            for connection in idle:
-                connection.close()
-        self._idle.clear()
+        for pool in self._pools.values():
+            await pool.close()
+        self._pools.clear()
         # The loop has to come round once for the sockets to be gone.
         await asyncio.sleep(0)
-
-
-def _take(idle: list[_Connection]) -> _Connection | None:
-    while idle:
-        connection = idle.pop()
-        if not connection.is_stale:
-            return connection
-        connection.close()
-    return None
 
 
 def _encode(method: str, target: Target, headers: Mapping[str, str], body: bytes) -> bytes:
