@@ -114,13 +114,13 @@ def client(**more: Any) -> dict[str, Any]:
 
 def lines(**more: Any) -> list[str]:
     """What follows the heading about the daemon."""
-    text = render_stats(stats(**more), NOW_S)
+    text = "".join(render_stats(stats(**more), NOW_S))
     assert text.endswith("\n")
     return text.split("\n")[6:-1]
 
 
 def test_the_heading_says_who_since_when_and_how_it_is() -> None:
-    found = render_stats(stats(health="NOK - disk full"), NOW_S).split("\n")
+    found = "".join(render_stats(stats(health="NOK - disk full"), NOW_S)).split("\n")
     assert found[0] == version_line("nsqd")
     assert found[1].startswith("start_time 2023-11-14T") or found[1].startswith("start_time 2023-11-15T")
     assert found[1].endswith("Z") or found[1][-6] in "+-"

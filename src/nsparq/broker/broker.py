@@ -47,8 +47,8 @@ TRASH_SUFFIX = ".deleted"
 
 SYNC_REST_NS = 100_000_000
 """Without `--durability=fsync` nobody waits for an fsync: a log has no more than ten of them a second."""
-MAINTAIN_NS = 5_000_000
-"""How long maintenance may hold up the loop, give or take one topic."""
+SLICE_NS = 5_000_000
+"""How long maintenance, or gathering stats, may hold up the loop, give or take one topic."""
 AGE_INTERVAL_NS = 60_000_000_000
 """How often logs are looked at that nobody uses, and whose segments grow too old."""
 COPY_REST_NS = 10_000_000_000
@@ -551,7 +551,7 @@ class Broker:
         used, self._used = self._used, set()
         idle = self._with_files - used
         self._with_files.update(topic for topic in used if not topic.is_ephemeral)
-        stop_ns = now_ns + MAINTAIN_NS
+        stop_ns = now_ns + SLICE_NS
         try:
             while used or idle:
                 if used:
@@ -560,7 +560,7 @@ class Broker:
                     self._release_files(idle.pop())
                 if self.monotonic_ns() > stop_ns:
                     yield
-                    stop_ns = self.monotonic_ns() + MAINTAIN_NS
+                    stop_ns = self.monotonic_ns() + SLICE_NS
         finally:
             # Broken off: the next round goes on with them.
             self._used |= used
@@ -666,9 +666,16 @@ class Broker:
 
     def stats(self, topic: str = "", channel: str = "", include_clients: bool = True) -> dict[str, Any]:
         """The shape of NSQ's /stats?format=json, with keys of ours added."""
-        now_ns = self.monotonic_ns()
+        stats: dict[str, Any] = {}
+        for _ in self.stats_in_slices(stats, topic, channel, include_clients):
+            pass
+        return stats
+
+    def stats_in_slices(
+        self, stats: dict[str, Any], topic: str, channel: str, include_clients: bool
+    ) -> Iterator[None]:
+        """Fill in stats(), with a break wherever it has taken long."""
         names = sorted(self.topics) if not topic else [topic] if topic in self.topics else []
-        chosen = [self.topics[name] for name in names if not channel or channel in self.topics[name].channels]
         is_wanted = include_clients and bool(names or not topic)
         # Of one topic only those who publish to it: who may read it need not know the others.
         producers = [
@@ -676,16 +683,24 @@ class Broker:
             for client in self.clients
             if is_wanted and (topic in client.publish_counts if topic else client.publish_counts)
         ]
-        return {
+        topics: list[dict[str, Any]] = []
+        stats |= {
             "version": NSQ_VERSION,
             "health": "OK" if self.health is None else f"NOK - {self.health}",
             "start_time": self.start_s,
             "corrupt_files": self.corrupt_files,
-            "topics": [t.stats(channel, include_clients, now_ns) for t in chosen]
-            if names or not topic
-            else None,
+            "topics": topics if names or not topic else None,
             "producers": producers or None,
         }
+        stop_ns = self.monotonic_ns() + SLICE_NS
+        for name in names:
+            shown = self.topics.get(name)
+            if shown is None or (channel and channel not in shown.channels):
+                continue
+            topics.append(shown.stats(channel, include_clients, self.monotonic_ns()))
+            if self.monotonic_ns() > stop_ns:
+                yield
+                stop_ns = self.monotonic_ns() + SLICE_NS
 
 
 def _is_valid(name: str) -> bool:

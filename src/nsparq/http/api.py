@@ -332,7 +332,7 @@ def _unquote(text: str) -> str:
 def error_response(
     status: int, code: str, headers: tuple[tuple[str, str], ...] = (), **more: str | int
 ) -> Response:
-    body = _json({"message": code, **more})
+    body = encode_json({"message": code, **more})
     return Response(status=status, body=body, content_type=JSON_TYPE, headers=headers)
 
 
@@ -347,8 +347,8 @@ def to_response(result: Result) -> Response:
     if isinstance(result, str):
         body = result.encode("utf-8", "replace")
         return Response(body=body, content_type=TEXT_TYPE if body else "")
-    return Response(body=_json(result), content_type=JSON_TYPE)
+    return Response(body=encode_json(result), content_type=JSON_TYPE)
 
 
-def _json(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")

@@ -6,14 +6,17 @@ description that the daemon serves.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
 from array import array
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.errors import Exiting, FatalClientError, StorageError, SyncFailed
 from nsparq.http.api import (
+    JSON_TYPE,
     LATER,
     TEXT_TYPE,
     Api,
@@ -22,6 +25,7 @@ from nsparq.http.api import (
     Request,
     Response,
     Result,
+    encode_json,
 )
 from nsparq.http.describe import markdown, openapi
 from nsparq.http.hosts import HostNames
@@ -41,6 +45,8 @@ if TYPE_CHECKING:
     from nsparq.broker.topic import Topic
     from nsparq.server.daemon import Nsqd
 
+SLICE_SIZE: Final = 64 << 10
+"""Bytes of stats that are encoded before the loop has its turn."""
 _DEFER = re.compile(r"[+-]?[0-9]{1,19}")
 
 
@@ -198,19 +204,50 @@ class HttpApi:
             "topology_region": options.topology_region,
         }
 
-    def stats(self, request: Request) -> Result:
+    async def stats(self, request: Request) -> Response:
+        """With a break now and then: ten thousand topics take a while."""
         parameters = request.parameters
-        stats = self.broker.stats(
+        stats: dict[str, Any] = {}
+        for _ in self.broker.stats_in_slices(
+            stats,
             parameters.get("topic", ""),
             parameters.get("channel", ""),
             request.flag("include_clients", default=True),
-        )
+        ):
+            await asyncio.sleep(0)
         if request.flag("include_mem", default=True):
             producers = stats.pop("producers")
             stats |= {"memory": memory_stats(), "producers": producers}
         if parameters.get("format") == "json":
-            return stats
-        return render_stats(stats, self.broker.wall_ns() / 1e9)
+            return Response(body=await _join_in_slices(_json_pieces(stats)), content_type=JSON_TYPE)
+        text = render_stats(stats, self.broker.wall_ns() / 1e9)
+        pieces = (piece.encode("utf-8", "replace") for piece in text)
+        return Response(body=await _join_in_slices(pieces), content_type=TEXT_TYPE)
+
+
+def _json_pieces(stats: Mapping[str, Any]) -> Iterator[bytes]:
+    """An object as JSON, with the entries of its lists one by one."""
+    for number, (name, value) in enumerate(stats.items()):
+        yield b"%b%b:" % (b"," if number else b"{", encode_json(name))
+        if not isinstance(value, list):
+            yield encode_json(value)
+            continue
+        yield b"["
+        for place, entry in enumerate(value):
+            yield b"," + encode_json(entry) if place else encode_json(entry)
+        yield b"]"
+    yield b"}"
+
+
+async def _join_in_slices(pieces: Iterable[bytes]) -> bytes:
+    whole = bytearray()
+    rest_at = SLICE_SIZE
+    for piece in pieces:
+        whole += piece
+        if len(whole) >= rest_at:
+            rest_at = len(whole) + SLICE_SIZE
+            await asyncio.sleep(0)
+    return bytes(whole)
 
 
 INTRODUCTION: Final = """

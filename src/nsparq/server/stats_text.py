@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -10,8 +11,8 @@ from nsparq.version import version_line
 _UNITS = ((3600, "h"), (60, "m"))
 
 
-def render_stats(stats: dict[str, Any], now_s: float) -> str:
-    """`stats` is what /stats gives as JSON."""
+def render_stats(stats: dict[str, Any], now_s: float) -> Iterator[str]:
+    """`stats` is what /stats gives as JSON. Gives the text in pieces, one of them for each topic."""
     start_s = stats["start_time"]
     started = datetime.fromtimestamp(start_s).astimezone().isoformat(timespec="seconds")
     lines = [
@@ -26,13 +27,16 @@ def render_stats(stats: dict[str, Any], now_s: float) -> str:
         lines += [f"   {name:<25}\t{value}" for name, value in stats["memory"].items()]
     topics = stats["topics"] or []
     lines += ["", "Topics:" if topics else "Topics: None"]
+    yield _joined(lines)
     for number, topic in enumerate(topics):
-        if number:
-            lines.append("")
-        lines += _topic_lines(topic, now_s)
+        yield _joined(([""] if number else []) + _topic_lines(topic, now_s))
     producers = stats["producers"] or []
-    lines += ["", "Producers:" if producers else "Producers: None"]
+    lines = ["", "Producers:" if producers else "Producers: None"]
     lines += ["   " + _producer(client, now_s) for client in producers]
+    yield _joined(lines)
+
+
+def _joined(lines: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
