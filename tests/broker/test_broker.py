@@ -951,4 +951,4 @@ def test_the_files_given_are_the_ones_used(tmp_path: Path):
     broker = Broker(NsqdOptions(data_path=str(tmp_path)), files=files)
     broker.open()
     broker.close()
-    assert files.calls["replace"] == 2
+    assert files.calls["replace"] == 3

@@ -109,7 +109,7 @@ def test_nothing_ephemeral_is_on_disk(rig: Rig):
     rig.channel(CHANNEL, TOPIC).pause()
     rig.maintain()
     rig.close()
-    assert sorted(path.name for path in rig.data_path.rglob("*")) == ["nsqd.dat"]
+    assert sorted(path.name for path in rig.data_path.rglob("*")) == ["clean-stop", "nsqd.dat"]
     assert b"ephemeral" not in (rig.data_path / "nsqd.dat").read_bytes()
 
 

@@ -437,12 +437,14 @@ class CrashingFiles(TestFiles):
 
     def replace(self, path: Path, content: bytes, *, sync: bool) -> None:
         self.is_importing |= re.search(rb'"import_start": \d', content) is not None
-        if self.is_importing:
-            if path.name.endswith(".channel") and path.name.startswith("b"):
-                self._die_at("channel state")
-            if path.name == "topic.json" and b'"import_start": -1' in content:
-                self._die_at("topic state")
+        if self.is_importing and path.name == "topic.json" and b'"import_start": -1' in content:
+            self._die_at("topic state")
         super().replace(path, content, sync=sync)
+
+    def add_version(self, path: Path, content: bytes, *, sync: bool) -> None:
+        if self.is_importing and path.name.endswith(".channel") and path.name.startswith("b"):
+            self._die_at("channel state")
+        super().add_version(path, content, sync=sync)
 
     def write(self, fd: int, buffers: Any, position: int) -> None:
         super().write(fd, buffers, position)
@@ -548,11 +550,16 @@ def test_everything_is_synced_before_nsq_s_files_move(tmp_path: Path, start: Sta
 
     class Watching(TestFiles):
         def sync(self, fd: int) -> None:
-            if not self._paths[fd].endswith(".tmp"):
+            if not self._is_inside:
                 order.append("log")
 
         def replace(self, path: Path, content: bytes, *, sync: bool) -> None:
             super().replace(path, content, sync=sync)
+            if sync:
+                order.append(path.name)
+
+        def add_version(self, path: Path, content: bytes, *, sync: bool) -> None:
+            super().add_version(path, content, sync=sync)
             if sync:
                 order.append(path.name)
 

@@ -465,7 +465,7 @@ def test_messages_carried_over_whose_segments_are_gone_before_the_checkpoint_sur
     held, *rest = client.take()
     rig.finish(client, *rest)
     rig.maintain()
-    checkpoint, *_, removal = later.jobs
+    checkpoint, *_, removal, round_of_syncs = later.jobs
     removal[0]()
     assert len(rig.names("*.log")) <= 3
     rig.crash()

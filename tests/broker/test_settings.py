@@ -124,7 +124,7 @@ def test_a_state_without_settings_is_understood(tmp_path: Path):
     state = read_topic_state(Files(), tmp_path)
     assert state == TopicState(incarnation="x", origin=5, clean_end=7)
     state.write(Files(), tmp_path, sync=False)
-    assert "settings" not in json.loads((tmp_path / "topic.json").read_text())
+    assert "settings" not in json.loads((tmp_path / "topic.json").read_text().splitlines()[-1])
 
 
 @pytest.mark.parametrize("stored", [{"durability": "tape"}, {"replicas": 3}])

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nsparq.storage.state import ChannelState, decode_channel_state
+from nsparq.storage.files import Files
+from nsparq.storage.state import ChannelState, read_channel_state
 from tests.support import (
     ERROR,
     RESPONSE,
@@ -47,8 +48,8 @@ def await_checkpoint(
     path = broker.data_path / "topics" / f"{topic}.topic" / f"{channel}.channel"
 
     def shown() -> ChannelState | None:
-        state = decode_channel_state(path.read_bytes())
-        return state if fact(state) else None
+        state = read_channel_state(Files(), path)
+        return state if state is not None and fact(state) else None
 
     return wait_until(shown, what=f"a checkpoint of {channel}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.power_cut import campaign
+from tests.faults.power_cut import DURABILITIES, campaign
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def directory() -> Iterator[Path]:
         yield Path(name)
 
 
-@pytest.mark.parametrize("durability", ["fsync"])
+@pytest.mark.parametrize("durability", DURABILITIES)
 def test_what_was_promised_survives_a_power_cut(directory: Path, durability: str) -> None:
     outcomes = [*campaign(directory, durability, 0, lives=6, cuts=30)]
     assert len(outcomes) == 180

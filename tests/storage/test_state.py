@@ -256,3 +256,58 @@ def test_a_damaged_channel_s_state_is_reported_and_passed_over(
     path.write_bytes(channel_state().encode()[:-1])
     assert read_channel_state(Files(), path) is None
     assert f"{path} is damaged" in caplog.text
+
+
+# versions
+
+
+def written_versions(path: Path, *counts: int) -> list[bytes]:
+    versions = [channel_state(count).encode() for count in counts]
+    for version in versions:
+        Files().add_version(path, version, sync=False)
+    return versions
+
+
+def test_the_last_checkpoint_in_the_file_counts(tmp_path: Path) -> None:
+    written_versions(tmp_path / "c.channel", 2, 0, 3)
+    assert_same(read_channel_state(Files(), tmp_path / "c.channel"), channel_state(3))
+
+
+def test_a_checkpoint_cut_anywhere_leaves_the_one_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "c.channel"
+    first, last = written_versions(path, 3, 2)
+    for cut in range(len(last)):
+        path.write_bytes(first + last[:cut])
+        assert_same(read_channel_state(Files(), path), channel_state(3))
+
+
+def test_what_is_written_behind_a_torn_checkpoint_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "c.channel"
+    first, second, last = written_versions(path, 3, 1, 2)
+    for cut in range(1, len(second)):
+        path.write_bytes(first + second[:cut] + last)
+        assert_same(read_channel_state(Files(), path), channel_state(2))
+    assert not caplog.records
+    path.write_bytes(first + bytes(4096))
+    assert_same(read_channel_state(Files(), path), channel_state(3))
+    assert "the last checkpoint was not written whole" in caplog.text
+
+
+def test_a_topic_s_state_cut_anywhere_leaves_the_one_before_it(tmp_path: Path) -> None:
+    path = tmp_path / TOPIC_FILE
+    topic_state().write(Files(), tmp_path, sync=False)
+    size = path.stat().st_size
+    later = TopicState(incarnation="later", origin=3)
+    later.write(Files(), tmp_path, sync=False)
+    whole = path.read_bytes()
+    assert read_topic_state(Files(), tmp_path) == later
+    for cut in range(size, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        assert read_topic_state(Files(), tmp_path) == topic_state()
+    path.write_bytes(whole[:size] + bytes(100))
+    assert read_topic_state(Files(), tmp_path) == topic_state()
+    path.write_bytes(whole[: size + 20])
+    later.write(Files(), tmp_path, sync=False)
+    assert read_topic_state(Files(), tmp_path) == later

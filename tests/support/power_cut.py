@@ -133,9 +133,9 @@ class RecordedFiles(Files):
         self._open[fd].syncs.append(self._tick())
 
     def sync_directory(self, path: Path) -> None:
-        directory = self._directory(path)
         if not path.exists():
             raise FileNotFoundError(path)
+        directory = self._directory(path)
         if directory is not None:
             directory.syncs.append(self._tick())
 

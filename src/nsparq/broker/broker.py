@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 TOPICS = "topics"
 TOPIC_SUFFIX = ".topic"
 TRASH_SUFFIX = ".deleted"
+CLEAN_STOP = "clean-stop"
+"""A file that a clean stop leaves, and that the next start removes: without it numbers may have been handed
+out that no file tells of."""
 
 SYNC_REST_NS = 100_000_000
 """Without `--durability=fsync` nobody waits for an fsync: a log has no more than ten of them a second."""
@@ -122,6 +125,11 @@ class Broker:
         self._ages_at_ns = 0
         """When these are looked at next."""
         self._is_metadata_stale = False
+        self._is_syncing_pending = False
+        self._pending_synced_ns = 0
+        """When the last round of syncs of small files and names began."""
+        self.was_stopped_cleanly = False
+        """Whether the run before this one has come to a clean end."""
         self._is_loading = True
         """Until all of nsqd.dat has been taken in, it must not be written."""
         self._copying: set[Topic] = set()
@@ -159,6 +167,7 @@ class Broker:
             raise
 
     def _load(self) -> None:
+        self._take_up_clean_stop()
         metadata = self._read_metadata()
         ours = {entry.name: entry for entry in metadata.topics} if metadata.is_ours else {}
         root = self.data_path / TOPICS
@@ -194,6 +203,13 @@ class Broker:
             )  # fmt: skip
             return Metadata([])
 
+    def _take_up_clean_stop(self) -> None:
+        """From here on a stop is not clean, whatever happens: on disk before anything is handed out."""
+        mark = self.data_path / CLEAN_STOP
+        self.was_stopped_cleanly = self.files.read_whole(mark) is not None
+        self.files.unlink(mark)
+        self.files.sync_names(self.data_path)
+
     def _restore(self, entry: TopicEntry) -> None:
         """What nsqd.dat lists beyond the directories: another nsqd has been here, or one that crashed."""
         if not _is_valid(entry.name):
@@ -220,18 +236,29 @@ class Broker:
             return
         self._background = run_inline
         self.turn()
+        is_clean = True
         for topic in self.topics.values():
             try:
                 topic.close()
             except Exception:
-                # One topic's trouble must not cost the others their clean stop.
+                # One topic's trouble must not cost the others that they are persisted.
                 logger.exception("%s: could not be persisted whole", topic)
+                is_clean = False
         self.write_metadata()
+        if is_clean:
+            self._leave_clean_stop()
         self._unlock()
 
     def _unlock(self) -> None:
         self.files.close(self._lock_fd)
         self._lock_fd = -1
+
+    def _leave_clean_stop(self) -> None:
+        try:
+            self.files.sync_pending()
+            self.files.replace(self.data_path / CLEAN_STOP, b"", sync=True)
+        except OSError as error:
+            logger.error("the next start takes this stop for a crash: %s", error)
 
     def topic_directory(self, name: str) -> Path:
         return self.data_path / TOPICS / (name + TOPIC_SUFFIX)
@@ -566,6 +593,31 @@ class Broker:
             self._used |= used
         self.transactions.expire()
         self.scan.resize(self._channel_count)
+        self._sync_pending()
+
+    def _sync_pending(self) -> None:
+        """Sync what was written without a sync: checkpoints, topics' states, names. One round at a time, in
+        one thread: with many topics on a slow disk the others are left for those who read."""
+        now_ns = self.monotonic_ns()
+        is_early = now_ns - self._pending_synced_ns < self.options.sync_timeout * 1e9 / 2
+        if self._is_syncing_pending or is_early or not self.files.has_pending:
+            return
+        self._is_syncing_pending = True
+        self._pending_synced_ns = now_ns
+        failure: list[OSError] = []
+
+        def sync() -> None:
+            try:
+                self.files.sync_pending()
+            except OSError as error:
+                failure.append(error)
+
+        def synced() -> None:
+            self._is_syncing_pending = False
+            error = f"cannot sync checkpoints and names: {_reason(failure[0])}" if failure else None
+            self.set_health(error, "sync pending")
+
+        self._background(sync, synced)
 
     def _release_files(self, topic: Topic) -> None:
         if isinstance(topic.log, Log) and topic.log.release_files():
@@ -587,7 +639,10 @@ class Broker:
         log, now_ns = topic.log, self.monotonic_ns()
         if isinstance(log, Log) and log.unsynced:
             self._used.add(topic)
-            if topic.awaits_sync or now_ns - topic.synced_ns >= self.options.sync_timeout * 1e9:
+            # In the next round it would be too late.
+            limit_s = self.options.sync_timeout - self.options.checkpoint_interval
+            is_time = topic.awaits_sync or now_ns - topic.synced_ns >= limit_s * 1e9
+            if is_time and not log.is_syncing:
                 topic.synced_ns = now_ns
                 self.request_sync(topic)
         if isinstance(log, Log) and log.doubtful:
@@ -596,10 +651,16 @@ class Broker:
     def _reclaim(self, topic: Topic) -> None:
         dropped = topic.reclaim(self.age_ns())
         if dropped:
-            self.in_background(lambda: _remove(dropped))
+            self.in_background(lambda: self._remove(dropped))
         log = topic.log
         if isinstance(log, Log) and log.settings.retention_s and log.sealed_segments():
             self._aging.add(topic)
+
+    def _remove(self, segments: list[Segment]) -> None:
+        # What was carried over, and the checkpoints that let go of these segments, are on disk first.
+        self.files.sync_pending()
+        for segment in segments:
+            segment.remove()
 
     def _checkpoint(self, topic: Topic) -> None:
         for channel in topic.channels.values():
@@ -709,8 +770,3 @@ def _is_valid(name: str) -> bool:
 
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
-
-
-def _remove(segments: list[Segment]) -> None:
-    for segment in segments:
-        segment.remove()

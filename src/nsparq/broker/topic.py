@@ -166,10 +166,13 @@ class Topic:
         # Should the clock have been set back, these still know what has been used.
         known = [known.seen for known in channel_states.values() if known]
         epoch = max(self.broker.epoch(), *known, state.reserved if state else 0)
+        clean_end = -1
         if state is not None:
             self._restore_settings(state.settings)
+            if self.broker.was_stopped_cleanly:
+                clean_end = state.clean_end
         log = self._new_log(self.directory, epoch)
-        log.open(clean_end=state.clean_end if state else -1, epoch=epoch)
+        log.open(clean_end=clean_end, epoch=epoch)
         self.log = log
         self.origin = log.start
         if state is not None:

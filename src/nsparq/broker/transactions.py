@@ -213,9 +213,9 @@ class Transaction:
         if self.lost:
             fields["lost"] = [*self.lost.items()]
             fields["published"] = self.is_published
-        elif sync:
+        else:
             for name in promised:
-                self.parts[name].sync()
+                self.parts[name].sync(now=sync)
         files = self._broker.files
         if sync and self.producer.owner is not None and not self.producer.is_owner_synced:
             self.producer.write_owner(files, sync=True)

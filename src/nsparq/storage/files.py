@@ -232,6 +232,10 @@ class Files:
         if failure is not None:
             raise failure
 
+    def sync_later(self, path: Path) -> None:
+        """Have sync_pending() sync a file that was written through a descriptor."""
+        self._mark(self._unsynced_files, path)
+
     @property
     def has_pending(self) -> bool:
         """Whether sync_pending() has anything to do."""

@@ -117,8 +117,12 @@ class Part:
         finally:
             self._files.close(fd)
 
-    def sync(self) -> None:
-        """Have it on disk. May be called in any thread, while nothing is appended."""
+    def sync(self, *, now: bool) -> None:
+        """Have it on disk, now or in the next round of syncs. May be called in any thread, while nothing is
+        appended."""
+        if not now:
+            self._files.sync_later(self.path)
+            return
         fd = self._files.open_read(self.path)
         try:
             self._files.sync(fd)

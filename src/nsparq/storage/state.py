@@ -7,8 +7,12 @@ A channel's file, little endian:
  +-------+------+-------------+------+----------------------+----------------+--------------+
   "NQC2"  crc32c of all behind it     unfinished messages behind the cursor, or deferred ahead of it
 
-Files that begin with "NQC1" hold message ids in place of sequence numbers: the ten highest bits are the node
-id that wrote them. They still open, under any node id.
+A checkpoint is written behind the earlier ones, and the last that is whole counts: see Files.add_version. So
+neither a crash nor a power cut while one is written costs those before it. The topic's own state is kept in
+the same way, a line of JSON for each version.
+
+Checkpoints that begin with "NQC1" hold message ids in place of sequence numbers: the ten highest bits are the
+node id that wrote them. They still open, under any node id.
 """
 
 from __future__ import annotations
@@ -65,22 +69,41 @@ class TopicState:
         fields = asdict(self)
         if not self.settings:
             del fields["settings"]
-        write_json(files, directory / TOPIC_FILE, fields, sync=sync)
+        path = directory / TOPIC_FILE
+        if sync:
+            write_json(files, path, fields, sync=True)
+        else:
+            # Lines begin with a break as well: the one before may be torn.
+            files.add_version(path, b"\n" + _encode_json(fields) + b"\n", sync=False)
 
 
 def write_json(files: Files, path: Path, fields: Mapping[str, Any], *, sync: bool) -> None:
     """An object with its checksum."""
-    content = json.dumps({**fields, "crc": _crc_of(fields)}).encode()
-    files.replace(path, content, sync=sync)
+    files.replace(path, _encode_json(fields), sync=sync)
+
+
+def _encode_json(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps({**fields, "crc": _crc_of(fields)}).encode()
 
 
 def read_json(files: Files, path: Path) -> dict[str, Any] | None:
-    """What write_json() has written; None if there is nothing. Raises ValueError if it is something else."""
+    """What write_json() has written, the last whole line where there are several; None if there is nothing.
+    Raises ValueError if it is something else."""
     raw = files.read_whole(path)
     if raw is None:
         return None
+    lines = raw.split(b"\n")
+    while True:
+        try:
+            return _decode_json(lines.pop())
+        except ValueError:
+            if not any(lines):
+                raise
+
+
+def _decode_json(line: bytes) -> dict[str, Any]:
     try:
-        fields: dict[str, Any] = json.loads(raw)
+        fields: dict[str, Any] = json.loads(line)
         if fields.pop("crc") != _crc_of(fields):
             raise ValueError("checksum mismatch")
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -188,7 +211,7 @@ class StateFile:
         with self._writing:
             if version != self._version:
                 return False
-            self._files.replace(self._path, content, sync=sync)
+            self._files.add_version(self._path, content, sync=sync)
             return True
 
     def remove(self) -> None:
@@ -238,13 +261,46 @@ def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> Cha
 def read_channel_state(files: Files, path: Path) -> ChannelState | None:
     """The channel's state; None when it is missing or damaged, and then the channel starts over."""
     raw = files.read_whole(path)
+    state, error = _last_version(b"" if raw is None else raw)
+    if state is not None and state.channel not in ("", path.name.removesuffix(CHANNEL_SUFFIX)):
+        error = ValueError(f"it is of the channel {state.channel}")
+        state = None
+    if state is None:
+        reason = "missing" if raw is None else error
+        logger.error("%s is damaged (%s): the channel starts again at the oldest message kept", path, reason)
+    elif error is not None:
+        logger.warning(
+            "%s: the last checkpoint was not written whole (%s): an earlier one counts", path, error
+        )
+    return state
+
+
+def _last_version(raw: bytes) -> tuple[ChannelState | None, ValueError | None]:
+    """The last state in the file that is whole, and what is wrong behind it."""
+    state: ChannelState | None = None
+    error: ValueError | None = None
+    position = 0
+    while position >= 0:
+        try:
+            end = position + _version_size(raw, position)
+            state, error = decode_channel_state(raw[position:end]), None
+            position = end if end < len(raw) else -1
+        except ValueError as found:
+            error = found
+            following = (raw.find(magic, position + 1) for magic in (_MAGIC, _MAGIC_OF_IDS))
+            position = min((place for place in following if place >= 0), default=-1)
+    return state, error
+
+
+def _version_size(raw: bytes, position: int) -> int:
+    """The size of the version that begins there, by what it says itself."""
+    if len(raw) - position < _CHANNEL.size:
+        raise ValueError("too short")
+    _, _, length = _CHANNEL.unpack_from(raw, position)
+    start = position + _CHANNEL.size
     try:
-        if raw is None:
-            raise ValueError("missing")
-        state = decode_channel_state(raw)
-        if state.channel not in ("", path.name.removesuffix(CHANNEL_SUFFIX)):
-            raise ValueError(f"it is of the channel {state.channel}")
-        return state
-    except ValueError as error:
-        logger.error("%s is damaged (%s): the channel starts again at the oldest message kept", path, error)
-        return None
+        count = int(json.loads(raw[start : start + length])["count"])
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"a field is missing or not what it should be: {error}") from error
+    size: int = _CHANNEL.size + length + 18 * max(0, count)
+    return size
