@@ -11,10 +11,12 @@ import pytest
 
 from nsparq.broker.broker import Broker
 from nsparq.broker.transactions import AlreadyCommitted, Incomplete, Transaction
+from nsparq.errors import CorruptBatch
 from nsparq.options import NsqdOptions
 from nsparq.packed import PackedBodies
 from nsparq.storage.batch import MAGIC
 from nsparq.storage.files import Files
+from nsparq.storage.staging import Chunk
 
 TOPICS = ("one", "two")
 
@@ -85,7 +87,16 @@ def stage_all(broker: Broker, sequence: int, attempt: str) -> dict[str, int]:
 def finish(broker: Broker, transaction: Transaction) -> None:
     transactions = broker.transactions
     for chunk in transaction.chunks[transaction.applied :]:
-        transactions.apply(transaction, chunk, chunk.read(broker.files))
+        try:
+            messages = None if transaction.applied in transaction.lost else chunk.read(broker.files)
+        except CorruptBatch as error:
+            transactions.lose(transaction, chunk, error)
+            transaction.write_promise(sync=False)
+            messages = None
+        if messages is None:
+            transactions.pass_over(transaction, chunk)
+        else:
+            transactions.apply(transaction, chunk, messages)
         broker.turn()
     transactions.finish(transaction, transactions.write_committed(transaction, sync=False, remember_s=60))
 
@@ -148,6 +159,52 @@ def test_a_crash_at_any_point_leaves_all_or_nothing(tmp_path: Path, durability: 
         again.close()
     broker.close()
     assert min(outcomes["before"], outcomes["after"]) > 3
+
+
+def test_a_damaged_chunk_costs_no_other_message_wherever_a_crash_comes(tmp_path: Path) -> None:
+    """Damaged before the commit, and, in what each crash has left, damaged since: another chunk as well."""
+    album = tmp_path / "album"
+    files = Photographer(tmp_path / "data", album)
+    broker = open_broker(tmp_path / "data", files)
+    transactions = broker.transactions
+    transaction = transactions.promise("p", 0, stage_all(broker, 0, "a"))
+    damage(transaction.chunks[1])
+    transactions.decide(transaction)
+    transaction.write_promise(sync=False)
+    files.is_on = True
+    finish(broker, transaction)
+    files.is_on = False
+    lost = Counter(bodies(0, "two", 0))
+    seen_later = set()
+    for photo in sorted(album.iterdir()):
+        for is_damaged_since in (False, True):
+            copy = tmp_path / "copy"
+            shutil.copytree(photo, copy)
+            again = open_broker(copy)
+            found = again.transactions.find("p", 0) if again.transactions.unfinished() else None
+            if found is not None:
+                is_published = found.present.get("one", 0) >= found.chunks[0].messages
+                if is_damaged_since:
+                    damage(found.chunks[0])
+                    seen_later.add(is_published)
+                finish(again, found)
+                expected_one = expected("one", 0)
+                if is_damaged_since and not is_published:
+                    part = found.chunks[0].messages - found.lost[0]
+                    expected_one -= Counter(bodies(0, "one", 0)[part:])
+                assert stored(again, "one") == expected_one, photo.name
+                assert stored(again, "two") == expected("two", 0) - lost, photo.name
+                assert again.transactions.producers["p"].committed.lost == found.lost_messages
+            again.close()
+            shutil.rmtree(copy)
+    broker.close()
+    assert seen_later == {False, True}
+
+
+def damage(chunk: Chunk) -> None:
+    whole = bytearray(chunk.path.read_bytes())
+    whole[chunk.position + chunk.size - 1] ^= 1
+    chunk.path.write_bytes(whole)
 
 
 def test_nothing_is_reclaimed_that_tells_how_far_a_commit_has_come(tmp_path: Path) -> None:
