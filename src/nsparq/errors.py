@@ -23,6 +23,7 @@ NsparqError
 ├── StartError           the daemon cannot start; the text is for the operator
 │   ├── OptionError      option_table: a flag or a key of the file
 │   └── PolicyError      server.auth_policy: the file that says who may do what
+├── StopError            the daemon has stopped, and could not keep everything; the text is for the operator
 ├── AuthFailed           server.auth: no grant for a secret; logged, the client is told E_AUTH_FAILED or 401
 ├── BadPattern           server.auth_patterns: no regular expression; refused with the policy that has it
 ├── ApiError             http.api: the answer to an HTTP request, with status and code; it stays open
@@ -111,3 +112,7 @@ class CorruptBatch(StorageError):
 
 class StartError(NsparqError):
     """The daemon cannot start."""
+
+
+class StopError(NsparqError):
+    """The daemon has stopped, and something could not be kept."""

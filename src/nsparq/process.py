@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from nsparq import logs
-from nsparq.errors import StartError
+from nsparq.errors import StartError, StopError
 from nsparq.option_table import CommandLineExit, OptionTable
 
 __all__ = ["Daemon", "load_runner", "open_standard_files", "raise_file_limit", "run_daemon", "serve"]
@@ -28,7 +28,8 @@ Runner = Callable[[Coroutine[Any, Any, None]], None]
 
 
 class Daemon(Protocol):
-    """start() raises StartError with nothing left open; reload() is SIGHUP; stop() is clean and complete."""
+    """start() raises StartError with nothing left open; reload() is SIGHUP; stop() is clean and complete, or
+    raises StopError with nothing left open."""
 
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
@@ -62,6 +63,9 @@ def run_daemon(
         run(serve(make, options))
     except StartError as error:
         logger.critical("failed to instantiate %s - %s", program, error)
+        return 1
+    except StopError as error:
+        logger.critical("%s", error)
         return 1
     except Exception:
         logger.critical("stopped by an unexpected error", exc_info=True)

@@ -51,7 +51,7 @@ def test_closing_lets_go_of_the_data_path_and_twice_is_safe(rig: Rig):
 def test_a_broker_that_could_not_load_holds_nothing(tmp_path: Path):
     (tmp_path / "nsqd.dat").mkdir()
     broker = Broker(NsqdOptions(data_path=str(tmp_path)))
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(StartError, match="Is a directory"):
         broker.open()
     assert broker._lock_fd == -1
     broker.close()
@@ -94,21 +94,6 @@ def test_closing_takes_leave_of_every_client(rig: Rig):
     assert [client.close_calls for client in clients] == [1, 1]
 
 
-def test_closing_saves_the_other_topics_when_one_cannot_be_saved(rig: Rig):
-    for name in ("a", "b"):
-        rig.channel("c", name)
-        rig.publish(name, *bodies(3))
-        client = rig.subscribe(name, rdy=3)
-        rig.finish(client, *client.take())
-    rig.files.fail("replace", "a.topic/c.channel")
-    rig.close()
-    rig.files.heal()
-    rig.clock.advance(1)
-    rig.start()
-    assert rig.channel("c", "a").depth == 3, "as after a crash"
-    assert rig.channel("c", "b").depth == 0
-
-
 def test_a_broker_that_fails_to_load_after_some_topics_lets_go_of_their_files(rig: Rig):
     rig.publish("a", b"x")
     rig.publish("b", b"x")
@@ -116,7 +101,7 @@ def test_a_broker_that_fails_to_load_after_some_topics_lets_go_of_their_files(ri
     rig.files.fail("open", "b.topic/" + rig.names("*.log", "b")[0], errno.EACCES)
     for index in rig.data_path.rglob("*.index"):
         index.unlink()
-    with pytest.raises(OSError):
+    with pytest.raises(StartError, match="failed to load data-path .*: .*Permission denied"):
         rig.start()
     assert rig.broker._lock_fd == -1
     rig.files.heal()
@@ -184,6 +169,45 @@ def test_pause_and_unpause_are_in_the_metadata_at_once(rig: Rig):
     assert metadata(rig)["topics"] == [
         {"name": "t", "paused": False, "channels": [{"name": "c", "paused": False}]}
     ]
+
+
+def test_metadata_is_written_in_the_background_and_whoever_waits_for_it_is_told(make_rig: MakeRig):
+    later = Later()
+    rig = make_rig(background=later)
+    rig.channel("c")
+    later.run_all()
+    told: list[str] = []
+    rig.files.calls.clear()
+    rig.channel("c").pause()
+    rig.broker.when_durable(lambda: told.append("pause"))
+    rig.topic().pause()
+    rig.broker.when_durable(lambda: told.append("topic"))
+    rig.topic("other").pause()
+    rig.broker.when_durable(lambda: told.append("other"))
+    assert (told, rig.files.calls["replace sync"]) == ([], 0)
+    assert later.run() == 1
+    assert (told, rig.files.calls["replace sync"]) == (["pause"], 1)
+    assert later.run() == 1
+    assert (told, rig.files.calls["replace sync"]) == (["pause", "topic", "other"], 2), (
+        "two changes, one write"
+    )
+    assert not later.jobs
+    assert [topic["paused"] for topic in metadata(rig)["topics"]] == [True, True]
+    rig.broker.when_durable(lambda: told.append("at once"))
+    assert told[-1] == "at once"
+
+
+def test_whoever_waits_for_metadata_that_cannot_be_written_does_not_wait_for_ever(make_rig: MakeRig):
+    later = Later()
+    rig = make_rig(background=later)
+    rig.files.fail("replace", "nsqd.dat")
+    told: list[str] = []
+    for name in ("a", "b"):
+        rig.topic(name).pause()
+        rig.broker.when_durable(lambda name=name: told.append(name))
+    later.run_all()
+    assert told == ["a", "b"]
+    assert "failed to persist metadata" in rig.broker.health
 
 
 def test_deletions_are_in_the_metadata_at_once(rig: Rig):
@@ -952,3 +976,65 @@ def test_the_files_given_are_the_ones_used(tmp_path: Path):
     broker.open()
     broker.close()
     assert files.calls["replace"] == 3
+
+
+# A disk that refuses.
+
+
+def test_a_topic_that_the_disk_does_not_let_go_of_stays(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    client = rig.subscribe("t", rdy=1)
+
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.files, "rename", refuse)
+        with pytest.raises(OSError, match="Read-only"):
+            rig.broker.delete_topic("t")
+    rig.publish("t", b"x")
+    assert client.take_bodies() == [b"x"]
+    rig.broker.delete_topic("t")
+    assert client.close_calls == 1
+
+
+def test_the_files_of_a_deleted_channel_that_stay_are_reported(rig: Rig, caplog: pytest.LogCaptureFixture):
+    rig.channel()
+    rig.files.fail("unlink", "c.channel", errno.EIO)
+    rig.topic().delete_channel("c")
+    assert "t:c: its files stay, and the next start finds it again: [Errno 5]" in caplog.text
+
+
+def test_the_files_of_a_deleted_channel_go_after_the_metadata_and_not_those_of_its_successor(
+    make_rig: MakeRig,
+):
+    later = Later()
+    rig = make_rig(background=later)
+    rig.channel()
+    rig.publish("t", b"x")
+    later.run_all()
+    rig.topic().delete_channel("c")
+    assert rig.names("*.channel") == ["c.channel"]
+    later.run_all()
+    assert rig.names("*.channel") == []
+    rig.channel()
+    rig.topic().delete_channel("c")
+    rig.channel()
+    later.run_all()
+    assert rig.names("*.channel") == ["c.channel"]
+
+
+def test_the_last_client_of_an_ephemeral_channel_leaves_a_full_disk_and_that_is_announced(rig: Rig):
+    told: list[tuple[str, str, str]] = []
+    rig.broker._announce = lambda *change: told.append(change)
+    client = rig.subscribe("t", "c#ephemeral", rdy=1)
+    rig.publish("t", b"seen")
+    told.clear()
+    rig.files.fail("replace", "topic.json")
+    rig.disconnect(client)
+    assert told == [("UNREGISTER", "t", "c#ephemeral")]
+    assert "cannot write its state" in rig.broker.health
+    rig.files.heal()
+    rig.maintain()
+    assert rig.broker.health is None
+    rig.crash()
+    assert rig.topic().depth == 0, "the topic knows what it has handed out"

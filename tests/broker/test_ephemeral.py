@@ -109,7 +109,8 @@ def test_nothing_ephemeral_is_on_disk(rig: Rig):
     rig.channel(CHANNEL, TOPIC).pause()
     rig.maintain()
     rig.close()
-    assert sorted(path.name for path in rig.data_path.rglob("*")) == ["clean-stop", "nsqd.dat"]
+    names = sorted(path.name for path in rig.data_path.rglob("*"))
+    assert names == ["clean-stop", "nsqd.dat", "reserve"]
     assert b"ephemeral" not in (rig.data_path / "nsqd.dat").read_bytes()
 
 

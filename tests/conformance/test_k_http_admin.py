@@ -296,7 +296,7 @@ def break_disk(broker):
         # Its files are opened as they are needed.
         shutil.move(broker.data_path, f"{broker.data_path}.away")
     else:
-        resource.prlimit(broker.pid, resource.RLIMIT_FSIZE, (64 << 10, resource.RLIM_INFINITY))
+        resource.prlimit(broker.pid, resource.RLIMIT_FSIZE, (4 << 10, resource.RLIM_INFINITY))
 
 
 def mend_disk(broker):

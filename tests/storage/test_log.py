@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from nsparq.errors import WriteFailed
 from nsparq.storage.cache import BatchCache
-from nsparq.storage.files import Files
+from nsparq.storage.files import Buffer, Files
 from nsparq.storage.log import Durability, Log
 from nsparq.storage.segment import Cold
 
@@ -181,6 +182,35 @@ def test_a_failure_while_rolling_leaves_the_log_as_before(
     log = open_log(tmp_path, durability=durability)
     assert read_all(log) == written
     assert log.corrupt_batches == 0
+    crash(log)
+
+
+@in_all_modes
+def test_a_limit_on_the_size_of_files_ends_a_segment_early(tmp_path: Path, durability: Durability) -> None:
+    """`ulimit -f` below the segment size: the system takes what fits, and then says EFBIG."""
+
+    class Limited(FaultyFiles):
+        def write(self, fd: int, buffers: Sequence[Buffer], position: int) -> None:
+            whole = b"".join(buffers)
+            if position + len(whole) > 3_000:
+                super().write(fd, [whole[: max(0, 3_000 - position)]], position)
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+            super().write(fd, buffers, position)
+
+    log = open_log(tmp_path, files=Limited(), durability=durability, memory_messages=5)
+    written: list[Message] = []
+    for number in range(40):
+        written += append(log, b"%d" % number * 200)
+    assert read_all(log) == written
+    with pytest.raises(WriteFailed, match="File too large"):
+        append(log, b"x" * 4_000)
+        log.sync_now() if durability is not MEMORY else log.close()
+    if durability is not MEMORY:
+        written += append(log, b"goes on")
+        log.close()
+        log = open_log(tmp_path)
+        assert read_all(log) == written
+    assert all(path.stat().st_size <= 3_000 for path in segment_files(tmp_path))
     crash(log)
 
 
@@ -1057,10 +1087,10 @@ def test_a_copy_that_was_broken_off_leaves_nothing(tmp_path: Path) -> None:
     written = fill(log, 3)
     (path,) = segment_files(tmp_path)
     crash(log)
-    path.with_suffix(".log.tmp").write_bytes(b"half of it")
+    path.with_suffix(".log.copy").write_bytes(b"half of it")
     log = open_log(tmp_path)
     assert read_all(log) == written
-    assert not path.with_suffix(".log.tmp").exists()
+    assert not path.with_suffix(".log.copy").exists()
     crash(log)
 
 
@@ -1096,12 +1126,29 @@ def test_a_stop_copies_what_an_earlier_sync_could_not_save(tmp_path: Path) -> No
     log.delete()
 
 
+def test_a_sync_without_a_spare_descriptor_takes_the_segment_s_own_and_frees_it(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    """Or topics that wait for their sync would keep the descriptors that it needs, for ever."""
+    before = open_descriptors()
+    log = open_log(tmp_path, files=files)
+    written = fill(log, 10)
+    files.fail("duplicate", errno.EMFILE)
+    log.sync_now()
+    assert log.committed == log.stable
+    assert open_descriptors() == before
+    written += fill(log, 1)
+    assert read_all(log) == written
+    log.delete()
+    assert open_descriptors() == before
+
+
 def test_a_sync_that_cannot_begin_loses_no_descriptor(tmp_path: Path, files: FaultyFiles) -> None:
     before = open_descriptors()
     log = open_log(tmp_path, files=files, **SMALL)
     fill(log, 10)
-    files.fail("duplicate", errno.EMFILE)
-    with pytest.raises((OSError, WriteFailed)):
+    files.fail("duplicate", errno.EIO)
+    with pytest.raises(OSError, match="Input/output"):
         log.sync_now()
     log.sync_now()
     assert log.committed == log.stable

@@ -6,9 +6,11 @@ About every second maintain(): checkpoints, fsyncs, reclaiming. Both touch only 
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from nsparq.broker.importer import import_queues
 from nsparq.broker.scan import QueueScan
 from nsparq.broker.topic import Topic
 from nsparq.broker.transactions import Transactions
-from nsparq.errors import SyncFailed
+from nsparq.errors import StartError, SyncFailed
 from nsparq.names import is_valid_name
 from nsparq.options import NsqdOptions
 from nsparq.storage.cache import BatchCache
@@ -48,6 +50,13 @@ CLEAN_STOP = "clean-stop"
 """A file that a clean stop leaves, and that the next start removes: without it numbers may have been handed
 out that no file tells of."""
 
+RESERVE_NAME = "reserve"
+RESERVE_BYTES = 1 << 20
+"""Room that is kept on the disk for a clean stop. Files are replaced a few at a time, so that this is enough
+for any number of channels, unless they have tens of thousands of unfinished messages each."""
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+"""A data path with this error will not do; one that is full may have room again."""
+
 SYNC_REST_NS = 100_000_000
 """Without `--durability=fsync` nobody waits for an fsync: a log has no more than ten of them a second."""
 SLICE_NS = 5_000_000
@@ -74,6 +83,15 @@ def run_inline(work: Work, then: Work) -> None:
     """For tests and for shutting down: no threads."""
     work()
     then()
+
+
+RunEach = Callable[[Sequence[Work]], None]
+"""Runs each of some works, and returns when all are done."""
+
+
+def run_one_by_one(works: Sequence[Work]) -> None:
+    for work in works:
+        work()
 
 
 class Broker:
@@ -130,6 +148,12 @@ class Broker:
         """When the last round of syncs of small files and names began."""
         self.was_stopped_cleanly = False
         """Whether the run before this one has come to a clean end."""
+        self._is_writing_metadata = False
+        self._await_metadata: list[Work] = []
+        """Told when the write of nsqd.dat that is under way has ended."""
+        self._await_next_metadata: list[Work] = []
+        """The same for the one after it."""
+        self._has_reserve = False
         self._is_loading = True
         """Until all of nsqd.dat has been taken in, it must not be written."""
         self._copying: set[Topic] = set()
@@ -159,11 +183,13 @@ class Broker:
             self.lock()
         try:
             self._load()
-        except BaseException:
+        except BaseException as error:
             for topic in self.topics.values():
                 if isinstance(topic.log, Log):
                     topic.log.delete()  # only lets go of its files
             self._unlock()
+            if isinstance(error, OSError):
+                raise StartError(f"failed to load data-path {self.data_path}: {error}") from error
             raise
 
     def _load(self) -> None:
@@ -188,7 +214,10 @@ class Broker:
         wall_ns = self.wall_ns()
         self._age_clock = AgeClock(newest_ns or wall_ns, wall_ns, self.monotonic_ns())
         self._is_loading = False
-        self.write_metadata()
+        error = self._write_metadata_now()
+        if error is not None and error.errno in UNWRITABLE:
+            raise StartError(f"failed to persist metadata - {error}") from error
+        self._keep_reserve()
 
     def _read_metadata(self) -> Metadata:
         path = self.data_path / FILE_NAME
@@ -227,38 +256,92 @@ class Broker:
         if is_new and entry.paused:
             topic.pause()
 
-    def close(self) -> None:
-        """Persist everything and let go of the data path."""
+    def close(self, run_each: RunEach = run_one_by_one) -> list[str]:
+        """Persist everything and let go of the data path. Gives what could not be kept. Each topic is
+        persisted by one of the works that `run_each` is given; it may run them in threads."""
         if self._lock_fd < 0:
-            return
+            return []
         if self._is_loading:
             self._unlock()
-            return
+            return []
         self._background = run_inline
         self.turn()
-        is_clean = True
         for topic in self.topics.values():
             try:
-                topic.close()
+                topic.end_clients()
             except Exception:
-                # One topic's trouble must not cost the others that they are persisted.
-                logger.exception("%s: could not be persisted whole", topic)
-                is_clean = False
-        self.write_metadata()
-        if is_clean:
-            self._leave_clean_stop()
+                logger.exception("%s: internal error while taking leave of its clients", topic)
+        failed = self._persist([*self.topics.values()], run_each)
+        if failed:
+            # Most likely the disk is full.
+            self._make_room()
+            failed = self._persist([*failed], run_each, states_first=True)
+        self._write_metadata_now()
+        if not failed and not self._leave_clean_stop():
+            self._make_room()
+            if not self._leave_clean_stop():
+                logger.error("the next start takes this stop for a crash")
+        lost = [f"{what} ({error})" for failures in failed.values() for what, error in failures]
+        for line in lost:
+            logger.error("not kept: %s", line)
+        for topic in self.topics.values():
+            if isinstance(topic.log, Log):
+                topic.log.delete()  # only lets go of its files
         self._unlock()
+        return lost
 
     def _unlock(self) -> None:
         self.files.close(self._lock_fd)
         self._lock_fd = -1
 
-    def _leave_clean_stop(self) -> None:
+    def _leave_clean_stop(self) -> bool:
+        """Gives whether the next start will know that this was a clean stop."""
         try:
             self.files.sync_pending()
             self.files.replace(self.data_path / CLEAN_STOP, b"", sync=True)
         except OSError as error:
-            logger.error("the next start takes this stop for a crash: %s", error)
+            logger.warning("cannot write %s: %s", CLEAN_STOP, error)
+            return False
+        return True
+
+    def _persist(
+        self, topics: list[Topic], run_each: RunEach, *, states_first: bool = False
+    ) -> dict[Topic, list[tuple[str, Exception]]]:
+        """Gives the topics that could not be persisted whole, with what could not be kept and why."""
+        failed: dict[Topic, list[tuple[str, Exception]]] = {}
+
+        def persist(topic: Topic) -> None:
+            failures = topic.persist(states_first=states_first)
+            if failures:
+                failed[topic] = failures
+
+        run_each([partial(persist, topic) for topic in topics])
+        return failed
+
+    def _make_room(self) -> None:
+        """Give the disk back what can be spared."""
+        for topic in self.topics.values():
+            if isinstance(topic.log, Log):
+                try:
+                    self._remove(topic.log.trim(topic.low(), self.age_ns() / 1e9))
+                except OSError as error:
+                    logger.warning("%s: cannot remove what nobody needs: %s", topic, error)
+        try:
+            self.files.unlink(self.data_path / RESERVE_NAME)
+        except OSError as error:
+            logger.warning("cannot remove %s: %s", RESERVE_NAME, error)
+
+    def _keep_reserve(self) -> None:
+        """Hold some room on the disk, for a clean stop when there is no other."""
+        if self._has_reserve:
+            return
+        try:
+            self.files.allocate(self.data_path / RESERVE_NAME, RESERVE_BYTES)
+        except OSError as error:
+            self.set_health(f"no room to keep in reserve for a clean stop: {_reason(error)}", "reserve")
+        else:
+            self._has_reserve = True
+            self.set_health(None, "reserve")
 
     def topic_directory(self, name: str) -> Path:
         return self.data_path / TOPICS / (name + TOPIC_SUFFIX)
@@ -303,8 +386,14 @@ class Broker:
         return topic
 
     def delete_topic(self, name: str) -> None:
-        """Raises KeyError."""
+        """Raises KeyError, or OSError with nothing changed."""
         topic = self.topics[name]
+        trash: Path | None = None
+        if topic.directory is not None:
+            trash = topic.directory.with_name(f"{name}.{topic.incarnation}{TRASH_SUFFIX}")
+            self.files.rename(topic.directory, trash)
+            if topic.is_synchronous:
+                self.files.sync_names(trash.parent)
         self._deleted_end = max(self._deleted_end, topic.log.end)
         topic.delete()
         del self.topics[name]
@@ -312,15 +401,12 @@ class Broker:
         self._used.discard(topic)
         self._with_files.discard(topic)
         self._aging.discard(topic)
-        for work in ("sync", "carry"):
+        for work in ("sync", "carry", "state"):
             self.set_health(None, f"{work} {topic}")
-        if topic.directory is not None:
-            trash = topic.directory.with_name(f"{name}.{topic.incarnation}{TRASH_SUFFIX}")
-            self.files.rename(topic.directory, trash)
-            if topic.is_synchronous:
-                self.files.sync_names(trash.parent)
+        if trash is not None:
+            removed = trash
             self.write_metadata()
-            self.in_background(lambda: self._throw_away(trash))
+            self.in_background(lambda: self._throw_away(removed))
         self._announce("UNREGISTER", name, "")
         logger.info("TOPIC(%s): deleted", name)
 
@@ -361,8 +447,60 @@ class Broker:
             self.write_metadata()
 
     def write_metadata(self) -> None:
+        """Have nsqd.dat written, in a thread: see when_durable()."""
         if self._is_loading:
             return
+        self._is_metadata_stale = True
+        if self._is_writing_metadata:
+            # Written again, with all that has changed meanwhile, as soon as that is done.
+            return
+        self._is_metadata_stale, self._is_writing_metadata = False, True
+        self._await_metadata, self._await_next_metadata = self._await_next_metadata, []
+        content = self._encode_metadata()
+        failure: list[OSError] = []
+
+        def write() -> None:
+            try:
+                self.files.replace(self.data_path / FILE_NAME, content, sync=True)
+            except OSError as error:
+                failure.append(error)
+
+        def written() -> None:
+            self._is_writing_metadata = False
+            waiting, self._await_metadata = self._await_metadata, []
+            self._note_metadata(failure[0] if failure else None)
+            if self._await_next_metadata:
+                self.write_metadata()
+            for done in waiting:
+                done()
+
+        self._background(write, written)
+
+    def when_durable(self, done: Work) -> None:
+        """Have `done` called once nsqd.dat on disk says what was changed last, or cannot be written."""
+        if not self._is_writing_metadata:
+            done()
+        elif self._is_metadata_stale:
+            self._await_next_metadata.append(done)
+        else:
+            self._await_metadata.append(done)
+
+    def _write_metadata_now(self) -> OSError | None:
+        """Gives the error, if there is one."""
+        try:
+            self.files.replace(self.data_path / FILE_NAME, self._encode_metadata(), sync=True)
+        except OSError as error:
+            self._note_metadata(error)
+            return error
+        self._is_metadata_stale = False
+        self._note_metadata(None)
+        return None
+
+    def _note_metadata(self, error: OSError | None) -> None:
+        self._is_metadata_stale |= error is not None
+        self.set_health(None if error is None else f"failed to persist metadata - {error}", "metadata")
+
+    def _encode_metadata(self) -> bytes:
         topics = [
             TopicEntry(
                 t.name,
@@ -372,14 +510,7 @@ class Broker:
             for t in self.topics.values()
             if not t.is_ephemeral
         ]
-        self._is_metadata_stale = False
-        try:
-            self.files.replace(self.data_path / FILE_NAME, encode_metadata(topics, NSQ_VERSION), sync=True)
-        except OSError as error:
-            self._is_metadata_stale = True
-            self.set_health(f"failed to persist metadata - {error}", "metadata")
-        else:
-            self.set_health(None, "metadata")
+        return encode_metadata(topics, NSQ_VERSION)
 
     # the turn
 
@@ -566,6 +697,7 @@ class Broker:
         now_ns = self.monotonic_ns()
         if self._is_metadata_stale:
             self.write_metadata()
+        self._keep_reserve()
         for channel in self._stuck:
             # If it fails again, it says so again.
             self.set_health(None, f"read {channel}")

@@ -131,6 +131,12 @@ class Topic:
         self._reserve_at = -1
         """Half of the numbers that this run has reserved: before it goes beyond this it reserves more. Below
         the log's end while the state on disk is still that of a clean stop."""
+        self._deleted: dict[str, Channel] = {}
+        """Channels that were deleted, while their files are still there."""
+        self._is_state_stale = False
+        """Whether the state on disk has still to be replaced by the present one."""
+        self._is_clean = False
+        """Whether the state on disk is that of a clean stop, and nothing has changed since."""
         self._handed_out = -1
         self._import_start = -1
         """Where the messages of another nsqd begin, while they are being taken over."""
@@ -196,6 +202,7 @@ class Topic:
             self.channels[name] = channel
         if state is not None and state.import_start >= 0:
             self._end_import()
+        self._is_clean = state is not None and clean_end == log.end and state.import_start < 0
         since = self.visible_end if self.channels else self.origin
         due_at = self.broker.due_times()
         self._held_back = [(sequence, due_at(due_ns)) for sequence, due_ns in log.deferred_since(since)]
@@ -260,19 +267,44 @@ class Topic:
             import_start=self._import_start,
             settings=self.settings.stored(),
         )
+        self._is_clean = False
         state.write(self.broker.files, self.directory, sync=clean or sync or self.is_synchronous)
         self._reserve_at = state.reserved - RESERVED_NUMBERS // 2
+        self._is_clean = clean
 
-    def close(self) -> None:
-        """Persist everything, in an order in which a crash on the way loses nothing."""
+    def end_clients(self) -> None:
+        """The daemon stops: take leave of the clients."""
         self.is_exiting = True
         for channel in self.channels.values():
             channel.close()
-        if self.directory is not None and isinstance(self.log, Log):
-            self.log.close()
-            for channel in self.channels.values():
-                channel.save(sync=True)
-            self._write_state(clean=True)
+
+    def persist(self, *, states_first: bool = False) -> list[tuple[str, Exception]]:
+        """Write down what has changed, in an order in which a crash on the way loses nothing. Gives what
+        could not be kept, and why; it may be called again then. May be called in a thread, after
+        end_clients().
+
+        With `states_first`, the states of the channels have what room there is.
+        """
+        if self.directory is None or not isinstance(self.log, Log):
+            return []
+        steps: list[tuple[str, Callable[[], None]]] = [
+            (f"{self}: messages not yet on disk", self.log.persist)
+        ]
+        steps += [(f"{c}: which messages are finished", c.persist) for c in self.channels.values()]
+        if states_first:
+            steps.reverse()
+        failed: list[tuple[str, Exception]] = []
+        for what, write in steps:
+            try:
+                write()
+            except Exception as error:
+                failed.append((what, error))
+        if not failed and not self._is_clean:
+            try:
+                self._write_state(clean=True)
+            except OSError as error:
+                failed.append((f"{self}: that it was stopped cleanly", error))
+        return failed
 
     # taking over what another nsqd has left: see broker.importer
 
@@ -486,6 +518,8 @@ class Topic:
             return channel
         if self.is_exiting:
             raise Exiting
+        if name in self._deleted:
+            self._remove_files(name, self._deleted[name])
         is_first = not self.channels
         channel = Channel(self, name, self.origin if is_first else self.visible_end)
         held_back = self._held_back
@@ -516,19 +550,48 @@ class Topic:
 
     def delete_channel(self, name: str) -> None:
         """Raises KeyError. An ephemeral topic goes with its last channel."""
-        channel = self.channels.pop(name)
-        channel.close()
+        channel = self.channels[name]
+        self._end_channel(channel)
         if not self.channels:
             self.origin = self.visible_end
             self._held_back = [held for held in self._held_back if held[0] >= self.origin]
-            self._write_state(clean=False)
-        self.broker.channel_deleted(channel)
+            self._is_state_stale = True
+            self.write_stale_state()
         # Behind the metadata: a channel that nsqd.dat names and that has no file is taken for a damaged one.
-        channel.remove_files()
-        if self.is_synchronous and self.directory is not None and not self.is_exiting:
-            self.broker.files.sync_names(self.directory)
+        self._deleted[name] = channel
+        self.broker.when_durable(lambda: self._remove_files(name, channel))
         if self.is_ephemeral and not self.channels and not self.is_exiting:
             self.broker.delete_topic(self.name)
+
+    def _remove_files(self, name: str, channel: Channel) -> None:
+        """Of a channel that was deleted, unless that has been done."""
+        if self._deleted.get(name) is not channel:
+            return
+        del self._deleted[name]
+        try:
+            channel.remove_files()
+            if self.is_synchronous and self.directory is not None:
+                self.broker.files.sync_names(self.directory)
+        except OSError as error:
+            logger.error("%s: its files stay, and the next start finds it again: %s", channel, error)
+
+    def _end_channel(self, channel: Channel) -> None:
+        del self.channels[channel.name]
+        channel.close()
+        self.broker.channel_deleted(channel)
+
+    def write_stale_state(self) -> None:
+        """Write the topic's state if an earlier attempt failed. If this one does, it is tried again later."""
+        if not self._is_state_stale:
+            return
+        try:
+            self._write_state(clean=False)
+        except OSError as error:
+            self.broker.set_health(f"{self}: cannot write its state: {error}", f"state {self}")
+            self.broker.note_changed(self)
+        else:
+            self._is_state_stale = False
+            self.broker.set_health(None, f"state {self}")
 
     def save_channel(self, channel: Channel, state: ChannelState | None = None) -> None:
         """Write the channel's state now: a message acknowledged after this finds it after a crash. `state` is
@@ -613,8 +676,11 @@ class Topic:
     def delete(self) -> None:
         """The end of the topic, its channels and its messages."""
         self.is_exiting = True
-        for name in [*self.channels]:
-            self.delete_channel(name)
+        self._deleted.clear()
+        for channel in [*self.channels.values()]:
+            # A checkpoint that is late must not be written any more.
+            channel.remove_files()
+            self._end_channel(channel)
         unanswered = [self._waiting, *(waiting for _, waiting in self._uncommitted)]
         self._waiting, self._uncommitted = [], []
         for waiting in unanswered:
@@ -626,11 +692,13 @@ class Topic:
 
     def checkpoint(self) -> None:
         """Without a durable channel the topic itself must remember what has been handed out."""
+        self.write_stale_state()
         if self.directory is None or not self.channels or any(c.is_durable for c in self.channels.values()):
             return
         if self._handed_out != self.visible_end:
             self._handed_out = self.visible_end
-            self._write_state(clean=False)
+            self._is_state_stale = True
+            self.write_stale_state()
 
     def low(self) -> int:
         """The oldest sequence number that anyone still needs."""

@@ -139,18 +139,27 @@ class HttpApi:
     def create_topic(self, request: Request) -> None:
         self.broker.get_topic(self._valid_topic(request))
 
-    def delete_topic(self, request: Request) -> None:
+    def delete_topic(self, request: Request) -> Later:
         self.broker.delete_topic(self._known_topic(request).name)
+        return self._answer_when_durable(request)
 
-    def empty_topic(self, request: Request) -> None:
+    def empty_topic(self, request: Request) -> Later:
         self._valid_topic(request)
         self._known_topic(request).empty()
+        return self._answer_when_durable(request)
 
-    def pause_topic(self, request: Request) -> None:
+    def pause_topic(self, request: Request) -> Later:
         self._known_topic(request).pause()
+        return self._answer_when_durable(request)
 
-    def unpause_topic(self, request: Request) -> None:
+    def unpause_topic(self, request: Request) -> Later:
         self._known_topic(request).unpause()
+        return self._answer_when_durable(request)
+
+    def _answer_when_durable(self, request: Request) -> Later:
+        """Once it is on disk: a crash after the answer changes nothing."""
+        self.broker.when_durable(lambda: request.answer(None))
+        return LATER
 
     def _known_topic(self, request: Request) -> Topic:
         name = request.parameters.get("topic")
@@ -165,18 +174,22 @@ class HttpApi:
         topic, channel = find_topic_and_name(self.broker, request)
         topic.get_channel(channel)
 
-    def delete_channel(self, request: Request) -> None:
+    def delete_channel(self, request: Request) -> Later:
         channel = find_channel(self.broker, request)
         channel.topic.delete_channel(channel.name)
+        return self._answer_when_durable(request)
 
-    def empty_channel(self, request: Request) -> None:
+    def empty_channel(self, request: Request) -> Later:
         find_channel(self.broker, request).empty()
+        return self._answer_when_durable(request)
 
-    def pause_channel(self, request: Request) -> None:
+    def pause_channel(self, request: Request) -> Later:
         find_channel(self.broker, request).pause()
+        return self._answer_when_durable(request)
 
-    def unpause_channel(self, request: Request) -> None:
+    def unpause_channel(self, request: Request) -> Later:
         find_channel(self.broker, request).unpause()
+        return self._answer_when_durable(request)
 
     # watching
 

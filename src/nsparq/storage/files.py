@@ -201,6 +201,14 @@ class Files:
                 self.sync_directory(path)
                 self._forget(self._changed_directories, path, number)
 
+    def allocate(self, path: Path, size: int) -> None:
+        """Have a file take `size` bytes of the disk, whatever they hold."""
+        fd = self.open(path)
+        try:
+            os.posix_fallocate(fd, 0, size)
+        finally:
+            self.close(fd)
+
     def sync_directory(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -178,18 +178,20 @@ class Log:
         return sum(segment.size for segment in self._segments)
 
     def close(self) -> None:
-        """Write what only memory holds, sync, and leave an index that makes the next start quick."""
+        """Persist everything, and let go of it. Raises WriteFailed; it can be tried again then."""
+        self.persist()
+        self._forget_all()
+
+    def persist(self) -> None:
+        """Write what only memory holds, sync, and leave an index that makes the next start quick. Raises
+        WriteFailed; it can be tried again then. May be called in a thread if nobody else uses the log."""
         self._write_out(self.end)
-        try:
-            self.sync_now()
-            self._copy_doubtful()
-        finally:
-            self.close_descriptors()
-        if self._segments:
-            self._segments[-1].write_index(sync=True)
+        self.sync_now()
+        self._copy_doubtful()
+        if self._segments and not self._segments[-1].has_index:
+            self._write_index(self._segments[-1], sync=True)
         for segment in self._segments:
             segment.close()
-        self._forget_all()
 
     def delete(self) -> None:
         """Let go of everything; the directory is the caller's to remove."""
@@ -255,7 +257,15 @@ class Log:
         try:
             segment = self._segment_for(size, batches[0].base)
             position = segment.size
-            segment.append(buffers, size)
+            try:
+                segment.append(buffers, size)
+            except OSError as error:
+                if error.errno != errno.EFBIG or not position:
+                    raise
+                # The system allows no larger files (ulimit -f).
+                self._seal(segment)
+                segment, position = self._begin_segment(batches[0].base), 0
+                segment.append(buffers, size)
         except OSError as error:
             raise WriteFailed(f"{self.directory.name}: {error.strerror or error}") from error
         for offset, base, end, stamp_ns, due_ns in places:
@@ -275,20 +285,27 @@ class Log:
                 self._seal(active)
             else:
                 self._segments.pop().remove()
+        return self._begin_segment(base)
+
+    def _begin_segment(self, base: int) -> Segment:
         segment = Segment(self.files, self.directory, base)
         self._segments.append(segment)
         return segment
 
     def _seal(self, segment: Segment) -> None:
         segment.tidy()
-        try:
-            segment.write_index(sync=False)
-        except OSError as error:
-            logger.warning("%s: has no index, the next start reads all of it: %s", segment.path.name, error)
+        self._write_index(segment, sync=False)
         if segment in self.doubtful:
             segment.close()
         else:
             self._closing.append((segment.detach(), segment))
+
+    def _write_index(self, segment: Segment, *, sync: bool) -> None:
+        """Without its index a segment is as good, but slower to open."""
+        try:
+            segment.write_index(sync=sync)
+        except OSError as error:
+            logger.warning("%s: has no index, the next start reads all of it: %s", segment.path.name, error)
 
     # memory
 
@@ -530,12 +547,21 @@ class Log:
     def begin_sync(self) -> Sync:
         """What must be synced for everything stable to be committed; run() it in a thread."""
         active = self._segments[-1:] if self._segments and self._segments[-1] not in self.doubtful else []
-        opened = [(self.files.duplicate(segment.fd), segment) for segment in active]
+        opened = [(self._descriptor_to_sync(segment), segment) for segment in active]
         opened, self._closing = self._closing + opened, []
         sync = Sync(self.files, opened, self.directory, self.stable, self.unsynced)
         self.unsynced = 0
         self.is_syncing = True
         return sync
+
+    def _descriptor_to_sync(self, segment: Segment) -> int:
+        try:
+            return self.files.duplicate(segment.fd)
+        except OSError as error:
+            if error.errno not in _OUT_OF_DESCRIPTORS:
+                raise
+            # Its own one, then, which is free when that is done; the file opens again when it is used.
+            return segment.detach()
 
     def end_sync(self, sync: Sync) -> None:
         """Take note of how it went. Segments whose fsync failed are doubtful from now on."""

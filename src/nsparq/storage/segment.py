@@ -42,7 +42,7 @@ that it takes one by one. Batches are then written over the zeros there. Larger 
 PREPARE_FROM: Final = 1 << 20
 """The size from which on a segment is busy, so that one with a few messages stays small."""
 
-COPY_SUFFIX: Final = ".log.tmp"
+COPY_SUFFIX: Final = ".log.copy"
 """Of a segment that is being copied."""
 _COPY_SIZE: Final = 1 << 20
 
@@ -98,6 +98,8 @@ class Segment:
         self._prepared = 0
         """How far the file reaches, zeros included, if that is beyond `size`."""
         self._may_prepare = True
+        self.has_index = False
+        """Whether the index on disk speaks of all that is here."""
         self._damage: dict[int, int] = {}
         """Where unreadable bytes begin, and where reading goes on."""
 
@@ -155,6 +157,7 @@ class Segment:
         if timestamp_ns > self.last_ns:
             self.last_ns = timestamp_ns
         self.end = end
+        self.has_index = False
         if due_ns:
             self.deferred.extend((base, due_ns))
 
@@ -187,6 +190,7 @@ class Segment:
             # One that is left can be done without; one in the place of another would have to be synced.
             self.files.unlink(self.index_path)
         self.files.replace(self.index_path, head + body, sync=sync)
+        self.has_index = True
 
     def copy_anew(self) -> None:
         """Put a copy of the whole file in its place, and have that on disk. Once an fsync has failed, only
@@ -296,6 +300,7 @@ class Segment:
         self._positions.frombytes(body[8 * entries : 16 * entries])
         self._times.frombytes(body[16 * entries : 24 * entries])
         self.deferred.frombytes(body[24 * entries :])
+        self.has_index = True
         return True
 
     # reading

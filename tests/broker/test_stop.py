@@ -1,0 +1,165 @@
+"""A clean stop: what it writes, on a disk that is full, and what it says of what it could not keep."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from nsparq.broker.broker import RESERVE_NAME
+from nsparq.errors import StartError
+from tests.broker.rig import Rig, TestFiles, bodies
+
+MakeRig = Callable[..., Rig]
+
+
+class FullDisk(TestFiles):
+    """Has no room for another file, as long as the reserve takes the last of it."""
+
+    is_full = False
+
+    def replace(self, path: Path, content: bytes, *, sync: bool) -> None:
+        if self.is_full and list(path.parent.glob(RESERVE_NAME)) + list(path.parents[2].glob(RESERVE_NAME)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().replace(path, content, sync=sync)
+
+
+def finish_all(rig: Rig, topic: str, count: int = 3) -> None:
+    rig.channel("c", topic)
+    rig.publish(topic, *bodies(count))
+    client = rig.subscribe(topic, rdy=count)
+    rig.finish(client, *client.take())
+
+
+@pytest.mark.parametrize("durability", ["os", "fsync", "memory"])
+def test_a_stop_on_a_full_disk_keeps_what_was_finished(make_rig: MakeRig, durability: str):
+    files = FullDisk()
+    rig = make_rig(files=files, durability=durability)
+    for name in ("a", "b"):
+        finish_all(rig, name)
+    rig.publish("a", b"not finished")
+    files.is_full = True
+    assert rig.broker.close() == []
+    files.is_full = False
+    rig.start()
+    assert [rig.channel("c", name).depth for name in ("a", "b")] == [1, 0]
+    assert (rig.data_path / RESERVE_NAME).stat().st_blocks > 0, "for the next time"
+
+
+def test_a_stop_says_what_it_could_not_keep(rig: Rig, caplog: pytest.LogCaptureFixture):
+    for name in ("a", "b"):
+        finish_all(rig, name)
+    rig.files.fail("replace", "a.topic/c.channel")
+    (lost,) = rig.broker.close()
+    assert lost == "a:c: which messages are finished ([Errno 28] No space left on device)"
+    assert f"not kept: {lost}" in caplog.text
+    rig.files.heal()
+    rig.start()
+    assert [rig.channel("c", name).depth for name in ("a", "b")] == [3, 0]
+
+
+def test_a_log_that_cannot_be_synced_does_not_cost_its_channels_their_state(rig: Rig):
+    finish_all(rig, "t")
+    rig.files.fail("sync", ".log", errno.EIO)
+    rig.files.fail("sync", ".copy", errno.EIO)
+    (lost,) = rig.broker.close()
+    assert lost.startswith("t: messages not yet on disk")
+    rig.files.heal()
+    rig.clock.advance(1)
+    rig.start()
+    assert rig.channel("c").depth == 0
+
+
+def test_a_disk_without_room_for_the_reserve_is_a_matter_of_health(make_rig: MakeRig):
+    class NoRoom(TestFiles):
+        is_full = True
+
+        def allocate(self, path: Path, size: int) -> None:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().allocate(path, size)
+
+    files = NoRoom()
+    rig = make_rig(files=files)
+    assert "reserve" in rig.broker.health
+    files.is_full = False
+    rig.maintain()
+    assert rig.broker.health is None
+
+
+def test_a_stop_writes_nothing_for_topics_that_have_not_changed(rig: Rig):
+    for name in ("a", "b", "c"):
+        finish_all(rig, name)
+    rig.restart()
+    finish_all(rig, "b")
+    rig.maintain()
+    written: list[str] = []
+    replace = rig.files.replace
+
+    def record(path: Path, content: bytes, *, sync: bool) -> None:
+        written.append(str(path.relative_to(rig.data_path)))
+        replace(path, content, sync=sync)
+
+    rig.files.replace = record
+    rig.files.calls.clear()
+    rig.close()
+    assert {name.split("/")[1] for name in written if "/" in name} == {"b.topic"}
+    rig.files.replace = replace
+    rig.start()
+    assert [rig.channel("c", name).depth for name in ("a", "b", "c")] == [0, 0, 0]
+
+
+def test_finishing_messages_of_an_old_topic_is_a_change(rig: Rig):
+    rig.channel("c")
+    rig.publish("t", *bodies(3))
+    rig.restart()
+    client = rig.subscribe("t", rdy=3)
+    rig.finish(client, *client.take())
+    rig.maintain()
+    rig.restart()
+    assert rig.channel("c").depth == 0
+
+
+def test_topics_are_persisted_in_threads(rig: Rig):
+    names = [f"t{number}" for number in range(20)]
+    for name in names:
+        finish_all(rig, name)
+        rig.publish(name, b"left")
+    counts: list[int] = []
+
+    def in_threads(works: Sequence[Callable[[], None]]) -> None:
+        counts.append(len(works))
+        with ThreadPoolExecutor(8) as threads:
+            assert [*threads.map(lambda work: work(), works)] == [None] * len(works)
+
+    assert rig.broker.close(in_threads) == []
+    assert counts == [20]
+    rig.start()
+    assert {rig.channel("c", name).depth for name in names} == {1}
+
+
+@pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES])
+def test_a_data_path_that_cannot_be_written_is_refused(rig: Rig, error: int):
+    rig.publish("t", b"x")
+    rig.close()
+    rig.files.fail("replace", "nsqd.dat", error)
+    with pytest.raises(
+        StartError, match="failed to persist metadata - .*nsqd.dat|failed to persist metadata"
+    ):
+        rig.start()
+    assert rig.broker._lock_fd == -1
+    rig.files.heal()
+    rig.start()
+    assert rig.topic().depth == 1
+
+
+def test_a_data_path_that_is_full_will_do(rig: Rig):
+    rig.publish("t", b"x")
+    rig.close()
+    rig.files.fail("replace", "nsqd.dat", errno.ENOSPC)
+    rig.start()
+    assert "failed to persist metadata" in rig.broker.health
