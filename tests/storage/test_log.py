@@ -1367,3 +1367,26 @@ def test_the_real_disk_will_do(tmp_path: Path) -> None:
     log = open_log(tmp_path, files=Files(), clean_end=clean_end)
     assert read_all(log, wait=True) == written
     crash(log)
+
+
+# a disk that refuses, in memory mode
+
+
+@pytest.mark.parametrize("refusals", range(1, 8))
+def test_after_refused_writes_memory_and_disk_together_still_hold_everything(
+    tmp_path: Path, files: FaultyFiles, refusals: int
+) -> None:
+    """Whichever batch is the first to reach the disk again, those before it are not left out."""
+    log = open_log(tmp_path, files=files, durability=MEMORY, cache_bytes=1200, memory_messages=1000)
+    log.reader_low = lambda: FLOOR
+    files.fail("write", times=refusals)
+    written = []
+    for number in range(30):
+        try:
+            written += append(log, b"%02d" % number + b"x" * 100)
+        except WriteFailed:
+            pass
+        assert read_all(log, FLOOR) == written
+    assert len(written) >= 30 - refusals
+    log.close()
+    log.delete()

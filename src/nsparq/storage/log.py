@@ -325,22 +325,29 @@ class Log:
             self._write_out(min(leaving, self.end))
 
     def forget(self, batch: Batch) -> bool:
-        """Drop a batch from memory; where memory is all there is, it goes to disk first. False if the
-        disk refuses: then it stays."""
+        """Drop a batch from memory, and those of the tail before it: the tail has no break. Where memory is
+        all there is, they go to disk first. False if the disk refuses: then they stay."""
         if batch.end > self.stable:
             try:
                 self._write_out(batch.end)
             except WriteFailed as error:
                 logger.error("keeping messages in memory: %s", error)
                 return False
+        if batch.base < self.memory_start:
+            self._drop(batch)
+            return True
         tail = self._tail
-        if tail and tail[0] is batch:
-            tail.popleft()
+        first = None
+        while first is not batch:
+            first = tail.popleft()
             self.memory_start = tail[0].base if tail else self.end
+            self._drop(first)
+        return True
+
+    def _drop(self, batch: Batch) -> None:
         del self._memory[batch.base]
         del self._bases[bisect_right(self._bases, batch.base) - 1]
         self._cache.remove(batch)
-        return True
 
     def _write_out(self, end: int) -> None:
         """Memory mode: write batches that begin before `end`, except those that nobody needs any more: they
