@@ -187,7 +187,12 @@ class Life:
         self._answer(fact)
 
     def _answer(self, fact: Fact) -> None:
-        fact.done = self.files.now()
+        """As the HTTP API does: when nsqd.dat is on disk."""
+
+        def done() -> None:
+            fact.done = self.files.now()
+
+        self.broker.when_durable(done)
 
     def consume(self) -> None:
         place = self._place()

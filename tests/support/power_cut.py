@@ -140,9 +140,10 @@ class RecordedFiles(Files):
             directory.syncs.append(self._tick())
 
     def unlink(self, path: Path) -> None:
+        is_there = path.exists()
         super().unlink(path)
-        directory = self._directory(path.parent)
-        if directory is not None and path.name in directory.names:
+        directory = self._directory(path.parent) if is_there else None
+        if directory is not None:
             self._change(directory, [(path.name, None)])
 
     def rename(self, source: Path, target: Path) -> None:
