@@ -186,8 +186,8 @@ def transaction_endpoints(api: TransactionApi, max_body_size: int) -> list[Endpo
             summary="Accept the loss of messages that were staged, and commit the rest.",
             details="For an operator. If staged messages are damaged on disk, or their files are gone, nsqd "
             "publishes the others of a transaction that is decided, and nothing of one that is only "
-            "prepared. Such a transaction is never called committed, and no later one of the producer is, "
-            "until this is said. What is only prepared can be aborted instead.",
+            "prepared. Such a transaction is not called committed until this is said; nor is a later one of "
+            "the producer, if it was decided. What is only prepared can be aborted instead.",
             params=_WHICH,
             permission="admin",
             topics=api.admin_topics,
