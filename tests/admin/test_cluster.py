@@ -13,7 +13,7 @@ from nsparq.admin.cluster import Cluster, NotFound, Unreachable
 from nsparq.admin.merge import Node, mark_out_of_date, node_channel
 from nsparq.admin.replay import BadTarget, parse_target
 from nsparq.admin.routing import AdminApi, path_values
-from nsparq.admin.upstream import AskFailed, Upstream
+from nsparq.admin.upstream import IDLE_S, AskFailed, Upstream
 from nsparq.http.api import Endpoint, Request
 from tests.support.aio import run
 from tests.support.auth_server import AuthServer
@@ -175,3 +175,21 @@ def test_paths_with_several_names_find_their_endpoint() -> None:
     for path in ("/t", "/base/t//y", "/base/t/x/y/z"):
         answer = api.route(Request("GET", path, "", []))
         assert answer is not None and answer.status == 404
+
+
+def test_connections_to_nodes_that_have_gone_are_not_kept_for_ever() -> None:
+    async def main() -> None:
+        upstream = Upstream(connect_timeout=5, request_timeout=5)
+        upstream._sweep(asyncio.get_running_loop().time())
+        with AuthServer() as gone, AuthServer() as there:
+            for server in (gone, there):
+                server.answer({}, 200)
+                await upstream.get_json(f"http://{server.address}/nodes")
+            now = asyncio.get_running_loop().time()
+            assert len(upstream._idle) == 2
+            upstream._sweep(now + IDLE_S)
+            assert not upstream._idle
+            await upstream.get_json(f"http://{there.address}/nodes")
+        await upstream.close()
+
+    run(main())

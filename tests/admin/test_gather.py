@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import tracemalloc
 from typing import Any
 
 from nsparq.admin.health import Severity, find_problems
@@ -73,6 +75,37 @@ def test_gauges_are_added_up_and_rates_are_differences_of_each_node() -> None:
     assert (found["depth"], found["in_rate"], found["out_rate"]) == (7, 12, 12)
     assert (polls.watch.topics.latest(("t",)) or {})["in_rate"] == 12
     assert (polls.watch.totals.latest(()) or {})["in_rate"] == 12
+
+
+def test_memory_is_bounded_while_topics_and_clients_come_and_go() -> None:
+    """Hours of polls, of a cluster where every minute other topics and clients are there."""
+    polls = Polls()
+    watch = polls.watch
+    tables = (watch.totals, watch.nodes_table, watch.topics, watch.channels, watch.clients)
+
+    def poll_until(end: int) -> None:
+        for number in range(watch.number, end):
+            clients = [{"remote_address": f"1.2.3.4:{number // 12 * 10 + one}"} for one in range(3)]
+            polls.poll(said(number, channel(clients=clients), name=f"t{number // 12}"))
+
+    def held() -> tuple[list[int], int]:
+        gc.collect()
+        return [table.size_bytes for table in tables], tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start(1)
+    try:
+        # By then what was there at first is forgotten, and its places are used again.
+        poll_until(400)
+        rings, in_use = held()
+        poll_until(1000)
+        rings_later, in_use_later = held()
+    finally:
+        tracemalloc.stop()
+    assert rings_later == rings
+    assert sum(rings) <= 1 << 26
+    # Six hundred polls that left a hundred bytes each would be more.
+    assert in_use_later - in_use < 60_000
+    assert all(len(table) < 300 for table in tables)
 
 
 def test_what_comes_and_stays_is_not_finished() -> None:

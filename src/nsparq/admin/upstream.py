@@ -138,6 +138,7 @@ class Upstream:
         self._proves = False
         """Whether a certificate that we accept says more than that its owner has some host name."""
         self._idle: defaultdict[_Place, list[_Connection]] = defaultdict(list)
+        self._swept_at = 0.0
         self._slots = asyncio.Semaphore(AT_A_TIME)
 
     def use_tls(self, files: TlsFiles) -> None:
@@ -246,11 +247,26 @@ class Upstream:
 
     def _put_back(self, place: _Place, connection: _Connection) -> None:
         idle = self._idle[place]
+        now = asyncio.get_running_loop().time()
         if connection.is_usable and len(idle) < MAX_IDLE:
-            connection.idle_since = asyncio.get_running_loop().time()
+            connection.idle_since = now
             idle.append(connection)
         else:
             connection.close()
+        if now - self._swept_at >= IDLE_S:
+            self._sweep(now)
+
+    def _sweep(self, now: float) -> None:
+        """Close what was idle too long: nodes come and go, and one that has gone is never asked again."""
+        self._swept_at = now
+        for place, idle in [*self._idle.items()]:
+            kept = [one for one in idle if one.is_usable and now - one.idle_since < IDLE_S]
+            for connection in set(idle) - {*kept}:
+                connection.close()
+            if kept:
+                self._idle[place] = kept
+            else:
+                del self._idle[place]
 
     async def close(self) -> None:
         for idle in self._idle.values():
