@@ -20,6 +20,7 @@ from nsparq.server import tcp
 from nsparq.server.auth import AuthFailed, Authorization, Grant, Permission, Validity
 from nsparq.server.auth_patterns import Pattern
 from nsparq.server.daemon import Nsqd
+from nsparq.transport.layers import MAX_PIECE
 from nsparq.wire.frames import OK
 from tests.server.test_tcp import HeldFiles, running
 from tests.support import (
@@ -434,8 +435,8 @@ def test_a_bomb_of_publishes_waits_for_the_disk(tmp_path: Path) -> None:
             for _ in range(50):
                 await asyncio.sleep(0.01)
                 most = max(most, len(connection._replies))
-            # A piece has 64 KiB, and is taken in whole.
-            assert most < tcp.MAX_UNANSWERED + (64 << 10) // len(pub("t")) + 1
+            # A piece is taken in whole.
+            assert most < tcp.MAX_UNANSWERED + MAX_PIECE // len(pub("t")) + 1
             files.go.set()
             inflate = zlib.decompressobj(-15)
             found = b""

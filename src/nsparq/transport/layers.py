@@ -12,8 +12,9 @@ from typing import Final, Protocol
 
 from nsparq.errors import NsparqError
 
-MAX_PIECE: Final = 65_536
-"""No piece that a layer hands out is longer, however far its input expands."""
+MAX_PIECE: Final = 262_144
+"""No piece that a layer hands out is longer, however far its input expands. As long as what the event loop
+reads at a time: shorter pieces cut MPUBs of a usual size in two, and those cost twice as much to read."""
 
 
 class LayerError(NsparqError):
