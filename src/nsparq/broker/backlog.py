@@ -19,6 +19,7 @@ import numpy as np
 from nsparq.broker.deferred import Deferred
 from nsparq.broker.inflight import InFlight
 from nsparq.names import is_ephemeral
+from nsparq.storage.batch import mark_of
 from nsparq.storage.carry import CARRY_SUFFIX, CarryFile, MemoryCarry
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.ranges import Range
@@ -84,7 +85,9 @@ class Backlog(ABC):
         if self.is_durable and topic.directory is not None:
             files = topic.broker.files
             self.state_file = StateFile(files, topic.directory / (name + CHANNEL_SUFFIX))
-            self._carried = CarryFile(files, topic.directory / (name + CARRY_SUFFIX))
+            self._carried = CarryFile(
+                files, topic.directory / (name + CARRY_SUFFIX), mark_of(topic.incarnation)
+            )
 
     @abstractmethod
     def _watch(self, at_ns: int) -> None:
@@ -294,6 +297,7 @@ class Backlog(ABC):
             carried_before=self._carried_before,
             incarnation=self.topic.incarnation,
             channel=self.name,
+            disk_end=self.topic.log.disk_end,
             sequences=np.array(sequences, np.uint64),
             due_ns=due,
             attempts=np.array(attempts, np.uint16),
@@ -333,9 +337,9 @@ class Backlog(ABC):
             state.sequences.tolist(), state.due_ns.tolist(), state.attempts.tolist(), strict=True
         ):
             # The log lets go only of what is finished or carried: this one was finished after the checkpoint,
-            # unless the carry file should have it.
+            # unless the carry file should have it, or a segment that is gone.
             if sequence < log.start and sequence not in self._carried:
-                missing += sequence < carried_before
+                missing += sequence < carried_before or log.lost.skip(sequence) > sequence
                 continue
             unfinished.add(sequence)
             if attempts:
@@ -355,7 +359,7 @@ class Backlog(ABC):
                 self._defer(sequence, due_at(due_ns))
         if missing:
             self.dropped_count += missing
-            logger.error("%s: %d messages that had been carried over are lost", self, missing)
+            logger.error("%s: %d messages are lost that were not finished", self, missing)
         return unfinished
 
     def add_tried(self, sequence: int, attempts: list[int]) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import uuid
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,8 +21,9 @@ from nsparq.broker.settings import TopicSettings
 from nsparq.errors import Exiting, StorageError, SyncFailed, WriteFailed
 from nsparq.names import is_ephemeral
 from nsparq.packed import PackedBodies
+from nsparq.storage.batch import mark_of
 from nsparq.storage.carry import CARRY_SUFFIX
-from nsparq.storage.log import Durability, Log, LogSettings
+from nsparq.storage.log import Durability, Log, LogSettings, read_marks
 from nsparq.storage.memory import MemoryLog
 from nsparq.storage.metadata import TopicEntry
 from nsparq.storage.segment import Segment
@@ -178,15 +181,17 @@ class Topic:
             if self.broker.was_stopped_cleanly:
                 clean_end = state.clean_end
         log = self._new_log(self.directory, epoch)
-        log.open(clean_end=clean_end, epoch=epoch)
+        if state is not None:
+            for start, end in state.gaps:
+                log.gaps.add(start, end)
+        needed = self._needed(state, [known for known in channel_states.values() if known])
+        log.open(clean_end=clean_end, epoch=epoch, needed=needed)
         self.log = log
         self.origin = log.start
         if state is not None:
             self.origin = max(state.origin, log.start)
             self.paused = state.paused
             self._pause_position = state.pause_position
-            for start, end in state.gaps:
-                log.gaps.add(start, end)
             if state.import_start >= 0:
                 self._undo_import(state.import_start, log, channel_states.values())
         elif listed is not None and listed.paused:
@@ -226,11 +231,8 @@ class Topic:
     ) -> TopicState | None:
         """Find out which log this is, by what the topic's file and its channels' say. Files that are damaged,
         or of another log, are counted, and not used. Gives the topic's state unless it is one of them."""
-        said = [] if state is None else [state.incarnation]
-        said += [known.incarnation for known in channel_states.values() if known and known.incarnation]
-        if said:
-            # The most frequent; of two that are, the topic's own.
-            self.incarnation = max(said, key=said.count)
+        said = [known.incarnation for known in channel_states.values() if known and known.incarnation]
+        self.incarnation = self._find_incarnation(state, said)
         for name, known in channel_states.items():
             if known is not None and known.incarnation not in ("", self.incarnation):
                 logger.error("%s:%s: its file is of another log: the channel starts over", self, name)
@@ -242,11 +244,42 @@ class Topic:
         self.corrupt_files += state is None
         return state
 
+    def _find_incarnation(self, state: TopicState | None, said: list[str]) -> str:
+        """What the topic's file says; where others do not agree, by the votes of that, the channels' files,
+        and the segments."""
+        assert self.directory is not None
+        is_own = state is not None and state.name in ("", self.name)
+        if state is not None and is_own and {*said} <= {state.incarnation}:
+            return state.incarnation
+        marks = read_marks(self.broker.files, self.directory)
+        known = {mark_of(incarnation): incarnation for incarnation in said}
+        votes = Counter(map(mark_of, said))
+        votes.update(marks)
+        if state is not None:
+            known[mark_of(state.incarnation)] = state.incarnation
+            votes[mark_of(state.incarnation)] += 2 if is_own else 0
+        if not votes:
+            return self.incarnation
+        mark = max(votes, key=votes.__getitem__)
+        # Nobody knows its name any more: it gets another that its batches go with.
+        others = (uuid.uuid4().hex for _ in count())
+        return known.get(mark) or next(other for other in others if mark_of(other) == mark)
+
+    def _needed(self, state: TopicState | None, known: list[ChannelState]) -> tuple[int, int]:
+        """The first number that any channel has to read, and where the log ended on disk, by what the files
+        beside it say."""
+        ends = [one.disk_end for one in known] + ([state.disk_end] if state is not None else [])
+        lows = [min([one.cursor, *one.sequences.tolist()]) for one in known]
+        if not known and state is not None:
+            lows = [state.origin]
+        return min(lows, default=0), max(ends, default=0)
+
     def _new_log(self, directory: Path, floor: int) -> Log:
         settings = self.settings.applied_to(self.broker.log_settings)
         log = Log(self.broker.files, directory, self.broker.cache, settings, floor=floor)
         log.reader_low = self._recent_low
         log.on_lost = self._lost
+        log.mark = mark_of(self.incarnation)
         return log
 
     def _lost(self, start: int, end: int) -> None:
@@ -265,6 +298,8 @@ class Topic:
             reserved=self.log.end + (0 if clean else RESERVED_NUMBERS),
             gaps=self.log.gaps.ranges,
             import_start=self._import_start,
+            name=self.name,
+            disk_end=self.log.disk_end,
             settings=self.settings.stored(),
         )
         self._is_clean = False

@@ -2,12 +2,13 @@
 
  0       4       8      12     14     16       24          32      40      44      48
  +-------+-------+------+------+------+--------+-----------+-------+-------+-------+----------+--------+
- | magic | crc   | size | tag  |      | base   | published | due   | count | data  | lengths  | bodies |
+ | magic | crc   | size | tag  | mark | base   | published | due   | count | data  | lengths  | bodies |
  +-------+-------+------+------+------+--------+-----------+-------+-------+-------+----------+--------+
   "NQB1"  crc32c  whole                sequence ns          ns      u32     bytes   count×u32
 
 The crc covers everything after itself. `due` is 0, or the time before which the messages may not be
-delivered. `tag` is 0, or tells by which transaction they came, while that is being committed.
+delivered. `tag` is 0, or tells by which transaction they came, while that is being committed. `mark` tells to
+which log they belong, see mark_of(); 0 in batches of before.
 Bodies lie end to end, so that the length table alone gives every position: one cumulative sum for a delivery,
 and the offsets buffer of an Arrow array for a pipeline.
 """
@@ -108,20 +109,31 @@ def lengths_of(bodies: list[bytes]) -> array[int]:
     return array("I", map(len, bodies))
 
 
+def mark_of(incarnation: str) -> int:
+    """What a log's batches are known by: 16 bits of its incarnation, and never 0."""
+    return (crc32c(incarnation.encode()) & 0xFFFF) or 1
+
+
 def encode_head(
-    base: int, timestamp_ns: int, due_ns: int, lengths: array[int], data: bytes, tag: int = 0
+    base: int,
+    timestamp_ns: int,
+    due_ns: int,
+    lengths: array[int],
+    data: bytes,
+    tag: int = 0,
+    mark: int = 0,
 ) -> bytes:
     """Everything before the bodies."""
     table = table_bytes(lengths)
     size = HEADER_SIZE + len(table) + len(data)
-    checked = _CHECKED.pack(size, tag, 0, base, timestamp_ns, due_ns, len(lengths), len(data)) + table
+    checked = _CHECKED.pack(size, tag, mark, base, timestamp_ns, due_ns, len(lengths), len(data)) + table
     return _SEALED.pack(MAGIC, crc32c(data, crc32c(checked))) + checked
 
 
 class Head:
     """A decoded and plausible batch header."""
 
-    __slots__ = ("base", "count", "crc", "data_size", "due_ns", "size", "tag", "timestamp_ns")
+    __slots__ = ("base", "count", "crc", "data_size", "due_ns", "mark", "size", "tag", "timestamp_ns")
 
     def __init__(self, fields: tuple[int, ...]) -> None:
         (
@@ -129,7 +141,7 @@ class Head:
             self.crc,
             self.size,
             self.tag,
-            _,
+            self.mark,
             self.base,
             self.timestamp_ns,
             self.due_ns,

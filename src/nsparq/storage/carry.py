@@ -34,9 +34,11 @@ _WORTH_REWRITING = 1 << 20
 class CarryFile:
     """Single messages by sequence number, on disk; only their places are in memory."""
 
-    def __init__(self, files: Files, path: Path) -> None:
+    def __init__(self, files: Files, path: Path, mark: int = 0) -> None:
+        """`mark` is the log's; see storage.batch.mark_of."""
         self._files = files
         self._path = path
+        self._mark = mark
         self._places: dict[int, tuple[int, int]] = {}
         """Sequence number to position and size."""
         self._size = 0
@@ -57,6 +59,8 @@ class CarryFile:
         for item in scan(lambda size, at: raw[at : at + size], len(raw), first=None):
             if isinstance(item, Damage):
                 self._note_damage(item.position, "messages carried over are unreadable")
+            elif item.head.mark not in (0, self._mark):
+                self._note_damage(item.position, "a message of another log")
             else:
                 self._places[item.head.base] = (item.position, item.head.size)
                 self._live += item.head.size
@@ -78,7 +82,7 @@ class CarryFile:
         places = {}
         position = self._size
         for sequence, timestamp_ns, body in messages:
-            head = encode_head(sequence, timestamp_ns, 0, lengths_of([body]), body)
+            head = encode_head(sequence, timestamp_ns, 0, lengths_of([body]), body, mark=self._mark)
             places[sequence] = (position, len(head) + len(body))
             position += len(head) + len(body)
             pieces += [head, body]

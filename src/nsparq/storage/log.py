@@ -47,6 +47,7 @@ been used before, even where the disk has lost the last of them, as long as a to
 messages a second. 42 bits of milliseconds last until 2109."""
 
 _SEGMENT_NAME = re.compile(r"[0-9]{20}\.log")
+_INDEX_NAME = re.compile(r"[0-9]{20}\.index")
 
 _IDLE_ROLL_SIZE = 8 << 20
 """A segment that all channels have passed is rolled, and so reclaimed, at this size already."""
@@ -54,6 +55,17 @@ _IDLE_ROLL_SIZE = 8 << 20
 _TAG_SEARCH_SIZE = 4 << 20
 
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+
+def read_marks(files: Files, directory: Path) -> list[int]:
+    """The marks that the segments of a directory begin with, where they are whole."""
+    marks = []
+    for name in files.list_directory(directory):
+        if _SEGMENT_NAME.fullmatch(name):
+            segment = Segment(files, directory, int(name[:-4]))
+            marks.append(segment.read_mark())
+            segment.close()
+    return [mark for mark in marks if mark]
 
 
 class Durability(Enum):
@@ -82,7 +94,11 @@ class Log:
         self.files = files
         self.directory = directory
         self.settings = settings
+        self.mark = 0
+        """Written into each batch, so that a segment of another log is known; see storage.batch.mark_of."""
         self.gaps = Gaps()
+        self.lost = Gaps()
+        """Numbers of which open() has found that they had been on disk and are not any more."""
         self.corrupt_batches = 0
         self.corrupt_messages = 0
         self.end = floor
@@ -122,18 +138,30 @@ class Log:
 
     # opening and closing
 
-    def open(self, *, clean_end: int, epoch: int) -> None:
+    def open(self, *, clean_end: int, epoch: int, needed: tuple[int, int] = (0, 0)) -> None:
         """Read what is on disk. `clean_end` is where the last clean stop ended, -1 if there was none;
-        `epoch` the number from which on nothing can have been used."""
+        `epoch` the number from which on nothing can have been used. `needed` are the first number that a
+        reader needs and the end of what was on disk, as far as that is known from elsewhere."""
         names = self.files.list_directory(self.directory)
         bases = [int(name[:-4]) for name in names if _SEGMENT_NAME.fullmatch(name)]
+        indexed = [int(name[:-6]) for name in names if _INDEX_NAME.fullmatch(name)]
         for name in names:
             if name.endswith(COPY_SUFFIX):
                 self.files.unlink(self.directory / name)
-        for number, base in enumerate(sorted(bases)):
-            segment = Segment(self.files, self.directory, base)
-            for _ in segment.open(last=number == len(bases) - 1):
+        for base in sorted({*bases, *indexed}):
+            segment = Segment(self.files, self.directory, base, self.mark)
+            if base not in bases:
+                self._lose(base, segment.load_index_end(), f"{segment.path} is missing")
+                segment.remove()
+                continue
+            if segment.is_foreign():
+                text = f"{segment.path} is another segment, and kept as {segment.set_aside().name}"
+                self._lose(base, max(base + 1, segment.load_index_end()), text)
+                segment.remove()
+                continue
+            for _ in segment.open(last=base == max(bases)):
                 self.corrupt_batches += 1
+            self._lose(segment.end, segment.index_end, f"{segment.path} is shorter than it was")
             if segment.size == 0:
                 segment.remove()
                 continue
@@ -141,6 +169,8 @@ class Log:
             if self._segments:
                 self.gaps.add(self._segments[-1].end, base)
             self._segments.append(segment)
+        low, disk_end = needed
+        self._lose(max(low, self.disk_end), disk_end, f"{self.directory}: the log's end is missing")
         if self._segments:
             self.end = self._segments[-1].end
         elif clean_end >= 0:
@@ -152,6 +182,22 @@ class Log:
             self.end = start
         self.stable = self.committed = self.memory_start = self._given_up = self.end
         self.low = self.start
+
+    def _lose(self, start: int, end: int, reason: str) -> None:
+        """Note that numbers are missing that had been on disk; none, if `end` is not beyond `start`."""
+        if start >= end:
+            return
+        count = self.count(start, end)
+        self.corrupt_batches += 1
+        self.corrupt_messages += count
+        self.gaps.add(start, end)
+        self.lost.add(start, end)
+        logger.error("%s: %d messages are lost", reason, count)
+
+    @property
+    def disk_end(self) -> int:
+        """The end of what is on disk; 0 if that is nothing."""
+        return self._segments[-1].end if self._segments else 0
 
     def deferred_since(self, sequence: int, due_after: int = 0) -> list[tuple[int, int]]:
         """Sequence number and due time of every deferred message from `sequence` on, in order; of those with
@@ -250,7 +296,9 @@ class Log:
         size = 0
         for batch in batches:
             stamp_ns = batch.timestamp_of(0)
-            head = encode_head(batch.base, stamp_ns, batch.due_ns, batch.lengths, batch.data, batch.tag)
+            head = encode_head(
+                batch.base, stamp_ns, batch.due_ns, batch.lengths, batch.data, batch.tag, self.mark
+            )
             buffers += (head, batch.data)
             places.append((size, batch.base, batch.base + batch.count, stamp_ns, batch.due_ns))
             size += len(head) + len(batch.data)
@@ -288,7 +336,7 @@ class Log:
         return self._begin_segment(base)
 
     def _begin_segment(self, base: int) -> Segment:
-        segment = Segment(self.files, self.directory, base)
+        segment = Segment(self.files, self.directory, base, self.mark)
         self._segments.append(segment)
         return segment
 

@@ -17,10 +17,12 @@ class MemoryLog:
     corrupt_batches = 0
     corrupt_messages = 0
     size_bytes = 0
+    disk_end = 0
 
     def __init__(self, *, floor: int) -> None:
         self.end = floor
         self.gaps = Gaps()
+        self.lost = Gaps()
         self._bases: list[int] = []
         self._batches: dict[int, Batch] = {}
 

@@ -47,9 +47,14 @@ COPY_SUFFIX: Final = ".log.copy"
 _COPY_SIZE: Final = 1 << 20
 
 _INDEX = struct.Struct("<4sIQQQqqQQ")
-_INDEX_MAGIC = b"NQX2"
+_INDEX_MAGIC = b"NQX3"
+_UNMARKED_INDEX_MAGIC = b"NQX2"
+"""The same without the log's mark, which is the first of the arrays' bytes."""
 _OLD_INDEX_MAGIC = b"NQX1"
 """Without times; the segment is read instead, once."""
+_MARK = struct.Struct("<Q")
+FOREIGN_SUFFIX: Final = ".log.foreign"
+"""Files in the place of a segment that hold another one."""
 _ZEROS: Buffer = memoryview(bytes(16 << 10))
 """Short, so that they stay in the processor's nearest memory."""
 
@@ -76,13 +81,17 @@ class Stretch(NamedTuple):
 class Segment:
     """A run of batches in one file. `base` names the file; `end` is the sequence number after the last."""
 
-    def __init__(self, files: Files, directory: Path, base: int) -> None:
+    def __init__(self, files: Files, directory: Path, base: int, mark: int = 0) -> None:
+        """`mark` is the log's, see storage.batch.mark_of; 0 takes any."""
         self.files = files
+        self.mark = mark
         self.path = directory / f"{base:020d}.log"
         self.index_path = self.path.with_suffix(".index")
         self.base = base
         self.end = base
         self.size = 0
+        self.index_end = base
+        """Where it ended when its index was written, if there is one."""
         self.first_ns = 0
         self.last_ns = 0
         """The latest publish time: that of the last message, unless the clock was set back."""
@@ -181,7 +190,7 @@ class Segment:
     def write_index(self, *, sync: bool) -> None:
         self.settle()
         arrays = (self._sequences, self._positions, self._times, self.deferred)
-        body = b"".join(entries.tobytes() for entries in arrays)
+        body = _MARK.pack(self.mark) + b"".join(entries.tobytes() for entries in arrays)
         fields = (self.base, self.end, self.size, self.first_ns, self.last_ns)
         counts = (len(self._positions), len(self.deferred))
         crc = crc32c(body, crc32c(_INDEX.pack(_INDEX_MAGIC, 0, *fields, *counts)))
@@ -228,8 +237,28 @@ class Segment:
 
     def remove(self) -> None:
         self.close()
-        self.files.unlink(self.path)
+        # An index without its segment tells of a segment that is lost.
         self.files.unlink(self.index_path)
+        self.files.unlink(self.path)
+
+    def is_foreign(self) -> bool:
+        """Whether the file begins with a whole batch of another log, or of another place in this one."""
+        head = decode_head(self._read_at(HEADER_SIZE, 0))
+        if head is None or (head.base == self.base and (not self.mark or head.mark in (0, self.mark))):
+            return False
+        return checksum_holds(head, self._read_at(head.size, 0))
+
+    def read_mark(self) -> int:
+        """The mark of the first batch; 0 if it has none or is damaged."""
+        head = decode_head(self._read_at(HEADER_SIZE, 0))
+        return head.mark if head is not None and checksum_holds(head, self._read_at(head.size, 0)) else 0
+
+    def set_aside(self) -> Path:
+        """Rename the file, so that it is no segment any more."""
+        self.close()
+        aside = self.path.with_suffix(FOREIGN_SUFFIX)
+        self.files.rename(self.path, aside)
+        return aside
 
     # opening
 
@@ -281,19 +310,34 @@ class Segment:
             return False
         return not any(self._read_at(damage.end - damage.position, damage.position))
 
+    def load_index_end(self) -> int:
+        """Where a segment ended whose file is gone, or another's."""
+        self._load_index()
+        return self.index_end
+
     def _load_index(self) -> bool:
         raw = self.files.read_whole(self.index_path)
         if raw is None or len(raw) < _INDEX.size:
             return False
         magic, crc, base, end, size, first_ns, last_ns, entries, deferred = _INDEX.unpack_from(raw)
         body = raw[_INDEX.size :]
-        unsigned = _INDEX.pack(_INDEX_MAGIC, 0, base, end, size, first_ns, last_ns, entries, deferred)
+        unsigned = _INDEX.pack(magic, 0, base, end, size, first_ns, last_ns, entries, deferred)
         if magic == _OLD_INDEX_MAGIC:
             return False
-        if magic != _INDEX_MAGIC or crc32c(body, crc32c(unsigned)) != crc:
+        is_known = magic in (_INDEX_MAGIC, _UNMARKED_INDEX_MAGIC)
+        if not is_known or crc32c(body, crc32c(unsigned)) != crc:
             logger.warning("%s is damaged; reading the segment instead", self.index_path.name)
             return False
-        if size != self.size or base != self.base:
+        if magic == _INDEX_MAGIC:
+            (mark,) = _MARK.unpack_from(body)
+            body = body[_MARK.size :]
+            if mark and self.mark and mark != self.mark:
+                logger.warning("%s is of another log; reading the segment instead", self.index_path.name)
+                return False
+        if base != self.base:
+            return False
+        self.index_end = end
+        if size != self.size:
             return False
         self.end, self.first_ns, self.last_ns = end, first_ns, last_ns
         self._sequences.frombytes(body[: 8 * entries])

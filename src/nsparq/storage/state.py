@@ -62,6 +62,10 @@ class TopicState:
     import_start: int = -1
     """Where taking over another nsqd's messages began; -1 unless it was broken off, and then nothing from
     here on counts."""
+    name: str = ""
+    """The topic's; empty in files of before."""
+    disk_end: int = 0
+    """The end of what the log had on disk; 0 if nothing, or in files of before."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Where the topic departs from the daemon's flags; see broker.settings."""
 
@@ -154,6 +158,8 @@ class ChannelState:
     """The log's, and the channel's name: a file that has got to another place is not believed. Empty in files
     of before."""
     channel: str = ""
+    disk_end: int = 0
+    """As in TopicState."""
 
     def drop_from(self, sequence: int) -> None:
         """Forget the unfinished messages from this sequence number on."""
@@ -174,7 +180,7 @@ class ChannelState:
             fields["skips"] = self.skips
         if self.replay[0]:
             fields["replay"] = self.replay
-        for name in ("carried_before", "incarnation", "channel"):
+        for name in ("carried_before", "incarnation", "channel", "disk_end"):
             if value := getattr(self, name):
                 fields[name] = value
         text = json.dumps(fields).encode()
@@ -255,6 +261,7 @@ def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> Cha
         carried_before=operator.index(fields.get("carried_before", 0)),
         incarnation=str(fields.get("incarnation", "")),
         channel=str(fields.get("channel", "")),
+        disk_end=operator.index(fields.get("disk_end", 0)),
     )
 
 
