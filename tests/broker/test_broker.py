@@ -1038,3 +1038,35 @@ def test_the_last_client_of_an_ephemeral_channel_leaves_a_full_disk_and_that_is_
     assert rig.broker.health is None
     rig.crash()
     assert rig.topic().depth == 0, "the topic knows what it has handed out"
+
+
+def test_a_topic_whose_deletion_a_kill_interrupts_does_not_come_back_as_an_empty_one(make_rig: MakeRig):
+    """Its directory has been moved away, and nsqd.dat still lists it."""
+    later = Later()
+    rig = make_rig(background=later)
+    rig.channel("c", "t.with.dots")
+    rig.publish("t.with.dots", b"x")
+    rig.channel("c", "other")
+    rig.maintain()
+    later.run_all()
+    rig.broker.delete_topic("t.with.dots")
+    rig.crash()
+    assert [*rig.broker.topics] == ["other"]
+    rig.crash()
+    assert [*rig.broker.topics] == ["other"]
+    assert [path.name for path in (rig.data_path / "topics").iterdir()] == ["other.topic"]
+
+
+def test_a_topic_s_files_go_when_the_metadata_does_not_list_it_any_more(make_rig: MakeRig):
+    later = Later()
+    rig = make_rig(background=later)
+    rig.channel()
+    rig.maintain()
+    later.run_all()
+    rig.broker.delete_topic("t")
+    assert len(later.jobs) == 1, "first nsqd.dat"
+    later.run()
+    assert (rig.data_path / "nsqd.dat").read_bytes().count(b'"name"') == 0
+    assert len([*(rig.data_path / "topics").iterdir()]) == 1
+    later.run_all()
+    assert [*(rig.data_path / "topics").iterdir()] == []

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from nsparq.server import lookup_peer
-from tests.support import BrokerThread, unique_name, wait_until
+from tests.support import BrokerProcess, BrokerThread, unique_name, wait_until
 from tests.support.auth_server import AuthServer, unused_port
 from tests.support.lookupd import LookupdThread
 
@@ -97,7 +97,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., BrokerThread]]:
         yield run
 
 
-def channels(broker: BrokerThread, topic: str) -> dict[str, int]:
+def channels(broker: BrokerThread | BrokerProcess, topic: str) -> dict[str, int]:
     """The depth of each."""
     stats = broker.topic_stats(topic)
     assert stats is not None
@@ -340,6 +340,33 @@ def test_a_daemon_that_stops_does_not_wait_for_the_answer(start: Start, lookupd:
     wait_until(lambda: lookupd.asked)
     broker.stop()
     lookupd.http.stalled.clear()
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_topic_that_has_not_asked_when_nsqd_ends_asks_in_the_next_run(
+    tmp_path: Path, lookupd: ScriptedLookupd, end: str
+) -> None:
+    lookupd.http.answer({"channels": ["late"]})
+    lookupd.http.stalled.set()
+    with BrokerProcess(tmp_path, lookupd_tcp_address=(lookupd.address,)) as broker:
+        broker.control("create", "t", "own")
+        broker.publish("t", b"acknowledged")
+        wait_until(lambda: lookupd.asked)
+        getattr(broker, end)()
+        lookupd.http.stalled.clear()
+        broker.start()
+        wait_until(lambda: channels(broker, "t") == {"own": 1, "late": 1})
+
+
+def test_what_has_been_asked_is_not_asked_again(start: Start, lookupd: ScriptedLookupd) -> None:
+    lookupd.http.answer({"channels": ["a"]})
+    broker = start(lookupd)
+    broker.publish("t", b"x")
+    wait_until(lambda: channels(broker, "t") == {"a": 1})
+    wait_until(lambda: not is_held(broker, "t"))
+    broker.restart()
+    assert not is_held(broker, "t")
+    assert lookupd.asked == ["/channels?topic=t"]
 
 
 def test_an_address_given_at_run_time_is_asked_too(start: Start, lookupd: ScriptedLookupd) -> None:

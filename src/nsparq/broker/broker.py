@@ -107,6 +107,7 @@ class Broker:
         wake: Callable[[], None] = lambda: None,
         background: Background = run_inline,
         announce: Announce = lambda verb, topic, channel: None,
+        discovers_channels: Callable[[], bool] = lambda: False,
     ) -> None:
         self.options = options
         self.files = files or Files()
@@ -131,6 +132,7 @@ class Broker:
         self._wake = wake
         self._background = background
         self._announce = announce
+        self._discovers_channels = discovers_channels
         self._is_awake = False
         self._dirty_topics: dict[Topic, None] = {}
         self._dirty_channels: dict[Channel, None] = {}
@@ -197,17 +199,21 @@ class Broker:
         metadata = self._read_metadata()
         ours = {entry.name: entry for entry in metadata.topics} if metadata.is_ours else {}
         root = self.data_path / TOPICS
+        trash: list[str] = []
         for name in self.files.list_directory(root):
             if name.endswith(TRASH_SUFFIX):
-                self.files.remove_tree(root / name)
+                trash.append(name)
             elif name.endswith(TOPIC_SUFFIX):
                 topic = Topic(self, name.removesuffix(TOPIC_SUFFIX))
                 topic.load(ours.get(topic.name))
                 self.topics[topic.name] = topic
                 self._channel_count += len(topic.channels)
                 self._used.add(topic)
+        # Where a deletion was interrupted, nsqd.dat may still list the topic.
+        deleted = {_topic_of_trash(name) for name in trash} if metadata.is_ours else set()
         for entry in metadata.topics:
-            self._restore(entry)
+            if entry.name in self.topics or entry.name not in deleted:
+                self._restore(entry)
         import_queues(self)
         self.transactions.load()
         newest_ns = max((topic.positions().last_ns for topic in self.topics.values()), default=0)
@@ -217,6 +223,8 @@ class Broker:
         error = self._write_metadata_now()
         if error is not None and error.errno in UNWRITABLE:
             raise StartError(f"failed to persist metadata - {error}") from error
+        for name in trash:
+            self.files.remove_tree(root / name)
         self._keep_reserve()
 
     def _read_metadata(self) -> Metadata:
@@ -385,6 +393,10 @@ class Broker:
                 self._announce("REGISTER", name, "")
         return topic
 
+    def asks_for_channels(self) -> bool:
+        """Whether somebody is to be asked which channels a new topic has elsewhere."""
+        return self._discovers_channels() and not self._is_loading
+
     def delete_topic(self, name: str) -> None:
         """Raises KeyError, or OSError with nothing changed."""
         topic = self.topics[name]
@@ -406,7 +418,8 @@ class Broker:
         if trash is not None:
             removed = trash
             self.write_metadata()
-            self.in_background(lambda: self._throw_away(removed))
+            # Until nsqd.dat does not list the topic, this tells the next start that it was deleted.
+            self.when_durable(lambda: self.in_background(lambda: self._throw_away(removed)))
         self._announce("UNREGISTER", name, "")
         logger.info("TOPIC(%s): deleted", name)
 
@@ -898,6 +911,11 @@ class Broker:
 
 def _is_valid(name: str) -> bool:
     return is_valid_name(name.encode("utf-8", "replace"))
+
+
+def _topic_of_trash(name: str) -> str:
+    """Whose directory it was: see Broker.delete_topic()."""
+    return name.removesuffix(TRASH_SUFFIX).rpartition(".")[0]
 
 
 def _reason(error: OSError) -> str:

@@ -68,6 +68,9 @@ RESERVED_NUMBERS = 1 << 26
 """Sequence numbers that a topic may use before it must write down that it has. Many, because that is a file;
 but no more than the clock passes in 16 s, so that crashes do not carry a topic far ahead of the clock."""
 
+DISCOVERY = "discovery"
+"""Who holds the messages of a topic that is new, for channels that are to be discovered."""
+
 Done = Callable[[str, Exception | None], None]
 """Told the publisher's verb and None once its messages are as durable as configured, or the failure."""
 
@@ -114,6 +117,8 @@ class Topic:
         """Where the first channel starts: what comes after it is kept while there is no channel."""
         self.holds: dict[object, int] = {}
         """Who needs everything from a sequence number on for a while: nothing behind that is let go."""
+        self.discovery_start = -1
+        """Where channels begin that nsqlookupd knows of, while it has still to be asked for them; else -1."""
         self.settings = TopicSettings()
         self.is_synchronous = False
         """Whether publishers wait for an fsync."""
@@ -161,6 +166,8 @@ class Topic:
             self.log = self._new_log(self.directory, epoch)
             self.log.open(clean_end=epoch, epoch=epoch)
         self.origin = self.log.end
+        if self.broker.asks_for_channels():
+            self._hold_for_discovery(self.log.end)
         self._write_state(clean=False)
 
     def load(self, listed: TopicEntry | None = None) -> None:
@@ -189,6 +196,8 @@ class Topic:
         self.log = log
         self.origin = log.start
         if state is not None:
+            if state.discovery_start >= 0:
+                self._hold_for_discovery(state.discovery_start)
             self.origin = max(state.origin, log.start)
             self.paused = state.paused
             self._pause_position = state.pause_position
@@ -301,11 +310,26 @@ class Topic:
             name=self.name,
             disk_end=self.log.disk_end,
             settings=self.settings.stored(),
+            discovery_start=self.discovery_start,
         )
         self._is_clean = False
         state.write(self.broker.files, self.directory, sync=clean or sync or self.is_synchronous)
         self._reserve_at = state.reserved - RESERVED_NUMBERS // 2
         self._is_clean = clean
+
+    def _hold_for_discovery(self, start: int) -> None:
+        """Keep everything from here on for channels that nsqlookupd may know of. The topic's state says so,
+        too: should nsqd stop before it has asked, its next run does."""
+        self.discovery_start = self.holds[DISCOVERY] = start
+
+    def end_discovery(self) -> None:
+        """Nobody has to be asked for this topic's channels any more. The next round of maintenance writes
+        that down; after a crash before that they are asked once more."""
+        self.discovery_start = -1
+        self.holds.pop(DISCOVERY, None)
+        if not self.is_exiting:
+            self._is_state_stale = True
+            self.broker.note_changed(self)
 
     def end_clients(self) -> None:
         """The daemon stops: take leave of the clients."""

@@ -16,6 +16,7 @@ from nsparq import kernel, logs
 from nsparq.addresses import join_address, remove_stale_socket, split_address
 from nsparq.broker.broker import Broker
 from nsparq.broker.scan import INTERVAL_S
+from nsparq.broker.topic import Topic
 from nsparq.errors import StartError, StopError
 from nsparq.http.api import Response
 from nsparq.http.server import HttpServer
@@ -103,7 +104,12 @@ class Nsqd:
         self.http_address: Address = ""
         self.https_address: Address = ""
         self.broker = Broker(
-            options, files=files, wake=self._wake, background=self._in_thread, announce=self._on_change
+            options,
+            files=files,
+            wake=self._wake,
+            background=self._in_thread,
+            announce=self._on_change,
+            discovers_channels=lambda: bool(self.peers.addresses),
         )
         self.peers = LookupPeers(
             options.lookupd_tcp_address,
@@ -164,6 +170,8 @@ class Nsqd:
         for work in (self._scan(), self._maintain(), self.lag.watch(), self._api.transactions.resume()):
             self.launch(work)
         await self.peers.start()
+        for topic in self.broker.topics.values():
+            self._discover(topic)
         if self.options.statsd_address:
             await self._start_statsd()
 
@@ -380,8 +388,17 @@ class Nsqd:
 
     def _on_change(self, verb: str, topic_name: str, channel: str) -> None:
         self.peers.changed("REGISTER" if verb == "REGISTER" else "UNREGISTER", topic_name, channel)
-        if verb == "REGISTER" and not channel and self.peers.addresses:
-            self.launch(self._discovery.discover(self.broker.topics[topic_name]))
+        if verb == "REGISTER" and not channel:
+            self._discover(self.broker.topics[topic_name])
+
+    def _discover(self, topic: Topic) -> None:
+        """Ask nsqlookupd for the topic's channels if that has still to be done."""
+        if topic.discovery_start < 0:
+            return
+        if self.peers.addresses:
+            self.launch(self._discovery.discover(topic))
+        else:
+            topic.end_discovery()
 
     # the loop's rhythms
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine
 from concurrent.futures import Executor
 from functools import partial
 from typing import Final
@@ -32,13 +31,19 @@ class Discovery:
         self._peers = peers
         self._threads = threads
 
-    def discover(self, topic: Topic) -> Coroutine[None, None, None]:
-        """What creates the channels of a topic that has just been born. They are to see its messages from
-        the first on, so from now on none of those is let go."""
-        topic.holds[self] = topic.log.end
-        return self._create_channels(topic, topic.log.end)
+    async def discover(self, topic: Topic) -> None:
+        """Create the channels of a topic that is new. They see its messages from the first on: until this is
+        done none of those is let go. If nsqd stops before, its next run does it."""
+        try:
+            await self._create_channels(topic)
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            topic.end_discovery()
+            raise
+        topic.end_discovery()
 
-    async def _create_channels(self, topic: Topic, birth: int) -> None:
+    async def _create_channels(self, topic: Topic) -> None:
         try:
             await self._peers.settled()
             asked = [self._ask(address, topic.name) for address in self._peers.http_addresses]
@@ -49,11 +54,9 @@ class Discovery:
                     and is_valid_name(name.encode("utf-8", "replace"))
                     and not is_ephemeral(name)
                 ):
-                    topic.get_channel(name, start=birth)
+                    topic.get_channel(name, start=topic.discovery_start)
         except (Exiting, OSError) as error:
             logger.warning("TOPIC(%s): channels could not be created: %s", topic.name, error)
-        finally:
-            topic.holds.pop(self, None)
 
     async def _ask(self, address: str, topic: str) -> list[str]:
         ask = partial(

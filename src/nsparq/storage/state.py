@@ -68,11 +68,15 @@ class TopicState:
     """The end of what the log had on disk; 0 if nothing, or in files of before."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Where the topic departs from the daemon's flags; see broker.settings."""
+    discovery_start: int = -1
+    """Where channels begin that nsqlookupd knows of, if it has still to be asked for them; else -1."""
 
     def write(self, files: Files, directory: Path, *, sync: bool) -> None:
         fields = asdict(self)
         if not self.settings:
             del fields["settings"]
+        if self.discovery_start < 0:
+            del fields["discovery_start"]
         path = directory / TOPIC_FILE
         if sync:
             write_json(files, path, fields, sync=True)
