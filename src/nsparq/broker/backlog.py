@@ -421,11 +421,6 @@ class Backlog(ABC):
             raise
         self.checkpointed(state)
 
-    def persist(self) -> None:
-        """Write down where the channel stands, unless that is done. Raises OSError."""
-        if self.is_changed:
-            self.save(sync=True)
-
     def remove_files(self) -> None:
         # Last of all the file that a channel is known by.
         self._carried.remove()

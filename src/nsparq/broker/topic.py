@@ -11,6 +11,7 @@ import uuid
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -349,7 +350,9 @@ class Topic:
         steps: list[tuple[str, Callable[[], None]]] = [
             (f"{self}: messages not yet on disk", self.log.persist)
         ]
-        steps += [(f"{c}: which messages are finished", c.persist) for c in self.channels.values()]
+        # A channel's state also says how far the topic had come, should the topic's own be lost.
+        changed = [c for c in self.channels.values() if c.is_changed or not self._is_clean]
+        steps += [(f"{c}: which messages are finished", partial(c.save, sync=True)) for c in changed]
         if states_first:
             steps.reverse()
         failed: list[tuple[str, Exception]] = []
