@@ -422,10 +422,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--trials", type=int, default=560)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="run this trial alone")
-    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--verbose", action="store_true", help="show what the broker logs")
     options = parser.parse_args(arguments)
     if not options.verbose:
-        logging.getLogger("nsparq").propagate = False
+        logging.getLogger("nsparq").addHandler(logging.NullHandler())
     with tempfile.TemporaryDirectory() as directory:
         outcomes = run(Path(directory), options.seed, options.trials, options.only)
     bad = {number: outcome for number, outcome in outcomes.items() if outcome.problems}
