@@ -182,6 +182,8 @@ def test_the_dashboard_shows_all_that_is_worth_a_look(exported: dict[str, Metric
         "nsqd_channel_backend_depth",
         "nsqd_topic_dropped_messages_total",
         "nsqd_topic_corrupt_batches_total",
+        "nsqd_topic_corrupt_files_total",  # they cost no message, and the log names them
+        "nsqd_corrupt_files_total",
         "nsqd_topic_e2e_processing_latency_seconds",
         "nsqd_loop_lag_seconds_sum",
         "nsqd_loop_lag_seconds_count",
