@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nsparq.server import tcp
 from nsparq.wire.limits import UNCOUNTED
 from tests.support import (
     ERROR,
@@ -351,3 +352,20 @@ def test_commands_that_never_end_are_bounded_over_all_connections(tmp_path: Path
         wait_until(lambda: unfinished.size == 0)
         with broker.connect() as publisher:
             publisher.mpub("t", [b"x" * 100_000] * 10)
+
+
+def test_without_heartbeats_a_command_that_never_ends_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "UNFINISHED_S", 0.05)
+    begun = b"PUB t\n" + struct.pack(">i", 2 * UNCOUNTED) + b"x" * (UNCOUNTED + 1)
+    with start_broker(tmp_path) as broker, ExitStack() as stack:
+        parked, idle = (stack.enter_context(broker.connect()) for _ in range(2))
+        for connection in (parked, idle):
+            connection.identify(heartbeat_interval=-1)
+        parked.send(begun)
+        with pytest.raises((ConnectionClosed, ConnectionResetError)):
+            parked.read_raw_frame()
+        wait_until(lambda: broker.nsqd.unfinished.size == 0)
+        # A client that says nothing at all holds nothing, and stays.
+        idle.pub("t", b"x")

@@ -61,6 +61,8 @@ HANDSHAKE_S = 5.0
 """How long TLS may take to come about."""
 DECODE_S = 0.004
 """How long one client's compressed bytes are decoded before the others have their turn."""
+UNFINISHED_S = 60.0
+"""How long a client without heartbeats may take for one large command: at least this, at most twice this."""
 SEND_AT_ONCE = 64 << 10
 """Bytes that are not held back until the end of the turn."""
 LARGE_WRITE = 16 << 10
@@ -599,14 +601,30 @@ class Connection(asyncio.Protocol):
     # time
 
     def _schedule_timer(self) -> None:
-        """One timer serves the heartbeat, the read deadline and the write deadline."""
+        """One timer serves the heartbeat, the read deadline and the write deadline. Without heartbeats it
+        serves only the deadline of a command that takes up shared room."""
         interval = self._protocol.identity.heartbeat_ms / 1000
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if interval and not self._is_closing:
+        if self._is_closing:
+            return
+        if interval:
             due = min(self._last_heartbeat + interval, self._last_command + 2 * interval)
             self._timer = self._loop.call_at(due, self._on_timer, interval)
+        else:
+            unfinished = self._protocol.unfinished_command
+            self._timer = self._loop.call_later(UNFINISHED_S, self._check_progress, unfinished)
+
+    def _check_progress(self, unfinished: int | None) -> None:
+        """Close the connection if the command that was unfinished at the last check still is."""
+        if self._is_reading and unfinished is not None and self._protocol.unfinished_command == unfinished:
+            logger.warning(
+                "client(%s): did not finish a command for %.0f s; closing", self.client.address, UNFINISHED_S
+            )
+            self._abort()
+        else:
+            self._schedule_timer()
 
     def _on_timer(self, interval: float) -> None:
         now = self._loop.time()

@@ -190,6 +190,12 @@ class ServerProtocol:
         """Whether bytes have come behind the last command."""
         return self._position < len(self._buffer)
 
+    @property
+    def unfinished_command(self) -> int | None:
+        """The number of the unfinished command that takes up room shared by all connections, if there is
+        one."""
+        return self.commands if self._counted else None
+
     def receive_eof(self) -> None:
         """The peer is done. Raises if it stopped in the middle of a command's body."""
         if self._body is not None:
