@@ -311,7 +311,9 @@ class Life:
 
     def restart(self) -> None:
         if self._chance.random() < 0.5:
-            return
+            self.stop_and_start()
+
+    def stop_and_start(self) -> None:
         self._later.run_all()
         self._take()
         self.broker.close()

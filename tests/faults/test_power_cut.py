@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.power_cut import DURABILITIES, campaign
+from tests.faults.power_cut import DURABILITIES, Life, campaign, drop, violations
+from tests.support.power_cut import STRICT
 
 
 @pytest.fixture
@@ -24,3 +26,21 @@ def test_what_was_promised_survives_a_power_cut(directory: Path, durability: str
     outcomes = [*campaign(directory, durability, 0, lives=6, cuts=30)]
     assert len(outcomes) == 180
     assert [line for lines in outcomes for line in lines] == []
+
+
+def test_no_id_is_given_twice_after_a_cut_before_the_first_sync_of_a_run(directory: Path) -> None:
+    """The disk may then know nothing of the run, and of the one before it that it was stopped cleanly."""
+    life = Life(directory / "life", "os", random.Random(1))
+    life.create_channel()
+    life.publish()
+    life.stop_and_start()
+    before = len(life.facts)
+    fresh: set[bytes] = set()
+    while not fresh & {one.body for one in life.seen}:
+        life.publish()
+        life.consume()
+        fresh = {body for fact in life.facts[before:] if fact.kind == "publish" for body in fact.bodies}
+    for seed in range(40):
+        chance, target = random.Random(seed), directory / str(seed)
+        assert [*violations(life, life.files.now(), STRICT, chance, target)] == []
+    drop(life.broker)
