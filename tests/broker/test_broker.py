@@ -596,15 +596,15 @@ def test_a_costly_checkpoint_is_taken_less_often(make_rig: MakeRig):
     client = rig.subscribe(rdy=3)
     rig.publish("t", *bodies(3))
     channel = rig.channel()
-    snapshot = channel.snapshot
+    capture = channel.capture
     taken = []
 
-    def slow_snapshot():
+    def slow_capture():
         taken.append(rig.clock())
         rig.clock.advance(0.5)
-        return snapshot()
+        return capture()
 
-    channel.snapshot = slow_snapshot  # type: ignore[method-assign]
+    channel.capture = slow_capture  # type: ignore[method-assign]
     rig.maintain()
     for message in client.take():
         rig.finish(client, message)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,7 @@ from nsparq.broker.channel import Channel
 from nsparq.broker.topic import Topic
 from nsparq.storage.log import Log
 from nsparq.storage.memory import MemoryLog
-from tests.broker.rig import Rig, bodies
+from tests.broker.rig import SECOND, Later, Rig, bodies
 
 MakeRig = Callable[..., Rig]
 
@@ -21,7 +24,7 @@ TOUCHES = [
     (Topic, ["reclaim", "low", "flush", "bound", "save_channel", "stats"]),
     (
         Channel,
-        ["expire", "next_event", "pump", "snapshot", "low", "carry_over", "drop_carried", "_unfinished"],
+        ["expire", "next_event", "pump", "capture", "low", "begin_carry", "drop_carried", "_unfinished"],
     ),
     (Log, ["trim", "release_files", "sealed_segments", "begin_sync", "append", "read"]),
     (MemoryLog, ["trim", "append", "read"]),
@@ -161,3 +164,79 @@ def expire_some(rig: Rig, chosen: list) -> None:
 def test_an_answer_costs_the_same_whatever_is_in_flight(make_rig: MakeRig, act: Callable[[Rig, list], None]):
     # Twenty times as many in flight; a linear cost would be twenty times as high.
     assert cost_of(make_rig, 20_000, act) < 6 * cost_of(make_rig, 1_000, act)
+
+
+class Lines:
+    """Counts the lines of Python that run on the broker's side, which is what holds up the event loop: work
+    that C does for many messages at a time is a hundredth of that."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Lines:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        self.count += event == "line"
+        return self._trace
+
+
+HELD_LINES = 20_000
+"""About 2 ms."""
+
+
+def stragglers(rig: Rig, count: int) -> list[int]:
+    """A tenth of the messages of a topic requeued for an hour, and the others finished."""
+    channel = rig.channel()
+    for start in range(0, 10 * count, 2500):
+        rig.publish("t", *bodies(2500, start=start))
+    unfinished = [*range(channel.cursor, rig.topic().log.end, 10)]
+    channel._jump(rig.topic().log.end)
+    for sequence in unfinished:
+        channel._attempts[sequence] = 1
+        channel._defer(sequence, rig.broker.monotonic_ns() + 3600 * SECOND)
+    channel._mark_changed()
+    return unfinished
+
+
+def test_no_step_of_upkeep_looks_at_each_of_many_unfinished_messages(make_rig: MakeRig):
+    later = Later()
+    rig = make_rig(background=later, max_bytes_per_file=100 << 10, mem_queue_size=1000)
+    unfinished = stragglers(rig, 30_000)
+    channel = rig.channel()
+    rounds = 0
+    while len(channel._carried) < 20_000 or rounds < 30:
+        rig.clock.advance(1)
+        channel._mark_changed()
+        with Lines() as lines:
+            rig.maintain()
+        assert lines.count < HELD_LINES
+        work = later.jobs
+        later.jobs = []
+        for do, then in work:
+            do()
+            with Lines() as lines:
+                then()
+            assert lines.count < HELD_LINES
+        rounds += 1
+        assert rounds < 60
+    assert len(rig.names("*.log")) < 10, "the log has let go of what was carried over"
+    rig.restart()
+    assert rig.channel().deferred.due_ns.keys() == {*unfinished}
+
+
+def test_answering_after_a_slow_fsync_costs_the_same_for_each_publisher(make_rig: MakeRig):
+    later = Later()
+    rig = make_rig(durability="fsync", background=later)
+    for _ in range(1000):
+        rig.send("t", b"x")
+        rig.turn()
+    for _ in range(2):
+        with Lines() as lines:
+            later.run()
+        assert lines.count < HELD_LINES
+    assert not later.jobs

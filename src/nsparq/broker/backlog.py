@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, filterfalse
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,9 +22,11 @@ from nsparq.broker.deferred import Deferred
 from nsparq.broker.inflight import InFlight
 from nsparq.names import is_ephemeral
 from nsparq.storage.batch import mark_of
-from nsparq.storage.carry import CARRY_SUFFIX, CarryFile, MemoryCarry
+from nsparq.storage.carry import CARRY_SUFFIX, Carried, CarryFile, MemoryCarry
+from nsparq.storage.decode import iter_batches
 from nsparq.storage.gaps import Gaps
-from nsparq.storage.ranges import Range
+from nsparq.storage.ranges import OffsetGone, Range
+from nsparq.storage.segment import Segment
 from nsparq.storage.state import CHANNEL_SUFFIX, ChannelState, StateFile
 
 if TYPE_CHECKING:
@@ -30,6 +34,12 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+CARRY_SHARE = 8
+"""Stragglers are carried over when they are less than one part in this of their segment."""
+
+CARRY_SLICE = 1000
+"""Messages that are carried over at a time."""
 
 
 class SeekPlan(NamedTuple):
@@ -43,6 +53,61 @@ class SeekPlan(NamedTuple):
     """Messages that the cursor had passed and meets again."""
     skipped: int
     """Messages not finished that count as done."""
+
+
+class CarryOver:
+    """Messages to be copied out of the log. run() it in a thread, then Backlog.end_carry()."""
+
+    def __init__(self, carried: CarryFile, chosen: list[tuple[Range, list[int]]], before: int) -> None:
+        self.error: OSError | None = None
+        self.before = before
+        """When this is done, what is unfinished below this has been carried over."""
+        self._carried = carried
+        self._chosen = chosen
+        self._places: dict[int, tuple[int, int]] = {}
+
+    def run(self) -> None:
+        try:
+            self._places = self._carried.write(self._read())
+        except OSError as error:
+            self.error = error
+
+    def _read(self) -> Iterator[Carried]:
+        for place, sequences in self._chosen:
+            batches = [*iter_batches(place.read_verified().data)]
+            for sequence in sequences:
+                entry = bisect_right(batches, sequence, key=attrgetter("base")) - 1
+                # One that is not there is lost to a damaged disk, and is counted when it is to be sent.
+                if entry >= 0 and sequence < batches[entry].end:
+                    single = batches[entry].between(sequence, sequence + 1)
+                    yield sequence, single.timestamp_ns, bytes(single.data)
+
+    def accept(self) -> None:
+        if self.error is None:
+            self._carried.accept(self._places)
+
+
+class CarryCopy:
+    """What a channel carries, to be copied into a smaller file. run() it in a thread, then end_carry()."""
+
+    def __init__(self, carried: CarryFile) -> None:
+        self.error: OSError | None = None
+        self._carried = carried
+        self._kept = carried.kept.copy()
+        self._places: dict[int, tuple[int, int]] = {}
+
+    def run(self) -> None:
+        try:
+            self._places = self._carried.copy(self._kept)
+        except OSError as error:
+            self.error = error
+
+    def accept(self) -> None:
+        try:
+            if self.error is None:
+                self._carried.accept_copy(self._places)
+        except OSError as error:
+            self.error = error
 
 
 class Backlog(ABC):
@@ -81,6 +146,8 @@ class Backlog(ABC):
         """Carried messages that the state on disk names. They stay until it does not: a message that it names
         and that is nowhere is then lost for certain."""
         self.state_file: StateFile | None = None
+        self._is_carrying = False
+        """Whether the file of what is carried is being written in a thread."""
         self._carried: CarryFile | MemoryCarry = MemoryCarry()
         if self.is_durable and topic.directory is not None:
             files = topic.broker.files
@@ -130,12 +197,16 @@ class Backlog(ABC):
         lows = (self.in_flight.lowest(), self.deferred.lowest(), min(self.requeued, default=None))
         lowest = min([cursor, *(low for low in lows if low is not None)])
         if lowest in self._carried:
-            kept = (sequence for sequence in self._unfinished() if sequence not in self._carried)
-            lowest = min(cursor, min(kept, default=cursor))
+            lowest = min(cursor, min(self._uncarried(), default=cursor))
         return lowest
 
     def _unfinished(self) -> Iterable[int]:
         return chain(self.in_flight, self.requeued, self.deferred.due_ns)
+
+    def _uncarried(self) -> Iterator[int]:
+        """What is unfinished and only in the log. Nothing here is done message by message in Python, but for
+        what is in flight: there may be very many."""
+        return filterfalse(self._carried.kept.__contains__, self._unfinished())
 
     def attempts_of(self, sequence: int) -> int:
         """Deliveries so far of a message that is requeued or deferred."""
@@ -278,30 +349,39 @@ class Backlog(ABC):
 
     def snapshot(self) -> ChannelState:
         """Everything needed to go on after a restart."""
+        return self.capture()()
+
+    def capture(self) -> Callable[[], ChannelState]:
+        """The same, to be put together in a thread. Here everything is only copied, which takes a small part
+        of the time, however many messages are deferred or requeued."""
         flying = [(s, run.attempts) for run in self.in_flight.runs for s in run.unanswered()]
-        waiting = [*self.requeued, *self.deferred.due_ns]
-        sequences = [s for s, _ in flying] + waiting
-        attempts = [number for _, number in flying] + [self._attempts.get(s, 0) for s in waiting]
+        requeued, attempts = [*self.requeued], self._attempts.copy()
+        deferred, due_ns = [*self.deferred.due_ns], [*self.deferred.due_ns.values()]
         written_ns = self.topic.broker.wall_ns()
         ahead_ns = written_ns - self.topic.broker.monotonic_ns()
-        deferred = np.fromiter(self.deferred.due_ns.values(), np.int64, len(self.deferred))
-        due = np.zeros(len(sequences), np.int64)
-        due[len(sequences) - len(deferred) :] = deferred + ahead_ns
-        return ChannelState(
+        state = ChannelState(
             cursor=self.cursor,
             seen=self.topic.visible_end,
             written_ns=written_ns,
             paused=self.paused,
-            skips=self.skips.ranges,
+            skips=[*self.skips.ranges],
             replay=self.replay if self.cursor < self.replay[0] else (0, 0),
             carried_before=self._carried_before,
             incarnation=self.topic.incarnation,
             channel=self.name,
             disk_end=self.topic.log.disk_end,
-            sequences=np.array(sequences, np.uint64),
-            due_ns=due,
-            attempts=np.array(attempts, np.uint16),
         )
+
+        def build() -> ChannelState:
+            waiting = requeued + deferred
+            state.sequences = np.array([s for s, _ in flying] + waiting, np.uint64)
+            numbers = [number for _, number in flying] + [attempts.get(s, 0) for s in waiting]
+            state.attempts = np.array(numbers, np.uint16)
+            state.due_ns = np.zeros(len(numbers), np.int64)
+            state.due_ns[len(numbers) - len(due_ns) :] = np.array(due_ns, np.int64) + ahead_ns
+            return state
+
+        return build
 
     def restore(self, state: ChannelState | None) -> None:
         """Go on where an earlier run stood. Without its state, everything that is kept is sent again."""
@@ -370,42 +450,88 @@ class Backlog(ABC):
         self.requeued.extend(tried)
         self._attempts.update(zip(tried, attempts, strict=True))
 
-    def carry_over(self, before: int, limit: int) -> bool:
-        """Copy what is unfinished of the log before `before` into the channel's own keeping, so that the
-        log can let go of it. False, and nothing done, if that would be more than `limit` messages."""
-        if self.cursor < before:
-            return False
-        wanted = [s for s in self._unfinished() if s < before and s not in self._carried]
-        if len(wanted) > limit:
-            return False
-        messages: list[tuple[int, int, bytes]] = []
-        for sequence in sorted(wanted):
+    def carry_over(self, before: int) -> None:
+        """In memory: copy what is unfinished of the log before `before` into the channel's own keeping, so
+        that the log can let go of it."""
+        messages: list[Carried] = []
+        for sequence in sorted(s for s in self._uncarried() if s < before):
             batch = self.topic.log.read(sequence, wait=True)
             if batch is None or not batch.base <= sequence < batch.end:
                 continue
             index = sequence - batch.base
             start = sum(batch.lengths[:index])
-            messages.append(
-                (sequence, batch.timestamp_of(index), batch.data[start : start + batch.lengths[index]])
-            )
-        if messages:
-            self._carried.add(messages)
-            self._mark_changed()
-        self._carried_before = max(self._carried_before, before)
-        return True
+            body = batch.data[start : start + batch.lengths[index]]
+            messages.append((sequence, batch.timestamp_of(index), body))
+        self._carried.add(messages)
 
     def checkpointed(self, state: ChannelState) -> None:
         """This state is on disk now."""
         self._note_named(state)
 
     def _note_named(self, state: ChannelState) -> None:
-        carried = self._carried
-        self._named = {s for s in state.sequences.tolist() if s in carried} if len(carried) else set()
+        kept = self._carried.kept
+        self._named = kept.keys() & state.sequences.tolist() if kept else set()
 
-    def drop_carried(self) -> None:
-        """Let go of carried messages that have been finished, and that the state on disk does not name."""
-        if len(self._carried):
-            self._carried.keep_only({*self._unfinished(), *self._named})
+    def begin_carry(self, segments: list[Segment]) -> CarryOver | None:
+        """Choose messages of these segments to be copied into the channel's own keeping, so that the log can
+        let go of them: some at a time, and none of a segment in which they are many. None if nothing is to be
+        done now."""
+        carried = self._carried
+        if not isinstance(carried, CarryFile) or self._is_carrying:
+            return None
+        waiting = sorted(self._uncarried())
+        number = before = 0
+        for segment in segments:
+            below = bisect_left(waiting, segment.end)
+            if self.cursor < segment.end or (below - number) * CARRY_SHARE > segment.end - segment.base:
+                break
+            number = below
+            before = segment.end
+        if number > CARRY_SLICE:
+            number = CARRY_SLICE
+            before = waiting[number]
+        chosen: list[tuple[Range, list[int]]] = []
+        for sequence in waiting[:number]:
+            if not chosen or sequence >= chosen[-1][0].next:
+                try:
+                    chosen.append((self.topic.log.locate(sequence, 1), []))
+                except OffsetGone:
+                    # Finished, or lost, long since: it will be dropped when its turn comes.
+                    continue
+            chosen[-1][1].append(sequence)
+        if not chosen:
+            return None
+        self._is_carrying = True
+        return CarryOver(carried, chosen, before)
+
+    def end_carry(self, done: CarryOver | CarryCopy) -> None:
+        self._is_carrying = False
+        if self.topic.is_exiting or self.topic.channels.get(self.name) is self:
+            done.accept()
+            if done.error is None and isinstance(done, CarryOver):
+                self._carried_before = max(self._carried_before, done.before)
+                self._mark_changed()
+        else:
+            # Deleted meanwhile: this has brought the file back.
+            self._carried.remove()
+
+    def drop_carried(self) -> CarryCopy | None:
+        """Let go of carried messages that have been finished, and that the state on disk does not name. Gives
+        the work of making the file smaller if that is due."""
+        carried = self._carried
+        if carried.kept:
+            finished = carried.kept.keys() - self.deferred.due_ns.keys()
+            finished.difference_update(self.requeued)
+            finished.difference_update(self.in_flight, self._named)
+            carried.drop(finished)
+        if not isinstance(carried, CarryFile) or self._is_carrying:
+            return None
+        if carried.is_empty:
+            carried.remove()
+        elif carried.is_wasteful:
+            self._is_carrying = True
+            return CarryCopy(carried)
+        return None
 
     def save(self, *, sync: bool, state: ChannelState | None = None) -> None:
         """Write down now where the channel stands, or is about to."""

@@ -597,9 +597,9 @@ class Broker:
         self.set_health(f"{channel}: cannot read the log: {error.strerror or error}", f"read {channel}")
         self._stuck.add(channel)
 
-    def in_background(self, work: Work) -> None:
-        """Have something done in a thread that nobody waits for."""
-        self._background(work, lambda: None)
+    def in_background(self, work: Work, then: Work = lambda: None) -> None:
+        """Have something done in a thread, and then something where the broker lives."""
+        self._background(work, then)
 
     def warm(self, cold: Cold, then: Work) -> None:
         """Bring bytes from the disk into the system's memory without holding anybody up."""
@@ -816,22 +816,23 @@ class Broker:
                 self._used.add(topic)
                 continue
             channel.is_changed = False
-            state = channel.snapshot()
-            content = state.encode()
-            # A channel with a million deferred messages takes a while to write down: it is done less often.
-            self._checkpoint_after[channel] = now_ns + 20 * (self.monotonic_ns() - now_ns)
             self._checkpointing.add(channel)
-            self._write_checkpoint(channel, channel.state_file, state, content)
+            self._write_checkpoint(channel, channel.state_file, channel.capture(), now_ns)
 
     def _write_checkpoint(
-        self, channel: Channel, state_file: StateFile, state: ChannelState, content: bytes
+        self, channel: Channel, state_file: StateFile, build: Callable[[], ChannelState], began_ns: int
     ) -> None:
         failure: list[OSError] = []
         version = state_file.next_version()
+        state: ChannelState | None = None
         is_latest = False
 
         def write() -> None:
-            nonlocal is_latest
+            nonlocal state, is_latest
+            state = build()
+            content = state.encode()
+            # A channel with a million deferred messages takes a while to write down: it is done less often.
+            self._checkpoint_after[channel] = began_ns + 20 * (self.monotonic_ns() - began_ns)
             try:
                 is_latest = state_file.write(content, version, sync=channel.topic.is_synchronous)
             except OSError as error:
@@ -844,7 +845,7 @@ class Broker:
             if failure:
                 channel.is_changed = True
                 self._used.add(channel.topic)
-            if is_latest:
+            if is_latest and state is not None:
                 channel.checkpointed(state)
             error = f"failed to checkpoint {channel}: {failure[0]}" if failure else None
             self.set_health(error, f"checkpoint {channel}")

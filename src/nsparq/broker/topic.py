@@ -16,10 +16,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nsparq.broker.backlog import CarryCopy, CarryOver
 from nsparq.broker.channel import Channel
 from nsparq.broker.latency import summarize
 from nsparq.broker.settings import TopicSettings
-from nsparq.errors import Exiting, StorageError, SyncFailed, WriteFailed
+from nsparq.errors import Exiting, StorageError, SyncFailed
 from nsparq.names import is_ephemeral
 from nsparq.packed import PackedBodies
 from nsparq.storage.batch import mark_of
@@ -58,9 +59,6 @@ MANY_CHANNELS = 4
 
 EAGER_BYTES = 64 << 10
 """So is a message of this size, which bounds the size of a batch."""
-
-CARRY_SHARE = 8
-"""Stragglers are carried over when they are less than one part in this of their segment."""
 
 PINNED_SEGMENTS = 2
 """Segments that all cursors have passed may wait for their last messages before those are carried over."""
@@ -782,22 +780,30 @@ class Topic:
         """Let go of what no channel needs; gives the segments to be removed. It is `age_ns` now."""
         for channel in self.channels.values():
             channel.step_over()
-            channel.drop_carried()
+            self._do_carry(channel, channel.drop_carried())
         if isinstance(self.log, MemoryLog):
             self._reclaim_memory(self.log)
             return []
         cursor = min((channel.cursor for channel in self.channels.values()), default=self.origin)
         passed = [segment for segment in self.log.sealed_segments() if segment.end <= cursor]
-        for segment in passed[:-PINNED_SEGMENTS]:
-            limit = (segment.end - segment.base) // CARRY_SHARE
-            try:
-                if not all(c.carry_over(segment.end, limit) for c in self.channels.values()):
-                    break
-            except (WriteFailed, OSError) as error:
-                self.broker.set_health(f"{self}: cannot carry messages over: {error}", f"carry {self}")
-                break
-            self.broker.set_health(None, f"carry {self}")
+        if pinned := passed[:-PINNED_SEGMENTS]:
+            for channel in self.channels.values():
+                self._do_carry(channel, channel.begin_carry(pinned))
         return self.log.trim(self.low(), age_ns / 1e9)
+
+    def _do_carry(self, channel: Channel, job: CarryOver | CarryCopy | None) -> None:
+        if job is None:
+            return
+
+        def done() -> None:
+            channel.end_carry(job)
+            error = None if job.error is None else f"{self}: cannot carry messages over: {job.error}"
+            if not self.is_exiting:
+                self.broker.set_health(error, f"carry {self}")
+                # There may be more.
+                self.broker.note_changed(self)
+
+        self.broker.in_background(job.run, done)
 
     def bound(self) -> None:
         """Keep an ephemeral topic within the memory queue's size."""
@@ -824,7 +830,7 @@ class Topic:
             self._held_back = [held for held in self._held_back if log.gaps.skip(held[0]) == held[0]]
         cursor = min(channel.cursor for channel in self.channels.values())
         for channel in self.channels.values():
-            channel.carry_over(cursor, log.end)
+            channel.carry_over(cursor)
         if self.holds:
             cursor = min(cursor, max(min(self.holds.values()), log.end - limit))
         log.trim(cursor)

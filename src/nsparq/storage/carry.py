@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 CARRY_SUFFIX = ".carry"
 _WORTH_REWRITING = 1 << 20
 
+Carried = tuple[int, int, bytes]
+"""Sequence number, publish time, body."""
+
 
 class CarryFile:
     """Single messages by sequence number, on disk; only their places are in memory."""
@@ -39,7 +42,8 @@ class CarryFile:
         self._files = files
         self._path = path
         self._mark = mark
-        self._places: dict[int, tuple[int, int]] = {}
+        self._copy_path = path.with_name(path.name + ".copy")
+        self.kept: dict[int, tuple[int, int]] = {}
         """Sequence number to position and size."""
         self._size = 0
         self._live = 0
@@ -62,22 +66,27 @@ class CarryFile:
             elif item.head.mark not in (0, self._mark):
                 self._note_damage(item.position, "a message of another log")
             else:
-                self._places[item.head.base] = (item.position, item.head.size)
+                self.kept[item.head.base] = (item.position, item.head.size)
                 self._live += item.head.size
-        return [*self._places]
+        return [*self.kept]
 
     def _note_damage(self, position: int, reason: str) -> None:
         self.is_damaged = True
         logger.error("%s", CorruptBatch(self._path, position, reason))
 
     def __contains__(self, sequence: int) -> bool:
-        return sequence in self._places
+        return sequence in self.kept
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.kept)
 
-    def add(self, messages: Iterable[tuple[int, int, bytes]]) -> None:
-        """Keep messages, each as (sequence number, publish time, body)."""
+    def add(self, messages: Iterable[Carried]) -> None:
+        """Keep messages."""
+        self.accept(self.write(messages))
+
+    def write(self, messages: Iterable[Carried]) -> dict[int, tuple[int, int]]:
+        """Have messages on disk, and give their places for accept(). May be called in a thread, one at a
+        time."""
         pieces = []
         places = {}
         position = self._size
@@ -92,14 +101,18 @@ class CarryFile:
             self._files.sync(fd)
         finally:
             self._files.close(fd)
-        # Only now: a message counts as carried, and its segment may go, when the disk has it.
-        self._places |= places
-        self._live += position - self._size
-        self._size = position
+        return places
+
+    def accept(self, places: dict[int, tuple[int, int]]) -> None:
+        """Count messages as carried, now that the disk has them: their segments may go."""
+        self.kept |= places
+        written = sum([size for _, size in places.values()])
+        self._live += written
+        self._size += written
 
     def read(self, sequence: int) -> Batch | None:
         """The message as a batch of one; None if its bytes have gone bad."""
-        position, size = self._places[sequence]
+        position, size = self.kept[sequence]
         fd = self._files.open(self._path)
         try:
             raw = self._files.read(fd, size, position)
@@ -113,39 +126,60 @@ class CarryFile:
 
     def locate(self, sequence: int) -> Range:
         """Where the message lies, for reading it in a thread."""
-        position, size = self._places[sequence]
+        position, size = self.kept[sequence]
         handle = self._handle() if self._handle is not None else None
         if handle is None:
             handle = Handle(self._files, self._path)
             self._handle = ref(handle)
         return Range(sequence, sequence + 1, size, position=position, handle=handle)
 
-    def keep_only(self, wanted: Iterable[int]) -> None:
-        """Let go of what has been finished; the file shrinks when most of it is dead."""
-        kept = {sequence: self._places[sequence] for sequence in wanted if sequence in self._places}
-        self._places = kept
-        self._live = sum(size for _, size in kept.values())
-        if not kept:
-            if self._size:
-                self.remove()
-        elif self._size - self._live > max(self._live, _WORTH_REWRITING):
-            self._rewrite()
+    def drop(self, finished: Iterable[int]) -> None:
+        """Let go of messages that have been finished."""
+        for sequence in finished:
+            self._live -= self.kept.pop(sequence)[1]
 
-    def _rewrite(self) -> None:
+    @property
+    def is_wasteful(self) -> bool:
+        """Whether most of the file is dead, so that it should be copied, or removed."""
+        return self._size - self._live > max(self._live, _WORTH_REWRITING)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is a file, and nothing alive in it."""
+        return self._size > 0 and not self.kept
+
+    def copy(self, kept: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        """Write those messages to another file, and give their places in it for accept_copy(). May be called
+        in a thread."""
         raw = self._files.read_whole(self._path) or b""
         pieces, places, position = [], {}, 0
-        for sequence, (start, size) in self._places.items():
+        for sequence, (start, size) in kept.items():
             pieces.append(raw[start : start + size])
             places[sequence] = (position, size)
             position += size
+        fd = self._files.open(self._copy_path)
+        try:
+            self._files.truncate(fd, 0)
+            self._files.write(fd, [b"".join(pieces)], 0)
+            self._files.sync(fd)
+        finally:
+            self._files.close(fd)
+        return places
+
+    def accept_copy(self, places: dict[int, tuple[int, int]]) -> None:
+        """Go by the copy from now on. Should a power cut undo the new name, the old file has as much."""
+        self._files.rename(self._copy_path, self._path)
         self._handle = None
-        self._files.replace(self._path, b"".join(pieces), sync=True)
-        self._places, self._size, self._live = places, position, position
+        self._size = sum([size for _, size in places.values()])
+        for finished in places.keys() - self.kept.keys():
+            del places[finished]
+        self.kept = places
+        self._live = sum([size for _, size in places.values()])
 
     def remove(self) -> None:
         self._handle = None
         self._files.unlink(self._path)
-        self._places.clear()
+        self.kept.clear()
         self._size = self._live = 0
 
 
@@ -155,31 +189,32 @@ class MemoryCarry:
     is_damaged = False
 
     def __init__(self) -> None:
-        self._batches: dict[int, Batch] = {}
+        self.kept: dict[int, Batch] = {}
 
     def load(self) -> list[int]:
         return []
 
     def __contains__(self, sequence: int) -> bool:
-        return sequence in self._batches
+        return sequence in self.kept
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self.kept)
 
-    def add(self, messages: Iterable[tuple[int, int, bytes]]) -> None:
+    def add(self, messages: Iterable[Carried]) -> None:
         for sequence, timestamp_ns, body in messages:
-            self._batches[sequence] = Batch.single(sequence, timestamp_ns, body)
+            self.kept[sequence] = Batch.single(sequence, timestamp_ns, body)
 
     def read(self, sequence: int) -> Batch | None:
-        return self._batches.get(sequence)
+        return self.kept.get(sequence)
 
     def locate(self, sequence: int) -> Range:
-        found = memory_range([self._batches[sequence]], 1, ())
+        found = memory_range([self.kept[sequence]], 1, ())
         assert found is not None
         return found
 
-    def keep_only(self, wanted: Iterable[int]) -> None:
-        self._batches = {s: self._batches[s] for s in wanted if s in self._batches}
+    def drop(self, finished: Iterable[int]) -> None:
+        for sequence in finished:
+            del self.kept[sequence]
 
     def remove(self) -> None:
-        self._batches.clear()
+        self.kept.clear()
