@@ -355,6 +355,9 @@ class BrokerMachine(RuleBasedStateMachine):
         for client in [client for client in self.clients if self.channel_of[client] == name]:
             self.forget(client)
         self.rig.topic(TOPIC).delete_channel(name)
+        if self.background is not None:
+            # It is answered when it is on disk.
+            self.background.run_all()
         del self.model.channels[name]
         self.rig.turn()
         self.observe()
