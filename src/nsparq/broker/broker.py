@@ -895,9 +895,9 @@ class Broker:
             "version": NSQ_VERSION,
             "health": "OK" if self.health is None else f"NOK - {self.health}",
             "start_time": self.start_s,
-            "corrupt_files": self.corrupt_files,
             "topics": topics if names or not topic else None,
             "producers": producers or None,
+            "corrupt_files": self.corrupt_files,
         }
         stop_ns = self.monotonic_ns() + SLICE_NS
         for name in names:

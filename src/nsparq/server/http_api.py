@@ -229,8 +229,8 @@ class HttpApi:
         ):
             await asyncio.sleep(0)
         if request.flag("include_mem", default=True):
-            producers = stats.pop("producers")
-            stats |= {"memory": memory_stats(), "producers": producers}
+            behind = {name: stats.pop(name) for name in ("producers", "corrupt_files")}
+            stats |= {"memory": memory_stats(), **behind}
         if parameters.get("format") == "json":
             return Response(body=await _join_in_slices(_json_pieces(stats)), content_type=JSON_TYPE)
         text = render_stats(stats, self.broker.wall_ns() / 1e9)
