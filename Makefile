@@ -9,17 +9,17 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 UP_ARGS ?=
 # Many tests wait more than they compute: so many at a time keep two cores busy.
-PARALLEL := -n 4 --dist loadfile
-# In a run of their own, since Spark keeps all cores busy. Each worker has a session, and takes what others have not begun.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# In a run of their own beside the others, since each worker has a Spark session and takes what others have not begun.
 SPARK_TESTS := tests/spark tests/pipeline
-SPARK_PARALLEL := -n 3 --dist worksteal
+SPARK_PARALLEL := -n 2 --dist worksteal
 # Run a second time without the compiled kernel: what passes through it and does not itself try both builds.
 PURE_TESTS := tests/broker tests/test_kernel.py tests/conformance/test_e_delivery.py tests/conformance/test_h_publish.py
 
 # The tests start hundreds of Python processes, which must not compile everything anew, whatever is set here otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo up test check compiled pytest bench docs fmt clean
+.PHONY: help venv demo up test check compiled pytest pytest-spark pytest-rest bench docs fmt clean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,7 +43,7 @@ up: venv
 # While the types are checked on one core, pytest compiles the test modules on the other: otherwise each worker would,
 # for itself. What is wrong with them the tests will say.
 test: venv
-	@$(MAKE) --no-print-directory -j2 check compiled $(VENV)/.nsqjs $(VENV)/.chromium
+	@$(MAKE) --no-print-directory -j2 check $(VENV)/.spark-classes.jsa compiled $(VENV)/.nsqjs $(VENV)/.chromium
 	@$(MAKE) --no-print-directory pytest
 
 compiled: venv
@@ -54,14 +54,19 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-pytest: venv $(VENV)/.nsqjs $(VENV)/.chromium
+pytest: venv $(VENV)/.nsqjs $(VENV)/.chromium $(VENV)/.spark-classes.jsa
 ifeq ($(PYTEST_ARGS),)
-	$(BIN)/python -m pytest -q $(PARALLEL) $(addprefix --ignore=,$(SPARK_TESTS))
-	$(BIN)/python -m pytest -q $(SPARK_PARALLEL) $(SPARK_TESTS)
-	NSPARQ_NO_EXTENSIONS=1 $(BIN)/python -m pytest -q $(PARALLEL) $(PURE_TESTS)
+	@$(MAKE) --no-print-directory --keep-going --output-sync=line -j2 pytest-spark pytest-rest
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
+
+pytest-spark:
+	$(BIN)/python -m pytest -q $(SPARK_PARALLEL) $(SPARK_TESTS)
+
+pytest-rest:
+	$(BIN)/python -m pytest -q $(PARALLEL) $(addprefix --ignore=,$(SPARK_TESTS))
+	NSPARQ_NO_EXTENSIONS=1 $(BIN)/python -m pytest -q $(PARALLEL) $(PURE_TESTS)
 
 bench: venv
 	$(BIN)/python -m benchmarks.macro.broker $(BENCH_ARGS)
@@ -107,7 +112,11 @@ ifneq ($(wildcard $(NSQJS)/package.json),)
 	@if command -v npm >/dev/null; then cd $(NSQJS) && npm ci --no-audit --no-fund && touch $(abspath $@); fi
 endif
 
-# The same for Chromium, which the browser tests drive.
+# The JVMs of the tests start much faster with it.
+$(VENV)/.spark-classes.jsa: $(VENV)/.installed
+	@$(BIN)/python -m tests.support.spark_classes 2> /dev/null || true
+
+# The same as for npm holds for Chromium, which the browser tests drive.
 $(VENV)/.chromium: $(VENV)/.installed
 	@$(FIND_CHROMIUM) || .ci/install-packages chromium fonts-dejavu-core || test "$$CI" != true
 	@if $(FIND_CHROMIUM); then touch $@; fi

@@ -12,20 +12,41 @@ import signal
 import threading
 import time
 from collections.abc import Generator, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.support.spark import spark as spark
 from tests.support.spark import spark_session as spark_session
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
+BROWSER = "tests/browser/"
+LONGEST = (BROWSER, "tests/faults/", "tests/property/", "tests/up/")
 GRACE = 20.0  # seconds that threads and sockets get to finish closing after a test
 
 # Test machines are busy: how long one example took says nothing.
 settings.register_profile("nsparq", deadline=None, print_blob=True)
 settings.load_profile("nsparq")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first, so that no worker is left alone with it at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return _ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+class _ByFile(LoadFileScheduling):
+    """A worker takes a whole file, or all tests that share a browser."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return BROWSER if file.startswith(BROWSER) else file
 
 
 @pytest.hookimpl(wrapper=True)
@@ -67,9 +88,9 @@ def _threads() -> set[threading.Thread]:
 
 def _sockets() -> set[str]:
     found = set()
-    for entry in Path("/proc/self/fd").glob("*"):
+    for descriptor in os.listdir("/proc/self/fd"):
         try:
-            target = os.readlink(entry)
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
         except OSError:  # the descriptor of this very listing
             continue
         if target.startswith("socket:"):

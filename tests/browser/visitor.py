@@ -28,6 +28,8 @@ from typing import Any
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, Request, expect, sync_playwright
 
+from tests.support import DEADLINE
+
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--disable-gpu",
@@ -37,7 +39,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-WAIT_MS = 15_000
+WAIT_MS = round(1000 * DEADLINE)
 AXE_RULES = {
     "type": "tag",
     "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"],
@@ -63,7 +65,7 @@ def start_chromium() -> Iterator[Browser]:
     path = find_chromium()
     with sync_playwright() as playwright:
         expect.set_options(timeout=WAIT_MS)
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS, timeout=30_000)
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS, timeout=WAIT_MS)
         try:
             yield browser
         finally:

@@ -57,18 +57,37 @@ def nsqd_api() -> Api:
 
 NSQD = openapi(nsqd_api())
 LOOKUPD = openapi(describe_lookupd())
-of_nsqd = load(
-    NSQD,
-    "/channel/seek",  # exactly one of three parameters
-    "/config/{key}",  # a value that fits its key
-    "/mpub",  # bytes that are as many messages as they say
-    "/topic/settings",  # not of an ephemeral topic
-    "/transaction/stage",  # as for /mpub
-    "/transaction/prepare",  # parts that were staged
-    "/transaction/commit",
-)
-# Names are any text there, though not all of them can be created.
-of_lookupd = load(LOOKUPD, "/topic/create", "/channel/create", "/channel/delete")
+
+
+@pytest.fixture(scope="module")
+def nsqd_schema() -> Any:
+    return load(
+        NSQD,
+        "/channel/seek",  # exactly one of three parameters
+        "/config/{key}",  # a value that fits its key
+        "/mpub",  # bytes that are as many messages as they say
+        "/topic/settings",  # not of an ephemeral topic
+        "/transaction/stage",  # as for /mpub
+        "/transaction/prepare",  # parts that were staged
+        "/transaction/commit",
+    )
+
+
+@pytest.fixture(scope="module")
+def lookupd_schema() -> Any:
+    # Names are any text there, though not all of them can be created.
+    return load(LOOKUPD, "/topic/create", "/channel/create", "/channel/delete")
+
+
+@pytest.fixture(autouse=True)
+def node_id(request: pytest.FixtureRequest) -> None:
+    """schemathesis 4 reads and changes this to name its cases; pytest 9 has it no more."""
+    request.node._nodeid = request.node.nodeid
+
+
+# From fixtures: otherwise each of pytest's workers makes up all requests, whoever sends them.
+of_nsqd = schemathesis.pytest.from_fixture("nsqd_schema")
+of_lookupd = schemathesis.pytest.from_fixture("lookupd_schema")
 
 
 class Target:
@@ -84,7 +103,7 @@ class Target:
         return self.session.get(self.url + path, timeout=DEADLINE)
 
     def post(self, path: str, body: bytes = b"", **query: str) -> None:
-        self.session.post(self.url + path, body, params=query, timeout=10).raise_for_status()
+        self.session.post(self.url + path, body, params=query, timeout=DEADLINE).raise_for_status()
 
     def check(self, case: Any) -> None:
         response = case.call(base_url=self.url, session=self.session)
