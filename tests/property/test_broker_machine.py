@@ -1,5 +1,9 @@
 """Random lives of a topic against a model: nothing lost, nothing back after FIN but what a crash redelivers.
 
+Messages are published by themselves and in transactions. Between runs the node id may change. At any time the
+wall clock may be set, the disk may refuse what it is asked, and a client may end its connection in the middle
+of a delivery.
+
 Besides: no message with two clients at once, attempts that grow, depths that add up at every step, delivery
 as soon as somebody may take a message, and ids that are never given twice. And whoever goes back in the log,
 by seek, by range or by looking, finds what was published.
@@ -10,6 +14,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,8 +34,10 @@ from nsparq.broker.broker import run_inline
 from nsparq.broker.peek import STATES, peek_channel, peek_topic
 from nsparq.broker.settings import TopicSettings
 from nsparq.errors import ClientError
+from nsparq.packed import PackedBodies
 from nsparq.storage.decode import iter_batches
 from nsparq.storage.ranges import OffsetAhead
+from nsparq.wire.message import SEQUENCE_BITS
 from tests.broker.rig import MILLISECOND, SECOND, FakeClient, Later, Rig
 from tests.property.broker_model import ChannelModel, State, TopicModel
 
@@ -38,6 +45,20 @@ TOPIC = "t"
 MAX_MSG_TIMEOUT_S = 15
 names = st.sampled_from(["a", "b"])
 delays_ms = st.sampled_from([1, 700, 3000, 20_000])
+
+
+MOST_CALLS = 200
+"""Calls at the door to the disk that one step may cost, besides those for what it publishes and delivers."""
+node_ids = st.sampled_from([0, 5, 6, 1023])
+
+
+class BreakingClient(FakeClient):
+    """A connection that ends when something is sent on it: a TLS layer that fails, for instance."""
+
+    def _keep(self, data: bytes | memoryview) -> None:
+        super()._keep(data)
+        if self.channel is not None:
+            self.channel.remove_client(self)
 
 
 class BrokerMachine(RuleBasedStateMachine):
@@ -71,6 +92,11 @@ class BrokerMachine(RuleBasedStateMachine):
         self.log: dict[bytes, tuple[int, int]] = {}
         """Everything published and not emptied: sequence number and due time, in the log's order."""
         self.settings = TopicSettings()
+        self.was_set_back = False
+        self.transaction = 0
+        self.staged: dict[str, list[bytes]] = {}
+        self.calls_before = self.rig.files.calls.total()
+        self.work_before = 0
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
@@ -114,6 +140,38 @@ class BrokerMachine(RuleBasedStateMachine):
         for size in sizes:
             self.publish([size])
 
+    @rule(size=st.sampled_from([30, 900]), descriptors=st.none() | st.integers(0, 2))
+    def publish_while_the_disk_refuses(self, size: int, descriptors: int | None) -> None:
+        """It is full, or there are no descriptors. What was refused is not there; what was not is."""
+        files = self.rig.files
+        if descriptors is None:
+            files.fail("write", ".log")
+        else:
+            files.run_out_of_descriptors(descriptors, 1000)
+        body = self.new_body(size)
+        self.note((body, 0))
+        receipt = self.rig.publish(TOPIC, body)
+        files.heal()
+        is_refused = bool(receipt.answers) and not receipt.is_ok
+        if is_refused:
+            del self.log[body]
+        else:
+            self.model.publish(body, 0)
+        self.observe()
+        # What could not be read meanwhile is read when it is tried again; the same for what was not synced.
+        self.pass_time(1.0)
+        self.publish([0])
+        assert is_refused or receipt.is_ok, "nobody was answered"
+
+    @rule(after=st.integers(0, 5), times=st.integers(1, 3))
+    def maintain_without_descriptors(self, after: int, times: int) -> None:
+        """Checkpoints may have come to nothing; so the model does not rely on them."""
+        self.rig.files.run_out_of_descriptors(after, times)
+        self.rig.maintain()
+        self.rig.files.heal()
+        self.rig.turn()
+        self.observe()
+
     @rule(delay_ms=delays_ms, size=st.sampled_from([0, 300]))
     def publish_deferred(self, delay_ms: int, size: int) -> None:
         body = self.new_body(size)
@@ -140,6 +198,47 @@ class BrokerMachine(RuleBasedStateMachine):
         assert all(receipt.is_ok for receipt in receipts)
         self.observe()
 
+    # transactions
+
+    @precondition(lambda self: len(self.staged) < 3)
+    @rule(sizes=st.lists(st.sampled_from([0, 300]), min_size=1, max_size=4))
+    def stage(self, sizes: list[int]) -> None:
+        """What is staged is seen by nobody, and is there after a restart and a crash."""
+        bodies = [self.new_body(size) for size in sizes]
+        name = f"part-{len(self.staged)}"
+        self.staged[name] = bodies
+        staged = self.rig.broker.transactions.stage(
+            "p", self.transaction, name, TOPIC, PackedBodies.of(bodies)
+        )
+        assert staged == len(bodies)
+        self.observe()
+
+    @precondition(lambda self: self.staged)
+    @rule()
+    def commit_what_is_staged(self) -> None:
+        transactions, files = self.rig.broker.transactions, self.rig.files
+        parts = {name: len(bodies) for name, bodies in self.staged.items()}
+        transaction = transactions.promise("p", self.transaction, parts)
+        transactions.decide(transaction)
+        transaction.write_promise(sync=False)
+        found: list[bytes] = []
+        for chunk in transaction.chunks:
+            messages = chunk.read(files)
+            bodies = [*messages]
+            self.published_ns.update(dict.fromkeys(bodies, self.rig.clock.wall()))
+            self.note(*((body, 0) for body in bodies))
+            for body in bodies:
+                self.model.publish(body, 0)
+            transactions.apply(transaction, chunk, messages)
+            self.rig.turn()
+            self.observe()
+            found += bodies
+        assert found == [body for bodies in self.staged.values() for body in bodies]
+        committed = transactions.write_committed(transaction, sync=False, remember_s=60)
+        transactions.finish(transaction, committed)
+        self.transaction += 1
+        self.staged.clear()
+
     # clients
 
     @precondition(lambda self: len(self.clients) < 5)
@@ -147,6 +246,18 @@ class BrokerMachine(RuleBasedStateMachine):
     def subscribe(self, name: str, rdy: int, timeout_s: int) -> None:
         self.model.create(name)
         client = self.rig.subscribe(TOPIC, name, msg_timeout_ms=timeout_s * 1000)
+        self.clients.append(client)
+        self.channel_of[client] = name
+        self.rig.ready(client, rdy)
+        self.observe()
+
+    @precondition(lambda self: not any(isinstance(one, BreakingClient) for one in self.clients))
+    @rule(name=names, rdy=st.integers(1, 8))
+    def subscribe_one_that_breaks(self, name: str, rdy: int) -> None:
+        self.model.create(name)
+        client = BreakingClient("breaking", msg_timeout_ms=10_000)
+        self.rig.broker.clients.add(client)
+        self.rig.broker.subscribe(client, TOPIC, name)
         self.clients.append(client)
         self.channel_of[client] = name
         self.rig.ready(client, rdy)
@@ -278,6 +389,19 @@ class BrokerMachine(RuleBasedStateMachine):
         self.observe()
 
     # time
+
+    @precondition(lambda self: not self.is_anything_deferred())
+    @rule(seconds=st.sampled_from([-3600, -0.5, 0.5, 3600]))
+    def set_the_wall_clock(self, seconds: float) -> None:
+        """Nothing that the broker does at its own pace depends on it."""
+        self.was_set_back |= seconds < 0
+        self.rig.clock.set_wall(seconds)
+        self.rig.scan()
+        self.observe()
+
+    def is_anything_deferred(self) -> bool:
+        """Or has been: due times are kept on disk by the wall clock."""
+        return bool(self.earliest_ns)
 
     @rule(seconds=st.sampled_from([0.001, 0.7, 2.0, 9.0, 30.0]))
     def pass_time(self, seconds: float) -> None:
@@ -471,8 +595,11 @@ class BrokerMachine(RuleBasedStateMachine):
             st.sampled_from([0, 1])
         )
         found = self.rig.topic(TOPIC).log.sequence_at(at_ns)
-        for body, (sequence, _) in self.stored().items():
-            assert (sequence >= found) == (self.published_ns[body] >= at_ns)
+        stamps = {sequence: self.published_ns[body] for body, (sequence, _) in self.stored().items()}
+        assert all(stamp < at_ns for sequence, stamp in stamps.items() if sequence < found)
+        assert found not in stamps or stamps[found] >= at_ns
+        if not self.was_set_back:
+            assert all(stamp >= at_ns for sequence, stamp in stamps.items() if sequence >= found)
 
     @precondition(lambda self: self.model.channels)
     @rule(data=st.data())
@@ -523,12 +650,13 @@ class BrokerMachine(RuleBasedStateMachine):
 
     # the end, and after
 
-    @rule()
-    def restart(self) -> None:
+    @rule(node_id=node_ids)
+    def restart(self, node_id: int) -> None:
         if self.background is not None:
             self.background.run_all()
         self.rig.turn()
         self.observe()
+        self.move_to(node_id)
         self.rig.restart()
         self.everyone_is_gone()
         for channel in self.model.channels.values():
@@ -537,8 +665,9 @@ class BrokerMachine(RuleBasedStateMachine):
         self.observe()
 
     @precondition(lambda self: self.may_crash)
-    @rule(seconds=st.sampled_from([0.001, 1.0, 30.0]))
-    def crash(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([0.001, 1.0, 30.0]), node_id=node_ids)
+    def crash(self, seconds: float, node_id: int) -> None:
+        self.move_to(node_id)
         self.rig.crash(seconds)
         self.everyone_is_gone()
         for name, model in self.model.channels.items():
@@ -546,6 +675,13 @@ class BrokerMachine(RuleBasedStateMachine):
             model.ghosts = self.total(name) - len(model.entries)
             assert 0 <= model.ghosts <= len(model.maybe), f"{name}: {model.ghosts} of {len(model.maybe)}"
         self.expire()
+
+    def move_to(self, node_id: int) -> None:
+        """The next start is under another node id: the messages stay, and with them their numbers."""
+        shift = (node_id - self.rig.options.node_id) << SEQUENCE_BITS
+        self.rig.options = replace(self.rig.options, node_id=node_id)
+        self.ids_by_body = {body: number + shift for body, number in self.ids_by_body.items()}
+        self.bodies_by_id = {number + shift: body for number, body in self.bodies_by_id.items()}
 
     def everyone_is_gone(self) -> None:
         self.clients.clear()
@@ -557,7 +693,8 @@ class BrokerMachine(RuleBasedStateMachine):
     def observe(self) -> None:
         """Take in what the clients got."""
         now_ns = self.rig.clock()
-        for client in self.clients:
+        # What one that broke had got went to the others afterwards.
+        for client in sorted(self.clients, key=lambda one: not isinstance(one, BreakingClient)):
             model = self.model.channels[self.channel_of[client]]
             for message in client.take():
                 body = message.body
@@ -567,6 +704,9 @@ class BrokerMachine(RuleBasedStateMachine):
                 assert self.ids_by_body.setdefault(body, message.id) == message.id, "an id has changed"
                 assert message.id == self.rig.topic(TOPIC).first_id + self.log[body][0]
                 model.deliver(client, message, now_ns, client.msg_timeout_ns)
+            if client.channel is None:
+                self.forget(client)
+                continue
             assert client.in_flight == len(model.held_by(client))
 
     def total(self, name: str) -> int:
@@ -592,6 +732,19 @@ class BrokerMachine(RuleBasedStateMachine):
                 assert channel.depth == model.count(State.WAITING)
             self.check_liveness(name, model)
 
+    @invariant()
+    def no_step_costs_much(self) -> None:
+        """Counted in calls at the door to the disk, not in time."""
+        if not hasattr(self, "rig"):
+            return
+        calls, work = (
+            self.rig.files.calls.total(),
+            self.published + sum(len(client.messages) for client in self.clients),
+        )
+        spent = calls - self.calls_before
+        assert spent <= MOST_CALLS + 4 * max(0, work - self.work_before), f"{spent} calls in one step"
+        self.calls_before, self.work_before = calls, work
+
     def check_liveness(self, name: str, model: ChannelModel) -> None:
         """Nothing waits while somebody may take it."""
         if self.background is not None and self.background.jobs:
@@ -608,7 +761,8 @@ class BrokerMachine(RuleBasedStateMachine):
             self.rig.broker._background = run_inline
             self.rig.turn()
             self.observe()
-        for client in [*self.clients]:
+        while self.clients:
+            client = self.clients[0]
             self.forget(client)
             self.rig.disconnect(client)
             self.observe()
@@ -628,8 +782,9 @@ class BrokerMachine(RuleBasedStateMachine):
         for name, model in self.model.channels.items():
             assert not model.entries, f"{name}: {len(model.entries)} messages are lost"
             assert self.total(name) == 0
-        assert self.rig.broker.health is None
+        self.rig.clock.advance(10)
         self.rig.maintain()
+        assert self.rig.broker.health is None, "it goes on by itself"
         self.rig.restart()
         for name in self.model.channels:
             assert self.total(name) == 0
