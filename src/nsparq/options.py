@@ -164,7 +164,8 @@ class NsqdOptions:
     )
     mem_queue_bytes: int = opt(
         64 * 1024 * 1024,
-        "bytes of recent messages kept in memory, for the whole daemon",
+        "bytes of recent messages kept in memory, for the whole daemon; all ephemeral topics together may "
+        "hold as much again",
         INT,
         bound="not negative",
     )

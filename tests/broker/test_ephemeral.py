@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 
 from nsparq.storage.memory import MemoryLog
-from tests.broker.rig import Rig, bodies, counts
+from tests.broker.rig import Delivered, FakeClient, Rig, bodies, counts
 
 MakeRig = Callable[..., Rig]
 TOPIC = "t#ephemeral"
@@ -327,3 +328,200 @@ def test_a_message_held_while_its_neighbours_leave_memory_is_still_redelivered(m
     rig.finish(client, again)
     rig.maintain()
     assert len(rig.channel(CHANNEL, TOPIC)._carried) == 0
+
+
+# Bytes.
+
+KIB = 1024
+SIZE = 10 * KIB
+LIMIT = 1000 * KIB
+"""Room for 50 messages of SIZE: memory counts the frames of a message, too."""
+
+
+def memory_of(rig: Rig) -> int:
+    """Bytes that ephemeral messages take, with their frames. The broker's own count has to be the same."""
+    size = 0
+    for topic in rig.broker.topics.values():
+        if isinstance(topic.log, MemoryLog):
+            size += sum(batch.size for batch in topic.log._batches.values())
+            size += sum(b.size for c in topic.channels.values() for b in c._carried.kept.values())
+    assert rig.broker.ephemeral_memory.size_bytes == size
+    return size
+
+
+def publish_large(rig: Rig, topic: str = TOPIC, count: int = 100, size: int = SIZE, **extra: int) -> None:
+    for number in range(count):
+        rig.publish(topic, *bodies(1, number, size), **extra)
+        assert memory_of(rig) <= LIMIT
+
+
+def test_an_ephemeral_topic_without_a_channel_is_bounded_by_bytes(make_rig: MakeRig):
+    rig = make_rig(mem_queue_bytes=LIMIT)
+    publish_large(rig)
+    topic = rig.topic(TOPIC)
+    assert 45 <= topic.depth <= 50
+    assert topic.dropped_count == 100 - topic.depth
+    kept = topic.depth
+    assert rig.subscribe(TOPIC, rdy=100).take_bodies() == bodies(kept, 100 - kept, SIZE)
+
+
+def test_a_channel_of_an_ephemeral_topic_is_bounded_by_bytes(make_rig: MakeRig):
+    rig = make_rig(mem_queue_bytes=LIMIT)
+    channel = rig.channel(topic=TOPIC)
+    publish_large(rig)
+    kept = channel.depth
+    assert 45 <= kept <= 50
+    assert channel.dropped_count == 100 - kept
+    assert rig.topic(TOPIC).dropped_count == 0
+    assert rig.subscribe(TOPIC, rdy=100).take_bodies() == bodies(kept, 100 - kept, SIZE)
+
+
+def test_a_paused_ephemeral_topic_is_bounded_by_bytes(make_rig: MakeRig):
+    rig = make_rig(mem_queue_bytes=LIMIT)
+    channel, topic = rig.channel(topic=TOPIC), rig.topic(TOPIC)
+    publish_large(rig, count=10)
+    topic.pause()
+    publish_large(rig, count=100)
+    assert channel.dropped_count == 10, "what it had seen is older than what the topic holds back"
+    kept = topic.depth
+    assert topic.dropped_count == 100 - kept
+    topic.unpause()
+    assert (channel.depth, channel.message_count) == (kept, 10 + kept)
+    assert rig.subscribe(TOPIC, rdy=100).take_bodies() == bodies(kept, 100 - kept, SIZE)
+
+
+def test_the_ephemeral_topic_with_the_most_bytes_gives_up_its_oldest(make_rig: MakeRig):
+    rig = make_rig(mem_queue_bytes=LIMIT)
+    publish_large(rig, "large#ephemeral", 40)
+    publish_large(rig, "small#ephemeral", 20)
+    assert rig.topic("small#ephemeral").dropped_count == 0
+    large = rig.topic("large#ephemeral")
+    assert large.dropped_count == 40 - large.depth > 0
+    publish_large(rig, "small#ephemeral", 100)
+    assert abs(rig.topic("small#ephemeral").depth - large.depth) < 10
+
+
+def test_many_small_ephemeral_topics_share_the_bytes(make_rig: MakeRig):
+    rig = make_rig(mem_queue_bytes=LIMIT)
+    for number in range(200):
+        publish_large(rig, f"{number}#ephemeral", 1)
+    assert sum(topic.depth for topic in rig.broker.topics.values()) >= 45
+
+
+def test_an_ephemeral_message_in_flight_that_was_given_up_can_be_finished_but_not_sent_again(
+    make_rig: MakeRig,
+):
+    rig = make_rig(mem_queue_bytes=LIMIT)
+    client = rig.subscribe(TOPIC, rdy=100)
+    channel = rig.channel(topic=TOPIC)
+    publish_large(rig)
+    rig.maintain()
+    assert memory_of(rig) <= LIMIT
+    sent = client.take()
+    assert len(sent) == len(channel.in_flight) == 100
+    assert channel.dropped_count == 0, "they may still be finished"
+    assert rig.finish(client, sent[0]) == []
+    rig.requeue(client, sent[1])
+    assert channel.dropped_count == 1
+    rig.requeue(client, sent[2], timeout_ms=1000)
+    assert channel.dropped_count == 2
+    rig.pass_time(60)
+    again = client.take()
+    assert [message.body for message in again] == bodies(len(again), 100 - len(again), SIZE)
+    assert 45 <= len(again) <= 50
+    assert channel.dropped_count == 99 - len(again)
+    assert channel._attempts == {}
+    rig.finish(client, *again)
+    rig.maintain()
+    assert memory_of(rig) == 0
+
+
+def test_what_channels_of_an_ephemeral_topic_carry_over_is_bounded_by_bytes(make_rig: MakeRig):
+    rig = make_rig(mem_queue_bytes=LIMIT)
+    slow = [rig.subscribe(TOPIC, name, rdy=1000) for name in ("a", "b")]
+    for number in range(100):
+        rig.publish(TOPIC, *bodies(1, number, SIZE), *bodies(5))
+        for client in slow:
+            rig.finish(client, *client.take()[1:])
+        rig.maintain()
+        assert memory_of(rig) <= LIMIT
+    channel = rig.channel("a", TOPIC)
+    assert len(channel._carried) >= 20, "each channel has its own copy"
+    rig.pass_time(60)
+    kept = len(slow[0].take())
+    assert channel.dropped_count == 100 - kept
+
+
+def test_deferred_and_requeued_messages_that_are_given_up_are_counted(make_rig: MakeRig):
+    rig = make_rig(mem_queue_bytes=LIMIT)
+    client = rig.subscribe(TOPIC, rdy=10)
+    channel = rig.channel(topic=TOPIC)
+    publish_large(rig, count=10)
+    rig.ready(client, 0)
+    for message in client.take():
+        rig.requeue(client, message)
+    publish_large(rig, count=10, defer_ms=1000)
+    assert counts(channel) == (10, 0, 10)
+    publish_large(rig, count=60)
+    assert counts(channel) == (80 - channel.dropped_count, 0, 0)
+    assert channel._attempts == {}
+
+
+def test_an_ephemeral_message_larger_than_the_bound_is_delivered(make_rig: MakeRig):
+    rig = make_rig(mem_queue_bytes=0)
+    client = rig.subscribe(TOPIC)
+    rig.publish(TOPIC, b"old")
+    rig.publish(TOPIC, b"new")
+    rig.ready(client, 1)
+    (message,) = client.take()
+    assert message.body == b"new"
+    rig.requeue(client, message)
+    assert client.take_bodies() == [b"new"]
+
+
+def test_bytes_of_an_ephemeral_topic_that_is_gone_do_not_count(make_rig: MakeRig):
+    rig = make_rig(mem_queue_bytes=LIMIT)
+    client = rig.subscribe(TOPIC, CHANNEL, rdy=10)
+    publish_large(rig, count=20)
+    rig.maintain()
+    assert memory_of(rig) > 0
+    rig.disconnect(client)
+    assert TOPIC not in rig.broker.topics
+    assert memory_of(rig) == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_ephemeral_message_is_lost_without_being_counted(make_rig: MakeRig, seed: int):
+    rig = make_rig(mem_queue_bytes=LIMIT, mem_queue_size=40)
+    random = Random(seed)
+    clients = [rig.subscribe(TOPIC, name, rdy=30) for name in ("a", "b", "b")]
+    topic = rig.topic(TOPIC)
+    finished = dict.fromkeys("ab", 0)
+    held: list[tuple[FakeClient, Delivered]] = []
+    for _ in range(400):
+        size = random.choice((10, SIZE, 5 * SIZE))
+        rig.publish(TOPIC, *bodies(random.randrange(1, 4), size=size), defer_ms=random.choice((0, 0, 0, 500)))
+        held += [(client, message) for client in clients for message in client.take()]
+        for _ in range(random.randrange(6)):
+            if not held:
+                break
+            client, message = held.pop(random.randrange(len(held)))
+            assert client.channel is not None
+            if client.channel.in_flight.find(message.id - topic.first_id) is None:
+                continue
+            if random.random() < 0.6:
+                finished[client.channel.name] += not rig.finish(client, message)
+            elif client.channel.in_flight.find(message.id - topic.first_id).client is client:
+                rig.requeue(client, message, random.choice((0, 300)))
+        step = random.random()
+        if step < 0.05:
+            topic.unpause() if topic.paused else topic.pause()
+        elif step < 0.3:
+            rig.maintain()
+        elif step < 0.4:
+            rig.pass_time(random.choice((0.3, 70)))
+        assert memory_of(rig) <= LIMIT + 2 * 150 * KIB
+        for channel in topic.channels.values():
+            gone = finished[channel.name] + channel.dropped_count
+            assert channel.message_count == gone + sum(counts(channel))
+    assert topic.dropped_count and topic.channels["a"].dropped_count

@@ -21,10 +21,11 @@ import numpy as np
 from nsparq.broker.deferred import Deferred
 from nsparq.broker.inflight import InFlight
 from nsparq.names import is_ephemeral
-from nsparq.storage.batch import mark_of
+from nsparq.storage.batch import Batch, mark_of
 from nsparq.storage.carry import CARRY_SUFFIX, Carried, CarryFile, MemoryCarry
 from nsparq.storage.decode import iter_batches
 from nsparq.storage.gaps import Gaps
+from nsparq.storage.memory import MemoryLog
 from nsparq.storage.ranges import OffsetGone, Range
 from nsparq.storage.segment import Segment
 from nsparq.storage.state import CHANNEL_SUFFIX, ChannelState, StateFile
@@ -148,7 +149,8 @@ class Backlog(ABC):
         self.state_file: StateFile | None = None
         self._is_carrying = False
         """Whether the file of what is carried is being written in a thread."""
-        self._carried: CarryFile | MemoryCarry = MemoryCarry()
+        hold = topic.log.hold if isinstance(topic.log, MemoryLog) else lambda size_bytes: None
+        self._carried: CarryFile | MemoryCarry = MemoryCarry(hold)
         if self.is_durable and topic.directory is not None:
             files = topic.broker.files
             self.state_file = StateFile(files, topic.directory / (name + CHANNEL_SUFFIX))
@@ -336,14 +338,15 @@ class Backlog(ABC):
         self.requeued.clear()
         self._attempts.clear()
 
-    def _drop_below(self, limit: int) -> None:
-        """Count everything unfinished below a sequence number, in flight aside, as done."""
+    def _drop_below(self, limit: int) -> int:
+        """Count everything unfinished below a sequence number, in flight aside, as done. Gives the number."""
         dropped = self.deferred.drop_below(limit)
         if min(self.requeued, default=limit) < limit:
             dropped += [s for s in self.requeued if s < limit]
             self.requeued = deque(s for s in self.requeued if s >= limit)
         for sequence in dropped:
             self._attempts.pop(sequence, None)
+        return len(dropped)
 
     # state
 
@@ -450,19 +453,45 @@ class Backlog(ABC):
         self.requeued.extend(tried)
         self._attempts.update(zip(tried, attempts, strict=True))
 
-    def carry_over(self, before: int) -> None:
-        """In memory: copy what is unfinished of the log before `before` into the channel's own keeping, so
-        that the log can let go of it."""
+    def carry_over(self, log: MemoryLog, before: int) -> int:
+        """In memory: copy what is unfinished of the log before `before` into the channel's own keeping, some
+        of it at a time. Gives from where on the log is still needed."""
+        waiting = sorted(self._uncarried())
+        # What lies before the log has been given up.
+        waiting = waiting[bisect_left(waiting, log.start) : bisect_left(waiting, before)]
+        if len(waiting) > CARRY_SLICE:
+            before = waiting[CARRY_SLICE]
         messages: list[Carried] = []
-        for sequence in sorted(s for s in self._uncarried() if s < before):
-            batch = self.topic.log.read(sequence, wait=True)
-            if batch is None or not batch.base <= sequence < batch.end:
+        batch: Batch | None = None
+        ends: list[int] = []
+        for sequence in waiting[:CARRY_SLICE]:
+            if batch is None or sequence >= batch.end:
+                batch = log.read(sequence)
+                if batch is None:
+                    break
+                ends = np.cumsum(np.frombuffer(batch.lengths, np.uint32), dtype=np.int64).tolist()
+            if sequence < batch.base:
                 continue
             index = sequence - batch.base
-            start = sum(batch.lengths[:index])
-            body = batch.data[start : start + batch.lengths[index]]
+            body = batch.data[ends[index] - batch.lengths[index] : ends[index]]
             messages.append((sequence, batch.timestamp_of(index), body))
         self._carried.add(messages)
+        return before
+
+    def carried_sizes(self) -> list[tuple[int, int]]:
+        """The sequence number and the bytes in memory of each message carried over."""
+        carried = self._carried
+        return [(s, b.size) for s, b in carried.kept.items()] if isinstance(carried, MemoryCarry) else []
+
+    def give_up(self, before: int) -> None:
+        """In memory: let go of all messages below a number. Those that wait are dropped, and counted; those
+        in flight can only be finished."""
+        ahead = self._ahead
+        self.dropped_count += self._drop_below(before)
+        if self.cursor < before:
+            self._jump(min(before, self.topic.visible_end))
+            self.dropped_count += ahead - self._ahead
+        self._carried.drop([s for s in self._carried.kept if s < before])
 
     def checkpointed(self, state: ChannelState) -> None:
         """This state is on disk now."""

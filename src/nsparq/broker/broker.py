@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from nsparq.options import NsqdOptions
 from nsparq.storage.cache import BatchCache
 from nsparq.storage.files import Files
 from nsparq.storage.log import EPOCH_BITS, Durability, Log, LogSettings
+from nsparq.storage.memory import EphemeralMemory, MemoryLog
 from nsparq.storage.metadata import (
     BAD_FILE_NAME,
     FILE_NAME,
@@ -123,6 +125,7 @@ class Broker:
             options.retention_age, options.retention_bytes,
         )  # fmt: skip
         self.cache = BatchCache(options.mem_queue_bytes)
+        self.ephemeral_memory = EphemeralMemory(options.mem_queue_bytes)
         self.topics: dict[str, Topic] = {}
         self.clients: set[Client] = set()
         self.scan = QueueScan(options.queue_scan_selection_count, options.queue_scan_worker_pool_max)
@@ -567,6 +570,30 @@ class Broker:
         for topic in flushed:
             if topic.is_ephemeral:
                 topic.bound()
+        self._bound_ephemeral_memory()
+
+    def _bound_ephemeral_memory(self) -> None:
+        """Keep all ephemeral topics together within their bytes: the largest gives up its oldest messages. A
+        sixteenth more than needed goes, so that this is not done for each message."""
+        memory = self.ephemeral_memory
+        if memory.size_bytes <= memory.limit_bytes:
+            return
+        enough = memory.limit_bytes - memory.limit_bytes // 16
+        least = memory.limit_bytes // 64
+        largest = [
+            (-topic.log.held_bytes, name)
+            for name, topic in self.topics.items()
+            if isinstance(topic.log, MemoryLog)
+        ]
+        heapify(largest)
+        while largest and (surplus := memory.size_bytes - enough) > 0:
+            size, name = heappop(largest)
+            following = largest[0][0] if largest else 0
+            topic = self.topics[name]
+            topic.give_up(min(surplus, max(following - size, least, 1)))
+            assert isinstance(topic.log, MemoryLog)
+            if topic.log.held_bytes < -size:
+                heappush(largest, (-topic.log.held_bytes, name))
 
     def _pump(self, now_ns: int) -> None:
         """Deliver on the channels that have something to deliver. Where that is much, to a part of them: what
@@ -776,6 +803,7 @@ class Broker:
             topic.checkpoint()
             self._sync_in_time(topic)
             self._reclaim(topic)
+            self._bound_ephemeral_memory()
         except Exception:
             # One topic's trouble must not cost the others their checkpoints.
             logger.exception("%s: maintenance failed", topic)

@@ -163,11 +163,14 @@ class Channel(Backlog):
         """REQ: send again at once, or after a while."""
         run, sequence = self._owned("REQ", client, message_id)
         self.in_flight.answer(run, sequence)
-        self._attempts[sequence] = run.attempts
-        if timeout_ms > 0:
-            self._defer(sequence, now_ns + timeout_ms * 1_000_000)
+        if sequence < self.topic.given_up_before:
+            self.dropped_count += 1
         else:
-            self.requeued.append(sequence)
+            self._attempts[sequence] = run.attempts
+            if timeout_ms > 0:
+                self._defer(sequence, now_ns + timeout_ms * 1_000_000)
+            else:
+                self.requeued.append(sequence)
         self.requeue_count += 1
         client.requeue_count += 1
         client.in_flight -= 1
@@ -245,9 +248,14 @@ class Channel(Backlog):
         return done
 
     def _take_back(self, run: Run, sequences: list[int]) -> None:
-        """Messages that were not answered: they are sent again."""
+        """Messages that were not answered: they are sent again, unless they have been given up."""
         for sequence in sequences:
             self.in_flight.answer(run, sequence)
+        if run.first < self.topic.given_up_before:
+            number = len(sequences)
+            sequences = [sequence for sequence in sequences if sequence >= self.topic.given_up_before]
+            self.dropped_count += number - len(sequences)
+        for sequence in sequences:
             self._attempts[sequence] = run.attempts
         self.requeued.extend(sequences)
 
@@ -530,6 +538,10 @@ class Channel(Backlog):
             self._jump(self._behind(surplus))
             self._current = None
             self.dropped_count += before - self._ahead
+
+    def give_up(self, before: int) -> None:
+        self._current = None
+        super().give_up(before)
 
     # management
 

@@ -148,6 +148,11 @@ class Topic:
         self._import_start = -1
         """Where the messages of another nsqd begin, while they are being taken over."""
         self._low = (0, 0)
+        self.given_up_before = 0
+        """An ephemeral topic has given up the messages below this, for want of memory: those still in flight
+        cannot be sent again."""
+        self._reclaim_from = 0
+        """An ephemeral log that holds more messages than this is reclaimed without waiting for upkeep."""
         self.synced_ns = 0
         """When the log was last asked to sync."""
         self.copy_after_ns = 0
@@ -159,7 +164,7 @@ class Topic:
         """A topic that was not there before."""
         epoch = self.broker.epoch()
         if self.directory is None:
-            self.log = MemoryLog(floor=epoch)
+            self.log = MemoryLog(floor=epoch, memory=self.broker.ephemeral_memory)
         else:
             self.broker.files.make_directory(self.directory)
             self.log = self._new_log(self.directory, epoch)
@@ -745,8 +750,7 @@ class Topic:
         self._waiting, self._uncommitted = [], []
         for waiting in unanswered:
             self._tell(waiting, Exiting())
-        if isinstance(self.log, Log):
-            self.log.delete()
+        self.log.delete()
 
     # upkeep
 
@@ -807,11 +811,12 @@ class Topic:
 
     def bound(self) -> None:
         """Keep an ephemeral topic within the memory queue's size."""
-        if not isinstance(self.log, MemoryLog):
+        log, limit = self.log, self.broker.options.mem_queue_size
+        if not isinstance(log, MemoryLog):
             return
-        is_well_beyond = self.log.end - self.log.start > 2 * self.broker.options.mem_queue_size
-        if is_well_beyond or self.paused or not self.channels:
-            self._reclaim_memory(self.log)
+        is_well_beyond = log.end - log.start > max(2 * limit, self._reclaim_from)
+        if is_well_beyond or not self.channels or (self.paused and self.depth > limit):
+            self._reclaim_memory(log)
 
     def _reclaim_memory(self, log: MemoryLog) -> None:
         limit = self.broker.options.mem_queue_size
@@ -825,15 +830,48 @@ class Topic:
                 self._pause_position = self.origin
             log.trim(self.origin)
             return
-        if self.paused:
-            self.dropped_count += log.discard_oldest(self._pause_position, limit)
+        if self.paused and (dropped := log.discard_oldest(self._pause_position, limit)):
+            self.dropped_count += dropped
             self._held_back = [held for held in self._held_back if log.gaps.skip(held[0]) == held[0]]
         cursor = min(channel.cursor for channel in self.channels.values())
-        for channel in self.channels.values():
-            channel.carry_over(cursor)
+        needed = min([channel.carry_over(log, cursor) for channel in self.channels.values()])
+        if needed < cursor:
+            # The next round carries more over.
+            self.broker.note_changed(self)
         if self.holds:
-            cursor = min(cursor, max(min(self.holds.values()), log.end - limit))
-        log.trim(cursor)
+            needed = min(needed, max(min(self.holds.values()), log.end - limit))
+        log.trim(needed)
+        self._reclaim_from = 2 * (log.end - log.start)
+
+    def give_up(self, size_bytes: int) -> None:
+        """Let go of the oldest messages of an ephemeral topic, of about so many bytes or more, whether they
+        are finished or not. What was still to be sent is counted as dropped."""
+        log = self.log
+        assert isinstance(log, MemoryLog)
+        before = 0
+        # What channels have carried over is older than the log.
+        carried = [held for channel in self.channels.values() for held in channel.carried_sizes()]
+        for sequence, size in sorted(carried):
+            if size_bytes <= 0 or sequence >= log.start:
+                break
+            size_bytes -= size
+            before = sequence + 1
+        if size_bytes > 0:
+            before = max(before, log.end_of_oldest(size_bytes))
+        self.given_up_before = max(self.given_up_before, before)
+        if self.depth:
+            held_from = self._pause_position if self.channels else self.origin
+            self.dropped_count += log.count(held_from, before)
+            self._held_back = [held for held in self._held_back if held[0] >= before]
+        if not self.channels:
+            self.origin = max(self.origin, before)
+            if self.paused:
+                self._pause_position = self.origin
+        for channel in self.channels.values():
+            channel.give_up(before)
+        log.trim(before)
+        if self.channels and self.paused:
+            log.gaps.add(self._pause_position, before)
 
     @property
     def depth(self) -> int:

@@ -7,7 +7,7 @@ batches of one message each, and the segment is free.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from weakref import ref
 
@@ -188,8 +188,10 @@ class MemoryCarry:
 
     is_damaged = False
 
-    def __init__(self) -> None:
+    def __init__(self, hold: Callable[[int], None]) -> None:
+        """`hold` is told how many bytes more, or less, are in memory."""
         self.kept: dict[int, Batch] = {}
+        self._hold = hold
 
     def load(self) -> list[int]:
         return []
@@ -202,7 +204,8 @@ class MemoryCarry:
 
     def add(self, messages: Iterable[Carried]) -> None:
         for sequence, timestamp_ns, body in messages:
-            self.kept[sequence] = Batch.single(sequence, timestamp_ns, body)
+            batch = self.kept[sequence] = Batch.single(sequence, timestamp_ns, body)
+            self._hold(batch.size)
 
     def read(self, sequence: int) -> Batch | None:
         return self.kept.get(sequence)
@@ -214,7 +217,7 @@ class MemoryCarry:
 
     def drop(self, finished: Iterable[int]) -> None:
         for sequence in finished:
-            del self.kept[sequence]
+            self._hold(-self.kept.pop(sequence).size)
 
     def remove(self) -> None:
-        self.kept.clear()
+        self.drop([*self.kept])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -11,15 +12,28 @@ from nsparq.storage.gaps import Gaps
 from nsparq.storage.ranges import LogPositions, Lost, OffsetAhead, OffsetGone, Range, TimeSearch, memory_range
 
 
+class EphemeralMemory:
+    """Counts the bytes of all ephemeral topics: their logs, and what their channels have carried over."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.size_bytes = 0
+        self.latest: MemoryLog | None = None
+        """The log that was appended to last. Its newest batch stays, however large it is."""
+
+
 class MemoryLog:
-    """Batches in memory, held until every channel is past them. Channels bound how far behind they fall."""
+    """Batches in memory, held until every channel is past them. The topic bounds their number and bytes."""
 
     corrupt_batches = 0
     corrupt_messages = 0
     size_bytes = 0
     disk_end = 0
 
-    def __init__(self, *, floor: int) -> None:
+    def __init__(self, *, floor: int, memory: EphemeralMemory | None = None) -> None:
+        self.memory = memory or EphemeralMemory(sys.maxsize)
+        self.held_bytes = 0
+        """Memory of its batches, and of the messages that channels have carried over from it."""
         self.end = floor
         self.gaps = Gaps()
         self.lost = Gaps()
@@ -43,7 +57,14 @@ class MemoryLog:
             self._batches[batch.base] = batch
             self.end = batch.end
             batches.append(batch)
+        self.hold(sum([batch.size for batch in batches]))
+        self.memory.latest = self
         return batches
+
+    def hold(self, size_bytes: int) -> None:
+        """Count bytes that are in memory from now on; negative ones that no longer are."""
+        self.held_bytes += size_bytes
+        self.memory.size_bytes += size_bytes
 
     def read(self, sequence: int, *, wait: bool = False) -> Batch | None:
         entry = bisect_right(self._bases, sequence) - 1
@@ -99,14 +120,35 @@ class MemoryLog:
         entry = bisect_right(self._bases, start - 1)
         while entry + 1 < len(self._bases) and self.count(start, self.end) > limit:
             batch = self._batches.pop(self._bases.pop(entry))
+            self.hold(-batch.size)
             self.gaps.add(batch.base, batch.end)
             dropped += batch.count
         return dropped
 
+    def end_of_oldest(self, size_bytes: int) -> int:
+        """Where the oldest batches end that take `size_bytes`, or all but the one that has to stay."""
+        end = self.start
+        for base in self._bases[:-1] if self.memory.latest is self else self._bases:
+            if size_bytes <= 0:
+                break
+            size_bytes -= self._batches[base].size
+            end = self._batches[base].end
+        return end
+
     def trim(self, low: int) -> None:
-        keep = 0
+        """Let go of the batches before `low`."""
+        keep = freed = 0
         while keep < len(self._bases) and self._batches[self._bases[keep]].end <= low:
-            del self._batches[self._bases[keep]]
+            freed += self._batches.pop(self._bases[keep]).size
             keep += 1
         del self._bases[:keep]
+        self.hold(-freed)
         self.gaps.drop_before(low)
+
+    def delete(self) -> None:
+        """Let go of everything, with what channels have carried over."""
+        self._bases.clear()
+        self._batches.clear()
+        self.hold(-self.held_bytes)
+        if self.memory.latest is self:
+            self.memory.latest = None
