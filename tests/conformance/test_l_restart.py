@@ -277,13 +277,15 @@ def test_case_170_second_daemon_on_the_same_data_path_refuses_to_start(own_proce
     assert len(drain(process, "topic", "channel", 2)) == 2
 
 
+@pytest.mark.deviation("NSQ refuses to start")
 @pytest.mark.parametrize("content", [b"", b"{", b"garbage", b'{"topics":1}'])
-def test_case_171_unparsable_metadata_refuses_to_start(tmp_path, content):
+def test_case_171_unparsable_metadata_is_kept_aside_and_the_topics_are_found(tmp_path, content):
+    with start_process(tmp_path) as process:
+        process.publish("topic", b"body")
     (tmp_path / "nsqd.dat").write_bytes(content)
-    error = refused(tmp_path)
-    assert error.status == 1
-    assert "failed to load metadata - failed to parse metadata in" in str(error)
-    assert (tmp_path / "nsqd.dat").read_bytes() == content
+    with start_process(tmp_path) as process:
+        assert shape(process) == {"topic": (False, {})}
+    assert (tmp_path / "nsqd.dat.bad").read_bytes() == content
 
 
 def test_case_171_metadata_written_by_nsq_is_read(tmp_path):

@@ -495,6 +495,8 @@ class LogMachine(RuleBasedStateMachine):
             cut = int(share * paths[-1].stat().st_size)
             with paths[-1].open("r+b") as file:
                 file.truncate(cut)
+            # An index is written after its segment. With the index, the loss would be damage.
+            paths[-1].with_suffix(".index").unlink(missing_ok=True)
             gone = [place.sequences for place in lost if place.end > cut]
             self.messages = [m for m in self.messages if not any(m.sequence in numbers for numbers in gone)]
         if not has_index:
