@@ -120,7 +120,7 @@ def test_a_settled_run_is_gone_from_its_client_and_from_every_index():
     assert not client.runs
     assert len(in_flight) == 0
     assert not in_flight.runs
-    assert not in_flight._singles
+    assert not in_flight.singles
     assert not in_flight._short and not in_flight._long
     assert in_flight.lowest() is None
     assert in_flight.next_deadline() is None

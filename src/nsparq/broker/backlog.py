@@ -42,6 +42,9 @@ CARRY_SHARE = 8
 CARRY_SLICE = 1000
 """Messages that are carried over at a time."""
 
+MEMORY_SLICE = 500
+"""The same in memory, where all of it is done on the event loop."""
+
 
 class SeekPlan(NamedTuple):
     """What a seek does, or would do."""
@@ -141,6 +144,11 @@ class Backlog(ABC):
         """Sequence numbers of deferred messages that the cursor has still to step over."""
         self.dropped_count = 0
         """Messages given up: an ephemeral channel that fell too far behind, or bytes lost to a bad disk."""
+        self._to_carry: list[int] = []
+        """In memory: unfinished messages to be carried over, the oldest last. Some may be finished by then;
+        those go with the next drop_carried()."""
+        self._to_carry_end = 0
+        """There is nothing else to be carried over below this."""
         self._carried_before = 0
         """What is unfinished below this has been carried over."""
         self._named: set[int] = set()
@@ -206,8 +214,8 @@ class Backlog(ABC):
         return chain(self.in_flight, self.requeued, self.deferred.due_ns)
 
     def _uncarried(self) -> Iterator[int]:
-        """What is unfinished and only in the log. Nothing here is done message by message in Python, but for
-        what is in flight: there may be very many."""
+        """What is unfinished and only in the log. Nothing here is done message by message in Python: there
+        may be very many."""
         return filterfalse(self._carried.kept.__contains__, self._unfinished())
 
     def attempts_of(self, sequence: int) -> int:
@@ -333,6 +341,7 @@ class Backlog(ABC):
     def _drop_all(self) -> None:
         """Count everything unfinished behind the cursor, and what is deferred, as done."""
         self._deferred_ahead.clear()
+        self._to_carry.clear()
         self.in_flight.clear()
         self.deferred.clear()
         self.requeued.clear()
@@ -356,8 +365,9 @@ class Backlog(ABC):
 
     def capture(self) -> Callable[[], ChannelState]:
         """The same, to be put together in a thread. Here everything is only copied, which takes a small part
-        of the time, however many messages are deferred or requeued."""
-        flying = [(s, run.attempts) for run in self.in_flight.runs for s in run.unanswered()]
+        of the time, however many messages are unfinished."""
+        singles = self.in_flight.singles.copy()
+        longer = [(run.attempts, [*run.unanswered()]) for run in self.in_flight.longer]
         requeued, attempts = [*self.requeued], self._attempts.copy()
         deferred, due_ns = [*self.deferred.due_ns], [*self.deferred.due_ns.values()]
         written_ns = self.topic.broker.wall_ns()
@@ -377,8 +387,11 @@ class Backlog(ABC):
 
         def build() -> ChannelState:
             waiting = requeued + deferred
-            state.sequences = np.array([s for s, _ in flying] + waiting, np.uint64)
-            numbers = [number for _, number in flying] + [attempts.get(s, 0) for s in waiting]
+            flying = [*singles, *chain.from_iterable(sequences for _, sequences in longer)]
+            state.sequences = np.array(flying + waiting, np.uint64)
+            numbers = [run.attempts for run in singles.values()]
+            numbers += [number for number, sequences in longer for _ in sequences]
+            numbers += [attempts.get(s, 0) for s in waiting]
             state.attempts = np.array(numbers, np.uint16)
             state.due_ns = np.zeros(len(numbers), np.int64)
             state.due_ns[len(numbers) - len(due_ns) :] = np.array(due_ns, np.int64) + ahead_ns
@@ -456,27 +469,29 @@ class Backlog(ABC):
     def carry_over(self, log: MemoryLog, before: int) -> int:
         """In memory: copy what is unfinished of the log before `before` into the channel's own keeping, some
         of it at a time. Gives from where on the log is still needed."""
-        waiting = sorted(self._uncarried())
-        # What lies before the log has been given up.
-        waiting = waiting[bisect_left(waiting, log.start) : bisect_left(waiting, before)]
-        if len(waiting) > CARRY_SLICE:
-            before = waiting[CARRY_SLICE]
+        if not self._to_carry:
+            waiting = sorted(self._uncarried())
+            self._to_carry = waiting[: bisect_left(waiting, before)][::-1]
+            self._to_carry_end = before
+        chosen = self._to_carry[: -MEMORY_SLICE - 1 : -1]
+        del self._to_carry[-MEMORY_SLICE:]
         messages: list[Carried] = []
         batch: Batch | None = None
         ends: list[int] = []
-        for sequence in waiting[:CARRY_SLICE]:
+        for sequence in chosen:
             if batch is None or sequence >= batch.end:
                 batch = log.read(sequence)
                 if batch is None:
                     break
                 ends = np.cumsum(np.frombuffer(batch.lengths, np.uint32), dtype=np.int64).tolist()
             if sequence < batch.base:
+                # It has been given up.
                 continue
             index = sequence - batch.base
             body = batch.data[ends[index] - batch.lengths[index] : ends[index]]
             messages.append((sequence, batch.timestamp_of(index), body))
         self._carried.add(messages)
-        return before
+        return min(before, self._to_carry[-1] if self._to_carry else self._to_carry_end)
 
     def carried_sizes(self) -> list[tuple[int, int]]:
         """The sequence number and the bytes in memory of each message carried over."""

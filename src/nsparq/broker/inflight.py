@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import chain, count, filterfalse
+from operator import attrgetter
 
 from nsparq.broker.client import Client
 from nsparq.storage.batch import Timestamps
@@ -89,7 +90,9 @@ class Run:
         return number
 
     def unanswered(self) -> Iterator[int]:
-        return (sequence for sequence in range(self.low, self.end) if sequence not in self.holes)
+        """No Python runs for each message: there may be very many."""
+        held = range(self.low, self.end)
+        return filterfalse(self.holes.__contains__, held) if self.holes else iter(held)
 
     def count_below(self, sequence: int) -> int:
         """How many of those with smaller numbers are unanswered."""
@@ -117,15 +120,16 @@ class InFlight:
     """All unanswered deliveries of a channel."""
 
     def __init__(self) -> None:
-        self.runs: set[Run] = set()
         self._count = 0
-        self._singles: dict[int, Run] = {}
+        self.singles: dict[int, Run] = {}
         """Runs of one message, by its number."""
+        self.longer: set[Run] = set()
+        """Runs of several."""
         self._latest: list[Run] = []
-        """Longer runs, the latest few of them."""
+        """The latest few of these."""
         self._short: dict[int, list[Run]] = {}
         self._long: dict[int, list[Run]] = {}
-        """The others, by each block of numbers that they touch."""
+        """The others of them, by each block of numbers that they touch."""
         self._heap: list[tuple[int, int, Run]] = []
         self._dead = 0
 
@@ -134,22 +138,26 @@ class InFlight:
 
     def __iter__(self) -> Iterator[int]:
         """The sequence numbers of all unanswered messages."""
-        return (sequence for run in self.runs for sequence in run.unanswered())
+        return chain(self.singles, chain.from_iterable(map(Run.unanswered, self.longer)))
+
+    @property
+    def runs(self) -> set[Run]:
+        return {*self.singles.values(), *self.longer}
 
     def lowest(self) -> int | None:
-        return min((run.low for run in self.runs), default=None)
+        return min(chain(self.singles, map(attrgetter("low"), self.longer)), default=None)
 
     def add(self, run: Run) -> None:
         count = run.end - run.first
         if count == 1:
-            self._singles[run.first] = run
+            self.singles[run.first] = run
         else:
+            self.longer.add(run)
             latest = self._latest
             latest.append(run)
             if len(latest) > _LATEST:
                 self._register(latest.pop(0))
         self._count += count
-        self.runs.add(run)
         run.client.runs.add(run)
         heappush(self._heap, (run.deadline_ns, next(_order), run))
 
@@ -172,7 +180,7 @@ class InFlight:
 
     def find(self, sequence: int) -> Run | None:
         """The run in which the message is in flight."""
-        run = self._singles.get(sequence)
+        run = self.singles.get(sequence)
         if run is not None:
             return run
         for run in self._latest:
@@ -196,25 +204,29 @@ class InFlight:
 
     def _settle(self, run: Run) -> None:
         """The last message of the run has been answered."""
-        self.runs.discard(run)
         run.client.runs.discard(run)
         if run.end - run.first == 1:
-            del self._singles[run.first]
-        elif not run.is_registered:
-            self._latest.remove(run)
+            del self.singles[run.first]
         else:
-            blocks, touched = self._blocks_of(run)
-            for block in touched:
-                touching = blocks[block]
-                if len(touching) == 1:
-                    del blocks[block]
-                else:
-                    touching.remove(run)
+            self.longer.discard(run)
+            self._unregister(run)
         self._dead += 1
         if self._dead > 64 and self._dead * 2 > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[2].low < entry[2].end]
             heapify(self._heap)
             self._dead = 0
+
+    def _unregister(self, run: Run) -> None:
+        if not run.is_registered:
+            self._latest.remove(run)
+            return
+        blocks, touched = self._blocks_of(run)
+        for block in touched:
+            touching = blocks[block]
+            if len(touching) == 1:
+                del blocks[block]
+            else:
+                touching.remove(run)
 
     def count_below(self, sequence: int) -> int:
         """How many messages with smaller numbers are in flight."""
@@ -253,8 +265,8 @@ class InFlight:
         for run in self.runs:
             run.low = run.end
             run.client.runs.discard(run)
-        self.runs.clear()
-        self._singles.clear()
+        self.singles.clear()
+        self.longer.clear()
         self._latest.clear()
         self._short.clear()
         self._long.clear()

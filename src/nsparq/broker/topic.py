@@ -151,6 +151,8 @@ class Topic:
         self.given_up_before = 0
         """An ephemeral topic has given up the messages below this, for want of memory: those still in flight
         cannot be sent again."""
+        self._has_more_to_carry = False
+        """Whether an ephemeral topic has stopped in the middle of carrying messages over."""
         self._reclaim_from = 0
         """An ephemeral log that holds more messages than this is reclaimed without waiting for upkeep."""
         self.synced_ns = 0
@@ -815,10 +817,12 @@ class Topic:
         if not isinstance(log, MemoryLog):
             return
         is_well_beyond = log.end - log.start > max(2 * limit, self._reclaim_from)
-        if is_well_beyond or not self.channels or (self.paused and self.depth > limit):
+        is_full = not self.channels or (self.paused and self.depth > limit)
+        if is_full or is_well_beyond or self._has_more_to_carry:
             self._reclaim_memory(log)
 
     def _reclaim_memory(self, log: MemoryLog) -> None:
+        """Let go of what nobody needs, or as much of it as can be done in one step; the next turn goes on."""
         limit = self.broker.options.mem_queue_size
         if not self.channels:
             surplus = log.count(self.origin, log.end) - limit
@@ -835,19 +839,27 @@ class Topic:
             self._held_back = [held for held in self._held_back if log.gaps.skip(held[0]) == held[0]]
         cursor = min(channel.cursor for channel in self.channels.values())
         needed = min([channel.carry_over(log, cursor) for channel in self.channels.values()])
-        if needed < cursor:
-            # The next round carries more over.
-            self.broker.note_changed(self)
+        self._has_more_to_carry = needed < cursor
+        if self._has_more_to_carry:
+            self.broker.schedule_topic(self)
         if self.holds:
             needed = min(needed, max(min(self.holds.values()), log.end - limit))
         log.trim(needed)
         self._reclaim_from = 2 * (log.end - log.start)
 
     def give_up(self, size_bytes: int) -> None:
-        """Let go of the oldest messages of an ephemeral topic, of about so many bytes or more, whether they
-        are finished or not. What was still to be sent is counted as dropped."""
+        """Let go of so many bytes or more of an ephemeral topic: of what nobody needs, and then of the oldest
+        messages. Those that were still to be sent are counted as dropped."""
         log = self.log
         assert isinstance(log, MemoryLog)
+        enough = log.held_bytes - size_bytes
+        self._reclaim_memory(log)
+        while self._has_more_to_carry and log.held_bytes > enough:
+            self._reclaim_memory(log)
+        if log.held_bytes > enough:
+            self._give_up_oldest(log, log.held_bytes - enough)
+
+    def _give_up_oldest(self, log: MemoryLog, size_bytes: int) -> None:
         before = 0
         # What channels have carried over is older than the log.
         carried = [held for channel in self.channels.values() for held in channel.carried_sizes()]
