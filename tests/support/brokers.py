@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from .connection import Address, RawConnection
+from .forked import ForkedProcess, forked_daemon
 from .http import Answer, HttpConnection
 from .polling import DEADLINE, busy_s
 
@@ -261,7 +262,7 @@ class BrokerThread(TestBroker):
 
 
 class BrokerProcess(TestBroker):
-    """`python -m nsparq.server.main` (or the command given) as a real process.
+    """`python -m nsparq.server.main` (or the command given) as a real process; see forked.py for how.
 
     stats() and control() use its HTTP API. stderr goes to the file `log`, and to this process's stderr at
     stop, where pytest shows it for failed tests only.
@@ -275,7 +276,7 @@ class BrokerProcess(TestBroker):
         descriptor, name = tempfile.mkstemp(prefix="nsparq-", suffix=".log")
         os.close(descriptor)
         self.log = Path(name)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
         try:
             self.start()
         except BaseException:
@@ -295,12 +296,15 @@ class BrokerProcess(TestBroker):
             found += [f"{flag}={text}" for text in values]
         return found
 
-    def launch(self) -> subprocess.Popen[bytes]:
+    def launch(self) -> subprocess.Popen[bytes] | ForkedProcess:
         """Start the process without waiting for anything; for tests of starts that must fail."""
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(SOURCE), environment.get("PYTHONPATH")))
         )
+        forked = forked_daemon(self.command, self.arguments(), self.log, environment)
+        if forked is not None:
+            return forked
         with self.log.open("ab") as stderr:
             return subprocess.Popen(
                 [*self.command, *self.arguments()],

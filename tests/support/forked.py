@@ -1,0 +1,215 @@
+"""Daemons as processes that start quickly: a process that has loaded their modules forks them.
+
+forked_daemon() does what Popen of `python -m nsparq.server.main ...` would do: the same main() is called with
+the same arguments, in a process of its own, which ends as any Python process does. But its modules have been
+loaded already, which is three quarters of a start's processor time.
+
+The process that forks is started on demand, once for each process that runs tests, and ends with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from nsparq.process import load_runner
+
+LOADED = {
+    "nsparq.server.main": "nsparq.server.daemon",
+    "nsparq.lookup.main": "nsparq.lookup.daemon",
+    "nsparq.admin.main": "nsparq.admin.daemon",
+}
+"""Modules with a main(), and what that imports late."""
+
+
+def _variables() -> dict[str, str]:
+    """Those of the environment that may matter to a daemon. pytest sets the one, load_runner() the other."""
+    ignored = ("PYTEST_CURRENT_TEST", "OPENBLAS_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if name not in ignored}
+
+
+USUAL = _variables()
+
+
+class ForkedProcess:
+    """As much of a subprocess.Popen as the tests use."""
+
+    def __init__(self, parent: _Parent, pid: int, args: list[str]) -> None:
+        self.pid = pid
+        self.args = args
+        self.returncode: int | None = None
+        self._parent = parent
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._parent.status(self.pid, 0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = self._parent.status(self.pid, 0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Parent:
+    """The process that forks. It says in lines of JSON whom it has forked, and how each of them ended."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        self._lock = threading.Lock()
+        self._unread = b""
+        self._forked: list[int] = []
+        self._ended: dict[int, int] = {}
+        atexit.register(self.close)
+
+    def fork(self, module: str, arguments: list[str], log: Path) -> ForkedProcess:
+        wish = {"module": module, "arguments": arguments, "log": str(log), "directory": os.getcwd()}
+        with self._lock:
+            self._input.write(json.dumps(wish).encode() + b"\n")
+            self._input.flush()
+            while not self._forked:
+                self._listen(1.0)
+            return ForkedProcess(self, self._forked.pop(), [module, *arguments])
+
+    def status(self, pid: int, timeout: float) -> int | None:
+        """As Popen.returncode: minus the signal's number if one has ended it, None while it runs."""
+        with self._lock:
+            if pid not in self._ended:
+                self._listen(timeout)
+            return self._ended.get(pid)
+
+    def _listen(self, timeout: float) -> None:
+        if not select.select([self._output], [], [], timeout)[0]:
+            return
+        read = os.read(self._output.fileno(), 1 << 16)
+        assert read, "the process that forks daemons has ended"
+        *lines, self._unread = (self._unread + read).split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            if "status" in said:
+                self._ended[said["pid"]] = said["status"]
+            else:
+                self._ended.pop(said["pid"], None)  # of one that had this number before
+                self._forked.append(said["pid"])
+
+    def close(self) -> None:
+        self._input.close()
+        self._output.close()
+        self._process.wait()
+
+
+_parents: list[_Parent] = []
+_lock = threading.Lock()
+
+
+def forked_daemon(
+    command: tuple[str, ...], arguments: list[str], log: Path, environment: Mapping[str, str]
+) -> ForkedProcess | None:
+    """The command as a forked process, with standard error appended to `log`. None if it has to be started
+    in the ordinary way: for another program, or for an environment on which what is loaded may depend."""
+    module = command[-1]
+    if command != (sys.executable, "-m", module) or module not in LOADED or _variables() != USUAL:
+        return None
+    with _lock:
+        if not _parents:
+            _parents.append(_Parent(environment))
+    return _parents[0].fork(module, arguments, log)
+
+
+# in the process that forks
+
+
+def main() -> None:
+    for module, late in LOADED.items():
+        importlib.import_module(module)
+        load_runner(partial(importlib.import_module, late))
+    wake, woken = os.pipe()
+    for end in (wake, woken):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    # Whoever stops the tests from a terminal sends it to all; this process ends with its input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    unread = b""
+    while True:
+        ready = select.select([0, wake], [], [])[0]
+        if wake in ready:
+            os.read(wake, 1 << 16)
+            _tell_who_ended()
+        if 0 in ready:
+            read = os.read(0, 1 << 16)
+            if not read:
+                return
+            *lines, unread = (unread + read).split(b"\n")
+            for line in lines:
+                wish = json.loads(line)
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    os.close(wake)
+                    os.close(woken)
+                    _become(**wish)
+                _say(pid=pid)
+
+
+def _become(module: str, arguments: list[str], log: str, directory: str) -> None:
+    """The daemon itself, which ends as any program does."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    errors = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for number, target in ((0, nowhere), (1, nowhere), (2, errors)):
+        os.dup2(target, number)
+    os.close(nowhere)
+    os.close(errors)
+    os.chdir(directory)
+    sys.argv = [module, *arguments]
+    sys.exit(sys.modules[module].main())
+
+
+def _tell_who_ended() -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        _say(pid=pid, status=os.waitstatus_to_exitcode(status))
+
+
+def _say(**facts: int) -> None:
+    os.write(1, json.dumps(facts).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()
