@@ -32,7 +32,7 @@ def test_killed_ten_times_under_load_nothing_acknowledged_is_lost(tmp_path: Path
     ):
         may_come_again = 0
         for _ in range(ROUNDS):
-            load.await_more(500)
+            load.await_more(200)
             # Checkpoints are to make a difference.
             now_ns = time.time_ns()
             await_checkpoint(broker, "live", lambda state, now_ns=now_ns: state.written_ns > now_ns)
@@ -65,8 +65,8 @@ def test_killed_while_segments_are_reclaimed_nothing_is_lost_or_thought_lost(tmp
         start_process(tmp_path, max_bytes_per_file=100_000, checkpoint_interval=CHECKPOINT) as broker,
         running_load(broker, "t", audit=False) as load,
     ):
-        for _ in range(4):
-            load.await_more(5000)
+        for _ in range(3):
+            load.await_more(2000)
             load.crash()
             load.await_delivery(load.acknowledged())
         load.stop_publishing()
@@ -127,7 +127,8 @@ def test_attempts_survive_a_crash(tmp_path: Path) -> None:
                 connection.req(message.id)
             connection.rdy(0)
             connection.barrier()
-            await_checkpoint(broker, "c", lambda state: 3 in state.attempts)
+            # RDY 0 may come after the message has gone out for a fourth time.
+            await_checkpoint(broker, "c", lambda state: (state.attempts >= 3).any())
             broker.kill()
         broker.start()
         with broker.connect() as connection:
