@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.support.examples import examples
 from tests.support.spark import spark as spark
 from tests.support.spark import spark_session as spark_session
 
@@ -27,7 +28,7 @@ LONGEST = (BROWSER, "tests/faults/", "tests/property/", "tests/up/")
 GRACE = 20.0  # seconds that threads and sockets get to finish closing after a test
 
 # Test machines are busy: how long one example took says nothing.
-settings.register_profile("nsparq", deadline=None, print_blob=True)
+settings.register_profile("nsparq", deadline=None, print_blob=True, max_examples=examples(100))
 settings.load_profile("nsparq")
 
 

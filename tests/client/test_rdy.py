@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nsparq.client.config import Config
 from nsparq.client.rdy import PROBE_RETRY_S, RETRY_S, Distribution, Signal
+from tests.support.examples import examples
 
 RESUME, BACKOFF, CONTINUE = Signal.RESUME, Signal.BACKOFF, Signal.CONTINUE
 
@@ -615,5 +616,5 @@ class AnyCourseOfEvents(RuleBasedStateMachine):
         assert rig.rdys == [min(share, peer.max_rdy_count) for peer in rig.peers]
 
 
-AnyCourseOfEvents.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+AnyCourseOfEvents.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)
 TestAnyCourseOfEvents = AnyCourseOfEvents.TestCase

@@ -22,6 +22,7 @@ from nsparq.http.api import LATER, Api, ApiError, Endpoint, Later, Request, Resp
 from nsparq.http.connection import HttpConnection
 from nsparq.http.server import HttpServer
 from tests.support import DEADLINE, Answer, encode_request
+from tests.support.examples import examples
 
 DEADLINE_S = 10
 Scenario = Callable[[], Coroutine[Any, Any, None]]
@@ -757,7 +758,7 @@ REQUESTS = [
 ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     wanted=st.lists(st.sampled_from(REQUESTS), min_size=1, max_size=12),
     cuts=st.lists(st.integers(0, 2000), max_size=12),

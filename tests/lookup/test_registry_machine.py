@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from nsparq.lookup.registry import Producer, Registry
 from nsparq.wire.lookup import PeerInfo
+from tests.support.examples import examples
 
 INACTIVE, LIFETIME = 100, 30
 TOPICS = st.sampled_from(["a", "b", "t#ephemeral"])
@@ -168,4 +169,4 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 TestRegistryMachine = RegistryMachine.TestCase
-TestRegistryMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestRegistryMachine.settings = settings(max_examples=examples(150), stateful_step_count=40)

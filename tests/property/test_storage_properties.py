@@ -35,6 +35,7 @@ from tests.storage.support import (
     segment_files,
     stop,
 )
+from tests.support.examples import examples
 
 # a small log, cut and damaged everywhere
 
@@ -157,7 +158,7 @@ def test_a_flipped_bit_is_met_wherever_reading_begins(small: SmallLog) -> None:
             crash(log)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_any_damage_costs_only_the_batches_it_touches(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -538,4 +539,4 @@ class LogMachine(RuleBasedStateMachine):
 
 
 TestLog = LogMachine.TestCase
-TestLog.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLog.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

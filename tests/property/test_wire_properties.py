@@ -18,6 +18,7 @@ from nsparq.wire.identify import decode_identify
 from nsparq.wire.limits import Limits
 from nsparq.wire.server import MAGIC
 from tests.support import multi, sized
+from tests.support.examples import examples
 from tests.wire.harness import BUILDS, both_builds, one_by_one, talk, using
 
 # Small enough that every limit is met again and again.
@@ -207,7 +208,7 @@ LONE = st.one_of(
 
 
 @both_builds
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(parts=st.lists(LONE, max_size=12))
 def test_single_publishes_mean_the_same_one_at_a_time_and_all_at_once(build: str, parts: list[bytes]) -> None:
     with using(build):
@@ -216,7 +217,7 @@ def test_single_publishes_mean_the_same_one_at_a_time_and_all_at_once(build: str
 
 
 @both_builds
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=STREAMS, cuts=CUTS)
 @example(data=MAGIC + b"MPUB t\n\x00\x00\x00\x09\x00\x00\x00\x07" + sized(b"x" * 8) * 7, cuts=[])
 @example(data=MAGIC + b"MPUB t\n\x00\x00\x00\x09\x00\x00\x00\x07" + sized(b"x" * 8) * 6 + bytes(4), cuts=[])
@@ -231,7 +232,7 @@ def test_any_bytes_come_to_the_same_end_however_they_are_cut(
 
 
 @both_builds
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(data=STREAMS)
 def test_any_bytes_end_in_a_documented_error_or_in_none(build: str, data: bytes) -> None:
     # talk() lets every other exception through.
@@ -244,7 +245,7 @@ def test_any_bytes_end_in_a_documented_error_or_in_none(build: str, data: bytes)
         error.encode("utf-8", "surrogateescape")
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(data=STREAMS)
 @example(data=MAGIC + b"MPUB t\n\x00\x00\x00\x09\x00\x00\x00\x07" + sized(b"x" * 8) * 7)
 def test_both_builds_make_the_same_of_any_bytes(data: bytes) -> None:
@@ -358,7 +359,7 @@ VALUES = st.recursive(
 OFFERING = Limits(tls_available=True)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), VALUES, max_size=6) | VALUES)
 def test_any_json_gives_an_identity_within_the_limits_or_a_documented_error(body: Any) -> None:
     try:
