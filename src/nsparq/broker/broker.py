@@ -749,7 +749,7 @@ class Broker:
             self._aging = set()
         used, self._used = self._used, set()
         idle = self._with_files - used
-        self._with_files.update(topic for topic in used if not topic.is_ephemeral)
+        self._with_files.update(topic for topic in used if not (topic.is_ephemeral or topic.is_exiting))
         stop_ns = now_ns + SLICE_NS
         try:
             while used or idle:
@@ -854,13 +854,13 @@ class Broker:
         version = state_file.next_version()
         state: ChannelState | None = None
         is_latest = False
+        encoded_ns = began_ns
 
         def write() -> None:
-            nonlocal state, is_latest
+            nonlocal state, is_latest, encoded_ns
             state = build()
             content = state.encode()
-            # A channel with a million deferred messages takes a while to write down: it is done less often.
-            self._checkpoint_after[channel] = began_ns + 20 * (self.monotonic_ns() - began_ns)
+            encoded_ns = self.monotonic_ns()
             try:
                 is_latest = state_file.write(content, version, sync=channel.topic.is_synchronous)
             except OSError as error:
@@ -870,6 +870,8 @@ class Broker:
             self._checkpointing.discard(channel)
             if channel.is_exiting:
                 return
+            # A channel with a million deferred messages takes a while to write down: it is done less often.
+            self._checkpoint_after[channel] = began_ns + 20 * (encoded_ns - began_ns)
             if failure:
                 channel.is_changed = True
                 self._used.add(channel.topic)

@@ -9,7 +9,7 @@ candidates. An idle channel costs nothing, and a new one is not overlooked until
 from __future__ import annotations
 
 from collections.abc import Generator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count, islice
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ DIRTY_SHARE = 0.25
 POOL_SHARE = 0.25
 SLICE = 256
 """Messages a worker handles before the event loop has its turn."""
+TIDY_LEAST = 64
+"""So many dead entries of the heap are left alone."""
 
 
 class QueueScan:
@@ -33,11 +35,24 @@ class QueueScan:
         self._worker_pool_max = worker_pool_max
         self._heap: list[tuple[int, int, Channel]] = []
         self._order = count()
+        self._tidy_at = TIDY_LEAST
+        """The heap is rid of dead entries when it has grown to this."""
         self.workers = 1
 
     def watch(self, channel: Channel, at_ns: int) -> None:
         """Look at the channel when `at_ns` has come."""
         heappush(self._heap, (at_ns, next(self._order), channel))
+        if len(self._heap) > self._tidy_at:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Keep one entry for each channel that is watched. The others would stay until their time, an hour
+        for a deferred message, and a channel that is watched for an earlier time now and then leaves one each
+        time."""
+        watched = {c: at_ns for at_ns, _, c in self._heap if c.watched_ns == at_ns and not c.is_exiting}
+        self._heap = [(at_ns, next(self._order), channel) for channel, at_ns in watched.items()]
+        heapify(self._heap)
+        self._tidy_at = 2 * len(self._heap) + TIDY_LEAST
 
     def resize(self, channels: int) -> None:
         """Let the pool follow the number of channels."""
@@ -65,7 +80,8 @@ class QueueScan:
             # An entry that the channel has since replaced by an earlier one is stale.
             if channel.watched_ns == at_ns:
                 channel.watched_ns = None
-                due.append(channel)
+                if not channel.is_exiting:
+                    due.append(channel)
         return due
 
     def _round(self, chosen: list[Channel], now_ns: int) -> Generator[None, None, int]:
