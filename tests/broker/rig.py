@@ -30,7 +30,7 @@ from nsparq.broker.client import Client
 from nsparq.broker.topic import Topic
 from nsparq.errors import ClientError
 from nsparq.options import NsqdOptions
-from nsparq.storage.files import Buffer, Files
+from nsparq.storage.files import Buffer, Files, RunEach, run_one_by_one
 from nsparq.storage.log import Log
 from nsparq.wire.identify import Identity
 
@@ -294,18 +294,16 @@ class TestFiles(Files):
         with self._inside():
             super().replace(path, content, sync=sync)
 
-    def add_version(self, path: Path, content: bytes, *, sync: bool) -> None:
+    def add_version(self, path: Path, content: bytes) -> None:
         """Counts as a replacement, too."""
         self._note("replace", str(path))
-        if sync:
-            self.calls["replace sync"] += 1
         with self._inside():
-            super().add_version(path, content, sync=sync)
+            super().add_version(path, content)
 
-    def sync_pending(self) -> None:
+    def sync_pending(self, run_each: RunEach = run_one_by_one) -> None:
         self._note("sync_pending", "")
         with self._inside():
-            super().sync_pending()
+            super().sync_pending(run_each)
 
 
 class Rig:

@@ -179,11 +179,11 @@ def test_metadata_is_written_in_the_background_and_whoever_waits_for_it_is_told(
     told: list[str] = []
     rig.files.calls.clear()
     rig.channel("c").pause()
-    rig.broker.when_durable(lambda: told.append("pause"))
+    rig.broker.when_durable(lambda _: told.append("pause"))
     rig.topic().pause()
-    rig.broker.when_durable(lambda: told.append("topic"))
+    rig.broker.when_durable(lambda _: told.append("topic"))
     rig.topic("other").pause()
-    rig.broker.when_durable(lambda: told.append("other"))
+    rig.broker.when_durable(lambda _: told.append("other"))
     assert (told, rig.files.calls["replace sync"]) == ([], 0)
     assert later.run() == 1
     assert (told, rig.files.calls["replace sync"]) == (["pause"], 1)
@@ -193,7 +193,7 @@ def test_metadata_is_written_in_the_background_and_whoever_waits_for_it_is_told(
     )
     assert not later.jobs
     assert [topic["paused"] for topic in metadata(rig)["topics"]] == [True, True]
-    rig.broker.when_durable(lambda: told.append("at once"))
+    rig.broker.when_durable(lambda _: told.append("at once"))
     assert told[-1] == "at once"
 
 
@@ -204,7 +204,7 @@ def test_whoever_waits_for_metadata_that_cannot_be_written_does_not_wait_for_eve
     told: list[str] = []
     for name in ("a", "b"):
         rig.topic(name).pause()
-        rig.broker.when_durable(lambda name=name: told.append(name))
+        rig.broker.when_durable(lambda _, name=name: told.append(name))
     later.run_all()
     assert told == ["a", "b"]
     assert "failed to persist metadata" in rig.broker.health
@@ -569,7 +569,7 @@ def test_checkpoints_are_synced_only_when_publishes_are(make_rig: MakeRig):
         rig.files.calls.clear()
         rig.maintain()
         assert rig.files.calls["replace"] == 1
-        assert rig.files.calls["replace sync"] == synced
+        assert rig.files.calls["sync"] == synced
 
 
 def test_a_channel_is_not_checkpointed_again_while_its_checkpoint_is_being_written(make_rig: MakeRig):

@@ -123,7 +123,7 @@ def test_a_state_without_settings_is_understood(tmp_path: Path):
     (tmp_path / "topic.json").write_text(json.dumps(fields | {"crc": _crc_of(fields)}))
     state = read_topic_state(Files(), tmp_path)
     assert state == TopicState(incarnation="x", origin=5, clean_end=7)
-    state.write(Files(), tmp_path, sync=False)
+    state.write(Files(), tmp_path)
     assert "settings" not in json.loads((tmp_path / "topic.json").read_text().splitlines()[-1])
 
 
@@ -137,7 +137,7 @@ def test_stored_settings_that_mean_nothing_here_do_not_cost_the_topic(
     directory = rig.topic_directory("t")
     state = read_topic_state(Files(), directory)
     state.settings = stored
-    state.write(Files(), directory, sync=False)
+    state.write(Files(), directory)
     rig.start()
     assert rig.topic().settings == TopicSettings()
     assert counts(rig.channel()) == (1, 0, 0)
@@ -183,12 +183,14 @@ def test_becoming_synchronous_syncs_what_was_written_without(make_rig: MakeRig):
     rig.channel("a")
     rig.channel("b#ephemeral")
     rig.publish("t", b"x")
-    before = rig.files.calls["replace sync"]
+    rig.files.calls.clear()
     rig.topic().change_settings({"durability": "fsync"})
-    # The channel and the topic itself.
-    assert rig.files.calls["replace sync"] == before + 2
+    rig.broker.when_durable(lambda error: None)
+    # The log, the channel, and the topic itself.
+    assert rig.files.calls["sync"] == 3
     rig.channel("c")
-    assert rig.files.calls["replace sync"] == before + 3
+    rig.broker.when_durable(lambda error: None)
+    assert rig.files.calls["sync"] == 4
 
 
 @pytest.mark.parametrize("target", ["os", "fsync"])

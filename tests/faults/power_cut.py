@@ -189,7 +189,7 @@ class Life:
     def _answer(self, fact: Fact) -> None:
         """As the HTTP API does: when nsqd.dat is on disk."""
 
-        def done() -> None:
+        def done(error: OSError | None) -> None:
             fact.done = self.files.now()
 
         self.broker.when_durable(done)
@@ -307,7 +307,7 @@ class Life:
         transactions.decide(transaction)
         transaction.write_promise(sync=transaction.is_synchronous)
         finish(self.broker, transaction, self._later.run_all)
-        self._answer(fact)
+        fact.done = self.files.now()
 
     def restart(self) -> None:
         if self._chance.random() < 0.5:

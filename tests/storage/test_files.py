@@ -7,7 +7,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +285,7 @@ def test_a_replacement_is_synced_before_it_takes_the_place_of_anything(order: Or
 def test_what_is_written_without_a_sync_is_synced_later_files_first(order: Order, tmp_path: Path) -> None:
     order.make_directory(tmp_path / "a" / "b")
     order.replace(tmp_path / "a" / "b" / "replaced", b"x", sync=False)
-    order.add_version(tmp_path / "a" / "versions", b"x", sync=False)
+    order.add_version(tmp_path / "a" / "versions", b"x")
     order.unlink(tmp_path / "a" / "versions")
     order.take()
     assert order.has_pending
@@ -363,23 +363,110 @@ def test_a_name_that_changes_while_its_directory_is_synced_is_synced_again(tmp_p
 
 def test_versions_stand_behind_each_other_until_they_are_many(order: Order, tmp_path: Path) -> None:
     path = tmp_path / "file"
-    order.add_version(path, b"1", sync=True)
+    order.add_version(path, b"1")
+    assert order.take() == [], "the disk is not waited for"
+    order.sync_file(path)
     assert order.take() == ["sync file", f"sync {tmp_path.name}/"]
-    order.add_version(path, b"2", sync=False)
-    order.add_version(path, b"3", sync=True)
+    order.add_version(path, b"2")
+    order.add_version(path, b"3")
+    order.sync_file(path)
     assert (path.read_bytes(), order.take()) == (b"123", ["sync file"])
     large = b"x" * (_SMALL + 1)
-    order.add_version(path, large, sync=False)
-    assert path.read_bytes() == b"123" + large
-    order.add_version(path, b"4", sync=False)
+    order.add_version(path, large)
+    order.add_version(path, b"4")
+    assert (path.read_bytes(), order.take()) == (b"123" + large + b"4", [])
+    order.sync_pending()
     assert path.read_bytes() == b"4"
     assert order.take() == ["sync file.tmp", "rename", f"sync {tmp_path.name}/"]
+
+
+class Interrupted(Files):
+    """Does something just before a file that is written anew gets its name."""
+
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
+    def sync(self, fd: int) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+
+
+def test_a_version_added_while_the_file_is_written_anew_is_kept(tmp_path: Path) -> None:
+    files, path = Interrupted(), tmp_path / "file"
+    old = b"x" * (_SMALL + 1)
+    files.add_version(path, old)
+    files.add_version(path, b"1")
+    files.meanwhile = lambda: files.add_version(path, b"2")
+    files.sync_pending()
+    assert path.read_bytes() == old + b"12"
+    assert files.has_pending
+    files.sync_pending()
+    assert path.read_bytes() == b"2"
+    assert [*tmp_path.iterdir()] == [path]
+    assert not files.has_pending
+
+
+def test_a_file_removed_while_it_is_written_anew_stays_away(tmp_path: Path) -> None:
+    files, path = Interrupted(), tmp_path / "file"
+    files.add_version(path, b"x" * (_SMALL + 1))
+    files.add_version(path, b"1")
+    files.meanwhile = lambda: files.unlink(path)
+    files.sync_pending()
+    assert [*tmp_path.iterdir()] == []
+    assert not files.has_pending
+
+
+def test_a_file_of_versions_whose_sync_failed_is_written_anew(order: Order, tmp_path: Path) -> None:
+    """The system may have dropped what it could not write: another sync of the same file would not tell."""
+    path = tmp_path / "file"
+    order.add_version(path, b"1")
+    order.add_version(path, b"2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "sync", refuse)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output error"):
+                order.sync_written(tmp_path)
+    order.take()
+    order.sync_written(tmp_path)
+    assert (path.read_bytes(), order.take()) == (b"2", ["sync file.tmp", "rename", f"sync {tmp_path.name}/"])
+
+
+def refuse(fd: int) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_large_file_on_a_full_disk_is_synced_as_it_is(order: Order, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    order.add_version(path, b"x" * (_SMALL + 1))
+    order.add_version(path, b"1")
+    whole = path.read_bytes()
+
+    def full(fd: int, buffers: object, position: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "write", full)
+        order.sync_pending()
+    assert path.read_bytes() == whole
+    assert "sync file" in order.take()
+
+
+def test_the_files_of_one_directory_are_synced_alone(order: Order, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        order.make_directory(tmp_path / name)
+        order.add_version(tmp_path / name / f"in-{name}", b"x")
+    order.take()
+    order.sync_written(tmp_path / "a")
+    assert order.take() == ["sync in-a", "sync a/", f"sync {tmp_path.name}/"]
+    order.sync_written(tmp_path / "a")
+    assert order.take() == []
+    order.sync_pending()
+    assert order.take() == ["sync in-b", "sync b/"]
 
 
 def test_a_version_that_cannot_be_written_leaves_the_others(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, descriptors: None
 ) -> None:
-    files.add_version(tmp_path / "file", b"old", sync=False)
+    files.add_version(tmp_path / "file", b"old")
     pwritev = os.pwritev
 
     def full(fd: int, buffers: list[bytes], position: int) -> int:
@@ -389,7 +476,7 @@ def test_a_version_that_cannot_be_written_leaves_the_others(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", full)
         with pytest.raises(OSError, match="No space left"):
-            files.add_version(tmp_path / "file", b"new", sync=False)
+            files.add_version(tmp_path / "file", b"new")
     assert content(tmp_path) == b"old"
 
 

@@ -101,7 +101,7 @@ def test_what_is_not_needed_is_given_back(segment: Segment, way: str) -> None:
     written = busy(segment) + add(segment, 100)
     assert on_disk(segment) > segment.size
     if way == "sealed":
-        segment.write_index(sync=False)
+        segment.write_index()
     else:
         segment.settle()
     assert segment.path.read_bytes() == written

@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_opened_fails_the_write(segment: Segment, files: F
 
 def test_removing_takes_the_index_too(segment: Segment) -> None:
     add(segment, b"a")
-    segment.write_index(sync=False)
+    segment.write_index()
     segment.remove()
     assert not segment.path.exists()
     assert not segment.index_path.exists()
@@ -180,7 +180,7 @@ def fill(segment: Segment) -> list[Message]:
 def test_opening_learns_everything_again(segment: Segment, has_index: bool) -> None:
     written = fill(segment)
     if has_index:
-        segment.write_index(sync=True)
+        segment.write_index()
     fresh, damage = reopened(segment)
     assert damage == []
     assert (fresh.base, fresh.end, fresh.size) == (segment.base, segment.end, segment.size)
@@ -192,7 +192,7 @@ def test_opening_learns_everything_again(segment: Segment, has_index: bool) -> N
 
 def test_opening_with_an_index_reads_no_message(segment: Segment, files: FaultyFiles) -> None:
     fill(segment)
-    segment.write_index(sync=False)
+    segment.write_index()
     files.calls.clear()
     reopened(segment)
     assert files.calls["read"] == files.calls["read_cached"] == 0
@@ -202,7 +202,7 @@ def test_the_index_is_sparse_and_leads_to_the_batch(segment: Segment) -> None:
     written = []
     for _ in range(40):
         written += add(segment, b"x" * 10_000, b"y")
-    segment.write_index(sync=False)
+    segment.write_index()
     assert segment.index_path.stat().st_size < 500
     for fresh in (segment, reopened(segment)[0]):
         for message in written:
@@ -237,7 +237,7 @@ def damaged_indexes() -> list[tuple[str, object]]:
 )
 def test_a_damaged_index_is_ignored(segment: Segment, damage) -> None:  # type: ignore[no-untyped-def]
     written = fill(segment)
-    segment.write_index(sync=False)
+    segment.write_index()
     content = damage(segment.index_path.read_bytes())
     segment.index_path.unlink()
     if content is not None:
@@ -252,7 +252,7 @@ def test_a_damaged_index_is_ignored(segment: Segment, damage) -> None:  # type: 
 
 def test_any_flipped_bit_of_the_index_is_noticed(segment: Segment, caplog: pytest.LogCaptureFixture) -> None:
     written = fill(segment)
-    segment.write_index(sync=False)
+    segment.write_index()
     raw = segment.index_path.read_bytes()
     for position in range(len(raw)):
         segment.index_path.write_bytes(raw)
@@ -267,7 +267,7 @@ def test_any_flipped_bit_of_the_index_is_noticed(segment: Segment, caplog: pytes
 
 def test_an_index_of_another_state_of_the_file_is_ignored(segment: Segment) -> None:
     written = add(segment, b"a")
-    segment.write_index(sync=False)
+    segment.write_index()
     written += add(segment, b"b")
     fresh, _ = reopened(segment)
     assert fresh.end == 102
@@ -278,7 +278,7 @@ def test_an_index_of_another_state_of_the_file_is_ignored(segment: Segment) -> N
 def test_an_index_of_another_segment_is_ignored(segment: Segment, tmp_path: Path, files: FaultyFiles) -> None:
     other = Segment(files, tmp_path, 500)
     add(other, b"xx")
-    other.write_index(sync=False)
+    other.write_index()
     other.close()
     written = add(segment, b"yy")
     segment.index_path.write_bytes(other.index_path.read_bytes())
@@ -290,12 +290,12 @@ def test_an_index_of_another_segment_is_ignored(segment: Segment, tmp_path: Path
 def test_an_index_that_cannot_be_written_leaves_none(segment: Segment, files: FaultyFiles) -> None:
     """The old one would be of no use: it does not fit the segment any more."""
     add(segment, b"a")
-    segment.write_index(sync=False)
+    segment.write_index()
     add(segment, b"b")
     for call in ("write", "rename"):
         files.fail(call)
         with pytest.raises(OSError, match="No space left"):
-            segment.write_index(sync=False)
+            segment.write_index()
         assert not segment.index_path.exists()
     segment.close()
 
@@ -473,7 +473,7 @@ def test_batches_are_not_joined_over_a_jump_in_the_numbers(tmp_path: Path) -> No
 
 def test_a_flipped_bit_is_reported_once_and_costs_its_batch(segment: Segment) -> None:
     batches = [add(segment, b"%d" % i, b"more") for i in range(5)]
-    segment.write_index(sync=False)
+    segment.write_index()
     size = segment.size // 5
     whole = segment.path.read_bytes()
     for position in range(2 * size, 3 * size):
@@ -490,7 +490,7 @@ def test_a_flipped_bit_is_reported_once_and_costs_its_batch(segment: Segment) ->
 def test_a_lowered_sequence_number_is_damage_not_an_older_batch(segment: Segment) -> None:
     """The batch must not be passed over in silence because its header claims to be an older one."""
     batches = [add(segment, b"%d" % i, b"more") for i in range(3)]
-    segment.write_index(sync=False)
+    segment.write_index()
     flip(segment.path, segment.size // 3 + 16, 6)
     assert read_all(reopened(segment)[0], batches[1][0].sequence)[0] == batches[2]
     assert len(read_all(reopened(segment)[0], batches[1][0].sequence)[1]) == 1
@@ -501,7 +501,7 @@ def test_a_lowered_sequence_number_is_damage_not_an_older_batch(segment: Segment
 def test_damage_up_to_the_end_ends_the_reading(segment: Segment) -> None:
     written = add(segment, b"a")
     add(segment, b"b")
-    segment.write_index(sync=False)
+    segment.write_index()
     flip(segment.path, segment.size - 1)
     fresh, _ = reopened(segment)
     found, damage = read_all(fresh)
@@ -515,7 +515,7 @@ def test_damage_up_to_the_end_ends_the_reading(segment: Segment) -> None:
 def test_a_header_that_is_none_is_damage(segment: Segment) -> None:
     written = add(segment, b"a")
     add(segment, b"b")
-    segment.write_index(sync=False)
+    segment.write_index()
     flip(segment.path, segment.size // 2)
     found, damage = read_all(reopened(segment)[0])
     assert (found, len(damage)) == (written, 1)
@@ -524,7 +524,7 @@ def test_a_header_that_is_none_is_damage(segment: Segment) -> None:
 
 def test_damage_next_to_damage_is_read_around(segment: Segment) -> None:
     batches = [add(segment, b"%d" % i * 200) for i in range(5)]
-    segment.write_index(sync=False)
+    segment.write_index()
     size = segment.size // 5
     fresh, _ = reopened(segment)
     flip(segment.path, 2 * size + 100)
@@ -635,7 +635,7 @@ def test_an_index_without_times_is_made_anew_quietly(
 ) -> None:
     """As the first version wrote it. The last segment's is left until it is sealed."""
     written = fill(segment)
-    segment.write_index(sync=False)
+    segment.write_index()
     new = segment.index_path.read_bytes()
     segment.index_path.write_bytes(b"NQX1" + new[4:])
     fresh, damage = reopened(segment)

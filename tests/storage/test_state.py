@@ -37,13 +37,12 @@ def topic_state() -> TopicState:
     )
 
 
-@pytest.mark.parametrize("sync", [True, False])
-def test_a_topic_s_state_is_read_as_it_was_written(tmp_path: Path, sync: bool) -> None:
+def test_a_topic_s_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     files = Files()
-    topic_state().write(files, tmp_path, sync=sync)
+    topic_state().write(files, tmp_path)
     assert read_topic_state(files, tmp_path) == topic_state()
     fresh = TopicState(incarnation="x", origin=5)
-    fresh.write(files, tmp_path, sync=sync)
+    fresh.write(files, tmp_path)
     assert read_topic_state(files, tmp_path) == fresh
     assert (fresh.paused, fresh.pause_position, fresh.clean_end, fresh.gaps) == (False, -1, -1, [])
 
@@ -89,7 +88,7 @@ def figures(state: TopicState) -> tuple[object, ...]:
 
 def test_a_flipped_bit_in_a_topic_s_state_is_noticed(tmp_path: Path) -> None:
     """A digit of the origin or of a gap that becomes another one would skip messages in silence."""
-    topic_state().write(Files(), tmp_path, sync=False)
+    topic_state().write(Files(), tmp_path)
     path = tmp_path / TOPIC_FILE
     whole = path.read_bytes()
     unnoticed = []
@@ -103,13 +102,12 @@ def test_a_flipped_bit_in_a_topic_s_state_is_noticed(tmp_path: Path) -> None:
     assert not unnoticed
 
 
-@pytest.mark.parametrize("call", ["write", "rename", "sync"])
-def test_a_topic_s_state_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, call: str) -> None:
+def test_a_topic_s_state_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     files = FaultyFiles()
-    topic_state().write(files, tmp_path, sync=True)
-    files.fail(call, errno.EIO, torn=20)
+    topic_state().write(files, tmp_path)
+    files.fail("write", errno.EIO, torn=20)
     with pytest.raises(OSError, match="Input/output error"):
-        TopicState(incarnation="new", origin=0).write(files, tmp_path, sync=True)
+        TopicState(incarnation="new", origin=0).write(files, tmp_path)
     assert read_topic_state(files, tmp_path) == topic_state()
 
 
@@ -264,7 +262,7 @@ def test_a_damaged_channel_s_state_is_reported_and_passed_over(
 def written_versions(path: Path, *counts: int) -> list[bytes]:
     versions = [channel_state(count).encode() for count in counts]
     for version in versions:
-        Files().add_version(path, version, sync=False)
+        Files().add_version(path, version)
     return versions
 
 
@@ -297,10 +295,10 @@ def test_what_is_written_behind_a_torn_checkpoint_counts(
 
 def test_a_topic_s_state_cut_anywhere_leaves_the_one_before_it(tmp_path: Path) -> None:
     path = tmp_path / TOPIC_FILE
-    topic_state().write(Files(), tmp_path, sync=False)
+    topic_state().write(Files(), tmp_path)
     size = path.stat().st_size
     later = TopicState(incarnation="later", origin=3)
-    later.write(Files(), tmp_path, sync=False)
+    later.write(Files(), tmp_path)
     whole = path.read_bytes()
     assert read_topic_state(Files(), tmp_path) == later
     for cut in range(size, len(whole) - 1):
@@ -309,5 +307,5 @@ def test_a_topic_s_state_cut_anywhere_leaves_the_one_before_it(tmp_path: Path) -
     path.write_bytes(whole[:size] + bytes(100))
     assert read_topic_state(Files(), tmp_path) == topic_state()
     path.write_bytes(whole[: size + 20])
-    later.write(Files(), tmp_path, sync=False)
+    later.write(Files(), tmp_path)
     assert read_topic_state(Files(), tmp_path) == later

@@ -26,7 +26,7 @@ from nsparq.errors import StartError, SyncFailed
 from nsparq.names import is_valid_name
 from nsparq.options import NsqdOptions
 from nsparq.storage.cache import BatchCache
-from nsparq.storage.files import Files
+from nsparq.storage.files import Files, RunEach, Work, run_one_by_one
 from nsparq.storage.log import EPOCH_BITS, Durability, Log, LogSettings
 from nsparq.storage.memory import EphemeralMemory, MemoryLog
 from nsparq.storage.metadata import (
@@ -72,7 +72,8 @@ TURN_PARTS = 4
 """When so many messages have been delivered in a turn, and one in so many channels has had its part, the
 others have theirs in the next."""
 
-Work = Callable[[], None]
+Durable = Callable[[OSError | None], None]
+"""Told None once what was promised is on disk, or why that is not known."""
 Background = Callable[[Work, Work], None]
 """Runs the first in a thread, then the second where the broker lives."""
 
@@ -85,15 +86,6 @@ def run_inline(work: Work, then: Work) -> None:
     """For tests and for shutting down: no threads."""
     work()
     then()
-
-
-RunEach = Callable[[Sequence[Work]], None]
-"""Runs each of some works, and returns when all are done."""
-
-
-def run_one_by_one(works: Sequence[Work]) -> None:
-    for work in works:
-        work()
 
 
 class Broker:
@@ -153,11 +145,18 @@ class Broker:
         """When the last round of syncs of small files and names began."""
         self.was_stopped_cleanly = False
         """Whether the run before this one has come to a clean end."""
-        self._is_writing_metadata = False
-        self._await_metadata: list[Work] = []
-        """Told when the write of nsqd.dat that is under way has ended."""
-        self._await_next_metadata: list[Work] = []
-        """The same for the one after it."""
+        self._is_metadata_wanted = False
+        """Whether somebody waits for nsqd.dat to be written again."""
+        self._unsynced: set[Path] = set()
+        """Directories in which something was written that has to be on disk before it is answered."""
+        self._syncing: set[Path] = set()
+        """Those that a thread syncs at present."""
+        self._is_making_durable = False
+        """Whether a thread writes nsqd.dat, or syncs such directories."""
+        self._await_round: list[Durable] = []
+        """Told when that has ended."""
+        self._await_next_round: list[Durable] = []
+        """The same for the round after it."""
         self._has_reserve = False
         self._is_loading = True
         """Until all of nsqd.dat has been taken in, it must not be written."""
@@ -408,7 +407,7 @@ class Broker:
             trash = topic.directory.with_name(f"{name}.{topic.incarnation}{TRASH_SUFFIX}")
             self.files.rename(topic.directory, trash)
             if topic.is_synchronous:
-                self.files.sync_names(trash.parent)
+                self.sync_soon(trash.parent)
         self._deleted_end = max(self._deleted_end, topic.log.end)
         topic.delete()
         del self.topics[name]
@@ -422,7 +421,7 @@ class Broker:
             removed = trash
             self.write_metadata()
             # Until nsqd.dat does not list the topic, this tells the next start that it was deleted.
-            self.when_durable(lambda: self.in_background(lambda: self._throw_away(removed)))
+            self.when_durable(lambda _: self.in_background(lambda: self._throw_away(removed)))
         self._announce("UNREGISTER", name, "")
         logger.info("TOPIC(%s): deleted", name)
 
@@ -464,42 +463,78 @@ class Broker:
 
     def write_metadata(self) -> None:
         """Have nsqd.dat written, in a thread: see when_durable()."""
+        if not self._is_loading:
+            self._is_metadata_stale = self._is_metadata_wanted = True
+            self._make_durable()
+
+    def sync_soon(self, directory: Path) -> None:
+        """Have what was written in a directory on disk before it is answered: see when_durable()."""
         if self._is_loading:
-            return
-        self._is_metadata_stale = True
-        if self._is_writing_metadata:
-            # Written again, with all that has changed meanwhile, as soon as that is done.
-            return
-        self._is_metadata_stale, self._is_writing_metadata = False, True
-        self._await_metadata, self._await_next_metadata = self._await_next_metadata, []
-        content = self._encode_metadata()
-        failure: list[OSError] = []
-
-        def write() -> None:
-            try:
-                self.files.replace(self.data_path / FILE_NAME, content, sync=True)
-            except OSError as error:
-                failure.append(error)
-
-        def written() -> None:
-            self._is_writing_metadata = False
-            waiting, self._await_metadata = self._await_metadata, []
-            self._note_metadata(failure[0] if failure else None)
-            if self._await_next_metadata:
-                self.write_metadata()
-            for done in waiting:
-                done()
-
-        self._background(write, written)
-
-    def when_durable(self, done: Work) -> None:
-        """Have `done` called once nsqd.dat on disk says what was changed last, or cannot be written."""
-        if not self._is_writing_metadata:
-            done()
-        elif self._is_metadata_stale:
-            self._await_next_metadata.append(done)
+            self.files.sync_written(directory)
         else:
-            self._await_metadata.append(done)
+            self._unsynced.add(directory)
+
+    def is_durable(self, topic: Topic) -> bool:
+        """Whether all that was promised of a topic is on disk."""
+        return topic.directory not in self._unsynced and topic.directory not in self._syncing
+
+    def when_durable(self, done: Durable) -> None:
+        """Have `done` called once everything that was changed so far is on disk as promised: nsqd.dat, and
+        the directories given to sync_soon(). If nsqd.dat cannot be written, health says so, and it is called
+        all the same: the directories of the topics know enough."""
+        self._make_durable()
+        if not self._is_making_durable:
+            done(None)
+        elif self._is_metadata_wanted or self._unsynced:
+            self._await_next_round.append(done)
+        else:
+            self._await_round.append(done)
+
+    def _make_durable(self) -> None:
+        """Write and sync what waits for that, in a thread. What comes meanwhile is for the next round."""
+        if self._is_making_durable or not (self._is_metadata_wanted or self._unsynced):
+            return
+        self._is_making_durable = True
+        self._await_round, self._await_next_round = self._await_next_round, []
+        directories = self._syncing = self._unsynced
+        self._unsynced = set()
+        content = self._encode_metadata() if self._is_metadata_wanted else None
+        if content is not None:
+            self._is_metadata_stale = self._is_metadata_wanted = False
+        failures: list[OSError] = []
+        unwritten: list[OSError] = []
+
+        def work() -> None:
+            for directory in directories:
+                try:
+                    self.files.sync_written(directory)
+                except OSError as error:
+                    failures.append(error)
+            if content is not None:
+                try:
+                    self.files.replace(self.data_path / FILE_NAME, content, sync=True)
+                except OSError as error:
+                    unwritten.append(error)
+
+        def worked() -> None:
+            self._is_making_durable = False
+            self._syncing = set()
+            if content is not None:
+                self._note_metadata(unwritten[0] if unwritten else None)
+            error = failures[0] if failures else None
+            if error is not None:
+                # Synced again with all that is pending.
+                self._note_pending(error)
+            waiting, self._await_round = self._await_round, []
+            for number, done in enumerate(waiting, 1):
+                done(error)
+                if self._unsynced:
+                    # It has changed something more, and those behind it wait for that as well.
+                    self._await_next_round[:0] = waiting[number:]
+                    break
+            self._make_durable()
+
+        self._background(work, worked)
 
     def _write_metadata_now(self) -> OSError | None:
         """Gives the error, if there is one."""
@@ -737,6 +772,7 @@ class Broker:
         now_ns = self.monotonic_ns()
         if self._is_metadata_stale:
             self.write_metadata()
+        self._make_durable()
         self._keep_reserve()
         for channel in self._stuck:
             # If it fails again, it says so again.
@@ -772,7 +808,10 @@ class Broker:
         one thread: with many topics on a slow disk the others are left for those who read."""
         now_ns = self.monotonic_ns()
         is_early = now_ns - self._pending_synced_ns < self.options.sync_timeout * 1e9 / 2
-        if self._is_syncing_pending or is_early or not self.files.has_pending:
+        if self._is_syncing_pending or is_early:
+            return
+        if not self.files.has_pending:
+            self._note_pending(None)
             return
         self._is_syncing_pending = True
         self._pending_synced_ns = now_ns
@@ -786,10 +825,13 @@ class Broker:
 
         def synced() -> None:
             self._is_syncing_pending = False
-            error = f"cannot sync checkpoints and names: {_reason(failure[0])}" if failure else None
-            self.set_health(error, "sync pending")
+            self._note_pending(failure[0] if failure else None)
 
         self._background(sync, synced)
+
+    def _note_pending(self, error: OSError | None) -> None:
+        text = None if error is None else f"cannot sync checkpoints, states and names: {_reason(error)}"
+        self.set_health(text, "sync pending")
 
     def _release_files(self, topic: Topic) -> None:
         if isinstance(topic.log, Log) and topic.log.release_files():

@@ -319,7 +319,11 @@ class Topic:
             discovery_start=self.discovery_start,
         )
         self._is_clean = False
-        state.write(self.broker.files, self.directory, sync=clean or sync or self.is_synchronous)
+        state.write(self.broker.files, self.directory)
+        if clean:
+            self.broker.files.sync_written(self.directory)
+        elif sync or self.is_synchronous:
+            self.broker.sync_soon(self.directory)
         self._reserve_at = state.reserved - RESERVED_NUMBERS // 2
         self._is_clean = clean
 
@@ -626,7 +630,7 @@ class Topic:
             self.write_stale_state()
         # Behind the metadata: a channel that nsqd.dat names and that has no file is taken for a damaged one.
         self._deleted[name] = channel
-        self.broker.when_durable(lambda: self._remove_files(name, channel))
+        self.broker.when_durable(lambda _: self._remove_files(name, channel))
         if self.is_ephemeral and not self.channels and not self.is_exiting:
             self.broker.delete_topic(self.name)
 
@@ -638,7 +642,7 @@ class Topic:
         try:
             channel.remove_files()
             if self.is_synchronous and self.directory is not None:
-                self.broker.files.sync_names(self.directory)
+                self.broker.sync_soon(self.directory)
         except OSError as error:
             logger.error("%s: its files stay, and the next start finds it again: %s", channel, error)
 
@@ -661,11 +665,14 @@ class Topic:
             self.broker.set_health(None, f"state {self}")
 
     def save_channel(self, channel: Channel, state: ChannelState | None = None) -> None:
-        """Write the channel's state now: a message acknowledged after this finds it after a crash. `state` is
+        """Write the channel's state now: a message acknowledged after this finds it after a crash. With fsync
+        it is on disk before that message is acknowledged, or whoever asks when_durable() is told. `state` is
         what it is about to be, if not what it is."""
         if channel.is_durable:
             self._mark_used()
-            channel.save(sync=self.is_synchronous, state=state)
+            channel.save(sync=False, state=state)
+            if self.is_synchronous and self.directory is not None:
+                self.broker.sync_soon(self.directory)
 
     # management
 
@@ -705,8 +712,8 @@ class Topic:
         return TopicPositions(self.incarnation, *found, messages, self.log.size_bytes)
 
     def change_settings(self, changes: Mapping[str, object]) -> TopicSettings:
-        """Depart from the daemon's flags, or go back to them (None). On disk before this returns. Raises
-        ValueError, or WriteFailed or OSError, with nothing changed."""
+        """Depart from the daemon's flags, or go back to them (None). On disk when Broker.when_durable() says
+        so. Raises ValueError, or WriteFailed or OSError, with nothing changed."""
         if not isinstance(self.log, Log) or self.directory is None:
             raise ValueError(f"{self} is ephemeral: it is not kept on disk, and has no settings for that")
         before = self.settings

@@ -222,8 +222,11 @@ class Transaction:
         if not promised:
             files.make_directory(self.directory)
         if sync:
-            # The parts' names come first, too: a promise must not be there without them.
+            # The parts' names come first, too: a promise must not be there without them. Nor must a decision
+            # without the topics whose incarnations it names.
             files.sync_names(self.directory)
+            for name in self.decision.topics if self.decision is not None else ():
+                files.sync_written(self._broker.topic_directory(name))
         _write(self._broker, self.directory / PROMISE, fields, str(self), sync=sync)
 
     def load(self) -> None:

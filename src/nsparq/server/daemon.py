@@ -498,6 +498,16 @@ class Nsqd:
 
         future.add_done_callback(done)
 
+    async def durable(self, topic: Topic) -> None:
+        """Wait until what was changed of a topic is on disk as promised. Raises OSError."""
+        if self.broker.is_durable(topic):
+            return
+        waiting: asyncio.Future[OSError | None] = self._loop.create_future()
+        self.broker.when_durable(lambda error: None if waiting.done() else waiting.set_result(error))
+        error = await waiting
+        if error is not None:
+            raise error
+
     async def in_disk_thread(self, work: Callable[[], T]) -> T:
         """Have something read from disk without holding anybody up."""
         return await self._loop.run_in_executor(self._threads, work)

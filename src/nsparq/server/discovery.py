@@ -41,7 +41,8 @@ class Discovery:
         except BaseException:
             topic.end_discovery()
             raise
-        topic.end_discovery()
+        # Not before the disk has the channels, if that is promised: nobody would ask for them again.
+        topic.broker.when_durable(lambda _: topic.end_discovery())
 
     async def _create_channels(self, topic: Topic) -> None:
         try:

@@ -136,8 +136,8 @@ class HttpApi:
 
     # topics and channels
 
-    def create_topic(self, request: Request) -> None:
-        self.broker.get_topic(self._valid_topic(request))
+    def create_topic(self, request: Request) -> Later | None:
+        return self._answer_new(request, self.broker.get_topic(self._valid_topic(request)))
 
     def delete_topic(self, request: Request) -> Later:
         self.broker.delete_topic(self._known_topic(request).name)
@@ -158,8 +158,12 @@ class HttpApi:
 
     def _answer_when_durable(self, request: Request) -> Later:
         """Once it is on disk: a crash after the answer changes nothing."""
-        self.broker.when_durable(lambda: request.answer(None))
+        self.broker.when_durable(request.answer)
         return LATER
+
+    def _answer_new(self, request: Request, topic: Topic) -> Later | None:
+        """Once the disk has it, if it is promised that."""
+        return self._answer_when_durable(request) if topic.is_synchronous else None
 
     def _known_topic(self, request: Request) -> Topic:
         name = request.parameters.get("topic")
@@ -170,9 +174,10 @@ class HttpApi:
             raise ApiError(404, "TOPIC_NOT_FOUND")
         return topic
 
-    def create_channel(self, request: Request) -> None:
+    def create_channel(self, request: Request) -> Later | None:
         topic, channel = find_topic_and_name(self.broker, request)
         topic.get_channel(channel)
+        return self._answer_new(request, topic)
 
     def delete_channel(self, request: Request) -> Later:
         channel = find_channel(self.broker, request)

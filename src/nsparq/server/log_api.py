@@ -136,7 +136,10 @@ class LogApi:
         target = await self._target(request, topic)
         if channel.is_exiting:
             raise ApiError(404, "CHANNEL_NOT_FOUND")
-        plan = channel.plan_seek(target) if is_rehearsal else channel.seek(target)
+        if is_rehearsal:
+            return channel.plan_seek(target)._asdict()
+        plan = channel.seek(target)
+        await self._nsqd.durable(topic)
         return plan._asdict()
 
     async def _target(self, request: Request, topic: Topic) -> int:
@@ -172,7 +175,7 @@ class LogApi:
     def settings(self, request: Request) -> Result:
         return _settings_of(find_topic(self._nsqd.broker, request))
 
-    def change_settings(self, request: Request) -> Result:
+    async def change_settings(self, request: Request) -> Result:
         topic = find_topic(self._nsqd.broker, request)
         try:
             wanted = json.loads(request.body)
@@ -184,7 +187,9 @@ class LogApi:
             topic.change_settings(wanted)
         except (ValueError, OverflowError, RecursionError) as error:
             raise ApiError(400, "INVALID_SETTINGS", reason=str(error)) from error
-        return _settings_of(topic)
+        changed = _settings_of(topic)
+        await self._nsqd.durable(topic)
+        return changed
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await self._nsqd.in_disk_thread(work)

@@ -735,6 +735,18 @@ class Connection(asyncio.Protocol):
         except (Exiting, SubscribeRefused, OSError) as error:
             raise FatalClientError("E_SUB_FAILED", f"SUB failed {_reason(error)}") from error
         self.client.state = SUBSCRIBED
+        channel = self.client.channel
+        if channel is None or self._broker.is_durable(channel.topic):
+            self._reply(OK)
+        else:
+            self._wait_for(self._confirm_subscription(channel.topic), None)
+
+    async def _confirm_subscription(self, topic: Topic) -> None:
+        """The channel may be new: with fsync the disk has it before the client is told."""
+        try:
+            await self._nsqd.durable(topic)
+        except OSError as error:
+            raise FatalClientError("E_SUB_FAILED", f"SUB failed {_reason(error)}") from error
         self._reply(OK)
 
     def _on_publish(self, command: commands.Publish) -> None:

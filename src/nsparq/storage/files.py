@@ -5,12 +5,14 @@ What a power cut leaves, and which call decides it:
 - The bytes of a file are safe after sync() of a descriptor of it.
 - A name that was created, renamed or removed is safe after sync_names() of its directory. That includes the
   names of the directories above, as far as they are new.
-- replace() and add_version() with `sync` do both before they return.
-- Without `sync` they leave both to sync_pending(), which nsqd calls in a thread, often enough for what
-  `--sync-timeout` promises. Until then a power cut leaves the older content, never a torn or an empty file
-  in its place; a file that is new may be empty or missing.
+- replace() with `sync` does both before it returns.
+- add_version(), and replace() without `sync`, leave both to sync_written(), for one directory, or to
+  sync_pending(), for all. nsqd calls these in threads: sync_written() before it answers what it has promised,
+  sync_pending() often enough for what `--sync-timeout` promises. Until then a power cut leaves the older
+  content, never a torn or an empty file in its place; a file that is new may be empty or missing.
 
 Every call that changes a name notes its directory, so no caller has to remember which names are new.
+add_version() never waits for the disk. The event loop calls it, and replace() only for names that are new.
 """
 
 from __future__ import annotations
@@ -19,15 +21,21 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
-from threading import Lock
+from threading import RLock
+from typing import NamedTuple
 
 from nsparq.errors import StartError
 
 Buffer = bytes | bytearray | memoryview
+
+Work = Callable[[], None]
+RunEach = Callable[[Sequence[Work]], None]
+"""Runs each of some works, and returns when all are done."""
 
 _MAX_BUFFERS = 512
 """Below the system's limit for one vectored write."""
@@ -37,17 +45,38 @@ _SMALL = 16 << 10
 """A file of versions is written anew when it has this many times the size of one, and this size at least."""
 
 
+class _Written(NamedTuple):
+    """A file that was written without `sync`."""
+
+    number: int
+    """Of the change: another one if it has been written since."""
+    start: int
+    """Where its last version begins; -1 for a file without versions."""
+
+
+def run_one_by_one(works: Sequence[Work]) -> None:
+    for work in works:
+        work()
+
+
 class Files:
     """Plain POSIX files. Tests subclass it to fail, tear or delay any call."""
 
     def __init__(self) -> None:
         self._scratch = bytearray(256 << 10)
         self._changes = count()
-        self._lock = Lock()
+        self._lock = RLock()
         self._changed_directories: dict[Path, int] = {}
         """Directories with names that are not synced, and the number of the last change to each."""
-        self._unsynced_files: dict[Path, int] = {}
-        """The same for files that were written without `sync`."""
+        self._unsynced_files: dict[Path, dict[Path, _Written]] = {}
+        """Files that were written without `sync`, by their directories."""
+        self._appending: set[Path] = set()
+        """Files to which a version is being added."""
+        self._large: set[Path] = set()
+        """Files of versions that the next sync writes anew, if it can."""
+        self._doubtful: set[Path] = set()
+        """Those that it must write anew, because a sync has failed: the system may have dropped what it could
+        not write, and another sync of the same file would not tell."""
 
     def open(self, path: Path) -> int:
         """For reading and writing; created if it is not there."""
@@ -109,7 +138,9 @@ class Files:
         return os.fstat(fd).st_size
 
     def unlink(self, path: Path) -> None:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self._lock:
+            # A thread that is writing it anew must not bring it back.
+            self._forget_file(path)
             os.unlink(path)
             self._mark_name(path)
 
@@ -146,42 +177,49 @@ class Files:
 
     def replace(self, path: Path, content: bytes, *, sync: bool) -> None:
         """Put `content` at `path` so that a reader, or a restart, sees the old bytes or the new."""
-        temporary = path.with_name(path.name + ".tmp")
         # A power cut may leave the new name with none of the bytes: the old ones must not be lost to that.
         is_synced = sync or path.exists()
+        self.rename(self._write_temporary(path, content, sync=is_synced), path)
+        if is_synced:
+            self._forget_file(path)
+        else:
+            self._mark_file(path, -1)
+        if sync:
+            self.sync_names(path.parent)
+
+    def _write_temporary(self, path: Path, content: bytes, *, sync: bool) -> Path:
+        """Write what is about to be renamed to `path`; gives its name."""
+        temporary = path.with_name(path.name + ".tmp")
         fd = self.open(temporary)
         try:
             self.truncate(fd, 0)
             self.write(fd, [content], 0)
-            if is_synced:
+            if sync:
                 self.sync(fd)
         finally:
             self.close(fd)
-        self.rename(temporary, path)
-        if sync:
-            self.sync_names(path.parent)
-        elif not is_synced:
-            self._mark(self._unsynced_files, path)
+        return temporary
 
-    def add_version(self, path: Path, content: bytes, *, sync: bool) -> None:
-        """Write `content` behind the older versions in the file. A reader takes the last version that is
-        whole, so that nothing need be synced for the older ones to be safe."""
-        fd = self.open(path)
+    def add_version(self, path: Path, content: bytes) -> None:
+        """Write `content` behind the older versions in the file, without waiting for the disk. A reader takes
+        the last version that is whole, so that nothing need be synced for the older ones to be safe. One call
+        at a time for each file. The next sync writes a file anew that has become large."""
+        with self._lock:
+            self._appending.add(path)
         try:
-            size = self.size(fd)
-            is_large = size > max(_SMALL, _MAX_VERSIONS * len(content))
-            if not is_large:
+            fd = self.open(path)
+            try:
+                size = self.size(fd)
                 self._append(fd, content, size)
-                if sync:
-                    self.sync(fd)
+            finally:
+                self.close(fd)
+            with self._lock:
+                self._mark_file(path, size)
+                if size > max(_SMALL, _MAX_VERSIONS * len(content)):
+                    self._large.add(path)
         finally:
-            self.close(fd)
-        if is_large:
-            self.replace(path, content, sync=True)
-        elif sync:
-            self.sync_names(path.parent)
-        else:
-            self._mark(self._unsynced_files, path)
+            with self._lock:
+                self._appending.discard(path)
 
     def _append(self, fd: int, content: bytes, size: int) -> None:
         try:
@@ -199,7 +237,7 @@ class Files:
             number = self._changed_directories.get(path)
             if number is not None:
                 self.sync_directory(path)
-                self._forget(self._changed_directories, path, number)
+                self._forget_names(path, number)
 
     def allocate(self, path: Path, size: int) -> None:
         """Have a file take `size` bytes of the disk, whatever they hold."""
@@ -216,62 +254,149 @@ class Files:
         finally:
             os.close(fd)
 
-    def sync_pending(self) -> None:
-        """Have everything on disk that was written without `sync`: files, then names. May be called in any
-        thread. Raises OSError when all of it has been tried; what failed is tried again the next time."""
-        failure: OSError | None = None
+    def sync_written(self, directory: Path) -> None:
+        """Have everything in a directory on disk that was written without `sync`, with the names in it and
+        above it. May be called in any thread."""
         with self._lock:
-            files, directories = [*self._unsynced_files.items()], [*self._changed_directories.items()]
-        for path, number in files:
-            try:
-                self._sync_file(path)
-            except OSError as error:
-                failure = error
-            else:
-                self._forget(self._unsynced_files, path, number)
-        for directory, number in directories:
+            files = [*self._unsynced_files.get(directory, {}).items()]
+        for path, written in files:
+            self._sync_file(path, written)
+        with suppress(FileNotFoundError):  # removed since, with all that was in it
+            self.sync_names(directory)
+
+    def sync_pending(self, run_each: RunEach = run_one_by_one) -> None:
+        """The same for all directories. Raises OSError when all of it has been tried; what failed is tried
+        again the next time. `run_each` may run the works it is given in threads."""
+        failures: list[OSError] = []
+
+        def sync_files(files: dict[Path, _Written]) -> None:
+            for path, written in files.items():
+                try:
+                    self._sync_file(path, written)
+                except OSError as error:
+                    failures.append(error)
+
+        def sync_names(directory: Path, number: int) -> None:
             try:
                 with suppress(FileNotFoundError):  # removed since, with all that was in it
                     self.sync_directory(directory)
             except OSError as error:
-                failure = error
+                failures.append(error)
             else:
-                self._forget(self._changed_directories, directory, number)
-        if failure is not None:
-            raise failure
+                self._forget_names(directory, number)
+
+        with self._lock:
+            files = [dict(found) for found in self._unsynced_files.values()]
+        run_each([partial(sync_files, found) for found in files])
+        # Behind the files: those that were written anew have new names.
+        with self._lock:
+            directories = [*self._changed_directories.items()]
+        run_each([partial(sync_names, *changed) for changed in directories])
+        if failures:
+            raise failures[0]
 
     def sync_later(self, path: Path) -> None:
         """Have sync_pending() sync a file that was written through a descriptor."""
-        self._mark(self._unsynced_files, path)
+        self._mark_file(path, -1)
+
+    def never_sync(self, path: Path) -> None:
+        """The file can be done without: no sync takes the time for it."""
+        self._forget_file(path)
 
     @property
     def has_pending(self) -> bool:
         """Whether sync_pending() has anything to do."""
         return bool(self._unsynced_files or self._changed_directories)
 
-    def _sync_file(self, path: Path) -> None:
+    def sync_file(self, path: Path) -> None:
+        """Have a file on disk that was written without `sync`, and its name."""
+        written = self._unsynced_files.get(path.parent, {}).get(path)
+        if written is not None:
+            self._sync_file(path, written)
+        self.sync_names(path.parent)
+
+    def _sync_file(self, path: Path, written: _Written) -> None:
         try:
-            fd = self.open_read(path)
-        except FileNotFoundError:
-            return
+            if not self._write_anew(path, written):
+                self._sync_in_place(path)
+        except FileNotFoundError:  # removed since
+            pass
+        with self._lock:
+            if self._unsynced_files.get(path.parent, {}).get(path) == written:
+                self._forget_file(path)
+
+    def _sync_in_place(self, path: Path) -> None:
+        fd = self.open_read(path)
         try:
             self.sync(fd)
+        except OSError:
+            self._doubtful.add(path)
+            raise
         finally:
             self.close(fd)
 
+    def _write_anew(self, path: Path, written: _Written) -> bool:
+        """Put a file with the last version alone in the place of one that is to be written anew. Gives
+        whether that is on disk; not if another version is added meanwhile, or another thread is at it."""
+        with self._lock:
+            is_doubtful = path in self._doubtful
+            is_wanted = is_doubtful or path in self._large
+            if not is_wanted or path in self._appending or written.start < 0:
+                return False
+            self._large.discard(path)
+            self._doubtful.discard(path)
+        try:
+            is_done = self._replace_by_last_version(path, written)
+        except OSError:
+            if is_doubtful:
+                self._doubtful.add(path)
+                raise
+            # Most likely the disk is full. It will do as it is.
+            is_done = False
+        if not is_done:
+            self._large.add(path)
+        return is_done
+
+    def _replace_by_last_version(self, path: Path, written: _Written) -> bool:
+        fd = self.open_read(path)
+        try:
+            content = self.read(fd, self.size(fd) - written.start, written.start)
+        finally:
+            self.close(fd)
+        temporary = self._write_temporary(path, content, sync=True)
+        with self._lock:
+            is_unchanged = self._unsynced_files.get(path.parent, {}).get(path) == written
+            if is_unchanged and path not in self._appending:
+                self.rename(temporary, path)
+                return True
+        self.unlink(temporary)
+        return False
+
     def _mark_name(self, path: Path) -> None:
         """Called behind the change: a sync between the two then costs one sync more, and is not missed."""
-        self._mark(self._changed_directories, path.parent)
-
-    def _mark(self, changed: dict[Path, int], path: Path) -> None:
         with self._lock:
-            changed[path] = next(self._changes)
+            self._changed_directories[path.parent] = next(self._changes)
 
-    def _forget(self, changed: dict[Path, int], path: Path, number: int) -> None:
-        """It has been synced, unless it has changed again meanwhile."""
+    def _mark_file(self, path: Path, start: int) -> None:
         with self._lock:
-            if changed.get(path) == number:
-                del changed[path]
+            files = self._unsynced_files.setdefault(path.parent, {})
+            files[path] = _Written(next(self._changes), start)
+
+    def _forget_names(self, directory: Path, number: int) -> None:
+        """The names in it have been synced, unless they have changed again meanwhile."""
+        with self._lock:
+            if self._changed_directories.get(directory) == number:
+                del self._changed_directories[directory]
+
+    def _forget_file(self, path: Path) -> None:
+        """It has been synced as it is, or is gone."""
+        with self._lock:
+            files = self._unsynced_files.get(path.parent, {})
+            files.pop(path, None)
+            if not files:
+                self._unsynced_files.pop(path.parent, None)
+            self._large.discard(path)
+            self._doubtful.discard(path)
 
     def lock_directory(self, path: Path) -> int:
         """Take the data path for this process, with NSQ's words when another has it."""

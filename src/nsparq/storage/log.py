@@ -235,7 +235,7 @@ class Log:
         self.sync_now()
         self._copy_doubtful()
         if self._segments and not self._segments[-1].has_index:
-            self._write_index(self._segments[-1], sync=True)
+            self._write_index(self._segments[-1])
         for segment in self._segments:
             segment.close()
 
@@ -342,16 +342,16 @@ class Log:
 
     def _seal(self, segment: Segment) -> None:
         segment.tidy()
-        self._write_index(segment, sync=False)
+        self._write_index(segment)
         if segment in self.doubtful:
             segment.close()
         else:
             self._closing.append((segment.detach(), segment))
 
-    def _write_index(self, segment: Segment, *, sync: bool) -> None:
+    def _write_index(self, segment: Segment) -> None:
         """Without its index a segment is as good, but slower to open."""
         try:
-            segment.write_index(sync=sync)
+            segment.write_index()
         except OSError as error:
             logger.warning("%s: has no index, the next start reads all of it: %s", segment.path.name, error)
 
@@ -604,7 +604,8 @@ class Log:
         active = self._segments[-1:] if self._segments and self._segments[-1] not in self.doubtful else []
         opened = [(self._descriptor_to_sync(segment), segment) for segment in active]
         opened, self._closing = self._closing + opened, []
-        sync = Sync(self.files, opened, self.directory, self.stable, self.unsynced)
+        is_awaited = self.settings.durability is Durability.FSYNC
+        sync = Sync(self.files, opened, self.directory, self.stable, self.unsynced, is_awaited=is_awaited)
         self.unsynced = 0
         self.is_syncing = True
         return sync
@@ -701,12 +702,22 @@ class Sync:
     """An fsync of everything a log had written when it was made."""
 
     def __init__(
-        self, files: Files, opened: list[tuple[int, Segment]], directory: Path, end: int, count: int
+        self,
+        files: Files,
+        opened: list[tuple[int, Segment]],
+        directory: Path,
+        end: int,
+        count: int,
+        *,
+        is_awaited: bool,
     ) -> None:
         self._files = files
         self._opened = opened
         self._directory = directory
         """The log's: the names of new segments are synced as well, and its own."""
+        self._is_awaited = is_awaited
+        """Whether publishers wait for it. Then the states of a topic and channels that are new are synced,
+        too: a message that is acknowledged finds them after a power cut."""
         self.end = end
         self.count = count
         """Messages it is about."""
@@ -727,7 +738,10 @@ class Sync:
             finally:
                 self._files.close(fd)
         try:
-            self._files.sync_names(self._directory)
+            if self._is_awaited:
+                self._files.sync_written(self._directory)
+            else:
+                self._files.sync_names(self._directory)
         except OSError as error:
             if error.errno in _OUT_OF_DESCRIPTORS:
                 self.obstacle = error

@@ -187,7 +187,8 @@ class Segment:
         fd, self._fd = self.fd, -1
         return fd
 
-    def write_index(self, *, sync: bool) -> None:
+    def write_index(self) -> None:
+        """Without waiting for the disk: a segment whose index is missing or torn is as good."""
         self.settle()
         arrays = (self._sequences, self._positions, self._times, self.deferred)
         body = _MARK.pack(self.mark) + b"".join(entries.tobytes() for entries in arrays)
@@ -195,10 +196,10 @@ class Segment:
         counts = (len(self._positions), len(self.deferred))
         crc = crc32c(body, crc32c(_INDEX.pack(_INDEX_MAGIC, 0, *fields, *counts)))
         head = _INDEX.pack(_INDEX_MAGIC, crc, *fields, *counts)
-        if not sync:
-            # One that is left can be done without; one in the place of another would have to be synced.
-            self.files.unlink(self.index_path)
-        self.files.replace(self.index_path, head + body, sync=sync)
+        # One in the place of another would have to be synced.
+        self.files.unlink(self.index_path)
+        self.files.replace(self.index_path, head + body, sync=False)
+        self.files.never_sync(self.index_path)
         self.has_index = True
 
     def copy_anew(self) -> None:
@@ -301,7 +302,7 @@ class Segment:
         if not found and not last and self.size:
             # The next start need not read it again.
             with suppress(OSError):
-                self.write_index(sync=False)
+                self.write_index()
         return found
 
     def _is_zero(self, damage: Damage) -> bool:

@@ -71,18 +71,15 @@ class TopicState:
     discovery_start: int = -1
     """Where channels begin that nsqlookupd knows of, if it has still to be asked for them; else -1."""
 
-    def write(self, files: Files, directory: Path, *, sync: bool) -> None:
+    def write(self, files: Files, directory: Path) -> None:
+        """Does not wait for the disk."""
         fields = asdict(self)
         if not self.settings:
             del fields["settings"]
         if self.discovery_start < 0:
             del fields["discovery_start"]
-        path = directory / TOPIC_FILE
-        if sync:
-            write_json(files, path, fields, sync=True)
-        else:
-            # Lines begin with a break as well: the one before may be torn.
-            files.add_version(path, b"\n" + _encode_json(fields) + b"\n", sync=False)
+        # Lines begin with a break as well: the one before may be torn.
+        files.add_version(directory / TOPIC_FILE, b"\n" + _encode_json(fields) + b"\n")
 
 
 def write_json(files: Files, path: Path, fields: Mapping[str, Any], *, sync: bool) -> None:
@@ -216,13 +213,16 @@ class StateFile:
             return self._version
 
     def write(self, content: bytes, version: int, *, sync: bool) -> bool:
-        """Put a state on disk unless a later one has been numbered since. Gives whether it is there. May be
-        called in any thread."""
+        """Write a state down unless a later one has been numbered since; with `sync`, have it on disk. Gives
+        whether it is there. May be called in any thread, with `sync` in any but the event loop's."""
         with self._writing:
             if version != self._version:
                 return False
-            self._files.add_version(self._path, content, sync=sync)
-            return True
+            self._files.add_version(self._path, content)
+        if sync:
+            # Not while others wait to write: the event loop may be one of them.
+            self._files.sync_file(self._path)
+        return True
 
     def remove(self) -> None:
         self.next_version()
