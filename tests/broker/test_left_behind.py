@@ -79,6 +79,14 @@ def test_deleted_topics_and_channels_leave_nothing_behind(
     assert {name: n for name, n in later_entries.items() if n > first_entries[name]} == {}
 
 
+def test_a_publisher_that_stays_is_not_remembered_for_topics_that_are_gone(rig: Rig):
+    client = rig.subscribe("other")
+    rig.topic("t")
+    client.publish_counts.update({"t": 5, "other": 2})
+    rig.broker.delete_topic("t")
+    assert client.publish_counts == {"other": 2}
+
+
 def test_the_queue_scan_has_one_entry_for_a_channel_however_often_it_is_watched(rig: Rig):
     client = rig.subscribe(rdy=2)
     rig.publish("t", b"in an hour", defer_ms=3_600_000)

@@ -415,6 +415,8 @@ class Broker:
         self._used.discard(topic)
         self._with_files.discard(topic)
         self._aging.discard(topic)
+        for client in self.clients:
+            client.publish_counts.pop(name, None)
         for work in ("sync", "carry", "state"):
             self.set_health(None, f"{work} {topic}")
         if trash is not None:
