@@ -22,10 +22,17 @@ class FullDisk(TestFiles):
 
     is_full = False
 
-    def replace(self, path: Path, content: bytes, *, sync: bool) -> None:
+    def _check(self, path: Path) -> None:
         if self.is_full and list(path.parent.glob(RESERVE_NAME)) + list(path.parents[2].glob(RESERVE_NAME)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def replace(self, path: Path, content: bytes, *, sync: bool) -> None:
+        self._check(path)
         super().replace(path, content, sync=sync)
+
+    def add_version(self, path: Path, content: bytes) -> None:
+        self._check(path)
+        super().add_version(path, content)
 
 
 def finish_all(rig: Rig, topic: str, count: int = 3) -> None:
@@ -137,7 +144,7 @@ def test_topics_are_persisted_in_threads(rig: Rig):
             assert [*threads.map(lambda work: work(), works)] == [None] * len(works)
 
     assert rig.broker.close(in_threads) == []
-    assert counts == [20]
+    assert counts == [20, 0, 0]
     rig.start()
     assert {rig.channel("c", name).depth for name in names} == {1}
 
@@ -163,3 +170,39 @@ def test_a_data_path_that_is_full_will_do(rig: Rig):
     rig.files.fail("replace", "nsqd.dat", errno.ENOSPC)
     rig.start()
     assert "failed to persist metadata" in rig.broker.health
+
+
+class CountedSyncs(TestFiles):
+    """Counts every sync, of files and of directories."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.syncs = 0
+
+    def sync(self, fd: int) -> None:
+        self.syncs += 1
+
+    def sync_directory(self, path: Path) -> None:
+        self.syncs += 1
+
+
+def syncs_of_a_stop(rig: Rig, files: CountedSyncs) -> int:
+    files.syncs = 0
+    assert rig.broker.close() == []
+    rig.start()
+    return files.syncs
+
+
+@pytest.mark.parametrize("durability", ["os", "fsync", "memory"])
+def test_a_stop_syncs_a_few_files_of_each_changed_topic_and_none_of_the_others(
+    make_rig: MakeRig, durability: str
+):
+    """A slow disk makes everybody wait for each of them: Kubernetes kills after 30 s."""
+    files = CountedSyncs()
+    rig = make_rig(files=files, durability=durability)
+    unchanged = syncs_of_a_stop(rig, files)
+    for number in range(10):
+        finish_all(rig, f"t{number}")
+    # The log and its name, the channel, the topic, the directory; and two directories above all of them.
+    assert syncs_of_a_stop(rig, files) <= unchanged + 10 * 5 + 2
+    assert syncs_of_a_stop(rig, files) == unchanged

@@ -287,9 +287,9 @@ class Broker:
             self._make_room()
             failed = self._persist([*failed], run_each, states_first=True)
         self._write_metadata_now()
-        if not failed and not self._leave_clean_stop():
+        if not failed and not self._leave_clean_stop(run_each):
             self._make_room()
-            if not self._leave_clean_stop():
+            if not self._leave_clean_stop(run_each):
                 logger.error("the next start takes this stop for a crash")
         lost = [f"{what} ({error})" for failures in failed.values() for what, error in failures]
         for line in lost:
@@ -304,10 +304,10 @@ class Broker:
         self.files.close(self._lock_fd)
         self._lock_fd = -1
 
-    def _leave_clean_stop(self) -> bool:
+    def _leave_clean_stop(self, run_each: RunEach) -> bool:
         """Gives whether the next start will know that this was a clean stop."""
         try:
-            self.files.sync_pending()
+            self.files.sync_pending(run_each)
             self.files.replace(self.data_path / CLEAN_STOP, b"", sync=True)
         except OSError as error:
             logger.warning("cannot write %s: %s", CLEAN_STOP, error)
