@@ -186,6 +186,16 @@ def test_a_clock_set_back_while_nsqd_is_down_makes_no_delay_longer_than_it_was_a
     assert waits(rig) == {30}
 
 
+def test_a_message_published_after_the_clock_was_set_back_is_not_early_after_a_crash(rig: Rig):
+    rig.subscribe()
+    rig.maintain()
+    rig.clock.set_wall(-HOUR)
+    rig.publish("t", b"later than the checkpoint", defer_ms=30_000)
+    rig.drop()
+    rig.start()
+    assert waits(rig) == {30}
+
+
 def test_a_clock_set_forward_while_nsqd_is_down_is_taken_for_time_that_has_passed(rig: Rig):
     deferred_rig(rig).close()
     rig.clock.set_wall(HOUR)

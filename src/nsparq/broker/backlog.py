@@ -429,6 +429,7 @@ class Backlog(ABC):
         unfinished = set()
         missing = 0
         due_at = self.topic.broker.due_times(state.written_ns)
+        due_in_log = self.topic.broker.due_times()
         for sequence, due_ns, attempts in zip(
             state.sequences.tolist(), state.due_ns.tolist(), state.attempts.tolist(), strict=True
         ):
@@ -452,7 +453,8 @@ class Backlog(ABC):
                 continue
             self._deferred_ahead.append(sequence)
             if sequence >= state.seen:
-                self._defer(sequence, due_at(due_ns))
+                # Published after the checkpoint: the wall clock may have been set back in between.
+                self._defer(sequence, due_in_log(due_ns))
         if missing:
             self.dropped_count += missing
             logger.error("%s: %d messages are lost that were not finished", self, missing)
