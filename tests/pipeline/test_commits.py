@@ -193,7 +193,22 @@ def test_small_files_are_joined(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [0, 1, 2, 3, 4, 9]
     assert len(list((tmp_path / "topic=a").iterdir())) == 1
     assert compact.compact(Directory(tmp_path)) == []
-    assert not list((tmp_path / "_nsparq").glob("scratch/*"))
+
+
+def test_a_reader_that_has_opened_the_directory_finds_the_files_that_were_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, *(rows(number) for number in range(5)))
+    before = sorted(os.listdir(tmp_path / "topic=a"))
+    opened = os.open(tmp_path / "topic=a", os.O_RDONLY)
+    try:
+        assert compact.compact(Directory(tmp_path))
+        assert sorted(os.listdir(opened)) == before
+        monkeypatch.setattr(compact, "KEEP_REPLACED_S", -1)
+        compact.compact(Directory(tmp_path))
+        assert not list((tmp_path / "_nsparq").glob("scratch/*"))
+    finally:
+        os.close(opened)
 
 
 def test_large_files_and_other_schemas_are_left_alone(

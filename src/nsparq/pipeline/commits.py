@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,9 +148,12 @@ class Directory:
         path.mkdir(parents=True)
         return path
 
-    def clear_scratch(self) -> None:
-        """Whatever a crash has left; the lock is held."""
-        shutil.rmtree(self._hidden / "scratch", ignore_errors=True)
+    def clear_scratch(self, older_than_s: float) -> None:
+        """Remove scratch directories that nobody has touched for so long; the lock is held."""
+        limit = time.time() - older_than_s
+        for path in (self._hidden / "scratch").glob("*"):
+            if path.stat().st_ctime < limit:
+                shutil.rmtree(path, ignore_errors=True)
 
     def partitions(self) -> list[Path]:
         """All directories that hold files."""

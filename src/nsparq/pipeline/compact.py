@@ -4,7 +4,8 @@ A directory is changed as a whole: beside it another one is made, with the joine
 that stay, and the two exchange their names in one step of the file system (renameat2 with RENAME_EXCHANGE).
 Whoever lists the directory sees the files before or those after. Whoever has a file open reads on. Who has
 listed before and opens after gets "no such file", and has to list again: an error, never a wrong result.
-Where the system cannot exchange directories, nothing is joined.
+The replaced directory stays whole for a while, out of sight: a reader may have opened it and not listed it
+yet. A later compaction removes it. Where the system cannot exchange directories, nothing is joined.
 
 Files are joined with those of about their size, so that a row is written again only as often as its file
 grows by the factor `fan_in`.
@@ -17,7 +18,6 @@ import errno
 import logging
 import math
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,6 +42,9 @@ write them did."""
 SMALLEST: Final = 64 << 10
 """Files up to this size are all of one class."""
 
+KEEP_REPLACED_S: Final = 60.0
+"""How long a replaced directory stays, for readers that are about to list it."""
+
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 
@@ -65,13 +68,12 @@ def compact(table: Directory, directories: Iterable[Path] | None = None, *, fan_
     size. Raises CannotExchange."""
     done: list[Joined] = []
     with table.lock():
-        table.clear_scratch()
+        table.clear_scratch(KEEP_REPLACED_S)
         for directory in table.partitions() if directories is None else directories:
             while group := _group(directory, fan_in):
                 if not done:
                     table.settle()
                 done.append(_join(table, directory, group))
-        table.clear_scratch()
     return done
 
 
@@ -107,7 +109,6 @@ def _join(table: Directory, directory: Path, group: list[Path]) -> Joined:
     sync_directory(twin)
     exchange(twin, directory)
     sync_directory(directory.parent)
-    shutil.rmtree(twin)
     logger.info("%s: %d files joined, %d rows", directory, len(group), rows)
     return Joined(directory, len(group), rows)
 
