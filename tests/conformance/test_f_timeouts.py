@@ -209,10 +209,9 @@ def test_case_100_deferred_publish_on_an_ephemeral_topic(broker):
         message = connection.read_message()
         assert message.body == b"now"
         connection.req(message.id, 300)
-        again = connection.read_message()
-        if not broker.is_reference:
-            assert (again.body, again.attempts) == (b"now", 2)
-        assert {again.body, connection.read_message().body} == {b"now", b"later"}
+        # Which of the two is due first depends on how busy the machine is.
+        found = {(again.body, again.attempts) for again in connection.read_messages(2)}
+        assert found == {(b"now", 2), (b"later", 1)}
         assert time.monotonic() - start >= 0.55
 
 
@@ -223,7 +222,7 @@ def test_case_173_first_timeout_of_a_new_channel_is_not_late(broker):
         broker.publish(topic, b"slow", b"deferred")
         slow, deferred = connection.read_messages(2)
         start = time.monotonic()
-        connection.req(deferred.id, 3000)
+        connection.req(deferred.id, 30_000)
         again = connection.read_message()
         assert time.monotonic() - start >= 0.9
         # NSQ may look at a new channel five seconds late.
