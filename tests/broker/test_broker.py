@@ -1070,3 +1070,15 @@ def test_a_topic_s_files_go_when_the_metadata_does_not_list_it_any_more(make_rig
     assert len([*(rig.data_path / "topics").iterdir()]) == 1
     later.run_all()
     assert [*(rig.data_path / "topics").iterdir()] == []
+
+
+def test_a_failed_checkpoint_is_forgotten_when_the_channel_is_saved_otherwise(rig: Rig):
+    client = rig.subscribe(rdy=1)
+    rig.publish("t", b"x")
+    rig.files.fail("replace", ".channel")
+    rig.finish(client, *client.take())
+    rig.maintain()
+    assert rig.broker.health is not None
+    rig.files.heal()
+    rig.channel().empty()
+    assert rig.broker.health is None

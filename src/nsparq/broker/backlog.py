@@ -511,8 +511,9 @@ class Backlog(ABC):
         self._carried.drop([s for s in self._carried.kept if s < before])
 
     def checkpointed(self, state: ChannelState) -> None:
-        """This state is on disk now."""
+        """This state is on disk now. That ends the trouble of an earlier checkpoint, too."""
         self._note_named(state)
+        self.topic.broker.set_health(None, f"checkpoint {self}")
 
     def _note_named(self, state: ChannelState) -> None:
         kept = self._carried.kept
