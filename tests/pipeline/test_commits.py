@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -178,6 +179,35 @@ def test_two_queries_may_write_to_one_table(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [1, 1]
 
 
+# the layout
+
+
+def test_a_table_of_before_is_known_by_its_directories(tmp_path: Path) -> None:
+    table = Directory(tmp_path)
+    assert table.layout() is None
+    table.commit(QUERY, 0, written(tmp_path, 0, rows(1)))
+    record = tmp_path / "_nsparq" / "table.json"
+    assert json.loads(record.read_text()) == {"format": 1, "partition_by": ["topic"]}
+    record.unlink()
+    assert table.layout() == ("topic",)
+    unpartitioned = ParquetFiles(tmp_path, (), "zstd", 0).write(iter([rows(2)]), QUERY, 1)
+    with pytest.raises(PipelineError, match=r"partitioned by \['topic'\], and the pipeline by nothing"):
+        table.commit(QUERY, 1, unpartitioned)
+    table.commit(QUERY, 1, written(tmp_path, 1, rows(2)))
+    assert record.exists()
+    assert numbers(tmp_path) == [1, 2]
+
+
+def test_a_table_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    table = Directory(tmp_path)
+    table.commit(QUERY, 0, written(tmp_path, 0, rows(1)))
+    (tmp_path / "_nsparq" / "table.json").write_text('{"format": 2, "partition_by": ["topic"]}')
+    with pytest.raises(PipelineError, match="format version 2, and this nsparq knows 1"):
+        table.commit(QUERY, 1, written(tmp_path, 1, rows(2)))
+    with pytest.raises(PipelineError, match="format version 2"):
+        compact.compact(table)
+
+
 # joining
 
 
@@ -193,6 +223,24 @@ def test_small_files_are_joined(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [0, 1, 2, 3, 4, 9]
     assert len(list((tmp_path / "topic=a").iterdir())) == 1
     assert compact.compact(Directory(tmp_path)) == []
+
+
+def test_a_directory_with_subdirectories_is_never_replaced(tmp_path: Path) -> None:
+    """A table of before whose partition_by was changed, and one in which somebody has put something."""
+    fill(tmp_path, *(rows(number) for number in range(3)))
+    deeper = tmp_path / "topic=a" / "date=2026-11-15"
+    deeper.mkdir()
+    pq.write_table(pa.table({"n": [7]}), deeper / "x.parquet")
+    with pytest.raises(PipelineError, match="date=2026-11-15 holds files"):
+        compact.compact(Directory(tmp_path))
+    (tmp_path / "_nsparq" / "table.json").unlink()
+    with pytest.raises(PipelineError, match="files partitioned by .* and files partitioned by"):
+        compact.compact(Directory(tmp_path))
+    assert numbers(tmp_path) == [0, 1, 2, 7]
+    (deeper / "x.parquet").rename(deeper / "notes.txt")
+    with pytest.raises(CannotExchange, match="date=2026-11-15 is no file"):
+        compact.compact(Directory(tmp_path))
+    assert numbers(tmp_path) == [0, 1, 2, 7]
 
 
 def test_a_reader_that_has_opened_the_directory_finds_the_files_that_were_there(

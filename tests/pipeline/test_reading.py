@@ -378,6 +378,13 @@ def test_problems_of_a_source(source: str, expected: str) -> None:
             "[pipeline.p.sink] compact: needs the writer 'nsparq'",
         ),
         (
+            'sink = { parquet = "x", compact = 5 }',
+            (
+                "[pipeline.p.sink] compact: needs 'partition_by': files in the table's own directory cannot "
+                "be replaced in one step"
+            ),
+        ),
+        (
             'output_mode = "complete"\nsink = { parquet = "x" }',
             "[pipeline.p] output_mode: files can only be appended to: use 'append', with a watermark",
         ),

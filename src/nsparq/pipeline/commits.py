@@ -4,6 +4,7 @@
     table/_nsparq/new/QUERY/12/….part                                         what tasks write
     table/_nsparq/commits/QUERY/12.json                                       what batch 12 consists of
     table/_nsparq/commits/QUERY/12.done                                       the same, once it is in place
+    table/_nsparq/table.json                                                  version, partition columns
     table/_nsparq/lock                                                        held while names change
 
 Tasks write below `_nsparq`, where no reader looks. The commit first writes down which files the batch
@@ -11,6 +12,9 @@ consists of, atomically, and then gives them their names in the table. When a ba
 crash, what was written down counts, and not what the new run has made. So every file in the table is whole,
 and every row is in one of them; only while the names of one batch change may a reader see some of its files
 and not yet the others.
+
+All files of a table lie equally deep, in directories of the same columns: `table.json` says which. A table of
+before has no `table.json`. Its directories show the columns, and the next commit writes them down.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote
 
 from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.parts import Part, directory_of
@@ -34,6 +39,8 @@ __all__ = ["HIDDEN", "Directory", "sync_directory"]
 logger = logging.getLogger(__name__)
 
 HIDDEN: Final = "_nsparq"
+FORMAT: Final = 1
+"""Version of what `_nsparq` holds. Version 1 added `table.json`; a directory without it is of before."""
 
 
 class Directory:
@@ -64,10 +71,12 @@ class Directory:
         Returns the directories in which something has changed. Raises PipelineError.
         """
         record = self._record(query, batch)
+        parts = [*parts]
         with self.lock():
+            self._write_layout(parts)
             moves = _recorded(record)
             if moves is None:
-                moves = self._moves(query, batch, [*parts])
+                moves = self._moves(query, batch, parts)
                 if not moves:
                     return []
                 _write(record, {"moves": moves})
@@ -78,6 +87,56 @@ class Directory:
                 os.rename(record, _done(record))
             self._forget(query, batch)
         return changed
+
+    def layout(self) -> tuple[str, ...] | None:
+        """The partition columns of the table's files; None if there are no files yet. Raises PipelineError
+        if the files disagree, or a later version has written the table."""
+        found = self._recorded_layout()
+        for directory in self.partitions() if found is None else ():
+            columns = self.columns_of(directory)
+            if found is not None and found != columns:
+                raise PipelineError(
+                    f"{self.path} has files partitioned by {_shown(found)} and files partitioned by "
+                    f"{_shown(columns)} ({directory.relative_to(self.path)}): move one kind to another "
+                    "directory"
+                )
+            found = columns
+        return found
+
+    def check_layout(self, columns: Iterable[str]) -> None:
+        """Raises PipelineError if the table's files are partitioned by other columns than these."""
+        found, wanted = self.layout(), tuple(columns)
+        if found is not None and found != wanted:
+            raise PipelineError(
+                f"the table {self.path} is partitioned by {_shown(found)}, and the pipeline by "
+                f"{_shown(wanted)}: a table keeps its columns. Set partition_by to what it was, or write to "
+                "another directory"
+            )
+
+    def columns_of(self, directory: Path) -> tuple[str, ...]:
+        """The partition columns that the names of a directory and of those above it show."""
+        return tuple(unquote(one.partition("=")[0]) for one in directory.relative_to(self.path).parts)
+
+    def _recorded_layout(self) -> tuple[str, ...] | None:
+        path = self._hidden / "table.json"
+        try:
+            found = json.loads(path.read_text())
+            if found["format"] > FORMAT:
+                raise PipelineError(
+                    f"{path} has format version {found['format']}, and this nsparq knows {FORMAT}: a later "
+                    "nsparq has written it"
+                )
+            return tuple(found["partition_by"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, LookupError, TypeError) as error:
+            raise PipelineError(f"{path} cannot be read: {error!r}") from error
+
+    def _write_layout(self, parts: Iterable[Part]) -> None:
+        for columns in {tuple(name for name, _ in part.values) for part in parts}:
+            self.check_layout(columns)
+            if self._recorded_layout() is None:
+                _write(self._hidden / "table.json", {"format": FORMAT, "partition_by": columns})
 
     def _record(self, query: str, batch: int) -> Path:
         return self._hidden / "commits" / query / f"{batch}.json"
@@ -156,13 +215,17 @@ class Directory:
                 shutil.rmtree(path, ignore_errors=True)
 
     def partitions(self) -> list[Path]:
-        """All directories that hold files."""
-        found = {
-            path.parent
-            for path in self.path.rglob("*.parquet")
-            if HIDDEN not in path.relative_to(self.path).parts
-        }
+        """All directories that hold files. Readers, and we, pass over names that begin with _ or a dot."""
+        found = []
+        for directory, below, files in os.walk(self.path):
+            below[:] = [name for name in below if not name.startswith(("_", "."))]
+            if any(name.endswith(".parquet") for name in files):
+                found.append(Path(directory))
         return sorted(found)
+
+
+def _shown(columns: tuple[str, ...]) -> str:
+    return str([*columns]) if columns else "nothing"
 
 
 def _done(record: Path) -> Path:

@@ -7,6 +7,9 @@ listed before and opens after gets "no such file", and has to list again: an err
 The replaced directory stays whole for a while, out of sight: a reader may have opened it and not listed it
 yet. A later compaction removes it. Where the system cannot exchange directories, nothing is joined.
 
+Only a directory that holds nothing but files is exchanged: what lies deeper would go with it. So the files of
+a table without partition columns are not joined, because they lie beside `_nsparq`.
+
 Files are joined with those of about their size, so that a row is written again only as often as its file
 grows by the factor `fan_in`.
 """
@@ -30,6 +33,7 @@ import pyarrow.parquet as pq
 
 from nsparq.errors import NsparqError
 from nsparq.pipeline.commits import Directory, sync_directory
+from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.parts import GROUP_BYTES, GROUP_ROWS, sync
 
 __all__ = ["CannotExchange", "Joined", "compact", "exchange"]
@@ -50,7 +54,7 @@ _RENAME_EXCHANGE: Final = 2
 
 
 class CannotExchange(NsparqError):
-    """The file system cannot exchange two directories in one step."""
+    """A directory cannot be exchanged with another in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,19 @@ class Joined:
 
 def compact(table: Directory, directories: Iterable[Path] | None = None, *, fan_in: int = 2) -> list[Joined]:
     """Join the files of these directories, or of all, where there are at least `fan_in` of about the same
-    size. Raises CannotExchange."""
+    size. Raises CannotExchange; PipelineError before anything is joined if the table's files are not all
+    partitioned by the same columns."""
     done: list[Joined] = []
     with table.lock():
         table.clear_scratch(KEEP_REPLACED_S)
-        for directory in table.partitions() if directories is None else directories:
+        columns = table.layout()
+        chosen = table.partitions() if directories is None else [*directories]
+        for directory in chosen:
+            if table.columns_of(directory) != columns:
+                raise PipelineError(
+                    f"{directory} holds files, and is none of the directories of {table.path}: move it away"
+                )
+        for directory in chosen:
             while group := _group(directory, fan_in):
                 if not done:
                     table.settle()
@@ -98,13 +110,21 @@ def _class(size: int, fan_in: int) -> int:
 
 def _join(table: Directory, directory: Path, group: list[Path]) -> Joined:
     """The lock is held."""
+    if directory == table.path:
+        raise CannotExchange(
+            f"the files of {directory} lie beside _nsparq, and only a directory below the table's own can be "
+            "replaced in one step: a table that is to be compacted needs partition_by"
+        )
+    for path in directory.iterdir():
+        if not path.is_file():
+            raise CannotExchange(f"{path} is no file, and would go with the directory that is replaced")
     name = uuid4().hex
     twin = table.scratch(name)
     joined = twin / f"joined-{name}.parquet"
     rows = _concatenate(group, joined)
     leaving = {path.name for path in group}
     for path in directory.iterdir():
-        if path.name not in leaving and path.is_file():
+        if path.name not in leaving:
             os.link(path, twin / path.name)
     sync_directory(twin)
     exchange(twin, directory)

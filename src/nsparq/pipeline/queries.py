@@ -105,7 +105,7 @@ def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames
 
 def start(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> dict[str, StreamingQuery]:
     """Running queries by their role. Raises PipelineError."""
-    _clear_unfinished(pipeline)
+    _check_files(pipeline)
     layout = layout_of(pipeline)
     if layout is not None and _is_utc(spark):
         return {ROWS: _start_direct(spark, file, pipeline, layout)}
@@ -125,11 +125,15 @@ def start(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> dict[s
     return started
 
 
-def _clear_unfinished(pipeline: Pipeline) -> None:
-    """Files that an earlier run has written and not made part of the table."""
+def _check_files(pipeline: Pipeline) -> None:
+    """Refuse a table of another layout, and remove files that an earlier run has written and not made part of
+    the table."""
     sink, metadata = pipeline.sink, Path(pipeline.checkpoint) / ROWS / "metadata"
-    if isinstance(sink, Parquet) and sink.writer == "nsparq" and metadata.is_file():
-        Directory(sink.path).clear_new_files(json.loads(metadata.read_text())["id"])
+    if isinstance(sink, Parquet) and sink.writer == "nsparq":
+        directory = Directory(sink.path)
+        directory.check_layout(sink.partition_by)
+        if metadata.is_file():
+            directory.clear_new_files(json.loads(metadata.read_text())["id"])
 
 
 def _is_utc(spark: SparkSession) -> bool:

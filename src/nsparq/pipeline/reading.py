@@ -349,6 +349,9 @@ class _Reader:
             self._problems.add(place, "writer", f"'nsparq' needs a directory, and {found.path!r} is none")
         if found.writer == "spark" and found.compact:
             self._problems.add(place, "compact", "needs the writer 'nsparq'")
+        elif found.compact and not found.partition_by:
+            text = "needs 'partition_by': files in the table's own directory cannot be replaced in one step"
+            self._problems.add(place, "compact", text)
         return found
 
 

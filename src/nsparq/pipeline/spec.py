@@ -234,7 +234,10 @@ class Parquet(Files):
     path: str = key(REQUIRED, text, "the directory", name="parquet")
     compression: str = key("zstd", choice("zstd", "snappy", "gzip", "none"), "of the files")
     compact: int = key(
-        0, count, "join the small files of a directory as soon as there are so many", shown="never"
+        0,
+        count,
+        "join the small files of a directory as soon as there are so many; needs `partition_by`",
+        shown="never",
     )
     writer: str = key(
         "",

@@ -1,0 +1,66 @@
+"""Our file sink in Spark: what a change of the pipeline file does to a table that is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nsparq.pipeline.progress import State
+from nsparq.testing import Broker
+from nsparq.tools.main import main
+from tests.pipeline.conftest import Runs
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.usefixtures("spark", "root_logger_restored")
+
+CHANGES = [('["topic"]', '["topic", "date"]'), ('["topic", "date"]', '["topic"]')]
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_a_changed_partition_by_is_refused_and_no_row_is_lost(
+    run: Runs, broker: Broker, spark: SparkSession, before: str, after: str
+) -> None:
+    def text(partition_by: str) -> str:
+        return f"""
+[pipeline.files]
+source = "orders"
+decode = "message"
+sink = {{ parquet = "table", partition_by = {partition_by}, date_from = "timestamp", compact = 3 }}
+trigger = "available-now"
+"""
+
+    table = run.directory / "table"
+    for _ in range(2):
+        broker.publish("orders", *[b"1"] * 30)
+        assert run(text(before))["files"].state is State.FINISHED
+    broker.publish("orders", *[b"1"] * 30)
+    refused = run(text(after))["files"]
+    assert refused.state is State.FAILED
+    assert "is partitioned by" in refused.error
+    assert "another directory" in refused.error
+    assert main(["pipeline", "compact", str(table)]) == 0
+    assert spark.read.parquet(str(table)).count() == 60
+    assert run(text(before))["files"].rows == 30
+    assert spark.read.parquet(str(table)).count() == 90
+
+
+def test_without_partition_by_compaction_says_why_it_cannot_be(
+    run: Runs, broker: Broker, spark: SparkSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = """
+[pipeline.files]
+source = "orders"
+sink = { parquet = "table" }
+trigger = "available-now"
+"""
+    for _ in range(2):
+        broker.publish("orders", b"1", b"2")
+        run(text)
+    table: Path = run.directory / "table"
+    assert main(["pipeline", "compact", str(table)]) == 1
+    assert "only a directory below the table's own can be replaced" in capsys.readouterr().err
+    assert spark.read.parquet(str(table)).count() == 4
