@@ -400,6 +400,75 @@ def test_carried_messages_whose_sync_fails_are_not_given_up(make_rig: MakeRig):
     assert rig.subscribe(rdy=10).take_bodies() == [held.body]
 
 
+@pytest.mark.parametrize(("call", "suffix"), [("write", ".carry"), ("open_read", ".log")])
+def test_trouble_with_carrying_over_ends_when_nothing_is_left_to_be_carried(
+    make_rig: MakeRig, call: str, suffix: str
+):
+    rig = make_rig(max_bytes_per_file=2000)
+    client = rig.subscribe(rdy=200)
+    for number in range(0, 100, 10):
+        rig.publish("t", *bodies(10, start=number, size=150))
+    held, *rest = client.take()
+    rig.finish(client, *rest)
+    rig.files.fail(call, suffix, errno.EMFILE)
+    rig.maintain()
+    assert "t:c: cannot carry messages over" in rig.broker.health
+    rig.files.heal()
+    rig.finish(client, held)
+    rig.maintain()
+    assert rig.broker.health is None
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_trouble_with_carrying_over_is_that_of_one_channel(make_rig: MakeRig, is_deleted: bool):
+    rig = make_rig(max_bytes_per_file=2000)
+    clients = [rig.subscribe(channel=name, rdy=200) for name in ("a", "b")]
+    for number in range(0, 100, 10):
+        rig.publish("t", *bodies(10, start=number, size=150))
+    for client in clients:
+        rig.finish(client, *client.take()[1:])
+    rig.files.fail("write", "a.carry")
+    rig.maintain()
+    assert rig.names("*.carry") == ["a.carry", "b.carry"]
+    assert "t:a: cannot carry messages over" in rig.broker.health
+    if is_deleted:
+        rig.topic().delete_channel("a")
+    else:
+        rig.files.heal()
+        rig.maintain()
+    assert rig.broker.health is None
+
+
+@pytest.mark.parametrize(("call", "suffix"), [("sync_pending", ""), ("unlink", ".log")])
+def test_segments_that_cannot_be_removed_are_a_matter_of_health_and_tried_again(
+    make_rig: MakeRig, call: str, suffix: str
+):
+    rig = make_rig(max_bytes_per_file=2000)
+    client = rig.subscribe(rdy=200)
+    for number in range(0, 100, 10):
+        rig.publish("t", *bodies(10, start=number, size=150))
+    rig.finish(client, *client.take())
+    rig.files.fail(call, suffix, errno.EIO)
+    rig.maintain()
+    assert "cannot remove segments of t" in rig.broker.health
+    rig.files.heal()
+    rig.clock.advance(10)
+    rig.maintain()
+    assert len(rig.names("*.log")) == 1
+    assert rig.broker.health is None
+
+
+def test_a_deleted_topic_that_cannot_be_removed_is_a_matter_of_health_and_tried_again(rig: Rig):
+    rig.channel()
+    rig.files.fail("remove_tree", error=errno.EIO)
+    rig.broker.delete_topic("t")
+    assert "cannot remove t." in rig.broker.health
+    rig.files.heal()
+    rig.maintain()
+    assert [*(rig.data_path / "topics").iterdir()] == []
+    assert rig.broker.health is None
+
+
 # The turn.
 
 

@@ -155,7 +155,7 @@ class Backlog(ABC):
         """Carried messages that the state on disk names. They stay until it does not: a message that it names
         and that is nowhere is then lost for certain."""
         self.state_file: StateFile | None = None
-        self._is_carrying = False
+        self.is_carrying = False
         """Whether the file of what is carried is being written in a thread."""
         hold = topic.log.hold if isinstance(topic.log, MemoryLog) else lambda size_bytes: None
         self._carried: CarryFile | MemoryCarry = MemoryCarry(hold)
@@ -524,7 +524,7 @@ class Backlog(ABC):
         let go of them: some at a time, and none of a segment in which they are many. None if nothing is to be
         done now."""
         carried = self._carried
-        if not isinstance(carried, CarryFile) or self._is_carrying:
+        if not segments or not isinstance(carried, CarryFile) or self.is_carrying:
             return None
         waiting = sorted(self._uncarried())
         number = before = 0
@@ -548,11 +548,11 @@ class Backlog(ABC):
             chosen[-1][1].append(sequence)
         if not chosen:
             return None
-        self._is_carrying = True
+        self.is_carrying = True
         return CarryOver(carried, chosen, before)
 
     def end_carry(self, done: CarryOver | CarryCopy) -> None:
-        self._is_carrying = False
+        self.is_carrying = False
         if self.topic.is_exiting or self.topic.channels.get(self.name) is self:
             done.accept()
             if done.error is None and isinstance(done, CarryOver):
@@ -571,12 +571,12 @@ class Backlog(ABC):
             finished.difference_update(self.requeued)
             finished.difference_update(self.in_flight, self._named)
             carried.drop(finished)
-        if not isinstance(carried, CarryFile) or self._is_carrying:
+        if not isinstance(carried, CarryFile) or self.is_carrying:
             return None
         if carried.is_empty:
             carried.remove()
         elif carried.is_wasteful:
-            self._is_carrying = True
+            self.is_carrying = True
             return CarryCopy(carried)
         return None
 

@@ -168,6 +168,8 @@ class Broker:
         self._channel_count = 0
         self._stuck: set[Channel] = set()
         """Channels whose last read the disk refused."""
+        self._unremoved: list[tuple[str, Work]] = []
+        """Removals of files that failed: what is removed, and how."""
         self.corrupt_files = 0
         """Files that were damaged and belong to no topic: the metadata, and those of transactions."""
         self._lock_fd = -1
@@ -333,7 +335,7 @@ class Broker:
         for topic in self.topics.values():
             if isinstance(topic.log, Log):
                 try:
-                    self._remove(topic.log.trim(topic.low(), self.age_ns() / 1e9))
+                    self._remove_segments(topic.log.trim(topic.low(), self.age_ns() / 1e9))
                 except OSError as error:
                     logger.warning("%s: cannot remove what nobody needs: %s", topic, error)
         try:
@@ -417,13 +419,13 @@ class Broker:
         self._aging.discard(topic)
         for client in self.clients:
             client.publish_counts.pop(name, None)
-        for work in ("sync", "carry", "state"):
+        for work in ("sync", "state"):
             self.set_health(None, f"{work} {topic}")
         if trash is not None:
             removed = trash
             self.write_metadata()
             # Until nsqd.dat does not list the topic, this tells the next start that it was deleted.
-            self.when_durable(lambda _: self.in_background(lambda: self._throw_away(removed)))
+            self.when_durable(lambda _: self.remove(removed.name, lambda: self._throw_away(removed)))
         self._announce("UNREGISTER", name, "")
         logger.info("TOPIC(%s): deleted", name)
 
@@ -449,7 +451,7 @@ class Broker:
         self._channel_count -= 1
         self._dirty_channels.pop(channel, None)
         self._stuck.discard(channel)
-        for work in ("read", "checkpoint"):
+        for work in ("read", "checkpoint", "carry"):
             self.set_health(None, f"{work} {channel}")
         self._checkpoint_after.pop(channel, None)
         self._used.add(channel.topic)
@@ -665,6 +667,24 @@ class Broker:
         """Have something done in a thread, and then something where the broker lives."""
         self._background(work, then)
 
+    def remove(self, what: str, work: Work) -> None:
+        """Remove files in a thread. If `work` raises OSError, the next round of maintenance repeats it."""
+        failure: list[OSError] = []
+
+        def try_it() -> None:
+            try:
+                work()
+            except OSError as error:
+                failure.append(error)
+
+        def tried() -> None:
+            if failure:
+                self._unremoved.append((what, work))
+            error = f"cannot remove {what}: {_reason(failure[0])}" if failure else None
+            self.set_health(error, f"remove {what}")
+
+        self._background(try_it, tried)
+
     def warm(self, cold: Cold, then: Work) -> None:
         """Bring bytes from the disk into the system's memory without holding anybody up."""
 
@@ -781,6 +801,9 @@ class Broker:
             self.set_health(None, f"read {channel}")
             self.schedule_channel(channel)
         self._stuck.clear()
+        unremoved, self._unremoved = self._unremoved, []
+        for what, work in unremoved:
+            self.remove(what, work)
         if now_ns >= self._ages_at_ns:
             self._ages_at_ns = now_ns + AGE_INTERVAL_NS
             self._used |= self._aging
@@ -849,8 +872,9 @@ class Broker:
             self._reclaim(topic)
             self._bound_ephemeral_memory()
         except Exception:
-            # One topic's trouble must not cost the others their checkpoints.
+            # One topic's trouble must not cost the others their checkpoints. The next round tries again.
             logger.exception("%s: maintenance failed", topic)
+            self._used.add(topic)
 
     def _sync_in_time(self, topic: Topic) -> None:
         log, now_ns = topic.log, self.monotonic_ns()
@@ -868,12 +892,12 @@ class Broker:
     def _reclaim(self, topic: Topic) -> None:
         dropped = topic.reclaim(self.age_ns())
         if dropped:
-            self.in_background(lambda: self._remove(dropped))
+            self.remove(f"segments of {topic}", lambda: self._remove_segments(dropped))
         log = topic.log
         if isinstance(log, Log) and log.settings.retention_s and log.sealed_segments():
             self._aging.add(topic)
 
-    def _remove(self, segments: list[Segment]) -> None:
+    def _remove_segments(self, segments: list[Segment]) -> None:
         # What was carried over, and the checkpoints that let go of these segments, are on disk first.
         self.files.sync_pending()
         for segment in segments:

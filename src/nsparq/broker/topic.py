@@ -793,30 +793,42 @@ class Topic:
         """Let go of what no channel needs; gives the segments to be removed. It is `age_ns` now."""
         for channel in self.channels.values():
             channel.step_over()
-            self._do_carry(channel, channel.drop_carried())
         if isinstance(self.log, MemoryLog):
+            for channel in self.channels.values():
+                channel.drop_carried()
             self._reclaim_memory(self.log)
             return []
         cursor = min((channel.cursor for channel in self.channels.values()), default=self.origin)
         passed = [segment for segment in self.log.sealed_segments() if segment.end <= cursor]
-        if pinned := passed[:-PINNED_SEGMENTS]:
-            for channel in self.channels.values():
-                self._do_carry(channel, channel.begin_carry(pinned))
+        pinned = passed[:-PINNED_SEGMENTS]
+        for channel in self.channels.values():
+            try:
+                job = channel.drop_carried() or channel.begin_carry(pinned)
+            except OSError as error:
+                self._note_carry(channel, error)
+            else:
+                self._do_carry(channel, job)
         return self.log.trim(self.low(), age_ns / 1e9)
 
     def _do_carry(self, channel: Channel, job: CarryOver | CarryCopy | None) -> None:
         if job is None:
+            if not channel.is_carrying:
+                # What could not be carried over before has been finished since.
+                self.broker.set_health(None, f"carry {channel}")
             return
 
         def done() -> None:
             channel.end_carry(job)
-            error = None if job.error is None else f"{self}: cannot carry messages over: {job.error}"
-            if not self.is_exiting:
-                self.broker.set_health(error, f"carry {self}")
-                # There may be more.
-                self.broker.note_changed(self)
+            if not channel.is_exiting:
+                self._note_carry(channel, job.error)
 
         self.broker.in_background(job.run, done)
+
+    def _note_carry(self, channel: Channel, error: OSError | None) -> None:
+        text = None if error is None else f"{channel}: cannot carry messages over: {error}"
+        self.broker.set_health(text, f"carry {channel}")
+        # There may be more, or this has to be tried again.
+        self.broker.note_changed(self)
 
     def bound(self) -> None:
         """Keep an ephemeral topic within the memory queue's size."""

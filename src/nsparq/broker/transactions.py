@@ -633,7 +633,7 @@ class Transactions:
             files.rename(directory, trash)
         except FileNotFoundError:
             return
-        self._broker.in_background(lambda: files.remove_tree(trash))
+        self._broker.remove(trash.name, lambda: files.remove_tree(trash))
 
 
 def _weight(chunk: Chunk) -> int:

@@ -157,7 +157,11 @@ class Files:
             self._mark_name(directory)
 
     def remove_tree(self, path: Path) -> None:
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            if path.exists():
+                raise
         self._mark_name(path)
 
     def list_directory(self, path: Path) -> list[str]:
