@@ -94,7 +94,8 @@ class Query:
     def _plan(self, reader: QueueStreamReader) -> bool:
         start = self.offsets[-1] if self.offsets else reader.initialOffset()
         end = reader.latestOffset(start, self.limit or reader.getDefaultReadLimit())
-        if end == start:
+        # The first batch is run in any case: Spark has no offset to compare with.
+        if end == start and self.offsets:
             return False
         self.offsets.append(end)
         if self.committed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from pyspark.sql.types import StringType, StructType
 
 from nsparq.spark import queue_reader, queue_task
-from nsparq.spark.api import Refused
+from nsparq.spark.api import Client, Refused
 from nsparq.spark.datasource import SCHEMA, NsqDataSource
 from nsparq.spark.nodes import Node
 from nsparq.spark.options import NsqOptions, OptionError, Use
@@ -121,7 +122,7 @@ def test_messages_that_are_put_off_make_a_batch_when_they_are_due(query: Query, 
         connection.dpub("t", 300, b"later")
     started = time.monotonic()
     query.drain_until([b"later"])
-    assert time.monotonic() - started > 0.2 and len(query.offsets) == 1
+    assert time.monotonic() - started > 0.2 and len(query.offsets) == 2
 
 
 @pytest.mark.parametrize("limit", ["option", "call"])
@@ -253,7 +254,63 @@ def test_available_now_does_not_wait_for_ever_for_a_node(
 
 
 def test_available_now_with_nothing_there_ends_at_once(query: Query, broker: TestBroker) -> None:
+    """But for the first batch, which Spark runs in any case."""
     query.start(available_now=True)
+    assert query.step() == 0
+    assert query.step() is None
+    broker.publish("t", *numbered(10))
+    query.start(available_now=True)
+    assert query.step() == 10
+    assert query.step() is None
+
+
+class Pump:
+    """What NSQ's nsqd shows in /stats while it passes messages on from the topic to the channel."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: list[tuple[int, int]]) -> None:
+        """`looks`: of each look the messages that are not in the channel yet, and those of them that the
+        topic shows; the others were on their way when it was asked."""
+        stats = Client.stats
+
+        def of_a_moment(client: Client, *given: str) -> list[dict[str, Any]]:
+            found = stats(client, *given)
+            missing, shown = looks.pop(0) if looks else (0, 0)
+            for topic in found:
+                topic["depth"] += shown
+                for channel in topic["channels"]:
+                    channel["depth"] -= missing
+            return found
+
+        monkeypatch.setattr(Client, "stats", of_a_moment)
+
+
+def test_available_now_takes_what_is_on_its_way_to_the_channel(
+    query: Query, broker: TestBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker.control("create", "t", "c")
+    broker.publish("t", *numbered(100))
+    Pump(monkeypatch, [(90, 80), (70, 60), (60, 50), (100, 30), (60, 0)])
+    query.start(available_now=True)
+    counts = []
+    while (count := query.step()) is not None:
+        counts.append(count)
+    assert sum(counts) == 100 and len(counts) > 1
+
+
+def test_available_now_waits_for_what_a_failed_task_had(query: Query, broker: TestBroker) -> None:
+    broker.control("create", "t", "c")
+    broker.publish("t", *numbered(100))
+    reader = query.start(available_now=True)
+    assert query._plan(reader)
+    with broker.connect() as connection:
+        connection.sub("t", "c", rdy=30)
+        held = connection.read_messages(30)
+        connection.rdy(0)
+        assert query.step() == 70
+        release = threading.Timer(0.2, lambda: [connection.req(message.id) for message in held])
+        release.start()
+        assert query.step() == 30
+        release.join()
     assert query.step() is None
 
 
@@ -264,7 +321,7 @@ def test_a_paused_channel_makes_no_batches(query: Query, broker: TestBroker) -> 
     broker.control("create", "t", "c")
     broker.control("pause", "t", "c")
     broker.publish("t", *numbered(10))
-    assert query.step() is None
+    assert (query.step(), query.step()) == (0, None)
     broker.control("unpause", "t", "c")
     query.drain_until(numbered(10))
 
@@ -293,7 +350,7 @@ def test_a_pattern_takes_up_topics_as_they_appear_and_lets_deleted_ones_go(
     tmp_path: Path, broker: TestBroker
 ) -> None:
     query = Query(tmp_path, broker, topic="", topicsPattern=r"orders\.\w+", discoveryInterval="10ms")
-    assert query.step() is None
+    assert (query.step(), query.step()) == (0, None)
     broker.publish("orders", b"not this one")
     broker.publish("orders.eu", *numbered(10))
     query.drain_until(numbered(10))
@@ -334,7 +391,7 @@ def test_nodes_are_found_through_nsqlookupd_while_the_query_runs(tmp_path: Path)
         given = {"nsqlookupd": address(lookupd), "discoveryInterval": "10ms"}
         flags = {"broadcast_address": "127.0.0.1", "lookupd_tcp_address": (tcp(lookupd),)}
         query = Query(tmp_path, **given)
-        assert query.step() is None
+        assert (query.step(), query.step()) == (0, None)
         with start_broker(**flags) as one:
             one.publish("t", *numbered(10))
             query.drain_until(numbered(10))
@@ -571,5 +628,5 @@ def test_a_batch_read_says_that_it_is_for_streams() -> None:
 
 
 def test_nobody_waits_for_a_batch_that_cannot_come(query: Query, broker: TestBroker) -> None:
-    assert query.step() is None
+    assert (query.step(), query.step()) == (0, None)
     wait_until(lambda: broker.channel_stats("t", "c"))

@@ -13,7 +13,7 @@ import pytest
 
 from nsparq.spark.datasource import NsqDataSource
 from nsparq.spark.queue_reader import QueueStreamReader
-from tests.support import TestBroker, start_broker
+from tests.support import TestBroker, start_broker, wait_until
 from tests.support.file_sink import committed_rows
 
 from .queue_support import TIMEOUT, address, numbered
@@ -122,6 +122,23 @@ def test_a_stream_to_parquet_restarted_and_killed_has_every_message_once(
     assert progress is not None
     assert "depth" in progress["sources"][0]["latestOffset"]
     query.stop()
+
+
+def test_a_query_may_start_with_nothing_in_the_queue(
+    spark: SparkSession, tmp_path: Path, broker: TestBroker
+) -> None:
+    once = Stream(spark, tmp_path / "once", broker)
+    once.drain(once.read())
+    assert not once.counts()
+    always = Stream(spark, tmp_path / "always", broker)
+    query = always.run(always.read(channel="d"), processingTime="100 milliseconds")
+    wait_until(lambda: query.lastProgress or query.exception(), timeout=60)
+    broker.publish("t", *numbered(10))
+    while always.counts() != Counter(numbered(10)):
+        assert not query.awaitTermination(0.1)
+    query.stop()
+    once.drain(once.read())
+    assert once.counts() == Counter(numbered(10))
 
 
 def test_a_batch_read_and_a_missing_option_are_named(spark: SparkSession, broker: TestBroker) -> None:

@@ -7,7 +7,7 @@ again after a crash is the same one, whatever nodes there are by then:
     {"batch": 7, "staging": "5f0c…", "take": {"events": {"host:4151": [2500, 2500]}}}
 
 What a batch holds is decided when it is first read: see queue_task.py for that, and staging.py for where it
-is kept.
+is kept. Batch 0 is the beginning: it takes nothing. Spark runs it if nothing waits when the query starts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pyspark.sql.types import StructType
 from nsparq.addresses import join_address, split_address
 from nsparq.client.config import Config
 from nsparq.errors import NsparqError
-from nsparq.spark.api import Refused, Unreachable
+from nsparq.spark.api import Client, Refused, Unreachable
 from nsparq.spark.columns import arrow_schema
 from nsparq.spark.nodes import Cluster, Node
 from nsparq.spark.options import NsqOptions, OptionError
@@ -63,6 +63,8 @@ RETRY_S: Final = (0.2, 5.0)
 """When a node is asked again that was away, or gave nothing: first, and at most."""
 GIVE_UP_S: Final = 2.0
 """With trigger AvailableNow: a node that is to be left alone for longer is no longer waited for."""
+TIMEOUT_SLACK_S: Final = 6.0
+"""NSQ's nsqd may requeue a message that has timed out so much later: it looks at some channels at a time."""
 
 Place = tuple[str, str]
 """Topic, and name of a node."""
@@ -75,6 +77,10 @@ class Backlog(NamedTuple):
     """Messages that wait."""
     row_bytes: float
     """About how large one is; 0 if unknown."""
+    in_topic: int = 0
+    """Messages that the topic has yet to pass on to the channel. NSQ's nsqd moves them one by one."""
+    in_flight: int = 0
+    """Messages that somebody has, and that come back unless they are finished."""
 
 
 class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -120,6 +126,8 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         driver = self._open()
         batch, take = self._checked(end)
+        if not batch:
+            return []
         self._staging.begin(batch)
         return [*driver.partitions(batch, take)]
 
@@ -156,7 +164,9 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # tasks
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, QueuePartition)
+        if not isinstance(partition, QueuePartition):
+            # Spark makes up a partition where there is none.
+            return iter(())
         spare_collections()
         slot = fill(self._staging, partition, taking(self._options))
         return rows_of(slot, self._schema)
@@ -238,6 +248,8 @@ class _Driver:
         self._barren: dict[Place, _Rest] = {}
         """Nodes that had messages, and then gave none."""
         self._noted = -1
+        self._gained_at = time.monotonic()
+        """With that trigger: when a batch last had rows."""
 
     def look(self) -> None:
         """See what nodes there are, and that each has the channel: from then on it keeps messages for us."""
@@ -258,6 +270,7 @@ class _Driver:
     def plan(self, limit: ReadLimit, wait: float) -> Take:
         """What the next batch takes; nothing if nothing came in time."""
         deadline = time.monotonic() + wait
+        was_nothing = False
         while True:
             if time.monotonic() >= self._look_at or not self._nodes:
                 self.look()
@@ -269,7 +282,12 @@ class _Driver:
                 self._pause = POLL_S
                 return take
             if time.monotonic() >= deadline and not self._may_still_come():
-                return {}
+                if was_nothing or not self._owed():
+                    return {}
+                # Look again: messages may have left the topic after the channel's depth was taken.
+                was_nothing = True
+                continue
+            was_nothing = False
             time.sleep(max(POLL_S, min(self._pause, deadline - time.monotonic())))
             self._pause = min(self._pause * 1.5, max(POLL_S, self._options.poll_interval))
 
@@ -297,19 +315,23 @@ class _Driver:
     def _backlog(self, topic: str, node: Node) -> Backlog | None:
         """None if the topic has been deleted there. One that was named is made again, channel and all."""
         client = self.cluster.client(node)
+        found = self._found_backlog(client, topic)
+        if found is not None:
+            return found
+        if self._options.topics_pattern is not None and not client.stats(topic):
+            return None
+        logger.info("%s: channel %s of topic %s is created", node.name, self._channel, topic)
+        client.create_channel(topic, self._channel)
+        return self._found_backlog(client, topic) or Backlog(0, 0.0)
+
+    def _found_backlog(self, client: Client, topic: str) -> Backlog | None:
         for found in client.stats(topic, self._channel):
             if found["topic_name"] != topic:
                 continue
             for channel in found["channels"] or ():
                 if channel["channel_name"] == self._channel:
-                    depth = 0 if channel["paused"] else max(0, int(channel["depth"]))
-                    count, size = int(found["message_count"]), int(found.get("message_bytes") or 0)
-                    return Backlog(depth, ROW_BYTES + size / count if count and size else 0.0)
-        if self._options.topics_pattern is not None and not client.stats(topic):
-            return None
-        logger.info("%s: channel %s of topic %s is created", node.name, self._channel, topic)
-        client.create_channel(topic, self._channel)
-        return Backlog(0, 0.0)
+                    return _backlog_of(found, channel)
+        return None
 
     def _set_aside(self, name: str, error: NsparqError) -> None:
         if name not in self._away:
@@ -327,6 +349,7 @@ class _Driver:
             found = [self._staging.rows(batch, slot) for slot in slots]
             rows = sum(more if some is None else some for some, more in zip(found, planned, strict=True))
             if rows:
+                self._gained_at = time.monotonic()
                 self._barren.pop(place, None)
             else:
                 self._barren.setdefault(place, _Rest()).lengthen()
@@ -338,7 +361,8 @@ class _Driver:
         if not self._is_available_now:
             return found
         if self._allowed is None:
-            self._allowed = {place: backlog.depth for place, backlog in found.items()}
+            self._allowed = self._present()
+            found = {place: backlog for place, backlog in self.backlogs.items() if backlog.depth}
         allowed = self._allowed
         return {
             place: backlog._replace(depth=min(backlog.depth, allowed[place]))
@@ -346,12 +370,35 @@ class _Driver:
             if allowed.get(place, 0) > 0
         }
 
+    def _present(self) -> dict[Place, int]:
+        """How many messages are there now, on their way from the topic to the channel too. Not fewer than
+        there are: the topic is looked at first, and what it passes on until the channel is looked at counts
+        twice. While it passes messages on it holds one that no figure has."""
+        before = self.backlogs
+        self._measure()
+        return {
+            place: backlog.depth + (topic.in_topic + 1 if topic.in_topic else 0)
+            for place, backlog in self.backlogs.items()
+            if (topic := before.get(place, backlog))
+        }
+
+    def _owed(self) -> list[Place]:
+        """With that trigger: who has not given all that was there at the start."""
+        return [place for place, count in (self._allowed or {}).items() if count > 0]
+
     def _may_still_come(self) -> bool:
-        """With that trigger: whether there is a node that owes us something, and has not failed us often."""
-        return any(
-            (self._allowed or {}).get(place, 0) > 0 and rest.step < GIVE_UP_S
-            for place, rest in self._barren.items()
-        )
+        """With that trigger: whether messages that were there at the start are still to come. They may be in
+        the topic, in flight after a task that failed, or on a node that has not failed us often."""
+        patience = self._options.message_timeout + TIMEOUT_SLACK_S
+        is_patient = time.monotonic() < self._gained_at + patience
+        for place in self._owed():
+            rest = self._barren.get(place) or self._away.get(place[1])
+            if rest is not None and rest.step < GIVE_UP_S:
+                return True
+            backlog = self.backlogs.get(place)
+            if backlog is not None and (backlog.in_topic or backlog.in_flight) and is_patient:
+                return True
+        return False
 
     def _most_rows(self, limit: ReadLimit, available: Mapping[Place, Backlog]) -> int:
         total = sum(backlog.depth for backlog in available.values())
@@ -386,6 +433,20 @@ class _Driver:
                     row_bytes=backlog.row_bytes if backlog else 0.0,
                     max_bytes=ceil((self._options.max_bytes_per_trigger or 0) / count),
                 )
+
+
+def _backlog_of(topic: Mapping[str, Any], channel: Mapping[str, Any]) -> Backlog:
+    """From what /stats says of a topic and of the channel."""
+    count, size = int(topic["message_count"]), int(topic.get("message_bytes") or 0)
+    row_bytes = ROW_BYTES + size / count if count and size else 0.0
+    if channel["paused"]:
+        return Backlog(0, row_bytes)
+    return Backlog(
+        depth=max(0, int(channel["depth"])),
+        row_bytes=row_bytes,
+        in_topic=0 if topic["paused"] else max(0, int(topic["depth"])),
+        in_flight=max(0, int(channel["in_flight_count"])),
+    )
 
 
 def _slots(take: Take) -> dict[Place, range]:
