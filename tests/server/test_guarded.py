@@ -91,6 +91,12 @@ BODIES = {
     "/transaction/prepare": b'{"parts": {}}',
     "/transaction/commit": b'{"parts": {}}',
 }
+BODIES_BY_TOPIC = {
+    "/topics/positions": b'{"topics": {"%b": null}}',
+    "/channels/commit": b'{"topics": {"%b": ["0", 0]}}',
+    "/channels/seek": b'{"topics": {"%b": ["0", 0]}}',
+}
+"""Of endpoints whose topics are in the body."""
 
 
 def endpoints() -> list[Endpoint]:
@@ -134,6 +140,8 @@ def target(endpoint: Endpoint, **more: str) -> str:
 
 def ask(broker: BrokerThread, endpoint: Endpoint, headers: dict[str, str], **query: str) -> Answer:
     body = BODIES.get(endpoint.path) if endpoint.keeps_body else None
+    if endpoint.path in BODIES_BY_TOPIC:
+        body = BODIES_BY_TOPIC[endpoint.path] % query.pop("of", MINE).encode()
     return broker.request(endpoint.method, target(endpoint, **query), body, headers)
 
 
@@ -142,7 +150,8 @@ def names(endpoint: Endpoint, topic: str = MINE, channel: str = MINE) -> dict[st
     if endpoint.topics is not None:
         # A transaction is known by its producer, and has messages of one topic here: see below.
         given["producer"] = f"of-{topic}"
-    return {name: value for name, value in given.items() if takes(endpoint, name)}
+    found = {name: value for name, value in given.items() if takes(endpoint, name)}
+    return found | {"of": topic} if endpoint.path in BODIES_BY_TOPIC else found
 
 
 def stage_one_for_each(inner: Broker) -> None:

@@ -33,6 +33,12 @@ def test_a_limit_is_shared_in_proportion() -> None:
     assert share([], 5) == []
 
 
+def test_a_limit_is_shared_over_thousands_of_logs() -> None:
+    """With a look at all of them for each of them, this took ten seconds."""
+    few, many = share([1_000_000] * 2 + [1] * 20_000, 30_000)[:2], 20_000
+    assert few == [5_000, 5_000] and sum(share([1_000_000] * 2 + [1] * many, 30_000)) == 30_000
+
+
 def test_a_range_without_gaps_is_cut_evenly() -> None:
     assert split(0, 10, 4) == [(0, 3), (3, 6), (6, 10)]
     assert split(5, 6, 100) == [(5, 6)]

@@ -92,6 +92,8 @@ class Nsqd:
         """For questions to other servers, which may keep a thread for seconds."""
         self._listening: dict[str, list[socket.socket]] = {}
         """Sockets that listen and do not accept yet, by what they are for."""
+        self.is_stopping = False
+        """Requests that wait for something are to be answered now."""
         self._servers: list[asyncio.AbstractServer] = []
         self._api: HttpApi
         self._http: list[HttpServer] = []
@@ -309,6 +311,7 @@ class Nsqd:
         if not self._servers:
             return
         logger.info("NSQ: stopping")
+        self.is_stopping = True
         self._close_listeners()
         tasks = [*self._tasks]
         for task in tasks:

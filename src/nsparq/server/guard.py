@@ -62,11 +62,13 @@ def _check(grant: Grant, request: Request, endpoint: Endpoint) -> None:
 
 def _is_allowed(grant: Grant, request: Request, endpoint: Endpoint) -> bool:
     permission, parameters = Permission(endpoint.permission), request.parameters
-    if endpoint.topics is not None:
-        topics = endpoint.topics(request)
-        return all(grant.allows(permission, topic) for topic in topics) if topics else grant.may(permission)
     # Only names that the handler looks at: any other could be the one that the client may use.
     taken = {param.name for param in endpoint.params}
-    topic = parameters.get("topic", "") if "topic" in taken else ""
     channel = parameters.get("channel", "") if "channel" in taken else ""
+    if endpoint.topics is not None:
+        topics = endpoint.topics(request)
+        if not topics:
+            return grant.may(permission)
+        return all(grant.allows(permission, topic, channel) for topic in topics)
+    topic = parameters.get("topic", "") if "topic" in taken else ""
     return grant.allows(permission, topic, channel)

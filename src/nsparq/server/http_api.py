@@ -37,6 +37,7 @@ from nsparq.server.log_api import LogApi
 from nsparq.server.memory import memory_stats
 from nsparq.server.metrics import Metrics
 from nsparq.server.stats_text import render_stats
+from nsparq.server.topics_api import TopicsApi
 from nsparq.server.transaction_api import TransactionApi
 from nsparq.version import NSQ_VERSION
 from nsparq.wire.server import decode_multiple
@@ -58,6 +59,7 @@ class HttpApi:
         self.broker = nsqd.broker
         self.metrics = Metrics(nsqd)
         self.log = LogApi(nsqd)
+        self.topics = TopicsApi(nsqd)
         self.transactions = TransactionApi(nsqd)
         self.debug = DebugApi(nsqd)
         options = nsqd.options

@@ -10,6 +10,7 @@ from nsparq.server.arguments import CHANNEL, NAMED_CHANNEL_ERRORS, TOPIC
 from nsparq.server.config import CHANGEABLE, KEYS, get_config, put_config
 from nsparq.server.log_endpoints import log_endpoints
 from nsparq.server.schemas import INFO, STATS, TEXT
+from nsparq.server.topics_endpoints import topics_endpoints
 from nsparq.server.transaction_endpoints import transaction_endpoints
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def nsqd_endpoints(api: HttpApi) -> list[Endpoint]:
         _channel_endpoint(api, "unpause", "Let it flow again.", (404, "CHANNEL_NOT_FOUND")),
         *transaction_endpoints(api.transactions, options.max_body_size),
         *log_endpoints(api.log),
+        *topics_endpoints(api.topics),
         Endpoint(
             group="Watching",
             method="GET",

@@ -7,6 +7,7 @@ little about how many messages it holds, and what is to be known of it is asked 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heapreplace
 from typing import Final, NamedTuple
 
 __all__ = ["Stretch", "begins_epoch", "find_time", "piece_bytes", "share", "split"]
@@ -39,10 +40,17 @@ def share(wanted: Sequence[int], limit: int) -> list[int]:
     order = sorted(range(len(wanted)), key=lambda i: (-(wanted[i] * limit % total), i))
     for i in order[: limit - sum(given)]:
         given[i] += 1
+    # Who would get nothing takes one from whoever has the most. A heap, since there may be thousands.
+    richest = [(-count, i) for i, count in enumerate(given) if count > 1]
+    heapify(richest)
     for i, want in enumerate(wanted):
-        richest = max(range(len(given)), key=given.__getitem__)
-        if want and not given[i] and given[richest] > 1:
-            given[i], given[richest] = 1, given[richest] - 1
+        if want and not given[i] and richest:
+            count, rich = richest[0]
+            given[i], given[rich] = 1, given[rich] - 1
+            if given[rich] > 1:
+                heapreplace(richest, (count + 1, rich))
+            else:
+                heappop(richest)
     return given
 
 
