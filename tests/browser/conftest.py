@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from tests.admin.support import AdminProcess, Cluster, join
-from tests.browser.visitor import NoChromium, Visitor, start_chromium
+from tests.browser.visitor import NoChromium, Profile, Visitor, start_chromium
 
 POLL_S = 0.4
 
@@ -39,14 +39,26 @@ def admin(cluster: Cluster) -> AdminProcess:
     return cluster.admin(poll_interval=POLL_S)  # type: ignore[return-value]  # a process, see above
 
 
+@pytest.fixture(scope="package")
+def profile(chromium: Browser) -> Profile:
+    return Profile(chromium)
+
+
 @pytest.fixture
-def visit(chromium: Browser) -> Iterator[Callable[..., Visitor]]:
-    """A function of an nsqadmin and of what is special about the browser, for a new visitor."""
+def visit(chromium: Browser, profile: Profile) -> Iterator[Callable[..., Visitor]]:
+    """A function of an nsqadmin and of what is special about the browser, for a new visitor. There may be one
+    at a time with nothing special."""
     with ExitStack() as stack:
 
         def visit(admin: AdminProcess, **context: Any) -> Visitor:
-            visitor = Visitor(chromium, f"http://{join(admin.http_address)}", **context)
+            site = f"http://{join(admin.http_address)}"
+            used = Profile(chromium, **context) if context else profile
+            visitor = Visitor(used, site)
             stack.callback(visitor.close)
+            if context:
+                stack.callback(used.close)
+            else:
+                stack.callback(used.forget, site)
             return visitor
 
         yield visit

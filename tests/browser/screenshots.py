@@ -15,10 +15,13 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser
 
 from tests.admin.support import Cluster
 from tests.browser.pictures import shrink
-from tests.browser.visitor import Visitor, start_chromium
+from tests.browser.visitor import Profile, Visitor, start_chromium
 from tests.support import MESSAGE, ConnectionClosed, TestBroker, parse_message
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -147,9 +150,9 @@ def main() -> None:
         site = "http://{}:{}".format(*admin.http_address)  # type: ignore[misc]  # not a Unix socket
         browser = stack.enter_context(start_chromium())
         if arguments.all:
-            take_all(lambda **context: Visitor(browser, site, **context), arguments.to, cluster.addresses[0])
+            take_all(browser, site, arguments.to, cluster.addresses[0])
         else:
-            visitor = Visitor(browser, site, color_scheme="light")
+            visitor = Visitor(Profile(browser), site)
             for name, path in PICTURES.items():
                 visitor.go(path)
                 visitor.picture(arguments.to / f"nsqadmin-{name}.png", full_page=True)
@@ -159,7 +162,7 @@ def main() -> None:
             shrink(arguments.to / f"nsqadmin-{name}.png")
 
 
-def take_all(visit: Callable[..., Visitor], folder: Path, node: str) -> None:
+def take_all(browser: Browser, site: str, folder: Path, node: str) -> None:
     pages = {
         "overview": "/",
         "topics": "/topics",
@@ -173,13 +176,13 @@ def take_all(visit: Callable[..., Visitor], folder: Path, node: str) -> None:
         "lookup": "/lookup",
         "counter": "/counter",
     }
-    kinds = {
+    kinds: dict[str, dict[str, Any]] = {
         "light": {"color_scheme": "light"},
         "dark": {"color_scheme": "dark"},
         "phone": {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "device_scale_factor": 1},
     }
     for kind, context in kinds.items():
-        visitor = visit(**context)
+        visitor = Visitor(Profile(browser, **context), site)
         for name, path in pages.items():
             visitor.go(path)
             visitor.picture(folder / f"{name}-{kind}.png", full_page=True)

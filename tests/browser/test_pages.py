@@ -74,9 +74,8 @@ def is_too_wide(visitor: Visitor) -> str:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_for_everybody_in_light_and_dark_and_on_a_phone(
-    visit: Callable[..., Visitor], admin: AdminProcess, place: Callable[[str], str], name: str
+    visitor: Visitor, place: Callable[[str], str], name: str
 ) -> None:
-    visitor = visit(admin, color_scheme="light")
     if name == "not there":
         visitor.allowed.append("status of 404")
     visitor.go(place(name), status=404 if name == "not there" else 200)
@@ -358,8 +357,8 @@ def test_on_a_phone_an_action_is_a_few_taps(
     visitor.sees("#paused-note", "Paused")
 
 
-def test_light_and_dark_are_chosen_and_kept(visit: Callable[..., Visitor], admin: AdminProcess) -> None:
-    visitor = visit(admin, color_scheme="dark")
+def test_light_and_dark_are_chosen_and_kept(visitor: Visitor) -> None:
+    visitor.page.emulate_media(color_scheme="dark")
     visitor.go("/")
     colour = "getComputedStyle(document.documentElement).colorScheme"
     assert visitor.page.evaluate(colour) == "dark"
