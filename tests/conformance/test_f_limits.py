@@ -26,8 +26,8 @@ def test_case_079_req_beyond_the_maximum_is_clamped(broker):
     with broker.connect() as connection:
         connection.sub(topic, channel, rdy=1)
         message = connection.read_message()
-        connection.req(message.id, 3_600_000)
         start = time.monotonic()
+        connection.req(message.id, 3_600_000)
         connection.barrier()
         assert broker.channel_stats(topic, channel)["deferred_count"] == 1
         assert connection.read_message().attempts == 2
@@ -40,9 +40,9 @@ def test_case_082_touch_cannot_go_beyond_delivery_plus_max_msg_timeout(broker):
     broker.publish(topic, b"slow")
     with broker.connect() as connection:
         connection.identify(msg_timeout=1000)
+        start = time.monotonic()
         connection.sub(topic, channel, rdy=1)
         message = connection.read_message()
-        start = time.monotonic()
         while True:
             connection.touch(message.id)
             try:

@@ -25,7 +25,7 @@ from tests.support.lookupd import (
     start_lookupd_process,
 )
 
-INACTIVE, LIFETIME = 1.0, 0.5
+INACTIVE, LIFETIME = 3.0, 2.0
 TOPOLOGY = {"topology_zone", "topology_region"}
 
 Peer = Callable[..., LookupdConnection]
@@ -259,8 +259,8 @@ def test_case_184_a_silent_nsqd_is_listed_no_more(
     brief_lookupd: TestLookupd, peer: Peer, topic: str, host: str
 ) -> None:
     connection = peer(brief_lookupd, broadcast_address=host)
-    connection.register(topic, "c")
     started = time.monotonic()
+    connection.register(topic, "c")
     assert node(brief_lookupd, host) is not None
     wait_until(lambda: node(brief_lookupd, host) is None)
     assert time.monotonic() - started > INACTIVE * 0.9

@@ -283,9 +283,9 @@ def test_a_conversation_sent_byte_by_byte_works(tmp_path: Path) -> None:
 def test_a_body_that_trickles_in_does_not_extend_the_deadline(tmp_path: Path) -> None:
     """Two heartbeat intervals are for the whole command, however lively the connection looks."""
     with start_process(tmp_path) as broker, broker.connect() as connection:
+        started = time.monotonic()
         connection.identify(heartbeat_interval=1000)
         connection.send(b"PUB t\n" + struct.pack(">i", 1000))
-        started = time.monotonic()
         with pytest.raises((ConnectionClosed, ConnectionResetError, BrokenPipeError)):
             while time.monotonic() - started < DEADLINE:
                 connection.send(b"x")

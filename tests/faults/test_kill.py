@@ -143,8 +143,8 @@ def test_a_deferred_message_is_not_early_after_a_crash(tmp_path: Path, is_noted:
         with broker.connect() as connection:
             connection.identify()
             connection.sub("t", "c")
-            connection.dpub("t", 3000, b"later")
             published, now_ns = time.monotonic(), time.time_ns()
+            connection.dpub("t", 3000, b"later")
             connection.pub("t", b"now")
         if is_noted:
             await_checkpoint(broker, "c", lambda state: state.written_ns > now_ns)
