@@ -264,6 +264,17 @@ def test_a_channel_with_consumers_is_not_moved(cluster: Cluster, browser: Browse
     assert "the channel has consumers" in note
 
 
+def test_the_channel_of_a_query_is_not_moved(cluster: Cluster, admin: AdminThread, browser: Browser) -> None:
+    topic = unique_name("dead")
+    cluster.add(topic, "review")
+    cluster.nsqds[0].publish(topic, letter(1))
+    where = f"topic={topic}&channel=review&sequence=0&owner=q"
+    assert cluster.nsqds[0].request("POST", f"/channel/commit?{where}").status == 200
+    note = browser.act(action="move", topic=topic, channel="review", to="x", confirm="review")
+    assert "the channel belongs to a query of Spark, q" in note
+    assert admin.get(f"/api/topics/{topic}/review")["depth"] == 1
+
+
 def test_replay_shows_what_it_would_do_and_then_does_it(
     cluster: Cluster, admin: AdminThread, browser: Browser
 ) -> None:

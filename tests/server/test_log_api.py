@@ -21,7 +21,7 @@ from nsparq.server.daemon import Nsqd
 from nsparq.server.http_api import HttpApi
 from nsparq.server.log_endpoints import BATCHES_TYPE, MAX_PEEK, log_endpoints
 from nsparq.storage.decode import CorruptRange, iter_batches
-from tests.support import Answer, BrokerThread, HttpConnection, unique_name, wait_until
+from tests.support import Answer, BrokerProcess, BrokerThread, HttpConnection, unique_name, wait_until
 
 KEPT = {"retention_bytes": 1 << 30}
 MISSING = "no such thing"
@@ -46,7 +46,7 @@ def get(broker: BrokerThread, path: str, **query: Any) -> Any:
     return broker.request("GET", target(path, query)).expect_json()
 
 
-def post(broker: BrokerThread, path: str, **query: Any) -> Any:
+def post(broker: BrokerThread | BrokerProcess, path: str, **query: Any) -> Any:
     return broker.request("POST", target(path, query)).expect_json()
 
 
@@ -731,6 +731,68 @@ def test_a_commit_is_kept_over_a_restart(tmp_path: Path) -> None:
         assert follow(broker, "t", after["earliest"])[-8:] == bodies(8, 12)
 
 
+# Owners
+
+
+def owned(broker: BrokerThread | BrokerProcess, topic: str, **query: Any) -> Answer:
+    """A commit."""
+    given = urlencode({"topic": topic, "channel": "c", "sequence": 0, **query})
+    return broker.request("POST", f"/channel/commit?{given}")
+
+
+def owner_in_stats(broker: BrokerThread, topic: str) -> Any:
+    stats = broker.channel_stats(topic, "c")
+    assert stats is not None
+    return stats["owner"]
+
+
+def test_a_channel_that_has_an_owner_takes_commits_of_that_owner_only(
+    broker: BrokerThread, topic: str
+) -> None:
+    broker.control("create", topic, "c")
+    broker.publish(topic, *bodies(20))
+    start = positions(broker, topic)["earliest"]
+    assert commit(broker, topic, start + 2)["cursor"] == start + 2, "nobody's, so anybody's"
+    assert owner_in_stats(broker, topic) == ""
+    assert owned(broker, topic, owner="one", sequence=start + 5).status == 200
+    assert owner_in_stats(broker, topic) == "one"
+    for query in ({"owner": "two"}, {"owner": "two", "sequence": start + 9}, {"sequence": start + 9}):
+        refused = owned(broker, topic, **query)
+        said = refused.json()
+        assert (refused.status, said["message"], said["owner"]) == (409, "CHANNEL_OWNED", "one"), query
+        assert datetime.fromisoformat(said["since"]).tzinfo is not None
+    where = {"topic": topic, "channel": "c", "sequence": start}
+    seek = broker.request("POST", f"/channel/seek?{urlencode({**where, 'owner': 'two'})}")
+    assert (seek.status, seek.json()["message"]) == (409, "CHANNEL_OWNED")
+    # To ask takes nothing away, and a seek without an owner is an operator's.
+    assert owned(broker, topic).json() == {"cursor": start + 5, "depth": 15}
+    post(broker, "/channel/seek", **where)
+    post(broker, "/channel/seek", **where, owner="one")
+    assert commit(broker, topic, 0) == {"cursor": start, "depth": 20}
+    # Consumers are not concerned.
+    with broker.connect() as consumer:
+        consumer.sub(topic, "c", rdy=1)
+        assert consumer.read_messages(1, finish=True)[0].body == bodies(1)[0]
+
+
+def test_an_owner_is_kept_over_a_restart_and_until_the_channel_is_released_or_deleted(tmp_path: Path) -> None:
+    with BrokerProcess(tmp_path) as broker:
+        broker.control("create", "t", "c")
+        broker.publish("t", *bodies(5))
+        assert owned(broker, "t", owner="one").status == 200
+        broker.kill()
+        broker.start()
+        assert owned(broker, "t", owner="two").status == 409
+        assert post(broker, "/channel/release", topic="t", channel="c") == {"owner": "one"}
+        assert post(broker, "/channel/release", topic="t", channel="c") == {"owner": ""}
+        broker.kill()
+        broker.start()
+        assert owned(broker, "t", owner="two").status == 200
+        broker.control("delete", "t", "c")
+        broker.control("create", "t", "c")
+        assert owned(broker, "t", owner="three").status == 200
+
+
 # Settings
 
 
@@ -838,6 +900,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "PUT /topic/settings": {},
     "POST /channel/seek": {"to": "end"},
     "POST /channel/commit": {"sequence": 0},
+    "POST /channel/release": {},
     "GET /channel/peek": {},
 }
 BAD_NUMBERS = ["", "x", "-1", "1.5", "0x1", "１", str(2**63), "0" * 20]
@@ -898,6 +961,8 @@ WRONG: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("POST /channel/commit", "MISSING_ARG_SEQUENCE"): [{"sequence": MISSING}],
     ("POST /channel/commit", "INVALID_ARG_SEQUENCE"): [{"sequence": text} for text in BAD_NUMBERS],
     ("POST /channel/commit", "OFFSET_AHEAD"): [{"sequence": 2**62}],
+    ("*", "INVALID_ARG_OWNER"): [{"owner": text} for text in ("", "x" * 101, "a\nb", "ü")],
+    ("*", "CHANNEL_OWNED"): [{"channel": "owned", "owner": "two"}],
 }
 CASES = [(endpoint, status, code) for endpoint in table() for status, code in endpoint.errors]
 
@@ -915,6 +980,9 @@ def test_every_error_in_the_table_is_reached(
 ) -> None:
     broker.control("create", "errors", "c")
     broker.publish("errors", b"x")
+    if code == "CHANNEL_OWNED":
+        broker.control("create", "errors", "owned")
+        post(broker, "/channel/commit", topic="errors", channel="owned", sequence=0, owner="one")
     body = b"nonsense" if endpoint.keeps_body else None
     for wrong in wrongs(endpoint, code):
         needed = {"topic": "errors", "channel": "c", **GOOD[f"{endpoint.method} {endpoint.path}"], **wrong}

@@ -330,6 +330,8 @@ class _Held(NamedTuple):
     in_flight: int
     deferred: int
     paused: bool
+    owner: str
+    """The query of Spark that it belongs to; empty for none."""
 
 
 async def _channel_state(cluster: Cluster, node: Node, topic: str, channel: str) -> _Held | None:
@@ -346,6 +348,7 @@ async def _channel_state(cluster: Cluster, node: Node, topic: str, channel: str)
                     number(one, "in_flight_count"),
                     number(one, "deferred_count"),
                     flag(one, "paused"),
+                    text(one, "owner"),
                 )
     return None
 
@@ -355,6 +358,11 @@ async def _check_idle(cluster: Cluster, node: Node, topic: str, channel: str) ->
     held = await _channel_state(cluster, node, topic, channel)
     if held is None:
         raise MessagesFailed(f"{node.address}: the channel has gone")
+    if held.owner:
+        raise MessagesFailed(
+            f"{node.address}: the channel belongs to a query of Spark, {held.owner}, which reads the topic's "
+            "log; copy messages instead"
+        )
     if held.clients or held.in_flight:
         raise MessagesFailed(
             f"{node.address}: the channel has consumers; stop them, or copy messages instead"

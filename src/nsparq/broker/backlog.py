@@ -132,6 +132,10 @@ class Backlog(ABC):
         """Deferred messages numbered below the first and due by the second are the cursor's to deliver, like
         any other: their time had come when the channel went back to them."""
         self.paused = False
+        self.owner = ""
+        """Who alone may commit: the query of Spark that reads this topic. Empty for nobody."""
+        self.owned_since_ns = 0
+        """Wall time of the claim."""
         self.is_changed = True
         """Whether a checkpoint would differ from the last one."""
         self.in_flight = InFlight()
@@ -336,6 +340,8 @@ class Backlog(ABC):
             replay=replay,
             incarnation=self.topic.incarnation,
             channel=self.name,
+            owner=self.owner,
+            owned_since_ns=self.owned_since_ns,
         )
 
     def _drop_all(self) -> None:
@@ -383,6 +389,8 @@ class Backlog(ABC):
             incarnation=self.topic.incarnation,
             channel=self.name,
             disk_end=self.topic.log.disk_end,
+            owner=self.owner,
+            owned_since_ns=self.owned_since_ns,
         )
 
         def build() -> ChannelState:
@@ -423,6 +431,7 @@ class Backlog(ABC):
         self.skips = Gaps(state.skips)
         self.replay = state.replay
         self.paused = state.paused
+        self.owner, self.owned_since_ns = state.owner, state.owned_since_ns
         self._carried_before = state.carried_before
         # Files of before do not say which messages had been carried over.
         carried_before = log.start if self._carried.is_damaged else state.carried_before

@@ -596,6 +596,19 @@ class Channel(Backlog):
             client.in_flight -= number
             self.offer(client)
 
+    def claim(self, owner: str) -> None:
+        """From now on `owner` alone may commit; nobody in particular if it is empty. On disk as a seek is;
+        raises OSError, with nothing changed."""
+        if owner == self.owner:
+            return
+        before = self.owner, self.owned_since_ns
+        self.owner, self.owned_since_ns = owner, self.topic.broker.wall_ns() if owner else 0
+        try:
+            self.topic.save_channel(self)
+        except OSError:
+            self.owner, self.owned_since_ns = before
+            raise
+
     def _offer_all(self) -> None:
         """The channel has gone elsewhere in the log, and nothing is in flight any more."""
         self._current = None
@@ -630,6 +643,7 @@ class Channel(Backlog):
                 latency.percentiles if latency else (), [latency.buckets(now_ns)] if latency else []
             ),
             "dropped_count": self.dropped_count,
+            "owner": self.owner,
         }
 
     def _local_counts(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ import asyncio
 import base64
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -24,6 +24,7 @@ from nsparq.server.log_endpoints import BATCHES_TYPE, DEFAULT_PEEK, MAX_PEEK
 from nsparq.storage.ranges import OffsetAhead, OffsetGone
 
 if TYPE_CHECKING:
+    from nsparq.broker.channel import Channel
     from nsparq.broker.topic import Topic
     from nsparq.server.daemon import Nsqd
 
@@ -33,6 +34,7 @@ MAX_READERS: Final = 8
 """Ranges read at a time; others wait."""
 MAX_PEEK_BYTES: Final = 4 << 20
 NS_PER_S: Final = 1_000_000_000
+MAX_OWNER: Final = 100
 MAX_TIME_S: Final = (1 << 63) // NS_PER_S
 
 T = TypeVar("T")
@@ -133,11 +135,16 @@ class LogApi:
         topic = channel.topic
         _check_incarnation(request, topic)
         is_rehearsal = _flag(request, "dry_run")
+        owner = _owner_of(request)
         target = await self._target(request, topic)
         if channel.is_exiting:
             raise ApiError(404, "CHANNEL_NOT_FOUND")
+        if owner is not None:
+            _check_owner(channel, owner)
         if is_rehearsal:
             return channel.plan_seek(target)._asdict()
+        if owner is not None:
+            channel.claim(owner)
         plan = channel.seek(target)
         await self._nsqd.durable(topic)
         return plan._asdict()
@@ -158,17 +165,32 @@ class LogApi:
             raise ApiError(400, "INVALID_ARG_TO")
         return topic.log.start if parameters["to"] == "start" else topic.visible_end
 
-    def commit(self, request: Request) -> Result:
+    def commit(self, request: Request) -> Result | Awaitable[Result]:
         channel = find_channel(self._nsqd.broker, request)
         _check_incarnation(request, channel.topic)
         sequence = number_of(request, "sequence")
         if sequence is None:
             raise ApiError(400, "MISSING_ARG_SEQUENCE")
+        owner = _owner_of(request)
+        if owner is not None or sequence:
+            _check_owner(channel, owner or "")
         try:
             channel.commit(sequence)
         except OffsetAhead as error:
             raise ApiError(416, "OFFSET_AHEAD", latest=error.latest) from error
-        return {"cursor": channel.cursor, "depth": channel.depth}
+        said = {"cursor": channel.cursor, "depth": channel.depth}
+        if owner is None or owner == channel.owner:
+            return said
+        return self._claimed(channel, owner, said)
+
+    async def release(self, request: Request) -> Result:
+        channel = find_channel(self._nsqd.broker, request)
+        return await self._claimed(channel, "", {"owner": channel.owner})
+
+    async def _claimed(self, channel: Channel, owner: str, answer: Result) -> Result:
+        channel.claim(owner)
+        await self._nsqd.durable(channel.topic)
+        return answer
 
     # settings
 
@@ -242,6 +264,20 @@ def _check_incarnation(request: Request, topic: Topic) -> None:
     wanted = request.parameters.get("incarnation")
     if wanted is not None and wanted != topic.incarnation:
         raise ApiError(409, "WRONG_INCARNATION", incarnation=topic.incarnation)
+
+
+def _owner_of(request: Request) -> str | None:
+    owner = request.parameters.get("owner")
+    if owner is not None and not (1 <= len(owner) <= MAX_OWNER and owner.isascii() and owner.isprintable()):
+        raise ApiError(400, "INVALID_ARG_OWNER")
+    return owner
+
+
+def _check_owner(channel: Channel, owner: str) -> None:
+    """A channel that nobody owns is anybody's."""
+    if channel.owner not in ("", owner):
+        since = datetime.fromtimestamp(channel.owned_since_ns // NS_PER_S, UTC)
+        raise ApiError(409, "CHANNEL_OWNED", owner=channel.owner, since=since.isoformat())
 
 
 def _settings_of(topic: Topic) -> dict[str, Any]:

@@ -21,6 +21,13 @@ _STATE: Final = "(ready|requeued|in_flight|deferred)"
 _INCARNATION: Final = Param(
     name="incarnation", help="the log that the numbers are of; 409 `WRONG_INCARNATION` if it is another now"
 )
+_OWNER: Final = Param(
+    name="owner",
+    help="who does this. The channel is theirs from now on: nobody else may commit until it is released or "
+    "deleted. 409 `CHANNEL_OWNED`, with `owner` and `since`, if it is somebody else's",
+    schema={"type": "string", "minLength": 1, "maxLength": 100, "pattern": "^[ -~]+$"},
+)
+_OWNER_ERRORS: Final = ((400, "INVALID_ARG_OWNER"), (409, "CHANNEL_OWNED"))
 _POSITIONS: Final = obj(
     {
         "topic": TEXT,
@@ -248,6 +255,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
                     },
                 ),
                 _INCARNATION,
+                _OWNER,
                 Param(name="dry_run", help="`true`: only say what would happen", schema=_FLAG),
             ),
             permission="admin",
@@ -262,6 +270,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
                 (400, "INVALID_ARG_TIME"),
                 (400, "INVALID_ARG_DRY_RUN"),
                 (409, "WRONG_INCARNATION"),
+                *_OWNER_ERRORS,
             ),
         ),
         Endpoint(
@@ -271,12 +280,14 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
             handler=api.commit,
             summary="Finish everything of a channel that lies before a sequence number.",
             details="For readers of ranges: the channel's depth is then their lag, and the log keeps what "
-            "they have not committed. A commit never moves a channel back, so repeating one does no harm.",
+            "they have not committed. A commit never moves a channel back, so repeating one does no harm; 0 "
+            "only asks where the channel is. A channel that has an owner refuses other numbers without one.",
             params=(
                 TOPIC,
                 CHANNEL,
                 Param(name="sequence", help="the first number not done", required=True, schema=SEQUENCE),
                 _INCARNATION,
+                _OWNER,
             ),
             permission="subscribe",
             success="the channel's cursor and depth afterwards",
@@ -287,8 +298,24 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
                 (400, "MISSING_ARG_SEQUENCE"),
                 (400, "INVALID_ARG_SEQUENCE"),
                 (409, "WRONG_INCARNATION"),
+                *_OWNER_ERRORS,
                 (416, "OFFSET_AHEAD"),
             ),
+        ),
+        Endpoint(
+            group="The log",
+            method="POST",
+            path="/channel/release",
+            handler=api.release,
+            summary="Take a channel from its owner: the next who commits with `owner` gets it.",
+            details="For a query that is gone for good, and a new one that is to go on with its channel. "
+            "Stop the owner first: one that runs takes its channel back.",
+            params=(TOPIC, CHANNEL),
+            permission="admin",
+            success="whose it was; an empty text if it was nobody's",
+            success_type=JSON_TYPE,
+            success_schema=obj({"owner": TEXT}),
+            errors=CHANNEL_ERRORS,
         ),
         Endpoint(
             group="The log",

@@ -97,6 +97,7 @@ CHANNEL: Final = obj(
         "paused": YES_NO,
         "e2e_processing_latency": LATENCY,
         "dropped_count": COUNT,
+        "owner": TEXT,
     }
 )
 

@@ -161,6 +161,10 @@ class ChannelState:
     channel: str = ""
     disk_end: int = 0
     """As in TopicState."""
+    owner: str = ""
+    """Who alone may commit: see Channel.claim. Empty for nobody, and in files of before."""
+    owned_since_ns: int = 0
+    """Wall time of the claim."""
 
     def drop_from(self, sequence: int) -> None:
         """Forget the unfinished messages from this sequence number on."""
@@ -181,7 +185,7 @@ class ChannelState:
             fields["skips"] = self.skips
         if self.replay[0]:
             fields["replay"] = self.replay
-        for name in ("carried_before", "incarnation", "channel", "disk_end"):
+        for name in ("carried_before", "incarnation", "channel", "disk_end", "owner", "owned_since_ns"):
             if value := getattr(self, name):
                 fields[name] = value
         text = json.dumps(fields).encode()
@@ -266,6 +270,8 @@ def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> Cha
         incarnation=str(fields.get("incarnation", "")),
         channel=str(fields.get("channel", "")),
         disk_end=operator.index(fields.get("disk_end", 0)),
+        owner=str(fields.get("owner", "")),
+        owned_since_ns=operator.index(fields.get("owned_since_ns", 0)),
     )
 
 
