@@ -268,7 +268,7 @@ def test_everything_below_an_id_can_be_taken_out(limit: int):
     assert in_flight.lowest() == min(left, default=None)
     for message_id in range(10):
         assert (in_flight.find(message_id) is not None) == (message_id in left)
-    assert one.runs | other.runs == in_flight.runs == {run for run in runs if run.low < run.end}
+    assert one.runs | other.runs == {*in_flight.runs} == {run for run in runs if run.low < run.end}
     for message_id in left:
         run = in_flight.find(message_id)
         assert run is not None

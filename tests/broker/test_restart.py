@@ -49,6 +49,15 @@ def test_finished_messages_stay_finished(rig: Rig, clean: bool):
 
 
 @both_ends
+def test_what_was_in_flight_comes_again_in_the_order_of_its_delivery(rig: Rig, clean: bool):
+    for _ in range(20):
+        rig.subscribe(rdy=2)
+    rig.publish("t", *bodies(40))
+    end(rig, clean)
+    assert rig.subscribe(rdy=100).take_bodies() == bodies(40)
+
+
+@both_ends
 def test_what_was_requeued_and_its_attempts_are_there_again(rig: Rig, clean: bool):
     client = rig.subscribe(rdy=1)
     rig.publish("t", b"x")

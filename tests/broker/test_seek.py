@@ -54,6 +54,25 @@ def test_seeking_back_delivers_everything_from_there_on_again(make_rig: MakeRig,
         assert counts(rig.channel()) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("act", ["seek", "commit", "empty"])
+def test_after_it_clients_are_served_in_the_order_in_which_they_came(make_rig: MakeRig, act: str):
+    rig = make_rig(**KEPT)
+    start = number(rig)
+    clients = [rig.subscribe(rdy=2) for _ in range(20)]
+    rig.publish("t", *bodies(40))
+    assert all(len(client.take()) == 2 for client in clients)
+    if act == "seek":
+        rig.channel().seek(start)
+    elif act == "commit":
+        rig.channel().commit(start + 40)
+    else:
+        rig.channel().empty()
+    if act != "seek":
+        rig.publish("t", *bodies(40))
+    rig.turn()
+    assert [body for client in clients for body in client.take_bodies()] == bodies(40)
+
+
 @in_all_modes
 def test_messages_come_as_if_for_the_first_time(make_rig: MakeRig, durability: str):
     rig = make_rig(durability=durability, **KEPT)

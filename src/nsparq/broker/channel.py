@@ -45,7 +45,9 @@ class Channel(Backlog):
         self.is_bounded = not self.is_durable
         """Whether it keeps no more than the memory queue's size."""
         self.is_exiting = False
-        self.clients: set[Client] = set()
+        self.clients: dict[Client, None] = {}
+        """In the order in which they subscribed. A set would have them in the order of their addresses in
+        memory, and who gets what would depend on that."""
         self.message_count = 0
         self.requeue_count = 0
         self.timeout_count = 0
@@ -83,7 +85,7 @@ class Channel(Backlog):
         limit = self.topic.broker.options.max_channel_consumers
         if limit and len(self.clients) >= limit:
             raise SubscribeRefused(f"consumers for {self.topic.name}:{self.name} exceeds limit of {limit}")
-        self.clients.add(client)
+        self.clients[client] = None
         client.channel = self
         client.distance = self._distance(client)
 
@@ -102,7 +104,7 @@ class Channel(Backlog):
         """The client is gone: what it left unanswered is sent again at once."""
         if client not in self.clients:
             return
-        self.clients.remove(client)
+        del self.clients[client]
         self._launch_open()
         client.channel = None
         client.ready_count = 0

@@ -123,8 +123,9 @@ class InFlight:
         self._count = 0
         self.singles: dict[int, Run] = {}
         """Runs of one message, by its number."""
-        self.longer: set[Run] = set()
-        """Runs of several."""
+        self.longer: dict[Run, None] = {}
+        """Runs of several, in the order of their delivery, like the others: they are sent again in that order
+        after a restart."""
         self._latest: list[Run] = []
         """The latest few of these."""
         self._short: dict[int, list[Run]] = {}
@@ -141,8 +142,8 @@ class InFlight:
         return chain(self.singles, chain.from_iterable(map(Run.unanswered, self.longer)))
 
     @property
-    def runs(self) -> set[Run]:
-        return {*self.singles.values(), *self.longer}
+    def runs(self) -> list[Run]:
+        return [*self.singles.values(), *self.longer]
 
     def lowest(self) -> int | None:
         return min(chain(self.singles, map(attrgetter("low"), self.longer)), default=None)
@@ -152,7 +153,7 @@ class InFlight:
         if count == 1:
             self.singles[run.first] = run
         else:
-            self.longer.add(run)
+            self.longer[run] = None
             latest = self._latest
             latest.append(run)
             if len(latest) > _LATEST:
@@ -208,7 +209,7 @@ class InFlight:
         if run.end - run.first == 1:
             del self.singles[run.first]
         else:
-            self.longer.discard(run)
+            del self.longer[run]
             self._unregister(run)
         self._dead += 1
         if self._dead > 64 and self._dead * 2 > len(self._heap):
