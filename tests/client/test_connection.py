@@ -333,8 +333,9 @@ def test_the_secret_is_not_sent_if_the_server_does_not_ask() -> None:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if servers were not on this machine."""
+    """As if servers were not on this machine, and none had been warned of: ports are used again."""
     monkeypatch.setattr("nsparq.client.secret._is_here", lambda host: False)
+    monkeypatch.setattr("nsparq.client.secret._warned_of", set())
 
 
 def warnings_of_secrets(caplog: pytest.LogCaptureFixture) -> int:

@@ -163,6 +163,8 @@ def test_the_secret_is_shown_to_nsqlookupd_unless_that_is_switched_off() -> None
 def test_a_secret_without_tls_is_warned_of_or_not_shown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    # Another test may have warned of a server that had the same port.
+    monkeypatch.setattr("nsparq.client.secret._warned_of", set())
     with AuthServer() as server:
         server.answer({"producers": []})
         ask(server, auth_secret="xyzzy", auth_requires_tls=True)
