@@ -172,6 +172,18 @@ class BrokerMachine(RuleBasedStateMachine):
         self.rig.turn()
         self.observe()
 
+    @rule()
+    def trouble_is_over(self) -> None:
+        """Whatever the disk has refused before: upkeep makes up for it by itself, and health says so."""
+        for _ in range(2):
+            self.pass_time(10)
+            self.rig.maintain()
+            if self.background is not None:
+                self.background.run_all()
+            self.rig.turn()
+            self.observe()
+        assert self.rig.broker.health is None
+
     @rule(delay_ms=delays_ms, size=st.sampled_from([0, 300]))
     def publish_deferred(self, delay_ms: int, size: int) -> None:
         body = self.new_body(size)
