@@ -272,7 +272,8 @@ def test_a_task_that_fails_in_the_middle_leaves_nothing(
     made = Archive(broker, tmp_path, "t", retryFor="100ms", maxBytesPerTrigger="1g")
     (one, *_) = made.plan()
     with FaultProxy(broker.http_address) as proxy:
-        broken = LogPartition(replace(one.value, url=f"http://{proxy.address}"))
+        (work,) = one.value
+        broken = LogPartition((replace(work, url=f"http://{proxy.address}"),))
         seen: list[int] = []
         write = parts.PartWriter.write
 

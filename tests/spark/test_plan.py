@@ -7,7 +7,7 @@ from bisect import bisect_left
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsparq.spark.plan import Stretch, find_time, piece_bytes, share, split
+from nsparq.spark.plan import Stretch, find_time, join, piece_bytes, share, split
 
 COUNTS = st.lists(st.integers(0, 10**12), max_size=8)
 
@@ -52,6 +52,17 @@ def test_a_batch_is_spread_over_some_tasks_unless_it_is_tiny() -> None:
     assert piece_bytes(40 * mebi, 64 * mebi) == 10 * mebi
     assert piece_bytes(1000 * mebi, 64 * mebi) == 64 * mebi
     assert piece_bytes(1000 * mebi, mebi) == mebi
+
+
+@given(st.lists(st.integers(1, 100), max_size=20), st.integers(1, 200))
+def test_neighbours_share_a_group_as_far_as_it_goes(sizes: list[int], most: int) -> None:
+    groups = join(sizes, most)
+    assert [i for first, last in groups for i in range(first, last)] == [*range(len(sizes))]
+    totals = [sum(sizes[first:last]) for first, last in groups]
+    assert all(
+        total <= most or last - first == 1 for total, (first, last) in zip(totals, groups, strict=True)
+    )
+    assert all(total + sizes[last] > most for total, (_, last) in zip(totals, groups[:-1], strict=False))
 
 
 RUNS = st.lists(st.tuples(st.integers(1, 10**9), st.integers(1, 300)), min_size=1, max_size=5)

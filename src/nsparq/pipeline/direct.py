@@ -142,7 +142,7 @@ class DirectReader(LogStreamReader):
         from nsparq.pipeline.parts import PartWriter
         from nsparq.spark.sink import Task
 
-        task, layout, work = Task.current(), self._layout, partition.value
+        task, layout = Task.current(), self._layout
         if task.query_id is None:
             raise PipelineError("Spark does not say which query this is")
         writer = PartWriter(
@@ -151,9 +151,14 @@ class DirectReader(LogStreamReader):
             suffix=f"-{task.partition}-{task.attempt}.part",
             settings=layout.encodings,
         )
-        rows = read_range(work, self._options, self._schema, CHUNK)
         return write_parts(
-            writer, (piece for batch in rows for piece in layout.pieces(batch, work.topic, work.node))
+            writer,
+            (
+                piece
+                for work in partition.value
+                for batch in read_range(work, self._options, self._schema, CHUNK)
+                for piece in layout.pieces(batch, work.topic, work.node)
+            ),
         )
 
 

@@ -34,6 +34,8 @@ __all__ = [
     "Answer",
     "Chunk",
     "Client",
+    "Described",
+    "Moved",
     "Patience",
     "Positions",
     "Refused",
@@ -166,6 +168,25 @@ class Positions(NamedTuple):
     @property
     def bytes_per_message(self) -> float:
         return self.bytes / self.messages if self.messages else 0.0
+
+
+class Described(NamedTuple):
+    """What a node says about a topic, among many. See /topics/positions."""
+
+    positions: Positions | None
+    """None if it does not have the topic."""
+    channel: str
+    """`missing`, `there` or `paused`."""
+    state: int
+    """Sent back with the next request, so that only what has changed is answered."""
+
+
+class Moved(NamedTuple):
+    """What has become of a channel, among many. See /channels/commit."""
+
+    cursor: int = -1
+    code: str = ""
+    """Why it was refused, such as CHANNEL_NOT_FOUND; empty if it was not."""
 
 
 class Client:
@@ -346,6 +367,20 @@ class Client:
         with _expected():
             return Positions(str(found["incarnation"]), *(int(found[name]) for name in Positions._fields[1:]))
 
+    def positions_of(
+        self, known: Mapping[str, int | None], channel: str | None, wait: float = 0.0
+    ) -> dict[str, Described]:
+        """Those topics whose state is not the one that is known. If there are none, nsqd waits so many
+        seconds for one."""
+        given: dict[str, str | int] = {"channel": channel} if channel else {}
+        if wait:
+            given["wait"] = int(wait * 1000)
+        limit = self._access.timeout and self._access.timeout + wait
+        body = json.dumps({"topics": known}).encode()
+        answer = self.request("POST", "/topics/positions", given, body, timeout=limit)
+        with _expected():
+            return {topic: _described(one) for topic, one in _object(answer)["topics"].items()}
+
     def read(
         self, topic: str, start: int, max_bytes: int, incarnation: str, *, verify: bool = False
     ) -> Chunk:
@@ -384,8 +419,37 @@ class Client:
         with _expected():
             return int(found["cursor"]), int(found["depth"])
 
+    def commit_many(self, channel: str, places: Mapping[str, tuple[str, int]]) -> dict[str, Moved]:
+        """`commit` for a channel of many topics: incarnation and sequence by topic."""
+        return self._move_many("/channels/commit", channel, places)
+
+    def seek_many(self, channel: str, places: Mapping[str, tuple[str, int]]) -> dict[str, Moved]:
+        """`seek` for a channel of many topics; where it is missing it is created."""
+        return self._move_many("/channels/seek", channel, places)
+
+    def _move_many(self, path: str, channel: str, places: Mapping[str, tuple[str, int]]) -> dict[str, Moved]:
+        body = json.dumps({"topics": places}).encode()
+        answer = self.request("POST", path, {"channel": channel}, body)
+        with _expected():
+            found = _object(answer)["topics"]
+            return {topic: _moved(found[topic]) for topic in places}
+
     def seek(self, topic: str, channel: str, sequence: int, incarnation: str) -> None:
         self.post("/channel/seek", topic=topic, channel=channel, sequence=sequence, incarnation=incarnation)
+
+
+def _described(content: dict[str, Any] | None) -> Described:
+    if content is None:
+        return Described(None, "missing", 0)
+    numbers = (int(content[name]) for name in Positions._fields[1:])
+    positions = Positions(str(content["incarnation"]), *numbers)
+    return Described(positions, str(content["channel"]), int(content["state"]))
+
+
+def _moved(content: dict[str, Any]) -> Moved:
+    if "message" in content:
+        return Moved(code=str(content["message"]))
+    return Moved(int(content["cursor"]))
 
 
 class Patience:

@@ -1,15 +1,15 @@
 """The query's channel on each node: it stands where the query stands, so that its depth is the lag.
 
 And nsqd keeps what comes after it. The offsets are the truth and the channel follows: what somebody else does
-to it is undone, pausing aside.
+to it is undone, pausing aside. All topics of a node are moved in one request, and all nodes side by side.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from nsparq.spark.api import Refused, Unreachable
+from nsparq.spark.api import Moved, Refused, Unreachable
 from nsparq.spark.peers import Log, Peer, Peers
 from nsparq.spark.positions import Place
 
@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 _NOT_NOW = ("TOPIC_NOT_FOUND", "WRONG_INCARNATION", "OFFSET_AHEAD")
 """The log is another, or paused at an earlier place: whoever plans the next batch sees to that."""
+_GONE = "CHANNEL_NOT_FOUND"
+
+Places = dict[str, Place]
+"""By topic, of one node."""
 
 
 class Channels:
@@ -30,6 +34,8 @@ class Channels:
         self._standing: dict[Log, tuple[Place, int]] = {}
         """Where they stand, as far as this run has moved them, and over which connection: an nsqd that was
         killed has forgotten the last second of it."""
+        self._moving: list[tuple[Peer, int]] = []
+        """Nodes that have not answered yet, and the connection to each when it was asked."""
         self._told: set[str] = set()
 
     def forget(self, log: Log) -> None:
@@ -38,27 +44,52 @@ class Channels:
 
     def settle(self, places: Iterable[tuple[str, str, Place]]) -> None:
         """Everything before these places is done."""
+        self._take_answers()
+        wanted: dict[str, Places] = {}
         for topic, node, place in places:
             peer = self._peers.answering(node)
-            if peer is not None and self._standing.get((topic, node)) != (place, peer.client.opened):
-                self.move(topic, node, place)
+            if peer is not None and self._standing.get((topic, node)) != (place, peer.watcher.opened):
+                wanted.setdefault(node, {})[topic] = place
+        self._move_all(wanted)
 
-    def move(self, topic: str, node: str, place: Place) -> None:
-        """To a place in the log; created if it is not there."""
-        peer = self._peers.answering(node)
-        if peer is None:
-            return
-        try:
-            self._move(peer, topic, place)
-            self._standing[topic, node] = place, peer.client.opened
-            if peer.channels is not None:
-                # It is there from now on, whatever was seen before.
-                peer.channels.setdefault(topic, False)
-        except Unreachable as error:
-            self._peers.lost(peer, error)
-        except Refused as refused:
-            if refused.code not in _NOT_NOW:
-                self._tell(f"cannot move the channel {topic}/{self._name}: {refused}")
+    def move(self, places: Iterable[tuple[str, str, Place]]) -> None:
+        """To places in the logs; created if they are not there."""
+        wanted: dict[str, Places] = {}
+        for topic, node, place in places:
+            wanted.setdefault(node, {})[topic] = place
+        self._move_all(wanted)
+
+    def _move_all(self, wanted: Mapping[str, Places]) -> None:
+        """All nodes at a time. A node that does not answer soon is left behind."""
+        for name, places in wanted.items():
+            peer = self._peers.answering(name)
+            if peer is not None:
+                peer.moving = self._peers.pool().submit(self._move, peer, places)
+                self._moving.append((peer, peer.watcher.opened))
+        self._peers.await_all(peer.moving for peer, _ in self._moving if peer.moving is not None)
+        self._take_answers()
+
+    def _take_answers(self) -> None:
+        under_way, self._moving = self._moving, []
+        for peer, opened in under_way:
+            if peer.moving is None or not peer.moving.done():
+                self._moving.append((peer, opened))
+                continue
+            moving, peer.moving = peer.moving, None
+            try:
+                standing = moving.result()
+            except Unreachable as error:
+                self._peers.lost(peer, error)
+                continue
+            except Refused as refused:
+                self._tell(f"cannot move the channel {self._name}: {refused}")
+                continue
+            for topic, place in standing.items():
+                self._standing[topic, peer.node.name] = place, opened
+                view = peer.views.get(topic)
+                if view is not None:
+                    # It is there from now on, whatever was seen before.
+                    peer.views[topic] = view._replace(has_channel=True)
 
     def cursor(self, topic: str, node: str, incarnation: str) -> int | None:
         """Where the channel is, created if need be by NSQ's rule: the first of a topic at its first message,
@@ -69,36 +100,63 @@ class Channels:
         try:
             return peer.client.commit(topic, self._name, 0, incarnation)[0]
         except Refused as refused:
-            if refused.code != "CHANNEL_NOT_FOUND":
+            if refused.code != _GONE:
                 raise
         peer.client.post("/channel/create", topic=topic, channel=self._name)
         return peer.client.commit(topic, self._name, 0, incarnation)[0]
 
-    def _move(self, peer: Peer, topic: str, place: Place) -> None:
-        client = peer.client
-        is_new = False
-        try:
-            cursor, _ = client.commit(topic, self._name, place.sequence, place.incarnation)
-        except Refused as refused:
-            if refused.code != "CHANNEL_NOT_FOUND":
-                raise
-            client.post("/channel/create", topic=topic, channel=self._name)
-            is_new = True
-            if (topic, peer.node.name) in self._standing:
-                logger.warning(
-                    "the channel %s/%s on %s had been deleted: created again",
-                    *(topic, self._name, peer.node.name),
+    # in any thread
+
+    def _move(self, peer: Peer, wanted: Places) -> Places:
+        """Those that have been moved. Raises Refused, Unreachable."""
+        node, client = peer.node.name, peer.client
+        done, back = Places(), Places()
+        for topic, found in self._ask(client.commit_many, wanted).items():
+            place = wanted[topic]
+            if found.cursor == place.sequence:
+                done[topic] = place
+            elif found.code == _GONE:
+                back[topic] = place
+                if (topic, node) in self._standing:
+                    logger.warning(
+                        "the channel %s/%s on %s had been deleted: created again", topic, self._name, node
+                    )
+            elif not found.code:
+                # Past a gap it goes by itself, which does no harm. Anything else was somebody else.
+                back[topic] = place
+                logger.info(
+                    "the channel %s/%s on %s is at %d, the query at %d: moved back",
+                    *(topic, self._name, node, found.cursor, place.sequence),
                 )
-            cursor, _ = client.commit(topic, self._name, 0, place.incarnation)
-        if cursor == place.sequence:
-            return
-        if not is_new and cursor > place.sequence:
-            # Past a gap it goes by itself, which does no harm. Anything else was somebody else.
-            logger.info(
-                "the channel %s/%s on %s is at %d, the query at %d: moved back",
-                *(topic, self._name, peer.node.name, cursor, place.sequence),
-            )
-        client.seek(topic, self._name, place.sequence, place.incarnation)
+            else:
+                self._note_refused(topic, found)
+        for topic, found in self._ask(client.seek_many, back).items() if back else ():
+            if found.code:
+                self._note_refused(topic, found)
+            else:
+                done[topic] = back[topic]
+        return done
+
+    def _ask(
+        self, request: Callable[[str, Mapping[str, Place]], dict[str, Moved]], places: Places
+    ) -> dict[str, Moved]:
+        try:
+            return request(self._name, places)
+        except Refused as refused:
+            if refused.status not in (401, 403) or len(places) == 1:
+                raise
+        # Not allowed for all of them; perhaps for some.
+        found: dict[str, Moved] = {}
+        for topic, place in places.items():
+            try:
+                found |= request(self._name, {topic: place})
+            except Refused as refused:
+                found[topic] = Moved(code=str(refused))
+        return found
+
+    def _note_refused(self, topic: str, found: Moved) -> None:
+        if found.code not in _NOT_NOW:
+            self._tell(f"cannot move the channel {topic}/{self._name}: {found.code}")
 
     def _tell(self, text: str) -> None:
         if text not in self._told:

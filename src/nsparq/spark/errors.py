@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nsparq.errors import NsparqError
+from nsparq.version import __version__
 
 __all__ = ["DataLoss", "NoAnswer", "NoLog"]
 
@@ -23,5 +24,6 @@ class NoLog(NsparqError):
 
     def __init__(self, node: str) -> None:
         super().__init__(
-            f"the nsqd {node} has no log to be read: it is NSQ's own, or old. Set the option mode to queue"
+            f"the nsqd {node} has no log that can be read: it is NSQ's own, or an nsparq older than "
+            f"{__version__}. Set the option mode to queue, or update it"
         )

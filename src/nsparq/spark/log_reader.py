@@ -29,9 +29,9 @@ __all__ = ["LogBatchReader", "LogPartition", "LogStreamReader"]
 class LogPartition(InputPartition):
     """The work of one task."""
 
-    value: LogRange
+    value: tuple[LogRange, ...]
 
-    def __init__(self, work: LogRange) -> None:
+    def __init__(self, work: tuple[LogRange, ...]) -> None:
         super().__init__(work)
 
 
@@ -56,7 +56,8 @@ class _LogReader:
         # Spark makes up a partition where there is none.
         if isinstance(partition, LogPartition):
             spare_collections()
-            yield from read_range(partition.value, self._options, self._schema)
+            for work in partition.value:
+                yield from read_range(work, self._options, self._schema)
 
 
 class LogBatchReader(_LogReader, DataSourceReader):
@@ -65,7 +66,7 @@ class LogBatchReader(_LogReader, DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         source = self._source
         try:
-            return [LogPartition(work) for work in source.ranges(*source.batch())]
+            return [LogPartition(work) for work in source.tasks(*source.batch())]
         finally:
             source.close()
 
@@ -108,7 +109,7 @@ class LogStreamReader(_LogReader, DataSourceStreamReader, SupportsTriggerAvailab
         return encode(self._source.report())
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        return [LogPartition(work) for work in self._source.ranges(decode(start), decode(end))]
+        return [LogPartition(work) for work in self._source.tasks(decode(start), decode(end))]
 
     def commit(self, end: dict[str, Any]) -> None:
         self._source.committed(decode(end))

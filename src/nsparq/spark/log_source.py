@@ -23,7 +23,7 @@ from nsparq.spark.channels import Channels
 from nsparq.spark.errors import DataLoss, NoAnswer
 from nsparq.spark.options import NsqOptions, OptionError
 from nsparq.spark.peers import Log, Peers, View
-from nsparq.spark.plan import Stretch, begins_epoch, find_time, piece_bytes, share, split
+from nsparq.spark.plan import RANGE_COST, Stretch, begins_epoch, find_time, join, piece_bytes, share, split
 from nsparq.spark.positions import EARLIEST, LATEST, Offsets, Place, Rules
 from nsparq.spark.range_reader import LogRange
 from nsparq.storage.batch import decode_head
@@ -36,7 +36,7 @@ IDLE_S: Final = 1.0
 """How long to wait for messages before telling Spark that there are none."""
 FIRST_STEP_S: Final = 0.004
 LAST_STEP_S: Final = 0.05
-"""Between two looks, while nothing is new."""
+"""Between a look that found nothing and the next one, for which the nodes wait until something is new."""
 GUESSED_BYTES: Final = 256.0
 """Of a message, where nsqd does not know."""
 
@@ -75,7 +75,7 @@ class LogSource:
         self._ending = Rules("endingPosition", options.ending_position, ("latest",), LATEST)
         if self._starting.uses("channel") and options.channel is None:
             raise OptionError("option channel is missing: startingPosition is where the channel is")
-        self._peers = Peers(options, clock)
+        self._peers = Peers(options, clock, sleep)
         self._channels = Channels(options.channel or "", self._peers)
         self._ends: dict[Log, Place] = {}
         """Where the logs ended when they were last looked at, by whatever name they had then."""
@@ -96,9 +96,8 @@ class LogSource:
         for (topic, name), view in self._distinct(self._peers.ask_everybody(insist=False)):
             positions = view.positions or self._create(topic, name)
             if positions is not None:
-                place = self._place(self._starting, topic, name, positions)
-                offsets.put(topic, name, place)
-                self._channels.move(topic, name, place)
+                offsets.put(topic, name, self._place(self._starting, topic, name, positions))
+        self._channels.move(offsets.items_flat())
         for topic in self._options.wanted_topics:
             self._peers.cluster.announce(topic, self._options.channel or "")
         return offsets
@@ -182,8 +181,9 @@ class LogSource:
         DataLoss, NoLog."""
         deadline = self._clock() + IDLE_S
         logs = [(topic, name) for topic, name, _ in start.items_flat()]
+        wait = 0.0
         while True:
-            views = self._peers.observe(logs)
+            views = self._peers.observe(logs, wait=wait)
             self.committed(start)
             end = self._advance(start, limit, views)
             if end != start:
@@ -191,8 +191,10 @@ class LogSource:
                 return end
             if self._target is not None or self._clock() >= deadline:
                 return end
+            # Something may change all the time that is nothing to us: a topic whose channel is paused.
             self._sleep(self._step)
             self._step = min(self._step * 2, LAST_STEP_S)
+            wait = max(0.0, deadline - self._clock())
 
     def committed(self, offsets: Offsets) -> None:
         """Everything before is in the sink."""
@@ -208,17 +210,18 @@ class LogSource:
     def _advance(self, start: Offsets, limit: Limit, views: dict[Log, View]) -> Offsets:
         end = start.copy()
         growing: list[_Growth] = []
+        moves: list[tuple[str, str, Place]] = []
         for log, view in self._distinct(views, start):
             positions = view.positions
             if positions is None:
                 self._note_deleted(log, start, end)
                 continue
-            place = self._enter(log, positions, start, end)
+            place = self._enter(log, positions, start, end, moves)
             self._ends[log] = Place(positions.incarnation, positions.visible)
             if place is None:
                 continue
             if not view.has_channel:
-                self._channels.move(*log, place)
+                moves.append((*log, place))
             if place.sequence > positions.latest:
                 end.put(*log, self._back(log, place, positions))
                 continue
@@ -226,6 +229,7 @@ class LogSource:
             visible = self._visible(log, positions)
             if visible > first and not view.is_paused:
                 growing.append(_Growth(log, positions, first, visible))
+        self._channels.move(moves)
         for growth in self._limited(growing, limit):
             end.put(*growth.log, Place(growth.positions.incarnation, growth.end))
         return end
@@ -249,8 +253,16 @@ class LogSource:
             return positions.visible
         return self._target.get((log[0], positions.incarnation), 0)
 
-    def _enter(self, log: Log, positions: Positions, start: Offsets, end: Offsets) -> Place | None:
-        """Where the query stands in this log. One that is new to it is entered into `end`, and None."""
+    def _enter(
+        self,
+        log: Log,
+        positions: Positions,
+        start: Offsets,
+        end: Offsets,
+        moves: list[tuple[str, str, Place]],
+    ) -> Place | None:
+        """Where the query stands in this log. One that is new to it is entered into `end`, its channel is to
+        be moved there, and None."""
         topic, name = log
         place = start.place(topic, name)
         if place is not None and place.incarnation == positions.incarnation:
@@ -268,7 +280,7 @@ class LogSource:
             entered = Place(positions.incarnation, positions.earliest)
             logger.info("%s on %s is new to the query, and read from %d on", topic, name, entered.sequence)
         end.put(topic, name, entered)
-        self._channels.move(topic, name, entered)
+        moves.append((topic, name, entered))
         return None
 
     def _limited(self, growing: list[_Growth], limit: Limit) -> list[_Growth]:
@@ -363,8 +375,16 @@ class LogSource:
 
     # cutting
 
+    def tasks(self, start: Offsets, end: Offsets) -> list[tuple[LogRange, ...]]:
+        """The work of a micro-batch, or of a batch. Small ranges share a task: a task costs more than reading
+        them. Raises DataLoss."""
+        ranges = self.ranges(start, end)
+        sizes = [work.size_bytes + RANGE_COST for work in ranges]
+        size = piece_bytes(sum(sizes), self._options.partition_bytes)
+        return [tuple(ranges[first:last]) for first, last in join(sizes, size)]
+
     def ranges(self, start: Offsets, end: Offsets) -> list[LogRange]:
-        """The work of a micro-batch, or of a batch. Raises DataLoss."""
+        """What there is to read, in pieces that are no more than a task. Raises DataLoss."""
         if any(self._peers.view(topic, name) is None for topic, name, _ in end.items_flat()):
             # A batch that is run again after a restart comes before anything has been asked.
             self._peers.observe((topic, name) for topic, name, _ in end.items_flat())
@@ -376,9 +396,9 @@ class LogSource:
                 first = None if earlier is None else start[topic][earlier]
             if first is not None and first.sequence < last.sequence:
                 wanted.append((topic, name, first, last.sequence))
-        total = sum(self._whole(*one).size_bytes for one in wanted)
-        size = piece_bytes(total, self._options.partition_bytes)
-        return [work for one in wanted for work in self._cut(self._whole(*one), size)]
+        wholes = [self._whole(*one) for one in wanted]
+        size = piece_bytes(sum(whole.size_bytes for whole in wholes), self._options.partition_bytes)
+        return [work for whole in wholes for work in self._cut(whole, size)]
 
     def _whole(self, topic: str, name: str, first: Place, end: int) -> LogRange:
         """All that a batch reads of a log, where that is now. If it is away, a task waits for it."""

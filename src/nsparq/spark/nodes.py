@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any, Final, NamedTuple
 
 from nsparq.addresses import heard_address
 from nsparq.errors import NsparqError
@@ -19,6 +20,9 @@ from nsparq.spark.options import NsqOptions
 __all__ = ["Cluster", "Found", "Node"]
 
 logger = logging.getLogger(__name__)
+
+FEW: Final = 4
+"""More topics than these are not looked up one by one: all nodes with all their topics are one request."""
 
 
 class Node(NamedTuple):
@@ -60,6 +64,7 @@ class Cluster:
 
     def __init__(self, options: NsqOptions) -> None:
         self._options = options
+        self._is_wanted = options.topic_filter()
         self._access = Access.of(options)
         self._lookupds = [Client(address, self._access) for address in options.nsqlookupd]
         self._given = [base_url(address) for address in options.nsqd]
@@ -92,7 +97,7 @@ class Cluster:
         answers = 0
         for lookupd in self._lookupds:
             try:
-                for topic, node in self._ask_lookupd(lookupd):
+                for topic, node in [*self._ask_lookupd(lookupd)]:
                     nodes.setdefault(node.name, node)
                     topics.setdefault(topic, set()).add(node.name)
                 answers += 1
@@ -121,11 +126,17 @@ class Cluster:
         return Found(nodes, known, failures, answers)
 
     def _ask_lookupd(self, lookupd: Client) -> Iterable[tuple[str, Node]]:
-        wanted = self._options.wanted_topics
-        pattern = self._options.topics_pattern
-        if pattern is not None:
-            wanted = tuple(topic for topic in lookupd.topics() if pattern.fullmatch(topic))
-        return [(topic, node) for topic in wanted for one in lookupd.lookup(topic) if (node := _node_of(one))]
+        options = self._options
+        if options.topics_pattern is None and len(options.wanted_topics) <= FEW:
+            for topic in options.wanted_topics:
+                for one in lookupd.lookup(topic):
+                    if node := _node_of(one):
+                        yield topic, node
+            return
+        for one in lookupd.nodes():
+            if node := _node_of(one):
+                for topic in filter(self._is_wanted, _topics_of(one)):
+                    yield topic, node
 
     def nodes(self) -> list[Node]:
         """All nsqd, whatever topics they have: where a sink may publish. Raises Unreachable if nobody who
@@ -197,6 +208,12 @@ class Cluster:
         if url in self._away:
             self._away.discard(url)
             logger.info("%s answers again", without_secrets(url))
+
+
+def _topics_of(producer: dict[str, Any]) -> list[str]:
+    """What nsqlookupd's /nodes says an nsqd has, but for what is about to leave it."""
+    topics, leaving = producer.get("topics") or (), producer.get("tombstones") or ()
+    return [str(topic) for topic, is_leaving in zip_longest(topics, leaving) if topic and not is_leaving]
 
 
 def _node_of(producer: dict[str, Any]) -> Node | None:

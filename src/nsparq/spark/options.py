@@ -12,7 +12,7 @@ import difflib
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Final
@@ -400,6 +400,11 @@ class NsqOptions:
     def wanted_topics(self) -> tuple[str, ...]:
         """Those named one by one."""
         return (self.topic,) if self.topic else self.topics
+
+    def topic_filter(self) -> Callable[[str], object]:
+        """Tells whether a topic is one of those to be read."""
+        pattern = self.topics_pattern
+        return frozenset(self.wanted_topics).__contains__ if pattern is None else pattern.fullmatch
 
 
 def mode_of(given: Mapping[str, str]) -> str:

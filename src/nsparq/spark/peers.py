@@ -1,7 +1,9 @@
 """The nodes that a query reads from, as they are now: who, how far their logs reach, what their channels do.
 
-A node that is away costs nothing but its own messages: it is asked again in the background, ever more seldom,
-and so are nsqlookupds. Used from one thread; a node's connection is used by one at a time.
+A node is asked for all its topics in one request, and answers with what has changed since the last one; if
+nothing has, it may keep the request until something does. All nodes are asked side by side. A node that is
+away, or slow to answer, costs nothing but its own messages: it is asked again in the background, ever more
+seldom, and so are nsqlookupds. Used from one thread; a node's connection is used by one at a time.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from nsparq.errors import NsparqError
-from nsparq.spark.api import Access, Client, Patience, Positions, Refused, Unreachable
+from nsparq.spark.api import Access, Client, Described, Patience, Positions, Refused, Unreachable
 from nsparq.spark.errors import NoAnswer, NoLog
 from nsparq.spark.nodes import Cluster, Found, Node
 from nsparq.spark.options import NsqOptions, OptionError
@@ -23,14 +26,17 @@ __all__ = ["Log", "Peer", "Peers", "View"]
 
 logger = logging.getLogger(__name__)
 
-CHANNEL_CHECK_S: Final = 1.0
-"""How often the channels are looked at: whether they are there, and paused."""
+LATE_S: Final = 2.0
+"""How long to wait for a node's answer before going on without it."""
+PAUSE_S: Final = 0.05
+"""Between two looks while there is nobody to wait for."""
 FIRST_AWAY_S: Final = 0.1
 MAX_AWAY_S: Final = 10.0
 """Between two attempts to reach a node that is away."""
 SETTLE_S: Final = 5.0
 """How long those who do not answer are waited for at the start, if others do."""
-THREADS: Final = 16
+THREADS: Final = 256
+"""At most: one for a node, and only while it is asked."""
 
 Log = tuple[str, str]
 """A topic and the name of a node."""
@@ -43,7 +49,17 @@ class View(NamedTuple):
     """None if it does not have it."""
     has_channel: bool = True
     is_paused: bool = False
-    """The query's channel. Where we may not look, it is there and it is not paused."""
+    """The query's channel. For a batch, which has none, it is there and it is not paused."""
+
+
+class Asking(NamedTuple):
+    """A request for positions that is under way."""
+
+    answer: Future[dict[str, Described]]
+    late_at: float
+    """When it should have been answered."""
+    may_wait: bool
+    """The node answers when something has changed. Until then what it said last holds."""
 
 
 @dataclass(eq=False)
@@ -52,29 +68,44 @@ class Peer:
 
     node: Node
     client: Client
+    """For everything but positions, whose requests may wait: these have a connection of their own."""
+    watcher: Client
     topics: frozenset[str] = frozenset()
     """What to ask it about."""
     error: NsparqError | None = None
     """Why it is away; None while it answers."""
     away_step: float = 0.0
     retry_at: float = 0.0
-    asking: Future[dict[str, Positions | None]] | None = None
-    channels: dict[str, bool] | None = None
-    """Whether ours is paused, by topic; None if we do not know."""
-    checked_at: float = float("-inf")
-    may_check: bool = True
+    asking: Asking | None = None
+    moving: Future[Any] | None = None
+    """Channels are being moved there, and that takes long."""
     first_id: int | None = None
     """The id that its message with number 0 would have had."""
     views: dict[str, View] = field(default_factory=dict)
     """What it said last."""
+    states: dict[str, int] = field(default_factory=dict)
+    """The states that go with them."""
+
+    def abort(self) -> None:
+        self.client.abort()
+        self.watcher.abort()
+
+    def close(self) -> None:
+        self.client.close()
+        self.watcher.close()
 
 
 class Peers:
     """All of them."""
 
-    def __init__(self, options: NsqOptions, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        options: NsqOptions,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._options = options
-        self._clock = clock
+        self._clock, self._sleep = clock, sleep
         self._access = Access.of(options)
         self.cluster = Cluster(options)
         self._found: Found | None = None
@@ -86,18 +117,22 @@ class Peers:
     def close(self) -> None:
         """Break off what is under way. Twice is safe."""
         for peer in self._peers.values():
-            peer.client.abort()
+            peer.abort()
         self.cluster.abort()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
         for peer in self._peers.values():
-            peer.client.close()
+            peer.close()
         self.cluster.close()
 
     def answering(self, name: str) -> Peer | None:
         """A node that answers, to be asked more."""
         peer = self._peers.get(name)
-        return peer if peer is not None and peer.error is None and peer.asking is None else None
+        return peer if peer is not None and self._is_present(peer) and peer.moving is None else None
+
+    def _is_present(self, peer: Peer) -> bool:
+        is_late = peer.asking is not None and self._clock() >= peer.asking.late_at
+        return peer.error is None and not is_late
 
     def known(self, name: str) -> Node:
         """A node by its name, whether it is there or not."""
@@ -126,39 +161,49 @@ class Peers:
         peer.retry_at = self._clock() + peer.away_step
         # Whoever comes back may be another.
         peer.first_id = None
-        peer.checked_at = float("-inf")
+        peer.states = {}
 
     # asking
 
-    def observe(self, also: Iterable[Log] = ()) -> dict[Log, View]:
-        """What those who answer say now. `also` names logs to be asked for besides those that are found."""
+    def observe(
+        self, also: Iterable[Log] = (), *, wait: float = 0.0, late: float | None = None
+    ) -> dict[Log, View]:
+        """What those who answer say now. `also` names logs to be asked for besides those that are found. With
+        `wait`, what they say when something has changed, or after so many seconds. `late` is how long to wait
+        for somebody who does not answer at all."""
         self._look()
         self._assign(also)
+        late = LATE_S if late is None else late
         now = self._clock()
-        present = [
-            peer
-            for peer in self._peers.values()
-            if peer.error is None and peer.asking is None and peer.topics
-        ]
         for peer in self._peers.values():
-            if peer.error is not None and peer.asking is None and peer.topics and now >= peer.retry_at:
-                peer.asking = self._pool().submit(self._ask, peer, peer.topics)
-        if len(present) == 1:
-            self._take(present[0], lambda: self._ask(present[0], present[0].topics))
-        else:
-            futures = [(peer, self._pool().submit(self._ask, peer, peer.topics)) for peer in present]
-            for peer, future in futures:
-                self._take(peer, future.result)
+            if peer.topics and peer.asking is None and (peer.error is None or now >= peer.retry_at):
+                known = {topic: peer.states.get(topic) for topic in peer.topics}
+                # One that was away is asked for everything, and answers at once.
+                answer = self.pool().submit(self._ask, peer, known, wait)
+                peer.asking = Asking(answer, now + wait + late, wait > 0)
+        self._await_answers(wait, late)
         for peer in self._peers.values():
-            if peer.asking is not None and peer.asking.done():
-                future, peer.asking = peer.asking, None
-                self._take(peer, future.result)
+            if peer.asking is not None and peer.asking.answer.done():
+                asking, peer.asking = peer.asking, None
+                self._take(peer, asking.answer)
         return {
             (topic, name): view
             for name, peer in self._peers.items()
-            if peer.error is None
+            if self._is_present(peer)
             for topic, view in peer.views.items()
         }
+
+    def _await_answers(self, wait: float, late: float) -> None:
+        """Of those who are present: of all of them or, with `wait`, of the first."""
+        asked = [peer.asking for peer in self._peers.values() if peer.asking and self._is_present(peer)]
+        if wait:
+            if asked:
+                wait_for([one.answer for one in asked], wait + late, FIRST_COMPLETED)
+            else:
+                self._sleep(min(wait, PAUSE_S))
+            return
+        # Where a request waits for a change there is nothing new.
+        wait_for([one.answer for one in asked if not one.may_wait], late)
 
     def ask_everybody(self, *, insist: bool) -> dict[Log, View]:
         """The same at a beginning, when those who are away are waited for. With `insist` all of them must
@@ -167,7 +212,7 @@ class Peers:
         patience = Patience(self._options.retry_for)
         while True:
             self._look(wait=True)
-            views = self.observe()
+            views = self.observe(late=self._options.request_timeout or float("inf"))
             away = [peer for peer in self._peers.values() if peer.topics and peer.error is not None]
             for peer in away:
                 if isinstance(peer.error, Refused) and peer.error.status in (401, 403):
@@ -186,10 +231,15 @@ class Peers:
             for peer in away:
                 peer.retry_at = 0.0
 
-    def _pool(self) -> ThreadPoolExecutor:
+    def pool(self) -> ThreadPoolExecutor:
+        """For what is done at several nodes side by side."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, "nsq-ask")
         return self._threads
+
+    def await_all(self, futures: Iterable[Future[Any]]) -> None:
+        """Until they are done; but not for nodes that are slow to answer."""
+        wait_for([*futures], LATE_S)
 
     def _look(self, *, wait: bool = False) -> None:
         """Find out who is there: the first time at once, then in the background."""
@@ -201,7 +251,7 @@ class Peers:
             self._looked_at = self._clock()
         elif self._looking is None and self._clock() - self._looked_at >= self._options.discovery_interval:
             self._looked_at = self._clock()
-            self._looking = self._pool().submit(self.cluster.look)
+            self._looking = self.pool().submit(self.cluster.look)
 
     def _assign(self, also: Iterable[Log]) -> None:
         """Who is to be asked about what."""
@@ -215,18 +265,25 @@ class Peers:
         for name, topics in wanted.items():
             node = self._found.nodes.get(name) or self.known(name)
             peer = self._peers.get(name)
-            if peer is None or (peer.node.url != node.url and peer.asking is None):
+            if peer is None or (peer.node.url != node.url and peer.asking is None and peer.moving is None):
                 if peer is not None:
-                    peer.client.close()
-                peer = self._peers[name] = Peer(node, Client(node.url, self._access))
-            peer.topics = frozenset(topics)
+                    peer.close()
+                client, watcher = Client(node.url, self._access), Client(node.url, self._access)
+                peer = self._peers[name] = Peer(node, client, watcher)
+            self._set_topics(peer, topics)
         for name, peer in self._peers.items():
             if name not in wanted:
-                peer.topics, peer.views = frozenset(), {}
+                self._set_topics(peer, set())
 
-    def _take(self, peer: Peer, answer: Callable[[], dict[str, Positions | None]]) -> None:
+    def _set_topics(self, peer: Peer, topics: set[str]) -> None:
+        if peer.topics != topics:
+            peer.topics = frozenset(topics)
+            peer.views = {topic: view for topic, view in peer.views.items() if topic in topics}
+            peer.states = {topic: state for topic, state in peer.states.items() if topic in topics}
+
+    def _take(self, peer: Peer, answer: Future[dict[str, Described]]) -> None:
         try:
-            found = answer()
+            found = answer.result()
         except (Unreachable, Refused) as error:
             self.lost(peer, error)
             return
@@ -239,49 +296,21 @@ class Peers:
         if peer.error is not None:
             logger.info("nsqd %s answers again", peer.node.name)
         peer.error, peer.away_step = None, 0.0
-        peer.views = {topic: self._view_of(peer, topic, positions) for topic, positions in found.items()}
+        for topic, one in found.items():
+            if topic in peer.topics:
+                peer.views[topic], peer.states[topic] = self._view_of(one), one.state
 
-    def _view_of(self, peer: Peer, topic: str, positions: Positions | None) -> View:
-        if peer.channels is None:
-            return View(positions)
-        return View(positions, topic in peer.channels, peer.channels.get(topic, False))
+    def _view_of(self, said: Described) -> View:
+        if not self._options.channel:
+            return View(said.positions)
+        return View(said.positions, said.channel != "missing", said.channel == "paused")
 
     # in any thread
 
-    def _ask(self, peer: Peer, topics: frozenset[str]) -> dict[str, Positions | None]:
-        found: dict[str, Positions | None] = {}
-        for topic in topics:
-            try:
-                found[topic] = peer.client.positions(topic)
-            except Refused as refused:
-                if refused.status != 404:
-                    raise
-                if refused.code != "TOPIC_NOT_FOUND":
-                    raise NoLog(peer.node.name) from refused
-                found[topic] = None
-        if self._options.channel and self._clock() - peer.checked_at >= CHANNEL_CHECK_S:
-            self._check_channels(peer, topics)
-        return found
-
-    def _check_channels(self, peer: Peer, topics: frozenset[str]) -> None:
-        channel = self._options.channel or ""
-        peer.checked_at = self._clock()
+    def _ask(self, peer: Peer, known: dict[str, int | None], wait: float) -> dict[str, Described]:
         try:
-            if len(topics) == 1:
-                stats = [one for topic in topics for one in peer.client.stats(topic, channel)]
-            else:
-                stats = peer.client.stats("", channel)
+            return peer.watcher.positions_of(known, self._options.channel, wait)
         except Refused as refused:
-            if refused.status not in (401, 403):
-                raise
-            if peer.may_check:
-                peer.may_check = False
-                logger.info("nsqd %s does not let us look at its channels: %s", peer.node.name, refused)
-            peer.channels = None
-            return
-        peer.channels = {
-            str(one.get("topic_name")): bool(its.get("paused"))
-            for one in stats
-            for its in one.get("channels") or ()
-            if its.get("channel_name") == channel
-        }
+            if refused.status == 404:
+                raise NoLog(peer.node.name) from refused
+            raise

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heapreplace
 from typing import Final, NamedTuple
 
-__all__ = ["Stretch", "begins_epoch", "find_time", "piece_bytes", "share", "split"]
+__all__ = ["Stretch", "begins_epoch", "find_time", "join", "piece_bytes", "share", "split"]
 
 MAX_PIECES: Final = 10_000
 """Of one range. More tasks than that help nobody."""
@@ -18,6 +18,8 @@ SPREAD: Final = 4
 """Tasks that a batch is spread over, if it is not tiny: one core should not be busy and the others idle."""
 TINY: Final = 8 << 20
 """Bytes. A task costs as much as reading some of them."""
+RANGE_COST: Final = 64 << 10
+"""Bytes too, and what a range costs beside its own: a request for it."""
 
 
 EPOCH: Final = 1 << 12
@@ -57,6 +59,18 @@ def share(wanted: Sequence[int], limit: int) -> list[int]:
 def piece_bytes(total: int, most: int) -> int:
     """How much a task is to read of a batch of `total` bytes."""
     return min(most, max(TINY, -(-total // SPREAD)))
+
+
+def join(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Put neighbours together, as long as they are no more than `most`: where each group begins and ends."""
+    groups: list[tuple[int, int]] = []
+    first = total = 0
+    for i, size in enumerate(sizes):
+        if i > first and total + size > most:
+            groups.append((first, i))
+            first, total = i, 0
+        total += size
+    return [*groups, (first, len(sizes))] if sizes else []
 
 
 def split(
