@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nsparq.http.api import Api, Endpoint
+from nsparq.http.api import Api
 from nsparq.lookup.http_api import describe as describe_lookupd
 from nsparq.lookup.options import TABLE as LOOKUPD_TABLE
 from nsparq.lookup.options import NsqlookupdOptions
@@ -78,43 +78,42 @@ def nsqd_api() -> Api:
     return HttpApi(Nsqd(NsqdOptions())).api
 
 
-ENDPOINTS = [
-    pytest.param(endpoint, id=f"{api.title} {endpoint.method} {endpoint.path}")
+ENDPOINTS = {
+    f"{api.title} {endpoint.method} {endpoint.path}": endpoint
     for api in (nsqd_api(), describe_lookupd())
     for endpoint in api.endpoints
-]
+}
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_every_endpoint_says_what_it_is_for(endpoint: Endpoint) -> None:
-    assert re.fullmatch(r"[A-Z].*[.]", endpoint.summary), "a sentence"
-    assert endpoint.group and endpoint.success
-    assert not endpoint.details or re.fullmatch(r"(?s)[A-Z0-9`].*[.]", endpoint.details)
-    for param in endpoint.params:
-        assert param.help and not param.help.endswith(".")
-    assert bool(endpoint.body_help) == endpoint.keeps_body
-    assert not endpoint.success_schema or endpoint.success_type
+def test_every_endpoint_says_what_it_is_for() -> None:
+    for name, endpoint in ENDPOINTS.items():
+        assert re.fullmatch(r"[A-Z].*[.]", endpoint.summary), f"{name}: not a sentence"
+        assert endpoint.group and endpoint.success, name
+        assert not endpoint.details or re.fullmatch(r"(?s)[A-Z0-9`].*[.]", endpoint.details), name
+        for param in endpoint.params:
+            assert param.help and not param.help.endswith("."), f"{name}: {param.name}"
+        assert bool(endpoint.body_help) == endpoint.keeps_body, name
+        assert not endpoint.success_schema or endpoint.success_type, name
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_every_error_of_an_endpoint_is_listed_once_and_well_formed(endpoint: Endpoint) -> None:
-    assert len(set(endpoint.errors)) == len(endpoint.errors)
-    for status, code in endpoint.errors:
-        assert 400 <= status < 600
-        assert re.fullmatch(r"[A-Z][A-Z_]+", code) or " " in code
-    codes = {code for _, code in endpoint.errors}
-    names = {param.name.upper() for param in endpoint.params}
-    for code in codes:
-        about = re.fullmatch(r"(?:MISSING|INVALID)_ARG_(\w+)", code)
-        assert not about or about[1] in names | {"TARGET"}, f"{code} is of no parameter"
+def test_every_error_of_an_endpoint_is_listed_once_and_well_formed() -> None:
+    for name, endpoint in ENDPOINTS.items():
+        assert len(set(endpoint.errors)) == len(endpoint.errors), name
+        params = {param.name.upper() for param in endpoint.params}
+        for status, code in endpoint.errors:
+            assert 400 <= status < 600, f"{name}: {code}"
+            assert re.fullmatch(r"[A-Z][A-Z_]+", code) or " " in code, f"{name}: {code}"
+            about = re.fullmatch(r"(?:MISSING|INVALID)_ARG_(\w+)", code)
+            assert not about or about[1] in params | {"TARGET"}, f"{name}: {code} is of no parameter"
 
 
-@pytest.mark.parametrize("endpoint", [param for param in ENDPOINTS if str(param.id).startswith("nsqd ")])
-def test_every_endpoint_of_nsqd_names_its_permission(endpoint: Endpoint) -> None:
-    assert endpoint.permission in [*Permission]
-    if endpoint.method != "GET":
-        changing = (Permission.ADMIN, Permission.PUBLISH, Permission.SUBSCRIBE)
-        assert endpoint.permission in changing, "it changes something"
+def test_every_endpoint_of_nsqd_names_its_permission() -> None:
+    for name, endpoint in ENDPOINTS.items():
+        if name.startswith("nsqd "):
+            assert endpoint.permission in [*Permission], name
+            if endpoint.method != "GET":
+                changing = (Permission.ADMIN, Permission.PUBLISH, Permission.SUBSCRIBE)
+                assert endpoint.permission in changing, f"{name} changes something"
 
 
 def test_the_introduction_names_what_any_endpoint_may_answer() -> None:

@@ -27,90 +27,26 @@ def refusal(body: bytes | dict[str, Any], limits: Limits = LIMITS) -> str:
     return str(caught.value)
 
 
-# What counts as a body
+# The body: test_go_json.py has the rules of its JSON
 
 
-@pytest.mark.parametrize(
-    "body", [b"{}", b"null", b" \t\r\n{} \n", b"  null  "], ids=["empty", "null", "blanks", "blank null"]
-)
+@pytest.mark.parametrize("body", [b"{}", b"null", b'{"long_id":1}'])
 def test_a_body_without_fields_means_all_defaults(body: bytes) -> None:
     assert decode_identify(body, LIMITS) == Identity()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b" ",
-        b"{",
-        b"}",
-        b"{}x",
-        b"{}{}",
-        b"{},",
-        b"{}\x00",
-        b"{\x0b}",
-        b"[]",
-        b"[{}]",
-        b'""',
-        b"1",
-        b"true",
-        b"nul",
-        b"{'a':1}",
-        b"{a:1}",
-        b'{"a"}',
-        b'{"a":}',
-        b'{"a":1,}',
-        b'{"a":01}',
-        b'{"a":+1}',
-        b'{"a":.5}',
-        b'{"a":1.}',
-        b'{"a":NaN}',
-        b'{"a":Infinity}',
-        b'{"a":-Infinity}',
-        b'{"a":"\t"}',
-        b'{"a":"\\x"}',
-        b'{"a":"\\ud8"}',
-        b"\xef\xbb\xbf{}",
-        b"\xff{}",
-        b"{}".decode().encode("utf-16"),
-    ],
-)
-def test_what_is_not_one_json_object_is_refused(body: bytes) -> None:
-    assert refusal(body) == UNDECODABLE
+def test_what_is_not_one_json_object_is_refused() -> None:
+    assert refusal(b"[]") == UNDECODABLE
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"client_id": 1},
-        {"hostname": True},
-        {"user_agent": ["a"]},
-        {"topology_region": {}},
-        {"topology_zone": 1.5},
-        {"feature_negotiation": "true"},
-        {"feature_negotiation": 1},
-        {"tls_v1": 0},
-        {"snappy": "yes"},
-        {"deflate": []},
-        {"heartbeat_interval": "1000"},
-        {"heartbeat_interval": 1000.0},
-        {"heartbeat_interval": 1500.5},
-        {"heartbeat_interval": True},
-        {"output_buffer_size": {}},
-        {"output_buffer_timeout": []},
-        {"sample_rate": False},
-        {"msg_timeout": "60s"},
-        {"deflate_level": 6.0},
-    ],
-    ids=str,
-)
-def test_a_value_of_the_wrong_type_is_refused(fields: dict[str, Any]) -> None:
-    assert refusal(fields) == UNDECODABLE
+TEXTS = ("client_id", "hostname", "user_agent", "topology_region", "topology_zone")
+SWITCHES = ("feature_negotiation", "tls_v1", "snappy", "deflate")
 
 
-@pytest.mark.parametrize("number", [b"1e3", b"1E3", b"1000.0", b"1e-1", b"1e999"])
-def test_integers_are_written_without_fraction_or_exponent(number: bytes) -> None:
-    assert refusal(b'{"msg_timeout":%s}' % number) == UNDECODABLE
+@pytest.mark.parametrize(("names", "wrong"), [(TEXTS, 1), (SWITCHES, 1)])
+def test_a_value_of_the_wrong_type_is_refused(names: tuple[str, ...], wrong: object) -> None:
+    for name in names:
+        assert refusal({name: wrong}) == UNDECODABLE
 
 
 @pytest.mark.parametrize(
@@ -125,121 +61,22 @@ def test_integers_are_written_without_fraction_or_exponent(number: bytes) -> Non
     ],
 )
 def test_an_integer_beyond_its_field_does_not_decode(field: str, bits: int) -> None:
-    for number in (1 << (bits - 1), -(1 << (bits - 1)) - 1, 10**4000, -(10**4000)):
-        assert refusal({field: number}) == UNDECODABLE
-    for number in ((1 << (bits - 1)) - 1, -(1 << (bits - 1))):
-        if field == "deflate_level":
-            identify(deflate_level=number)
-        else:
-            assert "is invalid" in refusal({field: number})
-
-
-def test_an_integer_with_more_digits_than_python_reads_does_not_decode() -> None:
-    assert refusal(b'{"msg_timeout":%s}' % (b"9" * 5000)) == UNDECODABLE
-
-
-@pytest.mark.parametrize(
-    "value",
-    [b"1e999", b"-0.0", b"9" * 5000, b'"\\u0000"', b"[1,{}]", b'{"client_id":5}', b"null"],
-)
-def test_unknown_keys_are_ignored_whatever_their_value(value: bytes) -> None:
-    assert decode_identify(b'{"long_id":%s,"client_id":"a"}' % value, LIMITS) == Identity(client_id="a")
-
-
-def test_null_means_absent_for_every_field() -> None:
-    names = ["client_id", "hostname", "user_agent", "topology_region", "topology_zone"]
-    names += ["feature_negotiation", "tls_v1", "snappy", "deflate", "deflate_level", "sample_rate"]
-    names += ["heartbeat_interval", "output_buffer_size", "output_buffer_timeout", "msg_timeout"]
-    assert identify(**dict.fromkeys(names)) == Identity()
-
-
-def test_a_later_null_does_not_take_a_value_back() -> None:
-    assert decode_identify(b'{"client_id":"a","CLIENT_ID":null}', LIMITS).client_id == "a"
-
-
-@pytest.mark.parametrize("key", ["client_id", "CLIENT_ID", "Client_Id", "cLIENT_iD"])
-def test_keys_match_in_any_case(key: str) -> None:
-    assert identify(**{key: "a"}).client_id == "a"
-
-
-@pytest.mark.parametrize("key", ["client-id", " client_id", "client_id ", "clientid", "client_\u0131d", ""])
-def test_other_keys_do_not(key: str) -> None:
-    assert identify(**{key: 5}) == Identity()
-
-
-def test_the_last_of_equal_keys_wins() -> None:
-    assert decode_identify(b'{"client_id":"a","client_id":"b"}', LIMITS).client_id == "b"
-    assert decode_identify(b'{"Client_id":"a","client_ID":"b"}', LIMITS).client_id == "b"
-    assert decode_identify(b'{"sample_rate":100,"sample_rate":5}', LIMITS).sample_rate == 5
-
-
-def test_a_wrong_type_is_refused_even_where_a_later_key_is_right() -> None:
-    assert refusal(b'{"client_id":5,"client_id":"a"}') == UNDECODABLE
-    assert refusal(b'{"client_id":"a","client_id":5}') == UNDECODABLE
-
-
-@pytest.mark.parametrize(
-    ("raw", "text"),
-    [
-        (b"\xff\xfe", "\ufffd\ufffd"),
-        (b"a\xc3b", "a\ufffdb"),
-        (b"caf\xc3\xa9", "café"),
-        (b"\\u00e9\\n\\u0000", "é\n\x00"),
-        (b"\\ud83d\\ude00", "\U0001f600"),
-        (b"\x7f", "\x7f"),
-    ],
-    ids=ascii,
-)
-def test_text_is_utf_8_and_what_is_not_is_replaced(raw: bytes, text: str) -> None:
-    assert decode_identify(b'{"client_id":"%s"}' % raw, LIMITS).client_id == text
-
-
-@pytest.mark.parametrize("raw", [r"\ud800", r"\udc00", r"\ud800\ud800", r"\udc00\ud800", r"\ud800\u0041"])
-def test_half_a_surrogate_pair_is_replaced_so_that_the_text_can_be_written_again(raw: str) -> None:
-    names = ("client_id", "hostname", "user_agent", "topology_region", "topology_zone")
-    body = "{" + ",".join(f'"{name}":"{raw}x"' for name in names) + "}"
-    identity = decode_identify(body.encode(), LIMITS)
-    text = "".join("A" if half == "0041" else "\ufffd" for half in raw.split("\\u")[1:]) + "x"
-    assert [getattr(identity, name) for name in names] == [text] * 5
-
-
-@pytest.mark.parametrize(
-    "bomb",
-    [
-        b"[" * 100_000,
-        b'{"a":' * 100_000,
-        b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-        b'{"client_id":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
-    ],
-    ids=["open arrays", "open objects", "arrays", "objects", "in a known field"],
-)
-def test_a_body_nested_too_deeply_is_refused(bomb: bytes) -> None:
-    assert refusal(bomb) == UNDECODABLE
-
-
-def test_some_nesting_under_an_unknown_key_is_fine() -> None:
-    assert decode_identify(b'{"a":' + b"[" * 200 + b"]" * 200 + b"}", LIMITS) == Identity()
-
-
-def test_a_body_of_very_many_keys_is_fine() -> None:
-    assert identify(**{f"key{i}": i for i in range(20_000)}, client_id="a").client_id == "a"
+    assert refusal({field: 1 << (bits - 1)}) == UNDECODABLE
+    largest = {field: (1 << (bits - 1)) - 1}
+    if field == "deflate_level":
+        identify(**largest)
+    else:
+        assert "is invalid" in refusal(largest)
 
 
 # Fields
 
 
-@pytest.mark.parametrize(
-    "field", ["client_id", "hostname", "user_agent", "topology_region", "topology_zone"], ids=str
-)
-@pytest.mark.parametrize(
-    "text", ["", "a", "x y", "日本", "x" * 10_000], ids=["empty", "a", "xy", "cjk", "long"]
-)
-def test_texts_are_taken_as_they_are(field: str, text: str) -> None:
-    assert getattr(identify(**{field: text}), field) == text
+def test_texts_are_taken_as_they_are() -> None:
+    identity = identify(**{name: f"{name} 日本" for name in TEXTS})
+    assert [getattr(identity, name) for name in TEXTS] == [f"{name} 日本" for name in TEXTS]
 
 
-# field, its attribute, the value without it, (wanted, effective) pairs, refused values, its name in the error
 TIGHT = Limits(
     msg_timeout_ms=5_000,
     max_msg_timeout_ms=7_000,
@@ -249,6 +86,7 @@ TIGHT = Limits(
     min_output_buffer_timeout_ms=50,
     max_output_buffer_timeout_ms=100,
 )
+# field, its attribute, the limits, wanted and effective values, refused values
 NUMBERS = [
     (
         "heartbeat_interval",
@@ -290,27 +128,17 @@ NUMBERS = [
     ),
     ("msg_timeout", "msg_timeout_ms", TIGHT, {0: 5_000, 1000: 1000, 7_000: 7_000}, [999, 7_001]),
 ]
-ACCEPTED = [(f, a, lim, wanted, gets) for f, a, lim, ok, _ in NUMBERS for wanted, gets in ok.items()]
-REFUSED = [(f, lim, wanted) for f, _, lim, _, bad in NUMBERS for wanted in bad]
 
 
-@pytest.mark.parametrize(("field", "attribute", "limits", "wanted", "gets"), ACCEPTED)
+@pytest.mark.parametrize(("field", "attribute", "limits", "granted", "refused"), NUMBERS)
 def test_a_number_within_the_limits_is_granted_and_zero_is_the_default(
-    field: str, attribute: str, limits: Limits, wanted: int, gets: int
+    field: str, attribute: str, limits: Limits, granted: dict[int, int], refused: list[int]
 ) -> None:
-    assert getattr(identify(limits, **{field: wanted}), attribute) == gets
-    if wanted == 0:
-        assert getattr(identify(limits), attribute) == gets
-
-
-@pytest.mark.parametrize(("field", "limits", "wanted"), REFUSED)
-def test_a_number_outside_of_them_is_refused_by_name(field: str, limits: Limits, wanted: int) -> None:
+    assert {wanted: getattr(identify(limits, **{field: wanted}), attribute) for wanted in granted} == granted
+    assert getattr(identify(limits), attribute) == granted[0]
     name = field.replace("_", " ")
-    assert refusal({field: wanted}, limits) == f"E_BAD_BODY IDENTIFY {name} ({wanted}) is invalid"
-
-
-def test_minus_zero_is_zero() -> None:
-    assert decode_identify(b'{"heartbeat_interval":-0}', LIMITS) == Identity()
+    for wanted in refused:
+        assert refusal({field: wanted}, limits) == f"E_BAD_BODY IDENTIFY {name} ({wanted}) is invalid"
 
 
 def test_no_output_buffer_also_means_no_timeout() -> None:
@@ -353,32 +181,29 @@ OFFERING = Limits(tls_available=True)
 
 
 @pytest.mark.parametrize(
-    ("asked", "attribute", "needed"),
+    ("asked", "attribute", "condition"),
     [
-        ("tls_v1", "tls", ["tls_available"]),
-        ("snappy", "snappy", ["snappy_allowed"]),
-        ("deflate", "deflate", ["deflate_allowed"]),
+        ("tls_v1", "tls", "tls_available"),
+        ("snappy", "snappy", "snappy_allowed"),
+        ("deflate", "deflate", "deflate_allowed"),
     ],
 )
 def test_a_layer_comes_when_asked_for_negotiated_and_offered(
-    asked: str, attribute: str, needed: list[str]
+    asked: str, attribute: str, condition: str
 ) -> None:
     fields = {asked: True}
     assert getattr(identify(OFFERING, feature_negotiation=True, **fields), attribute)
-    assert not getattr(identify(OFFERING, feature_negotiation=False, **fields), attribute)
     assert not getattr(identify(OFFERING, **fields), attribute)
     assert not getattr(identify(OFFERING, feature_negotiation=True, **{asked: False}), attribute)
-    for condition in needed:
-        declining = replace(OFFERING, **{condition: False})
-        assert not getattr(identify(declining, feature_negotiation=True, **fields), attribute)
+    declining = replace(OFFERING, **{condition: False})
+    assert not getattr(identify(declining, feature_negotiation=True, **fields), attribute)
 
 
 BOTH = {"feature_negotiation": True, "deflate": True, "snappy": True}
 
 
-@pytest.mark.parametrize("limits", [OFFERING, LIMITS], ids=["offered", "not there yet"])
-def test_both_compressions_at_once_are_refused(limits: Limits) -> None:
-    assert refusal(BOTH, limits) == ("E_IDENTIFY_FAILED cannot enable both deflate and snappy compression")
+def test_both_compressions_at_once_are_refused() -> None:
+    assert refusal(BOTH) == "E_IDENTIFY_FAILED cannot enable both deflate and snappy compression"
 
 
 def test_both_compressions_are_no_conflict_where_only_one_is_allowed() -> None:
@@ -390,14 +215,8 @@ def test_both_compressions_are_no_conflict_where_only_one_is_allowed() -> None:
     assert (identity.deflate, identity.snappy) == (False, False)
 
 
-def test_without_negotiation_both_compressions_are_ignored() -> None:
-    identity = identify(OFFERING, deflate=True, snappy=True)
-    assert (identity.deflate, identity.snappy) == (False, False)
-
-
 @pytest.mark.parametrize(
-    ("wanted", "maximum", "level"),
-    [(-1, 6, 6), (0, 6, 6), (1, 6, 1), (5, 6, 5), (6, 6, 6), (7, 6, 6), (9, 9, 9), (10**18, 9, 9), (0, 3, 3)],
+    ("wanted", "maximum", "level"), [(-1, 6, 6), (0, 9, 6), (1, 6, 1), (7, 6, 6), (9, 9, 9), (0, 3, 3)]
 )
 def test_the_deflate_level_is_moved_into_its_range_and_never_an_error(
     wanted: int, maximum: int, level: int
@@ -407,16 +226,12 @@ def test_the_deflate_level_is_moved_into_its_range_and_never_an_error(
     assert identity.deflate_level == level
 
 
-@pytest.mark.parametrize(("maximum", "level"), [(9, 6), (6, 6), (3, 3)])
+@pytest.mark.parametrize(("maximum", "level"), [(9, 6), (3, 3)])
 def test_without_deflate_the_level_is_the_default_within_the_maximum(maximum: int, level: int) -> None:
     limits = replace(OFFERING, max_deflate_level=maximum)
     assert identify(limits, feature_negotiation=True, deflate_level=2).deflate_level == level
-
-
-@pytest.mark.parametrize(("maximum", "level"), [(9, 6), (6, 6), (3, 3)])
-def test_a_server_that_does_not_deflate_reports_the_same_default(maximum: int, level: int) -> None:
-    limits = replace(OFFERING, max_deflate_level=maximum, deflate_allowed=False)
-    identity = identify(limits, feature_negotiation=True, deflate=True, deflate_level=2)
+    declining = replace(limits, deflate_allowed=False)
+    identity = identify(declining, feature_negotiation=True, deflate=True, deflate_level=2)
     assert (identity.deflate, identity.deflate_level) == (False, level)
 
 

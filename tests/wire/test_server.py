@@ -19,7 +19,7 @@ from nsparq.wire.commands import (
 )
 from nsparq.wire.identify import Identity
 from nsparq.wire.limits import Limits
-from nsparq.wire.server import CLOSING, INIT, MAGIC, SUBSCRIBED, LineTooLong, ServerProtocol
+from nsparq.wire.server import CLOSING, INIT, MAGIC, SUBSCRIBED, ServerProtocol
 from tests.support import multi, sized
 from tests.wire.harness import (
     CLS,
@@ -44,7 +44,8 @@ from tests.wire.harness import (
     talk,
 )
 
-pytestmark = pytest.mark.usefixtures("build")
+# Only publishes and FINs have compiled inner loops. The property tests send everything through both builds.
+both_builds = pytest.mark.usefixtures("build")
 
 
 # 1. The magic
@@ -54,32 +55,15 @@ def test_the_magic_alone_says_nothing() -> None:
     assert hear(b"") == Outcome()
 
 
-@pytest.mark.parametrize("magic", [b"  V1", b"V2  ", b"GET ", b"\x00\x00\x00\x00", b"\r\n\r\n", b"  v2"])
+@pytest.mark.parametrize("magic", [b"  V1", b"GET ", b"  v2"])
 def test_another_magic_is_a_bad_protocol_without_description(magic: bytes) -> None:
     for pieces in ([magic], one_by_one(magic), [magic + b"NOP\n"]):
         assert talk(pieces, LIMITS).error == "E_BAD_PROTOCOL"
 
 
-def test_exactly_four_bytes_are_judged() -> None:
-    assert talk([b"GET"], LIMITS).error is None
-    assert talk([b"GET", b"/"], LIMITS).error == "E_BAD_PROTOCOL"
-
-
-@pytest.mark.parametrize("length", [0, 1, 2, 3])
-def test_a_stream_that_ends_inside_the_magic_ends_without_a_word(length: int) -> None:
-    assert talk([MAGIC[:length]], LIMITS, eof=True) == Outcome()
-    assert talk([b"GET"[:length]], LIMITS, eof=True) == Outcome()
-
-
-def test_commands_may_follow_the_magic_in_the_same_piece() -> None:
-    assert talk([MAGIC + b"PUB t\n" + sized(b"x")], LIMITS).commands == [Publish("PUB", "t", [b"x"])]
-
-
-def test_a_partial_magic_is_completed_with_what_follows() -> None:
-    assert talk([MAGIC[:3], MAGIC[3:] + SUB + b"RD", b"Y 5\n"], LIMITS).commands == [
-        Subscribe("t", "c"),
-        Ready(5),
-    ]
+@pytest.mark.parametrize("part", [b"", b"  V", b"GET"])
+def test_a_stream_that_ends_inside_the_magic_ends_without_a_word(part: bytes) -> None:
+    assert talk([part], LIMITS, eof=True) == Outcome()
 
 
 # 2. Lines
@@ -99,7 +83,6 @@ def test_only_one_carriage_return_is_removed() -> None:
 
 @pytest.mark.parametrize("line", [b"\n", b"\r\n"])
 def test_an_empty_line_is_the_command_with_the_empty_name(line: bytes) -> None:
-    assert refusal(line) == "E_INVALID invalid command "
     assert refusal(b"NOP\n" + line) == "E_INVALID invalid command "
 
 
@@ -113,17 +96,12 @@ def test_a_carriage_return_ending_the_line_before_is_not_taken_for_this_one() ->
 @pytest.mark.parametrize(
     ("line", "name"),
     [
-        (b"FOO", "FOO"),
         (b"FOO bar baz", "FOO"),
         (b"pub t", "pub"),
-        (b"Nop", "Nop"),
         (b" NOP", ""),
         (b"NOP\t", "NOP\t"),
-        (b"NO", "NO"),
         (b"NOPE", "NOPE"),
-        (b"FINX", "FINX"),
-        (b"\x00\x01", "\x00\x01"),
-        ("é".encode(), "é"),
+        ("é\x00".encode(), "é\x00"),
     ],
 )
 def test_an_unknown_command_is_refused_with_its_first_word(line: bytes, name: str) -> None:
@@ -140,10 +118,6 @@ def test_every_single_space_separates_so_that_two_give_an_empty_parameter() -> N
     assert commands(SUB + b"RDY  7\n") == [Subscribe("t", "c"), Ready(0)]
     assert refusal(b"SUB  t c\n") == 'E_BAD_TOPIC SUB topic name "" is not valid'
     assert refusal(b"PUB \n") == 'E_BAD_TOPIC PUB topic name "" is not valid'
-
-
-def test_a_tab_is_an_ordinary_byte() -> None:
-    assert refusal(b"PUB a\tb\n") == r'E_BAD_TOPIC PUB topic name "a\tb" is not valid'
 
 
 @pytest.mark.parametrize(
@@ -165,31 +139,16 @@ def test_surplus_parameters_are_ignored_when_subscribed_too() -> None:
     assert heard[1:] == [Ready(1), ("FIN", NUMBER), Requeue(NUMBER, 5), Touch(NUMBER), StartClose()]
 
 
-def test_a_line_of_16383_bytes_and_its_line_feed_is_accepted() -> None:
-    line = b"NOP " + b"x" * (16_383 - 4)
-    assert len(line) == 16_383
-    assert hear(line + b"\n") == Outcome(completed=1)
-
-
-def test_the_carriage_return_counts_towards_the_limit() -> None:
-    assert hear(b"NOP " + b"x" * (16_382 - 4) + b"\r\n").error is None
-    assert hear(b"NOP " + b"x" * (16_383 - 4) + b"\r\n").error == "line too long"
-
-
-def test_a_longer_line_ends_the_conversation_without_a_word() -> None:
-    assert hear(b"NOP " + b"x" * (16_384 - 4) + b"\n").error == "line too long"
+def test_a_line_may_have_16384_bytes_with_its_end() -> None:
+    for end in (b"\n", b"\r\n"):
+        line = b"NOP ".ljust(16_384 - len(end), b"x")
+        assert hear(line + end) == Outcome(completed=1)
+        assert hear(line + b"x" + end).error == "line too long"
 
 
 def test_the_limit_is_noticed_before_the_line_ends() -> None:
     assert hear(b"x" * 16_383).error is None
     assert hear(b"x" * 16_384).error == "line too long"
-
-
-@pytest.mark.parametrize("cut", [1, 4, 5, 16_380, 16_383, 16_384, 16_387, 16_388])
-def test_the_limit_does_not_depend_on_where_the_line_is_split(cut: int) -> None:
-    for length, error in ((16_383, None), (16_384, "line too long")):
-        data = MAGIC + b"NOP ".ljust(length, b"x") + b"\n"
-        assert talk([data[:cut], data[cut:]], LIMITS).error == error
 
 
 def test_the_limit_counts_from_the_start_of_the_line_and_not_of_the_piece() -> None:
@@ -237,46 +196,28 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("state", IN_STATE)
 @pytest.mark.parametrize("name", LINES)
-def test_each_command_has_the_states_it_is_allowed_in(name: str, state: int) -> None:
-    outcome = hear(IN_STATE[state] + LINES[name])
-    if state in ALLOWED.get(name, {state}):
-        assert outcome.error is None
-    else:
-        assert outcome.error == f"E_INVALID cannot {name} in current state"
-        assert outcome.state == state
+def test_each_command_has_the_states_it_is_allowed_in(name: str) -> None:
+    for state, before in IN_STATE.items():
+        outcome = hear(before + LINES[name])
+        if state in ALLOWED.get(name, IN_STATE):
+            assert outcome.error is None
+            assert outcome.state == {"SUB": SUBSCRIBED, "CLS": CLOSING}.get(name, state)
+        else:
+            assert outcome.error == f"E_INVALID cannot {name} in current state"
+            assert outcome.state == state
 
 
 @pytest.mark.parametrize(
-    ("state", "line"),
-    [
-        (INIT, b"RDY x\n"),
-        (INIT, b"FIN\n"),
-        (INIT, b"REQ x\n"),
-        (INIT, b"TOUCH\n"),
-        (SUBSCRIBED, b"SUB\n"),
-        (SUBSCRIBED, b"AUTH x\n"),
-        (CLOSING, b"SUB ! !\n"),
-    ],
+    ("state", "line"), [(INIT, b"REQ x\n"), (SUBSCRIBED, b"IDENTIFY\n"), (CLOSING, b"SUB ! !\n")]
 )
-def test_the_state_is_checked_before_the_parameters(state: int, line: bytes) -> None:
+def test_the_state_is_checked_before_the_parameters_and_the_body(state: int, line: bytes) -> None:
     name = line.split()[0].decode()
     assert refusal(IN_STATE[state] + line) == f"E_INVALID cannot {name} in current state"
 
 
-def test_a_command_refused_for_its_state_needs_no_body() -> None:
-    assert refusal(SUB + b"IDENTIFY\n") == "E_INVALID cannot IDENTIFY in current state"
-
-
 def test_the_numbers_of_the_states_are_those_of_the_statistics() -> None:
     assert [hear(data).state for data in IN_STATE.values()] == [0, 3, 4]
-
-
-def test_only_sub_and_cls_change_the_state() -> None:
-    for state, before in IN_STATE.items():
-        for name in LINES.keys() - {"SUB", "CLS"}:
-            assert hear(before + LINES[name]).state == state
 
 
 def test_the_state_has_changed_when_the_command_comes_out() -> None:
@@ -290,13 +231,11 @@ def test_the_state_has_changed_when_the_command_comes_out() -> None:
 TLS = Limits(tls_required=True, tls_available=True)
 
 
-@pytest.mark.parametrize("line", [*LINES.values(), b"FOO x\n", b"\n", b"PUB\n"], ids=repr)
-def test_where_tls_is_required_everything_but_identify_is_refused_first(line: bytes) -> None:
-    name = line.split(b"\n")[0].split(b" ")[0].decode()
-    if name == "IDENTIFY":
-        assert commands(line, TLS) == [Identify(Identity())]
-    else:
-        assert refusal(line, TLS) == f"E_INVALID cannot {name} in current state (TLS required)"
+def test_where_tls_is_required_everything_but_identify_is_refused_first() -> None:
+    for name in LINES.keys() - {"IDENTIFY"}:
+        assert refusal(LINES[name], TLS) == f"E_INVALID cannot {name} in current state (TLS required)"
+    assert refusal(b"FOO x\n", TLS) == "E_INVALID cannot FOO in current state (TLS required)"
+    assert commands(LINES["IDENTIFY"], TLS) == [Identify(Identity())]
 
 
 def test_after_the_upgrade_everything_is_as_ever() -> None:
@@ -334,18 +273,11 @@ def test_identify_may_be_repeated_and_the_last_one_counts() -> None:
 
 
 @pytest.mark.parametrize("verb", ["IDENTIFY", "AUTH"])
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (5001, "body too big 5001 > 5000"),
-        (2**31 - 1, "body too big 2147483647 > 5000"),
-        (0, "invalid body size 0"),
-        (-1, "invalid body size -1"),
-        (-(2**31), "invalid body size -2147483648"),
-    ],
-)
-def test_a_body_size_out_of_range_is_refused_before_the_body_comes(verb: str, number: int, text: str) -> None:
-    assert refusal(verb.encode() + b"\n" + size(number)) == f"E_BAD_BODY {verb} {text}"
+def test_a_body_size_out_of_range_is_refused_before_the_body_comes(verb: str) -> None:
+    line = verb.encode() + b"\n"
+    assert refusal(line + size(5001)) == f"E_BAD_BODY {verb} body too big 5001 > 5000"
+    for number in (0, -1, -(2**31)):
+        assert refusal(line + size(number)) == f"E_BAD_BODY {verb} invalid body size {number}"
 
 
 @pytest.mark.parametrize("verb", ["IDENTIFY", "AUTH"])
@@ -363,10 +295,11 @@ def test_a_body_of_the_largest_size_is_accepted() -> None:
 
 
 def test_the_contents_of_identify_are_judged_by_the_limits() -> None:
-    assert refusal(b"IDENTIFY\n" + sized(b"[]")) == "E_BAD_BODY IDENTIFY failed to decode JSON body"
+    long = Limits(max_heartbeat_interval_ms=90_000)
+    assert not hear(b"IDENTIFY\n" + sized(b'{"heartbeat_interval":90000}'), long).error
     assert (
-        refusal(b"IDENTIFY\n" + sized(b'{"heartbeat_interval":999}'))
-        == "E_BAD_BODY IDENTIFY heartbeat interval (999) is invalid"
+        refusal(b"IDENTIFY\n" + sized(b'{"heartbeat_interval":90000}'))
+        == "E_BAD_BODY IDENTIFY heartbeat interval (90000) is invalid"
     )
 
 
@@ -376,14 +309,6 @@ def test_a_refused_identify_changes_nothing() -> None:
     with pytest.raises(FatalClientError):
         list(protocol.receive_data(b"IDENTIFY\n" + sized(b'{"client_id":"a","sample_rate":100}')))
     assert protocol.identity is before
-
-
-def test_a_json_bomb_in_identify_is_an_ordinary_refusal() -> None:
-    bomb = b'{"a":' * 200_000
-    assert (
-        talk([MAGIC + b"IDENTIFY\n" + sized(bomb)], Limits()).error
-        == "E_BAD_BODY IDENTIFY failed to decode JSON body"
-    )
 
 
 def test_the_cost_of_identify_in_single_bytes_is_linear() -> None:
@@ -397,7 +322,7 @@ def test_auth_gives_the_secret() -> None:
     assert commands(b"AUTH\n" + sized(b"se\ncret\x00")) == [Auth(b"se\ncret\x00")]
 
 
-@pytest.mark.parametrize("line", [b"AUTH x\n", b"AUTH \n", b"AUTH a b\n"])
+@pytest.mark.parametrize("line", [b"AUTH x\n", b"AUTH \n"])
 def test_auth_takes_no_parameters(line: bytes) -> None:
     assert refusal(line) == "E_INVALID AUTH invalid number of parameters"
 
@@ -405,7 +330,7 @@ def test_auth_takes_no_parameters(line: bytes) -> None:
 # 12. SUB
 
 
-@pytest.mark.parametrize("line", [b"SUB\n", b"SUB t\n", b"SUB !\n"])
+@pytest.mark.parametrize("line", [b"SUB\n", b"SUB !\n"])
 def test_sub_takes_a_topic_and_a_channel(line: bytes) -> None:
     assert refusal(line) == "E_INVALID SUB insufficient number of parameters"
 
@@ -413,23 +338,15 @@ def test_sub_takes_a_topic_and_a_channel(line: bytes) -> None:
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        (b"SUB t! c\n", 'E_BAD_TOPIC SUB topic name "t!" is not valid'),
         (b"SUB t! c!\n", 'E_BAD_TOPIC SUB topic name "t!" is not valid'),
         (b"SUB t c!\n", 'E_BAD_CHANNEL SUB channel name "c!" is not valid'),
         (b"SUB t \n", 'E_BAD_CHANNEL SUB channel name "" is not valid'),
-        (b'SUB a"b\\ c\n', r'E_BAD_TOPIC SUB topic name "a\"b\\" is not valid'),
+        (b"SUB a\tb \xff\n", r'E_BAD_TOPIC SUB topic name "a\tb" is not valid'),
         (b"SUB t \xff\x01\n", r'E_BAD_CHANNEL SUB channel name "\xff\x01" is not valid'),
-        (b"SUB t c\r\r\n", r'E_BAD_CHANNEL SUB channel name "c\r" is not valid'),
     ],
 )
 def test_sub_checks_the_topic_then_the_channel(line: bytes, error: str) -> None:
     assert refusal(line) == error
-
-
-def test_names_of_64_bytes_are_accepted_and_of_65_are_not() -> None:
-    long = b"x" * 64
-    assert commands(b"SUB %s %s\n" % (long, long)) == [Subscribe("x" * 64, "x" * 64)]
-    assert refusal(b"SUB %sx c\n" % long) == f'E_BAD_TOPIC SUB topic name "{"x" * 65}" is not valid'
 
 
 def test_ephemeral_names_are_accepted() -> None:
@@ -454,48 +371,25 @@ def test_a_refused_sub_leaves_the_state_alone() -> None:
     [
         (b"RDY", 1),
         (b"RDY ", 0),
-        (b"RDY 0", 0),
-        (b"RDY 1", 1),
-        (b"RDY 2500", 2500),
         (b"RDY 0002500", 2500),
-        (b"RDY 18446744073709551616", 0),
-        (b"RDY 18446744073709551621", 5),
-        (b"RDY %d" % (10**30 * 2**64 + 7), 7),
+        (b"RDY %d" % (10**30 * 2**64 + 5), 5),
         (b"RDY " + b"0" * 16_000 + b"9", 9),
-        (b"RDY %s" % (b"9" * 4300), None),
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_rdy_gives_a_count_that_wraps_like_64_bits(line: bytes, count: int | None) -> None:
-    if count is None:
-        value = (10**4300 - 1) % 2**64
-        signed = value - 2**64 if value >= 2**63 else value
-        assert refusal(SUB + line + b"\n") == f"E_INVALID RDY count {signed} out of range 0-2500"
-    else:
-        assert commands(SUB + line + b"\n")[1:] == [Ready(count)]
+def test_rdy_gives_a_count_that_wraps_like_64_bits(line: bytes, count: int) -> None:
+    assert commands(SUB + line + b"\n")[1:] == [Ready(count)]
 
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [
-        (b"2501", 2501),
-        (b"9223372036854775807", 2**63 - 1),
-        (b"9223372036854775808", -(2**63)),
-        (b"18446744073709551615", -1),
-        (b"18446744073709554117", 2501),
-        (b"9" * 10_000, (10**10_000 - 1) % 2**64 - (2**64 if (10**10_000 - 1) % 2**64 >= 2**63 else 0)),
-    ],
-    ids=lambda value: repr(value)[:30],
+    [(b"2501", 2501), (b"9223372036854775808", -(2**63)), (b"18446744073709554117", 2501)],
 )
 def test_rdy_out_of_range_is_refused_with_the_count_as_a_signed_number(text: bytes, count: int) -> None:
     assert refusal(SUB + b"RDY %s\n" % text) == f"E_INVALID RDY count {count} out of range 0-2500"
 
 
-BAD_NUMBERS = [b"abc", b"-1", b"+1", b"1.0", b"1e3", b"0x10", b"1_000", b"1a", b"\t1", b"1\x00", b"\xff"]
-BAD_NUMBERS += ["１".encode(), "²".encode()]
-
-
-@pytest.mark.parametrize("text", BAD_NUMBERS, ids=repr)
+@pytest.mark.parametrize("text", [b"-1", b"1_000", b"\xff"])
 def test_what_is_not_decimal_is_refused_as_it_was_written(text: bytes) -> None:
     shown = text.decode("utf-8", "surrogateescape")
     assert refusal(SUB + b"RDY %s\n" % text) == f"E_INVALID RDY could not parse count {shown}"
@@ -503,7 +397,7 @@ def test_what_is_not_decimal_is_refused_as_it_was_written(text: bytes) -> None:
     assert refusal(b"DPUB t %s\n" % text) == f"E_INVALID DPUB could not parse timeout {shown}"
 
 
-@pytest.mark.parametrize("line", [b"RDY\n", b"RDY x\n", b"RDY 9999\n", b"RDY -1\n"])
+@pytest.mark.parametrize("line", [b"RDY\n", b"RDY x\n"])
 def test_rdy_while_closing_is_ignored_whatever_its_parameter(line: bytes) -> None:
     outcome = hear(SUB + CLS + line)
     assert outcome.commands == [Subscribe("t", "c"), StartClose()]
@@ -522,6 +416,7 @@ def test_cls_and_nop() -> None:
 # Pieces
 
 
+@both_builds
 def test_commands_come_out_as_soon_as_they_are_complete() -> None:
     protocol = started(LIMITS)
     data = SUB + b"RDY 5\n" + b"PUB t\n" + sized(b"x") + mpub(b"t", [b"y"]) + fins(1, 2)
@@ -532,12 +427,7 @@ def test_commands_come_out_as_soon_as_they_are_complete() -> None:
     assert list(came) == [sum(ends[: i + 1]) - 1 for i in range(len(ends))]
 
 
-def test_empty_pieces_change_nothing() -> None:
-    data = MAGIC + SUB + b"PUB t\n" + sized(b"xyz") + mpub(b"t", [b"x", b"y"]) + fins(*range(10))
-    pieces = [piece for byte in one_by_one(data) for piece in (b"", byte, b"")]
-    assert talk(pieces, LIMITS) == talk([data], LIMITS)
-
-
+@both_builds
 def test_what_follows_is_kept_when_the_reader_stops_after_a_command() -> None:
     protocol = started(LIMITS)
     data = SUB + b"RDY 5\nPUB t\n" + sized(b"xy")
@@ -564,11 +454,7 @@ def test_commands_before_an_error_come_out_first() -> None:
     assert outcome.completed == 5
 
 
-def test_a_line_too_long_is_raised_as_such() -> None:
-    with pytest.raises(LineTooLong):
-        list(started(LIMITS).receive_data(b"x" * 20_000))
-
-
+@both_builds
 def test_bodies_do_not_share_memory_with_what_was_received() -> None:
     # A message of one byte must not keep a megabyte of input alive.
     (command,) = started(Limits()).receive_data(b"PUB t\n" + sized(b"x"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nsparq.errors import ClientError
-from nsparq.wire.commands import Finish, Publish, Ready, Refusal, Requeue, StartClose, Touch
+from nsparq.wire.commands import Finish, Publish, Refusal, Requeue, StartClose, Touch
 from nsparq.wire.limits import Limits
 from nsparq.wire.server import MAGIC
 from tests.support import sized
@@ -46,26 +46,21 @@ def test_answers_need_their_parameters(line: bytes, verb: str) -> None:
     assert refusal(SUB + line + b"\n") == f"E_INVALID {verb} insufficient number of params"
 
 
-@pytest.mark.parametrize("raw", [b"", b"x", ID[:15], ID + b"0", ID + b"\r\r", b"0" * 1000], ids=repr)
-@pytest.mark.parametrize("line", [b"FIN %s\n", b"REQ %s 0\n", b"REQ %s x\n", b"TOUCH %s\n"])
-def test_an_id_that_is_not_16_bytes_is_malformed(line: bytes, raw: bytes) -> None:
-    assert refusal(SUB + line % raw) == MALFORMED
+@pytest.mark.parametrize("line", [b"FIN %s\n", b"REQ %s x\n", b"TOUCH %s\n"])
+def test_an_id_that_is_not_16_bytes_is_malformed(line: bytes) -> None:
+    for raw in (b"", ID[:15], ID + b"0", ID + b"\r\r"):
+        assert refusal(SUB + line % raw) == MALFORMED
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [b"0123456789ABCDEF", b"0123456789abcdeF", b"z" * 16, b"-123456789abcdef", b"0x23456789abcdef"]
-    + [b"_123456789abcde_", b"0_23456789abcdef", b"\t" * 16, b"\x00" * 16, b"\xff" * 16, "é".encode() * 8],
-    ids=repr,
-)
 @pytest.mark.parametrize("verb", ["FIN", "REQ", "TOUCH"])
-def test_16_bytes_that_are_no_id_of_ours_are_not_in_flight(verb: str, raw: bytes) -> None:
-    shown = raw.decode("utf-8", "surrogateescape")
-    line = b"%s %s 5\n" % (verb.encode(), raw)
-    outcome = hear(SUB + line + b"NOP\n")
-    assert outcome.error is None
-    assert outcome.commands[1:] == [f"E_{verb}_FAILED {verb} {shown} failed ID not in flight"]
-    assert outcome.completed == 3
+def test_16_bytes_that_are_no_id_of_ours_are_not_in_flight(verb: str) -> None:
+    # Python's int() would take the signs, the prefix and the underscore.
+    for raw in (ID.upper(), b"z" * 16, b"-" + ID[1:], b"0x" + ID[2:], b"0_" + ID[2:], b"\xff" * 16):
+        outcome = hear(SUB + b"%s %s 5\nNOP\n" % (verb.encode(), raw))
+        assert outcome.error is None
+        shown = raw.decode("utf-8", "surrogateescape")
+        assert outcome.commands[1:] == [f"E_{verb}_FAILED {verb} {shown} failed ID not in flight"]
+        assert outcome.completed == 3
 
 
 def test_such_an_answer_does_not_end_the_conversation() -> None:
@@ -75,25 +70,9 @@ def test_such_an_answer_does_not_end_the_conversation() -> None:
     assert not command.error.fatal
 
 
-@pytest.mark.parametrize(
-    ("text", "timeout_ms"),
-    [
-        (b"", 0),
-        (b"0", 0),
-        (b"1", 1),
-        (b"3600000", 3_600_000),
-        (b"3600001", 3_600_000),
-        (b"9223372036854775807", 3_600_000),
-        (b"9223372036854775808", 0),
-        (b"18446744073709551615", 0),
-        (b"18446744073709551617", 1),
-    ],
-)
-def test_a_requeue_timeout_is_clamped_without_an_error(text: bytes, timeout_ms: int) -> None:
-    assert commands(SUB + b"REQ %s %s\n" % (ID, text))[1:] == [Requeue(NUMBER, timeout_ms)]
-
-
-def test_the_clamp_of_requeue_is_the_configured_one() -> None:
+def test_a_requeue_timeout_is_clamped_without_an_error() -> None:
+    for text, timeout_ms in ((b"", 0), (b"3600001", 3_600_000), (b"%d" % 2**63, 0), (b"%d" % (2**64 + 1), 1)):
+        assert commands(SUB + b"REQ %s %s\n" % (ID, text))[1:] == [Requeue(NUMBER, timeout_ms)]
     limits = Limits(max_req_timeout_ms=1000)
     assert commands(SUB + b"REQ %s 1001\n" % ID, limits)[1:] == [Requeue(NUMBER, 1000)]
 
@@ -107,20 +86,15 @@ def test_the_timeout_of_a_requeue_is_judged_even_where_the_id_is_unknown() -> No
 TOP = 2**64 - 1
 RUNS = {
     "one": [5],
-    "a few": [5, 6, 7],
     "seven": list(range(7)),
     "eight": list(range(8)),
     "many in order": list(range(1000, 3000)),
     "backwards": list(range(50, 0, -1)),
-    "every other": list(range(0, 100, 2)),
     "all the same": [7] * 20,
     "two by two": [n for i in range(20) for n in (10 * i, 10 * i + 1)],
-    "the largest": [TOP] * 10,
-    "up to the largest": list(range(TOP - 9, TOP + 1)),
     "beyond the largest": [*range(TOP - 4, TOP + 1), *range(5)],
     "largest and zero in turn": [TOP, 0] * 8,
     "around the sign": list(range(2**63 - 5, 2**63 + 5)),
-    "zeros": [0] * 10,
 }
 
 
@@ -129,13 +103,10 @@ def test_a_run_of_fins_gives_each_id_in_order(numbers: list[int]) -> None:
     outcome = hear(SUB + fins(*numbers))
     assert outcome.commands[1:] == finished(*numbers)
     assert outcome.completed == 1 + len(numbers)
-
-
-@pytest.mark.parametrize("numbers", [v for v in RUNS.values() if len(v) >= 8])
-def test_a_run_comes_as_few_commands(numbers: list[int]) -> None:
-    heard = list(started(LIMITS, SUB).receive_data(fins(*numbers)))
-    assert len(heard) <= 1 + len(numbers) // 100
-    assert {type(command) for command in heard} == {Finish}
+    if len(numbers) >= 8:
+        heard = list(started(LIMITS, SUB).receive_data(fins(*numbers)))
+        assert len(heard) <= 1 + len(numbers) // 100
+        assert {type(command) for command in heard} == {Finish}
 
 
 def test_consecutive_ids_of_a_run_are_one_span() -> None:
@@ -152,51 +123,44 @@ def test_a_run_before_sub_is_refused() -> None:
     assert refusal(fins(*range(20))) == "E_INVALID cannot FIN in current state"
 
 
-@pytest.mark.parametrize("before", [0, 1, 7, 8, 30])
 @pytest.mark.parametrize(
     ("middle", "heard"),
     [
         (b"NOP\n", []),
-        (b"RDY 5\n", [Ready(5)]),
-        (b"TOUCH %s\n" % ID, [Touch(NUMBER)]),
         (b"REQ %s 0\n" % ID, [Requeue(NUMBER, 0)]),
         (b"PUB t\n" + sized(fins(1, 2)), [Publish("PUB", "t", [fins(1, 2)])]),
         (b"CLS\n", [StartClose()]),
         (b"FIN %s\r\n" % ID, finished(NUMBER)),
         (b"FIN %s\r\n" % ID * 10, finished(*[NUMBER] * 10)),
         (b"FIN %s more\n" % ID, finished(NUMBER)),
-        (b"FIN %s \n" % ID, finished(NUMBER)),
         (b"FIN 0123456789ABCDEF\n", ["E_FIN_FAILED FIN 0123456789ABCDEF failed ID not in flight"]),
         (b"FIN 0123456789abcdeg\n", ["E_FIN_FAILED FIN 0123456789abcdeg failed ID not in flight"]),
-        (b"FIN               \t \n", MALFORMED),
         (b"FIN  123456789abcdef\n", MALFORMED),
         (b"FIN 0123456789abcde\nX", MALFORMED),
         (b"FIN 0123456789abcde\r\n", MALFORMED),
         (b"FIN 0123456789abcdef0\n", MALFORMED),
         (b"FIN\n", "E_INVALID FIN insufficient number of params"),
         (b"FINISH 123456789abcd\n", "E_INVALID invalid command FINISH"),
-        (b"fin 0123456789abcdef\n", "E_INVALID invalid command fin"),
-        (b"\n", "E_INVALID invalid command "),
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_a_run_may_be_interrupted_by_anything(before: int, middle: bytes, heard: list[object] | str) -> None:
-    outcome = hear(SUB + fins(*range(before)) + middle + fins(*range(100, 130)))
-    if isinstance(heard, list):
-        assert outcome.error is None
-        assert outcome.commands[1:] == [*finished(*range(before)), *heard, *finished(*range(100, 130))]
-    else:
-        assert outcome.error == heard
-        assert outcome.commands[1:] == finished(*range(before))
-        assert outcome.completed == 1 + before
+def test_a_run_may_be_interrupted_by_anything(middle: bytes, heard: list[object] | str) -> None:
+    for before in (0, 1, 8, 30):
+        outcome = hear(SUB + fins(*range(before)) + middle + fins(*range(100, 130)))
+        if isinstance(heard, list):
+            assert outcome.error is None
+            assert outcome.commands[1:] == [*finished(*range(before)), *heard, *finished(*range(100, 130))]
+        else:
+            assert outcome.error == heard
+            assert outcome.commands[1:] == finished(*range(before))
+            assert outcome.completed == 1 + before
 
 
-@pytest.mark.parametrize("cut", range(1, 22))
-def test_a_run_cut_inside_a_line_goes_on_with_the_next_piece(cut: int) -> None:
+def test_a_run_cut_inside_a_line_goes_on_with_the_next_piece() -> None:
     data = fins(*range(40))
-    for count in (1, 7, 8, 9, 20):
-        at = 21 * count + cut
-        assert talk([MAGIC + SUB, data[:at], data[at:]], LIMITS).commands[1:] == finished(*range(40))
+    for count in (1, 7, 8, 20):
+        for at in range(21 * count + 1, 21 * count + 22):
+            assert talk([MAGIC + SUB, data[:at], data[at:]], LIMITS).commands[1:] == finished(*range(40))
 
 
 @pytest.mark.parametrize(

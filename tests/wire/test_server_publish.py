@@ -34,11 +34,7 @@ single = pytest.mark.parametrize(("verb", "line", "defer_ms"), SINGLES, ids=["PU
 
 
 @single
-@pytest.mark.parametrize(
-    "body",
-    [b"x", b"\n", b"NOP\n", b"PUB t\n", b"\r\n\r\n", bytes(256), bytes(range(256)), b"x" * 1000],
-    ids=len,
-)
+@pytest.mark.parametrize("body", [b"\n", b"PUB t\n", bytes(range(256)), b"x" * 1000], ids=len)
 def test_a_body_is_any_bytes_up_to_the_largest_size(
     verb: str, line: bytes, defer_ms: int, body: bytes
 ) -> None:
@@ -59,21 +55,16 @@ def test_a_publish_like_the_last_one_is_taken_by_its_body_alone() -> None:
 
 
 @single
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "invalid message body size 0"),
-        (-1, "invalid message body size -1"),
-        (-(2**31), "invalid message body size -2147483648"),
-        (1001, "message too big 1001 > 1000"),
-        (2**31 - 1, "message too big 2147483647 > 1000"),
-    ],
-)
+@pytest.mark.parametrize("behind", [b"", bytes(2000)], ids=len)
 def test_a_message_size_out_of_range_is_refused_before_the_body_comes(
-    verb: str, line: bytes, defer_ms: int, number: int, text: str
+    verb: str, line: bytes, defer_ms: int, behind: bytes
 ) -> None:
-    assert refusal(line + size(number)) == f"E_BAD_MESSAGE {verb} {text}"
-    assert refusal(line + size(number) + bytes(2000)) == f"E_BAD_MESSAGE {verb} {text}"
+    for number in (0, -1, -(2**31)):
+        error = f"E_BAD_MESSAGE {verb} invalid message body size {number}"
+        assert refusal(line + size(number) + behind) == error
+    for number in (1001, 2**31 - 1):
+        error = f"E_BAD_MESSAGE {verb} message too big {number} > 1000"
+        assert refusal(line + size(number) + behind) == error
 
 
 @single
@@ -92,16 +83,11 @@ def test_a_stream_that_ends_inside_a_publish_names_what_is_missing(
     [
         (b"PUB", "E_INVALID PUB insufficient number of parameters"),
         (b"PUB t!", 'E_BAD_TOPIC PUB topic name "t!" is not valid'),
-        (b"PUB " + b"x" * 65, f'E_BAD_TOPIC PUB topic name "{"x" * 65}" is not valid'),
-        (b"PUB #ephemeral", 'E_BAD_TOPIC PUB topic name "#ephemeral" is not valid'),
         (b"MPUB", "E_INVALID MPUB insufficient number of parameters"),
         (b"MPUB t!", 'E_BAD_TOPIC E_BAD_TOPIC MPUB topic name "t!" is not valid'),
-        (b"DPUB", "E_INVALID DPUB insufficient number of parameters"),
-        (b"DPUB t", "E_INVALID DPUB insufficient number of parameters"),
         (b"DPUB t!", "E_INVALID DPUB insufficient number of parameters"),
         (b"DPUB t! x", 'E_BAD_TOPIC DPUB topic name "t!" is not valid'),
         (b"DPUB t x", "E_INVALID DPUB could not parse timeout x"),
-        (b"DPUB t -1", "E_INVALID DPUB could not parse timeout -1"),
         (b"DPUB t 3600001", "E_INVALID DPUB timeout 3600001 out of range 0-3600000"),
         (
             b"DPUB t 9223372036854775808",
@@ -114,12 +100,9 @@ def test_a_publish_line_is_checked_before_its_body_comes(line: bytes, error: str
     assert refusal(line + b"\n") == error
 
 
-@pytest.mark.parametrize(
-    ("text", "defer_ms"),
-    [(b"", 0), (b"0", 0), (b"1", 1), (b"3600000", 3_600_000), (b"18446744073709551617", 1)],
-)
-def test_the_defer_time_is_taken_up_to_and_with_its_maximum(text: bytes, defer_ms: int) -> None:
-    assert commands(b"DPUB t %s\n" % text + sized(b"x")) == [Publish("DPUB", "t", [b"x"], defer_ms)]
+def test_the_defer_time_is_taken_up_to_and_with_its_maximum() -> None:
+    for text, defer_ms in ((b"", 0), (b"3600000", 3_600_000), (b"18446744073709551617", 1)):
+        assert commands(b"DPUB t %s\n" % text + sized(b"x")) == [Publish("DPUB", "t", [b"x"], defer_ms)]
 
 
 def test_many_topics_on_one_connection_are_never_mixed_up() -> None:
@@ -135,15 +118,8 @@ def test_many_topics_on_one_connection_are_never_mixed_up() -> None:
 
 @pytest.mark.parametrize(
     "bodies",
-    [
-        [b"x"],
-        [b"x", b"yy", b"zzz"],
-        [b"\n"] * 10,
-        [b"x" * 1000] * 4,
-        [b"x"] * 999,
-        [fins(1), b"PUB t\n", bytes(4), size(-1)],
-    ],
-    ids=["one", "three", "line feeds", "large", "as many as fit", "like commands"],
+    [[b"x", b"yy", b"zzz"], [b"x" * 1000] * 4, [b"x"] * 999, [fins(1), b"PUB t\n", bytes(4), size(-1)]],
+    ids=["few", "large", "as many as fit", "like commands"],
 )
 def test_an_mpub_gives_its_messages_in_order(bodies: list[bytes]) -> None:
     data = mpub(b"t", bodies)
@@ -154,17 +130,10 @@ def test_an_mpub_gives_its_messages_in_order(bodies: list[bytes]) -> None:
     ("data", "error"),
     [
         (size(0), "E_BAD_BODY MPUB invalid body size 0"),
-        (size(-1), "E_BAD_BODY MPUB invalid body size -1"),
         (size(5001), "E_BAD_BODY MPUB body too big 5001 > 5000"),
-        (size(2**31 - 1), "E_BAD_BODY MPUB body too big 2147483647 > 5000"),
         (size(9) + size(0), "E_BAD_BODY MPUB invalid message count 0"),
-        (size(9) + size(-1), "E_BAD_BODY MPUB invalid message count -1"),
         (size(9) + size(1000), "E_BAD_BODY MPUB invalid message count 1000"),
-        (size(9) + size(2**31 - 1), "E_BAD_BODY MPUB invalid message count 2147483647"),
         (size(9) + size(1) + size(0), "E_BAD_MESSAGE MPUB invalid message(0) body size 0"),
-        (size(9) + size(1) + size(-5), "E_BAD_MESSAGE MPUB invalid message(0) body size -5"),
-        (size(9) + size(1) + size(1001), "E_BAD_MESSAGE MPUB message too big 1001 > 1000"),
-        (size(99) + size(9) + sized(b"x") * 3 + size(0), "E_BAD_MESSAGE MPUB invalid message(3) body size 0"),
         (
             size(99) + size(9) + sized(b"x") * 3 + size(-(2**31)),
             "E_BAD_MESSAGE MPUB invalid message(3) body size -2147483648",
@@ -179,8 +148,7 @@ def test_an_mpub_is_refused_at_its_first_wrong_number(data: bytes, error: str) -
 
 
 def test_an_mpub_may_hold_as_many_messages_as_its_largest_body_could() -> None:
-    assert cut_off(b"MPUB t\n" + size(9) + size(999)) is not None
-    assert refusal(b"MPUB t\n" + size(9) + size(1000)) == "E_BAD_BODY MPUB invalid message count 1000"
+    assert refusal(b"MPUB t\n" + size(9) + size(999)) is None
 
 
 def test_a_stream_that_ends_inside_an_mpub_names_what_is_missing() -> None:
@@ -199,17 +167,10 @@ def test_a_stream_that_ends_inside_an_mpub_names_what_is_missing() -> None:
             assert cut_off(data + size(3) + part) == "E_BAD_MESSAGE MPUB failed to read message body"
 
 
-@pytest.mark.parametrize("declared", [1, 4, 9, 16, 18, 100, 5000])
+@pytest.mark.parametrize("declared", [1, 15, 5000])
 def test_an_mpub_ends_with_its_last_message_whatever_size_it_declared(declared: int) -> None:
     heard = commands(mpub(b"t", [b"x", b"yy"], declared) + b"PUB t\n" + sized(b"z"))
     assert heard == [Publish("MPUB", "t", [b"x", b"yy"]), Publish("PUB", "t", [b"z"])]
-
-
-def test_an_mpub_that_lies_about_its_size_is_held_to_the_largest_body() -> None:
-    # What we hold for it must be bounded, and how it arrives may not decide.
-    error = hear(mpub(b"t", [b"x" * 1000] * 100, 9)).error
-    assert error is not None
-    assert error.startswith("E_BAD_BODY MPUB body too big ")
 
 
 @pytest.mark.parametrize("count", [5, 6])
@@ -242,10 +203,3 @@ def test_the_cost_of_a_large_mpub_message_in_single_bytes_is_linear() -> None:
 
 def test_the_cost_of_an_mpub_of_tiny_messages_in_single_bytes_is_linear() -> None:
     assert_cost_is_linear(lambda n: feed_slowly(mpub(b"t", [b"x"] * n), Limits()), 2000)
-
-
-def test_a_megabyte_in_small_pieces_is_put_together_once() -> None:
-    body = bytes(range(256)) * 4096
-    data = MAGIC + b"PUB t\n" + sized(body)
-    pieces = [data[i : i + 100] for i in range(0, len(data), 100)]
-    assert talk(pieces, Limits()).commands == [Publish("PUB", "t", [body])]
