@@ -1,8 +1,7 @@
-"""Group A: connection, lines, framing; everything over TCP and over a Unix socket."""
+"""Group A: connection, lines, framing; the same over a Unix socket in case 14."""
 
 from __future__ import annotations
 
-import json
 import socket
 import struct
 import tempfile
@@ -11,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import RESPONSE, ConnectionClosed, TestBroker, sized, wait_until
+from tests.support import ConnectionClosed, sized, wait_until
 from tests.support.polling import DEADLINE
-
-from .conftest import SharedBroker
 
 
 @pytest.fixture(scope="module")
@@ -23,26 +20,19 @@ def socket_path() -> Iterator[str]:
         yield str(Path(directory) / "nsqd.sock")
 
 
-@pytest.fixture(params=["tcp", "unix"])
-def broker(request: pytest.FixtureRequest, shared_broker: SharedBroker, socket_path: str) -> TestBroker:
-    return shared_broker() if request.param == "tcp" else shared_broker(tcp_address=socket_path)
-
-
 def test_case_001_magic_is_accepted_without_a_reply(broker, topic):
     with broker.connect() as connection:
         connection.expect_silence(0.1)
         connection.pub(topic, b"works")
 
 
-@pytest.mark.parametrize("magic", [b"XXXX", b"  V1", b"GET "])
-def test_case_002_wrong_magic_gets_bad_protocol_and_is_closed(broker, magic):
-    with broker.connect(magic=magic) as connection:
+def test_case_002_wrong_magic_gets_bad_protocol_and_is_closed(broker):
+    with broker.connect(magic=b"  V1") as connection:
         connection.expect_fatal("E_BAD_PROTOCOL")
 
 
-@pytest.mark.parametrize("start", [b"", b" ", b"  V"])
-def test_case_003_end_of_stream_inside_the_magic_closes_silently(broker, start):
-    with broker.connect(magic=start) as connection:
+def test_case_003_end_of_stream_inside_the_magic_closes_silently(broker):
+    with broker.connect(magic=b"  V") as connection:
         connection.end_of_stream()
         connection.expect_closed()
 
@@ -55,12 +45,6 @@ def test_case_004_empty_line_is_an_invalid_command(broker, topic):
 
 
 def test_case_005_unknown_command_is_fatal(broker):
-    with broker.connect() as connection:
-        connection.send(b"ASDF\n")
-        connection.expect_fatal("E_INVALID invalid command ASDF")
-
-
-def test_case_005_only_the_first_word_of_an_unknown_command_is_named(broker):
     with broker.connect() as connection:
         connection.send(b"ASDF one two\n")
         connection.expect_fatal("E_INVALID invalid command ASDF")
@@ -94,16 +78,10 @@ def test_case_008_longest_line_is_read_and_answered(broker):
         connection.expect_fatal(b"E_INVALID invalid command " + line)
 
 
-@pytest.mark.parametrize("length", [16_384, 100_000])
-def test_case_008_longer_line_is_closed_without_a_frame(broker, length):
+@pytest.mark.parametrize("line", [b"A" * 16_384 + b"\n", b"A" * 20_000], ids=["longer", "endless"])
+def test_case_008_longer_line_is_closed_without_a_frame(broker, line):
     with broker.connect() as connection:
-        connection.send(b"A" * length + b"\n")
-        connection.expect_closed()
-
-
-def test_case_008_endless_line_is_closed_before_its_end(broker):
-    with broker.connect() as connection:
-        connection.send(b"A" * 20_000)
+        connection.send(line)
         connection.expect_closed()
 
 
@@ -207,38 +185,15 @@ def test_case_014_unix_socket_is_gone_after_stop_and_a_stale_one_is_replaced(own
         wait_until(lambda: broker.topic_stats(topic)["depth"] == 1)
 
 
-def test_response_frames_of_identify_hold_json_or_ok(broker):
-    with broker.connect() as connection:
-        connection.command("IDENTIFY", body=b'{"feature_negotiation":true}')
-        frame = connection.read_frame()
-        assert frame.type == RESPONSE
-        assert isinstance(json.loads(frame.data), dict)
-
-
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        (b"PUB t\n", "E_BAD_MESSAGE PUB failed to read message body size"),
-        (b"PUB t\n\x00\x00", "E_BAD_MESSAGE PUB failed to read message body size"),
         (b"PUB t\n\x00\x00\x00\x04abc", "E_BAD_MESSAGE PUB failed to read message body"),
-        (b"DPUB t 1\n", "E_BAD_MESSAGE DPUB failed to read message body size"),
-        (b"DPUB t 1\n\x00\x00\x00\x04abc", "E_BAD_MESSAGE DPUB failed to read message body"),
-        (b"MPUB t\n", "E_BAD_BODY MPUB failed to read body size"),
-        (b"MPUB t\n\x00\x00\x00\x10", "E_BAD_BODY MPUB failed to read message count"),
-        (
-            b"MPUB t\n\x00\x00\x00\x10\x00\x00\x00\x01",
-            "E_BAD_MESSAGE MPUB failed to read message(0) body size",
-        ),
         (
             b"MPUB t\n\x00\x00\x00\x10\x00\x00\x00\x02\x00\x00\x00\x01a\x00",
             "E_BAD_MESSAGE MPUB failed to read message(1) body size",
         ),
-        (
-            b"MPUB t\n\x00\x00\x00\x10\x00\x00\x00\x01\x00\x00\x00\x02a",
-            "E_BAD_MESSAGE MPUB failed to read message body",
-        ),
         (b"IDENTIFY\n\x00", "E_BAD_BODY IDENTIFY failed to read body size"),
-        (b"IDENTIFY\n\x00\x00\x00\x02{", "E_BAD_BODY IDENTIFY failed to read body"),
     ],
 )
 def test_end_of_stream_inside_a_command_is_answered_with_what_was_missing(broker, command, text):

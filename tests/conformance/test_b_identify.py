@@ -88,11 +88,10 @@ def test_case_017_identify_after_sub_is_fatal(broker, topic, channel):
         connection.expect_fatal("E_INVALID cannot IDENTIFY in current state")
 
 
-@pytest.mark.parametrize("size", [-1, 0, -(2**31)])
-def test_case_018_body_size_must_be_positive(broker, size):
+def test_case_018_body_size_must_be_positive(broker):
     with broker.connect() as connection:
-        connection.send(b"IDENTIFY\n" + struct.pack(">i", size))
-        connection.expect_fatal(f"E_BAD_BODY IDENTIFY invalid body size {size}")
+        connection.send(b"IDENTIFY\n" + struct.pack(">i", -1))
+        connection.expect_fatal("E_BAD_BODY IDENTIFY invalid body size -1")
 
 
 def test_case_018_body_size_is_limited_by_max_body_size(small_broker):
@@ -104,52 +103,14 @@ def test_case_018_body_size_is_limited_by_max_body_size(small_broker):
         connection.expect_fatal("E_BAD_BODY IDENTIFY body too big 1001 > 1000")
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"[]",
-        b'"str"',
-        b"1",
-        b"true",
-        b'{"client_id":1}',
-        b'{"heartbeat_interval":1.5}',
-        b'{"heartbeat_interval":1000.0}',
-        b'{"heartbeat_interval":1e3}',
-        b'{"heartbeat_interval":"1000"}',
-        b'{"feature_negotiation":"true"}',
-        b'{"feature_negotiation":1}',
-        b'{"sample_rate":2147483648}',
-        b'{"msg_timeout":9223372036854775808}',
-        b'{"hostname":["a"]}',
-        b"{} x",
-        b"{}{}",
-        b"{",
-        b"{'client_id':'a'}",
-        b'{"client_id":"a",}',
-        b'{"client_id":NaN}',
-        b'{"client_id":"a\nb"}',
-        b"\x00",
-        b"garbage",
-    ],
-)
+@pytest.mark.parametrize("body", [b"[]", b'{"client_id":1}', b'{"heartbeat_interval":1e3}', b"{} x"])
 def test_case_019_body_that_does_not_decode_is_refused(broker, body):
     with broker.connect() as connection:
         connection.command("IDENTIFY", body=body)
         connection.expect_fatal("E_BAD_BODY IDENTIFY failed to decode JSON body")
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"null",
-        b'{"client_id":null,"heartbeat_interval":null,"feature_negotiation":null,"sample_rate":null}',
-        b'{"short_id":"a","long_id":"b","unheard_of":{"x":[1,2.5,null]}}',
-        b'{"CLIENT_ID":"a","Heartbeat_Interval":1000}',
-        b' \t\r\n {"client_id":"a"} \r\n\t ',
-        b'{"client_id":"\xff\xfe"}',
-        b'{"msg_timeout":-0}',
-    ],
-)
+@pytest.mark.parametrize("body", [b"null", b' {"client_id":"\xff","sample_rate":null,"long_id":[{}]}\r\n'])
 def test_case_020_lenient_forms_of_the_body_are_accepted(broker, body):
     with broker.connect() as connection:
         connection.command("IDENTIFY", body=body)
@@ -165,14 +126,11 @@ def test_case_020_upper_case_keys_count_and_the_last_duplicate_wins(broker):
     assert (reply["msg_timeout"], reply["sample_rate"]) == (2000, 7)
 
 
-@pytest.mark.parametrize("interval", [999, 1, -2, 60_001])
-def test_case_021_heartbeat_interval_out_of_range_is_refused(broker, interval):
-    refuses(broker, f"heartbeat interval ({interval}) is invalid", heartbeat_interval=interval)
-
-
-@pytest.mark.parametrize("interval", [0, 1000, 60_000])
-def test_case_021_heartbeat_interval_at_its_limits_is_accepted(broker, interval):
-    accepts(broker, heartbeat_interval=interval)
+def test_case_021_heartbeat_interval_is_limited(broker):
+    for interval in (0, 1000, 60_000):
+        accepts(broker, heartbeat_interval=interval)
+    for interval in (999, 60_001):
+        refuses(broker, f"heartbeat interval ({interval}) is invalid", heartbeat_interval=interval)
 
 
 def test_case_021_heartbeat_limit_follows_its_flag(small_broker):
@@ -190,24 +148,18 @@ def test_case_023_sub_without_heartbeats_is_refused(broker, topic, channel):
         connection.expect_fatal("E_INVALID cannot SUB with heartbeats disabled")
 
 
-@pytest.mark.parametrize("size", [-1, 0, 64, 65_536])
-def test_case_024_output_buffer_size_within_limits_is_accepted(broker, size):
-    accepts(broker, output_buffer_size=size)
+def test_case_024_output_buffer_size_is_limited(broker):
+    for size in (-1, 0, 64, 65_536):
+        accepts(broker, output_buffer_size=size)
+    for size in (63, 65_537):
+        refuses(broker, f"output buffer size ({size}) is invalid", output_buffer_size=size)
 
 
-@pytest.mark.parametrize("size", [1, 63, -2, 65_537])
-def test_case_024_output_buffer_size_out_of_range_is_refused(broker, size):
-    refuses(broker, f"output buffer size ({size}) is invalid", output_buffer_size=size)
-
-
-@pytest.mark.parametrize("timeout_ms", [-1, 0, 25, 30_000])
-def test_case_025_output_buffer_timeout_within_limits_is_accepted(broker, timeout_ms):
-    accepts(broker, output_buffer_timeout=timeout_ms)
-
-
-@pytest.mark.parametrize("timeout_ms", [1, 24, -2, 30_001])
-def test_case_025_output_buffer_timeout_out_of_range_is_refused(broker, timeout_ms):
-    refuses(broker, f"output buffer timeout ({timeout_ms}) is invalid", output_buffer_timeout=timeout_ms)
+def test_case_025_output_buffer_timeout_is_limited(broker):
+    for timeout_ms in (-1, 0, 25, 30_000):
+        accepts(broker, output_buffer_timeout=timeout_ms)
+    for timeout_ms in (24, 30_001):
+        refuses(broker, f"output buffer timeout ({timeout_ms}) is invalid", output_buffer_timeout=timeout_ms)
 
 
 def test_cases_024_and_025_buffer_limits_follow_their_flags(small_broker):
@@ -228,24 +180,18 @@ def test_case_026_disabled_flush_timer_is_reported_as_timeout_0(broker):
     assert (reply["output_buffer_size"], reply["output_buffer_timeout"]) == (16_384, 0)
 
 
-@pytest.mark.parametrize("rate", [0, 1, 99])
-def test_case_027_sample_rate_is_a_percentage(broker, rate):
-    assert accepts(broker, sample_rate=rate)["sample_rate"] == rate
+def test_case_027_sample_rate_is_a_percentage(broker):
+    for rate in (0, 1, 99):
+        assert accepts(broker, sample_rate=rate)["sample_rate"] == rate
+    for rate in (-1, 100):
+        refuses(broker, f"sample rate ({rate}) is invalid", sample_rate=rate)
 
 
-@pytest.mark.parametrize("rate", [-1, 100])
-def test_case_027_sample_rate_out_of_range_is_refused(broker, rate):
-    refuses(broker, f"sample rate ({rate}) is invalid", sample_rate=rate)
-
-
-@pytest.mark.parametrize(("asked", "effective"), [(0, 60_000), (1000, 1000), (900_000, 900_000)])
-def test_case_028_msg_timeout_within_limits_is_accepted(broker, asked, effective):
-    assert accepts(broker, msg_timeout=asked)["msg_timeout"] == effective
-
-
-@pytest.mark.parametrize("timeout_ms", [1, 999, -1, 900_001])
-def test_case_028_msg_timeout_out_of_range_is_refused(broker, timeout_ms):
-    refuses(broker, f"msg timeout ({timeout_ms}) is invalid", msg_timeout=timeout_ms)
+def test_case_028_msg_timeout_is_limited(broker):
+    for asked, effective in ((0, 60_000), (1000, 1000), (900_000, 900_000)):
+        assert accepts(broker, msg_timeout=asked)["msg_timeout"] == effective
+    for timeout_ms in (-1, 999, 900_001):
+        refuses(broker, f"msg timeout ({timeout_ms}) is invalid", msg_timeout=timeout_ms)
 
 
 def test_case_028_msg_timeout_limit_follows_its_flag(small_broker):
@@ -273,18 +219,17 @@ def test_case_030_reply_shows_max_rdy_count(small_broker):
     assert accepts(small_broker)["max_rdy_count"] == 50
 
 
-@pytest.mark.parametrize(("asked", "level"), [(-1, 6), (0, 6), (1, 1), (6, 6), (7, 6), (100, 6)])
-def test_case_031_deflate_level_is_clamped_and_reported(broker, asked, level):
-    reply = accepts(broker, deflate=True, deflate_level=asked)
-    # A server that will not deflate reports its default.
-    assert reply["deflate_level"] == (level if reply["deflate"] else 6)
-    assert reply["max_deflate_level"] == 6
+def test_case_031_deflate_level_is_clamped_and_reported(broker):
+    for asked, level in ((-1, 6), (1, 1), (7, 6)):
+        reply = accepts(broker, deflate=True, deflate_level=asked)
+        # A server that will not deflate reports its default.
+        assert reply["deflate_level"] == (level if reply["deflate"] else 6)
+        assert reply["max_deflate_level"] == 6
 
 
-@pytest.mark.parametrize("asked", [-1, 0, 2, 9])
-def test_case_031_without_deflate_the_level_is_the_default_within_the_maximum(broker, small_broker, asked):
-    assert accepts(broker, deflate_level=asked)["deflate_level"] == 6
-    reply = accepts(small_broker, deflate_level=asked)
+def test_case_031_without_deflate_the_level_is_the_default_within_the_maximum(broker, small_broker):
+    assert accepts(broker, deflate_level=2)["deflate_level"] == 6
+    reply = accepts(small_broker, deflate_level=2)
     assert (reply["deflate_level"], reply["max_deflate_level"]) == (3, 3)
 
 

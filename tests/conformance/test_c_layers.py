@@ -228,7 +228,7 @@ def test_case_038_deflate_is_announced_and_confirmed_inside(broker, topic):
         works(connection, topic)
 
 
-@pytest.mark.parametrize("level", range(1, 7))
+@pytest.mark.parametrize("level", [1, 6])
 def test_case_038_every_flush_can_be_decoded_at_once(broker, topic, level):
     with connect(broker) as connection:
         assert connection.identify(deflate=True, deflate_level=level)["deflate_level"] == level
@@ -279,18 +279,7 @@ def test_case_039_both_layers_show_in_stats(tls_broker, topic, channel):
 
 @pytest.mark.parametrize(
     ("line", "name"),
-    [
-        (b"SUB t ch\n", "SUB"),
-        (b"PUB t\n" + sized(b"body"), "PUB"),
-        (b"MPUB t\n", "MPUB"),
-        (b"DPUB t 100\n", "DPUB"),
-        (b"RDY 1\n", "RDY"),
-        (b"FIN 0123456789abcdef\n", "FIN"),
-        (b"CLS\n", "CLS"),
-        (b"NOP\n", "NOP"),
-        (b"AUTH\n", "AUTH"),
-        (b"what is this\n", "what"),
-    ],
+    [(b"PUB t\n" + sized(b"body"), "PUB"), (b"SUB t ch\n", "SUB"), (b"what is this\n", "what")],
 )
 def test_case_040_without_tls_every_command_but_identify_is_refused(strict_broker, line, name):
     with connect(strict_broker) as connection:

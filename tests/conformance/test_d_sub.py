@@ -18,66 +18,33 @@ def test_case_048_nothing_is_delivered_before_rdy(broker, topic, channel):
         assert connection.read_message().body == b"waiting"
 
 
-@pytest.mark.parametrize("line", ["SUB", "SUB only_a_topic"])
-def test_case_049_missing_parameters_are_fatal(broker, line):
+def test_case_049_missing_parameters_are_fatal(broker):
     with broker.connect() as connection:
-        connection.command(line)
+        connection.command("SUB only_a_topic")
         connection.expect_fatal("E_INVALID SUB insufficient number of parameters")
 
 
-def test_case_050_bad_topic_name_is_fatal(broker):
-    with broker.connect() as connection:
-        connection.command("SUB", "t!", "c")
-        connection.expect_fatal('E_BAD_TOPIC SUB topic name "t!" is not valid')
-
-
-def test_case_050_bad_channel_name_is_fatal(broker):
-    with broker.connect() as connection:
-        connection.command("SUB", "t", "c!")
-        connection.expect_fatal('E_BAD_CHANNEL SUB channel name "c!" is not valid')
-
-
-def test_case_050_two_spaces_make_an_empty_topic_name(broker):
-    with broker.connect() as connection:
-        connection.send(b"SUB  c d\n")
-        connection.expect_fatal('E_BAD_TOPIC SUB topic name "" is not valid')
-
-
 @pytest.mark.parametrize(
-    "name",
+    ("line", "error"),
     [
-        "test",
-        "test-with_period.",
-        "a",
-        ".",
-        "-",
-        "_",
-        "a" * 64,
-        "a#ephemeral",
-        "a" * 54 + "#ephemeral",
-        "0A.z",
+        (b"SUB t! c\n", 'E_BAD_TOPIC SUB topic name "t!" is not valid'),
+        (b"SUB t c!\n", 'E_BAD_CHANNEL SUB channel name "c!" is not valid'),
+        (b"SUB  c d\n", 'E_BAD_TOPIC SUB topic name "" is not valid'),
     ],
 )
+def test_case_050_bad_names_are_fatal(broker, line, error):
+    with broker.connect() as connection:
+        connection.send(line)
+        connection.expect_fatal(error)
+
+
+@pytest.mark.parametrize("name", ["test-with_period.", "a" * 64, "a" * 54 + "#ephemeral"])
 def test_case_051_valid_names_for_topics_and_channels(broker, name):
     with broker.connect() as connection:
         connection.sub(name, name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a" * 65,
-        "a" * 55 + "#ephemeral",
-        "#ephemeral",
-        "test:ephemeral",
-        "a#ephemeral#ephemeral",
-        "a#Ephemeral",
-        "a#",
-        "a/b",
-        "ä",
-        "a*",
-    ],
-)
+@pytest.mark.parametrize("name", ["a" * 65, "#ephemeral", "a#Ephemeral", "a/b"])
 def test_case_051_invalid_names_for_topics_and_channels(broker, name):
     with broker.connect() as connection:
         connection.command("SUB", name, "c")
@@ -87,17 +54,11 @@ def test_case_051_invalid_names_for_topics_and_channels(broker, name):
         connection.expect_fatal(f'E_BAD_CHANNEL SUB channel name "{name}" is not valid')
 
 
-def test_case_052_second_sub_is_fatal(broker, topic, channel):
+@pytest.mark.parametrize("params", [("t", "c"), ("t!",)])
+def test_case_052_second_sub_is_fatal_whatever_it_says(broker, topic, channel, params):
     with broker.connect() as connection:
         connection.sub(topic, channel)
-        connection.command("SUB", topic, channel)
-        connection.expect_fatal("E_INVALID cannot SUB in current state")
-
-
-def test_case_052_the_state_is_looked_at_before_the_parameters(broker, topic, channel):
-    with broker.connect() as connection:
-        connection.sub(topic, channel)
-        connection.command("SUB", "t!")
+        connection.command("SUB", *params)
         connection.expect_fatal("E_INVALID cannot SUB in current state")
 
 
@@ -137,29 +98,10 @@ def plain(topic: dict) -> dict:
 @pytest.mark.parametrize(
     ("name", "quoted"),
     [
-        (b't"x', r'"t\"x"'),
-        (b"t\\x", r'"t\\x"'),
-        (b"t\x01x", r'"t\x01x"'),
-        (b"t\x00", r'"t\x00"'),
-        (b"t\x7f", r'"t\x7f"'),
-        (b"\a\b\f\v\t", r'"\a\b\f\v\t"'),
-        (b"t\rx", r'"t\rx"'),
-        (b"t\xff", r'"t\xff"'),
-        (b"t\xc3", r'"t\xc3"'),
-        (b"\xed\xa0\x80", r'"\xed\xa0\x80"'),
-        ("tä".encode(), '"tä"'),
-        ("日本".encode(), '"日本"'),
-        ("🙂".encode(), '"🙂"'),
-        ("\u00a0".encode(), r'"\u00a0"'),
-        ("\u00ad".encode(), r'"\u00ad"'),
-        ("\u200b".encode(), r'"\u200b"'),
-        ("\u3000".encode(), r'"\u3000"'),
-        ("\ufeff".encode(), r'"\ufeff"'),
-        ("\ufffd".encode(), '"\ufffd"'),
-        ("\x80".encode(), r'"\u0080"'),
-        ("\U0010ffff".encode(), r'"\U0010ffff"'),
-        ("\U000e0001".encode(), r'"\U000e0001"'),
-        (b"it's", '"it\'s"'),
+        (b't"\\\x01\rx', r'"t\"\\\x01\rx"'),
+        (b"\a\b\f\v\t\xff", r'"\a\b\f\v\t\xff"'),
+        ("tä日🙂".encode(), '"tä日🙂"'),
+        ("\u00a0\U0010ffff".encode(), r'"\u00a0\U0010ffff"'),
     ],
 )
 def test_case_055_odd_bytes_of_a_name_are_quoted_as_go_does(broker, name, quoted):

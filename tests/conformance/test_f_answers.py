@@ -59,9 +59,7 @@ def test_case_072_req_and_touch_of_unknown_id_are_not_fatal(delivered, name):
     connection.barrier()
 
 
-@pytest.mark.parametrize(
-    "message_id", [b"zzzzzzzzzzzzzzzz", b"0123456789ABCDEF", b"\x00" * 16, b"\xff" * 16, b"ffffffffffffffff"]
-)
+@pytest.mark.parametrize("message_id", [b"0123456789ABCDEF", b"\xff" * 16, b"f" * 16])
 def test_case_072_any_16_bytes_are_an_id_that_is_not_in_flight(delivered, message_id):
     connection, _ = delivered
     connection.fin(message_id)
@@ -124,12 +122,11 @@ def test_case_072_an_id_is_its_very_bytes_not_a_number(shared_broker, topic, cha
         assert broker.channel_stats(topic, channel)["in_flight_count"] == 32
 
 
-@pytest.mark.parametrize("message_id", [b"", b"short", b"0123456789abcde", b"0123456789abcdef0"])
-@pytest.mark.parametrize("name", ["FIN", "REQ", "TOUCH"])
-def test_case_073_malformed_id_is_fatal(broker, topic, channel, name, message_id):
+@pytest.mark.parametrize("line", ["FIN 0123456789abcde", "REQ 0123456789abcdef0 0", "TOUCH "])
+def test_case_073_malformed_id_is_fatal(broker, topic, channel, line):
     with broker.connect() as connection:
         connection.sub(topic, channel)
-        connection.command(name, message_id, *(["0"] if name == "REQ" else []))
+        connection.command(line)
         connection.expect_fatal("E_INVALID invalid message ID")
 
 
@@ -173,9 +170,7 @@ def test_case_076_missing_parameters_are_fatal(broker, topic, channel, line):
         connection.expect_fatal(f"E_INVALID {line.split()[0]} insufficient number of params")
 
 
-@pytest.mark.parametrize(
-    "line", [f"FIN {ABSENT}", f"REQ {ABSENT} 0", f"TOUCH {ABSENT}", "FIN", "REQ", "TOUCH"]
-)
+@pytest.mark.parametrize("line", [f"FIN {ABSENT}", f"REQ {ABSENT} 0", "TOUCH"])
 def test_case_076_answers_before_sub_are_fatal(broker, line):
     with broker.connect() as connection:
         connection.command(line)

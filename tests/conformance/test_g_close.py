@@ -39,7 +39,7 @@ def test_case_088_after_cls_messages_are_still_answered(broker, topic, channel, 
     assert (stats["depth"], stats["in_flight_count"], stats["deferred_count"]) == (3, 1, 1)
 
 
-@pytest.mark.parametrize("count", ["5", "abc", "-1", "99999", ""])
+@pytest.mark.parametrize("count", ["5", "abc"])
 def test_case_088_after_cls_rdy_is_ignored_whatever_it_says(closing, count):
     connection, _ = closing
     connection.command("RDY", count)

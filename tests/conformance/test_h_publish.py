@@ -71,8 +71,7 @@ def test_case_096_the_size_alone_decides(small_broker, topic, command):
         connection.expect_fatal(f"E_BAD_MESSAGE {name} message too big 2147483647 > 100")
 
 
-@pytest.mark.parametrize("size", [0, -1, -(2**31)])
-@pytest.mark.parametrize("command", ["PUB {}", "DPUB {} 100"])
+@pytest.mark.parametrize(("command", "size"), [("PUB {}", 0), ("DPUB {} 100", -1)])
 def test_case_097_empty_and_negative_sizes_are_refused(broker, topic, command, size):
     with broker.connect() as connection:
         connection.send(command.format(topic).encode() + b"\n" + struct.pack(">i", size))

@@ -175,7 +175,7 @@ def test_case_142_clients_can_be_left_out(broker, topic, channel, value):
         assert connection.local_address.split(":")[1] not in text(broker, f"include_clients={value}")
 
 
-@pytest.mark.parametrize("value", ["true", "1", "", "no", "False", "FALSE"])
+@pytest.mark.parametrize("value", ["true", "", "False"])
 def test_case_142_any_other_value_includes_the_clients(broker, topic, channel, value):
     with broker.connect() as connection:
         connection.sub(topic, channel)
@@ -194,7 +194,7 @@ def test_case_142_memory_can_be_left_out(broker, value):
     assert "Memory" not in text(broker, f"include_mem={value}")
 
 
-@pytest.mark.parametrize("value", ["true", "1", "", "no", "False"])
+@pytest.mark.parametrize("value", ["true", "", "False"])
 def test_case_142_any_other_value_includes_the_memory(broker, value):
     assert "memory" in stats(broker, f"&include_mem={value}")
     assert "\nMemory:\n" in text(broker, f"include_mem={value}")

@@ -48,15 +48,7 @@ def address(broker: TestBroker) -> str:
 
 
 @pytest.mark.parametrize(
-    "option",
-    [
-        "not_a_real_config_value,1",
-        "tls_v1,lol",
-        "tls-min-version,tls9.9",
-        "tls-min-version,ssl3.0",
-        "read_timeout,forever",
-        "max-attempts,65536",
-    ],
+    "option", ["not_a_real_config_value,1", "tls-min-version,tls9.9", "max-attempts,65536"]
 )
 def test_case_210_options_that_cannot_be_are_refused(option: str) -> None:
     with pytest.raises(ConfigError):
