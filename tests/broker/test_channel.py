@@ -1078,12 +1078,14 @@ class FailingClient(FakeClient):
         self.channel.remove_client(self)
 
 
-@pytest.mark.parametrize("channel", ["c", "c#ephemeral"])
-@pytest.mark.parametrize("sample_rate", [0, 100])
-@pytest.mark.parametrize("came_back", [False, True], ids=["new messages", "messages that came back"])
+@pytest.mark.parametrize(
+    ("channel", "came_back", "sample_rate"),
+    [("c", False, 0), ("c", True, 0), ("c", False, 100), ("c#ephemeral", False, 0)],
+    ids=["new messages", "messages that came back", "sampled", "ephemeral"],
+)
 @pytest.mark.parametrize(
     ("number", "failing"),
-    [(n, {*who}) for n in range(1, 5) for k in (1, 2) for who in combinations(range(n), k)],
+    [(n, {*who}) for n in range(1, 4) for k in (1, 2) for who in combinations(range(n), k)],
 )
 def test_a_send_that_ends_its_connection_costs_the_other_clients_nothing(
     rig: Rig, number: int, failing: set[int], came_back: bool, sample_rate: int, channel: str

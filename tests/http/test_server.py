@@ -29,16 +29,16 @@ Scenario = Callable[[], Coroutine[Any, Any, None]]
 Run = Callable[[Scenario], None]
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Run:
-    runner = uvloop.run if request.param == "uvloop" else asyncio.run
+@pytest.fixture
+def run() -> Run:
+    """On the daemons' event loop."""
 
     def bounded(scenario: Scenario) -> None:
         async def main() -> None:
             async with asyncio.timeout(DEADLINE_S):
                 await scenario()
 
-        runner(main())
+        uvloop.run(main())
 
     return bounded
 

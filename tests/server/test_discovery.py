@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,19 +195,14 @@ def test_ephemeral_and_impossible_names_are_not_created(start: Start, lookupd: S
 
 
 ANSWERS: dict[str, tuple[int, bytes]] = {
-    "an error": (500, b'{"message":"INTERNAL_ERROR"}'),
-    "no such topic": (404, b'{"message":"TOPIC_NOT_FOUND"}'),
     "channels in an error": (500, b'{"channels":["x"]}'),
     "a redirect": (302, b'{"channels":["x"]}'),
     "nothing": (200, b""),
-    "no JSON": (200, b"<html>"),
     "no text": (200, b"\xff\xfe\x00"),
     "a list": (200, b'["x"]'),
-    "a number": (200, b"1"),
     "null": (200, b"null"),
     "no channels": (200, b'{"topics":["x"]}'),
     "channels null": (200, b'{"channels":null}'),
-    "channels a number": (200, b'{"channels":1}'),
     "channels a text": (200, b'{"channels":"xyz"}'),
     "channels an object": (200, b'{"channels":{"x":1}}'),
     "deep nesting": (200, b'{"channels":' + b"[" * 200_000),
@@ -214,18 +210,18 @@ ANSWERS: dict[str, tuple[int, bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", ANSWERS)
 def test_an_answer_that_makes_no_sense_costs_only_itself(
-    start: Start, lookupd: ScriptedLookupd, name: str, caplog: pytest.LogCaptureFixture
+    start: Start, lookupd: ScriptedLookupd, caplog: pytest.LogCaptureFixture
 ) -> None:
-    status, body = ANSWERS[name]
-    lookupd.http.answer(body, status)
     with ScriptedLookupd("known") as sane:
         broker = start(lookupd, sane)
-        broker.publish("t", b"x")
-        wait_until(lambda: not is_held(broker, "t"))
-        assert lookupd.asked == sane.asked == ["/channels?topic=t"]
-        assert channels(broker, "t") == {"known": 1}
+        for number, (name, (status, body)) in enumerate(ANSWERS.items()):
+            topic = f"t{number}"
+            lookupd.http.answer(body, status)
+            broker.publish(topic, b"x")
+            wait_until(partial(lambda topic: not is_held(broker, topic), topic))
+            assert lookupd.asked[number:] == sane.asked[number:] == [f"/channels?topic={topic}"], name
+            assert channels(broker, topic) == {"known": 1}, name
         # What went wrong in a task is told only when that is collected.
         gc.collect()
         broker.stop()

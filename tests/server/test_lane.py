@@ -9,7 +9,7 @@ import os
 import select
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -124,19 +124,16 @@ async def scene(directory: Path, **options: Any) -> AsyncIterator[Scene]:
 Run = Callable[[Callable[[Scene], Awaitable[None]]], None]
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
-    """Plays a scene on either event loop."""
-    runner: Callable[[Coroutine[Any, Any, None]], None] = (
-        asyncio.run if request.param == "asyncio" else uvloop.run
-    )
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Plays a scene on the daemon's event loop."""
 
     def play(act: Callable[[Scene], Awaitable[None]]) -> None:
         async def whole() -> None:
             async with scene(tmp_path) as stage:
                 await act(stage)
 
-        runner(whole())
+        uvloop.run(whole())
 
     return play
 

@@ -842,26 +842,11 @@ def test_an_ephemeral_topic_has_no_settings_of_its_own(broker: BrokerThread, top
     ("changes", "reason"),
     [
         (b"", "Expecting value"),
-        (b"no json", "Expecting value"),
         (b"\xff\xfe", ""),
-        (b"[]", "not an object"),
         (b"null", "not an object"),
-        (b'"durability"', "not an object"),
-        (b"{", "Expecting property name"),
-        (b"[" * 60_000, ""),
         (b'{"durability":' + b"[" * 60_000, ""),
         (b'{"retention_bytes":' + b"9" * 5_000 + b"}", ""),
-        (b'{"retention_age":' + b"9" * 400 + b"}", ""),
-        (b'{"retention_age": NaN}', "retention_age must be"),
-        (b'{"retention_age": 1e999}', "retention_age must be"),
         ({"retention_age": "soon"}, "retention_age"),
-        ({"retention_age": ""}, "retention_age"),
-        ({"retention_age": "-1s"}, "retention_age must be"),
-        ({"retention_age": True}, "retention_age must be"),
-        ({"retention_bytes": 1.5}, "retention_bytes must be"),
-        ({"retention_bytes": "1"}, "retention_bytes must be"),
-        ({"durability": "none"}, "durability must be"),
-        ({"nonsense": 1}, "there is no setting 'nonsense'"),
         ({"durability": "os", "nonsense": 1}, "there is no setting 'nonsense'"),
     ],
     ids=lambda value: repr(value)[:40],
@@ -972,24 +957,20 @@ def wrongs(endpoint: Endpoint, code: str) -> list[dict[str, Any]]:
     return WRONG[(name, code) if (name, code) in WRONG else ("*", code)]
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "status", "code"), [pytest.param(*case, id=f"{case[0].path} {case[2]}") for case in CASES]
-)
-def test_every_error_in_the_table_is_reached(
-    broker: BrokerThread, endpoint: Endpoint, status: int, code: str
-) -> None:
+def test_every_error_in_the_table_is_reached(broker: BrokerThread) -> None:
     broker.control("create", "errors", "c")
     broker.publish("errors", b"x")
-    if code == "CHANNEL_OWNED":
-        broker.control("create", "errors", "owned")
-        post(broker, "/channel/commit", topic="errors", channel="owned", sequence=0, owner="one")
-    body = b"nonsense" if endpoint.keeps_body else None
-    for wrong in wrongs(endpoint, code):
-        needed = {"topic": "errors", "channel": "c", **GOOD[f"{endpoint.method} {endpoint.path}"], **wrong}
-        query = {name: value for name, value in needed.items() if value != MISSING}
-        text = urlencode(query, errors="surrogateescape")
-        answer = broker.request(endpoint.method, f"{endpoint.path}?{text}", body)
-        assert (answer.status, answer.json()["message"]) == (status, code), (wrong, answer)
+    broker.control("create", "errors", "owned")
+    post(broker, "/channel/commit", topic="errors", channel="owned", sequence=0, owner="one")
+    for endpoint, status, code in CASES:
+        body = b"nonsense" if endpoint.keeps_body else None
+        good = {"topic": "errors", "channel": "c", **GOOD[f"{endpoint.method} {endpoint.path}"]}
+        for wrong in wrongs(endpoint, code):
+            query = {name: value for name, value in {**good, **wrong}.items() if value != MISSING}
+            text = urlencode(query, errors="surrogateescape")
+            answer = broker.request(endpoint.method, f"{endpoint.path}?{text}", body)
+            found = answer.status, answer.json()["message"]
+            assert found == (status, code), (endpoint.path, wrong, answer)
 
 
 def test_there_is_no_error_that_the_table_lacks() -> None:

@@ -163,10 +163,9 @@ async def until(fact: Callable[[], object]) -> None:
 Run = Callable[[Awaitable[None]], None]
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Run:
-    runner: Run = uvloop.run if request.param == "uvloop" else asyncio.run  # type: ignore[assignment]
-    return runner
+@pytest.fixture
+def run() -> Run:
+    return uvloop.run  # type: ignore[return-value]  # the daemon's event loop
 
 
 # what a peer is told

@@ -20,19 +20,11 @@ NOW_S = 1_700_000_000.5
         (1e-10, "0s"),
         (1e-9, "1ns"),
         (0.000_000_999, "999ns"),
-        (0.000_001, "1µs"),
         (0.000_0015, "1.5µs"),
-        (0.001, "1ms"),
-        (0.35, "350ms"),
         (0.999_999_999, "999.999999ms"),
-        (1, "1s"),
-        (1.5, "1.5s"),
-        (59.999, "59.999s"),
         (60, "1m0s"),
         (153.014_738_55, "2m33.01473855s"),
-        (3599, "59m59s"),
         (3600, "1h0m0s"),
-        (3600.25, "1h0m0.25s"),
         (90_061, "25h1m1s"),
         (10 * 365 * 86_400, "87600h0m0s"),
     ],
@@ -41,12 +33,12 @@ def test_durations_are_printed_as_go_prints_them(seconds: float, text: str) -> N
     assert go_duration(seconds) == text
 
 
-@pytest.mark.parametrize("whole", [0, 1, 59, 60, 3599, 3600, 86_399, 1_000_000])
-def test_no_fraction_ever_makes_sixty_seconds(whole: int) -> None:
-    for fraction in (0.0, 1e-9, 0.1, 0.999_999_999, 0.999_999_999_9):
-        text = go_duration(whole + fraction)
-        assert "60s" not in text and "60m" not in text
-        assert text.endswith("s") and " " not in text
+def test_no_fraction_ever_makes_sixty_seconds() -> None:
+    for whole in (0, 59, 3599, 86_399):
+        for fraction in (1e-9, 0.1, 0.999_999_999, 0.999_999_999_9):
+            text = go_duration(whole + fraction)
+            assert "60s" not in text and "60m" not in text
+            assert text.endswith("s") and " " not in text
 
 
 def stats(**more: Any) -> dict[str, Any]:

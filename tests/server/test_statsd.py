@@ -191,10 +191,9 @@ def test_a_line_longer_than_a_packet_travels_alone() -> None:
 Run = Callable[[Awaitable[None]], None]
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Run:
-    runner: Run = uvloop.run if request.param == "uvloop" else asyncio.run  # type: ignore[assignment]
-    return runner
+@pytest.fixture
+def run() -> Run:
+    return uvloop.run  # type: ignore[return-value]  # the daemon's event loop
 
 
 class Listener(asyncio.DatagramProtocol):

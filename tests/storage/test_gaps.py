@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from nsparq.storage.gaps import Gaps
@@ -76,11 +78,10 @@ def test_dropping_from_nothing_is_nothing() -> None:
     assert made.ranges == []
 
 
-@pytest.mark.parametrize("ranges", [[], [(10, 20), (30, 40)], [(0, 3)], [(35, 50)], [(30, 60)]])
-@pytest.mark.parametrize("end", [5, 10, 15, 20, 25, 35, 50])
-def test_counting_back_leaves_gaps_out(ranges: list[tuple[int, int]], end: int) -> None:
+@pytest.mark.parametrize("ranges", [[], [(10, 20), (30, 40)], [(0, 3)], [(35, 50)]])
+def test_counting_back_leaves_gaps_out(ranges: list[tuple[int, int]]) -> None:
     made = gaps(*ranges)
-    for count in range(1, 30):
+    for end, count in product((5, 10, 15, 20, 25, 35, 50), range(1, 30)):
         start = made.back(end, count)
-        assert end - start - made.count(start, end) == count
+        assert end - start - made.count(start, end) == count, end
         assert made.skip(start) == start, "it is a message's number"
