@@ -31,6 +31,7 @@ from tests.support.connection import wait_readable
 from tests.support.polling import DEADLINE
 
 from .bystander import well_served
+from .flood import send_until_held_back
 from .load import peak_mib, reset_peak, resident_mib
 
 STALLED = LIVE = 500
@@ -132,7 +133,7 @@ def test_a_thousand_connections_of_which_half_stall(socket_broker: BrokerProcess
             took = time.monotonic() - started
             wait_until(lambda: consumers.heartbeats >= 2 * LIVE)
             # The stalled ones that owe an answer are shown out, and nobody else is.
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + DEADLINE
             assert all(ends(connection, deadline) for connection in stalled[1::2])
             assert consumers.closed == 0
         consumers.stop()
@@ -203,24 +204,12 @@ def test_a_client_that_never_reads_its_answers_is_held_back(socket_broker: Broke
         connection.sub("flood#ephemeral", "c")
         before = resident_mib(broker.pid)
         reset_peak(broker.pid)
-        sent = 0
         with well_served(broker, within=2):
-            connection.socket.setblocking(False)
-            quiet_since = time.monotonic()
-            deadline = quiet_since + 25
-            # Held back: for a whole second it takes no byte from us.
-            while time.monotonic() - quiet_since < 1:
-                assert time.monotonic() < deadline, f"{sent // len(command)} commands, and no end"
-                try:
-                    sent += connection.socket.send(block[sent % len(command) :])
-                    quiet_since = time.monotonic()
-                except BlockingIOError:
-                    time.sleep(0.05)
+            sent = send_until_held_back(connection.socket, block, len(command))
         assert peak_mib(broker.pid) - before < 60
 
         # Once it reads, it gets every answer, in order.
         count = sent // len(command)
-        connection.timeout = 20
         for _ in range(count):
             assert connection.read_raw_frame() == answer
         assert broker.alive()

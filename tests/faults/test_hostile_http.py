@@ -28,6 +28,7 @@ from tests.support.connection import wait_readable
 from tests.support.polling import DEADLINE
 
 from .bystander import well_served
+from .flood import send_until_held_back
 from .load import peak_mib, reset_peak, resident_mib
 
 MIB = 1 << 20
@@ -100,22 +101,6 @@ def send_for_what_it_is_worth(connection: HttpConnection, data: bytes) -> None:
     """The server may have hung up already, having read enough."""
     with suppress(BrokenPipeError, ConnectionResetError):
         connection.send(data)
-
-
-def send_what_is_taken(connection: HttpConnection, block: bytes, unit: int) -> int:
-    """Send whole units without reading, until for a second nothing is taken; how many bytes it was."""
-    sent = 0
-    connection.socket.setblocking(False)
-    quiet_since = time.monotonic()
-    deadline = quiet_since + DEADLINE
-    while time.monotonic() - quiet_since < 1:
-        assert time.monotonic() < deadline, f"{sent // unit} requests, and no end"
-        try:
-            sent += connection.socket.send(block[sent % unit :])
-            quiet_since = time.monotonic()
-        except BlockingIOError:
-            time.sleep(0.02)
-    return sent
 
 
 # Time: slow clients
@@ -612,7 +597,7 @@ def test_a_client_that_never_reads_its_answers_is_held_back(
     with broker.http_connect() as connection:
         growth = Growth(broker)
         with well_served(broker, within=2):
-            sent = send_what_is_taken(connection, request_bytes * 300, len(request_bytes))
+            sent = send_until_held_back(connection.socket, request_bytes * 300, len(request_bytes))
         assert growth.mib() < 60
         # Once it reads, it gets every answer, in order.
         for _ in range(sent // len(request_bytes)):

@@ -22,6 +22,7 @@ from tests.support.connection import sized
 from tests.support.lookupd import NSQD, LookupdProcess
 from tests.support.polling import DEADLINE
 
+from .flood import send_until_held_back
 from .load import peak_mib, reset_peak, resident_mib
 
 OK = b"\0\0\0\x02OK"
@@ -218,7 +219,6 @@ def test_large_bodies_announced_but_never_sent_cost_nothing(lookupd: LookupdProc
 def test_a_peer_with_endless_names_is_stopped_at_its_limit() -> None:
     with LookupdProcess(max_registrations=20_000) as lookupd:
         with unnoticed(lookupd, mib=60), lookupd.peer() as hoarder:
-            hoarder.timeout = 20
             hoarder.send(b"".join(b"REGISTER name_%d\n" % number for number in range(20_001)))
             for _ in range(20_000):
                 hoarder.expect_ok()
@@ -229,7 +229,6 @@ def test_a_peer_with_endless_names_is_stopped_at_its_limit() -> None:
 def test_peers_that_come_and_go_under_ever_new_names_leave_a_bounded_memory(lookupd: LookupdProcess) -> None:
     def visit(number: int) -> None:
         with lookupd.peer() as visitor:
-            visitor.timeout = 20
             names = (b"REGISTER topic_%d_%d\n" % (number, each) for each in range(MAX_UNUSED // 4))
             visitor.send(b"".join(names))
             for _ in range(MAX_UNUSED // 4):
@@ -271,18 +270,7 @@ def test_connections_that_come_and_go_leave_nothing_behind(lookupd: LookupdProce
 )
 def test_a_peer_that_floods_and_never_reads_is_held_back(lookupd: LookupdProcess, command: bytes) -> None:
     with unnoticed(lookupd), lookupd.peer() as flooder:
-        block = command * 2000
-        flooder.socket.setblocking(False)
-        sent, quiet_since = 0, time.monotonic()
-        deadline = quiet_since + 25
-        # Held back: for a whole second it takes no byte from us.
-        while time.monotonic() - quiet_since < 1:
-            assert time.monotonic() < deadline, f"{sent} bytes, and no end"
-            try:
-                sent += flooder.socket.send(block[sent % len(command) :])
-                quiet_since = time.monotonic()
-            except BlockingIOError:
-                time.sleep(0.02)
+        send_until_held_back(flooder.socket, command * 2000, len(command))
 
 
 def test_peers_that_flood_and_read_do_not_starve_others(lookupd: LookupdProcess) -> None:

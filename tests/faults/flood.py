@@ -1,0 +1,25 @@
+"""A client that sends and sends, and does not read."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+MOST_BYTES = 256 << 20
+"""Many times what a server and the buffers of the system take from a client that does not read."""
+
+
+def send_until_held_back(connection: socket.socket, block: bytes, unit: int) -> int:
+    """Send whole units, of which `block` has many, until for a second nothing is taken. Gives how many bytes
+    that were. Leaves the socket non-blocking."""
+    sent = 0
+    connection.setblocking(False)
+    quiet_since = time.monotonic()
+    while time.monotonic() - quiet_since < 1:
+        assert sent < MOST_BYTES, f"{sent // unit} taken, and no end"
+        try:
+            sent += connection.send(block[sent % unit :])
+            quiet_since = time.monotonic()
+        except BlockingIOError:
+            time.sleep(0.02)
+    return sent
