@@ -92,6 +92,8 @@ def test_everything_that_is_said_changes_the_state(broker: BrokerThread, topics:
         assert is_changed(channel), action
     broker.control("create", name, "c")
     assert is_changed()
+    post(broker, "/channels/commit", {name: place(broker, name)}, channel="c", owner="one").expect_json()
+    assert is_changed()
     broker.control("pause", name)
     broker.publish(name, b"y")
     assert is_changed()
@@ -185,6 +187,22 @@ def test_a_seek_moves_channels_back_and_creates_those_that_are_missing(
         assert stats is not None and stats["depth"] == 1
 
 
+def test_commits_and_seeks_of_many_topics_respect_the_owner_of_each_channel(
+    broker: BrokerThread, topics: list[str]
+) -> None:
+    one, two, missing = topics
+    broker.control("delete", missing, "c")
+    ends = {name: place(broker, name) for name in topics}
+    post(broker, "/channels/commit", {one: ends[one]}, channel="c", owner="first").expect_json()
+    for path, owner in (("commit", {}), ("commit", {"owner": "second"}), ("seek", {"owner": "second"})):
+        found = post(broker, f"/channels/{path}", ends, channel="c", **owner).expect_json()["topics"]
+        refused = found[one]
+        assert (refused["message"], refused["status"], refused["owner"]) == ("CHANNEL_OWNED", 409, "first")
+        assert refused["since"] and "cursor" in found[two]
+    owners = {name: said["owner"] for name, said in look(broker, dict.fromkeys(topics), channel="c").items()}
+    assert owners == {one: "first", two: "second", missing: "second"}
+
+
 # errors: every one in the table
 
 
@@ -218,6 +236,7 @@ def test_every_error_in_the_table_is_reached(broker: BrokerThread, endpoint: End
         ],
         "INVALID_ARG_CHANNEL": [({}, {"channel": name}) for name in ("", "a b", "x" * 65)],
         "MISSING_ARG_CHANNEL": [({}, {"channel": None})],
+        "INVALID_ARG_OWNER": [({}, {"owner": text}) for text in ("", "x" * 101, "a\nb", "ü")],
         "INVALID_ARG_WAIT": [({}, {"wait": wait}) for wait in ("", "x", "-1", "10001", "1.5")],
     }
     for status, code in endpoint.errors:

@@ -3,6 +3,7 @@ order, and their errors as the tables list them."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from nsparq.http.api import ApiError, Param, Request
@@ -30,6 +31,14 @@ NAMED_CHANNEL_ERRORS: Final = (
 CHANNEL_ERRORS: Final = (*NAMED_CHANNEL_ERRORS, (404, "CHANNEL_NOT_FOUND"))
 """Of find_channel."""
 
+OWNER: Final = Param(
+    name="owner",
+    help="who does this. The channel is theirs from now on: nobody else may commit until it is released or "
+    "deleted. 409 `CHANNEL_OWNED`, with `owner` and `since`, if it is somebody else's",
+    schema={"type": "string", "minLength": 1, "maxLength": 100, "pattern": "^[ -~]+$"},
+)
+
+MAX_OWNER: Final = 100
 MAX_SEQUENCE: Final = 1 << 63
 
 
@@ -67,6 +76,21 @@ def name_of(request: Request, parameter: str) -> str:
     if not is_valid(value):
         raise ApiError(400, f"INVALID_ARG_{parameter.upper()}")
     return value
+
+
+def owner_of(request: Request) -> str | None:
+    """Who commits or seeks, if that is said."""
+    owner = request.parameters.get("owner")
+    if owner is not None and not (1 <= len(owner) <= MAX_OWNER and owner.isascii() and owner.isprintable()):
+        raise ApiError(400, "INVALID_ARG_OWNER")
+    return owner
+
+
+def check_owner(channel: Channel, owner: str) -> None:
+    """A channel that nobody owns is anybody's."""
+    if channel.owner not in ("", owner):
+        since = datetime.fromtimestamp(channel.owned_since_ns // 1_000_000_000, UTC)
+        raise ApiError(409, "CHANNEL_OWNED", owner=channel.owner, since=since.isoformat())
 
 
 def number_of(request: Request, parameter: str) -> int | None:

@@ -19,7 +19,7 @@ from nsparq.broker.peek import STATES, PeekedMessage, peek_channel, peek_topic
 from nsparq.errors import CorruptBatch
 from nsparq.flags import parse_duration
 from nsparq.http.api import ApiError, Request, Response, Result
-from nsparq.server.arguments import find_channel, find_topic, number_of
+from nsparq.server.arguments import check_owner, find_channel, find_topic, number_of, owner_of
 from nsparq.server.log_endpoints import BATCHES_TYPE, DEFAULT_PEEK, MAX_PEEK
 from nsparq.storage.ranges import OffsetAhead, OffsetGone
 
@@ -34,7 +34,6 @@ MAX_READERS: Final = 8
 """Ranges read at a time; others wait."""
 MAX_PEEK_BYTES: Final = 4 << 20
 NS_PER_S: Final = 1_000_000_000
-MAX_OWNER: Final = 100
 MAX_TIME_S: Final = (1 << 63) // NS_PER_S
 
 T = TypeVar("T")
@@ -135,12 +134,12 @@ class LogApi:
         topic = channel.topic
         _check_incarnation(request, topic)
         is_rehearsal = _flag(request, "dry_run")
-        owner = _owner_of(request)
+        owner = owner_of(request)
         target = await self._target(request, topic)
         if channel.is_exiting:
             raise ApiError(404, "CHANNEL_NOT_FOUND")
         if owner is not None:
-            _check_owner(channel, owner)
+            check_owner(channel, owner)
         if is_rehearsal:
             return channel.plan_seek(target)._asdict()
         if owner is not None:
@@ -171,9 +170,9 @@ class LogApi:
         sequence = number_of(request, "sequence")
         if sequence is None:
             raise ApiError(400, "MISSING_ARG_SEQUENCE")
-        owner = _owner_of(request)
+        owner = owner_of(request)
         if owner is not None or sequence:
-            _check_owner(channel, owner or "")
+            check_owner(channel, owner or "")
         try:
             channel.commit(sequence)
         except OffsetAhead as error:
@@ -264,20 +263,6 @@ def _check_incarnation(request: Request, topic: Topic) -> None:
     wanted = request.parameters.get("incarnation")
     if wanted is not None and wanted != topic.incarnation:
         raise ApiError(409, "WRONG_INCARNATION", incarnation=topic.incarnation)
-
-
-def _owner_of(request: Request) -> str | None:
-    owner = request.parameters.get("owner")
-    if owner is not None and not (1 <= len(owner) <= MAX_OWNER and owner.isascii() and owner.isprintable()):
-        raise ApiError(400, "INVALID_ARG_OWNER")
-    return owner
-
-
-def _check_owner(channel: Channel, owner: str) -> None:
-    """A channel that nobody owns is anybody's."""
-    if channel.owner not in ("", owner):
-        since = datetime.fromtimestamp(channel.owned_since_ns // NS_PER_S, UTC)
-        raise ApiError(409, "CHANNEL_OWNED", owner=channel.owner, since=since.isoformat())
 
 
 def _settings_of(topic: Topic) -> dict[str, Any]:

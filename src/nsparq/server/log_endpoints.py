@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from nsparq.http.api import JSON_TYPE, Endpoint, Param
-from nsparq.server.arguments import CHANNEL, CHANNEL_ERRORS, TOPIC, TOPIC_ERRORS
+from nsparq.server.arguments import CHANNEL, CHANNEL_ERRORS, OWNER, TOPIC, TOPIC_ERRORS
 from nsparq.server.schemas import COUNT, INT, SEQUENCE, TEXT, listed, obj
 
 if TYPE_CHECKING:
@@ -20,12 +20,6 @@ _FLAG: Final = {"type": "string", "enum": ["true", "1", "false", "0"]}
 _STATE: Final = "(ready|requeued|in_flight|deferred)"
 _INCARNATION: Final = Param(
     name="incarnation", help="the log that the numbers are of; 409 `WRONG_INCARNATION` if it is another now"
-)
-_OWNER: Final = Param(
-    name="owner",
-    help="who does this. The channel is theirs from now on: nobody else may commit until it is released or "
-    "deleted. 409 `CHANNEL_OWNED`, with `owner` and `since`, if it is somebody else's",
-    schema={"type": "string", "minLength": 1, "maxLength": 100, "pattern": "^[ -~]+$"},
 )
 _OWNER_ERRORS: Final = ((400, "INVALID_ARG_OWNER"), (409, "CHANNEL_OWNED"))
 _POSITIONS: Final = obj(
@@ -255,7 +249,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
                     },
                 ),
                 _INCARNATION,
-                _OWNER,
+                OWNER,
                 Param(name="dry_run", help="`true`: only say what would happen", schema=_FLAG),
             ),
             permission="admin",
@@ -287,7 +281,7 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
                 CHANNEL,
                 Param(name="sequence", help="the first number not done", required=True, schema=SEQUENCE),
                 _INCARNATION,
-                _OWNER,
+                OWNER,
             ),
             permission="subscribe",
             success="the channel's cursor and depth afterwards",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from nsparq.errors import Exiting
 from nsparq.http.api import ApiError, Request, Result
 from nsparq.names import is_valid_name
-from nsparq.server.arguments import MAX_SEQUENCE, name_of, number_of
+from nsparq.server.arguments import MAX_SEQUENCE, check_owner, name_of, number_of, owner_of
 from nsparq.storage.ranges import OffsetAhead
 
 if TYPE_CHECKING:
@@ -86,26 +86,36 @@ class TopicsApi:
         return described
 
     async def commit(self, request: Request) -> Result:
-        channel = name_of(request, "channel")
+        channel, owner = name_of(request, "channel"), owner_of(request)
         answers: dict[str, Any] = {}
+        claimed: list[Topic] = []
         for number, (name, incarnation, sequence) in enumerate(_places(request)):
             try:
                 topic = self._find(name, incarnation)
-                answers[name] = _commit(_existing(topic, channel), sequence)
+                found = _existing(topic, channel)
+                if owner is not None or sequence:
+                    check_owner(found, owner or "")
+                answers[name] = _commit(found, sequence)
+                if owner is not None and owner != found.owner:
+                    _claim(found, owner)
+                    claimed.append(topic)
             except ApiError as error:
                 answers[name] = _refusal(error)
-            if number % SLICE == SLICE - 1:
+            turn = SLICE_ON_DISK if claimed else SLICE
+            if number % turn == turn - 1:
                 await asyncio.sleep(0)
+        for topic in claimed:
+            await self._nsqd.durable(topic)
         return {"topics": answers}
 
     async def seek(self, request: Request) -> Result:
-        channel = name_of(request, "channel")
+        channel, owner = name_of(request, "channel"), owner_of(request)
         answers: dict[str, Any] = {}
         moved: list[Topic] = []
         for number, (name, incarnation, sequence) in enumerate(_places(request)):
             try:
                 topic = self._find(name, incarnation)
-                answers[name] = _seek(topic, channel, sequence)
+                answers[name] = _seek(topic, channel, sequence, owner)
                 moved.append(topic)
             except ApiError as error:
                 answers[name] = _refusal(error)
@@ -139,10 +149,19 @@ def _commit(channel: Channel, sequence: int) -> dict[str, Any]:
     return {"cursor": channel.cursor, "depth": channel.depth}
 
 
-def _seek(topic: Topic, name: str, sequence: int) -> dict[str, Any]:
+def _claim(channel: Channel, owner: str) -> None:
+    try:
+        channel.claim(owner)
+    except OSError as error:
+        raise ApiError(500, "DISK_REFUSES", reason=str(error)) from error
+
+
+def _seek(topic: Topic, name: str, sequence: int, owner: str | None) -> dict[str, Any]:
     """Like the endpoint for a single topic, but a channel that is not there is created at the number."""
     channel = topic.channels.get(name)
     is_new = channel is None
+    if channel is not None and owner is not None:
+        check_owner(channel, owner)
     try:
         if channel is None:
             channel = topic.get_channel(name, sequence)
@@ -152,6 +171,8 @@ def _seek(topic: Topic, name: str, sequence: int) -> dict[str, Any]:
         raise ApiError(503, "EXITING") from error
     except OSError as error:
         raise ApiError(500, "DISK_REFUSES", reason=str(error)) from error
+    if owner is not None:
+        _claim(channel, owner)
     return {"cursor": channel.cursor, "depth": channel.depth, "created": is_new}
 
 
@@ -161,8 +182,9 @@ def _state(topic: Topic | None, channel: str) -> int:
         return NOT_THERE
     start, end = topic.log.start, topic.log.end
     messages = topic.log.count(start, end)
-    ours = _name_state(topic.channels.get(channel))
-    return hash((topic.incarnation, start, end, topic.visible_end, messages, ours)) & MASK or 1
+    ours = topic.channels.get(channel)
+    said = _name_state(ours), "" if ours is None else ours.owner
+    return hash((topic.incarnation, start, end, topic.visible_end, messages, said)) & MASK or 1
 
 
 def _name_state(channel: Channel | None) -> str:
@@ -172,7 +194,7 @@ def _name_state(channel: Channel | None) -> str:
 
 
 def _describe(topic: Topic, channel: str) -> dict[str, Any]:
-    found = topic.positions()
+    found, ours = topic.positions(), topic.channels.get(channel)
     return {
         "incarnation": found.incarnation,
         "earliest": found.earliest,
@@ -180,7 +202,8 @@ def _describe(topic: Topic, channel: str) -> dict[str, Any]:
         "visible": topic.visible_end,
         "messages": found.messages,
         "bytes": found.size_bytes,
-        "channel": _name_state(topic.channels.get(channel)),
+        "channel": _name_state(ours),
+        "owner": "" if ours is None else ours.owner,
         "state": _state(topic, channel),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.http.api import JSON_TYPE, Endpoint, Param
-from nsparq.server.arguments import CHANNEL
+from nsparq.server.arguments import CHANNEL, OWNER
 from nsparq.server.schemas import COUNT, INT, NAME, SEQUENCE, TEXT, YES_NO, obj
 from nsparq.server.topics_api import MAX_WAIT_MS
 
@@ -38,6 +38,7 @@ _DESCRIBED: Final = obj(
         "messages": COUNT,
         "bytes": COUNT,
         "channel": {"type": "string", "enum": ["missing", "there", "paused"]},
+        "owner": TEXT,
         "state": COUNT,
     }
 )
@@ -53,9 +54,9 @@ def topics_endpoints(api: TopicsApi) -> list[Endpoint]:
             handler=api.positions,
             summary="Where the logs of many topics begin and end, and what a channel of theirs does.",
             details="As `/topic/positions`, without the times, and for each topic `channel`: `missing`, "
-            "`there` or `paused`. `state` is a number that changes with anything said here. Send it back "
-            "with the next request, in place of `null`: topics that are as they were are then left out. "
-            "A topic that does not exist is `null`, and its state is 0.",
+            "`there` or `paused`, and its `owner`. `state` is a number that changes with anything said "
+            "here. Send it back with the next request, in place of `null`: topics that are as they were are "
+            "then left out. A topic that does not exist is `null`, and its state is 0.",
             params=(
                 Param(name="channel", help="the channel to look at", schema=NAME),
                 Param(
@@ -84,7 +85,7 @@ def topics_endpoints(api: TopicsApi) -> list[Endpoint]:
             handler=api.commit,
             summary="Finish everything of a channel of many topics that lies before sequence numbers.",
             details="As `/channel/commit` for each of them. What is refused has a `message` and a `status`.",
-            params=(CHANNEL,),
+            params=(CHANNEL, OWNER),
             permission="subscribe",
             topics=api.topics,
             keeps_body=True,
@@ -95,7 +96,7 @@ def topics_endpoints(api: TopicsApi) -> list[Endpoint]:
             success="by topic, the channel's cursor and depth afterwards, or why it was refused",
             success_type=JSON_TYPE,
             success_schema=_by_topic({"anyOf": [_MOVED, _REFUSED]}),
-            errors=(*_CHANNEL_ERRORS, (400, "INVALID_BODY")),
+            errors=(*_CHANNEL_ERRORS, (400, "INVALID_ARG_OWNER"), (400, "INVALID_BODY")),
         ),
         Endpoint(
             group="The log",
@@ -104,7 +105,7 @@ def topics_endpoints(api: TopicsApi) -> list[Endpoint]:
             handler=api.seek,
             summary="Move a channel of many topics to sequence numbers; created where it is missing.",
             details="As `/channel/seek` for each of them. What is refused has a `message` and a `status`.",
-            params=(CHANNEL,),
+            params=(CHANNEL, OWNER),
             permission="admin",
             topics=api.topics,
             keeps_body=True,
@@ -116,6 +117,6 @@ def topics_endpoints(api: TopicsApi) -> list[Endpoint]:
             "it was refused",
             success_type=JSON_TYPE,
             success_schema=_by_topic({"anyOf": [_MOVED, _REFUSED]}),
-            errors=(*_CHANNEL_ERRORS, (400, "INVALID_BODY")),
+            errors=(*_CHANNEL_ERRORS, (400, "INVALID_ARG_OWNER"), (400, "INVALID_BODY")),
         ),
     ]
