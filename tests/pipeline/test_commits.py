@@ -24,6 +24,7 @@ from nsparq.pipeline.compact import CannotExchange  # noqa: E402
 from nsparq.pipeline.errors import PipelineError  # noqa: E402
 from nsparq.pipeline.files import ParquetFiles  # noqa: E402
 from nsparq.pipeline.parts import Part, PartWriter, directory_of, split  # noqa: E402
+from nsparq.spark.checkpoint import CheckpointBehind  # noqa: E402
 
 QUERY = "0f0f0f0f-aaaa"
 
@@ -120,6 +121,26 @@ def test_a_batch_that_is_run_again_changes_nothing(tmp_path: Path) -> None:
     table.commit(QUERY, 1, written(tmp_path, 1, rows(3)))
     assert numbers(tmp_path) == [1, 2, 3]
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_batch_planned_anew_is_refused(tmp_path: Path) -> None:
+    """The checkpoint is an older copy, or a driver that was stopped goes on beside its successor."""
+    table = Directory(tmp_path)
+    for batch in range(3):
+        table.commit(QUERY, batch, written(tmp_path, batch, rows(batch)), f"plan {batch}")
+    for batch, plan in ((2, "another"), (1, "plan 1"), (0, "")):
+        with pytest.raises(CheckpointBehind, match=f"batch {batch} is refused"):
+            table.commit(QUERY, batch, written(tmp_path, batch, rows(7)), plan)
+        with pytest.raises(CheckpointBehind):
+            # Without rows it is not the same batch either.
+            table.commit(QUERY, batch, [], plan)
+    table.commit(QUERY, 2, written(tmp_path, 2, rows(2)), "plan 2")
+    assert numbers(tmp_path) == [0, 1, 2]
+    # What was written before there were fingerprints goes by its number alone.
+    done = tmp_path / "_nsparq" / "commits" / QUERY / "2.done"
+    done.write_text(json.dumps({"moves": json.loads(done.read_text())["moves"]}))
+    table.commit(QUERY, 2, written(tmp_path, 2, rows(7)), "plan 2")
+    assert numbers(tmp_path) == [0, 1, 2]
 
 
 class Killed(BaseException):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import pytest
 from nsparq.pipeline.progress import State
 from nsparq.testing import Broker
 from nsparq.tools.main import main
-from tests.pipeline.conftest import Runs
+from tests.pipeline.conftest import Runs, bodies
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -64,3 +65,56 @@ trigger = "available-now"
     assert main(["pipeline", "compact", str(table)]) == 1
     assert "only a directory below the table's own can be replaced" in capsys.readouterr().err
     assert spark.read.parquet(str(table)).count() == 4
+
+
+RESTORED = """
+[pipeline.files]
+source = "orders"
+sink = { parquet = "table" }
+trigger = "available-now"
+[pipeline.delta]
+source = "orders"
+sink = { delta = "delta" }
+trigger = "available-now"
+[pipeline.database]
+source = "orders"
+sql = "SELECT CAST(body AS STRING) AS n FROM input"
+sink = { jdbc = "jdbc:derby:memory:restored;create=true", table = "orders", batch_column = "batch" }
+trigger = "available-now"
+[pipeline.updates]
+source = "orders"
+output_mode = "update"
+sink = { topic = "copies" }
+trigger = "available-now"
+"""
+
+
+def test_a_checkpoint_restored_from_an_older_copy_is_refused_by_every_sink(
+    run: Runs, broker: Broker, spark: SparkSession
+) -> None:
+    """It is one batch behind. The batch that it plans has the number of the one that each sink has."""
+    deltalake = pytest.importorskip("deltalake")
+
+    def results() -> list[object]:
+        return [
+            spark.read.parquet(str(run.directory / "table")).count(),
+            deltalake.DeltaTable(str(run.directory / "delta")).count(),
+            spark.read.jdbc("jdbc:derby:memory:restored", "orders").count(),
+            len(bodies(broker, "copies")),
+        ]
+
+    checkpoint, copy = run.directory / "checkpoints", run.directory / "copy"
+    broker.publish("orders", b"1", b"2")
+    assert {one.error for one in run(RESTORED).values()} == {""}
+    shutil.copytree(checkpoint, copy)
+    broker.publish("orders", b"3")
+    assert {one.error for one in run(RESTORED).values()} == {""}
+    before = results()
+    assert before == [3, 3, 3, 3]
+    shutil.rmtree(checkpoint)
+    shutil.copytree(copy, checkpoint)
+    broker.publish("orders", b"4")
+    for name, one in run(RESTORED).items():
+        assert "batch 1 is refused" in one.error, name
+        assert "is an older copy" in one.error
+    assert results() == before

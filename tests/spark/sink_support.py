@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -34,8 +35,10 @@ def options(use: Use, *nsqd: str, **given: Any) -> NsqOptions:
     return NsqOptions.parse({name: str(value) for name, value in given.items()}, use)
 
 
-def stream_writer(*nsqd: str, schema: StructType = SCHEMA, **given: Any) -> NsqStreamWriter:
-    return NsqStreamWriter(schema, options(Use.SINK_STREAM, *nsqd, **given), False)
+def stream_writer(
+    *nsqd: str, schema: StructType = SCHEMA, checkpoint: Path | str = "", **given: Any
+) -> NsqStreamWriter:
+    return NsqStreamWriter(schema, options(Use.SINK_STREAM, *nsqd, **given), False, str(checkpoint))
 
 
 def batch_writer(*nsqd: str, schema: StructType = SCHEMA, **given: Any) -> NsqWriter:

@@ -277,11 +277,36 @@ def test_a_checkpoint_that_has_gone_back_is_an_error_and_not_silence(
     for batch_id in range(3):
         writer = stream_writer(address(broker), topic=topic, producer=producer)
         writer.commit(run_batch(monkeypatch, writer, [[rows(b"x")]], batch_id), batch_id)
-    with pytest.raises(CheckpointBehind, match=r"batch 0 would be dropped: .* up to 2 .* option producer"):
+    with pytest.raises(CheckpointBehind, match=r"batch 0 is refused: .* up to 2 .* option producer"):
         run_task(monkeypatch, stream_writer(address(broker), topic=topic, producer=producer), [rows(b"y")])
     nodes = [SinkNode("a", f"http://{address(broker)}")]
     with Coordinator(producer, 1, nodes, Access(), 1.0) as coordinator, pytest.raises(CheckpointBehind):
         coordinator.commit({"a": {"part": 1}})
+
+
+def test_the_last_batch_planned_anew_is_no_repetition(
+    brokers: Brokers, topic: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its number is that of the last batch. What Spark has written down about it is not."""
+    broker, producer = brokers[0], unique_name("producer")
+    planned = tmp_path / "offsets" / "0"
+    planned.parent.mkdir()
+
+    def run(body: bytes) -> None:
+        writer = stream_writer(address(broker), topic=topic, producer=producer, checkpoint=tmp_path)
+        writer.commit(run_batch(monkeypatch, writer, [[rows(body)]]), 0)
+
+    for content in ("one range", "one range"):
+        planned.write_text(content)
+        run(b"1")
+    planned.write_text("another range")
+    with pytest.raises(CheckpointBehind, match="has another batch 0 of the same query"):
+        run(b"2")
+    assert stored(broker, topic) == [b"1"]
+    given = {"topic": topic, "producer": producer, "sequence": 0, "fingerprint": "of-foreachBatch"}
+    writer = batch_writer(address(broker), **given)
+    with pytest.raises(CheckpointBehind, match="has another batch 0 of the same query"):
+        writer.commit([run_task(monkeypatch, writer, [rows(b"3")])])
 
 
 def test_nsqd_killed_between_staging_and_commit_publishes_it_all_the_same(

@@ -33,6 +33,7 @@ from urllib.parse import unquote
 
 from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.parts import Part, directory_of
+from nsparq.spark.checkpoint import check_batch
 
 __all__ = ["HIDDEN", "Directory", "sync_directory"]
 
@@ -65,23 +66,24 @@ class Directory:
         finally:
             os.close(descriptor)
 
-    def commit(self, query: str, batch: int, parts: Iterable[Part]) -> list[Path]:
+    def commit(self, query: str, batch: int, parts: Iterable[Part], planned: str = "") -> list[Path]:
         """Make the files part of the table. Doing it again does nothing, whatever the files are then.
+        `planned` is the batch's fingerprint; see `nsparq.spark.checkpoint`.
 
-        Returns the directories in which something has changed. Raises PipelineError.
+        Returns the directories in which something has changed. Raises PipelineError, CheckpointBehind.
         """
         record = self._record(query, batch)
         parts = [*parts]
         with self.lock():
             self._write_layout(parts)
-            moves = _recorded(record)
-            if moves is None:
+            if check_batch(str(self.path), batch, planned, *self._last(query)):
+                logger.info("%s: the batch has been written before; what was written then stays", record)
+                moves = _recorded(record) or []
+            else:
                 moves = self._moves(query, batch, parts)
                 if not moves:
                     return []
-                _write(record, {"moves": moves})
-            else:
-                logger.info("%s: the batch has been written before; what was written then stays", record)
+                _write(record, {"moves": moves, "planned": planned})
             changed = self._move(moves)
             if record.exists():
                 os.rename(record, _done(record))
@@ -138,6 +140,17 @@ class Directory:
             if self._recorded_layout() is None:
                 _write(self._hidden / "table.json", {"format": FORMAT, "partition_by": columns})
 
+    def _last(self, query: str) -> tuple[int, str]:
+        """The number of the query's last batch, -1 if there is none, and its fingerprint, empty if it was
+        written before there were any."""
+        records = [
+            path for path in (self._hidden / "commits" / query).glob("*") if path.suffix in (".json", ".done")
+        ]
+        if not records:
+            return -1, ""
+        last = max(records, key=lambda path: int(path.stem))
+        return int(last.stem), str(json.loads(last.read_text()).get("planned", ""))
+
     def _record(self, query: str, batch: int) -> Path:
         return self._hidden / "commits" / query / f"{batch}.json"
 
@@ -146,7 +159,7 @@ class Directory:
         if missing:
             raise PipelineError(
                 f"{missing[0]} was written by a task and is not here: {self.path} must be on a file "
-                "system that driver and executors share"
+                "system that driver and executors share, and one driver at a time writes to it"
             )
         names = [f"{batch:010d}-{query[:8]}-{number:04d}.parquet" for number in range(len(parts))]
         return [

@@ -18,6 +18,7 @@ from pyspark.sql.types import StructType
 from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.files import write_parts
 from nsparq.pipeline.parts import Part, PartWriter, split
+from nsparq.spark.checkpoint import LENGTH, check_batch
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,19 +42,20 @@ class DeltaFiles:
         writer = PartWriter(self._path, COMPRESSION, suffix=".parquet", by_value=True)
         return write_parts(writer, (piece for one in batches for piece in split(one, self._columns)))
 
-    def commit(self, query: str, batch: int, parts: Sequence[Part], schema: StructType) -> None:
-        if not parts:
-            return
+    def commit(
+        self, query: str, batch: int, parts: Sequence[Part], schema: StructType, planned: str = ""
+    ) -> None:
         from deltalake import CommitProperties, DeltaTable, Transaction
         from deltalake.transaction import AddAction, RemoveAction
         from pyspark.sql.pandas.types import to_arrow_schema
 
         columns = to_arrow_schema(schema, timezone="UTC")
         if not DeltaTable.is_deltatable(str(self._path)):
+            if not parts:
+                return
             DeltaTable.create(str(self._path), columns, mode="ignore", partition_by=[*self._columns])
         table = DeltaTable(str(self._path))
-        done = table.transaction_version(query)
-        if done is not None and done >= batch:
+        if check_batch(f"the table {self._path}", batch, planned, *_last(table, query)) or not parts:
             return
         self._check(table)
         now = int(time.time() * 1000)
@@ -73,7 +75,12 @@ class DeltaFiles:
             "append",
             columns,
             partition_by=[*self._columns],
-            commit_properties=CommitProperties(app_transactions=[Transaction(query, batch)]),
+            commit_properties=CommitProperties(
+                app_transactions=[
+                    Transaction(query, batch),
+                    Transaction(f"{query}/planned", int(planned or "0", 16)),
+                ]
+            ),
         )
 
     def _check(self, table: Any) -> None:
@@ -86,3 +93,10 @@ class DeltaFiles:
 
     def abort(self, query: str, batch: int, parts: Sequence[Part]) -> None:
         """Nothing: whether a failed commit has come to be is not certain, and nobody sees the files."""
+
+
+def _last(table: Any, query: str) -> tuple[int, str]:
+    """The number of the query's last batch, -1 if there is none, and its fingerprint, empty if it was written
+    before there were any. Both are transaction versions, which Delta keeps by application id."""
+    last, planned = table.transaction_version(query), table.transaction_version(f"{query}/planned")
+    return (-1 if last is None else last), (f"{planned:0{LENGTH}x}" if planned else "")

@@ -17,6 +17,7 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamArrowWriter, Writ
 from pyspark.sql.types import StructType
 
 from nsparq.pipeline.errors import PipelineError
+from nsparq.spark.checkpoint import fingerprint
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,7 +43,11 @@ class Table(Protocol):
     """Where files go: how tasks write them, and how a batch of them becomes visible."""
 
     def write(self, batches: Iterator[pa.RecordBatch], query: str, batch: int) -> list[Part]: ...
-    def commit(self, query: str, batch: int, parts: Sequence[Part], schema: StructType) -> None: ...
+    def commit(
+        self, query: str, batch: int, parts: Sequence[Part], schema: StructType, planned: str = ""
+    ) -> None:
+        """`planned` is the fingerprint of the batch. Raises CheckpointBehind."""
+
     def abort(self, query: str, batch: int, parts: Sequence[Part]) -> None: ...
 
 
@@ -90,7 +95,8 @@ class FilesWriter(DataSourceStreamArrowWriter):
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
         query, parts = _parts(messages)
         if query:
-            self._table().commit(query, batchId, parts, self._schema)
+            planned = fingerprint(self._options.get("checkpointlocation", ""), batchId)
+            self._table().commit(query, batchId, parts, self._schema, planned)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
         query, parts = _parts(messages)
@@ -118,8 +124,10 @@ class ParquetFiles:
         writer = PartWriter(self._directory.new_files(query, batch), self._compression, suffix=".part")
         return write_parts(writer, (piece for one in batches for piece in split(one, self._columns)))
 
-    def commit(self, query: str, batch: int, parts: Sequence[Part], schema: StructType) -> None:
-        changed = self._directory.commit(query, batch, parts)
+    def commit(
+        self, query: str, batch: int, parts: Sequence[Part], schema: StructType, planned: str = ""
+    ) -> None:
+        changed = self._directory.commit(query, batch, parts, planned)
         if not self._fan_in:
             return
         from nsparq.pipeline.compact import CannotExchange, compact

@@ -33,17 +33,13 @@ from nsparq.pipeline.layout import Layout, layout_of
 from nsparq.pipeline.memory import PipelineMemory
 from nsparq.pipeline.progress import WRITTEN
 from nsparq.pipeline.samples import infer_csv, infer_json
-from nsparq.pipeline.sinks import Target, letters_writer, prepared, writer_of
+from nsparq.pipeline.sinks import LETTERS, ROWS, Target, letters_writer, prepared, writer_of
 from nsparq.pipeline.spec import Memory, Parquet, Pipeline, PipelineFile, Trigger
 from nsparq.pipeline.steps import transform
 from nsparq.spark.options import TABLE, NsqOptions, Use
 from nsparq.spark.session import activate
 
 __all__ = ["LETTERS", "ROWS", "Frames", "build", "check", "register", "start"]
-
-ROWS: Final = "rows"
-LETTERS: Final = "letters"
-"""The two roles of a query, and the names of their checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import singledispatch
-from typing import Any
+from typing import Any, Final
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -21,8 +21,13 @@ from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.files import FORMAT
 from nsparq.pipeline.memory import PipelineMemory
 from nsparq.pipeline.spec import Console, Delta, Files, Jdbc, Memory, Noop, Parquet, Pipeline, Sink, Topic
+from nsparq.spark.checkpoint import check_batch, fingerprint
 
-__all__ = ["Target", "letters_writer", "prepared", "writer_of"]
+__all__ = ["LETTERS", "ROWS", "Target", "letters_writer", "prepared", "writer_of"]
+
+ROWS: Final = "rows"
+LETTERS: Final = "letters"
+"""The two roles of a query, and the names of their checkpoints."""
 
 Writer = DataStreamWriter
 _OF_MESSAGE = frozenset(f"_{name}" for name in ORIGIN)
@@ -34,6 +39,11 @@ class Target:
     def __init__(self, pipeline: Pipeline, nsq: Mapping[str, str]) -> None:
         self.pipeline, self.output_mode, self.nsq = pipeline.name, pipeline.output_mode, nsq
         self.memory = PipelineMemory(pipeline)
+        self._checkpoint = f"{pipeline.checkpoint}/{ROWS}"
+
+    def planned(self, batch: int) -> str:
+        """The batch's fingerprint."""
+        return fingerprint(self._checkpoint, batch)
 
     @property
     def place(self) -> str:
@@ -123,6 +133,8 @@ def _(sink: Topic, rows: DataFrame, target: Target) -> Writer:
 
     def publish(batch: DataFrame, number: int) -> None:
         named = {**options, "producer": producer, "sequence": str(number)}
+        if planned := target.planned(number):
+            named["fingerprint"] = planned
         batch.write.format("nsq").options(**named).mode("append").save()
 
     return rows.writeStream.foreachBatch(publish)
@@ -163,13 +175,22 @@ def _(sink: Delta, rows: DataFrame, target: Target) -> Writer:
 def _(sink: Jdbc, rows: DataFrame, target: Target) -> Writer:
     given = {"user": sink.user, "password": sink.password, "driver": sink.driver}
     options = {**sink.options, **{key: value for key, value in given.items() if value}}
+    is_first = True
 
     def insert(batch: DataFrame, number: int) -> None:
+        nonlocal is_first
         if sink.batch_column:
-            # A batch that was begun before may be there; to look for each of them would take longer and
-            # longer.
-            if target.memory.get("batch") == number and _has_batch(batch, sink, options, number):
-                return
+            planned = target.planned(number)
+            if is_first:
+                # Only the first batch of a run can be there: to look for each would take longer and longer.
+                last = _last_batch(batch, sink, options)
+                # A batch that this checkpoint has not begun is another's, whatever its fingerprint.
+                is_ours = target.memory.get("batch") == last
+                begun = str(target.memory.get("planned") or "") if is_ours else "not by us"
+                if check_batch(f"the table {sink.table}", number, planned, last, begun):
+                    return
+                is_first = False
+            target.memory.put("planned", planned)
             target.memory.put("batch", number)
             # One task is one transaction.
             batch = batch.coalesce(1).withColumn(sink.batch_column, F.lit(number).cast("bigint"))
@@ -178,16 +199,18 @@ def _(sink: Jdbc, rows: DataFrame, target: Target) -> Writer:
     return rows.writeStream.foreachBatch(insert)
 
 
-def _has_batch(batch: DataFrame, sink: Jdbc, options: Mapping[str, str], number: int) -> bool:
-    """Whether rows of it are in the table. A batch without rows never is, and does no harm."""
+def _last_batch(batch: DataFrame, sink: Jdbc, options: Mapping[str, str]) -> int:
+    """The highest number in the table, -1 if there is none. A batch without rows is not there, and does no
+    harm."""
     try:
         table = batch.sparkSession.read.jdbc(sink.url, sink.table, properties=dict(options))
-        return bool(table.where(F.col(sink.batch_column) == number).limit(1).count())
+        found = table.agg(F.max(sink.batch_column).alias("last")).first()
     except Exception as error:
         if "SYNTAX_ERROR" in str(error):
             # There is no table yet.
-            return False
+            return -1
         raise
+    return -1 if found is None or found["last"] is None else int(found["last"])
 
 
 @writer_of.register

@@ -54,4 +54,5 @@ class NsqDataSource(DataSource):
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         from nsparq.spark.sink import NsqStreamWriter
 
-        return NsqStreamWriter(schema, NsqOptions.parse(self.options, Use.SINK_STREAM), overwrite)
+        options = NsqOptions.parse(self.options, Use.SINK_STREAM)
+        return NsqStreamWriter(schema, options, overwrite, self.options.get("checkpointLocation", ""))

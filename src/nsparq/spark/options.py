@@ -271,6 +271,13 @@ class NsqOptions:
         "For `foreachBatch`, whose batch number it is",
         {Use.SINK_BATCH},
     )
+    fingerprint: str | None = opt(
+        PRODUCER,
+        None,
+        "what the batch consists of, as a short text: the last transaction of `producer` repeated with "
+        "another fingerprint is an error, and not passed over",
+        {Use.SINK_BATCH},
+    )
 
     staging: str | None = opt(
         DIRECTORY,

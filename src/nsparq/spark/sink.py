@@ -21,6 +21,7 @@ from pyspark.sql.types import StructType
 
 from nsparq.errors import NsparqError
 from nsparq.spark.api import Access, Unreachable
+from nsparq.spark.checkpoint import fingerprint
 from nsparq.spark.options import NsqOptions, OptionError
 from nsparq.spark.sink_commit import Coordinator, check_replay
 from nsparq.spark.sink_nodes import Plan, SinkNode, find_plan
@@ -117,7 +118,8 @@ class _Writing:
         try:
             messages = self._send(staged, batches, task)
         except AlreadyCommitted as known:
-            check_replay(producer, sequence, known.sequence)
+            # The driver's commit will look closer.
+            check_replay(producer, sequence, "", known.sequence, "")
             logger.info("batch %d has been published before; nothing is sent", sequence)
             # To the end: what comes before us in the task, a state store or a metric, is to see all rows.
             for _ in batches:
@@ -138,7 +140,9 @@ class _Writing:
         finally:
             sender.close()
 
-    def _coordinator(self, messages: Messages, remember_s: int | None = None) -> Coordinator | None:
+    def _coordinator(
+        self, messages: Messages, remember_s: int | None = None, planned: str = ""
+    ) -> Coordinator | None:
         """None if there is nothing to commit or abort."""
         staged = _staged(messages)
         if not staged:
@@ -150,10 +154,11 @@ class _Writing:
             Access.of(self._options),
             self._options.retry_for,
             remember_s,
+            planned,
         )
 
-    def _commit(self, messages: Messages, remember_s: int | None = None) -> None:
-        coordinator = self._coordinator(messages, remember_s)
+    def _commit(self, messages: Messages, remember_s: int | None = None, planned: str = "") -> None:
+        coordinator = self._coordinator(messages, remember_s, planned)
         if coordinator is None:
             return
         parts: dict[str, dict[str, int]] = {}
@@ -185,7 +190,7 @@ class NsqWriter(_Writing, DataSourceArrowWriter):
         return self._write(iterator, self._producer, self._sequence)
 
     def commit(self, messages: Messages) -> None:
-        self._commit(messages, None if self._is_named else FORGET_S)
+        self._commit(messages, None if self._is_named else FORGET_S, self._options.fingerprint or "")
 
     def abort(self, messages: Messages) -> None:
         # A named one will be repeated by whoever named it.
@@ -196,9 +201,12 @@ class NsqStreamWriter(_Writing, DataSourceStreamArrowWriter):
     """Of a stream: `df.writeStream.format("nsq")`. Each micro-batch is published once, however often it is
     run."""
 
-    def __init__(self, schema: StructType, options: NsqOptions, overwrite: bool) -> None:
+    def __init__(
+        self, schema: StructType, options: NsqOptions, overwrite: bool, checkpoint: str = ""
+    ) -> None:
         """`overwrite` is for output mode `complete`: each time the whole result is published."""
         super().__init__(schema, options)
+        self._checkpoint = checkpoint
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         task = Task.current()
@@ -212,7 +220,7 @@ class NsqStreamWriter(_Writing, DataSourceStreamArrowWriter):
         return self._write(iterator, producer, task.batch_id)
 
     def commit(self, messages: Messages, batchId: int) -> None:
-        self._commit(messages)
+        self._commit(messages, planned=fingerprint(self._checkpoint, batchId))
 
     def abort(self, messages: Messages, batchId: int) -> None:
         self._abort(messages, for_good=False)

@@ -27,6 +27,7 @@ from uuid import uuid4
 from nsparq.errors import NsparqError
 from nsparq.fetch import without_secrets
 from nsparq.spark.api import Access, Client, Patience, Refused, Unreachable
+from nsparq.spark.checkpoint import CheckpointBehind, check_batch
 from nsparq.spark.sink_nodes import SinkNode
 from nsparq.spark.sink_send import StagingLost
 
@@ -42,10 +43,6 @@ MAX_NOTE: Final = 4096
 
 Parts = Mapping[str, int]
 """The messages of each part."""
-
-
-class CheckpointBehind(NsparqError):
-    """nsqd has later transactions of this producer than the one that is to come now."""
 
 
 class TransactionDamaged(NsparqError):
@@ -67,15 +64,15 @@ class _State(NamedTuple):
     """Whether it is committed, or would be but for its damage."""
 
 
-def check_replay(producer: str, sequence: int, committed: int) -> None:
-    """A batch that has been committed is repeated, which is fine if it was the last. Raises
+def check_replay(producer: str, sequence: int, planned: str, committed: int, note: str) -> None:
+    """A batch that has been committed is repeated, which is fine if it was the last, and the same. Raises
     CheckpointBehind."""
-    if committed > sequence:
+    try:
+        check_batch(f"nsqd, for producer {producer},", sequence, planned, committed, _fingerprint(note))
+    except CheckpointBehind as behind:
         raise CheckpointBehind(
-            f"batch {sequence} would be dropped: of producer {producer} batches up to {committed} have been "
-            "published already. The query's checkpoint has been deleted, or is an older copy. Go on with "
-            "the right one, or set the option producer to a name that was never used"
-        )
+            f"{behind}, or set the option producer to a name that was never used"
+        ) from None
 
 
 class Coordinator:
@@ -90,9 +87,11 @@ class Coordinator:
         access: Access,
         retry_for: float,
         remember_s: int | None = None,
+        planned: str = "",
     ) -> None:
-        """`remember_s` is how long nsqd is to know of a producer that has no further transactions."""
-        self._producer, self._sequence = producer, sequence
+        """`remember_s` is how long nsqd is to know of a producer that has no further transactions. `planned`
+        is the batch's fingerprint, if there is one; it goes with the note."""
+        self._producer, self._sequence, self._planned = producer, sequence, planned
         self._nodes = {node.name: node for node in nodes}
         self._access = access
         self._retry_for = retry_for
@@ -146,9 +145,9 @@ class Coordinator:
 
     def _note(self, parts: Iterable[str]) -> str:
         """Whose promise it is, and to whom it is of interest."""
-        by = uuid4().hex
-        note = json.dumps({"by": by, "nodes": [[*self._nodes[name]] for name in sorted(parts)]})
-        return note if len(note) <= MAX_NOTE else json.dumps({"by": by})
+        owner = {"by": uuid4().hex, "planned": self._planned}
+        note = json.dumps({**owner, "nodes": [[*self._nodes[name]] for name in sorted(parts)]})
+        return note if len(note) <= MAX_NOTE else json.dumps(owner)
 
     def abort(self, *, for_good: bool) -> None:
         """Drop what has been staged, if it is certain that nothing has been decided. Raises nothing: see
@@ -226,7 +225,8 @@ class Coordinator:
         answer = self._object(client.get("/transaction", **self._which))
         committed = answer.get("committed_sequence")
         if isinstance(committed, int):
-            check_replay(self._producer, self._sequence, committed)
+            note = str(answer.get("committed_note") or "")
+            check_replay(self._producer, self._sequence, self._planned, committed, note)
         state = str(answer.get("state"))
         is_decided = state == "committed" or (state == "damaged" and answer.get("decided") is True)
         return _State(state, str(answer.get("note") or ""), is_decided)
@@ -316,6 +316,14 @@ class Coordinator:
 
 def _decided(states: Mapping[str, _State]) -> list[str]:
     return sorted(name for name, state in states.items() if state.is_decided)
+
+
+def _fingerprint(note: str) -> str:
+    """Empty if the note has none: it is of before, or not one of ours."""
+    try:
+        return str(json.loads(note)["planned"])
+    except (ValueError, TypeError, LookupError):
+        return ""
 
 
 def _named(note: str) -> list[SinkNode]:
