@@ -8,13 +8,12 @@ import signal
 import ssl
 import warnings
 import zlib
-from contextlib import suppress
-from pathlib import Path
+from contextlib import ExitStack, suppress
 
 import pytest
 
 from nsparq.options import TlsRequired
-from tests.support import RESPONSE, BrokerDied, ConnectionClosed, Frame, sized, unique_name, wait_until
+from tests.support import RESPONSE, BrokerDied, ConnectionClosed, Frame, sized, wait_until
 from tests.support.certificates import Pair, certificates, issue
 from tests.support.layered import (
     IDENTIFIER,
@@ -472,20 +471,13 @@ def test_case_047_many_messages_over_every_combination(tls_broker, topic, channe
 # Beyond the numbered cases
 
 
-@pytest.mark.parametrize("layers", COMBINATIONS.values(), ids=COMBINATIONS)
-def test_heartbeats_come_through_every_combination(tls_broker, layers):
-    with connect(tls_broker) as connection:
-        upgrade(connection, heartbeat_interval=1000, **layers)
-        assert connection.read_raw_frame() == Frame(RESPONSE, b"_heartbeat_")
-
-
-@pytest.mark.deviation("NSQ just closes the socket, which a client cannot tell from an attack")
-def test_the_server_takes_its_leave_inside_tls(tls_broker):
-    with connect(tls_broker) as connection:
-        upgrade(connection, tls=True)
-        connection.command("PUB", "bad!", body=b"x")
-        connection.expect_fatal('E_BAD_TOPIC PUB topic name "bad!" is not valid')
-        assert connection.tls.is_ended
+def test_heartbeats_come_through_every_combination(tls_broker):
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connect(tls_broker)) for _ in COMBINATIONS]
+        for connection, layers in zip(connections, COMBINATIONS.values(), strict=True):
+            upgrade(connection, heartbeat_interval=1000, **layers)
+        for connection in connections:
+            assert connection.read_raw_frame() == Frame(RESPONSE, b"_heartbeat_")
 
 
 def identify_for(*layers: str) -> bytes:
@@ -551,25 +543,3 @@ def test_certificates_are_reloaded_on_sighup_and_connections_go_on(own_process, 
         wait_until(lambda: "--tls-cert" in broker.stderr_text())
         assert serial() == second
         works(old, topic)
-
-
-@pytest.mark.parametrize("missing", ["tls_cert", "tls_key"])
-def test_a_certificate_without_its_key_is_a_start_error(own_process, missing):
-    flags = certificates().server_flags()
-    del flags[missing]
-    with pytest.raises(BrokerDied) as died:
-        own_process(**flags)
-    assert died.value.status
-
-
-@pytest.mark.parametrize("flag", ["tls_cert", "tls_key", "tls_root_ca_file"])
-def test_a_file_that_is_not_there_is_a_start_error(own_process, tmp_path: Path, flag):
-    path = tmp_path / unique_name("missing")
-    with pytest.raises(BrokerDied, match=path.name) as died:
-        own_process(**certificates().server_flags(**{flag: str(path)}))
-    assert died.value.status
-
-
-def test_tls_cannot_be_required_without_a_certificate(own_process):
-    with pytest.raises(BrokerDied, match="cannot require TLS client connections without TLS key and cert"):
-        own_process(tls_required=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import JSON, NSQ_HEADER, TEXT, ConnectionClosed, encode_request
+from tests.support import JSON, NSQ_HEADER, TEXT, ConnectionClosed
 
 METHODS = {
     "/ping": "GET",
@@ -147,49 +147,7 @@ def test_case_152_a_redirect_leads_nowhere_else(broker, target):
     assert location.startswith("/ping") and "\r" not in location and "\n" not in location
 
 
-# The manners of HTTP/1.1: no numbered case, but clients rely on them.
-
-
-def test_a_connection_serves_many_requests(broker, topic):
-    with broker.http_connect() as connection:
-        for number in range(50):
-            connection.request("POST", f"/pub?topic={topic}", b"%d" % number).expect_ok()
-            connection.request("GET", "/nope").expect_error(404, "NOT_FOUND")
-            connection.request("POST", "/pub", b"x" * 1000).expect_error(400, "MISSING_ARG_TOPIC")
-    assert broker.topic_stats(topic)["depth"] == 50
-
-
-def test_pipelined_requests_are_answered_in_order(broker, topic):
-    requests = [
-        (encode_request("POST", f"/pub?topic={topic}", b"one"), 200, b"OK"),
-        (encode_request("GET", "/ping"), 200, b"OK"),
-        (encode_request("POST", f"/mpub?topic={topic}", [b"two\n", b"three"]), 200, b"OK"),
-        (encode_request("GET", "/nope"), 404, b'{"message":"NOT_FOUND"}'),
-        (encode_request("POST", f"/topic/create?topic={topic}", b"a body nobody needs"), 200, b""),
-        (encode_request("POST", "/pub?topic=t!", b"x"), 400, b'{"message":"INVALID_TOPIC"}'),
-        (encode_request("GET", "/config/log_prefix", b"GET /nope HTTP/1.1\r\n\r\n"), 200, b"[nsqd] "),
-    ]
-    with broker.http_connect() as connection:
-        connection.send(b"".join(request for request, _, _ in requests) * 20)
-        for _ in range(20):
-            for _, status, body in requests:
-                answer = connection.read_answer()
-                assert (answer.status, answer.body) == (status, body)
-    assert broker.topic_stats(topic)["depth"] == 60
-
-
-def test_a_request_may_come_in_any_pieces(broker, topic):
-    request = encode_request("POST", f"/mpub?topic={topic}", [b"one\n", b"two"])
-    with broker.http_connect() as connection:
-        for position in range(len(request)):
-            connection.send(request[position : position + 1])
-        connection.read_answer().expect_ok()
-        connection.send(request[:40])
-        connection.send(request[40:] + request[:60])
-        connection.send(request[60:])
-        connection.read_answer().expect_ok()
-        connection.read_answer().expect_ok()
-    assert broker.topic_stats(topic)["depth"] == 6
+# The manners of HTTP/1.1: no numbered case, but clients rely on them. More in tests/http/test_server.py.
 
 
 def test_chunks_may_have_extensions_and_trailers(broker, topic):
@@ -204,21 +162,6 @@ def test_chunks_may_have_extensions_and_trailers(broker, topic):
         assert [message.body for message in consumer.read_messages(2)] == [b"onemore", b"0123456789" * 2]
 
 
-def test_who_expects_to_be_told_to_continue_is_told(broker, topic):
-    with broker.http_connect() as connection:
-        connection.send(
-            b"POST /pub?topic=%b HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n"
-            % topic.encode()
-        )
-        interim = b"HTTP/1.1 100 Continue\r\n\r\n"
-        received = b""
-        while len(received) < len(interim):
-            received += connection.socket.recv(len(interim) - len(received))
-        assert received == interim
-        connection.send(b"body")
-        connection.read_answer().expect_ok()
-
-
 def test_a_body_that_is_too_big_is_refused_before_it_is_sent(small_broker, topic):
     with small_broker.http_connect() as connection:
         connection.send(
@@ -226,14 +169,6 @@ def test_a_body_that_is_too_big_is_refused_before_it_is_sent(small_broker, topic
             % topic.encode()
         )
         connection.read_answer().expect_error(413, "MSG_TOO_BIG")
-
-
-@pytest.mark.parametrize("header", ["close", "Close", "CLOSE"])
-def test_the_connection_closes_when_asked_to(broker, header):
-    with broker.http_connect() as connection:
-        answer = connection.request("GET", "/ping", None, {"Connection": header})
-        assert answer.body == b"OK" and answer.says_close
-        connection.expect_closed()
 
 
 def test_http_1_0_closes_unless_asked_to_stay(broker):
@@ -246,20 +181,6 @@ def test_http_1_0_closes_unless_asked_to_stay(broker):
             connection.send(b"GET /ping HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
             answer = connection.read_answer()
             assert answer.body == b"OK" and answer.header("Connection") == "keep-alive"
-
-
-def test_answers_carry_the_date(broker):
-    for target in ("/ping", "/nope", "/stats"):
-        date = broker.request("GET", target).header("Date")
-        assert date and date.endswith(" GMT") and len(date) == 29
-
-
-def test_end_of_stream_after_a_request_still_brings_the_answer(broker):
-    with broker.http_connect() as connection:
-        connection.send_request("GET", "/ping")
-        connection.end_of_stream()
-        assert connection.read_answer().body == b"OK"
-        connection.expect_closed()
 
 
 NOT_HTTP = {

@@ -39,18 +39,6 @@ def test_https_serves_the_same_api(tls_broker, topic):
     assert broker.request("GET", "/ping").body == b"OK"
 
 
-def test_https_keeps_connections_and_answers_pipelined_requests_in_order(tls_broker):
-    with https(tls_broker()) as connection:
-        connection.send(
-            b"".join(b"GET /config/%d HTTP/1.1\r\nHost: h\r\n\r\n" % number for number in range(50))
-        )
-        connection.send(b"GET /ping HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
-        for _ in range(50):
-            connection.read_answer().expect_error(400, "INVALID_OPTION")
-        assert connection.read_answer().body == b"OK"
-        connection.expect_closed()
-
-
 @pytest.mark.parametrize(
     "method, target", [("GET", "/ping"), ("POST", "/pub?topic=t"), ("PUT", "/nope"), ("GET", "/")]
 )

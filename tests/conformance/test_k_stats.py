@@ -9,8 +9,6 @@ import pytest
 
 from tests.support import REFERENCE, TEXT, unique_name, wait_until
 
-from .test_stats import CHANNEL, CLIENT, TOPIC, assert_shape
-
 MEMORY = (
     "heap_objects",
     "heap_idle_bytes",
@@ -22,7 +20,59 @@ MEMORY = (
     "next_gc_bytes",
     "gc_total_runs",
 )
+TOPIC = {
+    "topic_name": str,
+    "channels": list,
+    "depth": int,
+    "backend_depth": int,
+    "message_count": int,
+    "message_bytes": int,
+    "paused": bool,
+    "e2e_processing_latency": dict,
+}
+CHANNEL = {
+    "channel_name": str,
+    "depth": int,
+    "backend_depth": int,
+    "in_flight_count": int,
+    "deferred_count": int,
+    "message_count": int,
+    "requeue_count": int,
+    "timeout_count": int,
+    "client_count": int,
+    "clients": list,
+    "paused": bool,
+    "e2e_processing_latency": dict,
+}
+CLIENT = {
+    "client_id": str,
+    "hostname": str,
+    "version": str,
+    "remote_address": str,
+    "state": int,
+    "ready_count": int,
+    "in_flight_count": int,
+    "message_count": int,
+    "finish_count": int,
+    "requeue_count": int,
+    "connect_ts": int,
+    "sample_rate": int,
+    "deflate": bool,
+    "snappy": bool,
+    "user_agent": str,
+    "tls": bool,
+    "tls_cipher_suite": str,
+    "tls_version": str,
+    "tls_negotiated_protocol": str,
+    "tls_negotiated_protocol_is_mutual": bool,
+}
 TOP = ("version", "health", "start_time", "topics", "memory", "producers")
+
+
+def assert_shape(value, shape):
+    assert {key: type(value.get(key)) for key in shape} == shape
+    known = [key for key in value if key in shape]
+    assert known == list(shape), "in NSQ's order"
 
 
 def stats(broker, query=""):
@@ -407,3 +457,17 @@ def test_publishing_by_http_makes_no_producer(broker, topic):
         host, port = connection.socket.getsockname()
         producers = stats(broker)["producers"] or []
         assert f"{host}:{port}" not in [one["remote_address"] for one in producers]
+
+
+def test_latency_percentiles_are_reported_in_nanoseconds(shared_broker, topic, channel):
+    broker = shared_broker(e2e_processing_latency_percentile=(0.99, 0.5))
+    with broker.connect() as connection:
+        connection.sub(topic, channel, rdy=10)
+        broker.publish(topic, *([b"body"] * 20))
+        connection.read_messages(20, finish=True)
+        connection.barrier()
+    for stats in (broker.topic_stats(topic), broker.channel_stats(topic, channel)):
+        latency = stats["e2e_processing_latency"]
+        assert latency["count"] == 20
+        assert [one["quantile"] for one in latency["percentiles"]] == [0.99, 0.5]
+        assert all(0 < one["value"] < 10_000_000_000 for one in latency["percentiles"])

@@ -270,7 +270,11 @@ def test_case_170_second_daemon_on_the_same_data_path_refuses_to_start(own_proce
     process.publish("topic", b"body")
     error = refused(process.data_path)
     assert error.status == 1
-    assert "failed to lock data-path: cannot flock directory" in str(error)
+    expected = (
+        f"failed to lock data-path: cannot flock directory {process.data_path} - "
+        "resource temporarily unavailable (possibly in use by another instance of nsqd)"
+    )
+    assert expected in str(error)
     # The first one goes on, and after its end the path is free.
     process.publish("topic", b"body")
     process.restart()

@@ -212,34 +212,3 @@ def test_impatient_stop_signals_still_end_in_status_0(tmp_path: Path) -> None:
 
         wait_until(ended, interval=0.001)
         assert nsqd.wait() == 0
-
-
-def test_a_second_nsqd_on_the_same_data_path_refuses_to_start(tmp_path: Path) -> None:
-    with BrokerProcess(tmp_path):
-        second = run(f"--data-path={tmp_path}", "--tcp-address=127.0.0.1:0", "--http-address=127.0.0.1:0")
-    assert second.returncode == 1
-    expected = (
-        f"failed to instantiate nsqd - failed to lock data-path: cannot flock directory {tmp_path} - "
-        "resource temporarily unavailable (possibly in use by another instance of nsqd)\n"
-    )
-    assert re.search(FATAL + re.escape(expected), second.stderr)
-
-
-def test_a_missing_data_path_is_a_start_error(tmp_path: Path) -> None:
-    result = run(f"--data-path={tmp_path / 'none'}", "--tcp-address=127.0.0.1:0")
-    assert result.returncode == 1
-    assert re.search(FATAL + "failed to instantiate nsqd - failed to lock data-path: ", result.stderr)
-
-
-def test_an_address_in_use_is_a_start_error(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    with BrokerProcess(tmp_path / "a") as first:
-        address = "{}:{}".format(*first.address)
-        second = run(
-            f"--data-path={tmp_path / 'b'}", f"--tcp-address={address}", "--http-address=127.0.0.1:0"
-        )
-    assert second.returncode == 1
-    assert re.search(
-        FATAL + re.escape(f"failed to instantiate nsqd - listen ({address}) failed - "), second.stderr
-    )
