@@ -117,7 +117,8 @@ def test_a_thousand_connections_of_which_half_stall(socket_broker: BrokerProcess
             connection.identify(heartbeat_interval=1000 if number % 2 else 30_000)
             connection.sub("t", "stalled", rdy=2500)
         for connection in live:
-            connection.identify(heartbeat_interval=1000)
+            # Nobody answers for them until all have subscribed, which takes long on a busy machine.
+            connection.identify(heartbeat_interval=4000)
             connection.sub("t", "live", rdy=5)
         consumers = LiveConsumers(live)
         consumers.start()
