@@ -44,10 +44,15 @@ NsparqError
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 
 class NsparqError(Exception):
     """Root of the tree above."""
+
+    retry_helps: ClassVar[bool] = True
+    """Whether the same work could succeed later without a person doing something. The runner of pipelines
+    asks: it does not start a pipeline again after an error for which this is False."""
 
 
 class ProtocolError(NsparqError):

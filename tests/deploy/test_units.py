@@ -111,7 +111,7 @@ def test_a_pipeline_file_and_its_unit_fit_together(
     assert checkpoint == "${STATE_DIRECTORY:-/var/lib/nsparq-pipelines/shop}"
     assert unit["StateDirectory"] == ["nsparq-pipelines/%i"]
     monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path))
-    assert main(["pipeline", "check", str(file)]) == 0, capsys.readouterr().err
+    assert main([*check[1:-1], str(file)]) == 0, capsys.readouterr().err
     for arguments in (check, run):
         options = [word for word in arguments if word.startswith("--")]
         with pytest.raises(SystemExit, match="0"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,14 +163,11 @@ sql = "SELECT number, item, price, at FROM input"
     assert [file.name.partition("-")[0] for file in files] == ["joined"]
 
 
-def test_a_pipeline_that_fails_is_tried_again_and_does_not_end_the_others(
+def test_a_pipeline_that_fails_for_good_is_not_tried_again_and_does_not_end_the_others(
     run: Runs, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     broker.publish("orders", order(1), b"junk")
     text = """
-[run]
-retries = 1
-retry_delay = "10ms"
 [pipeline.strict]
 source = "orders"
 decode = { format = "json", schema = "number INT" }
@@ -182,10 +180,35 @@ trigger = "once"
 """
     figures = run(text)
     strict, lenient = figures["strict"], figures["lenient"]
-    assert (strict.state, strict.failures, strict.restarts) == (State.FAILED, 2, 1)
+    assert (strict.state, strict.failures, strict.restarts) == (State.FAILED, 1, 0)
     assert re.fullmatch("message [0-9]+ of topic orders at .* does not decode as json; .*", strict.error)
-    assert "strict: failed, and will be started again in 10ms" in caplog.text
+    assert "strict: failed: message" in caplog.text
     assert (lenient.state, lenient.rows, lenient.undecodable) == (State.FINISHED, 2, 1)
+
+
+def test_a_stop_waits_for_no_nsqd_that_is_away(run: Runs) -> None:
+    """Whoever had been waited for would have failed."""
+    text = """
+[nsq]
+nsqd = ["127.0.0.1:9"]
+retry_for = "20s"
+[run]
+retries = 0
+[pipeline.query]
+source = "orders"
+sink = "noop"
+[pipeline.beginning]
+source = "orders"
+decode = { format = "json", schema = "number INT" }
+dead_letters = "dead"
+sink = "noop"
+[pipeline.sample]
+source = "orders"
+decode = "json"
+sink = "noop"
+"""
+    figures = run(text, until=lambda figures: figures["query"].state is State.RUNNING)
+    assert {(one.state, one.failures, one.lag) for one in figures.values()} == {(State.STOPPED, 0, None)}
 
 
 def test_tables_of_delta_and_of_a_database(run: Runs, broker: Broker, spark: SparkSession) -> None:
@@ -273,7 +296,6 @@ sink = "noop"
             "'noop'",
             r"'_id' is the name of a column that every message has",
         ),
-        ("'json'", "'noop'", r"schema: none was given, and none can be inferred: orders has no messages yet"),
         ("'text'", "{ topic = 'x', body_from = 'b' }", r"body_from: there is no column 'b'; there are text,"),
         (
             "'text'",
@@ -302,6 +324,47 @@ def test_what_does_not_fit_a_schema_or_a_sink(
         queries.check(spark, file, file.pipelines[0])
 
 
+def test_without_a_schema_and_messages_the_columns_are_unknown_and_the_sql_is_parsed(
+    spark: SparkSession, broker: Broker, tmp_path: Path
+) -> None:
+    from nsparq.pipeline import queries
+    from nsparq.pipeline.reading import parse
+
+    broker.create("orders")
+    for nsqd in (broker.http_address, "127.0.0.1:9"):
+        for sql, is_right in (("SELECT price FROM input", True), ("SELEC * FROM input", False)):
+            text = f'source = "orders"\ndecode = "json"\nsql = "{sql}"\nsink = "noop"'
+            file = parse(f'[nsq]\nnsqd = "{nsqd}"\n[pipeline.p]\n{text}', tmp_path / "p.toml")
+            if is_right:
+                assert queries.check(spark, file, file.pipelines[0]) is None
+            else:
+                with pytest.raises(PipelineError, match=r"\[pipeline.p\] sql: .*Syntax error"):
+                    queries.check(spark, file, file.pipelines[0])
+    # A check leaves nothing behind.
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_the_command_has_spark_check_the_sql(
+    spark: SparkSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    root_logger_restored: None,
+) -> None:
+    from nsparq.pipeline import runner
+    from nsparq.tools.main import main
+
+    monkeypatch.setattr(runner, "build_session", lambda *_: spark)
+    monkeypatch.setattr(type(spark), "stop", lambda self: None)
+    path, text = tmp_path / "p.toml", '[pipeline.p]\nsource = "orders"\nsink = "noop"\nsql = "{sql}"'
+    path.write_text(text.format(sql="SELEC * FROM input"))
+    assert main(["pipeline", "check", str(path)]) == 2
+    assert "[pipeline.p] sql: [PARSE_SYNTAX_ERROR] Syntax error" in capsys.readouterr().err
+    path.write_text(text.format(sql="SELECT _topic, length(body) AS size FROM input"))
+    assert main(["pipeline", "check", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [f"  {'_topic':<24} string", f"  {'size':<24} int"]
+
+
 def test_a_checkpoint_has_one_runner(run: Runs, broker: Broker) -> None:
     broker.create("orders")
     text = '[pipeline.p]\nsource = "orders"\nsink = "noop"\n'
@@ -325,7 +388,7 @@ def test_rows_and_dead_letters_begin_at_the_same_place(broker: Broker, tmp_path:
     file = parse(f'[nsq]\nnsqd = "{broker.http_address}"\n{text}', tmp_path / "p.toml")
     (pipeline,) = file.pipelines
     for _ in range(2):
-        queries.settle_beginning(file, pipeline)
+        queries.settle_beginning(file, pipeline, threading.Event())
         broker.publish("orders", order(2))
     ((_, sequence),) = PipelineMemory(pipeline).get("beginning")["orders"].values()
     assert sequence == broker.peek("orders")[1].sequence + 1

@@ -12,12 +12,16 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from pyspark.errors import AnalysisException, StreamingQueryException
+
 from nsparq.pipeline import runner
-from nsparq.pipeline.errors import PipelineError, in_words
+from nsparq.pipeline.errors import NothingYet, PipelineError, in_words, retry_helps
 from nsparq.pipeline.progress import State
 from nsparq.pipeline.reading import parse
 from nsparq.pipeline.runner import RunningPipeline
 from nsparq.pipeline.spec import PipelineFile
+from nsparq.spark.errors import DataLoss, NoAnswer
+from tests.support.polling import DEADLINE, wait_until
 
 TEXT = """
 [run]
@@ -54,7 +58,7 @@ class Query:
         self.runId = run_id
         self.isActive = True
         self.recentProgress: list[Report] = []
-        self.status = {"isTriggerActive": False}
+        self.status = {"isTriggerActive": False, "message": "Waiting for next trigger"}
         self.error: Exception | None = None
 
     @property
@@ -77,8 +81,15 @@ class Rig:
         self.started: list[dict[str, Query]] = []
         self.refusal: Exception | None = None
         monkeypatch.setattr(runner.queries, "start", self._start)
+        monkeypatch.setattr(runner.queries, "register", lambda spark: None)
         self.pipeline = RunningPipeline(None, self.file, self.file.pipelines[0])  # type: ignore[arg-type]
         self.figures = self.pipeline.figures
+
+    def look(self, now: float) -> None:
+        """And see what has become of a start."""
+        self.pipeline.look(now)
+        self.pipeline.wait_for_threads(DEADLINE)
+        self.pipeline.look(now)
 
     def _start(self, *_: object) -> dict[str, Query]:
         if self.refusal is not None:
@@ -99,7 +110,7 @@ class Rig:
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     rig = Rig(monkeypatch)
-    rig.pipeline.look(0.0)
+    rig.look(0.0)
     assert rig.figures.state is State.RUNNING
     return rig
 
@@ -112,88 +123,194 @@ def test_every_batch_is_counted_once_however_often_one_looks(rig: Rig) -> None:
     rig.rows.recentProgress = [Report(0, 10), Report(1, 5), Report(2, 0, is_done=False)]
     rig.letters.recentProgress = [Report(0, 3)]
     for now in (1.0, 2.0):
-        rig.pipeline.look(now)
+        rig.look(now)
         assert (rig.figures.rows, rig.figures.dead_letters) == (15, 3)
     # While nobody looked, several have ended.
     rig.rows.recentProgress += [Report(number, 1) for number in range(2, 9)]
-    rig.pipeline.look(3.0)
+    rig.look(3.0)
     assert (rig.figures.rows, rig.figures.batch) == (22, 8)
 
 
 def test_without_rows_for_a_while_there_is_no_rate(rig: Rig) -> None:
     rig.rows.recentProgress = [Report(0, 10)]
-    rig.pipeline.look(1.0)
+    rig.look(1.0)
     assert rig.figures.rows_per_second == 100
-    rig.pipeline.look(1.0 + runner.QUIET_S / 2)
+    rig.look(1.0 + runner.QUIET_S / 2)
     assert rig.figures.rows_per_second == 100
-    rig.pipeline.look(1.1 + runner.QUIET_S)
+    rig.look(1.1 + runner.QUIET_S)
     assert rig.figures.rows_per_second == 0
 
 
 def test_a_failed_pipeline_is_started_again_later_and_later(rig: Rig) -> None:
     first = rig.started[0]
     first["letters"].fail("no more letters")
-    rig.pipeline.look(10.0)
+    rig.look(10.0)
     assert (rig.figures.state, rig.figures.error) == (State.WAITING, "no more letters")
     # One without the other would not be the pipeline.
     assert not first["rows"].isActive
-    rig.pipeline.look(10.9)
+    rig.look(10.9)
     assert len(rig.started) == 1
-    rig.pipeline.look(11.0)
+    rig.look(11.0)
     assert (len(rig.started), rig.figures.state, rig.figures.restarts) == (2, State.RUNNING, 1)
     rig.rows.fail("again")
-    rig.pipeline.look(20.0)
-    rig.pipeline.look(21.9)
+    rig.look(20.0)
+    rig.look(21.9)
     assert len(rig.started) == 2
-    rig.pipeline.look(22.0)
+    rig.look(22.0)
     assert len(rig.started) == 3
     rig.rows.fail("for good")
-    rig.pipeline.look(30.0)
+    rig.look(30.0)
     assert (rig.figures.state, rig.figures.failures, rig.figures.restarts) == (State.FAILED, 3, 2)
-    rig.pipeline.look(1000.0)
+    rig.look(1000.0)
     assert len(rig.started) == 3
 
 
 def test_a_batch_that_works_gives_all_retries_back(rig: Rig) -> None:
     for turn in range(5):
         rig.rows.recentProgress = [Report(turn, 1)]
-        rig.pipeline.look(100.0 * turn)
+        rig.look(100.0 * turn)
         rig.rows.fail("now and then")
-        rig.pipeline.look(100.0 * turn + 1)
+        rig.look(100.0 * turn + 1)
         assert rig.figures.state is State.WAITING
-        rig.pipeline.look(100.0 * turn + 2)
+        rig.look(100.0 * turn + 2)
         assert rig.figures.state is State.RUNNING
     assert (rig.figures.rows, rig.figures.failures) == (5, 5)
 
 
 def test_the_last_batch_before_the_end_is_counted(rig: Rig) -> None:
     rig.rows.recentProgress = [Report(0, 4)]
-    rig.pipeline.look(1.0)
+    rig.look(1.0)
     rig.rows.recentProgress = [Report(0, 4), Report(1, 6)]
     rig.rows.isActive = rig.letters.isActive = False
-    rig.pipeline.look(2.0)
+    rig.look(2.0)
     assert (rig.figures.rows, rig.figures.state) == (10, State.STOPPED)
 
 
 def test_a_pipeline_has_ended_when_both_its_queries_have(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch, TEXT.replace("[pipeline.p]", '[pipeline.p]\ntrigger = "available-now"'))
-    rig.pipeline.look(0.0)
+    rig.look(0.0)
     rig.rows.isActive = False
-    rig.pipeline.look(1.0)
+    rig.look(1.0)
     assert rig.figures.state is State.RUNNING
     rig.letters.isActive = False
-    rig.pipeline.look(2.0)
+    rig.look(2.0)
     assert rig.figures.state is State.FINISHED
 
 
 def test_what_cannot_be_started_has_failed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
-    rig.refusal = PipelineError("no such column")
-    rig.pipeline.look(0.0)
-    assert (rig.figures.state, rig.figures.error) == (State.WAITING, "no such column")
+    rig.refusal = NoAnswer("nobody is there")
+    rig.look(0.0)
+    assert (rig.figures.state, rig.figures.error) == (State.WAITING, "nobody is there")
     rig.refusal = None
-    rig.pipeline.look(1.0)
+    rig.look(1.0)
     assert rig.figures.state is State.RUNNING
+
+
+ANALYSIS = AnalysisException("[UNRESOLVED_COLUMN.WITHOUT_SUGGESTION] `a` cannot be resolved")
+
+
+def through_spark(raised: str) -> StreamingQueryException:
+    return StreamingQueryException(
+        f"[PYTHON_ERROR] Failed: Traceback (most recent call last):\n  File x\n{raised}"
+    )
+
+
+def because(cause: Exception) -> PipelineError:
+    error = PipelineError("a step cannot be done")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (PipelineError("no such column"), False),
+        (NothingYet("no messages yet"), True),
+        (because(NoAnswer("away")), True),
+        (because(DataLoss("gone")), False),
+        (because(OSError("disk full")), True),
+        (because(TypeError("of a user's function")), False),
+        (because(ANALYSIS), False),
+        (ANALYSIS, False),
+        # Spark calls whatever a data source raises while it is planned an AnalysisException.
+        (AnalysisException("Traceback:\nnsparq.spark.errors.NoAnswer: no answer for 120 seconds"), True),
+        (through_spark("nsparq.spark.errors.NoAnswer: away"), True),
+        (through_spark("nsparq.spark.errors.DataLoss: gone"), False),
+        (through_spark("nsparq.spark.checkpoint.CheckpointBehind: older"), False),
+        (through_spark("nsparq.pipeline.errors.PipelineError: refused"), False),
+        (through_spark("nsparq.spark.api.Refused: 503\n\nnsparq.spark.options.OptionError: a token"), False),
+        (through_spark("nsparq.spark.api.Refused: 503"), True),
+        (through_spark("nsparq.no_such_module.Error: x"), True),
+        (through_spark("OSError: disk full"), True),
+        (StreamingQueryException("[USER_RAISED_EXCEPTION] message 5 does not decode"), False),
+        (StreamingQueryException("[STATE_STORE_KEY_SCHEMA_NOT_COMPATIBLE] x"), False),
+        (StreamingQueryException("Python worker exited unexpectedly (crashed)"), True),
+    ],
+)  # fmt: skip
+def test_only_what_may_pass_by_itself_is_tried_again(rig: Rig, error: Exception, expected: bool) -> None:
+    rig.rows.isActive, rig.rows.error = False, error
+    rig.look(1.0)
+    assert rig.figures.state is (State.WAITING if expected else State.FAILED)
+    assert retry_helps(error) is expected
+
+
+def test_lag_is_unknown_until_the_source_has_said_something_and_after_a_failure(rig: Rig) -> None:
+    assert rig.figures.lag is None
+    rig.figures.lag = 0
+    rig.rows.fail("once")
+    rig.look(1.0)
+    assert (rig.figures.state, rig.figures.lag) == (State.WAITING, None)
+
+
+class Stuck:
+    """Somebody who waits for an nsqd that is away."""
+
+    def __init__(self) -> None:
+        self.begun, self.end = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.end.wait(DEADLINE)
+
+
+def test_neither_a_start_nor_a_query_that_hangs_holds_up_others_or_the_stop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "\n".join(f'[pipeline.{name}]\nsource = "x"\nsink = "noop"' for name in ("a", "b", "c"))
+    file = parse(f'[run]\nstop_grace = "1ms"\n{text}', tmp_path / "p.toml")
+    queries = {name: Query() for name in ("a", "b", "c")}
+    start, end = Stuck(), Stuck()
+    queries["b"].stop = end  # type: ignore[method-assign]
+    stop = threading.Event()
+
+    def start_one(spark: Any, file: Any, pipeline: Any, abandoned: threading.Event) -> dict[str, Query]:
+        if pipeline.name == "a":
+            start()
+            assert abandoned.is_set()
+        return {"rows": queries[pipeline.name]}
+
+    class Session:
+        class sparkContext:
+            uiWebUrl = None
+
+    def watch(status: Any) -> None:
+        if [one.state for one in status.pipelines] == [State.STARTING, State.RUNNING, State.RUNNING]:
+            stop.set()
+
+    monkeypatch.setattr(runner.queries, "start", start_one)
+    monkeypatch.setattr(runner.queries, "register", lambda spark: None)
+    monkeypatch.setattr(runner, "POLL_S", 0.01)
+    monkeypatch.setattr(runner, "STOP_S", 0.2)
+    done = runner.run(Session, file, stop, watch=watch)  # type: ignore[arg-type]
+    assert {one.state for one in done.pipelines} == {State.STOPPED}
+    assert "b: does not stop in time, and ends with the session" in caplog.text
+    assert not queries["c"].isActive
+    # What is started after all is stopped.
+    assert queries["a"].isActive
+    start.end.set()
+    end.end.set()
+    wait_until(lambda: not queries["a"].isActive)
 
 
 def test_a_stop_lets_the_batch_under_way_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +323,7 @@ def test_a_stop_lets_the_batch_under_way_end(rig: Rig, monkeypatch: pytest.Monke
             rig.rows.recentProgress = [Report(0, 7)]
 
     monkeypatch.setattr(runner.time, "sleep", sleep)
-    rig.rows.status = {"isTriggerActive": True}
+    rig.rows.status = {"isTriggerActive": True, "message": "Processing new data"}
     rows = rig.rows
     rig.pipeline.stop(5.0)
     assert (waited, rows.isActive) == (3, False)
@@ -215,7 +332,7 @@ def test_a_stop_lets_the_batch_under_way_end(rig: Rig, monkeypatch: pytest.Monke
 
 
 def test_a_stop_does_not_wait_for_ever_nor_for_a_spark_that_is_gone(rig: Rig) -> None:
-    rig.rows.status = {"isTriggerActive": True}
+    rig.rows.status = {"isTriggerActive": True, "message": "Processing new data"}
 
     def gone() -> None:
         raise ConnectionRefusedError("Spark is gone")
@@ -232,7 +349,7 @@ def test_one_that_fails_ends_the_others_only_if_wanted(
     file = parse(text, tmp_path / "p.toml")
     good = Query()
 
-    def start(spark: Any, file: PipelineFile, pipeline: Any) -> dict[str, Query]:
+    def start(spark: Any, file: PipelineFile, pipeline: Any, abandoned: Any) -> dict[str, Query]:
         if pipeline.name == "bad":
             raise PipelineError("no")
         return {"rows": good}
@@ -249,7 +366,7 @@ def test_one_that_fails_ends_the_others_only_if_wanted(
     def watch(status: Any) -> None:
         nonlocal told
         told += 1
-        if told == 5:
+        if told >= 5 and all(one.state is not State.STARTING for one in status.pipelines):
             stop.set()
 
     done = runner.run(Session, file, stop, watch=watch)  # type: ignore[arg-type]

@@ -78,9 +78,12 @@ def test_a_sink_that_does_not_count_counts_as_nothing() -> None:
     [
         ({"t": {"n": ["x", 5]}}, {"t": {"n": ["x", 9]}}, 4),
         ({"t": {"n": ["x", 9]}}, {"t": {"n": ["x", 5]}}, 0),
+        ({"t": {"n": ["x", 5]}}, {"t": {"m": ["x", 9], "n": ["x", 7]}}, 4),
         # A log that was begun anew, or that no batch has entered yet: not known before the next batch.
-        ({"t": {"n": ["x", 5]}}, {"t": {"n": ["y", 9]}}, 0),
-        ({}, {"t": {"n": ["x", 9]}}, 0),
+        ({"t": {"n": ["x", 5]}}, {"t": {"n": ["y", 9]}}, None),
+        ({}, {"t": {"n": ["x", 9]}}, None),
+        # An nsqd that has not answered yet.
+        ({"t": {"n": ["x", 5]}}, {}, None),
         ({"offset": 5}, {"offset": 9}, None),
         (None, None, None),
         ("no json", "{}", None),
@@ -167,9 +170,9 @@ def test_an_address_that_cannot_be_had(status: Status, endpoint: Endpoint) -> No
 def test_figures_as_a_line_and_as_a_sentence(status: Status) -> None:
     orders, bills = status.pipelines
     assert cells(orders) == ("orders", "running", "300", "5", "1,200", "", "", "", "")
-    assert cells(bills) == ("bills", "failed", "0", "", "0", "", "", "3", "2")
+    assert cells(bills) == ("bills", "failed", "0", "unknown", "0", "", "", "3", "2")
     assert describe(orders) == "orders: running, 1,200 rows (300/s), lag 5"
-    assert describe(bills) == "bills: failed, 0 rows (0/s), 3 did not decode, 2 failures"
+    assert describe(bills) == "bills: failed, 0 rows (0/s), lag unknown, 3 did not decode, 2 failures"
 
 
 def test_a_log_has_a_line_when_something_has_changed(

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from nsparq.pipeline.layout import layout_of
+from nsparq.pipeline.progress import Figures, State
 from nsparq.pipeline.reading import load, parse
 from nsparq.pipeline.starter import starter
+from nsparq.pipeline.status import Status, write_status
 from nsparq.testing import Broker, run_broker
 from nsparq.tools.main import main
+from tests.support.polling import DEADLINE
 
 pytestmark = pytest.mark.usefixtures("root_logger_restored", "signals_restored")
 
@@ -37,7 +43,7 @@ def test_a_first_file_knows_the_columns_of_the_topic(
     assert pipeline.dead_letters == "shop.orders.dead"
     assert main(["pipeline", *arguments]) == 1
     assert "is there already" in capsys.readouterr().err
-    assert main(["pipeline", "check", str(path)]) == 0
+    assert main(["pipeline", "check", "--no-spark", str(path)]) == 0
     assert capsys.readouterr().out == (
         "shop-orders: shop.orders -> json (dead letters: shop.orders.dead) -> 1 step -> console\n"
     )
@@ -88,6 +94,37 @@ def test_a_wrong_file_is_a_wrong_command_line(tmp_path: Path, capsys: pytest.Cap
 def test_the_status_of_pipelines_that_never_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pipeline", "status", str(tmp_path)]) == 1
     assert "these pipelines have never been run" in capsys.readouterr().err
+
+
+def test_the_status_file_of_a_newer_version_can_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = Figures("shop", state=State.FAILED, error="no such column")
+    write_status(tmp_path, Status("shop.toml", [figures], started=0.0, is_running=False))
+    content = json.loads((tmp_path / "status.json").read_text())
+    content["pipelines"][0]["temperature"] = 21
+    (tmp_path / "status.json").write_text(json.dumps(content))
+    assert main(["pipeline", "status", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split() == ["shop", "failed", "0", "unknown", "0"]
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 0), (signal.SIGINT, 0)])
+def test_a_signal_ends_also_what_does_not_look_at_the_event(number: int, expected: int) -> None:
+    code = """
+import sys, threading
+from nsparq.tools.pipeline_common import Stopping
+stopping = Stopping(0.05)
+print("ready", flush=True)
+stopping.event.wait()
+threading.Event().wait(60)
+sys.exit(9)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(number)
+        assert process.wait(DEADLINE) == expected
 
 
 def test_ready_made_pipelines_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,14 +55,15 @@ class Bars:
 
     def show(self, published: int, now: Now) -> None:
         update = self._progress.update
+        lag = "lag unknown" if now.lag is None else f"lag {now.lag:,}"
         update(self._published, completed=published)
-        update(self._written, completed=now.written, note=f"lag {now.lag:,}")
+        update(self._written, completed=now.written, note=lag)
         update(self._letters, completed=now.letters)
         update(self._results, completed=now.results)
         if not self._console.is_terminal and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_S
             self._console.print(
-                f"published {published:,}, in Parquet {now.written:,} (lag {now.lag:,}), "
+                f"published {published:,}, in Parquet {now.written:,} ({lag}), "
                 f"dead letters {now.letters:,}, results {now.results:,}",
                 soft_wrap=True,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -43,8 +43,8 @@ class Now:
     """Messages that both pipelines have read."""
     letters: int = 0
     results: int = 0
-    lag: int = 0
-    """Messages that the pipelines have yet to read, all together."""
+    lag: int | None = None
+    """Messages that the pipeline furthest behind has yet to read; None if nobody knows."""
     errors: str = ""
     """Of pipelines that have failed."""
 
@@ -79,9 +79,14 @@ def _look(cluster: Cluster) -> Now:
         read=min(events["rows"], activity["rows"]),
         letters=topic_count(cluster, DEAD),
         results=topic_count(cluster, ACTIVITY),
-        lag=max(one["lag"] or 0 for one in found.values()),
+        lag=_worst(one["lag"] for one in found.values()),
         errors="; ".join(failed),
     )
+
+
+def _worst(lags: Iterable[int | None]) -> int | None:
+    known = [one for one in lags if one is not None]
+    return max(known) if known else None
 
 
 def topic_count(cluster: Cluster, topic: str) -> int:

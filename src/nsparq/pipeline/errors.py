@@ -1,18 +1,64 @@
-"""What can be wrong with a pipeline beyond its file."""
+"""What can be wrong with a pipeline beyond its file, and whether to start the pipeline again could help."""
 
 from __future__ import annotations
 
+import importlib
 import re
+from typing import Final
 
 from nsparq.errors import NsparqError
 
-__all__ = ["PipelineError", "in_words"]
+__all__ = ["NothingYet", "PipelineError", "in_words", "retry_helps"]
 
 MAX_WORDS = 1000
+
+_OURS: Final = re.compile(r"\b(nsparq(?:\.\w+)+)\.([A-Z]\w*)(?=: )")
+"""An error of ours in a traceback that has come through Spark."""
+_FOR_GOOD: Final = re.compile(
+    r"\[(USER_RAISED_EXCEPTION|STREAMING_STATEFUL_OPERATOR_NOT_MATCH\w*|STATE_STORE_\w*SCHEMA_NOT_COMPATIBLE"
+    r"|STATE_STORE_(KEY|VALUE)_SCHEMA\w*|UNRESOLVED_COLUMN|TABLE_OR_VIEW_NOT_FOUND)\b"
+)
+"""Spark's words for a message or a row that was refused, and for a query that does not fit its state."""
 
 
 class PipelineError(NsparqError):
     """A pipeline that cannot be built or run; the text names pipeline and key."""
+
+    retry_helps = False
+
+
+class NothingYet(PipelineError):
+    """What the pipeline needs to begin is not there, and may come: messages to infer a schema from."""
+
+    retry_helps = True
+
+
+def retry_helps(error: BaseException) -> bool:
+    """Whether a pipeline that ended with this error is worth starting again.
+
+    It is not after an error that would come again each time, or that a person has to decide about: a wrong
+    query, schema or option, a message that does not decode, lost messages, a checkpoint that is refused.
+    """
+    from pyspark.errors import AnalysisException, PySparkException
+
+    cause = error.__cause__
+    if type(error) is PipelineError and isinstance(cause, NsparqError | PySparkException | OSError):
+        # A step that could not be done, and why.
+        return retry_helps(cause)
+    if isinstance(error, NsparqError):
+        return error.retry_helps
+    text = str(error)
+    if named := _OURS.findall(text):
+        return _class_helps(*named[-1])
+    return not isinstance(error, AnalysisException) and not _FOR_GOOD.search(text)
+
+
+def _class_helps(module: str, name: str) -> bool:
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return True
+    return bool(getattr(found, "retry_helps", True))
 
 
 def in_words(error: BaseException) -> str:

@@ -1,6 +1,11 @@
 """What a pipeline has to remember beside Spark's checkpoint, in `pipeline.json` of the same directory.
 
 Its identity, the schema that was inferred, and where it began: all of them must be the same after a restart.
+
+    {"format": 1, "id": "9f0c…", "schema": "number BIGINT", "beginning": {…}}
+
+`format` is the version of the file. Files written before there was one have none, and are read as version 1.
+A newer file is refused: a program that does not know what is in it would start the pipeline at another place.
 """
 
 from __future__ import annotations
@@ -14,9 +19,11 @@ from uuid import uuid4
 from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.spec import Pipeline, is_local
 
-__all__ = ["NAME", "PipelineMemory", "write_json"]
+__all__ = ["FORMAT", "NAME", "PipelineMemory", "write_json"]
 
 NAME: Final = "pipeline.json"
+FORMAT: Final = 1
+"""The newest version of the file that this program reads, and the one that it writes."""
 
 
 class PipelineMemory:
@@ -31,7 +38,7 @@ class PipelineMemory:
 
     def put(self, key: str, value: Any) -> None:
         """Raises PipelineError."""
-        content = self._read() | {key: value}
+        content = {"format": FORMAT} | self._read() | {key: value}
         try:
             write_json(self._path, content)
         except OSError as error:
@@ -57,13 +64,25 @@ class PipelineMemory:
                     "to remember there"
                 )
             try:
-                self._content = json.loads(self._path.read_text())
+                content = json.loads(self._path.read_text())
             except FileNotFoundError:
-                self._content = {}
+                content = {}
             except (OSError, ValueError) as error:
                 raise PipelineError(f"{self._place} {self._path} cannot be read: {error}") from error
+            self._check(content)
+            self._content = content
         assert self._content is not None
         return self._content
+
+    def _check(self, content: Any) -> None:
+        found = content.get("format", 1) if isinstance(content, dict) else None
+        if type(found) is not int or found < 1:
+            raise PipelineError(f"{self._place} {self._path} is not a file that a pipeline has written")
+        if found > FORMAT:
+            raise PipelineError(
+                f"{self._place} {self._path} has format {found}, and this version of nsparq reads formats up "
+                f"to {FORMAT}: a newer nsparq has written it. Use that version, or another checkpoint"
+            )
 
 
 def write_json(path: Path, content: Any) -> None:

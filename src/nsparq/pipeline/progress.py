@@ -51,7 +51,8 @@ class Figures:
     rows_per_second: float = 0.0
     """Of the last micro-batch with rows, or 0 when nothing comes."""
     lag: int | None = None
-    """Messages published and not yet read, if the source knows."""
+    """Messages published and not yet read. None while nobody knows: before the first report of the source,
+    after a failure, and where nsqd does not say."""
     batches: int = 0
     """Micro-batches of the rows that are done."""
     batch: int | None = None
@@ -127,12 +128,20 @@ def _lag(source: Mapping[str, Any]) -> int | None:
     latest, end = _offsets(source.get("latestOffset")), _offsets(source.get("endOffset"))
     if latest is None or end is None:
         return None
+    ends: dict[tuple[str, str], int] = {}
+    for topic, _, place in latest.items_flat():
+        # A log may have been seen under two names.
+        log = topic, place.incarnation
+        ends[log] = max(place.sequence, ends.get(log, 0))
     lag = 0
-    for topic, node, place in latest.items_flat():
-        read = end.place(topic, node)
-        if read is not None and read.incarnation == place.incarnation:
-            lag += max(0, place.sequence - read.sequence)
-    return lag
+    for topic, _, read in end.items_flat():
+        last = ends.pop((topic, read.incarnation), None)
+        if last is None:
+            # The query reads this log, and its nsqd has not answered yet.
+            return None
+        lag += max(0, last - read.sequence)
+    # A log that the query has not entered yet is not read at all, and may hold anything.
+    return None if ends else lag
 
 
 def _offsets(value: Any) -> Offsets | None:

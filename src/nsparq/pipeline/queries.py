@@ -12,6 +12,7 @@ their time.
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -28,18 +29,25 @@ from nsparq.errors import NsparqError
 from nsparq.pipeline import direct
 from nsparq.pipeline.commits import Directory
 from nsparq.pipeline.decode import ORIGIN, dead_letters, good_rows
-from nsparq.pipeline.errors import PipelineError, in_words
+from nsparq.pipeline.errors import NothingYet, PipelineError, in_words, retry_helps
 from nsparq.pipeline.layout import Layout, layout_of
 from nsparq.pipeline.memory import PipelineMemory
 from nsparq.pipeline.progress import WRITTEN
 from nsparq.pipeline.samples import infer_csv, infer_json
 from nsparq.pipeline.sinks import LETTERS, ROWS, Target, letters_writer, prepared, writer_of
 from nsparq.pipeline.spec import Memory, Parquet, Pipeline, PipelineFile, Trigger
-from nsparq.pipeline.steps import transform
+from nsparq.pipeline.steps import parse, transform
 from nsparq.spark.options import TABLE, NsqOptions, Use
 from nsparq.spark.session import activate
 
-__all__ = ["LETTERS", "ROWS", "Frames", "build", "check", "register", "start"]
+__all__ = ["LETTERS", "ROWS", "Abandoned", "Frames", "build", "check", "register", "start"]
+
+CHECK_RETRY: Final = "1s"
+"""How long a check waits for an nsqd that is away."""
+
+
+class Abandoned(NsparqError):
+    """Nobody waits for this start any more. Nothing has been written down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +93,19 @@ def build(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames
     return Frames(rows, letters)
 
 
-def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames:
-    """The same, and whether Spark would run it as a stream. Raises PipelineError."""
-    frames = build(spark, file, pipeline)
+def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames | None:
+    """The same, and whether Spark would run it as a stream. Raises PipelineError.
+
+    Needs no nsqd, unless the schema has to be inferred. If it cannot be, since nsqd is away or there is no
+    message yet, the columns are unknown: then only the syntax of the SQL is checked, and the result is None.
+    """
+    try:
+        frames = build(spark, replace_option(file, "retryFor", CHECK_RETRY), pipeline)
+    except PipelineError as error:
+        if not retry_helps(error):
+            raise
+        parse(spark, pipeline)
+        return None
     writer_of(pipeline.sink, frames.rows, _target(file, pipeline))
     jvm: Any = spark._jvm
     plan = frames.rows._jdf.queryExecution().analyzed()
@@ -99,13 +117,21 @@ def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames
     return frames
 
 
-def start(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> dict[str, StreamingQuery]:
-    """Running queries by their role. Raises PipelineError."""
+def replace_option(file: PipelineFile, name: str, value: str) -> PipelineFile:
+    """The file with another value for an option of format("nsq")."""
+    return replace(file, nsq={**file.nsq, name: value})
+
+
+def start(
+    spark: SparkSession, file: PipelineFile, pipeline: Pipeline, abandoned: threading.Event
+) -> dict[str, StreamingQuery]:
+    """Running queries by their role. Raises PipelineError, and Abandoned if that is set meanwhile."""
     _check_files(pipeline)
     layout = layout_of(pipeline)
     if layout is not None and _is_utc(spark):
         return {ROWS: _start_direct(spark, file, pipeline, layout)}
-    settle_beginning(file, pipeline)
+    settle_beginning(file, pipeline, abandoned)
+    _settle_schema(spark, file, pipeline, abandoned)
     frames = build(spark, file, pipeline)
     started: dict[str, StreamingQuery] = {}
     try:
@@ -213,9 +239,9 @@ def _load(spark: SparkSession, pipeline: Pipeline, format: str, options: dict[st
         raise PipelineError(f"[pipeline.{pipeline.name}.source]: {in_words(error)}") from error
 
 
-def settle_beginning(file: PipelineFile, pipeline: Pipeline) -> None:
+def settle_beginning(file: PipelineFile, pipeline: Pipeline, abandoned: threading.Event) -> None:
     """Where the queries begin, once for both of them: what is `latest` to the one would not be to the other.
-    Raises PipelineError."""
+    Raises PipelineError, Abandoned."""
     memory = PipelineMemory(pipeline)
     if not pipeline.dead_letters or memory.get("beginning") is not None:
         return
@@ -225,22 +251,45 @@ def settle_beginning(file: PipelineFile, pipeline: Pipeline) -> None:
     try:
         source = LogSource(NsqOptions.parse(source_options(file, pipeline), Use.LOG_STREAM))
         try:
-            memory.put("beginning", encode(source.initial()))
+            beginning = encode(source.initial())
+            _keep(memory, "beginning", beginning, abandoned)
         finally:
             source.close()
+    except Abandoned:
+        raise
     except NsparqError as error:
         raise PipelineError(f"[pipeline.{pipeline.name}.source]: {error}") from error
 
 
+def _keep(memory: PipelineMemory, key: str, value: Any, abandoned: threading.Event) -> None:
+    """Unless the start has been given up: another runner may have the checkpoint by now."""
+    if abandoned.is_set():
+        raise Abandoned
+    memory.put(key, value)
+
+
 # the schema
+
+
+def _settle_schema(
+    spark: SparkSession, file: PipelineFile, pipeline: Pipeline, abandoned: threading.Event
+) -> None:
+    """What was inferred stays, so that a restart does not change it."""
+    memory = PipelineMemory(pipeline)
+    if _is_inferred(pipeline) and memory.get("schema") is None:
+        _keep(memory, "schema", _inferred(spark, file, pipeline), abandoned)
+
+
+def _is_inferred(pipeline: Pipeline) -> bool:
+    return pipeline.decode.format not in ("text", "raw", "message") and not pipeline.decode.schema
 
 
 def _schema(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> StructType:
     decode = pipeline.decode
     if decode.format in ("text", "raw", "message"):
         return StructType()
-    place = f"[pipeline.{pipeline.name}.decode] schema"
-    given = decode.schema or _inferred(spark, file, pipeline, place)
+    place = _schema_place(pipeline)
+    given = decode.schema or _inferred(spark, file, pipeline)
     try:
         schema = StructType.fromDDL(given)
     except PySparkException as error:
@@ -253,9 +302,13 @@ def _schema(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Stru
     return schema
 
 
-def _inferred(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, place: str) -> str:
-    memory = PipelineMemory(pipeline)
-    known = memory.get("schema")
+def _schema_place(pipeline: Pipeline) -> str:
+    return f"[pipeline.{pipeline.name}.decode] schema"
+
+
+def _inferred(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> str:
+    """As it was once, or as the messages are now. Raises PipelineError."""
+    known = PipelineMemory(pipeline).get("schema")
     if known is not None:
         return str(known)
     decode = pipeline.decode
@@ -263,11 +316,11 @@ def _inferred(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, place
     separator = decode.options.get("sep", decode.options.get("delimiter", ","))
     found = infer_json(bodies) if decode.format == "json" else infer_csv(bodies, separator)
     if not found:
-        raise PipelineError(
-            f"{place}: none was given, and none can be inferred: {pipeline.source.topics} has "
+        raise NothingYet(
+            f"{_schema_place(pipeline)}: none was given, and none can be inferred: "
+            f"{pipeline.source.topics} has "
             + (f"no {decode.format.upper()} among {len(bodies)} messages" if bodies else "no messages yet")
         )
-    memory.put("schema", found)
     return found
 
 
@@ -278,9 +331,7 @@ def sample(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, count: i
     try:
         rows = spark.read.format("nsq").options(**kept).load().select("body").limit(count).collect()
     except PySparkException as error:
-        raise PipelineError(
-            f"[pipeline.{pipeline.name}.decode] schema: no sample can be read: {in_words(error)}"
-        ) from error
+        raise PipelineError(f"{_schema_place(pipeline)}: no sample can be read: {in_words(error)}") from error
     return [bytes(row.body) for row in rows]
 
 

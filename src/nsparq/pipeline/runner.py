@@ -1,7 +1,8 @@
 """Runs the pipelines of a file in one Spark session: starts them, watches them, starts again what has failed,
 stops them.
 
-All of it happens in the thread that calls `run()`; Spark has threads of its own.
+The thread that calls `run()` only asks Spark about running queries. What may take long has a thread of its
+own: a start, which waits for an nsqd that is away, and a stop.
 """
 
 from __future__ import annotations
@@ -18,17 +19,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from nsparq.errors import NsparqError
 from nsparq.flags import format_duration
 from nsparq.pipeline import queries
 from nsparq.pipeline.decode import DECODED
-from nsparq.pipeline.errors import PipelineError, in_words
+from nsparq.pipeline.errors import PipelineError, in_words, retry_helps
 from nsparq.pipeline.progress import Figures, State
-from nsparq.pipeline.queries import ROWS
+from nsparq.pipeline.queries import ROWS, Abandoned
 from nsparq.pipeline.spec import Pipeline, PipelineFile, Run, describe, is_local
 from nsparq.pipeline.status import Endpoint, Status, write_status
 
@@ -41,6 +40,8 @@ STATUS_S: Final = 2.0
 """Between two writes of the status file."""
 QUIET_S: Final = 3.0
 """Without a micro-batch for so long, the rate is 0."""
+STOP_S: Final = 3.0
+"""How long Spark may take to stop a query. It waits for a source that waits for nsqd."""
 Watch = Callable[[Status], None]
 
 
@@ -90,8 +91,7 @@ def run(
         try:
             _run(running, file, status, stop, watch, fail_fast)
         finally:
-            for one in running:
-                one.stop(file.run.stop_grace)
+            _stop(running, file.run.stop_grace)
             status.is_running = False
             _write(file, status)
             watch(status)
@@ -121,6 +121,20 @@ def _run(
         if fail_fast and any(one.figures.state is State.FAILED for one in running):
             return
         stop.wait(POLL_S)
+
+
+def _stop(running: Sequence[RunningPipeline], grace: float) -> None:
+    """All at the same time: each has the whole of its grace."""
+    threads = [_in_thread(one.stop, grace) for one in running]
+    for thread in threads:
+        thread.join()
+
+
+def _in_thread(work: Callable[..., None], *arguments: object) -> threading.Thread:
+    """One that does not keep the process from ending."""
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    return thread
 
 
 def _write(file: PipelineFile, status: Status) -> None:
@@ -191,6 +205,54 @@ def _zipped(package: Path) -> Path:
     return make_once(cache_directory() / f"{package.name}-{digest(*stamps)}.zip", make)
 
 
+class _Start:
+    """The start of a pipeline's queries, in a thread of its own."""
+
+    def __init__(self, spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> None:
+        self._spark, self._file, self._pipeline = spark, file, pipeline
+        self._lock = threading.Lock()
+        self._abandoned = threading.Event()
+        self._queries: dict[str, StreamingQuery] = {}
+        self._error: Exception | None = None
+        self._thread = _in_thread(self._run)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is over."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> dict[str, StreamingQuery]:
+        """The queries. Raises what went wrong."""
+        if self._error is not None:
+            raise self._error
+        return self._queries
+
+    def abandon(self) -> None:
+        """Nobody wants the queries any more. They are stopped as soon as they have been started."""
+        with self._lock:
+            self._abandoned.set()
+            unwanted, self._queries = self._queries, {}
+        _stop_queries(self._pipeline.name, unwanted)
+
+    # in its thread
+
+    def _run(self) -> None:
+        try:
+            # A thread has its own active session.
+            queries.register(self._spark)
+            started = queries.start(self._spark, self._file, self._pipeline, self._abandoned)
+        except Abandoned:
+            return
+        except Exception as error:
+            self._error = error
+            return
+        with self._lock:
+            if not self._abandoned.is_set():
+                self._queries = started
+                return
+        _stop_queries(self._pipeline.name, started)
+
+
 class RunningPipeline:
     """One pipeline: its queries, its figures, and when it is to be started again."""
 
@@ -202,6 +264,9 @@ class RunningPipeline:
             describe(pipeline.sink),
             channel=pipeline.source.options["channel"],
         )
+        self._starting: _Start | None = None
+        self._stopping: threading.Thread | None = None
+        """Stops the queries of a failed run. The next one needs the same checkpoint."""
         self._queries: dict[str, StreamingQuery] = {}
         self._seen: dict[str, tuple[str, int]] = {}
         """The last progress of each role that was counted: run and batch."""
@@ -217,9 +282,14 @@ class RunningPipeline:
         """See what has happened, and do what is due."""
         if self.is_over:
             return
+        if self._starting is not None:
+            if self._starting.wait(0.0):
+                self._take_start(now)
+            return
         if not self._queries:
-            if now >= self._next_start:
-                self._start(now)
+            is_stopping = self._stopping is not None and self._stopping.is_alive()
+            if now >= self._next_start and not is_stopping:
+                self._start()
             return
         for role, query in self._queries.items():
             self._count(role, query, now)
@@ -231,36 +301,49 @@ class RunningPipeline:
             self._count(role, query, now, everything=True)
             error = query.exception()
             if error is not None:
-                self._fail(in_words(error), now)
+                self._fail(error, now)
                 return
         if len(ended) == len(self._queries):
             self._queries = {}
             self.figures.state = State.FINISHED if self.pipeline.trigger.ends else State.STOPPED
             logger.info("%s: %s", self.pipeline.name, self.figures.state)
 
-    def _start(self, now: float) -> None:
+    def _start(self) -> None:
         if self.figures.failures:
             self.figures.restarts += 1
+        self.figures.state = State.STARTING
+        self._starting = _Start(self._spark, self._file, self.pipeline)
+
+    def wait_for_threads(self, seconds: float) -> None:
+        """Until a start or a stop that is under way is over, if it ends in time."""
+        if self._starting is not None:
+            self._starting.wait(seconds)
+        if self._stopping is not None:
+            self._stopping.join(seconds)
+
+    def _take_start(self, now: float) -> None:
+        assert self._starting is not None
+        starting, self._starting = self._starting, None
         try:
-            self._queries = queries.start(self._spark, self._file, self.pipeline)
-        except NsparqError as error:
-            self._fail(str(error), now)
-            return
-        except PySparkException as error:
-            self._fail(in_words(error), now)
+            self._queries = starting.result()
+        except Exception as error:
+            self._fail(error, now)
             return
         self.figures.state = State.RUNNING
         logger.info("%s: started, %s -> %s", self.pipeline.name, self.figures.topics, self.figures.sink)
 
-    def _fail(self, text: str, now: float) -> None:
+    def _fail(self, error: Exception, now: float) -> None:
+        text = in_words(error)
         self.figures.failures += 1
         self.figures.error = text
         self.figures.quiet()
+        # Messages come while it does not run.
+        self.figures.lag = None
         self._failed_in_a_row += 1
         self._stop_queries()
         settings: Run = self._file.run
         retries = settings.retries if self.pipeline.retries is None else self.pipeline.retries
-        if self._failed_in_a_row > retries:
+        if self._failed_in_a_row > retries or not retry_helps(error):
             self.figures.state = State.FAILED
             logger.error("%s: failed: %s", self.pipeline.name, text)
             return
@@ -301,6 +384,9 @@ class RunningPipeline:
     def stop(self, grace: float) -> None:
         """Let a micro-batch under way end, if it does so in time, and stop. Twice is safe."""
         deadline = time.monotonic() + grace
+        if self._starting is not None:
+            self._starting.abandon()
+            self._starting = None
         if self._queries and not self.is_over:
             self._let_end(deadline)
             for role, query in self._queries.items():
@@ -309,6 +395,9 @@ class RunningPipeline:
                 except Exception as error:  # Spark may be gone, in more than one way
                     logger.debug("%s: no last figures: %s", self.pipeline.name, error)
             self._stop_queries()
+            self.wait_for_threads(STOP_S)
+            if self._stopping is not None and self._stopping.is_alive():
+                logger.warning("%s: does not stop in time, and ends with the session", self.pipeline.name)
         if not self.is_over:
             self.figures.state = State.STOPPED
             logger.info("%s: stopped", self.pipeline.name)
@@ -318,7 +407,7 @@ class RunningPipeline:
         try:
             before = {role: _batch(query) for role, query in self._queries.items()}
             for role, query in self._queries.items():
-                while time.monotonic() < deadline and query.isActive and query.status["isTriggerActive"]:
+                while time.monotonic() < deadline and query.isActive and _has_batch(query):
                     if _batch(query) != before[role]:
                         break
                     time.sleep(0.02)
@@ -326,12 +415,23 @@ class RunningPipeline:
             logger.warning("%s: Spark is gone: %s", self.pipeline.name, in_words(error))
 
     def _stop_queries(self) -> None:
-        for query in self._queries.values():
-            try:
-                query.stop()
-            except Exception as error:  # Spark may be gone, in more than one way
-                logger.warning("%s: %s", self.pipeline.name, in_words(error))
+        self._stopping = _in_thread(_stop_queries, self.pipeline.name, self._queries)
         self._queries = {}
+
+
+def _stop_queries(pipeline: str, stopped: Mapping[str, StreamingQuery]) -> None:
+    for query in stopped.values():
+        try:
+            query.stop()
+        except Exception as error:  # Spark may be gone, in more than one way
+            logger.warning("%s: %s", pipeline, in_words(error))
+
+
+def _has_batch(query: StreamingQuery) -> bool:
+    """Whether a micro-batch is under way. To ask the source for offsets is none, and may take long."""
+    status = query.status
+    is_asking = status["message"].startswith(("Getting offsets", "Initializing", "Waiting"))
+    return bool(status["isTriggerActive"]) and not is_asking
 
 
 def _batch(query: StreamingQuery) -> int:

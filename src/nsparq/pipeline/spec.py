@@ -367,7 +367,11 @@ class Run:
         "", text, "`host:port` for `/metrics` (Prometheus) and `/status` (JSON)", shown="none"
     )
     retries: int = key(
-        0, whole, "how often a failed pipeline is started again, in a row; a micro-batch that works resets it"
+        10,
+        whole,
+        "how often a failed pipeline is started again, in a row; a micro-batch that works resets it. After "
+        "what would only happen again (wrong SQL, a message that does not decode, lost messages, a refused "
+        "checkpoint) it is not",
     )
     retry_delay: float = key(
         1.0, duration, "before the first of them; then twice as long each time", shown='`"1s"`'

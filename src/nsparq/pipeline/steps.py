@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Final
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
@@ -15,16 +17,41 @@ from pyspark.sql.types import TimestampNTZType, TimestampType
 from nsparq.pipeline.errors import PipelineError, in_words
 from nsparq.pipeline.spec import INPUT, MESSAGES, Pipeline, Step, Watermark
 
-__all__ = ["load_function", "transform"]
+__all__ = ["load_function", "parse", "transform"]
+
+_one_at_a_time: Final = threading.Lock()
+"""Pipelines start side by side in one session, and call their views by the same names."""
 
 
 def transform(spark: SparkSession, pipeline: Pipeline, messages: DataFrame, directory: Path) -> DataFrame:
     """The result of the last step. Functions are looked for in `directory` first. Raises PipelineError."""
+    with _one_at_a_time:
+        return _transform(spark, pipeline, messages, directory)
+
+
+def parse(spark: SparkSession, pipeline: Pipeline) -> None:
+    """Whether the SQL of all steps can be parsed, whatever the columns are. Raises PipelineError."""
+    session: Any = spark._jsparkSession
+    for at, step in _places(pipeline):
+        try:
+            if step.sql:
+                session.sessionState().sqlParser().parsePlan(step.sql)
+        except PySparkException as error:
+            raise PipelineError(f"{at} sql: {in_words(error)}") from error
+
+
+def _places(pipeline: Pipeline) -> Iterator[tuple[str, Step]]:
+    """The steps, and how errors call each of them."""
+    place = f"[pipeline.{pipeline.name}]"
+    for number, step in enumerate(pipeline.steps, 1):
+        yield (place if step.name == "result" else f"{place} step {number}"), step
+
+
+def _transform(spark: SparkSession, pipeline: Pipeline, messages: DataFrame, directory: Path) -> DataFrame:
     place = f"[pipeline.{pipeline.name}]"
     results = {MESSAGES: _marked(messages, pipeline.watermark, f"{place} watermark")}
     latest = MESSAGES
-    for number, step in enumerate(pipeline.steps, 1):
-        at = place if step.name == "result" else f"{place} step {number}"
+    for at, step in _places(pipeline):
         given = [results[name] for name in step.sources or (latest,)]
         made = _query(spark, step, results, given[0], at) if step.sql else _call(step, given, at, directory)
         results[step.name] = _marked(made, step.watermark, f"{at} watermark")

@@ -19,6 +19,7 @@ __all__ = ["LogView", "TerminalView", "View", "cells", "describe", "picture"]
 logger = logging.getLogger(__name__)
 
 LOG_S: Final = 10.0
+UNKNOWN: Final = "unknown"
 HEADINGS: Final = ("pipeline", "state", "rows/s", "lag", "rows", "batch", "took", "dead letters", "failures")
 _STYLES: Final = {
     State.RUNNING: "green",
@@ -35,7 +36,7 @@ def cells(one: Figures) -> tuple[str, ...]:
         one.name,
         str(one.state),
         f"{one.rows_per_second:,.0f}",
-        "" if one.lag is None else f"{one.lag:,}",
+        UNKNOWN if one.lag is None else f"{one.lag:,}",
         f"{one.rows:,}",
         "" if one.batch is None else str(one.batch),
         f"{one.batch_seconds:.2f} s" if one.batches else "",
@@ -47,8 +48,7 @@ def cells(one: Figures) -> tuple[str, ...]:
 def describe(one: Figures) -> str:
     """The same as a sentence."""
     parts = [f"{one.rows:,} rows ({one.rows_per_second:,.0f}/s)"]
-    if one.lag is not None:
-        parts.append(f"lag {one.lag:,}")
+    parts.append(f"lag {UNKNOWN if one.lag is None else format(one.lag, ',')}")
     if one.batches:
         parts.append(f"batch {one.batch} took {one.batch_seconds:.2f} s")
     if one.undecodable:

@@ -24,6 +24,8 @@ LENGTH: Final = 15
 class CheckpointBehind(NsparqError):
     """The sink has this batch, or later ones, of the same query with other content."""
 
+    retry_helps = False
+
 
 def fingerprint(checkpoint: str, batch: int) -> str:
     """15 hexadecimal digits. They are the same for each run of a batch, and differ for a batch that was

@@ -11,6 +11,8 @@ __all__ = ["DataLoss", "NoAnswer", "NoLog"]
 class DataLoss(NsparqError):
     """Messages that should be read are not there any more."""
 
+    retry_helps = False
+
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}. To go on without them, set the option failOnDataLoss to false")
 
@@ -21,6 +23,8 @@ class NoAnswer(NsparqError):
 
 class NoLog(NsparqError):
     """An nsqd without the API that log mode needs."""
+
+    retry_helps = False
 
     def __init__(self, node: str) -> None:
         super().__init__(

@@ -60,6 +60,8 @@ logger = logging.getLogger(__name__)
 class OptionError(NsparqError, ValueError):
     """An option that cannot be; the text names it."""
 
+    retry_helps = False
+
 
 class Use(StrEnum):
     """What the options are read for."""

@@ -25,6 +25,8 @@ MAX_SEQUENCE: Final = 1 << 54
 class BadOffset(NsparqError):
     """What should be an offset is none: the checkpoint is of another source."""
 
+    retry_helps = False
+
 
 class Place(NamedTuple):
     """In the log of a topic on a node."""

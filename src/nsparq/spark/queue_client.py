@@ -53,6 +53,8 @@ class Away(NsparqError):
 class QueueError(NsparqError):
     """nsqd will not have us: wrong secret, no TLS, a name it does not take. To try again would not help."""
 
+    retry_helps = False
+
 
 class Taken(NamedTuple):
     """Messages, in the order in which they came."""

@@ -49,6 +49,8 @@ class TransactionDamaged(NsparqError):
     """Messages that a node had promised to publish are lost. The query waits for an operator: going on would
     call half a batch published."""
 
+    retry_helps = False
+
 
 class _Overtaken(NsparqError):
     """Somebody else does the same work. If it is done, that shows in the states of the nodes."""

@@ -51,9 +51,13 @@ Offsets = npt.NDArray[np.int64]
 class SchemaError(NsparqError, ValueError):
     """The rows have columns that are no message; the text names the column and what to do."""
 
+    retry_helps = False
+
 
 class RowError(NsparqError, ValueError):
     """A row that is no message; the text names it."""
+
+    retry_helps = False
 
 
 class SinkColumns(NamedTuple):

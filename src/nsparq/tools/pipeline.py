@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -88,7 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("check", help="say what is wrong with a file")
     command.add_argument("file", type=Path)
     command.add_argument(
-        "--spark", action="store_true", help="have Spark look at schemas and SQL too (seconds)"
+        "--spark",
+        action=argparse.BooleanOptionalAction,
+        help="start Spark to check schemas and SQL, which takes seconds; by default if it is installed",
     )
     command.set_defaults(run=check)
 
@@ -145,9 +147,16 @@ def _moved(pipeline: Pipeline, old: str, new: str) -> Pipeline:
 
 def check(arguments: argparse.Namespace) -> int:
     file = load(arguments.file)
-    if arguments.spark:
-        _check_with_spark(file)
-        return OK
+    if arguments.spark is not False:
+        try:
+            import pyspark  # noqa: F401
+
+            _check_with_spark(file)
+            return OK
+        except ModuleNotFoundError:
+            if arguments.spark:
+                raise
+            print("PySpark is not installed: schemas and SQL have not been checked", file=sys.stderr)
     for one in file.pipelines:
         print(_summary(one))
     return OK
@@ -163,12 +172,15 @@ def _check_with_spark(file: PipelineFile) -> None:
         queries.register(spark)
         for one in file.pipelines:
             try:
-                rows = queries.check(spark, file, one).rows
+                frames = queries.check(spark, file, one)
             except PipelineError as error:
                 problems.append(str(error))
                 continue
             print(_summary(one))
-            for field in rows.schema.fields:
+            if frames is None:
+                print("  columns unknown and not checked: no schema is given, and no message says it")
+                continue
+            for field in frames.rows.schema.fields:
                 print(f"  {field.name:<24} {field.dataType.simpleString()}")
     finally:
         spark.stop()
@@ -218,7 +230,14 @@ def status(arguments: argparse.Namespace) -> int:
 def _status_text(found: dict[str, Any]) -> str:
     at = datetime.fromtimestamp(found["updated"]).strftime("%Y-%m-%d %H:%M:%S")
     state = f"running, process {found['pid']}" if found["is_running"] else f"not running since {at}"
-    figures = [Figures(**{**one, "state": State(one["state"])}) for one in found["pipelines"]]
+    known = {one.name for one in fields(Figures)}
+    figures = [
+        # What a newer version has added to the file is left out.
+        Figures(
+            **{name: value for name, value in one.items() if name in known} | {"state": State(one["state"])}
+        )
+        for one in found["pipelines"]
+    ]
     rows = [HEADINGS, *map(cells, figures)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     lines = [f"{found['file']}: {state}"]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 __all__ = [
+    "END_S",
     "FAILED",
     "OK",
     "WRONG",
@@ -37,6 +38,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 OK, FAILED, WRONG = 0, 1, 2
+END_S: Final = 5.0
+"""How long Spark may take to end after a signal, beyond the time that a micro-batch is given."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -76,10 +79,15 @@ def _setting(text: str) -> tuple[str, str]:
 
 
 class Stopping:
-    """SIGTERM and SIGINT set `event`. Somebody at a keyboard who asks twice does not want to wait."""
+    """SIGTERM and SIGINT set `event`. Somebody at a keyboard who asks twice does not want to wait.
 
-    def __init__(self) -> None:
+    Whatever does not look at the event, such as the start of a session whose cluster does not answer, or a
+    query of Spark's, is cut off after `limit` seconds: the process ends then. A checkpoint is made for that.
+    """
+
+    def __init__(self, limit: float) -> None:
         self.event = threading.Event()
+        self._limit = limit
         self.install()
 
     def install(self) -> None:
@@ -87,9 +95,20 @@ class Stopping:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.event.is_set():
-            os._exit(130)
+        if self.event.is_set():
+            if number == signal.SIGINT:
+                os._exit(130)
+            return
         self.event.set()
+        timer = threading.Timer(self._limit, self._cut_off)
+        timer.daemon = True
+        timer.start()
+
+    def _cut_off(self) -> None:
+        logger.warning("not ended %g s after the signal: cutting off what is under way", self._limit)
+        logging.shutdown()
+        # Spark's JVM ends with us.
+        os._exit(OK)
 
 
 @contextlib.contextmanager
@@ -97,8 +116,11 @@ def session(file: PipelineFile, arguments: argparse.Namespace, stopping: Stoppin
     from nsparq.pipeline import runner
 
     logger.info("starting Spark (%s)", arguments.master or file.spark.master)
-    spark = runner.build_session(file, arguments.master, dict(arguments.conf))
-    # Spark has put a handler of its own in place of ours.
+    try:
+        spark = runner.build_session(file, arguments.master, dict(arguments.conf))
+    except KeyboardInterrupt:
+        # Of the handler that Spark has just put in place of ours.
+        os._exit(130)
     stopping.install()
     try:
         yield spark
@@ -110,7 +132,7 @@ def run_file(file: PipelineFile, arguments: argparse.Namespace, *, fail_fast: bo
     """The status of the command."""
     if arguments.metrics_address:
         file = replace(file, run=replace(file.run, metrics_address=arguments.metrics_address))
-    stopping = Stopping()
+    stopping = Stopping(file.run.stop_grace + END_S)
     with session(file, arguments, stopping) as spark:
         from nsparq.pipeline import runner
 

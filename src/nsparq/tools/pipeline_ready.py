@@ -19,7 +19,7 @@ from nsparq.errors import StartError
 from nsparq.pipeline import ready
 from nsparq.pipeline.reading import DEFAULT_NSQD, parse
 from nsparq.pipeline.spec import SpecError
-from nsparq.tools.pipeline_common import OK, Stopping, add_running, add_spark, run_file, session
+from nsparq.tools.pipeline_common import END_S, OK, Stopping, add_running, add_spark, run_file, session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -199,7 +199,8 @@ def _stats_now(topics: ready.Topics, arguments: argparse.Namespace) -> int:
     from nsparq.pipeline import batch
 
     file = batch.file_of(topics)
-    with session(file, arguments, Stopping()) as spark:
+    # Nothing is written: there is nothing to wait for.
+    with session(file, arguments, Stopping(0.0)) as spark:
         sql = ready.stats_sql(arguments.every, arguments.event_time, live=False) + " ORDER BY time, topic"
         _print_rows(batch.query(spark, batch.messages(spark, file, arguments.until), sql))
     return OK
@@ -229,7 +230,7 @@ def replay(arguments: argparse.Namespace) -> int:
     from nsparq.pipeline.replay import replay as publish
 
     topics = _topics(arguments)
-    file, stopping = batch.file_of(topics), Stopping()
+    file, stopping = batch.file_of(topics), Stopping(END_S)
     with batch.nsqd_for(file, arguments.to_nsqd_http_address, arguments.name) as client:
         publisher = Publisher(client, arguments.to, arguments.name)
         with session(file, arguments, stopping) as spark:
