@@ -35,7 +35,7 @@ def deflated(command: bytes) -> bytes:
 
 
 BOMBS = {
-    "commands without an answer": b"NOP\n",
+    "commands without an answer": b"NOP x x\n",
     "publishes": b"PUB bomb#ephemeral\n" + sized(b"x" * 200),
     "errors": b"FIN 0123456789abcdef\n",
     "an endless line": b"x",

@@ -22,6 +22,7 @@ from nsparq.server.daemon import Nsqd
 from nsparq.server.http_api import HttpApi
 from nsparq.server.topics_api import MAX_WAIT_MS
 from tests.support import BrokerProcess
+from tests.support.examples import examples
 from tests.support.lookupd import LookupdProcess
 from tests.support.polling import DEADLINE
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.allow_leftovers("connections are kept from test to test
 TOPICS = ["known", "another", "gone#ephemeral"]
 CHANNELS = ["known", "gone#ephemeral"]
 SOME = settings(
-    max_examples=25,
+    max_examples=examples(25),
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 # What NSQ says of bodies that are missing or make no sense, beside what schemathesis expects; and what may be
