@@ -260,8 +260,8 @@ def test_nsqd_killed_again_and_again_under_a_stream_costs_nothing_and_doubles_no
 ) -> None:
     with BrokerProcess() as broker:
         broker.flags["http_address"] = address(broker)
-        for _ in range(8):
-            folder.add(2000)
+        for _ in range(6):
+            folder.add(1000)
         writer = sink(folder.stream(), tmp_path / "checkpoint", topic, broker)
         query = writer.trigger(availableNow=True).start()
         for _ in range(3):
@@ -269,4 +269,4 @@ def test_nsqd_killed_again_and_again_under_a_stream_costs_nothing_and_doubles_no
             broker.kill()
             broker.start()
         assert query.awaitTermination(60)
-        assert sorted(stored(broker, topic)) == numbers(range(16_000))
+        assert sorted(stored(broker, topic)) == numbers(range(6000))

@@ -20,6 +20,7 @@ from nsparq.spark.datasource import SCHEMA
 from nsparq.testing import Broker, run_broker, run_lookupd
 from tests.spark.log_support import numbered
 from tests.support import wait_until
+from tests.support.file_sink import committed_rows
 from tests.support.polling import DEADLINE
 
 
@@ -53,16 +54,15 @@ def run_available(frame: DataFrame, path: Path) -> list[int]:
         return [progress.numInputRows for progress in query.recentProgress if progress.numInputRows]
 
 
-def written(spark: SparkSession, path: Path) -> list[bytes]:
+def written(path: Path) -> list[bytes]:
     """The bodies in the sink, as the sink's own log has them, sorted."""
-    if not (path / "out" / "_spark_metadata" / "0").exists():
-        return []
-    return sorted(bytes(row.body) for row in spark.read.parquet(str(path / "out")).select("body").collect())
+    rows = committed_rows(path / "out", "body")
+    return sorted(rows.column("body").to_pylist()) if rows.num_rows else []
 
 
-def wait_written(spark: SparkSession, path: Path, bodies: list[bytes]) -> None:
-    wait_until(lambda: len(written(spark, path)) >= len(bodies), interval=0.05)
-    assert written(spark, path) == sorted(bodies)
+def wait_written(path: Path, bodies: list[bytes]) -> None:
+    wait_until(lambda: len(written(path)) >= len(bodies), interval=0.05)
+    assert written(path) == sorted(bodies)
 
 
 def depth(broker: Broker) -> int:
@@ -109,29 +109,29 @@ def test_available_now_reads_what_is_there_in_limited_batches_and_goes_on_from_i
     assert run_available(frame, tmp_path) == []
     broker.publish("t", *numbered(150))
     assert run_available(frame, tmp_path) == [100, 50]
-    assert written(spark, tmp_path) == numbered(150)
+    assert written(tmp_path) == numbered(150)
     # Large ones, any bytes, and one that no consumer would get before an hour has passed.
     others = [b"x" * (1 << 20), b"\xff\0\n", b"later"]
     broker.publish("t", *others[:2])
     broker.publish("t", others[2], defer=3600)
     assert run_available(frame, tmp_path) == [3]
     assert run_available(frame, tmp_path) == []
-    assert written(spark, tmp_path) == sorted([*numbered(150), *others])
+    assert written(tmp_path) == sorted([*numbered(150), *others])
     # A batch that was planned and not finished is run again, with the same rows.
     last = max(int(path.name) for path in (tmp_path / "checkpoint" / "commits").glob("[0-9]*"))
     (tmp_path / "checkpoint" / "commits" / str(last)).unlink()
     (tmp_path / "out" / "_spark_metadata" / str(last)).unlink()
     assert run_available(frame, tmp_path) == [3]
-    assert written(spark, tmp_path) == sorted([*numbered(150), *others])
+    assert written(tmp_path) == sorted([*numbered(150), *others])
 
 
 def test_the_default_trigger_follows_a_topic_that_appears_later(spark: SparkSession, tmp_path: Path) -> None:
     with run_lookupd() as lookupd, run_broker(lookupd_tcp_address=[lookupd.tcp_address]) as broker:
         with running(source(spark, nsqlookupd=lookupd.http_address), tmp_path) as query:
             broker.publish("t", *numbered(3))
-            wait_written(spark, tmp_path, numbered(3))
+            wait_written(tmp_path, numbered(3))
             broker.publish("t", *numbered(3, 3))
-            wait_written(spark, tmp_path, numbered(6))
+            wait_written(tmp_path, numbered(6))
             # Quiet now: Spark commits no more, and the channel shows no lag nevertheless.
             wait_until(lambda: depth(broker) == 0)
             progress = query.lastProgress
@@ -149,16 +149,16 @@ def test_the_processing_time_trigger_takes_nodes_as_they_come_and_go(
         one.publish("t", b"1")
         frame = source(spark, nsqlookupd=lookupd.http_address, topic=None, topicsPattern="t")
         with running(frame, tmp_path, processingTime="100 milliseconds") as query:
-            wait_written(spark, tmp_path, [b"1"])
+            wait_written(tmp_path, [b"1"])
             with run_broker(lookupd_tcp_address=[lookupd.tcp_address]) as other:
                 other.publish("t", b"2")
-                wait_written(spark, tmp_path, [b"1", b"2"])
+                wait_written(tmp_path, [b"1", b"2"])
                 one.stop()
                 other.publish("t", b"3")
-                wait_written(spark, tmp_path, [b"1", b"2", b"3"])
+                wait_written(tmp_path, [b"1", b"2", b"3"])
                 one.start()
                 one.publish("t", b"4")
-                wait_written(spark, tmp_path, [b"1", b"2", b"3", b"4"])
+                wait_written(tmp_path, [b"1", b"2", b"3", b"4"])
                 assert query.isActive
 
 
@@ -167,15 +167,15 @@ def test_a_topic_deleted_with_unread_messages_fails_the_query_unless_told_otherw
 ) -> None:
     broker.publish("t", *numbered(500))
     with running(source(spark, nsqd=broker.http_address, maxRowsPerTrigger=1), tmp_path) as query:
-        wait_until(lambda: written(spark, tmp_path))
+        wait_until(lambda: written(tmp_path))
         broker.delete("t")
         wait_until(lambda: not query.isActive)
         assert "has been deleted" in str(query.exception())
         assert "set the option failOnDataLoss to false" in str(query.exception())
-    seen = written(spark, tmp_path)
+    seen = written(tmp_path)
     broker.publish("t", *numbered(3, 500))
     with running(source(spark, nsqd=broker.http_address, failOnDataLoss="false"), tmp_path):
-        wait_written(spark, tmp_path, seen + numbered(3, 500))
+        wait_written(tmp_path, seen + numbered(3, 500))
 
 
 def test_a_channel_paused_or_deleted_from_outside_costs_no_row(
@@ -183,17 +183,17 @@ def test_a_channel_paused_or_deleted_from_outside_costs_no_row(
 ) -> None:
     broker.publish("t", b"1")
     with running(source(spark, nsqd=broker.http_address), tmp_path):
-        wait_written(spark, tmp_path, [b"1"])
+        wait_written(tmp_path, [b"1"])
         wait_until(lambda: depth(broker) == 0)
         pause(broker, True)
         wait_until(lambda: broker.channel_stats("t", "c")["paused"])  # type: ignore[index]
         broker.publish("t", b"2")
         pause(broker, False)
-        wait_written(spark, tmp_path, [b"1", b"2"])
+        wait_written(tmp_path, [b"1", b"2"])
         broker._call(lambda: broker._daemon.broker.topics["t"].delete_channel("c"))
         wait_until(lambda: broker.channel_stats("t", "c") is not None)
         broker.publish("t", b"3")
-        wait_written(spark, tmp_path, [b"1", b"2", b"3"])
+        wait_written(tmp_path, [b"1", b"2", b"3"])
         wait_until(lambda: depth(broker) == 0)
 
 
