@@ -10,9 +10,9 @@ DEMO_ARGS ?=
 UP_ARGS ?=
 # Many tests wait more than they compute: so many at a time keep two cores busy.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
-# In a run of their own beside the others, since each worker has a Spark session and takes what others have not begun.
+# What shares a Spark session is run beside all that, by one process: a second session would have to start and to warm
+# up as well.
 SPARK_TESTS := tests/spark tests/pipeline
-SPARK_PARALLEL := -n 2 --dist worksteal
 # Run a second time without the compiled kernel: what passes through it and does not itself try both builds.
 PURE_TESTS := tests/broker tests/test_kernel.py tests/conformance/test_e_delivery.py tests/conformance/test_h_publish.py
 
@@ -62,10 +62,10 @@ else
 endif
 
 pytest-spark:
-	$(BIN)/python -m pytest -q $(SPARK_PARALLEL) $(SPARK_TESTS)
+	$(BIN)/python -m pytest -q -m spark_session $(SPARK_TESTS)
 
 pytest-rest:
-	$(BIN)/python -m pytest -q $(PARALLEL) $(addprefix --ignore=,$(SPARK_TESTS))
+	$(BIN)/python -m pytest -q $(PARALLEL) -m 'not spark_session'
 	NSPARQ_NO_EXTENSIONS=1 $(BIN)/python -m pytest -q $(PARALLEL) $(PURE_TESTS)
 
 bench: venv

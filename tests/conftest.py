@@ -24,7 +24,15 @@ from tests.support.spark import spark_session as spark_session
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 BROWSER = "tests/browser/"
-LONGEST = (BROWSER, "tests/faults/", "tests/property/", "tests/up/")
+SPARK = ("tests/spark/", "tests/pipeline/")
+LONGEST = (
+    BROWSER,
+    "tests/faults/",
+    "tests/property/",
+    "tests/up/",
+    "tests/spark/test_exactly_once.py",
+    "tests/pipeline/test_demo.py",
+)
 GRACE = 20.0  # seconds that threads and sockets get to finish closing after a test
 
 # Test machines are busy: how long one example took says nothing.
@@ -32,9 +40,14 @@ settings.register_profile("nsparq", deadline=None, print_blob=True, max_examples
 settings.load_profile("nsparq")
 
 
+# Before pytest chooses by marks.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that no worker is left alone with it at the end."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    for item in items:
+        if item.nodeid.startswith(SPARK) and "spark_session" in getattr(item, "fixturenames", ()):
+            item.add_marker("spark_session")
 
 
 @pytest.hookimpl(optionalhook=True)
