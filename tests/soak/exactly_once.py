@@ -73,8 +73,8 @@ class Options:
     rate: float = 2000.0
     """Messages a second, all publishers together."""
     master: str = "standalone"
-    workers: int = 2
-    """Of the standalone cluster; each has one executor, with one core."""
+    executors: int = 2
+    """Of the standalone cluster, with one core each."""
     victims: tuple[str, ...] = VICTIMS
     max_rows: int = 20_000
     seed: int = 0
@@ -160,7 +160,7 @@ class Run:
             return self.options.master, FAST
         folder = self.directory / "spark"
         folder.mkdir()
-        self.spark = stack.enter_context(SparkCluster(folder, workers=self.options.workers))
+        self.spark = stack.enter_context(SparkCluster(folder, executors=self.options.executors))
         return self.spark.url, self.spark.conf
 
     def _driver(self, master: str, conf: dict[str, str]) -> Supervised:
@@ -363,7 +363,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--master",
         default="standalone",
-        help="a Spark master such as local[2], or standalone: a cluster of two workers (%(default)s)",
+        help="a Spark master such as local[2], or standalone: a cluster with two executors (%(default)s)",
     )
     parser.add_argument("--victims", metavar="LIST", help=f"of {','.join(VICTIMS)}; default: all there are")
     parser.add_argument("--seed", type=int, help="of the random choices, to have the same again")

@@ -1,5 +1,5 @@
-"""A cluster of two worker processes on which processes of each kind are killed while queries run:
-nsq -> Spark -> Parquet and nsq -> Spark -> nsq. A short run of tests.soak.exactly_once, which knows more."""
+"""A Spark cluster on which processes of each kind are killed while queries run: nsq -> Spark -> Parquet and
+nsq -> Spark -> nsq. A short run of tests.soak.exactly_once, which knows more."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_message_is_in_the_result_once_whoever_is_killed(tmp_path: Path) -
         sinks=("parquet", "topic"),
         kills=len(VICTIMS),
         victims=VICTIMS,
-        workers=2,
+        executors=1,
         rate=400.0,
         waits_s=(0.0, 0.3),
         outages_s=(0.5, 1.0),

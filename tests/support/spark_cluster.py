@@ -1,4 +1,4 @@
-"""A real Spark cluster on the loopback interface: a standalone master and workers, each a process of its own.
+"""A real Spark cluster on the loopback interface: a standalone master and a worker, each its own process.
 
 with SparkCluster(tmp_path) as cluster:
     build_session(master=cluster.url, conf=cluster.conf)      in another process: a process has one session
@@ -25,9 +25,9 @@ STARTING = re.compile(r"Starting Spark master at (spark://\S+)")
 
 
 class SparkCluster:
-    """`workers` processes, each of which runs an executor with one core for a session."""
+    """A session on it gets so many `executors`: processes with one core each."""
 
-    def __init__(self, directory: Path, *, workers: int = 2) -> None:
+    def __init__(self, directory: Path, *, executors: int = 2) -> None:
         self.directory = directory
         self.url = ""
         self.conf = {
@@ -36,17 +36,15 @@ class SparkCluster:
             "spark.executor.cores": "1",
             "spark.executor.extraJavaOptions": FAST_JAVA,
         }
-        self._count = workers
+        self._count = executors
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> SparkCluster:
         try:
             master = self._start("master", MASTER, "--port", "0", "--webui-port", "0")
             self.url = wait_until(lambda: self._said(master, STARTING), 40, what=master)
-            for number in range(self._count):
-                work = str(self.directory / f"work-{number}")
-                limits = ("--cores", "1", "--memory", "1g", "--webui-port", "0", "--work-dir", work)
-                self._start(f"worker-{number}", WORKER, *limits, self.url)
+            limits = ("--cores", f"{self._count}", "--memory", f"{self._count}g", "--webui-port", "0")
+            self._start("worker", WORKER, *limits, "--work-dir", str(self.directory / "work"), self.url)
         except BaseException:
             self.close()
             raise
@@ -84,7 +82,7 @@ class SparkCluster:
     def logs(self) -> str:
         return "\n".join(
             f"== {path.relative_to(self.directory)}\n{path.read_text(errors='replace')[-4000:]}"
-            for pattern in ("*.log", "work-*/*/*/stderr")
+            for pattern in ("*.log", "work/*/*/stderr")
             for path in sorted(self.directory.glob(pattern))
         )
 
