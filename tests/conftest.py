@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -104,11 +105,11 @@ def _sockets() -> set[str]:
     found = set()
     for descriptor in os.listdir("/proc/self/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
+            status = os.fstat(int(descriptor))
         except OSError:  # the descriptor of this very listing
             continue
-        if target.startswith("socket:"):
-            found.add(target)
+        if stat.S_ISSOCK(status.st_mode):
+            found.add(f"socket:[{status.st_ino}]")
     return found
 
 

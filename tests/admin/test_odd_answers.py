@@ -141,7 +141,8 @@ def bends(said: Any, place: tuple[Any, ...] = ()) -> Iterator[list[tuple[Any, ..
     yield [place]
     if isinstance(said, dict):
         plain = [key for key, value in said.items() if not isinstance(value, dict | list)]
-        yield [(*place, key) for key in plain if key not in ALONE]
+        if together := [(*place, key) for key in plain if key not in ALONE]:
+            yield together
         yield from ([(*place, key)] for key in plain if key in ALONE)
     pairs = said.items() if isinstance(said, dict) else enumerate(said) if isinstance(said, list) else ()
     for key, inner in pairs:
