@@ -118,3 +118,20 @@ def test_a_checkpoint_restored_from_an_older_copy_is_refused_by_every_sink(
         assert "batch 1 is refused" in one.error, name
         assert "is an older copy" in one.error
     assert results() == before
+
+
+def test_an_empty_partition_value_is_read_as_spark_reads_its_own(spark: SparkSession, tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    from nsparq.pipeline.files import ParquetFiles
+
+    rows = [(1, "tea"), (2, ""), (3, None)]
+    spark.createDataFrame(rows, "n INT, item STRING").write.partitionBy("item").parquet(f"{tmp_path}/theirs")
+    sink = ParquetFiles(tmp_path / "ours", ("item",), "zstd", 0)
+    batch = pa.RecordBatch.from_pydict({"n": [row[0] for row in rows], "item": [row[1] for row in rows]})
+    sink.commit("query", 0, sink.write(iter([batch]), "query", 0), None)  # type: ignore[arg-type]
+    ours, theirs = (
+        sorted((row.n, row.item) for row in spark.read.parquet(f"{tmp_path}/{name}").collect())
+        for name in ("ours", "theirs")
+    )
+    assert ours == theirs == [(1, "tea"), (2, None), (3, None)]

@@ -1,12 +1,14 @@
 """Spark's view of our file sinks: tasks write Parquet as Arrow comes, the driver makes it part of the table.
 
 Registered as the format "nsparq_files". Options: path, partitionBy, compression, compact, table, which is
-`parquet` or `delta`, and described: the rows are not those of the table, but files that were written already;
-see `direct`.
+`parquet` or `delta`, storageSecrets, which are deltalake's options for an object store as JSON (Spark hides
+options of such a name), and described: the rows are not those of the table, but files that were written
+already; see `direct`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +77,7 @@ class FilesWriter(DataSourceStreamArrowWriter):
         if options.get("table") == "delta":
             from nsparq.pipeline.delta import DeltaFiles
 
-            return DeltaFiles(Path(options["path"]), columns)
+            return DeltaFiles(options["path"], columns, json.loads(options.get("storagesecrets", "{}")))
         return ParquetFiles(
             Path(options["path"]), columns, options.get("compression", "zstd"), int(options.get("compact", 0))
         )

@@ -19,7 +19,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-__all__ = ["NULL_VALUE", "Part", "PartWriter", "directory_of", "escaped", "split", "sync"]
+__all__ = [
+    "GROUP_ROWS",
+    "MAX_OPEN",
+    "NULL_VALUE",
+    "Part",
+    "PartWriter",
+    "directory_of",
+    "escaped",
+    "split",
+    "sync",
+]
 
 GROUP_ROWS: Final = 131_072
 GROUP_BYTES: Final = 32 << 20
@@ -50,10 +60,9 @@ def escaped(text: str) -> str:
 
 
 def directory_of(values: Values) -> str:
-    """`topic=orders/date=2026-11-15`; empty without partition columns."""
-    return "/".join(
-        f"{escaped(name)}={NULL_VALUE if value is None else escaped(value)}" for name, value in values
-    )
+    """`topic=orders/date=2026-11-15`; empty without partition columns. An empty text has the name of null, as
+    Spark writes it: `topic=` is a directory that Spark cannot read."""
+    return "/".join(f"{escaped(name)}={escaped(value) if value else NULL_VALUE}" for name, value in values)
 
 
 def split(batch: pa.RecordBatch, columns: Sequence[str]) -> Iterator[tuple[Values, pa.RecordBatch]]:
@@ -94,12 +103,10 @@ class PartWriter:
         compression: str,
         *,
         suffix: str,
-        by_value: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`by_value`: each file in the directory of its values, where it is to stay. `settings` are more of
-        ParquetWriter's."""
-        self._directory, self._suffix, self._by_value = directory, suffix, by_value
+        """`settings` are more of ParquetWriter's."""
+        self._directory, self._suffix = directory, suffix
         self._settings = {"compression": compression, **(settings or {})}
         self._encoder = _Encoder()
         self._open: dict[Values, _File] = {}
@@ -111,14 +118,14 @@ class PartWriter:
         if file is None:
             if len(self._open) >= MAX_OPEN:
                 self._close(next(iter(self._open)))
-            file = self._new(values, rows.schema)
+            file = self._new(rows.schema)
         self._open[values] = file
         file.write(rows)
 
-    def _new(self, values: Values, schema: pa.Schema) -> _File:
-        directory = self._directory / directory_of(values) if self._by_value else self._directory
-        directory.mkdir(parents=True, exist_ok=True)
-        return _File(directory / f"{uuid4().hex}{self._suffix}", schema, self._settings, self._encoder)
+    def _new(self, schema: pa.Schema) -> _File:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"{uuid4().hex}{self._suffix}"
+        return _File(path, schema, self._settings, self._encoder)
 
     def _close(self, values: Values) -> None:
         file = self._open[values]

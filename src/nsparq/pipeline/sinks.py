@@ -7,6 +7,7 @@ are for looking.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import singledispatch
 from typing import Any, Final
@@ -161,14 +162,22 @@ def _(sink: Parquet, rows: DataFrame, target: Target) -> Writer:
 
 @writer_of.register
 def _(sink: Delta, rows: DataFrame, target: Target) -> Writer:
-    from nsparq.pipeline.delta import is_installed
+    from nsparq.pipeline.delta import DeltaFiles, is_installed
 
     if not is_installed():
         raise PipelineError(
             f"{target.place} delta: the package deltalake is missing: pip install 'nsparq[delta]'"
         )
-    partition_by = ",".join(sink.partition_by)
-    return rows.writeStream.format(FORMAT).options(table="delta", path=sink.path, partitionBy=partition_by)
+    try:
+        DeltaFiles(sink.path, sink.partition_by, sink.storage_options).check(rows.schema)
+    except Exception as error:  # deltalake's errors have no class in common
+        raise PipelineError(f"{target.place} delta: {error}") from error
+    return rows.writeStream.format(FORMAT).options(
+        table="delta",
+        path=sink.path,
+        partitionBy=",".join(sink.partition_by),
+        storageSecrets=json.dumps(dict(sink.storage_options)),
+    )
 
 
 @writer_of.register

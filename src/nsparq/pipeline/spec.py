@@ -251,7 +251,19 @@ class Parquet(Files):
 class Delta(Files):
     """A Delta table, exactly once; needs the package deltalake."""
 
-    path: str = key(REQUIRED, text, "the table's directory", name="delta")
+    path: str = key(
+        REQUIRED,
+        text,
+        "the table: a directory, or `s3://…`, `gs://…`, `az://…`, `abfss://…`; new columns of the rows are "
+        "added to it",
+        name="delta",
+    )
+    storage_options: Mapping[str, str] = key(
+        dict,
+        settings,
+        "deltalake's options for an object store, such as `AWS_REGION` or `AWS_ENDPOINT_URL`",
+        shown="the environment's",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
