@@ -131,6 +131,8 @@ class Broker:
         self._is_awake = False
         self._dirty_topics: dict[Topic, None] = {}
         self._dirty_channels: dict[Channel, None] = {}
+        self.append_count = 0
+        """Grows with whatever is appended to a topic: who waits for messages of many topics looks at it."""
         self._used: set[Topic] = set()
         """Topics to be looked at by the next maintain()."""
         self._with_files: set[Topic] = set()
@@ -710,6 +712,7 @@ class Broker:
         self._used.add(topic)
 
     def note_used(self, topic: Topic) -> None:
+        self.append_count += 1
         self._used.add(topic)
         now_ns = self.monotonic_ns()
         if now_ns - topic.synced_ns < SYNC_REST_NS or topic.is_synchronous:

@@ -30,8 +30,9 @@ SLICE_ON_DISK: Final = 10
 """The same where each topic has a file written."""
 LOOK_S: Final = 0.01
 LOOK_PER_TOPIC_S: Final = 20e-6
-"""While a request waits, how often its topics are looked at: so that it costs a few hundredths of a core,
-however many they are. Noticing a publish when it happens would cost every publisher something."""
+"""While a request waits, how often to see whether anything was published; and if so, how often to look at its
+topics, so that it costs a few hundredths of a core, however many they are. To wake the request with the
+publish would cost every publisher something. Other changes are found when the time is up."""
 MASK: Final = (1 << 63) - 1
 NOT_THERE: Final = 0
 """The state of a topic that does not exist."""
@@ -61,10 +62,19 @@ class TopicsApi:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_ms / 1000
         while True:
+            seen = self._nsqd.broker.append_count
             changed = await self._changed(known, channel)
             if changed or self._nsqd.is_stopping or loop.time() >= deadline:
                 return {"topics": await self._described(changed, channel)}
-            await asyncio.sleep(min(LOOK_S + LOOK_PER_TOPIC_S * len(known), deadline - loop.time()))
+            await self._published(seen, loop.time() + LOOK_PER_TOPIC_S * len(known), deadline)
+
+    async def _published(self, seen: int, earliest: float, deadline: float) -> None:
+        """Wait until something was published, but not less than to `earliest`; or until the time is up."""
+        nsqd, loop = self._nsqd, asyncio.get_running_loop()
+        while not nsqd.is_stopping and (left := deadline - loop.time()) > 0:
+            await asyncio.sleep(min(LOOK_S, left))
+            if nsqd.broker.append_count != seen and loop.time() >= earliest:
+                return
 
     async def _changed(self, known: Mapping[str, int | None], channel: str) -> list[str]:
         topics = self._nsqd.broker.topics

@@ -61,8 +61,8 @@ def topics_endpoints(api: TopicsApi) -> list[Endpoint]:
                 Param(name="channel", help="the channel to look at", schema=NAME),
                 Param(
                     name="wait",
-                    help="milliseconds to wait for a change, if there is none yet (default 0, at most "
-                    f"{MAX_WAIT_MS})",
+                    help="milliseconds to wait for a publish, if nothing has changed yet (default 0, at most "
+                    f"{MAX_WAIT_MS}); other changes are found when the time is up",
                     schema={"type": "integer", "minimum": 0, "maximum": MAX_WAIT_MS},
                 ),
             ),

@@ -111,6 +111,10 @@ class Peers:
         self._found: Found | None = None
         self._looking: Future[Found] | None = None
         self._looked_at = 0.0
+        self.changes = 0
+        """Grows with everything that observe() may give otherwise than before."""
+        self.has_heard_everybody = False
+        """At the beginning: what nobody has then is nowhere."""
         self._peers: dict[str, Peer] = {}
         self._threads: ThreadPoolExecutor | None = None
 
@@ -156,6 +160,7 @@ class Peers:
         """A request has failed: leave the node alone for a while."""
         if peer.error is None:
             logger.warning("nsqd %s is away, and is asked again: %s", peer.node.name, error)
+        self.changes += 1
         peer.error = error
         peer.away_step = min(max(FIRST_AWAY_S, peer.away_step * 2), MAX_AWAY_S)
         peer.retry_at = self._clock() + peer.away_step
@@ -218,7 +223,8 @@ class Peers:
                 if isinstance(peer.error, Refused) and peer.error.status in (401, 403):
                     raise OptionError(f"option authToken does not let us in: {peer.error}")
             assert self._found is not None
-            if self._found.is_complete and not away:
+            self.has_heard_everybody = self._found.is_complete and not away
+            if self.has_heard_everybody:
                 return views
             if not insist and self._clock() - started >= SETTLE_S and (views or self._found.answers):
                 return views
@@ -277,6 +283,7 @@ class Peers:
 
     def _set_topics(self, peer: Peer, topics: set[str]) -> None:
         if peer.topics != topics:
+            self.changes += 1
             peer.topics = frozenset(topics)
             peer.views = {topic: view for topic, view in peer.views.items() if topic in topics}
             peer.states = {topic: state for topic, state in peer.states.items() if topic in topics}
@@ -293,6 +300,7 @@ class Peers:
             # It had one before: something else answers in its place.
             self.lost(peer, error)
             return
+        self.changes += bool(found) or peer.error is not None
         if peer.error is not None:
             logger.info("nsqd %s answers again", peer.node.name)
         peer.error, peer.away_step = None, 0.0
