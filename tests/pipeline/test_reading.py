@@ -284,6 +284,20 @@ def test_problems_of_a_pipeline(lines: str, expected: str) -> None:
     assert expected in problems(of_pipeline(lines))
 
 
+def test_a_pattern_must_not_match_what_the_pipeline_writes() -> None:
+    source, more = 'source = { topics_pattern = "x|ord.*" }', 'decode = "json"\ndead_letters = "orders.dead"'
+    assert problems(of_pipeline(more, source, 'sink = { topic = "x" }')) == [
+        "[pipeline.p] dead_letters: is a topic that the pipeline reads: it would go round in circles",
+        "[pipeline.p.sink] topic: is one that the pipeline reads: it would go round in circles",
+    ]
+    more = 'decode = "json"\ndead_letters = "dead.orders"'
+    (pipeline,) = read(of_pipeline(more, source, 'sink = { topic = "xy" }')).pipelines
+    assert [pipeline.source.reads(topic) for topic in ("x", "orders", "xy", "dead.orders")] == [
+        *(True, True),
+        *(False, False),
+    ]
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

@@ -177,13 +177,21 @@ source = "orders"
 decode = { format = "json", schema = "number INT", on_error = "drop" }
 sink = { memory = "lenient" }
 trigger = "once"
+[pipeline.circle]
+source = { topics_pattern = "ord.*" }
+sql = "SELECT body, 'orders' AS target FROM input"
+sink = { topic_from = "target" }
 """
     figures = run(text)
-    strict, lenient = figures["strict"], figures["lenient"]
+    strict, lenient, circle = figures["strict"], figures["lenient"], figures["circle"]
     assert (strict.state, strict.failures, strict.restarts) == (State.FAILED, 1, 0)
     assert re.fullmatch("message [0-9]+ of topic orders at .* does not decode as json; .*", strict.error)
     assert "strict: failed: message" in caplog.text
     assert (lenient.state, lenient.rows, lenient.undecodable) == (State.FINISHED, 2, 1)
+    # A row that names a topic which the pipeline itself reads would come round for ever.
+    assert (circle.state, circle.failures, circle.restarts) == (State.FAILED, 1, 0)
+    assert "orders is a topic that the query itself reads" in circle.error
+    assert len(broker.peek("orders")) == 2
 
 
 def test_a_stop_waits_for_no_nsqd_that_is_away(run: Runs) -> None:

@@ -262,6 +262,40 @@ def test_a_position_that_cannot_be_is_an_error_that_names_the_option(broker: Bro
         read_batch(nsqd=broker.http_address, startingPosition="channel")
 
 
+def test_a_position_for_a_topic_that_is_not_read_is_an_error(broker: Broker) -> None:
+    broker.publish("t", b"x")
+    for option in ("startingPosition", "endingPosition"):
+        misspelt = {option: json.dumps({"tt": "latest"})}
+        with pytest.raises(OptionError, match=f"option {option} names the topic tt, which is not among"):
+            read_batch(nsqd=broker.http_address, **misspelt)
+        with pytest.raises(OptionError, match=f"option {option} names the topic tt, which no nsqd has"):
+            read_batch(nsqd=broker.http_address, topic=None, topicsPattern="t+", **misspelt)
+    with Query(nsqd=broker.http_address, startingPosition='{"tt": "latest"}') as query:
+        with pytest.raises(OptionError, match="option startingPosition names the topic tt"):
+            query.start()
+
+
+def test_an_end_before_the_start_is_an_error_that_names_both(broker: Broker) -> None:
+    broker.publish("t", *numbered(10))
+    first = broker.peek("t")[0].sequence
+    for start, end, shown in (
+        (first + 5, first + 3, rf"would end at {first + 3} and begin at {first + 5}"),
+        ("latest", first + 3, rf"would end at {first + 3} and begin at {first + 10} \(latest\)"),
+    ):
+        given = {
+            "startingPosition": json.dumps({"t": start}),
+            "endingPosition": json.dumps({"t": end}),
+        }
+        with pytest.raises(OptionError, match=f"endingPosition is before startingPosition: .*{shown}"):
+            read_batch(nsqd=broker.http_address, **given)
+    # Where nothing was published, the times tell.
+    given = {"startingPosition": "1970-01-01T00:00:02Z", "endingPosition": "1970-01-01T00:00:01Z"}
+    with pytest.raises(OptionError, match=r"1970-01-01T00:00:01\+00:00.*1970-01-01T00:00:02\+00:00"):
+        read_batch(nsqd=broker.http_address, **given)
+    same = json.dumps({"t": first + 3})
+    assert read_batch(nsqd=broker.http_address, startingPosition=same, endingPosition=same) == []
+
+
 def test_a_batch_needs_a_topic_that_exists_and_a_pattern_does_not(broker: Broker) -> None:
     with pytest.raises(OptionError, match="option topic: no nsqd has a topic t"):
         read_batch(nsqd=broker.http_address)
@@ -308,6 +342,34 @@ def test_a_pattern_takes_up_new_topics_and_only_those_that_match_as_a_whole(brok
         broker.publish("orders.us", b"us")
         assert query.run_until(2).bodies == [b"eu", b"us"]
         assert {row["topic"] for row in query.rows} == {"orders.eu", "orders.us"}
+
+
+def test_a_topic_taken_out_of_the_options_is_not_read_any_more(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    for topic in ("t", "u", "v"):
+        broker.publish(topic, b"1")
+    with Query(nsqd=broker.http_address, topic=None, topics="t,u,v") as query:
+        query.drain()
+        for changed in ({"topics": "t,u"}, {"topics": "", "topicsPattern": "t"}):
+            query.start(**changed)
+            for topic in ("t", "u", "v"):
+                broker.publish(topic, b"2")
+            query.drain()
+        assert sorted((row["topic"], row["body"]) for row in query.rows) == [
+            *(("t", b"1"), ("t", b"2"), ("t", b"2")),
+            *(("u", b"1"), ("u", b"2")),
+            ("v", b"1"),
+        ]
+        assert [*query.at] == ["t"]
+        # The channel keeps what has come since, until somebody decides that nobody needs it.
+        assert (depth(broker, "u"), depth(broker, "v")) == (1, 2)
+        said = [record.message for record in caplog.records if "not read any more" in record.message]
+        assert ["topic v" in said[0], "topic u" in said[1], len(said)] == [True, True, 2]
+        assert all("delete the channel" in text for text in said)
+        # Put back in, it is read from what the log still has.
+        query.start(topics="t,u", topicsPattern="").drain()
+        assert [row["body"] for row in query.rows if row["topic"] == "u"][-1:] == [b"2"]
 
 
 def test_a_node_that_joins_is_read_from_its_earliest_message() -> None:

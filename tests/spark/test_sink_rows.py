@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable
 from typing import Any
@@ -229,6 +230,13 @@ def test_a_row_that_is_no_message_is_named(batch: pa.RecordBatch, columns: SinkC
     order = [name for name in ("topic", "defer") if getattr(columns, name) is not None]
     with pytest.raises(RowError, match=f"^partition 3, {text}"):
         chunks_of(good.select(["body", *order]), batch, columns=columns)
+
+
+def test_a_row_for_a_topic_that_the_query_reads_is_refused() -> None:
+    chunks = Chunks(BODY_TOPIC, None, 1000, refused=re.compile("in|in[.].*"))
+    assert [*chunks.add(rows([b"1", b"2"], topic=["out", "inner"]))] == []
+    with pytest.raises(RowError, match=r"row 3: in.eu is a topic that the query itself reads"):
+        [*chunks.add(rows([b"1", b"2"], topic=["out", "in.eu"]))]
 
 
 def test_a_row_without_a_topic_is_refused_if_no_option_names_one() -> None:

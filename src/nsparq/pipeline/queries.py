@@ -228,7 +228,8 @@ def _messages(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, role:
     if pipeline.dead_letters:
         beginning = PipelineMemory(pipeline).get("beginning")
         if beginning is not None:
-            options["startingPosition"] = json.dumps(beginning)
+            read = {topic: places for topic, places in beginning.items() if pipeline.source.reads(topic)}
+            options["startingPosition"] = json.dumps(read)
     return _load(spark, pipeline, "nsq", options)
 
 

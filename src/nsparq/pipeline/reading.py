@@ -51,7 +51,7 @@ SOURCE_KEYS: Final = {
 SINK_KEYS: Final = {
     one.attribute: one
     for one in TABLE.values()
-    if Use.SINK_STREAM in one.uses and one.attribute not in {*NSQ_KEYS, *keys(Topic)}
+    if Use.SINK_STREAM in one.uses and one.attribute not in {*NSQ_KEYS, *keys(Topic), "refuse_topics"}
 }
 
 
@@ -221,7 +221,7 @@ class _Reader:
 
     def _check(self, found: Pipeline, place: str) -> None:
         """What the keys mean together."""
-        add, topics = self._problems.add, found.source.listed_topics
+        add = self._problems.add
         is_queue = found.source.options.get("mode") == "queue"
         ways = [one for one, is_used in _ways(found) if is_used]
         if len(ways) > 1:
@@ -235,7 +235,7 @@ class _Reader:
                 )
             if is_queue:
                 add(place, "dead_letters", "the source is read twice for it, which mode 'queue' cannot")
-            if found.dead_letters in topics:
+            if found.source.reads(found.dead_letters):
                 add(place, "dead_letters", "is a topic that the pipeline reads: it would go round in circles")
         if is_queue and found.decode.format in ("json", "csv") and not found.decode.schema:
             add(
@@ -244,7 +244,7 @@ class _Reader:
         if isinstance(found.sink, Topic):
             if not found.sink.topic and not found.sink.topic_from:
                 add(f"{place}.sink", "topic", "is missing")
-            if found.sink.topic in topics:
+            if found.sink.topic and found.source.reads(found.sink.topic):
                 add(f"{place}.sink", "topic", "is one that the pipeline reads: it would go round in circles")
         if isinstance(found.sink, Files) and found.output_mode != "append":
             add(place, "output_mode", "files can only be appended to: use 'append', with a watermark")

@@ -39,6 +39,7 @@ class Target:
 
     def __init__(self, pipeline: Pipeline, nsq: Mapping[str, str]) -> None:
         self.pipeline, self.output_mode, self.nsq = pipeline.name, pipeline.output_mode, nsq
+        self.source = pipeline.source
         self.memory = PipelineMemory(pipeline)
         self._checkpoint = f"{pipeline.checkpoint}/{ROWS}"
 
@@ -127,6 +128,9 @@ def writer_of(sink: Sink, rows: DataFrame, target: Target) -> Writer:
 @writer_of.register
 def _(sink: Topic, rows: DataFrame, target: Target) -> Writer:
     options = {**target.nsq, **sink.options, **({"topic": sink.topic} if sink.topic else {})}
+    if sink.topic_from:
+        # Which topics the rows name is not known before they come.
+        options["refuseTopics"] = target.source.pattern
     if target.output_mode != "update":
         return rows.writeStream.format("nsq").options(**options)
     # Spark lets no Python sink have updates. As transactions of the same kind it makes no difference.

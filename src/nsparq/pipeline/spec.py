@@ -134,6 +134,15 @@ class Source:
         """Those that are named one by one."""
         return {*self.options.get("topics", "").split(","), self.options.get("topic", "")} - {""}
 
+    @property
+    def pattern(self) -> str:
+        """The whole names of all topics that are read match it."""
+        named = "|".join(re.escape(topic.strip()) for topic in sorted(self.listed_topics))
+        return self.options.get("topicsPattern", named)
+
+    def reads(self, topic: str) -> bool:
+        return re.fullmatch(self.pattern, topic) is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:

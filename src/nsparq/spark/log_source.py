@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from math import ceil
 from typing import Final, NamedTuple
@@ -24,7 +25,7 @@ from nsparq.spark.errors import DataLoss, NoAnswer
 from nsparq.spark.options import NsqOptions, OptionError
 from nsparq.spark.peers import Log, Peers, View
 from nsparq.spark.plan import RANGE_COST, Stretch, begins_epoch, find_time, join, piece_bytes, share, split
-from nsparq.spark.positions import EARLIEST, LATEST, Offsets, Place, Rules
+from nsparq.spark.positions import EARLIEST, LATEST, Offsets, Place, Rule, Rules
 from nsparq.spark.range_reader import LogRange
 from nsparq.storage.batch import decode_head
 
@@ -68,6 +69,7 @@ class LogSource:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._options = options
+        self._is_wanted = options.topic_filter()
         self._clock, self._sleep = clock, sleep
         self._starting = Rules(
             "startingPosition", options.starting_position, ("earliest", "latest", "channel"), EARLIEST
@@ -93,7 +95,9 @@ class LogSource:
         """Where a stream without a checkpoint begins. Its channels are there from now on, and keep what it
         has yet to read. Raises NoAnswer, NoLog, OptionError."""
         offsets = Offsets()
-        for (topic, name), view in self._distinct(self._peers.ask_everybody(insist=False)):
+        views = self._peers.ask_everybody(insist=False)
+        self._check_named(self._starting, views)
+        for (topic, name), view in self._distinct(views):
             positions = view.positions or self._create(topic, name)
             if positions is not None:
                 offsets.put(topic, name, self._place(self._starting, topic, name, positions))
@@ -117,14 +121,44 @@ class LogSource:
     def batch(self) -> tuple[Offsets, Offsets]:
         """From where to where a batch reads. Raises NoAnswer, NoLog, OptionError, DataLoss."""
         start, end = Offsets(), Offsets()
-        for (topic, name), view in self._distinct(self._peers.ask_everybody(insist=True)):
+        views = self._peers.ask_everybody(insist=True)
+        for rules in (self._starting, self._ending):
+            self._check_named(rules, views)
+        for (topic, name), view in self._distinct(views):
             if view.positions is not None:
-                start.put(topic, name, self._place(self._starting, topic, name, view.positions))
-                end.put(topic, name, self._place(self._ending, topic, name, view.positions))
+                first = self._place(self._starting, topic, name, view.positions)
+                last = self._place(self._ending, topic, name, view.positions)
+                self._check_order(topic, name, first, last)
+                start.put(topic, name, first)
+                end.put(topic, name, last)
         for topic in self._options.wanted_topics:
             if topic not in end:
                 raise OptionError(f"option topic: no nsqd has a topic {topic}")
         return start, end
+
+    def _check_named(self, rules: Rules, views: dict[Log, View]) -> None:
+        """A topic that nobody reads, or that nobody has, is misspelt: its position would mean nothing."""
+        there = {topic for (topic, _), view in views.items() if view.positions is not None}
+        for topic in rules.topics:
+            if not self._is_wanted(topic):
+                raise OptionError(
+                    f"option {rules.option} names the topic {topic}, which is not among the topics to be read"
+                )
+            is_named = topic in self._options.wanted_topics
+            if topic not in there and not is_named and self._peers.has_heard_everybody:
+                raise OptionError(f"option {rules.option} names the topic {topic}, which no nsqd has")
+
+    def _check_order(self, topic: str, name: str, first: Place, last: Place) -> None:
+        start, end = self._starting.rule(topic, name), self._ending.rule(topic, name)
+        is_before = last.sequence < first.sequence
+        if start.time_ns is not None and end.time_ns is not None:
+            # There may be no message in between to tell.
+            is_before = end.time_ns < start.time_ns
+        if is_before:
+            raise OptionError(
+                f"option endingPosition is before startingPosition: topic {topic} on {name} would end at "
+                f"{_shown(end, last)} and begin at {_shown(start, first)}"
+            )
 
     def _place(self, rules: Rules, topic: str, name: str, positions: Positions) -> Place:
         rule, option = rules.rule(topic, name), rules.option
@@ -180,12 +214,14 @@ class LogSource:
         """How far the next micro-batch goes: no further than `start` if nothing comes for a while. Raises
         DataLoss, NoLog."""
         deadline = self._clock() + IDLE_S
-        logs = [(topic, name) for topic, name, _ in start.items_flat()]
-        wait = 0.0
+        logs = [(topic, name) for topic, name, _ in start.items_flat() if self._is_wanted(topic)]
+        wait, seen = 0.0, -1
         while True:
             views = self._peers.observe(logs, wait=wait)
-            self.committed(start)
-            end = self._advance(start, limit, views)
+            if self._peers.changes != seen:
+                seen = self._peers.changes
+                self.committed(start)
+                end = self._advance(start, limit, views)
             if end != start:
                 self._step = FIRST_STEP_S
                 return end
@@ -209,6 +245,9 @@ class LogSource:
 
     def _advance(self, start: Offsets, limit: Limit, views: dict[Log, View]) -> Offsets:
         end = start.copy()
+        for topic in start:
+            if not self._is_wanted(topic):
+                self._note_unwanted(topic, end.pop(topic))
         growing: list[_Growth] = []
         moves: list[tuple[str, str, Place]] = []
         for log, view in self._distinct(views, start):
@@ -299,6 +338,18 @@ class LogSource:
                 # One at least, however big: or nothing would ever move.
                 counts = [min(n, max(1, int(p / s))) for n, p, s in zip(counts, parts, sizes, strict=True)]
         return [g._replace(end=min(g.end, g.first + n)) for g, n in zip(skipped, counts, strict=True)]
+
+    def _note_unwanted(self, topic: str, places: dict[str, Place]) -> None:
+        """It was taken out of the options. The channel stays, and is not deleted here: whoever puts the topic
+        back in has lost nothing then."""
+        option = "topicsPattern" if self._options.topics_pattern is not None else "topics"
+        for name, place in places.items():
+            self._ends.pop((topic, name), None)
+            self._tell(
+                f"topic {topic} on {name} is not read any more, since option {option} does not name it: it "
+                f"has been read up to {place.sequence}. Its channel {self._options.channel} stays, and nsqd "
+                "keeps what comes after that. If nobody needs it, delete the channel"
+            )
 
     # what is gone
 
@@ -504,6 +555,14 @@ class LogSource:
             except Refused:
                 return None
         return peer.first_id if peer is not None else None
+
+
+def _shown(rule: Rule, place: Place) -> str:
+    """A position as the user gave it, and what it came to."""
+    if rule.time_ns is not None:
+        given = datetime.fromtimestamp(rule.time_ns / 1e9, UTC).isoformat()
+        return f"{place.sequence} ({given})"
+    return f"{place.sequence} ({rule.word})" if rule.word else str(place.sequence)
 
 
 def _has_gaps(positions: Positions) -> bool:

@@ -153,6 +153,13 @@ class NsqOptions:
         "topics whose whole name matches this; new ones are taken up while the query runs",
         SOURCE,
     )
+    refuse_topics: re.Pattern[str] | None = opt(
+        PATTERN,
+        None,
+        "a row for a topic whose whole name matches this is an error. Name the topics that the query itself "
+        "reads, so that it cannot feed itself; a pipeline does so",
+        SINK,
+    )
     channel: str | None = opt(
         NAME,
         None,
@@ -363,6 +370,8 @@ class NsqOptions:
             raise OptionError("option tlsKeyFile needs tlsCertFile")
         if use in SOURCE:
             self._check_source(use)
+        if self.topic and self.refuse_topics and self.refuse_topics.fullmatch(self.topic):
+            raise OptionError(f"option topic is one that refuseTopics refuses: {self.topic}")
         if use is Use.SINK_BATCH and (self.producer is None) != (self.sequence is None):
             missing = "producer" if self.producer is None else "sequence"
             raise OptionError(

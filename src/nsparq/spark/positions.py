@@ -137,6 +137,11 @@ class Rules:
         found = self._by_topic.get(topic, self._default)
         return found.get(node, self._default) if isinstance(found, dict) else found
 
+    @property
+    def topics(self) -> list[str]:
+        """Those that JSON names."""
+        return [*self._by_topic]
+
     def uses(self, word: str) -> bool:
         given: list[Rule] = [self._all] if self._all is not None else []
         for value in self._by_topic.values():

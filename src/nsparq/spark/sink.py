@@ -129,7 +129,10 @@ class _Writing:
 
     def _send(self, sender: Sender, batches: Iterator[pa.RecordBatch], task: Task) -> int:
         options = self._options
-        chunks = Chunks(self._columns, options.topic, options.chunk_bytes, f"partition {task.partition}, ")
+        where = f"partition {task.partition}, "
+        chunks = Chunks(
+            self._columns, options.topic, options.chunk_bytes, where, refused=options.refuse_topics
+        )
         try:
             for batch in batches:
                 for chunk in chunks.add(batch):

@@ -9,6 +9,7 @@ apart first.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
@@ -145,9 +146,18 @@ class Chunks:
     """Rows in, chunks out: of about `chunk_bytes`, however rows are cut into batches. Rows of one topic and
     one delay keep their order."""
 
-    def __init__(self, columns: SinkColumns, topic: str | None, chunk_bytes: int, where: str = "") -> None:
-        """`topic` is for rows that name none; `where` is how a row's place is begun in an error's text."""
+    def __init__(
+        self,
+        columns: SinkColumns,
+        topic: str | None,
+        chunk_bytes: int,
+        where: str = "",
+        refused: re.Pattern[str] | None = None,
+    ) -> None:
+        """`topic` is for rows that name none; `where` is how a row's place is begun in an error's text;
+        `refused` are topics that no row may name."""
         self._columns = columns
+        self._refused = refused
         self._topic = topic
         self._chunk_bytes = chunk_bytes
         self._where = where
@@ -255,6 +265,9 @@ class Chunks:
             if topic not in self._valid:
                 if not is_valid_name(topic.encode()):
                     text = f"{topic[:100]!r} is no name of a topic: 1 to 64 of A-Z a-z 0-9 . _ -"
+                    self._refuse(pc.equal(column, topic), text)
+                if self._refused is not None and self._refused.fullmatch(topic):
+                    text = f"{topic} is a topic that the query itself reads (option refuseTopics)"
                     self._refuse(pc.equal(column, topic), text)
                 self._valid.add(topic)
         if len(topics) == 1:
