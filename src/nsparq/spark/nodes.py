@@ -7,9 +7,11 @@ then it says itself how it is called. So a query may go over from one way of fin
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import zip_longest
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from nsparq.addresses import heard_address
 from nsparq.errors import NsparqError
@@ -21,6 +23,9 @@ __all__ = ["Cluster", "Found", "Node"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+THREADS: Final = 64
 FEW: Final = 4
 """More topics than these are not looked up one by one: all nodes with all their topics are one request."""
 
@@ -56,10 +61,15 @@ class Found(NamedTuple):
         return not self.failures
 
 
+Topics = list[tuple[Node, Sequence[str]]]
+"""What somebody says: nodes, and those of the wanted topics that they have."""
+
+
 class Cluster:
     """Asks nsqlookupds and nsqds. Keeps a connection to each, so that asking again costs little.
 
-    Used by one thread. Nobody's absence is an error here; it is logged when it begins and when it ends.
+    Used by one thread, which asks all of them side by side. Nobody's absence is an error here; it is logged
+    when it begins and when it ends.
     """
 
     def __init__(self, options: NsqOptions) -> None:
@@ -94,74 +104,71 @@ class Cluster:
         nodes: dict[str, Node] = {}
         topics: dict[str, set[str]] = {topic: set() for topic in self._options.wanted_topics}
         failures: list[str] = []
-        answers = 0
-        for lookupd in self._lookupds:
-            try:
-                for topic, node in [*self._ask_lookupd(lookupd)]:
-                    nodes.setdefault(node.name, node)
-                    topics.setdefault(topic, set()).add(node.name)
-                answers += 1
-                self._note_present(lookupd.url)
-            except (Unreachable, Refused) as error:
-                failures.append(str(error))
-                self._note_absent(lookupd.url, "nsqlookupd", error)
-        for url in self._given:
-            try:
-                node = self._identify(url)
-                names = self._topics_of(node)
-            except (Unreachable, Refused) as error:
-                failures.append(str(error))
-                self._note_absent(url, "nsqd", error)
+        asked: list[tuple[str, str, Callable[[], Topics]]] = [
+            *((one.url, "nsqlookupd", partial(self._ask_lookupd, one)) for one in self._lookupds),
+            *((url, "nsqd", partial(self._ask_nsqd, url)) for url in self._given),
+        ]
+        for (url, what, _), answer in zip(asked, _side_by_side([ask for *_, ask in asked]), strict=True):
+            if isinstance(answer, NsparqError):
+                failures.append(str(answer))
+                self._note_absent(url, what, answer)
                 # It stays known by the name that it had.
                 if url in self._known:
                     nodes[self._known[url].name] = self._known[url]
                 continue
-            answers += 1
             self._note_present(url)
-            # Its own address was given: that is where we can reach it.
-            nodes[node.name] = node
-            for topic in names:
-                topics.setdefault(topic, set()).add(node.name)
+            for node, names in answer:
+                # Where its own address was given, that is where we can reach it.
+                if node.is_given or node.name not in nodes:
+                    nodes[node.name] = node
+                for topic in names:
+                    topics.setdefault(topic, set()).add(node.name)
         known = {topic: frozenset(names) for topic, names in topics.items()}
-        return Found(nodes, known, failures, answers)
+        return Found(nodes, known, failures, len(asked) - len(failures))
 
-    def _ask_lookupd(self, lookupd: Client) -> Iterable[tuple[str, Node]]:
+    def _ask_nsqd(self, url: str) -> Topics:
+        node = self._identify(url)
+        return [(node, self._topics_of(node))]
+
+    def _ask_lookupd(self, lookupd: Client) -> Topics:
         options = self._options
         if options.topics_pattern is None and len(options.wanted_topics) <= FEW:
-            for topic in options.wanted_topics:
-                for one in lookupd.lookup(topic):
-                    if node := _node_of(one):
-                        yield topic, node
-            return
-        for one in lookupd.nodes():
-            if node := _node_of(one):
-                for topic in filter(self._is_wanted, _topics_of(one)):
-                    yield topic, node
+            return [
+                (node, [topic])
+                for topic in options.wanted_topics
+                for one in lookupd.lookup(topic)
+                if (node := _node_of(one))
+            ]
+        return [
+            (node, [*filter(self._is_wanted, _topics_of(one))])
+            for one in lookupd.nodes()
+            if (node := _node_of(one))
+        ]
 
     def nodes(self) -> list[Node]:
         """All nsqd, whatever topics they have: where a sink may publish. Raises Unreachable if nobody who
         was asked has answered."""
         found: dict[str, Node] = {}
         failures: list[Exception] = []
-        for lookupd in self._lookupds:
-            try:
-                for one in lookupd.nodes():
-                    node = _node_of(one)
-                    if node is not None:
-                        found.setdefault(node.name, node)
-            except (Unreachable, Refused) as error:
-                failures.append(error)
-        for url in self._given:
-            try:
-                node = self._identify(url)
-                found[node.name] = node
-            except (Unreachable, Refused) as error:
-                failures.append(error)
+        asks: list[Callable[[], list[Node]]] = [
+            *(partial(_nodes_of, lookupd) for lookupd in self._lookupds),
+            *(partial(self._own_node, url) for url in self._given),
+        ]
+        for answer in _side_by_side(asks):
+            if isinstance(answer, NsparqError):
+                failures.append(answer)
+                continue
+            for node in answer:
+                if node.is_given or node.name not in found:
+                    found[node.name] = node
         for failure in failures:
             logger.warning("%s", failure)
         if not found and failures:
             raise Unreachable(f"no nsqd could be found: {failures[0]}") from failures[0]
         return [found[name] for name in sorted(found)]
+
+    def _own_node(self, url: str) -> list[Node]:
+        return [self._identify(url)]
 
     def announce(self, topic: str, channel: str) -> None:
         """Tell all nsqlookupds of a channel: an nsqd that gets the topic later creates it with the topic, and
@@ -192,7 +199,7 @@ class Cluster:
         self._known[url] = node
         return node
 
-    def _topics_of(self, node: Node) -> Iterable[str]:
+    def _topics_of(self, node: Node) -> Sequence[str]:
         pattern = self._options.topics_pattern
         if pattern is None:
             return self._options.wanted_topics
@@ -208,6 +215,25 @@ class Cluster:
         if url in self._away:
             self._away.discard(url)
             logger.info("%s answers again", without_secrets(url))
+
+
+def _nodes_of(lookupd: Client) -> list[Node]:
+    return [node for one in lookupd.nodes() if (node := _node_of(one))]
+
+
+def _side_by_side(asks: Sequence[Callable[[], T]]) -> list[T | Unreachable | Refused]:
+    """What each of them gives, or why it does not: somebody who hangs does not delay the others as well."""
+
+    def answer(ask: Callable[[], T]) -> T | Unreachable | Refused:
+        try:
+            return ask()
+        except (Unreachable, Refused) as error:
+            return error
+
+    if len(asks) < 2:
+        return [answer(ask) for ask in asks]
+    with ThreadPoolExecutor(min(len(asks), THREADS), "nsq-look") as threads:
+        return [*threads.map(answer, asks)]
 
 
 def _topics_of(producer: dict[str, Any]) -> list[str]:

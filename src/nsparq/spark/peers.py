@@ -217,8 +217,10 @@ class Peers:
         patience = Patience(self._options.retry_for)
         while True:
             self._look(wait=True)
-            views = self.observe(late=self._options.request_timeout or float("inf"))
-            away = [peer for peer in self._peers.values() if peer.topics and peer.error is not None]
+            # A stream begins without those who hang; a batch waits for what their requests come to.
+            late = self._options.request_timeout if insist else max(SETTLE_S, LATE_S)
+            views = self.observe(late=late or None)
+            away = [peer for peer in self._peers.values() if peer.topics and not self._is_present(peer)]
             for peer in away:
                 if isinstance(peer.error, Refused) and peer.error.status in (401, 403):
                     raise OptionError(f"option authToken does not let us in: {peer.error}")
@@ -229,7 +231,11 @@ class Peers:
             if not insist and self._clock() - started >= SETTLE_S and (views or self._found.answers):
                 return views
             if not patience.wait():
-                reasons = [*self._found.failures, *(str(peer.error) for peer in away)]
+                hangs = "nsqd {} does not answer"
+                reasons = [
+                    *self._found.failures,
+                    *(str(peer.error or hangs.format(peer.node.name)) for peer in away),
+                ]
                 raise NoAnswer(
                     f"no answer for {self._options.retry_for:g} seconds (options nsqlookupd, nsqd): "
                     + "; ".join(dict.fromkeys(reasons))
