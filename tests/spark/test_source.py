@@ -142,6 +142,27 @@ def test_the_default_trigger_follows_a_topic_that_appears_later(spark: SparkSess
             assert len(query.recentProgress) - before <= 2
 
 
+def test_many_topics_are_few_tasks_and_those_taken_out_are_not_read(
+    spark: SparkSession, broker: Broker, tmp_path: Path
+) -> None:
+    topics = [f"t{number}" for number in range(30)]
+    for topic in topics:
+        broker.publish(topic, topic.encode())
+    frame = source(spark, nsqd=broker.http_address, topic=None, topicsPattern="t.*")
+    with running(frame, tmp_path, availableNow=True) as query:
+        assert query.awaitTermination(DEADLINE)
+        tracker = spark.sparkContext.statusTracker()
+        jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(str(query.runId))]
+        stages = [tracker.getStageInfo(stage) for job in jobs if job for stage in job.stageIds]
+        assert [stage.numTasks for stage in stages if stage] == [1]
+    assert written(tmp_path) == sorted(topic.encode() for topic in topics)
+    for topic in topics[:2]:
+        broker.publish(topic, b"again")
+    frame = source(spark, nsqd=broker.http_address, topic=None, topics="t0")
+    assert run_available(frame, tmp_path) == [1]
+    assert run_available(frame, tmp_path) == []
+
+
 def test_the_processing_time_trigger_takes_nodes_as_they_come_and_go(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -206,6 +227,11 @@ def test_errors_of_options_name_the_option(spark: SparkSession, broker: Broker, 
         read(topik="t")
     with pytest.raises(PySparkException, match="option startingPosition must be one of"):
         read(topic="t", startingPosition="yesterday")
+    broker.publish("t", b"x")
+    with pytest.raises(PySparkException, match="option startingPosition names the topic tt"):
+        read(topic="t", startingPosition='{"tt": "latest"}')
+    with pytest.raises(PySparkException, match="option endingPosition is before startingPosition"):
+        read(topic="t", startingPosition="latest", endingPosition="2001-01-01T00:00:00Z")
     with pytest.raises(PySparkException, match="option mode: queue is for streams only"):
         read(topic="t", mode="queue")
     with pytest.raises(PySparkException, match="the schema wants body string"):
