@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nsparq.admin import messages
 from tests.admin.faulty import FaultyNsqd
 from tests.admin.support import REFERENCE_ADMIN, AdminThread, join, start_admin
 from tests.support import TestBroker, start_broker, unique_name, wait_until
@@ -78,14 +79,14 @@ def is_paused(nsqd: TestBroker, topic: str) -> bool:
 @pytest.mark.parametrize(
     ("path", "on"),
     [
-        ("/channel/pause", 1),
+        ("/channel/hold", 1),
         ("/channel/peek", 1),
         ("/channel/peek", 2),
         ("/topic/read", 1),
         ("/mpub", 1),
         ("/mpub", 2),
         ("/channel/commit", 1),
-        ("/channel/unpause", 1),
+        ("/channel/hold", 2),
     ],
 )
 def test_a_move_that_fails_half_way_leaves_every_message_somewhere(
@@ -99,12 +100,7 @@ def test_a_move_that_fails_half_way_leaves_every_message_somewhere(
     if answer.status == 200:  # a GET is asked for once more
         assert published(nsqd, letters) == [*range(COUNT)]
         return
-    if path in ("/channel/unpause", "/channel/pause"):
-        assert is_paused(nsqd, letters) == (
-            (path, when) in {("/channel/unpause", "before"), ("/channel/pause", "after")}
-        )
-    else:
-        assert not is_paused(nsqd, letters)
+    assert not is_paused(nsqd, letters)
     faulty.heal()
     moved = move(admin, letters)
     assert moved.status == 200 and moved.json()["left"] == 0
@@ -122,10 +118,30 @@ def test_a_move_says_what_had_been_done_when_it_failed(
     nsqd.publish(letters, *(letter(letters, number) for number in range(COUNT, 1500)))
     said = move(admin, letters).json()["message"]
     assert said.startswith("1,000 were moved, then: ") and "500 messages were published" in said
-    faulty.heal()
-    faulty.fail("/channel/unpause", "before", on=1)
-    said = move(admin, letters).json()["message"]
-    assert is_paused(nsqd, letters) and "paused" in said
+
+
+def test_a_move_whose_nsqadmin_is_killed_does_not_stop_the_channel_for_good(
+    nsqd: TestBroker, faulty: FaultyNsqd, admin: AdminThread, letters: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody ends the hold; it ends by itself, and a commit that comes after is refused."""
+    monkeypatch.setattr(messages, "HOLD_S", 1)
+    faulty.fail("/channel/hold", "before", on=2)
+
+    def is_held() -> bool:
+        return bool(nsqd.call(lambda broker: broker.topics[letters].channels["review"].hold))
+
+    def wait_for_the_end() -> None:
+        assert is_held()
+        wait_until(lambda: not is_held())
+
+    faulty.do("/channel/peek", wait_for_the_end)
+    answer = move(admin, letters)
+    assert answer.status == 409 and "messages were published, but not finished: " in answer.json()["message"]
+    assert "NOT_HELD" in answer.json()["message"]
+    with nsqd.connect() as consumer:
+        consumer.identify()
+        consumer.sub(letters, "review", rdy=COUNT)
+        assert len(consumer.read_messages(COUNT)) == COUNT
 
 
 def test_a_message_deferred_during_a_move_is_not_finished_with_the_others(
@@ -151,7 +167,7 @@ def test_a_consumer_that_comes_and_goes_during_a_move_loses_nothing(
         with nsqd.connect() as consumer:
             consumer.identify()
             consumer.sub(letters, "review", rdy=5)
-            consumer.expect_silence(0.05)  # paused
+            consumer.expect_silence(0.05)  # held
 
     faulty.do("/channel/peek", consume)
     assert move(admin, letters).status in (200, 409)

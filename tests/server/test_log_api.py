@@ -873,6 +873,34 @@ def test_a_topic_that_is_to_be_synced_is_from_then_on(broker: BrokerThread, topi
 # Errors: every one in the table
 
 
+def test_a_hold_stops_the_flow_until_it_is_ended_or_its_time_is_over(broker: BrokerThread) -> None:
+    broker.control("create", "held", "c")
+    hold = post(broker, "/channel/hold", topic="held", channel="c", for_seconds=600)["hold"]
+    with broker.connect() as consumer:
+        consumer.identify()
+        consumer.sub("held", "c", rdy=5)
+        broker.publish("held", b"1", b"2")
+        consumer.expect_silence(0.05)
+        assert broker.channel_stats("held", "c")["paused"] is False
+        commit = {"topic": "held", "channel": "c", "sequence": 0, "hold": hold}
+        post(broker, "/channel/commit", **commit)
+        # A later one takes its place: the end of the first is not its end.
+        later = post(broker, "/channel/hold", topic="held", channel="c", for_seconds=1)["hold"]
+        for path, query in (("/channel/commit", commit), ("/channel/hold", {**commit, "for_seconds": 0})):
+            refused = broker.request("POST", f"{path}?{urlencode(query)}")
+            assert (refused.status, refused.json()["message"]) == (409, "NOT_HELD")
+        # Nobody ends it: its time does.
+        assert [message.body for message in consumer.read_messages(2)] == [b"1", b"2"]
+        assert later != hold
+        again = post(broker, "/channel/hold", topic="held", channel="c", for_seconds=600)["hold"]
+        broker.publish("held", b"3")
+        consumer.expect_silence(0.05)
+        assert post(broker, "/channel/hold", topic="held", channel="c", for_seconds=0, hold=again) == {
+            "hold": ""
+        }
+        assert [message.body for message in consumer.read_messages(1)] == [b"3"]
+
+
 def table() -> list[Endpoint]:
     return log_endpoints(HttpApi(Nsqd(NsqdOptions())).log)
 
@@ -886,6 +914,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "POST /channel/seek": {"to": "end"},
     "POST /channel/commit": {"sequence": 0},
     "POST /channel/release": {},
+    "POST /channel/hold": {},
     "GET /channel/peek": {},
 }
 BAD_NUMBERS = ["", "x", "-1", "1.5", "0x1", "１", str(2**63), "0" * 20]
@@ -946,6 +975,11 @@ WRONG: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("POST /channel/commit", "MISSING_ARG_SEQUENCE"): [{"sequence": MISSING}],
     ("POST /channel/commit", "INVALID_ARG_SEQUENCE"): [{"sequence": text} for text in BAD_NUMBERS],
     ("POST /channel/commit", "OFFSET_AHEAD"): [{"sequence": 2**62}],
+    ("POST /channel/commit", "NOT_HELD"): [{"hold": "0" * 16}],
+    ("POST /channel/hold", "NOT_HELD"): [{"for_seconds": 0, "hold": "0" * 16}],
+    ("POST /channel/hold", "INVALID_ARG_FOR_SECONDS"): [
+        {"for_seconds": text} for text in [*BAD_NUMBERS, "601"]
+    ],
     ("*", "INVALID_ARG_OWNER"): [{"owner": text} for text in ("", "x" * 101, "a\nb", "ü")],
     ("*", "CHANNEL_OWNED"): [{"channel": "owned", "owner": "two"}],
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from nsparq.admin.bodies import DeadLetter, for_people, read_letter
 from nsparq.admin.cluster import Cluster
-from nsparq.admin.merge import Node, flag, number, objects, text
+from nsparq.admin.merge import Node, number, objects, text
 from nsparq.admin.upstream import Answer, AskFailed, Refused
 from nsparq.errors import NsparqError
 from nsparq.names import is_valid_name
@@ -28,6 +29,8 @@ MAX_COUNT: Final = 1000
 MAX_BODY: Final = 1 << 20
 """Bytes of a message that can be published here."""
 MOVED_AT_ONCE: Final = 1000
+HOLD_S: Final = 60
+"""How long nothing is delivered from a channel while so many are moved. What takes longer is refused."""
 CHUNK: Final = 1 << 20
 """Bytes that are published at a time."""
 STATES: Final = ("in_flight", "requeued", "deferred", "ready")
@@ -264,34 +267,26 @@ async def move(
     """Publish what the channel holds, the oldest first, and finish it in the channel. How many were moved,
     and how many are left. Raises MessagesFailed, with nothing finished that was not published.
 
-    Only where nobody else works on the channel, and while it is paused, since what is finished is everything
-    up to a number: nothing must come to be below it that was not published.
+    Only where nobody else works on the channel, and while nothing is delivered from it: what is finished is
+    everything up to a number, so nothing must come to be below it that was not published. The hold ends by
+    itself, whatever becomes of us.
     """
-    held = await _channel_state(cluster, node, topic, channel)
-    if held is None:
+    if await _channel_state(cluster, node, topic, channel) is None:
         return 0, 0
-    if held.paused:
-        return await _move_paused(cluster, node, topic, channel, target, count)
-    await _post(cluster, node, "/channel/pause", topic=topic, channel=channel)
+    where = {"topic": topic, "channel": channel}
+    answer = await _post(cluster, node, "/channel/hold", **where, for_seconds=str(HOLD_S))
+    hold = text(answer.json(), "hold")
     try:
-        moved = await _move_paused(cluster, node, topic, channel, target, count)
-    except BaseException as error:
-        try:
-            await _post(cluster, node, "/channel/unpause", topic=topic, channel=channel)
-        except MessagesFailed as further:
-            raise MessagesFailed(f"{error}; and the channel is still paused: {further}") from error
-        raise
-    try:
-        await _post(cluster, node, "/channel/unpause", topic=topic, channel=channel)
-    except MessagesFailed as error:
-        raise MessagesFailed(f"{moved[0]} were moved, but the channel is still paused: {error}") from error
-    return moved
+        return await _move_held(cluster, node, topic, channel, target, count, hold)
+    finally:
+        with contextlib.suppress(MessagesFailed):
+            await _post(cluster, node, "/channel/hold", **where, for_seconds="0", hold=hold)
 
 
-async def _move_paused(
-    cluster: Cluster, node: Node, topic: str, channel: str, target: Target, count: int
+async def _move_held(
+    cluster: Cluster, node: Node, topic: str, channel: str, target: Target, count: int, hold: str
 ) -> tuple[int, int]:
-    # With nothing in flight now, nothing will be: the channel is paused.
+    # With nothing in flight now, nothing will be: the channel is held. If that ends, the commit is refused.
     await _check_idle(cluster, node, topic, channel)
     ready = await peek(cluster, [node], topic, channel, count=min(count, MOVED_AT_ONCE), state="ready")
     _check(ready)
@@ -309,7 +304,13 @@ async def _move_paused(
     await _publish_all(cluster, node, by_topic)
     try:
         answer = await _post(
-            cluster, node, "/channel/commit", topic=topic, channel=channel, sequence=str(chosen[-1] + 1)
+            cluster,
+            node,
+            "/channel/commit",
+            topic=topic,
+            channel=channel,
+            sequence=str(chosen[-1] + 1),
+            hold=hold,
         )
     except MessagesFailed as error:
         raise MessagesFailed(f"{len(chosen)} messages were published, but not finished: {error}") from error
@@ -323,18 +324,17 @@ def _check(found: Peeked) -> None:
         raise MessagesFailed(f"{found.missing} messages are damaged; see the node's log")
 
 
-class _Held(NamedTuple):
+class _ChannelState(NamedTuple):
     """How a channel is on one node."""
 
     clients: int
     in_flight: int
     deferred: int
-    paused: bool
     owner: str
     """The query of Spark that it belongs to; empty for none."""
 
 
-async def _channel_state(cluster: Cluster, node: Node, topic: str, channel: str) -> _Held | None:
+async def _channel_state(cluster: Cluster, node: Node, topic: str, channel: str) -> _ChannelState | None:
     """None if the node has no such channel. Raises MessagesFailed."""
     try:
         said = await cluster.get(node, "/stats", format="json", topic=topic, channel=channel)
@@ -343,11 +343,10 @@ async def _channel_state(cluster: Cluster, node: Node, topic: str, channel: str)
     for its_topic in objects(said if isinstance(said, dict) else {}, "topics"):
         for one in objects(its_topic, "channels"):
             if text(one, "channel_name") == channel:
-                return _Held(
+                return _ChannelState(
                     number(one, "client_count"),
                     number(one, "in_flight_count"),
                     number(one, "deferred_count"),
-                    flag(one, "paused"),
                     text(one, "owner"),
                 )
     return None
@@ -355,19 +354,19 @@ async def _channel_state(cluster: Cluster, node: Node, topic: str, channel: str)
 
 async def _check_idle(cluster: Cluster, node: Node, topic: str, channel: str) -> None:
     """Raises MessagesFailed where somebody works on the channel, or messages wait for their time."""
-    held = await _channel_state(cluster, node, topic, channel)
-    if held is None:
+    state = await _channel_state(cluster, node, topic, channel)
+    if state is None:
         raise MessagesFailed(f"{node.address}: the channel has gone")
-    if held.owner:
+    if state.owner:
         raise MessagesFailed(
-            f"{node.address}: the channel belongs to a query of Spark, {held.owner}, which reads the topic's "
-            "log; copy messages instead"
+            f"{node.address}: the channel belongs to a query of Spark, {state.owner}, which reads the "
+            "topic's log; copy messages instead"
         )
-    if held.clients or held.in_flight:
+    if state.clients or state.in_flight:
         raise MessagesFailed(
             f"{node.address}: the channel has consumers; stop them, or copy messages instead"
         )
-    if held.deferred:
+    if state.deferred:
         raise MessagesFailed(
             f"{node.address}: messages of the channel wait for their time; copy them instead"
         )

@@ -45,6 +45,8 @@ class Channel(Backlog):
         self.is_bounded = not self.is_durable
         """Whether it keeps no more than the memory queue's size."""
         self.is_exiting = False
+        self.hold = ""
+        """Name of the hold that keeps it from delivering for the moment; empty if there is none."""
         self.clients: dict[Client, None] = {}
         """In the order in which they subscribed. A set would have them in the order of their addresses in
         memory, and who gets what would depend on that."""
@@ -274,7 +276,7 @@ class Channel(Backlog):
         Gives how far the cursor has come."""
         start = self.cursor
         stop_ns = self.topic.broker.monotonic_ns() + PUMP_NS
-        goes_on = not self.paused
+        goes_on = not (self.paused or self.hold)
         try:
             ready = self._nearest()
             if goes_on and len(ready) == 1 and not (self.requeued or self._turns):
@@ -557,6 +559,19 @@ class Channel(Backlog):
         self._mark_changed()
         self.topic.broker.channel_changed(self)
         self.topic.broker.schedule_channel(self)
+
+    def start_hold(self, name: str) -> None:
+        """Deliver nothing for the moment. Unlike a pause it is not kept on disk, and whoever asked for it has
+        seen to it that it ends. A hold that is there already is replaced."""
+        self.hold = name
+
+    def end_hold(self, name: str) -> bool:
+        """False if another hold, or none, is there by now."""
+        if self.hold != name:
+            return False
+        self.hold = ""
+        self.topic.broker.schedule_channel(self)
+        return True
 
     def empty(self) -> None:
         """Drop everything: what waits, what is in flight, what is deferred."""

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import dataclasses
 import json
+import secrets
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, InvalidOperation
@@ -34,6 +35,8 @@ MAX_READERS: Final = 8
 """Ranges read at a time; others wait."""
 MAX_PEEK_BYTES: Final = 4 << 20
 NS_PER_S: Final = 1_000_000_000
+DEFAULT_HOLD_S: Final = 60
+MAX_HOLD_S: Final = 600
 MAX_TIME_S: Final = (1 << 63) // NS_PER_S
 
 T = TypeVar("T")
@@ -173,6 +176,9 @@ class LogApi:
         owner = owner_of(request)
         if owner is not None or sequence:
             check_owner(channel, owner or "")
+        held = request.parameters.get("hold")
+        if held is not None and held != channel.hold:
+            raise ApiError(409, "NOT_HELD")
         try:
             channel.commit(sequence)
         except OffsetAhead as error:
@@ -181,6 +187,21 @@ class LogApi:
         if owner is None or owner == channel.owner:
             return said
         return self._claimed(channel, owner, said)
+
+    def hold(self, request: Request) -> Result:
+        channel = find_channel(self._nsqd.broker, request)
+        seconds, held = number_of(request, "for_seconds"), request.parameters.get("hold")
+        seconds = DEFAULT_HOLD_S if seconds is None else seconds
+        if seconds > MAX_HOLD_S:
+            raise ApiError(400, "INVALID_ARG_FOR_SECONDS")
+        if held is not None and not channel.end_hold(held):
+            raise ApiError(409, "NOT_HELD")
+        if not seconds:
+            return {"hold": ""}
+        name = secrets.token_hex(8)
+        channel.start_hold(name)
+        asyncio.get_running_loop().call_later(seconds, channel.end_hold, name)
+        return {"hold": name}
 
     async def release(self, request: Request) -> Result:
         channel = find_channel(self._nsqd.broker, request)

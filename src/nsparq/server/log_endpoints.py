@@ -16,6 +16,7 @@ DEFAULT_PEEK: Final = 10
 MAX_PEEK: Final = 1000
 MAX_SETTINGS: Final = 64 << 10
 
+_HOLD: Final = {"type": "string", "pattern": "^[0-9a-f]{16}$"}
 _FLAG: Final = {"type": "string", "enum": ["true", "1", "false", "0"]}
 _STATE: Final = "(ready|requeued|in_flight|deferred)"
 _INCARNATION: Final = Param(
@@ -282,6 +283,11 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
                 Param(name="sequence", help="the first number not done", required=True, schema=SEQUENCE),
                 _INCARNATION,
                 OWNER,
+                Param(
+                    name="hold",
+                    help="only while this hold of `/channel/hold` lasts; 409 `NOT_HELD` otherwise",
+                    schema=_HOLD,
+                ),
             ),
             permission="subscribe",
             success="the channel's cursor and depth afterwards",
@@ -293,8 +299,38 @@ def log_endpoints(api: LogApi) -> list[Endpoint]:
                 (400, "INVALID_ARG_SEQUENCE"),
                 (409, "WRONG_INCARNATION"),
                 *_OWNER_ERRORS,
+                (409, "NOT_HELD"),
                 (416, "OFFSET_AHEAD"),
             ),
+        ),
+        Endpoint(
+            group="The log",
+            method="POST",
+            path="/channel/hold",
+            handler=api.hold,
+            summary="Stop the flow to clients for some seconds.",
+            details="For somebody who looks at what a channel holds and then commits it, while nothing must "
+            "change. It ends by itself, and with nsqd: unlike a pause it cannot be left behind. A later hold "
+            "replaces it.",
+            params=(
+                TOPIC,
+                CHANNEL,
+                Param(
+                    name="for_seconds",
+                    help="for how long, at most 600 (default 60); 0 only ends the hold that `hold` names",
+                    schema={"type": "integer", "minimum": 0, "maximum": 600},
+                ),
+                Param(
+                    name="hold",
+                    help="end this one first; 409 `NOT_HELD` if it has ended, or was replaced, already",
+                    schema=_HOLD,
+                ),
+            ),
+            permission="admin",
+            success="the name of the hold; an empty text if it has ended",
+            success_type=JSON_TYPE,
+            success_schema=obj({"hold": TEXT}),
+            errors=(*CHANNEL_ERRORS, (400, "INVALID_ARG_FOR_SECONDS"), (409, "NOT_HELD")),
         ),
         Endpoint(
             group="The log",
