@@ -126,7 +126,7 @@ def start(
     spark: SparkSession, file: PipelineFile, pipeline: Pipeline, abandoned: threading.Event
 ) -> dict[str, StreamingQuery]:
     """Running queries by their role. Raises PipelineError, and Abandoned if that is set meanwhile."""
-    _check_files(pipeline)
+    _clear_unfinished(pipeline)
     layout = layout_of(pipeline)
     if layout is not None and _is_utc(spark):
         return {ROWS: _start_direct(spark, file, pipeline, layout)}
@@ -147,15 +147,11 @@ def start(
     return started
 
 
-def _check_files(pipeline: Pipeline) -> None:
-    """Refuse a table of another layout, and remove files that an earlier run has written and not made part of
-    the table."""
+def _clear_unfinished(pipeline: Pipeline) -> None:
+    """Files that an earlier run has written and not made part of the table."""
     sink, metadata = pipeline.sink, Path(pipeline.checkpoint) / ROWS / "metadata"
-    if isinstance(sink, Parquet) and sink.writer == "nsparq":
-        directory = Directory(sink.path)
-        directory.check_layout(sink.partition_by)
-        if metadata.is_file():
-            directory.clear_new_files(json.loads(metadata.read_text())["id"])
+    if isinstance(sink, Parquet) and sink.writer == "nsparq" and metadata.is_file():
+        Directory(sink.path).clear_new_files(json.loads(metadata.read_text())["id"])
 
 
 def _is_utc(spark: SparkSession) -> bool:

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from functools import singledispatch
 from typing import Any, Final
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.types import BinaryType, StringType, TimestampNTZType, TimestampType
 
+from nsparq.pipeline.commits import Directory
 from nsparq.pipeline.decode import ORIGIN
-from nsparq.pipeline.errors import PipelineError
+from nsparq.pipeline.errors import PipelineError, in_words
 from nsparq.pipeline.files import FORMAT
 from nsparq.pipeline.memory import PipelineMemory
 from nsparq.pipeline.spec import Console, Delta, Files, Jdbc, Memory, Noop, Parquet, Pipeline, Sink, Topic
@@ -41,11 +42,11 @@ class Target:
         self.pipeline, self.output_mode, self.nsq = pipeline.name, pipeline.output_mode, nsq
         self.source = pipeline.source
         self.memory = PipelineMemory(pipeline)
-        self._checkpoint = f"{pipeline.checkpoint}/{ROWS}"
+        self.checkpoint = f"{pipeline.checkpoint}/{ROWS}"
 
     def planned(self, batch: int) -> str:
         """The batch's fingerprint."""
-        return fingerprint(self._checkpoint, batch)
+        return fingerprint(self.checkpoint, batch)
 
     @property
     def place(self) -> str:
@@ -152,9 +153,11 @@ def letters_writer(letters: DataFrame, topic: str, nsq: Mapping[str, str]) -> Wr
 @writer_of.register
 def _(sink: Parquet, rows: DataFrame, target: Target) -> Writer:
     if sink.writer == "spark":
+        _check_spark_files(rows.sparkSession, sink, target)
         writer = rows.writeStream.format("parquet").option("path", sink.path)
         writer = writer.option("compression", sink.compression)
         return writer.partitionBy(*sink.partition_by) if sink.partition_by else writer
+    Directory(sink.path).check_layout(sink.partition_by)
     return rows.writeStream.format(FORMAT).options(
         table="parquet",
         path=sink.path,
@@ -162,6 +165,34 @@ def _(sink: Parquet, rows: DataFrame, target: Target) -> Writer:
         compression=sink.compression,
         compact=str(sink.compact),
     )
+
+
+def _check_spark_files(spark: SparkSession, sink: Parquet, target: Target) -> None:
+    """Spark's file sink skips every batch up to the last number in its log, whatever the batch is. The
+    checkpoint has planned at least that batch, unless it was deleted or is an older copy. Raises
+    PipelineError."""
+    try:
+        last = _last_number(spark, f"{sink.path}/_spark_metadata")
+        planned = _last_number(spark, f"{target.checkpoint}/offsets")
+    except Exception as error:  # whatever a file system of Hadoop's raises
+        raise PipelineError(f"{target.place} parquet: {in_words(error)}") from error
+    if last > planned:
+        raise PipelineError(
+            f"{target.place} parquet: {sink.path} has batches up to {last}, and the checkpoint up to "
+            f"{planned}: it was deleted, or is an older copy. Go on with the newest checkpoint, or write to "
+            "another directory"
+        )
+
+
+def _last_number(spark: SparkSession, directory: str) -> int:
+    """Of a log that Spark keeps in a directory, on any file system that Spark knows; -1 if it is empty."""
+    jvm: Any = spark._jvm
+    path = jvm.org.apache.hadoop.fs.Path(directory)
+    files = path.getFileSystem(spark._jsc.hadoopConfiguration())
+    if not files.exists(path):
+        return -1
+    names = (one.getPath().getName().removesuffix(".compact") for one in files.listStatus(path))
+    return max((int(name) for name in names if name.isdigit()), default=-1)
 
 
 @writer_of.register
