@@ -311,6 +311,7 @@ sink = "noop"
             r"body_from: '_offset' is BIGINT, not STRING or BINARY",
         ),
         ("'text'", "{ parquet = 'x', partition_by = ['day'] }", r"partition_by: there is no column 'day'"),
+        ("'raw'", "{ delta = 'x', partition_by = ['body'] }", r"partition_by: 'body' is BINARY"),
         (
             "'text'",
             "{ parquet = 'x', partition_by = ['date'], date_from = 'text' }",

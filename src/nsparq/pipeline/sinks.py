@@ -15,7 +15,15 @@ from typing import Any, Final
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.readwriter import DataStreamWriter
-from pyspark.sql.types import BinaryType, StringType, TimestampNTZType, TimestampType
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    MapType,
+    StringType,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
 
 from nsparq.pipeline.commits import Directory
 from nsparq.pipeline.decode import ORIGIN
@@ -32,6 +40,7 @@ LETTERS: Final = "letters"
 """The two roles of a query, and the names of their checkpoints."""
 
 Writer = DataStreamWriter
+_NO_DIRECTORY: Final = (BinaryType, ArrayType, MapType, StructType)
 _OF_MESSAGE = frozenset(f"_{name}" for name in ORIGIN)
 
 
@@ -93,6 +102,12 @@ def _(sink: Files, rows: DataFrame, target: Target) -> DataFrame:
     types = {one.name: one.dataType for one in rows.schema.fields}
     made = {"date": F.to_date, "hour": F.hour}
     for name in sink.partition_by:
+        if isinstance(types.get(name), _NO_DIRECTORY):
+            shown = types[name].simpleString().upper()
+            raise PipelineError(
+                f"{target.place} partition_by: {name!r} is {shown}, which no directory can be named after; "
+                "cast it to STRING"
+            )
         if name in types:
             continue
         if name not in made:
