@@ -13,19 +13,25 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # What shares a Spark session is run beside all that, by one process: a second session would have to start and to warm
 # up as well.
 SPARK_TESTS := tests/spark tests/pipeline
+# Other versions of Spark than the pinned one, for `make test-spark-versions`: the newest of each that we support.
+SPARK_VERSIONS := 4.1.4 4.2.1
+VERSION_TESTS := tests/spark/test_versions.py
+# Spark 4.1 drops sockets without closing them.
+VERSION_WARNINGS := -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
 # Run a second time without the compiled kernel: what passes through it and does not itself try both builds.
 PURE_TESTS := tests/broker tests/test_kernel.py tests/conformance/test_e_delivery.py tests/conformance/test_h_publish.py
 
 # The tests start hundreds of Python processes, which must not compile everything anew, whatever is set here otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo up test check compiled pytest pytest-spark pytest-rest bench docs fmt clean
+.PHONY: help venv demo up test check compiled pytest pytest-spark pytest-rest test-spark-versions bench docs fmt clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    a million events through the whole stack and Spark, checked and shown (DEMO_ARGS='--events=100000')"
 	@echo "make up      leave the stack running to look at, with events trickling in, until Ctrl-C"
 	@echo "make test    check, then the whole test suite"
+	@echo "make test-spark-versions   the connector with older versions of Spark (SPARK_VERSIONS='4.2.1'; 450 MB each)"
 	@echo "make check   lint, format and types, without running anything"
 	@echo "make bench   the load benchmark (BENCH_ARGS='--peer HOST:PORT' to compare)"
 	@echo "make docs    rewrite the generated reference pages"
@@ -67,6 +73,15 @@ pytest-spark:
 pytest-rest:
 	$(BIN)/python -m pytest -q $(PARALLEL) -m 'not spark_session'
 	NSPARQ_NO_EXTENSIONS=1 $(BIN)/python -m pytest -q $(PARALLEL) $(PURE_TESTS)
+
+# Only PySpark itself is another: it is found before the one of the virtual environment, by the workers too.
+test-spark-versions: $(SPARK_VERSIONS:%=$(VENV)/spark-%/.installed)
+	@for version in $(SPARK_VERSIONS); do echo "Spark $$version"; \
+	  PYTHONPATH=$(abspath $(VENV))/spark-$$version $(BIN)/python -m pytest -q $(VERSION_WARNINGS) $(VERSION_TESTS) || exit 1; done
+
+$(VENV)/spark-%/.installed: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(@D) pyspark==$*
+	@touch $@
 
 bench: venv
 	$(BIN)/python -m benchmarks.macro.broker $(BENCH_ARGS)

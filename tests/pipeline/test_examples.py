@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +26,8 @@ from nsparq.pipeline.status import read_status
 from nsparq.testing import Broker
 from tests.pipeline.conftest import Runs, bodies
 from tests.support import wait_until
-from tests.support.auth_server import unused_port
 from tests.support.polling import DEADLINE
-from tests.support.spark import FAST
+from tests.support.spark import FAST, connect_server
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -240,22 +238,6 @@ def test_the_notebook_runs(
 
 
 # Spark's own pipelines
-
-
-@contextmanager
-def connect_server(spark: SparkSession) -> Iterator[str]:
-    """Spark Connect in the JVM of the session; its address. Tables are seen from both sides."""
-    jvm: Any = spark._jvm
-    port = unused_port()
-    settings = spark._jsc.sc().conf()
-    settings.set("spark.connect.grpc.binding.address", "127.0.0.1")
-    settings.set("spark.connect.grpc.binding.port", str(port))
-    service = jvm.org.apache.spark.sql.connect.SparkConnectPlugin().driverPlugin()
-    service.init(spark._jsc.sc(), None)
-    try:
-        yield f"sc://127.0.0.1:{port}"
-    finally:
-        service.shutdown()
 
 
 def test_declarative_pipelines(tmp_path: Path, broker: Broker, spark: SparkSession) -> None:

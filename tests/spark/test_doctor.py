@@ -74,7 +74,7 @@ def test_the_other_commands_need_no_spark_to_be_explained() -> None:
 @pytest.mark.parametrize(
     ("package", "version", "state", "text"),
     [
-        ("pyspark", "4.0.1", State.MISSING, "4.0.1, but it has to be 4.3 or newer"),
+        ("pyspark", "4.0.1", State.MISSING, "4.0.1, but it has to be 4.1 or newer"),
         ("pandas", "3.0.0", State.NOTE, "3.0.0, but it has to be 2.2 or newer, below 3"),
         ("pandas", "2.3.3", State.OK, "2.3.3"),
     ],

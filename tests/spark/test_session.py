@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from pyspark.sql import SparkSession
 
 from nsparq.spark import home as home_module
 from nsparq.spark import session as module
+from nsparq.spark.doctor import State, examine
 from nsparq.spark.package import package_file
 from nsparq.spark.session import (
     ALWAYS_SET,
@@ -29,6 +31,8 @@ from nsparq.spark.session import (
     session_environment,
     settings,
 )
+from tests.support.polling import DEADLINE
+from tests.support.spark import connect_server
 
 REMOTE = "spark://10.0.0.1:7077"
 
@@ -126,10 +130,77 @@ def test_the_environment_is_put_back(bare: None, monkeypatch: pytest.MonkeyPatch
     assert dict(os.environ) == before
 
 
-def test_what_the_user_has_set_is_kept(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYSPARK_PYTHON", "SPARK_HOME", "SPARK_LOCAL_IP"):
+def spark_in(directory: Path, version: str) -> Path:
+    """What a directory must have to be taken for a Spark."""
+    for name in ("bin/spark-submit", f"jars/spark-core_2.13-{version}.jar"):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).touch()
+    return directory
+
+
+def test_what_the_user_has_set_is_kept(bare: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("PYSPARK_PYTHON", "SPARK_LOCAL_IP"):
         monkeypatch.setenv(name, "mine")
+    monkeypatch.setenv("SPARK_HOME", str(spark_in(tmp_path, pyspark.__version__)))
     assert environment("local[2]").keys() == {"JAVA_HOME"}
+    monkeypatch.setenv("SPARK_HOME", "")
+    assert environment("local[2]").keys() == {"JAVA_HOME", "SPARK_HOME"}
+
+
+@pytest.mark.parametrize(
+    ("removed", "version", "says"),
+    [
+        ("bin/spark-submit", pyspark.__version__, "has no bin/spark-submit: it is no Spark"),
+        (f"jars/spark-core_2.13-{pyspark.__version__}.jar", pyspark.__version__, "Spark is incomplete"),
+        (None, "3.5.1", f"with Spark 3.5.1, but PySpark is {pyspark.__version__}: they differ"),
+    ],
+)
+def test_a_spark_home_that_cannot_work_is_refused_and_the_doctor_names_it(
+    bare: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    removed: str | None,
+    version: str,
+    says: str,
+) -> None:
+    monkeypatch.setenv("SPARK_HOME", str(spark_in(tmp_path, version)))
+    if removed is not None:
+        (tmp_path / removed).unlink()
+    with pytest.raises(home_module.BrokenHome, match=re.escape(says)), session_environment():
+        pass
+    (finding,) = (one for one in examine() if one.subject == "Spark home")
+    assert finding.state is State.MISSING and says in finding.text and "unset SPARK_HOME" in finding.advice
+
+
+CONNECTED = """
+import sys, threading
+from nsparq.pipeline.reading import parse
+from nsparq.pipeline.runner import run
+from nsparq.spark import build_session, register
+spark = build_session("connected", conf={"spark.sql.shuffle.partitions": "3"})
+register(spark)
+assert spark.conf.get("spark.sql.shuffle.partitions") == "3"
+print(spark.read.format("nsq").options(topic="t", nsqd="127.0.0.1:9").load().columns[-1])
+try:
+    run(spark, parse('[pipeline.p]\\nsource = "x"\\nsink = "noop"'), threading.Event())
+except Exception as error:
+    print(error)
+"""
+
+
+def test_a_session_of_spark_connect_knows_the_data_source(spark: SparkSession) -> None:
+    pytest.importorskip("grpc")
+    with connect_server(spark) as address:
+        done = subprocess.run(
+            [sys.executable, "-c", CONNECTED],
+            env={**os.environ, "SPARK_REMOTE": address},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+        )
+    body, refusal = done.stdout.splitlines() or ["", ""]
+    assert body == "body", done.stderr
+    assert refusal.startswith("pipelines need a Spark session of this process, not one of Spark Connect")
 
 
 def test_sparks_home_has_its_programs_but_no_zip_of_python_files(
@@ -153,6 +224,12 @@ def test_a_client_without_jars_has_no_home_to_offer(
     assert "SPARK_HOME" not in environment("local[2]")
     monkeypatch.setenv("SPARK_HOME", str(tmp_path))
     assert home_module.spark_home() == tmp_path
+
+
+def test_a_client_without_jars_is_not_enough(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home_module, "package_home", lambda: None)
+    (finding,) = (one for one in examine() if one.subject == "Spark home")
+    assert finding.state is State.MISSING and "a client for Spark Connect only" in finding.text
 
 
 @pytest.mark.parametrize(
@@ -258,4 +335,4 @@ def test_what_a_starting_stream_enters_into_the_shared_environment_is_there_from
     name = "org/apache/spark/sql/execution/python/streaming/PythonStreamingSourceRunner.class"
     with ZipFile(jar) as archive:
         entered = set(re.findall(rb"SPARK_[A-Z_]+", archive.read(name)))
-    assert entered == {key.encode() for key in ALWAYS_SET}
+    assert entered <= {key.encode() for key in ALWAYS_SET}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -57,3 +58,21 @@ def spark(spark_session: SparkSession) -> Iterator[SparkSession]:
     for name, value in before.items():
         if after.get(name) != value:
             spark_session.conf.set(name, value)
+
+
+@contextmanager
+def connect_server(spark: SparkSession) -> Iterator[str]:
+    """Spark Connect in the JVM of the session; its address. Tables are seen from both sides."""
+    jvm: Any = spark._jvm
+    from tests.support.auth_server import unused_port
+
+    port = unused_port()
+    settings = spark._jsc.sc().conf()
+    settings.set("spark.connect.grpc.binding.address", "127.0.0.1")
+    settings.set("spark.connect.grpc.binding.port", str(port))
+    service = jvm.org.apache.spark.sql.connect.SparkConnectPlugin().driverPlugin()
+    service.init(spark._jsc.sc(), None)
+    try:
+        yield f"sc://127.0.0.1:{port}"
+    finally:
+        service.shutdown()

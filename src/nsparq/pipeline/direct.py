@@ -17,16 +17,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import LongType, StringType, StructType
 
 from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.layout import Layout
 from nsparq.spark.columns import SCHEMA
-from nsparq.spark.log_reader import LogPartition, LogStreamReader
+from nsparq.spark.log_reader import LogStreamReader
 from nsparq.spark.options import NsqOptions, Use
 from nsparq.spark.positions import Offsets, decode
-from nsparq.spark.range_reader import read_range
+from nsparq.spark.range_reader import LogRange, read_range
+from nsparq.spark.stream_api import ReadLimit
 from nsparq.spark.worker import spare_collections
 
 if TYPE_CHECKING:
@@ -131,12 +131,12 @@ class DirectReader(LogStreamReader):
     # tasks
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        # Spark makes up a partition where there is none.
-        if isinstance(partition, LogPartition):
+        # Spark makes up a partition, of nothing, where there is none.
+        if partition.value is not None:
             spare_collections()
-            yield described(self._write(partition))
+            yield described(self._write(partition.value))
 
-    def _write(self, partition: LogPartition) -> list[Part]:
+    def _write(self, ranges: tuple[LogRange, ...]) -> list[Part]:
         from nsparq.pipeline.commits import Directory
         from nsparq.pipeline.files import write_parts
         from nsparq.pipeline.parts import PartWriter
@@ -155,7 +155,7 @@ class DirectReader(LogStreamReader):
             writer,
             (
                 piece
-                for work in partition.value
+                for work in ranges
                 for batch in read_range(work, self._options, self._schema, CHUNK)
                 for piece in layout.pieces(batch, work.topic, work.node)
             ),

@@ -30,6 +30,7 @@ from nsparq.pipeline.progress import Figures, State
 from nsparq.pipeline.queries import ROWS, Abandoned
 from nsparq.pipeline.spec import Pipeline, PipelineFile, Run, describe, is_local
 from nsparq.pipeline.status import Endpoint, Status, write_status
+from nsparq.spark.session import is_connect
 
 __all__ = ["RunningPipeline", "build_session", "run"]
 
@@ -78,6 +79,11 @@ def run(
     A pipeline that has failed for good does not end the others, unless `fail_fast`. Raises StartError and
     PipelineError for what cannot be started at all.
     """
+    if is_connect(spark):
+        raise PipelineError(
+            "pipelines need a Spark session of this process, not one of Spark Connect: unset SPARK_REMOTE, "
+            "and name the cluster by [spark] master"
+        )
     queries.register(spark)
     _ship(spark, file)
     running = [RunningPipeline(spark, file, pipeline) for pipeline in file.pipelines]

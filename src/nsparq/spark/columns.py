@@ -5,6 +5,8 @@ Each of Spark's processes imports this module, so what comes with Arrow is impor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import signature
 from typing import TYPE_CHECKING, Final
 
 from pyspark.sql.types import (
@@ -37,7 +39,7 @@ SCHEMA: Final = (
 
 def arrow_schema(schema: StructType) -> pa.Schema:
     """What Spark compares our record batches with. Raises OptionError for a column that we do not have."""
-    from pyspark.sql.pandas.types import to_arrow_schema
+    from pyspark.sql.pandas import types
 
     known = {field.name: field.dataType for field in SCHEMA.fields}
     for field in schema.fields:
@@ -46,4 +48,6 @@ def arrow_schema(schema: StructType) -> pa.Schema:
             raise OptionError(
                 f"the schema wants {field.name} {field.dataType.simpleString()}; format nsq has {has}"
             )
-    return to_arrow_schema(schema, timezone="UTC")
+    to_arrow: Callable[..., pa.Schema] = types.to_arrow_schema
+    # Times are UTC by default in Spark 4.1, which has no such parameter.
+    return to_arrow(schema, **({"timezone": "UTC"} if "timezone" in signature(to_arrow).parameters else {}))

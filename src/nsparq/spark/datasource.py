@@ -33,7 +33,7 @@ class NsqDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         if mode_of(self.options) == "queue":
             raise OptionError("option mode: queue is for streams only; a batch reads the log")
-        from nsparq.spark.log_reader import LogBatchReader
+        from nsparq.spark.log_batch import LogBatchReader
 
         return LogBatchReader(schema, NsqOptions.parse(self.options, Use.LOG_BATCH))
 

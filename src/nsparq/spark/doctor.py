@@ -28,6 +28,7 @@ from nsparq.spark.java import OLDEST, Java, candidates, launcher_home
 
 __all__ = ["Finding", "State", "examine", "try_session"]
 
+OLDEST_SPARK: Final = (4, 1)
 INSTALL: Final = "pip install 'nsparq[spark]'"
 MIB: Final = 1 << 20
 SESSION_MEMORY: Final = 1100 * MIB
@@ -59,8 +60,11 @@ class Finding:
 def examine() -> Iterator[Finding]:
     """Everything that can be seen without starting Spark."""
     yield _python()
-    spark = _package("pyspark", (4, 3), "Spark itself")
+    spark = _package("pyspark", OLDEST_SPARK, "Spark itself")
     yield spark
+    if spark.state is State.OK:
+        yield _home()
+        yield _streams()
     yield _package("pyarrow", (18,), "how rows move between Spark and Python")
     yield _package("numpy", (1, 26), "how they are made of what nsqd sends")
     yield _package("pandas", (2, 2), "for Python functions of pipelines", below=(3,), needed=False)
@@ -103,6 +107,33 @@ def _package(
     except ImportError as error:
         return Finding(name, lacking, f"{version}, but it cannot be loaded: {error}", INSTALL)
     return Finding(name, State.OK, version)
+
+
+def _home() -> Finding:
+    from nsparq.spark.home import BrokenHome, home_version, named_home, package_home
+
+    named, package = named_home(), package_home()
+    if named is None and package is None:
+        text = "PySpark has no jars: it is a client for Spark Connect only"
+        return Finding("Spark home", State.MISSING, text, "pip install pyspark")
+    if named is None:
+        return Finding("Spark home", State.OK, str(package))
+    try:
+        version = home_version(named)
+    except BrokenHome as error:
+        advice = "unset SPARK_HOME, and the Spark in the package pyspark is used; or install the same version"
+        return Finding("Spark home", State.MISSING, str(error), advice)
+    return Finding("Spark home", State.OK, f"{named}, Spark {version}, named by SPARK_HOME")
+
+
+def _streams() -> Finding:
+    from nsparq.spark.errors import SparkTooOld
+
+    try:
+        importlib.import_module("nsparq.spark.stream_api")
+    except SparkTooOld as error:
+        return Finding("streams", State.NOTE, str(error), "pip install 'pyspark>=4.2'")
+    return Finding("streams", State.OK, "this Spark can read topics as streams")
 
 
 def _java() -> Finding:

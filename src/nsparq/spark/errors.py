@@ -1,11 +1,11 @@
-"""What ends a query in log mode. The texts are for whoever runs it: they name the option that helps."""
+"""What ends a query. The texts are for whoever runs it: they name the option that helps."""
 
 from __future__ import annotations
 
 from nsparq.errors import NsparqError
 from nsparq.version import __version__
 
-__all__ = ["DataLoss", "NoAnswer", "NoLog"]
+__all__ = ["DataLoss", "NoAnswer", "NoLog", "SparkTooOld"]
 
 
 class DataLoss(NsparqError):
@@ -30,4 +30,16 @@ class NoLog(NsparqError):
         super().__init__(
             f"the nsqd {node} has no log that can be read: it is NSQ's own, or an nsparq older than "
             f"{__version__}. Set the option mode to queue, or update it"
+        )
+
+
+class SparkTooOld(NsparqError):
+    """A Spark whose data sources cannot do what a stream needs."""
+
+    retry_helps = False
+
+    def __init__(self, version: str) -> None:
+        super().__init__(
+            f"Spark {version} cannot read a topic as a stream, and so cannot run pipelines: that needs Spark "
+            "4.2 or newer. With this one, topics can be read as tables, and written as tables and streams"
         )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from nsparq.errors import NsparqError
 from nsparq.spark.cache import cache_directory, digest, make_once
 
-__all__ = ["linked_home", "package_home", "spark_home"]
+__all__ = ["BrokenHome", "home_version", "linked_home", "named_home", "package_home", "spark_home"]
+
+
+class BrokenHome(NsparqError):
+    """SPARK_HOME names a directory that is no Spark, or another one than PySpark is made for."""
 
 
 def package_home() -> Path | None:
@@ -40,5 +47,24 @@ def linked_home() -> Path | None:
 
 def spark_home() -> Path | None:
     """The home that our sessions use."""
+    return named_home() or linked_home()
+
+
+def named_home() -> Path | None:
+    """The one that SPARK_HOME names, if it is set."""
     named = os.environ.get("SPARK_HOME", "")
-    return Path(named) if named else linked_home()
+    return Path(named) if named else None
+
+
+def home_version(home: Path) -> str:
+    """The version of the Spark in a directory. Raises BrokenHome if it cannot be used with this PySpark."""
+    if not (home / "bin" / "spark-submit").is_file():
+        raise BrokenHome(f"SPARK_HOME is {home}, which has no bin/spark-submit: it is no Spark")
+    names = [jar.name for jar in (home / "jars").glob("spark-core_*.jar")]
+    found = [match[1] for name in names if (match := re.match(r"spark-core_[\d.]+-(.+)\.jar", name))]
+    if not found:
+        raise BrokenHome(f"SPARK_HOME is {home}, which has no jars/spark-core_*.jar: Spark is incomplete")
+    python = importlib.metadata.version("pyspark")
+    if found[0].split(".")[:2] != python.split(".")[:2]:
+        raise BrokenHome(f"SPARK_HOME is {home} with Spark {found[0]}, but PySpark is {python}: they differ")
+    return found[0]

@@ -1,77 +1,29 @@
-"""Log mode as Spark sees it: the methods that it calls, and what travels to the tasks."""
+"""Log mode as Spark sees it: the methods of a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pyarrow as pa
-from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import (
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.types import StructType
+
+from nsparq.spark.log_batch import LogPartition, LogReader
+from nsparq.spark.log_source import Limit
+from nsparq.spark.options import NsqOptions
+from nsparq.spark.positions import decode, encode
+from nsparq.spark.stream_api import (
     ReadAllAvailable,
     ReadLimit,
     ReadMaxBytes,
     ReadMaxRows,
     SupportsTriggerAvailableNow,
 )
-from pyspark.sql.types import StructType
 
-from nsparq.spark.columns import arrow_schema
-from nsparq.spark.log_source import Limit, LogSource
-from nsparq.spark.options import NsqOptions
-from nsparq.spark.positions import decode, encode
-from nsparq.spark.range_reader import LogRange, read_range
-from nsparq.spark.worker import spare_collections
-
-__all__ = ["LogBatchReader", "LogPartition", "LogStreamReader"]
+__all__ = ["LogPartition", "LogStreamReader"]
 
 
-class LogPartition(InputPartition):
-    """The work of one task."""
-
-    value: tuple[LogRange, ...]
-
-    def __init__(self, work: tuple[LogRange, ...]) -> None:
-        super().__init__(work)
-
-
-class _LogReader:
-    """What both have in common: a task's part. Of the driver's part nothing goes with it."""
-
-    def __init__(self, schema: StructType, options: NsqOptions) -> None:
-        self._options = options
-        self._schema = arrow_schema(schema)
-        self._open_source: LogSource | None = LogSource(options)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open_source": None}
-
-    @property
-    def _source(self) -> LogSource:
-        if self._open_source is None:
-            self._open_source = LogSource(self._options)
-        return self._open_source
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        # Spark makes up a partition where there is none.
-        if isinstance(partition, LogPartition):
-            spare_collections()
-            for work in partition.value:
-                yield from read_range(work, self._options, self._schema)
-
-
-class LogBatchReader(_LogReader, DataSourceReader):
-    """`spark.read`"""
-
-    def partitions(self) -> Sequence[InputPartition]:
-        source = self._source
-        try:
-            return [LogPartition(work) for work in source.tasks(*source.batch())]
-        finally:
-            source.close()
-
-
-class LogStreamReader(_LogReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
+class LogStreamReader(LogReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """`spark.readStream`. The driver's instance lives as long as a run of the query; tasks have copies."""
 
     def __init__(self, schema: StructType, options: NsqOptions) -> None:

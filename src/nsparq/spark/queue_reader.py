@@ -22,12 +22,6 @@ from urllib.parse import urlsplit
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import (
-    ReadAllAvailable,
-    ReadLimit,
-    ReadMaxRows,
-    SupportsTriggerAvailableNow,
-)
 from pyspark.sql.types import StructType
 
 from nsparq.addresses import join_address, split_address
@@ -39,6 +33,7 @@ from nsparq.spark.nodes import Cluster, Node
 from nsparq.spark.options import NsqOptions, OptionError
 from nsparq.spark.queue_task import QueuePartition, Taking, fill, rows_of
 from nsparq.spark.staging import Staging
+from nsparq.spark.stream_api import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from nsparq.spark.worker import spare_collections
 from nsparq.version import __version__
 

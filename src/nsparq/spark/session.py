@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from pyspark.sql import SparkSession
 
 from nsparq.spark.cache import cache_directory, digest, make_once
-from nsparq.spark.home import linked_home
+from nsparq.spark.home import home_version, linked_home, named_home
 from nsparq.spark.java import find_java, launcher_home
 from nsparq.spark.package import package_file
 from nsparq.spark.startup import archive_options
@@ -92,7 +92,12 @@ def build_session(
     `conf` holds further settings; they win over ours, and None leaves one of ours at Spark's own default.
     `ui_port` is where Spark's web pages are (the next free port, if that is taken); None turns them off.
     A session that is there already only takes those of `conf` that can be changed while it runs.
+
+    Where SPARK_REMOTE names a server of Spark Connect, it is a session of that server. Then the server
+    decides about `master`, `ui_port` and our own settings.
     """
+    if os.environ.get("SPARK_REMOTE"):
+        return _connect(app_name, conf or {})
     active = SparkSession.getActiveSession() or _session_of_another_thread()
     if active is not None:
         for name, value in (conf or {}).items():
@@ -107,6 +112,21 @@ def build_session(
     return spark
 
 
+def _connect(app_name: str, conf: Mapping[str, str | None]) -> SparkSession:
+    builder = SparkSession.builder.appName(app_name)
+    for name, value in conf.items():
+        if value is not None:
+            builder = builder.config(name, value)
+    spark = builder.getOrCreate()
+    register(spark)
+    return spark
+
+
+def is_connect(spark: SparkSession) -> bool:
+    """Whether it is a session of a Spark Connect server: there is no JVM in this process then."""
+    return type(spark).__module__.startswith("pyspark.sql.connect.")
+
+
 def _session_of_another_thread() -> SparkSession | None:
     made = SparkSession._instantiatedSession
     return made if made is not None and made.sparkContext._jsc is not None else None
@@ -117,9 +137,14 @@ def register(spark: SparkSession) -> None:
 
     Other threads that are to start a stream into it have to call it too: for that Spark looks only in the
     session that is the active one of the thread, and a new thread has none.
+
+    With Spark Connect the server's Python needs nsparq too: nothing is sent there.
     """
     from nsparq.spark.datasource import NsqDataSource
 
+    if is_connect(spark):
+        spark.dataSource.register(NsqDataSource)
+        return
     activate(spark)
     context = spark.sparkContext
     if not _is_local(context.master or "") and package_file().name not in (context._python_includes or ()):
@@ -204,11 +229,15 @@ def session_environment(master: str = "local[*]") -> Iterator[None]:
 
 
 def environment(master: str) -> dict[str, str]:
-    """What `session_environment` sets. What the user has set stays, except for a Java that does not work."""
+    """What `session_environment` sets. What the user has set stays, except for a Java that does not work.
+    Raises BrokenHome."""
     chosen = {"JAVA_HOME": str(launcher_home(find_java()))}
-    home = linked_home()
+    home, named = linked_home(), named_home()
+    if named is not None:
+        # With a wrong one Spark fails later, and does not say why.
+        home_version(named)
     # YARN wants the pyspark.zip that we leave out.
-    if "SPARK_HOME" not in os.environ and home is not None and not master.startswith("yarn"):
+    elif home is not None and not master.startswith("yarn"):
         chosen["SPARK_HOME"] = str(home)
     if "PYSPARK_PYTHON" not in os.environ and _is_loopback(master):
         # Elsewhere this path may not exist: there it is for the user to say.

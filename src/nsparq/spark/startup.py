@@ -15,7 +15,7 @@ from typing import Final
 
 from nsparq.errors import NsparqError
 from nsparq.spark.cache import cache_directory, digest, make_once
-from nsparq.spark.home import linked_home
+from nsparq.spark.home import linked_home, named_home
 from nsparq.spark.java import Java, find_java
 
 __all__ = ["ArchiveFailed", "archive_options", "archive_path", "make_archive"]
@@ -32,7 +32,7 @@ class ArchiveFailed(NsparqError):
 def archive_path(java: Java) -> Path | None:
     """Where the archive for this Java and this Spark is, or would be. None if there can be none."""
     home = linked_home()
-    if home is None or "SPARK_HOME" in os.environ:
+    if home is None or named_home() is not None:
         return None
     if java.major < FIRST_WITH_CACHE and not (java.home / "lib" / "server" / "classes.jsa").exists():
         return None

@@ -1,0 +1,66 @@
+"""Log mode as Spark sees it: what travels to the tasks, and a batch.
+
+The stream is in log_reader.py, which needs a newer Spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.types import StructType
+
+from nsparq.spark.columns import arrow_schema
+from nsparq.spark.log_source import LogSource
+from nsparq.spark.options import NsqOptions
+from nsparq.spark.range_reader import LogRange, read_range
+from nsparq.spark.worker import spare_collections
+
+__all__ = ["LogBatchReader", "LogPartition", "LogReader"]
+
+
+class LogPartition(InputPartition):
+    """The work of one task."""
+
+    value: tuple[LogRange, ...]
+
+    def __init__(self, work: tuple[LogRange, ...]) -> None:
+        super().__init__(work)
+
+
+class LogReader:
+    """What both have in common: a task's part. Of the driver's part nothing goes with it."""
+
+    def __init__(self, schema: StructType, options: NsqOptions) -> None:
+        self._options = options
+        self._schema = arrow_schema(schema)
+        self._open_source: LogSource | None = LogSource(options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open_source": None}
+
+    @property
+    def _source(self) -> LogSource:
+        if self._open_source is None:
+            self._open_source = LogSource(self._options)
+        return self._open_source
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        # Spark makes up a partition, of nothing, where there is none.
+        if partition.value is not None:
+            spare_collections()
+            for work in partition.value:
+                yield from read_range(work, self._options, self._schema)
+
+
+class LogBatchReader(LogReader, DataSourceReader):
+    """`spark.read`"""
+
+    def partitions(self) -> Sequence[InputPartition]:
+        source = self._source
+        try:
+            return [LogPartition(work) for work in source.tasks(*source.batch())]
+        finally:
+            source.close()
