@@ -50,7 +50,7 @@ from tests.support.spark import FAST
 from tests.support.spark_cluster import SparkCluster
 
 TOPIC, RESULT = "numbers", "results"
-SINKS = ("parquet", "topic", "archive")
+SINKS = ("parquet", "delta", "topic", "archive")
 VICTIMS = ("driver", "python", "jvm", "executor", "worker", "source", "planner", "nsqd", "nsqlookupd")
 """`driver` is Spark's driver, Python and JVM, at once; `python` and `jvm` are one half of it. `worker` is a
 Python process that runs tasks, `source` the one that plans what they read, `planner` one that the driver has

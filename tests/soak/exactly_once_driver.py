@@ -1,5 +1,5 @@
-"""The Spark program that is killed: numbered messages from a topic to Parquet files, to another topic, and
-through the ready-made pipeline that archives topics.
+"""The Spark program that is killed: numbered messages from a topic to Parquet files, to a Delta table, to
+another topic, and through the ready-made pipeline that archives topics.
 
 python -m tests.soak.exactly_once_driver FILE, with the arguments in FILE (see `Arguments`). A query that
 fails, because a process that it needs was killed, is started again from its checkpoint. When a line comes on
@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deltalake
 import pyarrow.feather
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
+from nsparq.pipeline import queries
+from nsparq.pipeline.files import FORMAT
 from nsparq.spark.session import build_session, register
 from tests.soak.exactly_once_publisher import DIGITS
 
@@ -30,7 +33,7 @@ class Sink:
     """A query of its own."""
 
     kind: str
-    """parquet, topic or archive"""
+    """parquet, delta, topic or archive"""
     channel: str
     result: str
     """A directory, or a topic."""
@@ -69,7 +72,9 @@ class Program:
         if not self._is_over.is_set():
             raise SystemExit("a query cannot be started")
         for sink in sinks:
-            if sink.kind != "topic":
+            if sink.kind == "delta":
+                save(deltalake.DeltaTable(sink.result).to_pyarrow_table(), Path(sink.numbers))
+            elif sink.kind != "topic":
                 save_numbers(spark.read.parquet(sink.result), Path(sink.numbers), sink.kind == "archive")
         spark.stop()
 
@@ -108,6 +113,9 @@ class Program:
         )
         if sink.kind == "parquet":
             writer = rows.writeStream.format("parquet").option("path", sink.result)
+        elif sink.kind == "delta":
+            queries.register(spark)
+            writer = rows.writeStream.format(FORMAT).options(table="delta", path=sink.result)
         else:
             # Each row says where it comes from, so that one that is there twice can be explained.
             bodies = rows.selectExpr("cast(concat_ws(' ', number, node, offset) as binary) body")
@@ -153,7 +161,11 @@ class Program:
 def save_numbers(frame: DataFrame, path: Path, is_raw: bool) -> None:
     if is_raw:
         frame = frame.selectExpr(NUMBER, "node", "offset")
-    pyarrow.feather.write_feather(frame.toArrow(), path.with_suffix(".part"))
+    save(frame.toArrow(), path)
+
+
+def save(rows: pyarrow.Table, path: Path) -> None:
+    pyarrow.feather.write_feather(rows, path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)
 
 
