@@ -26,12 +26,14 @@ spark.sql(
     "SELECT item, count(*) AS sold, round(sum(price), 2) AS revenue FROM orders GROUP BY item ORDER BY item"
 ).show()
 
-# %% The same topic as a stream, into a table in memory. It has a channel, whose depth is its lag.
+# %% The same topic as a stream, into a table in memory. It has a channel, whose depth is its lag. The channel
+# is not the query's own: without a checkpoint that stays, the next run of this cell would be another query.
 stream = (
     spark.readStream.format("nsq")
     .option("nsqd", NSQD)
     .option("topic", "orders")
     .option("channel", "notebook")
+    .option("ownChannel", "false")
     .load()
 )
 query = (

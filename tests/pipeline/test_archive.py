@@ -22,9 +22,16 @@ SELECT body, _topic AS topic, _node AS node, _offset AS offset, _timestamp AS ti
 """
 
 
-def text(broker: Broker, output: Path, *, through_spark: bool = False, compact: int = 0) -> str:
+def text(
+    broker: Broker,
+    output: Path,
+    *,
+    through_spark: bool = False,
+    compact: int = 0,
+    channel: str = "archive",
+) -> str:
     topics = ready.Topics(nsq={"nsqd": [broker.http_address]}, pattern="orders|clicks|more")
-    made = ready.archive(topics, output, trigger="available-now", compact=compact)
+    made = ready.archive(topics, output, trigger="available-now", compact=compact, channel=channel)
     if through_spark:
         # As the archive was before its messages went to files as they are.
         made = made.replace('decode = "message"', f"sql = {json.dumps(THROUGH_SPARK)}")
@@ -49,7 +56,12 @@ def test_the_files_are_those_that_spark_would_have_written(
     broker.publish("clicks", bytes(range(256)), b"\xff" * (1 << 20))
     broker.publish("clicks", b"later", defer=3600.0)
     ours = run(text(broker, tmp_path / "ours"))["archive"]
-    theirs = run(text(broker, tmp_path / "theirs", through_spark=True))["archive"]
+    # Another archive would move the channel of this one.
+    refused = run(text(broker, tmp_path / "refused"))["archive"]
+    assert "the channel archive of topic orders" in refused.error
+    assert "belongs to another query" in refused.error
+    assert files(tmp_path / "refused") == []
+    theirs = run(text(broker, tmp_path / "theirs", through_spark=True, channel="theirs"))["archive"]
     assert rows(spark, tmp_path / "ours") == rows(spark, tmp_path / "theirs")
     found, wanted = (pq.read_schema(files(tmp_path / name)[0]) for name in ("ours", "theirs"))
     assert found.remove_metadata() == wanted.remove_metadata()

@@ -349,7 +349,7 @@ def test_a_batch_waits_for_its_time_unless_it_is_full(broker: Broker, tmp_path: 
     # A topic that is new is entered at once, and waits then.
     broker.publish("u", b"x")
     deadline = time.monotonic() + DEADLINE
-    while "u" not in made.at:
+    while "u" not in made.at["logs"]:
         assert time.monotonic() < deadline
         made.plan()
     assert rows() == 0

@@ -399,7 +399,7 @@ def test_rows_and_dead_letters_begin_at_the_same_place(broker: Broker, tmp_path:
     for _ in range(2):
         queries.settle_beginning(file, pipeline, threading.Event())
         broker.publish("orders", order(2))
-    ((_, sequence),) = PipelineMemory(pipeline).get("beginning")["orders"].values()
+    ((_, sequence),) = PipelineMemory(pipeline).get("beginning")["logs"]["orders"].values()
     assert sequence == broker.peek("orders")[1].sequence + 1
     # Nothing is lost in the meantime: the channel is there, and holds the log.
     assert broker.channel_stats("orders", "copy")["depth"] == 2  # type: ignore[index]

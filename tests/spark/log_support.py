@@ -14,7 +14,8 @@ from nsparq.spark.datasource import SCHEMA, NsqDataSource
 from nsparq.spark.log_reader import LogPartition, LogStreamReader
 from nsparq.spark.options import NsqOptions, Use
 
-Offset = dict[str, dict[str, list[Any]]]
+Offset = dict[str, Any]
+Logs = dict[str, dict[str, list[Any]]]
 
 
 def numbered(count: int, start: int = 0) -> list[bytes]:
@@ -82,19 +83,26 @@ class Query:
             reader.stop()
 
     @property
-    def at(self) -> Offset:
-        """Where it stands."""
+    def offset(self) -> Offset:
+        """The last."""
         return self.offsets[-1] if self.offsets else self._initial
+
+    @property
+    def at(self) -> Logs:
+        """Where it stands."""
+        logs: Logs = self.offset["logs"]
+        return logs
 
     def plan(self) -> bool:
         """Ask how far the next batch goes, and write it down. False if there is nothing."""
         reader = self.reader
-        start = self.at
+        start = self.offset
         end = reader.latestOffset(start, self.limit or reader.getDefaultReadLimit())
         reader.reportLatestOffset()
         if end == start:
             return False
-        assert [*end] == sorted(end) and all([*nodes] == sorted(nodes) for nodes in end.values())
+        logs = end["logs"]
+        assert [*logs] == sorted(logs) and all([*nodes] == sorted(nodes) for nodes in logs.values())
         self.offsets.append(end)
         if self.committed:
             reader.commit(self.offsets[self.committed - 1])

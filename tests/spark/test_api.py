@@ -195,7 +195,7 @@ def test_a_guarded_nsqd_is_read_with_a_token(tmp_path: Path) -> None:
             with Query(nsqd=broker.http_address, authToken=token) as query:
                 with pytest.raises(OptionError, match="option authToken does not let us in"):
                     query.start()
-        with Query(nsqd=broker.http_address, authToken="all") as query:
+        with Query(nsqd=broker.http_address, authToken="all", ownChannel="false") as query:
             assert query.run_until(3).drain().bodies == numbered(3)
             stats = broker.channel_stats("t", "c")
             assert stats is not None and stats["depth"] == 0

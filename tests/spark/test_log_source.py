@@ -17,9 +17,14 @@ import pytest
 
 from nsparq.spark import log_source, peers
 from nsparq.spark.api import Access, Client
-from nsparq.spark.errors import DataLoss, NoAnswer
+from nsparq.spark.datasource import NsqDataSource
+from nsparq.spark.errors import ChannelOwned, DataLoss, NoAnswer
+from nsparq.spark.log_reader import LogStreamReader
 from nsparq.spark.options import OptionError
+from nsparq.spark.plan import begins_epoch
 from nsparq.spark.range_reader import close_idle
+from nsparq.storage.files import Files
+from nsparq.storage.state import read_channel_state
 from nsparq.testing import Broker, run_broker, run_lookupd
 from tests.spark.log_support import Query, bodies, numbered, options, read_batch
 from tests.support import BrokerProcess, BrokerThread, wait_until
@@ -110,10 +115,10 @@ def test_offsets_are_the_same_text_as_long_as_nothing_happens(broker: Broker) ->
     broker.publish("t", *numbered(3))
     with Query(nsqd=broker.http_address) as query:
         query.run_until(3)
-        before = json.dumps(query.at)
+        before = json.dumps(query.offset)
         for _ in range(3):
             assert query.step() is None
-            assert json.dumps(query.at) == before
+            assert json.dumps(query.offset) == before
         ((name, (incarnation, at)),) = query.at["t"].items()
         assert name == broker.http_address
         assert re.fullmatch(r"[0-9a-f]{32}", incarnation) and type(at) is int
@@ -151,8 +156,10 @@ def test_a_range_is_cut_into_tasks_by_size(broker: Broker) -> None:
     broker.publish("t", *[b"x" * 1000] * 200)
     with Query(nsqd=broker.http_address, partitionBytes="50k") as query:
         assert query.plan()
-        assert query.reader.partitions({}, query.at) == []  # nothing without a place to begin at
-        parts = query.reader.partitions(query._initial, query.at)
+        assert (
+            query.reader.partitions({}, {**query.offset, "began": {}}) == []
+        )  # nothing without a place to begin at
+        parts = query.reader.partitions(query._initial, query.offset)
         assert len(parts) == 4
         assert sum(len(query.read(part)) for part in parts) == 200
         ranges = [work for part in parts for work in part.value]
@@ -179,7 +186,7 @@ def test_the_latest_offset_is_reported_for_the_lag(broker: Broker) -> None:
         query.step()
         reported = query.reader.reportLatestOffset()
         assert reported is not None
-        (place,) = reported["t"].values()
+        (place,) = reported["logs"]["t"].values()
         assert place[1] - sequence(query) == 6
 
 
@@ -586,7 +593,7 @@ def test_a_broker_that_was_killed_loses_nothing_and_alarms_nobody() -> None:
             assert len(sizes) < 12
         with Query(nsqd=http_address(broker), channel="d", partitionBytes=64) as query:
             assert query.plan()
-            parts = query.reader.partitions(query._initial, query.at)
+            parts = query.reader.partitions(query._initial, query.offset)
             assert len(parts) < 80
             assert [row["body"] for part in parts for row in query.read(part)] == numbered(40)
 
@@ -597,11 +604,15 @@ def test_the_past_that_a_killed_broker_has_let_go_of_is_no_loss(tmp_path: Path) 
         broker.publish("t", *numbered(200))
         with Query(nsqd=http_address(broker)) as query:
             query.start()
-            state = tmp_path / "topics" / "t.topic" / "c.channel"
-            created = state.stat().st_mtime_ns
+            path = tmp_path / "topics" / "t.topic" / "c.channel"
             query.run_until(200).drain()
             query.stop()
-            wait_until(lambda: state.stat().st_mtime_ns > created)
+
+            def is_checkpointed() -> bool:
+                state = read_channel_state(Files(), path)
+                return state is not None and state.cursor >= sequence(query)
+
+            wait_until(is_checkpointed)
             broker.kill()
             broker.start()
             broker.publish("t", *numbered(10, 200))
@@ -632,7 +643,7 @@ def test_the_past_may_be_let_go_of_after_a_batch_was_planned(tmp_path: Path, is_
                 query.reader._source._peers.answering = lambda name: None  # type: ignore[method-assign]
                 parts = query.reader.partitions(start, end)
             broker.control("delete", "t", "other")
-            wait_until(lambda: earliest(broker) > start["t"][address][1])
+            wait_until(lambda: earliest(broker) > start["logs"]["t"][address][1])
             if not is_away:
                 parts = query.reader.partitions(start, end)
             (part,) = parts
@@ -680,14 +691,129 @@ def test_the_depth_of_the_channel_is_the_lag_even_when_nothing_more_comes(broker
         assert depth(broker) == 0
 
 
-def test_a_new_query_on_an_old_channel_moves_it_to_where_it_begins(broker: Broker) -> None:
+def test_a_channel_is_the_querys_own_until_it_is_released(broker: Broker) -> None:
     broker.publish("t", *numbered(10))
+    first = Query(nsqd=broker.http_address, maxRowsPerTrigger=4)
+    with first, Query(nsqd=broker.http_address) as second:
+        first.step()
+        assert owner(broker) == first.offset["query"]
+        # With another checkpoint, while the first is down, and while it runs.
+        for _ in range(2):
+            with pytest.raises(ChannelOwned, match=rf"belongs to another query, {owner(broker)}, since 20.*"):
+                second.step()
+            assert second.rows == []
+            first.start().step()
+        assert depth(broker) == 2
+        # Moved by nobody else, it can be read by anybody.
+        rows = read_batch(nsqd=broker.http_address, channel="c", startingPosition="channel")
+        assert bodies(rows) == numbered(2, 8)
+        with Client(broker.http_address, Access()) as client:
+            client.post("/channel/release", topic="t", channel="c")
+        assert second.run_until(10).bodies == numbered(10)
+        assert owner(broker) == second.offset["query"]
+        with pytest.raises(ChannelOwned):
+            first.start().step()
+
+
+def owner(broker: Broker) -> str:
+    stats = broker.channel_stats("t", "c")
+    assert stats is not None
+    return str(stats["owner"])
+
+
+def test_a_query_that_owns_nothing_can_begin_again_and_leaves_the_channels_of_others_alone(
+    broker: Broker,
+) -> None:
+    broker.publish("t", *numbered(10))
+    for _ in range(2):
+        with Query(nsqd=broker.http_address, ownChannel="false") as query:
+            query.start()
+            assert depth(broker) == 10
+            assert query.run_until(10).drain().bodies == numbered(10)
+            assert owner(broker) == "" == query.offset["query"]
     with Query(nsqd=broker.http_address) as query:
-        query.drain()
-        assert depth(broker) == 0
+        query.run_until(10)
+    with Query(nsqd=broker.http_address, ownChannel="false") as query:
+        with pytest.raises(ChannelOwned):
+            query.step()
+
+
+def test_offsets_of_before_get_an_owner_once(broker: Broker) -> None:
+    broker.publish("t", *numbered(5))
     with Query(nsqd=broker.http_address) as query:
         query.start()
-        assert depth(broker) == 10
+        query.offsets, query.committed = [query.at], 1
+        query.start()
+        assert query.run_until(5).bodies == numbered(5)
+        assert query.step() is None and len(query.offsets) == 2
+        assert owner(broker) == query.offset["query"] != ""
+        # With nothing new too, in a batch without rows.
+        query.offsets.append(query.at)
+        query.committed = 3
+        with Client(broker.http_address, Access()) as client:
+            client.post("/channel/release", topic="t", channel="c")
+        assert query.start().step() == 0
+        assert query.step() is None
+        assert owner(broker) == query.offset["query"]
+
+
+@pytest.mark.parametrize("position", ["earliest", "latest"])
+def test_a_crash_in_the_first_batch_changes_neither_its_rows_nor_the_owner(
+    broker: Broker, position: str
+) -> None:
+    broker.create("t")
+    with Query(nsqd=broker.http_address, startingPosition=position) as query:
+        query.start()
+        broker.publish("t", *numbered(5))
+        assert query.plan()
+        query.reader.partitions(query._initial, query.offset)
+        claimed = owner(broker)
+        # Spark asks for the beginning again, and that is another by now.
+        query.stop()
+        reader = NsqDataSource(query.given).streamReader(query.schema)
+        assert isinstance(reader, LogStreamReader)
+        query._initial, query._reader = reader.initialOffset(), reader
+        query._run()
+        assert query.bodies == numbered(5)
+        broker.publish("t", *numbered(5, 5))
+        assert query.run_until(10).bodies == numbered(10)
+        assert owner(broker) == query.offset["query"] == claimed
+
+
+def test_a_loss_is_said_at_every_start_until_somebody_decides(tmp_path: Path) -> None:
+    """The channel is deleted while the query is down, and nsqd killed: the log begins anew, far ahead."""
+    flags: dict[str, Any] = {"broadcast_address": "127.0.0.1", "max_bytes_per_file": 2000}
+    with BrokerProcess(tmp_path, **flags) as broker:
+        broker.publish("t", *numbered(200))
+        with Query(nsqd=http_address(broker), maxRowsPerTrigger=10) as query:
+            query.step()
+            query.stop()
+            broker.control("create", "t", "other")
+            broker.control("delete", "t", "c")
+            broker.kill()
+            broker.start()
+            broker.publish("t", *numbered(10, 200))
+            latest = json.loads(broker.http("GET", "/topic/positions", topic="t"))["latest"]
+            broker.http("POST", "/channel/commit", topic="t", channel="other", sequence=latest - 10)
+            wait_until(lambda: earliest(broker) > sequence(query) and begins_epoch(earliest(broker)))
+            for _ in range(3):
+                with pytest.raises(DataLoss, match="removed before they were read"):
+                    query.start(nsqd=http_address(broker)).step()
+                assert broker.channel_stats("t", "c") is None
+            # Nor does it help that somebody creates the channel.
+            broker.control("create", "t", "c")
+            with pytest.raises(DataLoss, match="removed before they were read"):
+                query.start().step()
+            query.start(failOnDataLoss="false")
+            assert query.run_until(20).bodies == numbered(10) + numbered(10, 200)
+            query.start(failOnDataLoss="true").drain()
+            assert owner_of(broker) == query.offset["query"]
+
+
+def owner_of(broker: BrokerProcess) -> str:
+    stats = broker.channel_stats("t", "c")
+    assert stats is not None
+    return str(stats["owner"])
 
 
 def test_a_paused_channel_stops_the_query_on_its_topic(broker: Broker) -> None:

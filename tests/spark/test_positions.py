@@ -33,7 +33,23 @@ def test_a_topic_without_nodes_is_left_out() -> None:
     offsets = Offsets()
     offsets.put("t", "n", Place("a", 1))
     offsets.drop("t", "n")
-    assert encode(offsets) == {}
+    assert encode(offsets) == {"logs": {}, "query": "", "version": 2}
+
+
+def test_offsets_of_before_have_no_version_and_no_query() -> None:
+    logs = {"version": {"n": ["a", 1]}, "t": {"n": ["b", 2]}}
+    offsets = decode(logs)
+    assert (offsets["version"]["n"], offsets.query, offsets.began) == (Place("a", 1), "", None)
+    offsets.query, offsets.began = "q", decode({"t": {"n": ["b", 1]}})
+    encoded = encode(offsets)
+    assert [*encoded] == sorted(encoded)
+    assert encode(decode(encoded)) == encoded
+    assert (decode(encoded).query, decode(encoded).began) == ("q", {"t": {"n": Place("b", 1)}})
+
+
+def test_offsets_of_a_later_version_are_refused() -> None:
+    with pytest.raises(BadOffset, match="its version is 3"):
+        decode({"logs": {}, "query": "", "version": 3})
 
 
 @pytest.mark.parametrize(

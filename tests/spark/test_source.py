@@ -218,6 +218,49 @@ def test_a_channel_paused_or_deleted_from_outside_costs_no_row(
         wait_until(lambda: depth(broker) == 0)
 
 
+def test_a_channel_has_one_query(spark: SparkSession, broker: Broker, tmp_path: Path) -> None:
+    frame = source(spark, nsqd=broker.http_address)
+    broker.publish("t", *numbered(5))
+    run_available(frame, tmp_path / "one")
+    broker.publish("t", *numbered(5, 5))
+    # With another checkpoint, while the first is down.
+    with running(frame, tmp_path / "two", availableNow=True) as query:
+        with pytest.raises(PySparkException, match="the channel c of topic t on .* belongs to another query"):
+            query.awaitTermination(DEADLINE)
+    assert depth(broker) == 5
+    # And while it runs.
+    with running(frame, tmp_path / "one"):
+        wait_written(tmp_path / "one", numbered(10))
+        with running(frame, tmp_path / "two") as query:
+            with pytest.raises(PySparkException, match="belongs to another query"):
+                query.awaitTermination(DEADLINE)
+        broker.publish("t", *numbered(5, 10))
+        wait_written(tmp_path / "one", numbered(15))
+    assert written(tmp_path / "two") == []
+
+
+def test_a_loss_is_said_at_every_start(spark: SparkSession, tmp_path: Path) -> None:
+    with run_broker(max_bytes_per_file=10_000, mem_queue_size=10) as broker:
+        broker.publish("t", *numbered(10))
+        given = {"nsqd": broker.http_address, "maxRowsPerTrigger": 1000}
+        run_available(source(spark, **given), tmp_path)
+        topic = broker._daemon.broker.topics["t"]
+        broker.create("t", "other")
+        broker._call(lambda: topic.delete_channel("c"))
+
+        for _ in range(5):
+            broker.publish("t", *[b"x" * 100] * 100)
+            broker._call(lambda: topic.channels["other"].commit(topic.visible_end))
+            broker._call(lambda: topic.reclaim(2e9))
+        for _ in range(2):
+            with running(source(spark, **given), tmp_path, availableNow=True) as query:
+                with pytest.raises(PySparkException, match="have been removed before they were read"):
+                    query.awaitTermination(DEADLINE)
+            assert broker.channel_stats("t", "c") is None
+        run_available(source(spark, **given, failOnDataLoss="false"), tmp_path)
+        assert written(tmp_path)[-1] == b"x" * 100
+
+
 def test_errors_of_options_name_the_option(spark: SparkSession, broker: Broker, tmp_path: Path) -> None:
     def read(schema: str = "", **options: str) -> None:
         reader = spark.read.format("nsq").options(nsqd=broker.http_address, **options)

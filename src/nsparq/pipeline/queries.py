@@ -214,6 +214,9 @@ def source_options(file: PipelineFile, pipeline: Pipeline, role: str = ROWS) -> 
     options = {**file.nsq, **pipeline.source.options}
     if options.get("mode") == "queue":
         options.setdefault("staging", f"{pipeline.checkpoint}/staging")
+    if isinstance(pipeline.sink, Memory):
+        # Its checkpoint is gone with it.
+        options.setdefault("ownChannel", "false")
     if role == LETTERS:
         options["channel"] = f"{options['channel']}.dead"
     return options

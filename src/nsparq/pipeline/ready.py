@@ -134,7 +134,8 @@ def stats(
         f"checkpoint = {json.dumps(str(checkpoint))}",
         "",
         "[pipeline.stats]",
-        f"source = {topics.source(channel=channel)}",
+        # Its checkpoint is gone with it.
+        f"source = {topics.source(channel=channel, own_channel=False)}",
         f'watermark = {{ column = "_timestamp", delay = {json.dumps(delay)} }}',
         f"sql = {json.dumps(stats_sql(every, event_time, live=True))}",
         f'output_mode = "{mode}"',

@@ -179,6 +179,8 @@ class Described(NamedTuple):
     """`missing`, `there` or `paused`."""
     state: int
     """Sent back with the next request, so that only what has changed is answered."""
+    owner: str | None = ""
+    """Whose the channel is; empty for nobody's, None if the node does not know of owners."""
 
 
 class Moved(NamedTuple):
@@ -187,6 +189,9 @@ class Moved(NamedTuple):
     cursor: int = -1
     code: str = ""
     """Why it was refused, such as CHANNEL_NOT_FOUND; empty if it was not."""
+    owner: str = ""
+    since: str = ""
+    """With CHANNEL_OWNED: whose it is, and since when."""
 
 
 class Client:
@@ -419,17 +424,25 @@ class Client:
         with _expected():
             return int(found["cursor"]), int(found["depth"])
 
-    def commit_many(self, channel: str, places: Mapping[str, tuple[str, int]]) -> dict[str, Moved]:
-        """`commit` for a channel of many topics: incarnation and sequence by topic."""
-        return self._move_many("/channels/commit", channel, places)
+    def commit_many(
+        self, channel: str, owner: str, places: Mapping[str, tuple[str, int]]
+    ) -> dict[str, Moved]:
+        """`commit` for a channel of many topics: incarnation and sequence by topic. With an owner the channel
+        is theirs from then on."""
+        return self._move_many("/channels/commit", channel, owner, places)
 
-    def seek_many(self, channel: str, places: Mapping[str, tuple[str, int]]) -> dict[str, Moved]:
+    def seek_many(self, channel: str, owner: str, places: Mapping[str, tuple[str, int]]) -> dict[str, Moved]:
         """`seek` for a channel of many topics; where it is missing it is created."""
-        return self._move_many("/channels/seek", channel, places)
+        return self._move_many("/channels/seek", channel, owner, places)
 
-    def _move_many(self, path: str, channel: str, places: Mapping[str, tuple[str, int]]) -> dict[str, Moved]:
+    def _move_many(
+        self, path: str, channel: str, owner: str, places: Mapping[str, tuple[str, int]]
+    ) -> dict[str, Moved]:
         body = json.dumps({"topics": places}).encode()
-        answer = self.request("POST", path, {"channel": channel}, body)
+        given: dict[str, str | int] = {"channel": channel}
+        if owner:
+            given["owner"] = owner
+        answer = self.request("POST", path, given, body)
         with _expected():
             found = _object(answer)["topics"]
             return {topic: _moved(found[topic]) for topic in places}
@@ -443,12 +456,13 @@ def _described(content: dict[str, Any] | None) -> Described:
         return Described(None, "missing", 0)
     numbers = (int(content[name]) for name in Positions._fields[1:])
     positions = Positions(str(content["incarnation"]), *numbers)
-    return Described(positions, str(content["channel"]), int(content["state"]))
+    return Described(positions, str(content["channel"]), int(content["state"]), content.get("owner"))
 
 
 def _moved(content: dict[str, Any]) -> Moved:
     if "message" in content:
-        return Moved(code=str(content["message"]))
+        owner, since = (str(content.get(name, "")) for name in ("owner", "since"))
+        return Moved(code=str(content["message"]), owner=owner, since=since)
     return Moved(int(content["cursor"]))
 
 

@@ -5,7 +5,21 @@ from __future__ import annotations
 from nsparq.errors import NsparqError
 from nsparq.version import __version__
 
-__all__ = ["DataLoss", "NoAnswer", "NoLog", "SparkTooOld"]
+__all__ = ["ChannelOwned", "DataLoss", "NoAnswer", "NoLog", "SparkTooOld"]
+
+
+class ChannelOwned(NsparqError):
+    """The channel is another query's."""
+
+    retry_helps = False
+
+    def __init__(self, topic: str, channel: str, node: str, owner: str, since: str) -> None:
+        super().__init__(
+            f"the channel {channel} of topic {topic} on {node} belongs to another query, {owner}, since "
+            f"{since}. nsqd removes what a channel has passed, so each query needs a channel of its own: set "
+            "the option channel to another name. If the other query is gone for good, release its channel: "
+            f"POST http://{node}/channel/release?topic={topic}&channel={channel}"
+        )
 
 
 class DataLoss(NsparqError):

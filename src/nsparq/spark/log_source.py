@@ -6,6 +6,8 @@ stays where it is until it answers. What the offsets say is the only truth about
 Rule 1: rows come only from a log that both offsets of a batch name. A log that is new is entered first, in
 one batch, and read from the next one on: where it was begun is on record before a row of it is out.
 Rule 2: the channel is moved to `start`, which the sink has committed, whenever Spark asks how far it may go.
+Rule 3: what is lost is judged before a channel is moved or created. Otherwise the next start would find
+everything in order, and go on.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from datetime import UTC, datetime
 from functools import partial
 from math import ceil
 from typing import Final, NamedTuple
+from uuid import uuid4
 
 from nsparq.spark.api import Chunk, Positions, Refused, Unreachable
 from nsparq.spark.channels import Channels
@@ -83,6 +86,10 @@ class LogSource:
         """Where the logs ended when they were last looked at, by whatever name they had then."""
         self._target: dict[tuple[str, str], int] | None = None
         """Where a query that ends by itself will end, by topic and incarnation."""
+        self._new_query = uuid4().hex if options.own_channel and options.channel else ""
+        """Who the query is from now on, if its offsets do not say."""
+        self._unwritten: Offsets | None = None
+        """The beginning, as long as Spark may not have written it down."""
         self._step = FIRST_STEP_S
         self._told: set[str] = set()
 
@@ -101,9 +108,11 @@ class LogSource:
             positions = view.positions or self._create(topic, name)
             if positions is not None:
                 offsets.put(topic, name, self._place(self._starting, topic, name, positions))
-        self._channels.move(offsets.items_flat())
+        self._channels.begin(offsets.items_flat())
         for topic in self._options.wanted_topics:
             self._peers.cluster.announce(topic, self._options.channel or "")
+        offsets.query, offsets.began = self._new_query, offsets.copy()
+        self._unwritten = offsets
         return offsets
 
     def _create(self, topic: str, name: str) -> Positions | None:
@@ -212,7 +221,10 @@ class LogSource:
 
     def latest(self, start: Offsets, limit: Limit) -> Offsets:
         """How far the next micro-batch goes: no further than `start` if nothing comes for a while. Raises
-        DataLoss, NoLog."""
+        DataLoss, ChannelOwned, NoLog."""
+        is_beginning = self._unwritten is not None and start == self._unwritten
+        if not is_beginning:
+            self._note_written(start)
         deadline = self._clock() + IDLE_S
         logs = [(topic, name) for topic, name, _ in start.items_flat() if self._is_wanted(topic)]
         wait, seen = 0.0, -1
@@ -220,9 +232,14 @@ class LogSource:
             views = self._peers.observe(logs, wait=wait)
             if self._peers.changes != seen:
                 seen = self._peers.changes
+                end, moves = self._advance(start, limit, views)
                 self.committed(start)
-                end = self._advance(start, limit, views)
-            if end != start:
+                self._channels.move(moves)
+                if end != start and not is_beginning:
+                    end.began = None
+                # Offsets of before do not say whose they are: the next ones do, even if nothing is new.
+                end.query = start.query or self._new_query
+            if end != start or end.query != start.query:
                 self._step = FIRST_STEP_S
                 return end
             if self._target is not None or self._clock() >= deadline:
@@ -232,8 +249,13 @@ class LogSource:
             self._step = min(self._step * 2, LAST_STEP_S)
             wait = max(0.0, deadline - self._clock())
 
+    def _note_written(self, offsets: Offsets) -> None:
+        """Spark has these offsets in its checkpoint: from now on the channels can be the query's own."""
+        self._unwritten = None
+        self._channels.owner = offsets.query
+
     def committed(self, offsets: Offsets) -> None:
-        """Everything before is in the sink."""
+        """Everything before is in the sink. Raises ChannelOwned."""
         self._channels.settle(offsets.items_flat())
 
     def report(self) -> Offsets:
@@ -241,9 +263,13 @@ class LogSource:
         offsets = Offsets()
         for (topic, name), place in self._ends.items():
             offsets.put(topic, name, place)
+        offsets.query = self._channels.owner or self._new_query
         return offsets
 
-    def _advance(self, start: Offsets, limit: Limit, views: dict[Log, View]) -> Offsets:
+    def _advance(
+        self, start: Offsets, limit: Limit, views: dict[Log, View]
+    ) -> tuple[Offsets, list[tuple[str, str, Place]]]:
+        """How far to go, and the channels that are then to be moved or created, beside those in `start`."""
         end = start.copy()
         for topic in start:
             if not self._is_wanted(topic):
@@ -255,7 +281,7 @@ class LogSource:
             if positions is None:
                 self._note_deleted(log, start, end)
                 continue
-            place = self._enter(log, positions, start, end, moves)
+            place = self._enter(log, view, start, end, moves)
             self._ends[log] = Place(positions.incarnation, positions.visible)
             if place is None:
                 continue
@@ -268,10 +294,9 @@ class LogSource:
             visible = self._visible(log, positions)
             if visible > first and not view.is_paused:
                 growing.append(_Growth(log, positions, first, visible))
-        self._channels.move(moves)
         for growth in self._limited(growing, limit):
             end.put(*growth.log, Place(growth.positions.incarnation, growth.end))
-        return end
+        return end, moves
 
     def _distinct(self, views: dict[Log, View], start: Offsets | None = None) -> list[tuple[Log, View]]:
         """In order, and a log that is seen under two names once only: under the one that `start` has."""
@@ -295,7 +320,7 @@ class LogSource:
     def _enter(
         self,
         log: Log,
-        positions: Positions,
+        view: View,
         start: Offsets,
         end: Offsets,
         moves: list[tuple[str, str, Place]],
@@ -303,6 +328,8 @@ class LogSource:
         """Where the query stands in this log. One that is new to it is entered into `end`, its channel is to
         be moved there, and None."""
         topic, name = log
+        positions = view.positions
+        assert positions is not None
         place = start.place(topic, name)
         if place is not None and place.incarnation == positions.incarnation:
             return place
@@ -312,6 +339,7 @@ class LogSource:
         if earlier is not None:
             logger.warning("what was %s on %s is now on %s", topic, earlier, name)
             entered = start[topic][earlier]
+            self._kept(log, entered, view)
             end.drop(topic, earlier)
         else:
             if place is not None:
@@ -414,15 +442,17 @@ class LogSource:
     def _note_removed(self, log: Log, start: int, earliest: int, view: View) -> None:
         """The log begins behind where the query stands. No loss if it has gone on from there after a crash,
         and there is a channel, which keeps what has not been read: then all before it had been."""
-        if not (self._is_held(view) and begins_epoch(earliest)):
+        if not (self._is_held(log, view) and begins_epoch(earliest)):
             topic, name = log
             self._lose(
                 f"topic {topic} on {name}: up to {earliest - start} messages from {start} on have been "
                 "removed before they were read"
             )
 
-    def _is_held(self, view: View | None) -> bool:
-        return self._options.channel is not None and (view is None or view.has_channel)
+    def _is_held(self, log: Log, view: View | None) -> bool:
+        if self._options.channel is None:
+            return False
+        return view is None or (view.has_channel and self._channels.is_ours(log, view.owner))
 
     # cutting
 
@@ -435,7 +465,12 @@ class LogSource:
         return [tuple(ranges[first:last]) for first, last in join(sizes, size)]
 
     def ranges(self, start: Offsets, end: Offsets) -> list[LogRange]:
-        """What there is to read, in pieces that are no more than a task. Raises DataLoss."""
+        """What there is to read, in pieces that are no more than a task. Raises DataLoss, ChannelOwned."""
+        if end.query:
+            self._note_written(end)
+        if end.began is not None and (start != end or start.began != end.began):
+            # Spark may have asked for the beginning again, which is another by now.
+            start = end.began
         if any(self._peers.view(topic, name) is None for topic, name, _ in end.items_flat()):
             # A batch that is run again after a restart comes before anything has been asked.
             self._peers.observe((topic, name) for topic, name, _ in end.items_flat())
@@ -449,7 +484,10 @@ class LogSource:
                 wanted.append((topic, name, first, last.sequence))
         wholes = [self._whole(*one) for one in wanted]
         size = piece_bytes(sum(whole.size_bytes for whole in wholes), self._options.partition_bytes)
-        return [work for whole in wholes for work in self._cut(whole, size)]
+        ranges = [work for whole in wholes for work in self._cut(whole, size)]
+        if end.query:
+            self._channels.settle((topic, name, first) for topic, name, first, _ in wanted)
+        return ranges
 
     def _whole(self, topic: str, name: str, first: Place, end: int) -> LogRange:
         """All that a batch reads of a log, where that is now. If it is away, a task waits for it."""
@@ -470,7 +508,7 @@ class LogSource:
             end,
             int(count * size),
             where=where,
-            is_held=self._is_held(self._peers.view(topic, where)),
+            is_held=self._is_held((topic, where), self._peers.view(topic, where)),
         )
 
     def _cut(self, whole: LogRange, size: int) -> list[LogRange]:

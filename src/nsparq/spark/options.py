@@ -168,6 +168,14 @@ class NsqOptions:
         SOURCE,
     )
 
+    own_channel: bool = opt(
+        BOOL,
+        True,
+        "make the channel the query's own: nsqd then refuses any other query that uses it. `false` is for a "
+        "query without a lasting checkpoint, which would leave its channel behind to nobody",
+        {Use.LOG_STREAM},
+    )
+
     nsqlookupd: tuple[str, ...] = opt(
         ADDRESSES,
         (),

@@ -50,6 +50,8 @@ class View(NamedTuple):
     has_channel: bool = True
     is_paused: bool = False
     """The query's channel. For a batch, which has none, it is there and it is not paused."""
+    owner: str | None = None
+    """Whose the channel is: empty for nobody's, None if that is not known."""
 
 
 class Asking(NamedTuple):
@@ -317,7 +319,7 @@ class Peers:
     def _view_of(self, said: Described) -> View:
         if not self._options.channel:
             return View(said.positions)
-        return View(said.positions, said.channel != "missing", said.channel == "paused")
+        return View(said.positions, said.channel != "missing", said.channel == "paused", said.owner)
 
     # in any thread
 

@@ -1,9 +1,17 @@
 """Where a query stands in the logs it reads: what Spark keeps in the checkpoint, and what a user may write.
 
-    {"orders": {"10.0.0.5:4151": ["986586ac824442cfa187e6e47a79a13b", 7351273428881409]}}
+    {
+        "logs": {"orders": {"10.0.0.5:4151": ["986586ac824442cfa187e6e47a79a13b", 7351273428881409]}},
+        "query": "5d2c8a70c0f94f3f9c3c0a1d1c8a6a52",
+        "version": 2
+    }
 
-By topic and node: the incarnation of the log, and the first sequence number not read yet. Spark compares
-offsets as texts, so there is one way to write them: sorted.
+`logs`: by topic and node, the incarnation of the log, and the first sequence number not read yet. `query`:
+who owns the channel; made when the query begins, and empty if it owns none. `began`, in the first offset
+alone: the logs as they were at the beginning, which Spark does not write down and would ask for again after a
+crash. Version 1 had the logs alone, without a version.
+
+Spark compares offsets as texts, so there is one way to write them: sorted.
 """
 
 from __future__ import annotations
@@ -19,6 +27,7 @@ from nsparq.spark.options import OptionError
 
 __all__ = ["BadOffset", "Offsets", "Place", "Rule", "Rules", "decode", "encode"]
 
+VERSION: Final = 2
 MAX_SEQUENCE: Final = 1 << 54
 
 
@@ -38,7 +47,12 @@ class Place(NamedTuple):
 
 
 class Offsets(dict[str, dict[str, Place]]):
-    """Places by topic and node."""
+    """Places by topic and node. Offsets are equal if their places are."""
+
+    query: str = ""
+    """Who owns the channel; empty for nobody."""
+    began: Offsets | None = None
+    """Where the first batch begins; None in any other."""
 
     def place(self, topic: str, node: str) -> Place | None:
         return self.get(topic, {}).get(node)
@@ -55,7 +69,9 @@ class Offsets(dict[str, dict[str, Place]]):
                 yield topic, node, self[topic][node]
 
     def copy(self) -> Offsets:
-        return Offsets({topic: dict(nodes) for topic, nodes in self.items()})
+        copied = Offsets({topic: dict(nodes) for topic, nodes in self.items()})
+        copied.query, copied.began = self.query, self.began
+        return copied
 
     def find(self, topic: str, incarnation: str) -> str | None:
         """The node whose log of the topic this is: it may have been called otherwise then."""
@@ -66,7 +82,13 @@ class Offsets(dict[str, dict[str, Place]]):
 
 
 def encode(offsets: Offsets) -> dict[str, Any]:
-    """As Spark gets it. A topic without nodes is left out."""
+    """As Spark gets it."""
+    began = {} if offsets.began is None else {"began": _encode_logs(offsets.began)}
+    return {**began, "logs": _encode_logs(offsets), "query": offsets.query, "version": VERSION}
+
+
+def _encode_logs(offsets: Offsets) -> dict[str, Any]:
+    """A topic without nodes is left out."""
     return {
         topic: {node: [*place] for node, place in sorted(nodes.items())}
         for topic, nodes in sorted(offsets.items())
@@ -76,16 +98,39 @@ def encode(offsets: Offsets) -> dict[str, Any]:
 
 def decode(content: Any) -> Offsets:
     """Raises BadOffset."""
-    offsets = Offsets()
+    version = version_of(content)
+    if version > VERSION:
+        raise BadOffset(
+            f"this offset is of a later nsparq: its version is {version}, and this one knows {VERSION}"
+        )
     try:
-        for topic, nodes in content.items():
-            for node, (incarnation, sequence) in nodes.items():
-                if type(incarnation) is not str or not _is_sequence(sequence):
-                    raise ValueError
-                offsets.put(topic, node, Place(incarnation, sequence))
-    except (AttributeError, TypeError, ValueError):
+        if version == 1:
+            return _decode_logs(content)
+        offsets = _decode_logs(content["logs"])
+        if type(content["query"]) is not str:
+            raise ValueError
+        offsets.query = content["query"]
+        if "began" in content:
+            offsets.began = _decode_logs(content["began"])
+    except (AttributeError, KeyError, TypeError, ValueError):
         shown = json.dumps(content)[:200]
         raise BadOffset(f"this is no offset of format nsq in log mode: {shown}") from None
+    return offsets
+
+
+def version_of(content: Any) -> int:
+    """In offsets without a version each value is an object: `version` may be a topic there."""
+    version = content.get("version") if isinstance(content, dict) else None
+    return version if type(version) is int else 1
+
+
+def _decode_logs(content: Any) -> Offsets:
+    offsets = Offsets()
+    for topic, nodes in content.items():
+        for node, (incarnation, sequence) in nodes.items():
+            if type(incarnation) is not str or not _is_sequence(sequence):
+                raise ValueError
+            offsets.put(topic, node, Place(incarnation, sequence))
     return offsets
 
 
@@ -125,6 +170,8 @@ class Rules:
             content = json.loads(text)
         except ValueError as error:
             raise OptionError(f"option {option} is no JSON: {error}") from None
+        if version_of(content) == VERSION:
+            content = content.get("logs", {})
         for topic, given in content.items():
             if isinstance(given, dict):
                 self._by_topic[topic] = {node: self._rule(value) for node, value in given.items()}
