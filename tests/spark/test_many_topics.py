@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -126,6 +127,41 @@ def test_a_node_that_hangs_holds_up_only_its_own_topics(monkeypatch: pytest.Monk
             other.publish("t", b"late")
             proxy.heal()
             assert query.run_until(6).bodies[-1] == b"late"
+            wait_until(lambda: query.step() is None and depths(other) == {0})
+
+
+def test_a_commit_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "LATE_S", 0.2)
+    awaited: list[Future[Any]] = []
+    await_all = peers.Peers.await_all
+
+    def noted(self: peers.Peers, futures: Iterable[Future[Any]]) -> None:
+        found = [*futures]
+        awaited.extend(found)
+        await_all(self, found)
+
+    monkeypatch.setattr(peers.Peers, "await_all", noted)
+    commit_many, answers = Client.commit_many, threading.Event()
+    with run_broker() as one, run_broker() as other:
+
+        def hanging(self: Client, *arguments: Any) -> Any:
+            if self.url.endswith(other.http_address):
+                answers.wait()
+            return commit_many(self, *arguments)
+
+        one.publish("t", b"1")
+        other.publish("t", b"2")
+        with Query(nsqd=f"{one.http_address},{other.http_address}") as query:
+            query.run_until(2)
+            monkeypatch.setattr(Client, "commit_many", hanging)
+            try:
+                for number in range(3):
+                    one.publish("t", b"%d" % number)
+                    query.run_until(3 + number)
+                assert query.step() is None and depths(one) == {0}
+                assert len(awaited) == len({*map(id, awaited)}) and not all(one.done() for one in awaited)
+            finally:
+                answers.set()
             wait_until(lambda: query.step() is None and depths(other) == {0})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 
 from nsparq.spark.api import Moved, Refused, Unreachable
 from nsparq.spark.errors import ChannelOwned
@@ -93,13 +94,15 @@ class Channels:
         self._move_all(wanted, may_create=True)
 
     def _move_all(self, wanted: Mapping[str, Places], *, may_create: bool) -> None:
-        """All nodes at a time. A node that does not answer soon is left behind."""
+        """All nodes at a time. A node that does not answer soon is left behind, and not waited for again."""
+        asked: list[Future[Places]] = []
         for name, places in wanted.items():
             peer = self._peers.answering(name)
             if peer is not None:
                 peer.moving = self._peers.pool().submit(self._move, peer, places, may_create)
                 self._moving.append((peer, peer.watcher.opened, self.owner))
-        self._peers.await_all(peer.moving for peer, *_ in self._moving if peer.moving is not None)
+                asked.append(peer.moving)
+        self._peers.await_all(asked)
         self._take_answers()
 
     def _take_answers(self) -> None:
