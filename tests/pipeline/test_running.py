@@ -237,6 +237,7 @@ def because(cause: Exception) -> PipelineError:
         (AnalysisException("Traceback:\nnsparq.spark.errors.NoAnswer: no answer for 120 seconds"), True),
         (through_spark("nsparq.spark.errors.NoAnswer: away"), True),
         (through_spark("nsparq.spark.errors.DataLoss: gone"), False),
+        (through_spark("nsparq.spark.errors.ChannelOwned: another query's"), False),
         (through_spark("nsparq.spark.checkpoint.CheckpointBehind: older"), False),
         (through_spark("nsparq.pipeline.errors.PipelineError: refused"), False),
         (through_spark("nsparq.spark.api.Refused: 503\n\nnsparq.spark.options.OptionError: a token"), False),

@@ -127,6 +127,25 @@ sys.exit(9)
         assert process.wait(DEADLINE) == expected
 
 
+def test_a_signal_does_not_wait_for_spark_to_start(tmp_path: Path) -> None:
+    pytest.importorskip("pyspark")
+    (tmp_path / "p.toml").write_text('[run]\nstop_grace = "1h"\n[pipeline.p]\nsource = "x"\nsink = "noop"\n')
+    code = """
+import sys, threading
+from nsparq.pipeline import runner
+from nsparq.tools.main import main
+runner.build_session = lambda *_: threading.Event().wait()
+sys.exit(main(["pipeline", "run", "p.toml"]))
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert b"starting Spark" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert b"stopped while Spark was starting" in process.stderr.read()
+    assert process.returncode == 0
+
+
 def test_ready_made_pipelines_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / 'a "strange" name'
     arguments = ["--topic=a", "--topic=b", "--since=2026-11-15T12:00:00Z", "--lookupd-http-address=l:4161"]

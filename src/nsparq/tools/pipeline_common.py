@@ -10,9 +10,10 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from nsparq import logs
 from nsparq.pipeline.progress import State
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 OK, FAILED, WRONG = 0, 1, 2
 END_S: Final = 5.0
 """How long Spark may take to end after a signal, beyond the time that a micro-batch is given."""
+POLL_S: Final = 0.1
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -105,27 +107,48 @@ class Stopping:
         timer.start()
 
     def _cut_off(self) -> None:
-        logger.warning("not ended %g s after the signal: cutting off what is under way", self._limit)
+        self.leave(f"not ended {self._limit:g} s after the signal: cutting off what is under way")
+
+    def leave(self, why: str) -> NoReturn:
+        """At once. Spark's JVM ends with us."""
+        logger.warning("%s", why)
         logging.shutdown()
-        # Spark's JVM ends with us.
         os._exit(OK)
 
 
 @contextlib.contextmanager
 def session(file: PipelineFile, arguments: argparse.Namespace, stopping: Stopping) -> Iterator[SparkSession]:
-    from nsparq.pipeline import runner
+    from nsparq.spark.session import activate, is_connect
 
-    logger.info("starting Spark (%s)", arguments.master or file.spark.master)
-    try:
-        spark = runner.build_session(file, arguments.master, dict(arguments.conf))
-    except KeyboardInterrupt:
-        # Of the handler that Spark has just put in place of ours.
-        os._exit(130)
-    stopping.install()
+    spark = _started(file, arguments, stopping)
+    if not is_connect(spark):
+        activate(spark)
     try:
         yield spark
     finally:
         spark.stop()
+
+
+def _started(file: PipelineFile, arguments: argparse.Namespace, stopping: Stopping) -> SparkSession:
+    """Built in a thread: a signal need not wait for it, and Spark, which has a handler for SIGINT of its own,
+    leaves ours alone."""
+    from nsparq.pipeline import runner
+
+    logger.info("starting Spark (%s)", arguments.master or file.spark.master)
+    built: Future[SparkSession] = Future()
+
+    def build() -> None:
+        try:
+            built.set_result(runner.build_session(file, arguments.master, dict(arguments.conf)))
+        except BaseException as error:
+            built.set_exception(error)
+
+    threading.Thread(target=build, daemon=True).start()
+    while not built.done():
+        wait([built], POLL_S)
+        if stopping.event.is_set() and not built.done():
+            stopping.leave("stopped while Spark was starting")
+    return built.result()
 
 
 def run_file(file: PipelineFile, arguments: argparse.Namespace, *, fail_fast: bool = False) -> int:
