@@ -4,8 +4,9 @@ changed."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,12 @@ class Topics:
     topics: Sequence[str] = ()
     pattern: str = ""
     start: str = "earliest"
+
+    def without(self, topic: str) -> Topics:
+        """The same but for a topic that the pattern may match: one that the pipeline writes itself."""
+        if not self.pattern:
+            return self
+        return replace(self, pattern=f"(?!{re.escape(topic)}$)(?:{self.pattern})")
 
     def toml(self) -> str:
         """[nsq], and the table of the source for one line."""

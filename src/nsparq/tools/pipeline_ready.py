@@ -178,6 +178,7 @@ def stats(arguments: argparse.Namespace) -> int:
     sink, mode = 'sink = "console"', "update"
     if arguments.to:
         sink, mode = f"sink = {{ topic = {json.dumps(arguments.to)} }}", "append"
+        topics = topics.without(arguments.to)
     with tempfile.TemporaryDirectory(prefix="nsparq-stats-") as directory:
         text = ready.stats(
             topics,
