@@ -206,6 +206,8 @@ def known_flags() -> frozenset[str]:
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
             found |= set(re.findall(r"--[a-z][\w-]*", text))
+            switches = re.findall(r'"--([\w-]+)",\s+action=argparse\.BooleanOptionalAction', text)
+            found |= {f"--no-{name}" for name in switches}
             if folder == "benchmarks":
                 # The fields of their parameters are flags of the same name.
                 fields = re.findall(r"^    (\w+): \w+ = ", text, re.MULTILINE)
