@@ -9,7 +9,7 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 UP_ARGS ?=
 # Many tests wait more than they compute: so many at a time keep two cores busy.
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
 # What shares a Spark session is run beside all that, by one process: a second session would have to start and to warm
 # up as well.
 SPARK_TESTS := tests/spark tests/pipeline
@@ -24,7 +24,7 @@ PURE_TESTS := tests/broker tests/test_kernel.py tests/conformance/test_e_deliver
 # The tests start hundreds of Python processes, which must not compile everything anew, whatever is set here otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo up test check compiled pytest pytest-spark pytest-rest test-spark-versions bench docs fmt clean
+.PHONY: help venv demo up test check compiled pytest pytest-spark pytest-rest pytest-pure test-spark-versions bench docs fmt clean
 .DEFAULT_GOAL := help
 
 help:
@@ -49,7 +49,7 @@ up: venv
 # While the types are checked on one core, pytest compiles the test modules on the other: otherwise each worker would,
 # for itself. What is wrong with them the tests will say.
 test: venv
-	@$(MAKE) --no-print-directory -j2 check $(VENV)/.spark-classes.jsa compiled $(VENV)/.nsqjs $(VENV)/.chromium
+	@$(MAKE) --no-print-directory -j2 check compiled $(VENV)/.nsqjs $(VENV)/.chromium
 	@$(MAKE) --no-print-directory pytest
 
 compiled: venv
@@ -60,9 +60,9 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-pytest: venv $(VENV)/.nsqjs $(VENV)/.chromium $(VENV)/.spark-classes.jsa
+pytest: venv $(VENV)/.nsqjs $(VENV)/.chromium
 ifeq ($(PYTEST_ARGS),)
-	@$(MAKE) --no-print-directory --keep-going --output-sync=line -j2 pytest-spark pytest-rest
+	@$(MAKE) --no-print-directory --keep-going --output-sync=line -j3 pytest-spark pytest-rest pytest-pure
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
@@ -72,7 +72,9 @@ pytest-spark:
 
 pytest-rest:
 	$(BIN)/python -m pytest -q $(PARALLEL) -m 'not spark_session'
-	NSPARQ_NO_EXTENSIONS=1 $(BIN)/python -m pytest -q $(PARALLEL) $(PURE_TESTS)
+
+pytest-pure:
+	NSPARQ_NO_EXTENSIONS=1 $(BIN)/python -m pytest -q $(PURE_TESTS)
 
 # Only PySpark itself is another: it is found before the one of the virtual environment, by the workers too.
 test-spark-versions: $(SPARK_VERSIONS:%=$(VENV)/spark-%/.installed)
@@ -126,10 +128,6 @@ ifneq ($(wildcard $(NSQJS)/package.json),)
 	@command -v npm >/dev/null || .ci/install-packages nodejs npm || test "$$CI" != true
 	@if command -v npm >/dev/null; then cd $(NSQJS) && npm ci --no-audit --no-fund && touch $(abspath $@); fi
 endif
-
-# The JVMs of the tests start much faster with it.
-$(VENV)/.spark-classes.jsa: $(VENV)/.installed
-	@$(BIN)/python -m tests.support.spark_classes 2> /dev/null || true
 
 # The same as for npm holds for Chromium, which the browser tests drive.
 $(VENV)/.chromium: $(VENV)/.installed
