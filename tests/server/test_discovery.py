@@ -40,6 +40,8 @@ class ScriptedLookupd:
 
     def __exit__(self, *_: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
+        # From here on no connection is added to those that are closed.
+        self._threads[0].join()
         self._listener.close()
         for connection in self._sockets:
             try:
