@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,9 +13,15 @@ import pytest
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+CLASSES = Path(sys.prefix) / ".spark-classes.jsa"
+"""What `tests.support.spark_classes` writes; `make test` calls it."""
+
 # Short jobs on little data: compile fast rather than well, trust the classes, plan without looking back.
-FAST_JAVA = (
+STARTS_FAST = (
     "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+)
+FAST_JAVA = (
+    f"{STARTS_FAST} -XX:SharedArchiveFile={CLASSES} -Xlog:disable" if CLASSES.exists() else STARTS_FAST
 )
 FAST = {
     "spark.sql.shuffle.partitions": "1",
