@@ -153,8 +153,10 @@ def test_what_is_not_nsqd_is_unreachable(foreign: str, monkeypatch: pytest.Monke
 
 def test_an_old_nsq_wraps_its_answers(foreign: str) -> None:
     with Client(foreign, Access()) as client:
-        Foreign.answers = {"/topics": (200, b'{"status_code":200,"status_txt":"OK","data":{"topics":["a"]}}')}
-        assert client.topics() == ["a"]
+        Foreign.answers = {
+            "/nodes": (200, b'{"status_code":200,"status_txt":"OK","data":{"producers":[{}]}}')
+        }
+        assert client.nodes() == [{}]
 
 
 def test_an_nsqd_without_a_log_is_named_with_the_way_out(foreign: str) -> None:

@@ -335,10 +335,6 @@ class Client:
     def info(self) -> dict[str, Any]:
         return _object(self.get("/info"))
 
-    def topics(self) -> list[str]:
-        """All topics of a nsqlookupd."""
-        return [str(name) for name in _object(self.get("/topics")).get("topics") or ()]
-
     def lookup(self, topic: str) -> list[dict[str, Any]]:
         """The nsqd that a nsqlookupd knows to have the topic."""
         try:
@@ -446,9 +442,6 @@ class Client:
         with _expected():
             found = _object(answer)["topics"]
             return {topic: _moved(found[topic]) for topic in places}
-
-    def seek(self, topic: str, channel: str, sequence: int, incarnation: str) -> None:
-        self.post("/channel/seek", topic=topic, channel=channel, sequence=sequence, incarnation=incarnation)
 
 
 def _described(content: dict[str, Any] | None) -> Described:
