@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from .connection import Address, RawConnection
-from .forked import ForkedProcess, forked_daemon
+from .forked import ForkedProcess, forked
 from .http import Answer, HttpConnection
 from .polling import DEADLINE, busy_s
 
@@ -302,14 +302,12 @@ class BrokerProcess(TestBroker):
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(SOURCE), environment.get("PYTHONPATH")))
         )
-        forked = forked_daemon(self.command, self.arguments(), self.log, environment)
-        if forked is not None:
-            return forked
-        with self.log.open("ab") as stderr:
-            return subprocess.Popen(
+        with self.log.open("ab") as stderr, open(os.devnull, "r+b") as nothing:
+            files = [nothing.fileno(), nothing.fileno(), stderr.fileno()]
+            return forked(self.command, self.arguments(), files, environment) or subprocess.Popen(
                 [*self.command, *self.arguments()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdin=nothing,
+                stdout=nothing,
                 stderr=stderr,
                 env=environment,
             )

@@ -1,7 +1,7 @@
-"""Daemons as processes that start quickly: a process that has loaded their modules forks them.
+"""Daemons and tools as processes that start quickly: a process that has loaded their modules forks them.
 
-forked_daemon() does what Popen of `python -m nsparq.server.main ...` would do: the same main() is called with
-the same arguments, in a process of its own, which ends as any Python process does. But its modules have been
+forked() does what Popen of `python -m nsparq.server.main ...` would do: the same main() is called with the
+same arguments, in a process of its own, which ends as any Python process does. But its modules have been
 loaded already, which is three quarters of a start's processor time.
 
 The process that forks is started on demand, once for each process that runs tests, and ends with it.
@@ -15,13 +15,14 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from nsparq.process import load_runner
 
@@ -30,7 +31,12 @@ LOADED = {
     "nsparq.lookup.main": "nsparq.lookup.daemon",
     "nsparq.admin.main": "nsparq.admin.daemon",
 }
-"""Modules with a main(), and what that imports late."""
+"""Daemons' modules with a main(), and what that imports late."""
+TOOLS = [
+    f"nsparq.tools.{name}" for name in ("nsq_stat", "nsq_tail", "nsq_to_file", "nsq_to_http", "nsq_to_nsq")
+]
+TOOLS.append("nsparq.tools.to_nsq")
+LONGEST_WISH = 1 << 17
 
 
 def _variables() -> dict[str, str]:
@@ -80,22 +86,23 @@ class _Parent:
     """The process that forks. It says in lines of JSON whom it has forked, and how each of them ended."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout
+        self._wishes, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with taken:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__], stdin=taken, stdout=subprocess.PIPE, env=environment
+            )
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
         self._lock = threading.Lock()
         self._unread = b""
         self._forked: list[int] = []
         self._ended: dict[int, int] = {}
         atexit.register(self.close)
 
-    def fork(self, module: str, arguments: list[str], log: Path) -> ForkedProcess:
-        wish = {"module": module, "arguments": arguments, "log": str(log), "directory": os.getcwd()}
+    def fork(self, module: str, arguments: list[str], is_strict: bool, files: Sequence[int]) -> ForkedProcess:
+        wish = {"module": module, "arguments": arguments, "is_strict": is_strict, "directory": os.getcwd()}
         with self._lock:
-            self._input.write(json.dumps(wish).encode() + b"\n")
-            self._input.flush()
+            socket.send_fds(self._wishes, [json.dumps(wish).encode()], files)
             while not self._forked:
                 self._listen(1.0)
             return ForkedProcess(self, self._forked.pop(), [module, *arguments])
@@ -111,7 +118,7 @@ class _Parent:
         if not select.select([self._output], [], [], timeout)[0]:
             return
         read = os.read(self._output.fileno(), 1 << 16)
-        assert read, "the process that forks daemons has ended"
+        assert read, "the process that forks others has ended"
         *lines, self._unread = (self._unread + read).split(b"\n")
         for line in lines:
             said = json.loads(line)
@@ -122,7 +129,7 @@ class _Parent:
                 self._forked.append(said["pid"])
 
     def close(self) -> None:
-        self._input.close()
+        self._wishes.close()
         self._output.close()
         self._process.wait()
 
@@ -131,18 +138,21 @@ _parents: list[_Parent] = []
 _lock = threading.Lock()
 
 
-def forked_daemon(
-    command: tuple[str, ...], arguments: list[str], log: Path, environment: Mapping[str, str]
+def forked(
+    command: Sequence[str], arguments: list[str], files: Sequence[int], environment: Mapping[str, str]
 ) -> ForkedProcess | None:
-    """The command as a forked process, with standard error appended to `log`. None if it has to be started
-    in the ordinary way: for another program, or for an environment on which what is loaded may depend."""
+    """The command as a forked process; `files` are its standard input, output and error. None if it has to be
+    started in the ordinary way: for another program, for a terminal, or for an environment on which what is
+    loaded may depend."""
     module = command[-1]
-    if command != (sys.executable, "-m", module) or module not in LOADED or _variables() != USUAL:
+    is_daemon = module in LOADED and [*command] == [sys.executable, "-m", module]
+    is_tool = module in TOOLS and [*command] == [sys.executable, "-W", "error", "-m", module]
+    if not (is_daemon or is_tool) or _variables() != USUAL or any(map(os.isatty, files)):
         return None
     with _lock:
         if not _parents:
             _parents.append(_Parent(environment))
-    return _parents[0].fork(module, arguments, log)
+    return _parents[0].fork(module, arguments, is_tool, files)
 
 
 # in the process that forks
@@ -152,6 +162,9 @@ def main() -> None:
     for module, late in LOADED.items():
         importlib.import_module(module)
         load_runner(partial(importlib.import_module, late))
+    for module in TOOLS:
+        importlib.import_module(module)
+    wishes = socket.socket(fileno=0)
     wake, woken = os.pipe()
     for end in (wake, woken):
         os.set_blocking(end, False)
@@ -159,39 +172,37 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     # Whoever stops the tests from a terminal sends it to all; this process ends with its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    unread = b""
     while True:
-        ready = select.select([0, wake], [], [])[0]
+        ready = select.select([wishes, wake], [], [])[0]
         if wake in ready:
             os.read(wake, 1 << 16)
             _tell_who_ended()
-        if 0 in ready:
-            read = os.read(0, 1 << 16)
-            if not read:
+        if wishes in ready:
+            wish, files, _, _ = socket.recv_fds(wishes, LONGEST_WISH, 3)
+            if not wish:
                 return
-            *lines, unread = (unread + read).split(b"\n")
-            for line in lines:
-                wish = json.loads(line)
-                pid = os.fork()
-                if pid == 0:
-                    signal.set_wakeup_fd(-1)
-                    os.close(wake)
-                    os.close(woken)
-                    _become(**wish)
-                _say(pid=pid)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                os.close(wake)
+                os.close(woken)
+                wishes.detach()
+                _become(**json.loads(wish), files=files)
+            for file in files:
+                os.close(file)
+            _say(pid=pid)
 
 
-def _become(module: str, arguments: list[str], log: str, directory: str) -> None:
-    """The daemon itself, which ends as any program does."""
+def _become(module: str, arguments: list[str], is_strict: bool, directory: str, files: list[int]) -> None:
+    """The daemon or tool itself, which ends as any program does. A strict one has warnings as errors."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    errors = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for number, target in ((0, nowhere), (1, nowhere), (2, errors)):
-        os.dup2(target, number)
-    os.close(nowhere)
-    os.close(errors)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
     os.chdir(directory)
+    if is_strict:
+        warnings.simplefilter("error")
     sys.argv = [module, *arguments]
     sys.exit(sys.modules[module].main())
 

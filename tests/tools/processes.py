@@ -1,4 +1,4 @@
-"""NSQ's tools as the processes that a user starts; and an HTTP server that remembers what it was sent.
+"""NSQ's tools as processes, forked where that is the same; and an HTTP server that remembers its requests.
 
 Tool("nsq_tail", "--topic=t", ...)      starts it; a context manager, which ends it
     write(data) end_input()             its standard input
@@ -20,12 +20,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from tests.support import TestBroker, wait_until
+from tests.support.forked import ForkedProcess, forked
 from tests.support.polling import DEADLINE
 
 TOOLS = os.environ.get("NSPARQ_TEST_TOOLS", "")
@@ -53,22 +55,40 @@ def run_tool(
     name: str, *arguments: str, input: bytes = b"", timeout: float = DEADLINE, **variables: str
 ) -> Finished:
     """`variables` are of the environment."""
-    done = subprocess.run(
-        [*command(name), *arguments],
-        input=input,
-        capture_output=True,
-        timeout=timeout,
-        env=environment(**variables),
-    )
-    return Finished(done.returncode, done.stdout, done.stderr.decode())
+    with Tool(name, *arguments, variables=variables) as tool:
+        with suppress(BrokenPipeError):  # it may end before it has read all
+            tool.write(input)
+        tool.end_input()
+        return Finished(tool.wait(timeout), tool.out(), tool.err())
 
 
 class Tool:
-    def __init__(self, name: str, *arguments: str, **more: Any) -> None:
+    """Its output goes to a file unless `stdout` is another one. `more` is for Popen."""
+
+    def __init__(
+        self,
+        name: str,
+        *arguments: str,
+        stdout: int | IO[bytes] | None = None,
+        variables: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> None:
         self._out = tempfile.TemporaryFile()
         self._err = tempfile.TemporaryFile()
-        given: dict[str, Any] = {"stdout": self._out, "stderr": self._err, "env": environment(), **more}
-        self.process = subprocess.Popen([*command(name), *arguments], stdin=subprocess.PIPE, **given)
+        reading, writing = os.pipe()
+        self._input = open(writing, "wb", buffering=0)
+        out = self._out if stdout is None else stdout
+        files = [reading, out if isinstance(out, int) else out.fileno(), self._err.fileno()]
+        process = None
+        if not variables and not more:
+            process = forked(command(name), [*arguments], files, environment())
+        self.process: subprocess.Popen[bytes] | ForkedProcess = process or subprocess.Popen(
+            [*command(name), *arguments],
+            **dict(zip(("stdin", "stdout", "stderr"), files, strict=True)),
+            env=environment(**(variables or {})),
+            **more,
+        )
+        os.close(reading)
 
     def __enter__(self) -> Tool:
         return self
@@ -81,13 +101,10 @@ class Tool:
         self._err.close()
 
     def write(self, data: bytes) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(data)
-        self.process.stdin.flush()
+        assert self._input.write(data) == len(data)
 
     def end_input(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self._input.close()
 
     def out(self) -> bytes:
         return os.pread(self._out.fileno(), 1 << 26, 0)
