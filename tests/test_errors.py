@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ ELSEWHERE = {"admin", "spark", "pipeline"}
 LINE = re.compile(r"^[│ ]*[├└]── (\w+) +(?:([a-z_.]+): )?\S")
 
 
+@cache
 def defined() -> dict[str, set[tuple[str, str]]]:
     """By the root of their tree: the name of every public error and its module. Not found by import:
     some modules need packages that need not be there."""

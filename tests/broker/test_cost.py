@@ -59,11 +59,11 @@ def settle(rig: Rig) -> None:
         rig.scan()
 
 
-# A durable topic takes a while to make; it is counts that are compared, so fewer of them say as much.
-@pytest.mark.parametrize(("number", "suffix"), [(2_000, ""), (10_000, "#ephemeral")])
-def test_idle_topics_are_touched_by_nothing(rig: Rig, touched: Counter[str], number: int, suffix: str):
-    for i in range(number):
-        rig.channel("c", f"idle{i}{suffix}")
+# Making topics takes a while. The test counts calls, so 200 topics show as much as 10,000 would.
+@pytest.mark.parametrize("suffix", ["", "#ephemeral"])
+def test_idle_topics_are_touched_by_nothing(rig: Rig, touched: Counter[str], suffix: str):
+    for number in range(200):
+        rig.channel("c", f"idle{number}{suffix}")
     settle(rig)
     touched.clear()
     rig.files.calls.clear()
@@ -79,7 +79,7 @@ def test_idle_topics_are_touched_by_nothing(rig: Rig, touched: Counter[str], num
 
 
 def test_idle_topics_that_have_been_used_are_touched_by_nothing(rig: Rig, touched: Counter[str]):
-    for number in range(300):
+    for number in range(50):
         client = rig.subscribe(f"t{number}", rdy=2)
         rig.publish(f"t{number}", *bodies(3))
         rig.publish(f"t{number}", b"in an hour", defer_ms=3_600_000)
@@ -111,7 +111,7 @@ def test_a_busy_topic_costs_the_same_among_many_idle_ones(make_rig: MakeRig, tou
             rig.maintain()
         return Counter(touched)
 
-    assert work(1000) == work(1)
+    assert work(200) == work(1)
 
 
 def test_one_channel_of_many_that_times_out_is_the_only_one_looked_at(rig: Rig, touched: Counter[str]):
@@ -127,20 +127,19 @@ def test_one_channel_of_many_that_times_out_is_the_only_one_looked_at(rig: Rig, 
 
 
 def cost_of(make_rig: MakeRig, in_flight: int, act: Callable[[Rig, list], None]) -> float:
-    """Seconds that `act` takes with 200 messages spread over `in_flight` unanswered ones."""
+    """Seconds that `act` takes with 200 messages spread over `in_flight` unanswered ones, best of three."""
+    rig = make_rig()
+    client = rig.subscribe(msg_timeout_ms=60_000)
+    client.channel.set_ready(client, in_flight)
+    for start in range(0, in_flight, 20):
+        rig.send("t", *bodies(20, start=start))
+        rig.turn()
     best = 1e9
-    for _ in range(3):
-        rig = make_rig()
-        client = rig.subscribe(msg_timeout_ms=60_000)
-        client.channel.set_ready(client, in_flight)
-        for start in range(0, in_flight, 20):
-            rig.send("t", *bodies(20, start=start))
-            rig.turn()
-        chosen = client.messages[:: in_flight // 200][:200]
+    for attempt in range(3):
+        chosen = client.messages[attempt :: in_flight // 200][:200]
         started = time.process_time()
         act(rig, [(client, message.id) for message in chosen])
         best = min(best, time.process_time() - started)
-        rig.drop()
     return best
 
 

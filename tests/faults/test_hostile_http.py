@@ -90,11 +90,20 @@ class Growth:
 
 
 def send_until_refused(connection: HttpConnection, data: bytes) -> None:
-    """Send the same bytes again and again, until the server hangs up, which it must in time."""
+    """Send the same bytes again and again, until the server hangs up, which it must in time.
+
+    After a refusal the server reads on for two seconds and throws away what comes. It gets the first 30 MB of
+    that at full speed. The rest is sent slowly: a flood of two seconds would keep both cores busy.
+    """
     deadline = time.monotonic() + DEADLINE
+    after_refusal = 0
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
         while time.monotonic() < deadline:
             connection.send(data)
+            if after_refusal or wait_readable(connection.socket, 0):
+                after_refusal += len(data)
+            if after_refusal > 30_000_000:
+                time.sleep(0.05)
 
 
 def send_for_what_it_is_worth(connection: HttpConnection, data: bytes) -> None:
