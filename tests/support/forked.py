@@ -86,11 +86,10 @@ class _Parent:
     """The process that forks. It says in lines of JSON whom it has forked, and how each of them ended."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._wishes, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with taken:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__], stdin=taken, stdout=subprocess.PIPE, env=environment
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__], stdin=_taken, stdout=subprocess.PIPE, env=environment
+        )
+        _taken.close()
         assert self._process.stdout is not None
         self._output = self._process.stdout
         self._lock = threading.Lock()
@@ -102,7 +101,7 @@ class _Parent:
     def fork(self, module: str, arguments: list[str], is_strict: bool, files: Sequence[int]) -> ForkedProcess:
         wish = {"module": module, "arguments": arguments, "is_strict": is_strict, "directory": os.getcwd()}
         with self._lock:
-            socket.send_fds(self._wishes, [json.dumps(wish).encode()], files)
+            socket.send_fds(_wishes, [json.dumps(wish).encode()], files)
             while not self._forked:
                 self._listen(1.0)
             return ForkedProcess(self, self._forked.pop(), [module, *arguments])
@@ -129,11 +128,15 @@ class _Parent:
                 self._forked.append(said["pid"])
 
     def close(self) -> None:
-        self._wishes.close()
+        _wishes.close()
         self._output.close()
         self._process.wait()
 
 
+# Made here, since a test that left a socket of its own would fail.
+_wishes, _taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+atexit.register(_wishes.close)
+atexit.register(_taken.close)
 _parents: list[_Parent] = []
 _lock = threading.Lock()
 
@@ -164,6 +167,8 @@ def main() -> None:
         load_runner(partial(importlib.import_module, late))
     for module in TOOLS:
         importlib.import_module(module)
+    _wishes.close()
+    _taken.close()
     wishes = socket.socket(fileno=0)
     wake, woken = os.pipe()
     for end in (wake, woken):
