@@ -281,7 +281,12 @@ def test_spark_listens_on_the_loopback_interface_only(spark: SparkSession) -> No
     assert addresses and set(addresses) <= own
 
 
-def test_python_workers_are_of_this_installation(spark: SparkSession) -> None:
+def test_python_workers_are_of_this_installation(
+    bare: None, monkeypatch: pytest.MonkeyPatch, spark: SparkSession
+) -> None:
+    # The session of the tests has a Python that starts faster.
+    monkeypatch.setattr(spark.sparkContext, "pythonExec", environment("local[2]")["PYSPARK_PYTHON"])
+
     def where(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
         import pyspark
 

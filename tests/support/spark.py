@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.forked_workers import python_for_spark
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -40,9 +42,12 @@ def spark_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSes
 
     warehouse = tmp_path_factory.mktemp("warehouse")
     conf = {**FAST, "spark.sql.warehouse.dir": str(warehouse)}
-    session = build_session("tests", master="local[2]", ui_port=None, conf=conf)
-    yield session
-    session.stop()
+    with python_for_spark(tmp_path_factory.mktemp("python")) as python:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYSPARK_PYTHON", str(python))
+            session = build_session("tests", master="local[2]", ui_port=None, conf=conf)
+        yield session
+        session.stop()
 
 
 @pytest.fixture
