@@ -8,10 +8,10 @@ import re
 import runpy
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,12 @@ from nsparq.pipeline.reading import load
 from nsparq.pipeline.spec import Trigger
 from nsparq.pipeline.status import read_status
 from nsparq.testing import Broker
+from nsparq.tools.main import main
+from nsparq.tools.pipeline_common import Stopping
 from tests.pipeline.conftest import Runs, bodies
 from tests.support import wait_until
 from tests.support.polling import DEADLINE
-from tests.support.spark import FAST, connect_server
+from tests.support.spark import connect_server
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -121,70 +123,70 @@ def test_pipeline_files(run: Runs, broker: Broker, spark: SparkSession) -> None:
     ]
 
 
-# the tutorial, with the real command
+# the tutorial
 
 
 class Command:
-    """`nsparq pipeline run`, as somebody in a terminal has it."""
+    """`nsparq pipeline run` in the session of the tests, until it is told to stop. test_demo.py runs
+    pipelines in a process of their own, which a signal stops."""
 
-    def __init__(self, path: Path) -> None:
-        self._err = (path.parent / "stderr").open("w+")
-        conf = [f"--conf={name}={value}" for name, value in FAST.items()]
-        arguments = ["pipeline", "run", path.name, "--master=local[2]", *conf]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "nsparq.tools.main", *arguments],
-            cwd=path.parent,
-            stdin=subprocess.DEVNULL,
-            stderr=self._err,
-            env=environment(),
-        )
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        # A signal would be for all the tests, and what is late after one ends the process.
+        self._stopping: list[Stopping] = []
+        monkeypatch.setattr(Stopping, "install", lambda stopping: self._stopping.append(stopping))
+        self._status: int | None = None
+        self._thread = threading.Thread(target=self._run, args=(name,))
+
+    def _run(self, name: str) -> None:
+        self._status = main(["pipeline", "run", name, "--conf=spark.sql.shuffle.partitions=1"])
 
     def __enter__(self) -> Command:
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        sys.stderr.write(self.err()[-5000:])
-        self._err.close()
+        self.stop()
 
-    def err(self) -> str:
-        self._err.seek(0)
-        return self._err.read()
+    def stop(self) -> int | None:
+        """The status of the command."""
+        for stopping in self._stopping:
+            stopping.event.set()
+        self._thread.join(DEADLINE)
+        return self._status
 
-    def wait_for(self, fact: Any, what: str) -> None:
-        wait_until(lambda: fact() or self.process.poll() is not None, PATIENCE_S, what=what)
-        assert self.process.poll() is None, self.err()
-
-
-def nsparq(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "nsparq.tools.main", "pipeline", *arguments],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env=environment(),
-    )
+    def wait_for(self, fact: Callable[[], Any], what: str) -> None:
+        wait_until(lambda: fact() or not self._thread.is_alive(), PATIENCE_S, what=what)
+        assert self._thread.is_alive(), self._status
 
 
-def test_the_tutorial_works_as_written(tmp_path: Path, broker: Broker) -> None:
-    pytest.importorskip("pyspark")
+def test_the_tutorial_works_as_written(
+    tmp_path: Path,
+    broker: Broker,
+    spark: SparkSession,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    root_logger_restored: None,
+) -> None:
+    monkeypatch.setattr(type(spark), "stop", lambda self: None)
+    monkeypatch.chdir(tmp_path)
+
+    def nsparq(*arguments: str) -> tuple[int, str]:
+        """The status and the output of a command."""
+        capsys.readouterr()
+        return main(["pipeline", *arguments]), capsys.readouterr().out
+
     sell = copy(tmp_path, "tutorial_spark/sell.py", broker)
     assert run_python(sell, "200") == "200 orders\n"
-    new = nsparq(
-        tmp_path, "new", "orders.toml", "--topic=orders", f"--nsqd-http-address={broker.http_address}"
-    )
-    assert (new.returncode, new.stdout) == (0, "nsparq pipeline run orders.toml\n")
+    new = nsparq("new", "orders.toml", "--topic=orders", f"--nsqd-http-address={broker.http_address}")
+    assert new == (0, "nsparq pipeline run orders.toml\n")
     shown = (ROOT / "docs" / "tutorial-spark.md").read_text()
     heart = (tmp_path / "orders.toml").read_text().partition("[pipeline.orders]")[2].partition("\n\n")[0]
     assert f"[pipeline.orders]{heart}\n```" in shown
 
     path = copy(tmp_path, "tutorial_spark/revenue.toml", broker)
-    checked = nsparq(tmp_path, "check", "--no-spark", "revenue.toml")
-    assert checked.stdout in shown
-    with Command(path) as command:
+    status, checked = nsparq("check", path.name)
+    assert status == 0 and f"\n{checked}$ " in shown
+    with Command(path.name, monkeypatch) as command:
         command.wait_for(lambda: len(broker.peek("revenue")) >= 9, "revenue of three minutes")
         found = [message.body.decode() for message in broker.peek("revenue")]
         for line in re.findall(r'^{"minute".*$', shown, re.MULTILINE):
@@ -200,18 +202,17 @@ def test_the_tutorial_works_as_written(tmp_path: Path, broker: Broker) -> None:
             return (found.get("rows"), found.get("dead_letters")) == (201, 1)
 
         command.wait_for(is_counted, "the letter among the figures")
-        told = nsparq(tmp_path, "status", "revenue.toml").stdout
-        assert f"running, process {command.process.pid}" in told
+        status, told = nsparq("status", path.name)
+        assert status == 0 and f"running, process {os.getpid()}" in told
         assert re.search(r"revenue +running +\d+ +0 +201 ", told), told
         address = json.loads((tmp_path / "checkpoints" / "revenue" / "status.json").read_text())["address"]
         with urlopen(f"http://{address}/metrics", timeout=5) as answer:
             assert 'nsparq_pipeline_dead_letters_total{pipeline="revenue"} 1' in answer.read().decode()
-        command.process.send_signal(signal.SIGTERM)
-        assert command.process.wait(DEADLINE) == 0, command.err()
-        assert "revenue: stopped" in command.err()
-    told = nsparq(tmp_path, "status", "revenue.toml")
-    assert told.returncode == 1
-    assert "not running since" in told.stdout
+        capsys.readouterr()
+        assert command.stop() == 0
+        assert "revenue: stopped" in capsys.readouterr().err
+    status, told = nsparq("status", path.name)
+    assert status == 1 and "not running since" in told
 
 
 def test_the_notebook_runs(
