@@ -76,7 +76,7 @@ def test_every_message_is_in_the_result_or_a_dead_letter_also_after_a_restart(
 
 def test_two_pipelines_run_until_they_are_stopped(run: Runs, broker: Broker) -> None:
     """Windows that are over go to a topic, counts that change to another; both read the same topic."""
-    text = """
+    windows = """
 [run]
 metrics_address = "127.0.0.1:0"
 [pipeline.windows]
@@ -86,6 +86,8 @@ watermark = { column = "at", delay = "1s" }
 sql = "SELECT window.start AS minute, count(*) AS n FROM input GROUP BY window(at, '1 minute')"
 sink = { topic = "minutes" }
 trigger = "0s"
+"""
+    counts = """
 [pipeline.counts]
 source = "orders"
 decode = "json"
@@ -104,7 +106,7 @@ trigger = "0s"
                 seen["metrics"] = answer.read().decode()
         return len(broker.peek("minutes")) == 2 and len(broker.peek("counts")) >= 2
 
-    figures = run(text, until=both_are_there)
+    figures = run(windows + counts, until=both_are_there)
     assert {one.state for one in figures.values()} == {State.STOPPED}
     assert bodies(broker, "minutes") == [
         {"minute": f"2026-11-15T12:0{minute}:00.000Z", "n": 60} for minute in range(2)
@@ -114,7 +116,7 @@ trigger = "0s"
     assert 'nsparq_pipeline_rows_total{pipeline="counts"} 150' in seen["metrics"]
     # Stopped in the middle of nothing, or of a batch: neither shows.
     broker.publish("orders", order(200))
-    run(text, until=lambda _: len(broker.peek("minutes")) == 3)
+    run(windows, until=lambda _: len(broker.peek("minutes")) == 3)
     assert [one["n"] for one in bodies(broker, "minutes")] == [60, 60, 30]
 
 

@@ -189,9 +189,11 @@ class Run:
 
     def _kill_them(self) -> None:
         deadline = time.monotonic() + self.options.seconds
-        self._await_progress()
         order: list[str] = []
+        in_a_hurry = False
         while self.report.kills.total() < self.options.kills or time.monotonic() < deadline:
+            if not in_a_hurry:
+                self._await_progress()
             if not order:
                 order = [*self.options.victims]
                 self.chance.shuffle(order)
@@ -199,8 +201,7 @@ class Run:
             victim = order.pop()
             if not self._kill(victim):
                 order.insert(0, victim)
-            if self.chance.random() >= self.options.hurry:
-                self._await_progress()
+            in_a_hurry = self.chance.random() < self.options.hurry
 
     def _await_progress(self) -> None:
         """Until some more micro-batches have been committed, in all sinks."""
@@ -286,7 +287,7 @@ class Run:
             self._check_failures()
             if time.monotonic() > deadline:
                 raise AssertionError(self._what_is_stuck("the query does not catch up"))
-            time.sleep(0.1)
+            time.sleep(0.5)
         self.driver.finish()
 
     def _has_caught_up(self) -> bool:
