@@ -174,6 +174,14 @@ class Cluster:
         if channels:
             wait_until(lambda: set(self.lookupd.channels(topic)) >= {*channels})
 
+    def clear(self) -> None:
+        """Delete all topics."""
+        for nsqd in self.nsqds:
+            for topic in nsqd.stats()["topics"]:
+                nsqd.control("delete", topic["topic_name"])
+        for topic in self.lookupd.topics():
+            self.lookupd.post("/topic/delete", topic=topic)
+
     def _producers(self, topic: str) -> int:
         answer = self.lookupd.request("GET", f"/lookup?{urlencode({'topic': topic})}")
         return len(json.loads(answer.body)["producers"]) if answer.status == 200 else 0

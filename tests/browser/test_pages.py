@@ -38,7 +38,9 @@ PAGES = {
 
 @pytest.fixture(scope="module")
 def consumer(cluster: Cluster, admin: AdminProcess) -> Iterator[RawConnection]:
-    """Of orders / emails; beside it nobody reads orders / billing, and nobody has idle.topic."""
+    """Of orders / emails; beside it nobody reads orders / billing, and nobody has idle.topic. The topics of
+    other tests are gone: with them pages are long, and a check of one takes seconds."""
+    cluster.clear()
     cluster.add("orders", "billing", "emails")
     cluster.lookupd.post("/channel/create", topic="idle.topic", channel="c")
     cluster.nsqds[0].publish(
@@ -374,12 +376,10 @@ def test_light_and_dark_are_chosen_and_kept(visitor: Visitor) -> None:
     assert visitor.page.evaluate(colour) == "dark"
 
 
-def test_pages_and_forms_work_without_scripts(
-    visit: Callable[..., Visitor], admin: AdminProcess, cluster: Cluster
-) -> None:
+def test_pages_and_forms_work_without_scripts(visitor: Visitor, cluster: Cluster) -> None:
     topic = unique_name("plain")
     cluster.add(topic, "c")
-    visitor = visit(admin, java_script_enabled=False)
+    visitor.switch_scripts_off()
     visitor.page.goto(f"{visitor.site}/topics/{topic}/c")
     visitor.find("#pause").click()
     visitor.sees("#note", "Paused.")

@@ -6,6 +6,7 @@ Profile(browser, **context)             with one page; context: Playwright's (vi
 Visitor(profile, site)
     page                                Playwright's Page, for what is not here
     go(path)                            open a page of nsqadmin's, and wait until its script has run
+    switch_scripts_off()                those of the pages, until the end of the visit
     act(id)                             click what sends a form, and read the note on the page that follows
     confirm(id, name)                   open a dangerous action, type the name, do it; the note
     text(selector) number(selector)     what is shown there, now
@@ -87,7 +88,11 @@ class Profile:
         self.page: Page = self._context.new_page()
         self._protocol = self._context.new_cdp_session(self.page)
 
+    def run_scripts(self, do_run: bool) -> None:
+        self._protocol.send("Emulation.setScriptExecutionDisabled", {"value": not do_run})
+
     def forget(self, site: str) -> None:
+        self.run_scripts(True)
         # The page itself leaves, since Chromium starts another process if the address is typed.
         self.page.evaluate("location.replace('about:blank')")
         self.page.wait_for_url("about:blank")
@@ -110,6 +115,7 @@ class Visitor:
         self.complaints: list[str] = []
         self.allowed: list[str] = []
         self.page = profile.page
+        self._profile = profile
         self._listeners: dict[str, Callable[[Any], None]] = {
             "request": self._see_request,
             "console": self._see_console,
@@ -148,6 +154,9 @@ class Visitor:
         answer = self.page.goto(self.site + path)
         assert answer is not None and answer.status == status, (path, answer and answer.status)
         self.wait_for_script()
+
+    def switch_scripts_off(self) -> None:
+        self._profile.run_scripts(False)
 
     def wait_for_script(self) -> None:
         """Until a page is as live as it gets: everything listens, and charts are drawn."""
