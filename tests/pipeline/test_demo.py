@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from tests.support.forked_workers import python_for_spark
 from tests.support.spark import FAST_JAVA
 from tests.up.support import SOURCE, group
 
@@ -24,8 +26,15 @@ def environment(temporary: Path) -> dict[str, str]:
     return {"TMPDIR": str(temporary), "JDK_JAVA_OPTIONS": FAST_JAVA}
 
 
-def test_the_demo_ends_well_and_leaves_a_picture_and_nothing_else(tmp_path: Path) -> None:
-    variables = environment(tmp_path / "tmp")
+@pytest.fixture
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What Spark takes for its Python: it starts fast too."""
+    with python_for_spark(tmp_path_factory.mktemp("python")) as path:
+        yield path
+
+
+def test_the_demo_ends_well_and_leaves_a_picture_and_nothing_else(tmp_path: Path, python: Path) -> None:
+    variables = {**environment(tmp_path / "tmp"), "PYSPARK_PYTHON": str(python)}
     command = [sys.executable, "-m", "nsparq.demo", "--events=5000", "--rate=0", "--results=results"]
     with subprocess.Popen(
         command,

@@ -4,8 +4,10 @@ nsq -> Spark -> nsq. A short run of tests.soak.exactly_once, which knows more.""
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,20 +17,24 @@ pytest.importorskip("pyspark")
 import pyspark
 
 from tests.soak.exactly_once import Options, Run
+from tests.support.forked_workers import python_for_spark
 
 PACKAGES = Path(pyspark.__file__).parents[1]
 VICTIMS = ("driver", "executor", "nsqd", "nsqlookupd")
 
 
 @pytest.fixture
-def python_without_nsparq(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def python_without_nsparq(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What tasks are run by has all that is installed, but for nsparq: that has to be sent there."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={PACKAGES}:$PYTHONPATH exec {sys.executable} -S "$@"\n')
-    python.chmod(0o755)
-    tried = subprocess.run([python, "-c", "import pyspark; import nsparq"], capture_output=True, text=True)
-    assert "No module named 'nsparq'" in tried.stderr
-    monkeypatch.setenv("PYSPARK_PYTHON", str(python))
+    plain = tmp_path / "plain-python"
+    plain.write_text(f'#!/bin/sh\nPYTHONPATH={PACKAGES}:$PYTHONPATH exec {sys.executable} -S "$@"\n')
+    plain.chmod(0o755)
+    with python_for_spark(tmp_path, str(plain)) as python:
+        for command in (["-c", "import pyspark; import nsparq"], ["-m", "nsparq"]):
+            tried = subprocess.run([python, *command], capture_output=True, text=True)
+            assert re.search("No module named '?nsparq", tried.stderr)
+        monkeypatch.setenv("PYSPARK_PYTHON", str(python))
+        yield
 
 
 @pytest.mark.timeout(600)

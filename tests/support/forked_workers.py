@@ -41,7 +41,7 @@ LOADED = (
 
 # Without the site module and with few imports it starts in a hundredth of a second.
 PROGRAM = """\
-#!{python} -IS
+#!{starter} -IS
 import _socket, marshal, os, sys
 if sys.argv[1] != "-m":
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
@@ -55,20 +55,20 @@ os._exit((forking.recv(1) or b"\\1")[0])
 
 
 @contextmanager
-def python_for_spark(directory: Path) -> Iterator[Path]:
-    """The path of the program, which works as long as the block lasts."""
+def python_for_spark(directory: Path, python: str = sys.executable) -> Iterator[Path]:
+    """The path of the program, which stands for `python` and works as long as the block lasts."""
     program, address = directory / "python", str(directory / "forking")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(listener.fileno())],
+            [python, __file__, str(listener.fileno())],
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
             # The threads of NumPy's linear algebra would be missing in what is forked.
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         )
-    program.write_text(PROGRAM.format(python=sys.executable, address=address))
+    program.write_text(PROGRAM.format(starter=sys.executable, python=python, address=address))
     program.chmod(0o700)
     try:
         yield program
@@ -80,8 +80,10 @@ def python_for_spark(directory: Path) -> Iterator[Path]:
 
 
 def main() -> None:
+    # Not the directory of this file: modules in it have names that others have too.
+    sys.path[0] = os.getcwd()
     for module in LOADED:
-        # If it cannot be loaded, with an older Spark for instance, whoever needs it will say so.
+        # If it cannot be loaded, with an older Spark or without nsparq, whoever needs it will say so.
         with suppress(ImportError):
             importlib.import_module(module)
     gc.freeze()
