@@ -63,6 +63,9 @@ def test_an_error_comes_after_the_answers_before_it(lookupd: LookupdThread) -> N
 
 def test_a_peer_that_does_not_read_is_not_read_from(lookupd: LookupdThread) -> None:
     with lookupd.connect() as peer:
+        # The system holds megabytes otherwise, of answers of a few bytes.
+        for buffer in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            peer.socket.setsockopt(socket.SOL_SOCKET, buffer, 1 << 16)
         peer.socket.setblocking(False)
         sent, quiet_since = 0, time.monotonic()
         block = b"PING\n" * 10_000
