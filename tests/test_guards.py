@@ -62,7 +62,7 @@ def test_guards_catch_leftovers_and_skips(
     )
     pytester.makeini("[pytest]\nfilterwarnings = error\nmarkers = allow_leftovers(reason): x\n")
     pytester.makepyfile(CASES)
-    result = pytester.runpytest_subprocess("-rA")
+    result = pytester.runpytest_subprocess("-rA", "-p", "no:schemathesis")
     skipped = "*skipped on the build server: *no such program*" if in_ci else "SKIPPED *: no such program"
     result.stdout.fnmatch_lines_random(
         [
