@@ -9,6 +9,7 @@ import pty
 import re
 import signal
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -57,6 +58,7 @@ def test_rates_are_per_second_and_the_header_comes_again(broker: TestBroker, top
         tool.wait_for_out(b"\n")
         while tool.process.poll() is None:
             broker.publish(topic, b"x", b"y")
+            time.sleep(0.01)
         assert tool.wait() == 0
         text = tool.out().decode()
     assert text.startswith(HEADER)
