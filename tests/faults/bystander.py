@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from tests.support import TestBroker, wait_until
 from tests.support.polling import DEADLINE
 
+ENOUGH = 10
+"""Round trips that a test waits for. More of them, while a fault goes on, follow each other less quickly."""
+
 
 class RoundTrips(threading.Thread):
     """A well-behaved client on the side: publishes, receives its own message, again and again."""
@@ -34,7 +37,7 @@ class RoundTrips(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not self.stopping.wait(0.01):
+            while not self.stopping.wait(0.01 if self.count < ENOUGH else 0.03):
                 started = self.broker.busy_s()
                 body = b"%d" % self.count
                 self.producer.pub(self.topic, body)
@@ -57,7 +60,7 @@ def well_served(broker: TestBroker, within: float) -> Iterator[RoundTrips]:
     side.start()
     try:
         yield side
-        wait_until(lambda: side.count >= 10 or side.problem, what="ten round trips")
+        wait_until(lambda: side.count >= ENOUGH or side.problem, what="ten round trips")
     finally:
         side.stopping.set()
         side.join(DEADLINE)

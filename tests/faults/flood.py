@@ -13,6 +13,8 @@ def send_until_held_back(connection: socket.socket, block: bytes, unit: int) -> 
     """Send whole units, of which `block` has many, until for a second nothing is taken. Gives how many bytes
     that were. Leaves the socket non-blocking."""
     sent = 0
+    # Otherwise the system would take megabytes of answers for it, and the server would have to make them.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     connection.setblocking(False)
     quiet_since = time.monotonic()
     while time.monotonic() - quiet_since < 1:

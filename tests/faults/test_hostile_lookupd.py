@@ -22,6 +22,7 @@ from tests.support.connection import sized
 from tests.support.lookupd import NSQD, LookupdProcess
 from tests.support.polling import DEADLINE
 
+from .bystander import ENOUGH
 from .flood import send_until_held_back
 from .load import peak_mib, reset_peak, resident_mib
 
@@ -53,7 +54,7 @@ class Bystander(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not self.stopping.wait(0.01):
+            while not self.stopping.wait(0.01 if self.count < ENOUGH else 0.03):
                 started = self.lookupd.busy_s()
                 topic = f"side_{self.count % 5}#ephemeral"
                 self.nsqd.register(topic)
@@ -71,7 +72,7 @@ class Bystander(threading.Thread):
 
 
 @contextmanager
-def unnoticed(lookupd: LookupdProcess, *, within: float = 1.0, mib: float = 20.0) -> Iterator[None]:
+def unnoticed(lookupd: LookupdProcess, *, within: float = 1.0, mib: float = 20.0) -> Iterator[Bystander]:
     """Somebody else is served throughout, the daemon computes less than `within` seconds in each round (see
     bystander.py), and memory grows by less than so much."""
     side = Bystander(lookupd)
@@ -79,8 +80,8 @@ def unnoticed(lookupd: LookupdProcess, *, within: float = 1.0, mib: float = 20.0
     reset_peak(lookupd.pid)
     side.start()
     try:
-        yield
-        wait_until(lambda: side.count >= 10 or side.problem, what="ten lookups")
+        yield side
+        wait_until(lambda: side.count >= ENOUGH or side.problem, what="ten lookups")
     finally:
         side.stopping.set()
         side.join(DEADLINE)
@@ -285,10 +286,11 @@ def test_peers_that_flood_and_read_do_not_starve_others(lookupd: LookupdProcess)
                     missing -= len(flooder.socket.recv(1 << 20))
 
     threads = [threading.Thread(target=flood, daemon=True) for _ in range(4)]
-    with unnoticed(lookupd):
+    with unnoticed(lookupd) as side:
         for thread in threads:
             thread.start()
-        time.sleep(2)
+        served = side.count + 2 * ENOUGH
+        wait_until(lambda: side.count >= served or side.problem, what="lookups during the flood")
         stopping.set()
         for thread in threads:
             thread.join(DEADLINE)

@@ -25,15 +25,20 @@ what it has been waiting for."""
 def wait_until(
     fact: Callable[[], T], timeout: float = DEADLINE, *, interval: float = 0.01, what: object = ""
 ) -> T:
-    """Poll until fact() is truthy and return that value; AssertionError with the last value otherwise."""
-    deadline = time.monotonic() + timeout
+    """Poll until fact() is truthy and return that value; AssertionError with the last value otherwise.
+
+    The interval grows to a tenth of the time waited so far, up to 50 ms: often a daemon is asked here,
+    and each question costs processor time.
+    """
+    started = time.monotonic()
     while True:
         value = fact()
         if value:
             return value
-        if time.monotonic() >= deadline:
+        waited = time.monotonic() - started
+        if waited >= timeout:
             raise AssertionError(f"not within {timeout} s: {what or fact}, last value {value!r}")
-        time.sleep(interval)
+        time.sleep(max(interval, min(waited / 10, 0.05)))
 
 
 def busy_s(pid: int | None = None, thread: int | None = None) -> float:
