@@ -1,0 +1,43 @@
+"""`nsparq pipeline run` as a service manager has it: a process with its own Spark, ended by a signal."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsparq.testing import Broker
+from tests.support.polling import wait_until
+from tests.support.spark import FAST
+
+pytest.importorskip("pyspark")
+
+PATIENCE_S = 200.0
+
+
+def test_a_pipeline_runs_until_it_is_told_to_end(broker: Broker, tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text(f"""
+        [nsq]
+        nsqd = ["{broker.http_address}"]
+        [pipeline.copy]
+        source = "given"
+        sink = {{ topic = "copied" }}
+    """)
+    broker.publish("given", b"before")
+    conf = [f"--conf={name}={value}" for name, value in FAST.items()]
+    command = [sys.executable, "-m", "nsparq.tools.main", "pipeline", "run", "p.toml", *conf]
+    log = tmp_path / "log"
+    with log.open("wb") as stderr, subprocess.Popen(command, cwd=tmp_path, stderr=stderr) as process:
+        try:
+            wait_until(lambda: len(broker.peek("copied")) == 1, PATIENCE_S, what=log.read_text)
+            broker.publish("given", b"while it runs")
+            wait_until(lambda: len(broker.peek("copied")) == 2, PATIENCE_S, what=log.read_text)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0, log.read_text()
+        finally:
+            process.kill()
+    assert [message.body for message in broker.peek("copied")] == [b"before", b"while it runs"]
+    assert "copy: stopped" in log.read_text()
