@@ -25,7 +25,8 @@ what it has been waiting for."""
 def wait_until(
     fact: Callable[[], T], timeout: float = DEADLINE, *, interval: float = 0.01, what: object = ""
 ) -> T:
-    """Poll until fact() is truthy and return that value; AssertionError with the last value otherwise.
+    """Poll until fact() is truthy and return that value; AssertionError with the last value otherwise. It
+    names `what`; a function is asked for that then.
 
     The interval grows to a tenth of the time waited so far, up to 50 ms: often a daemon is asked here,
     and each question costs processor time.
@@ -37,7 +38,8 @@ def wait_until(
             return value
         waited = time.monotonic() - started
         if waited >= timeout:
-            raise AssertionError(f"not within {timeout} s: {what or fact}, last value {value!r}")
+            shown = what() if callable(what) else what or fact
+            raise AssertionError(f"not within {timeout} s: {shown}, last value {value!r}")
         time.sleep(max(interval, min(waited / 10, 0.05)))
 
 
