@@ -36,6 +36,10 @@ LONGEST = (
 )
 GRACE = 20.0  # seconds that threads and sockets get to finish closing after a test
 
+# A shell has what it starts in the background ignore interrupts, and so would whatever that starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Test machines are busy: how long one example took says nothing.
 settings.register_profile("nsparq", deadline=None, print_blob=True, max_examples=examples(100))
 settings.load_profile("nsparq")
