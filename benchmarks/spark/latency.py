@@ -9,16 +9,13 @@ has appended a message there is in that topic's log. Broker, publisher and Spark
 
 from __future__ import annotations
 
-import argparse
-import shutil
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +27,8 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from benchmarks.macro.brokers import OURS
 from benchmarks.macro.http import HttpBroker
-from benchmarks.macro.report import describe_machine, print_facts
 from benchmarks.macro.wire import Address
+from benchmarks.spark.command import run_command
 from nsparq.addresses import join_address
 from nsparq.spark.api import Access, Client
 from nsparq.spark.session import build_session
@@ -233,22 +230,7 @@ def run(parameters: Parameters, folder: Path) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.spark.latency",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    for one in fields(Parameters):
-        default = one.default
-        text = f"{HELP[one.name]} ({default})"
-        parser.add_argument(f"--{one.name.replace('_', '-')}", type=type(default), default=default, help=text)
-    parameters = Parameters(**vars(parser.parse_args(arguments)))
-    print_facts([*describe_machine({}).items(), *vars(parameters).items()])
-    folder = Path(tempfile.mkdtemp(prefix="bench-latency-"))
-    try:
-        return run(parameters, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return run_command("latency", __doc__, Parameters, HELP, run, arguments)
 
 
 if __name__ == "__main__":

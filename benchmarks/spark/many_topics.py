@@ -10,14 +10,11 @@ not depend on what else the machine does.
 
 from __future__ import annotations
 
-import argparse
 import os
-import shutil
 import statistics
 import sys
-import tempfile
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +23,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from benchmarks.macro.brokers import OURS
 from benchmarks.macro.http import HttpBroker
-from benchmarks.macro.report import describe_machine, print_facts
+from benchmarks.spark.command import run_command
 from benchmarks.spark.source import tree_seconds
 from nsparq.addresses import join_address
 from nsparq.spark.api import Access, Client
@@ -160,22 +157,7 @@ def run(parameters: Parameters, folder: Path) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.spark.many_topics",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    for one in fields(Parameters):
-        default = one.default
-        text = f"{HELP[one.name]} ({default})"
-        parser.add_argument(f"--{one.name.replace('_', '-')}", type=type(default), default=default, help=text)
-    parameters = Parameters(**vars(parser.parse_args(arguments)))
-    print_facts([*describe_machine({}).items(), *vars(parameters).items()])
-    folder = Path(tempfile.mkdtemp(prefix="bench-many-topics-"))
-    try:
-        return run(parameters, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return run_command("many_topics", __doc__, Parameters, HELP, run, arguments)
 
 
 if __name__ == "__main__":

@@ -363,13 +363,18 @@ def test_a_checkpoint_that_cannot_be_written_is_a_matter_of_health_and_tried_aga
     assert counts(rig.channel()) == (0, 0, 0)
 
 
+def publish_a_hundred(rig: Rig) -> None:
+    """Messages of 150 bytes, ten at a time: several segments, if a file holds 2,000 bytes."""
+    for number in range(0, 100, 10):
+        rig.publish("t", *bodies(10, start=number, size=150))
+
+
 def test_messages_that_cannot_be_carried_over_are_a_matter_of_health_and_stay_where_they_are(
     make_rig: MakeRig,
 ):
     rig = make_rig(max_bytes_per_file=2000)
     client = rig.subscribe(rdy=200)
-    for number in range(0, 100, 10):
-        rig.publish("t", *bodies(10, start=number, size=150))
+    publish_a_hundred(rig)
     held, *rest = client.take()
     rig.finish(client, *rest)
     rig.files.fail("write", ".carry")
@@ -387,8 +392,7 @@ def test_messages_that_cannot_be_carried_over_are_a_matter_of_health_and_stay_wh
 def test_carried_messages_whose_sync_fails_are_not_given_up(make_rig: MakeRig):
     rig = make_rig(max_bytes_per_file=2000)
     client = rig.subscribe(rdy=200)
-    for number in range(0, 100, 10):
-        rig.publish("t", *bodies(10, start=number, size=150))
+    publish_a_hundred(rig)
     held, *rest = client.take()
     rig.finish(client, *rest)
     rig.files.fail("sync", ".carry", errno.EIO)
@@ -406,8 +410,7 @@ def test_trouble_with_carrying_over_ends_when_nothing_is_left_to_be_carried(
 ):
     rig = make_rig(max_bytes_per_file=2000)
     client = rig.subscribe(rdy=200)
-    for number in range(0, 100, 10):
-        rig.publish("t", *bodies(10, start=number, size=150))
+    publish_a_hundred(rig)
     held, *rest = client.take()
     rig.finish(client, *rest)
     rig.files.fail(call, suffix, errno.EMFILE)
@@ -423,8 +426,7 @@ def test_trouble_with_carrying_over_ends_when_nothing_is_left_to_be_carried(
 def test_trouble_with_carrying_over_is_that_of_one_channel(make_rig: MakeRig, is_deleted: bool):
     rig = make_rig(max_bytes_per_file=2000)
     clients = [rig.subscribe(channel=name, rdy=200) for name in ("a", "b")]
-    for number in range(0, 100, 10):
-        rig.publish("t", *bodies(10, start=number, size=150))
+    publish_a_hundred(rig)
     for client in clients:
         rig.finish(client, *client.take()[1:])
     rig.files.fail("write", "a.carry")
@@ -445,8 +447,7 @@ def test_segments_that_cannot_be_removed_are_a_matter_of_health_and_tried_again(
 ):
     rig = make_rig(max_bytes_per_file=2000)
     client = rig.subscribe(rdy=200)
-    for number in range(0, 100, 10):
-        rig.publish("t", *bodies(10, start=number, size=150))
+    publish_a_hundred(rig)
     rig.finish(client, *client.take())
     rig.files.fail(call, suffix, errno.EIO)
     rig.maintain()

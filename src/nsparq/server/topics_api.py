@@ -193,11 +193,11 @@ def _state(topic: Topic | None, channel: str) -> int:
     start, end = topic.log.start, topic.log.end
     messages = topic.log.count(start, end)
     ours = topic.channels.get(channel)
-    said = _name_state(ours), "" if ours is None else ours.owner
+    said = _channel_state(ours), "" if ours is None else ours.owner
     return hash((topic.incarnation, start, end, topic.visible_end, messages, said)) & MASK or 1
 
 
-def _name_state(channel: Channel | None) -> str:
+def _channel_state(channel: Channel | None) -> str:
     if channel is None:
         return "missing"
     return "paused" if channel.paused else "there"
@@ -212,7 +212,7 @@ def _describe(topic: Topic, channel: str) -> dict[str, Any]:
         "visible": topic.visible_end,
         "messages": found.messages,
         "bytes": found.size_bytes,
-        "channel": _name_state(ours),
+        "channel": _channel_state(ours),
         "owner": "" if ours is None else ours.owner,
         "state": _state(topic, channel),
     }
