@@ -67,18 +67,16 @@ def test_a_peer_that_does_not_read_is_not_read_from(lookupd: LookupdThread) -> N
         for buffer in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             peer.socket.setsockopt(socket.SOL_SOCKET, buffer, 1 << 16)
         peer.socket.setblocking(False)
-        sent, quiet_since = 0, time.monotonic()
+        (connection,) = wait_until(lambda: lookupd.lookupd.connections)
+        sent, is_held_back = 0, False
         block = b"PING\n" * 10_000
-        while time.monotonic() - quiet_since < 0.5:
+        while not is_held_back:
             assert sent < 64 << 20, "no end of reading"
             try:
                 sent += peer.socket.send(block[sent % 5 :])
-                quiet_since = time.monotonic()
             except BlockingIOError:
+                is_held_back = connection._transport.get_write_buffer_size() > 0
                 time.sleep(0.01)
-        (connection,) = lookupd.lookupd.connections
-        # For a moment there may be nothing: the system has just taken it, and reading is about to go on.
-        wait_until(lambda: connection._transport.get_write_buffer_size() > 0)
         assert connection._transport.get_write_buffer_size() < 2 * tcp.WRITE_HIGH
         with lookupd.peer() as other:
             other.ping()
@@ -98,16 +96,19 @@ def test_a_silent_peer_is_let_go(
     caplog.set_level(logging.WARNING)
     with lookupd.peer() as identified, lookupd.connect() as unknown, lookupd.peer() as lively:
         identified.register("t")
+        lively.ping()
+        silent = {one.socket.getsockname()[1] for one in (identified, unknown)}
+        for connection in lookupd.lookupd.connections:
+            if int(connection.address.rpartition(":")[2]) in silent:
+                connection.last_command_s -= lookupd.lookupd.idle_limit_s + 1
         unknown.send(b"PIN")
-        lookupd.lookupd.idle_limit_s = 0.2
-        time.sleep(0.25)
         lively.ping()
         lookupd.call_daemon(lambda found: found._sweep())
         identified.expect_closed()
         unknown.expect_closed()
         lively.ping()
     wait_until(lambda: not lookupd.lookup("t")["producers"])
-    assert caplog.text.count("said nothing for 0 s; closing") == 2
+    assert caplog.text.count("said nothing for") == 2
 
 
 def test_the_idle_limit_is_never_shorter_than_twice_the_inactive_timeout() -> None:
