@@ -27,6 +27,19 @@ def options(use: Use = Use.LOG_STREAM, **given: Any) -> NsqOptions:
     return NsqOptions.parse({name: str(value) for name, value in given.items() if value is not None}, use)
 
 
+class FakeClock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def copied(value: Any) -> Any:
     """As it arrives in a task."""
     return pickle.loads(pickle.dumps(value))

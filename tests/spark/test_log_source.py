@@ -20,13 +20,16 @@ from nsparq.spark.api import Access, Client
 from nsparq.spark.datasource import NsqDataSource
 from nsparq.spark.errors import ChannelOwned, DataLoss, NoAnswer
 from nsparq.spark.log_reader import LogStreamReader
+from nsparq.spark.log_source import Limit, LogSource
 from nsparq.spark.options import OptionError
 from nsparq.spark.plan import begins_epoch
+from nsparq.spark.positions import Offsets
 from nsparq.spark.range_reader import close_idle
+from nsparq.spark.stream_api import ReadAllAvailable
 from nsparq.storage.files import Files
 from nsparq.storage.state import read_channel_state
 from nsparq.testing import Broker, run_broker, run_lookupd
-from tests.spark.log_support import Query, bodies, numbered, options, read_batch
+from tests.spark.log_support import FakeClock, Query, bodies, numbered, options, read_batch
 from tests.support import BrokerProcess, BrokerThread, wait_until
 from tests.support.auth_server import unused_port
 
@@ -178,6 +181,96 @@ def test_available_now_ends_at_what_was_there_when_it_began(broker: Broker) -> N
         assert sizes == [4, 4, 2]
         query.start(available_now=True).drain()
         assert query.bodies == numbered(20)
+
+
+@pytest.fixture
+def held(broker: Broker, clock: FakeClock) -> Iterator[LogSource]:
+    """A source whose batches wait for five rows, or for a minute."""
+    given = {"nsqd": broker.http_address, "minRowsPerTrigger": 5, "maxTriggerDelay": "1m"}
+    source = LogSource(options(**given, discoveryInterval="50ms"), clock=clock, sleep=clock.sleep)
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def rows_between(start: Offsets, end: Offsets) -> int:
+    return sum(place.sequence - start[topic][node].sequence for topic, node, place in end.items_flat())
+
+
+def wait_seen(source: LogSource, at: Offsets, rows: int) -> None:
+    """Until the source has seen so many rows, and does not give them out."""
+    wait_until(lambda: source.latest(at, Limit()) == at and rows_between(at, source.report()) == rows)
+
+
+def test_a_batch_waits_for_its_least_rows_or_for_its_time(
+    broker: Broker, held: LogSource, clock: FakeClock
+) -> None:
+    broker.publish("t", b"x")
+    start = held.initial()
+    at = held.latest(start, Limit())
+    assert rows_between(start, at) == 1  # the first is not held back
+    broker.publish("t", *numbered(4))
+    wait_seen(held, at, 4)
+    broker.publish("t", b"x")
+    following = held.latest(at, Limit())
+    assert rows_between(at, following) == 5
+    broker.publish("t", b"x")
+    wait_seen(held, following, 1)
+    clock.sleep(60.0)
+    assert rows_between(following, held.latest(following, Limit())) == 1
+
+
+def test_a_batch_that_is_held_back_gives_spark_an_answer_each_time(
+    broker: Broker, held: LogSource, clock: FakeClock
+) -> None:
+    """So that the query can be stopped."""
+    broker.publish("t", b"x")
+    at = held.latest(held.initial(), Limit())
+    broker.publish("t", b"x")
+    wait_seen(held, at, 1)
+    before = clock.now
+    assert held.latest(at, Limit()) == at
+    assert clock.now - before <= log_source.IDLE_S + log_source.HELD_STEP_S
+
+
+def test_a_batch_that_is_full_or_of_a_query_that_ends_is_not_held_back(
+    broker: Broker, held: LogSource
+) -> None:
+    broker.publish("t", b"x")
+    at = held.latest(held.initial(), Limit())
+    broker.publish("t", *numbered(4))
+    wait_seen(held, at, 4)
+    assert rows_between(at, held.latest(at, Limit(bytes=10))) == 1
+    assert rows_between(at, held.latest(at, Limit(is_everything=True))) == 4
+    held.prepare_available_now()
+    assert rows_between(at, held.latest(at, Limit())) == 4
+
+
+def test_a_log_that_is_new_is_entered_at_once(broker: Broker, clock: FakeClock) -> None:
+    given = {"topic": None, "topicsPattern": ".*", "discoveryInterval": "1ms"}
+    chosen = options(nsqd=broker.http_address, minRowsPerTrigger=5, **given)
+    source = LogSource(chosen, clock=clock, sleep=clock.sleep)
+    try:
+        broker.publish("t", b"x")
+        at = source.latest(source.initial(), Limit())
+        broker.publish("u", b"x")
+        ends = []
+        wait_until(lambda: ends.append(source.latest(at, Limit())) or "u" in ends[-1])
+        wait_seen(source, ends[-1], 1)
+    finally:
+        source.close()
+
+
+def test_everything_is_asked_for_only_by_the_trigger_once(broker: Broker) -> None:
+    for given in ({}, {"minRowsPerTrigger": 5}, {"maxRowsPerTrigger": 5}, {"maxBytesPerTrigger": 5}):
+        with Query(nsqd=broker.http_address, **given) as query:
+            default = query.reader.getDefaultReadLimit()
+            assert not query.reader._limit(default).is_everything
+            assert query.reader._limit(ReadAllAvailable()).is_everything == bool(given)
 
 
 def test_the_latest_offset_is_reported_for_the_lag(broker: Broker) -> None:

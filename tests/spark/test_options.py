@@ -56,6 +56,12 @@ def test_an_option_that_means_nothing_here_is_mentioned(caplog: pytest.LogCaptur
     assert "option endingPosition means nothing for a log stream" in caplog.text
 
 
+def test_the_least_rows_of_a_batch_are_no_more_than_its_most() -> None:
+    with pytest.raises(OptionError, match="option minRowsPerTrigger is more than maxRowsPerTrigger allows"):
+        parse(minRowsPerTrigger="6", maxRowsPerTrigger="5")
+    assert parse(minRowsPerTrigger="5", maxRowsPerTrigger="5").max_trigger_delay == 900
+
+
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [

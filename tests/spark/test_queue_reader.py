@@ -136,6 +136,30 @@ def test_a_batch_has_no_more_rows_than_allowed(tmp_path: Path, broker: TestBroke
     query.kill()
 
 
+def test_a_batch_waits_for_its_least_rows(tmp_path: Path, broker: TestBroker) -> None:
+    query = Query(tmp_path, broker, minRowsPerTrigger="5", maxBytesPerTrigger="1k")
+    broker.publish("t", b"the first is not held back")
+    assert query.step() == 1
+    broker.publish("t", *numbered(4))
+    assert query.step() is None and depth(broker) == 4
+    broker.publish("t", *numbered(1, 4))
+    assert query.step() == 5
+    # What ends by itself does not wait, nor does what is full.
+    broker.publish("t", b"once")
+    assert query.step() is None
+    query.limit = ReadAllAvailable()
+    assert query.step() == 1
+    query.limit = None
+    broker.publish("t", b"available now")
+    assert query.step() is None
+    query.start(available_now=True)
+    assert query.step() == 1
+    broker.publish("t", *[b"x" * 5000] * 3)
+    query.start()
+    assert query.step() == query.step() == 1
+    query.kill()
+
+
 def test_a_batch_has_no_more_bytes_than_allowed(tmp_path: Path, broker: TestBroker) -> None:
     bodies = [b"%02d" % number * 5000 for number in range(50)]
     broker.control("create", "t", "c")

@@ -12,9 +12,8 @@ of their own, and are removed with the batch.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import LongType, StringType, StructType
@@ -23,10 +22,9 @@ from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.layout import Layout
 from nsparq.spark.columns import SCHEMA
 from nsparq.spark.log_reader import LogStreamReader
+from nsparq.spark.log_source import LogSource
 from nsparq.spark.options import NsqOptions, Use
-from nsparq.spark.positions import Offsets, decode
 from nsparq.spark.range_reader import LogRange, read_range
-from nsparq.spark.stream_api import ReadLimit
 from nsparq.spark.worker import spare_collections
 
 if TYPE_CHECKING:
@@ -60,10 +58,6 @@ DESCRIBED: Final = (
 CHUNK: Final = 16 << 20
 """Bytes that a task asks for at a time: the most that nsqd gives, since one that is busy takes its time to
 answer, however little it is asked for."""
-PAUSE_S: Final = 0.2
-"""Between two looks, while a batch waits to become full, or for its time."""
-PATIENCE_S: Final = 1.0
-"""How long Spark has to wait for an answer, at most. It is to notice that the query should stop."""
 
 
 class DirectDataSource(DataSource):
@@ -84,49 +78,14 @@ class DirectDataSource(DataSource):
 
 class DirectReader(LogStreamReader):
     def __init__(self, options: NsqOptions, layout: Layout, interval: float = 0.0) -> None:
-        wanted = {*layout.columns.values(), "timestamp"}
-        super().__init__(StructType([field for field in SCHEMA.fields if field.name in wanted]), options)
-        self._layout, self._interval = layout, interval
-        self._begun = 0.0
-        """When the last batch did."""
-        self._is_available_now = False
-
-    # the driver
-
-    def prepareForTriggerAvailableNow(self) -> None:
-        self._is_available_now = True
-        super().prepareForTriggerAvailableNow()
-
-    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         """A batch is due when its time has come, or as soon as it is full. Spark's own triggers know the
         first only: with a limit, they would let the rest wait for the next time, however much there is."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            end = super().latestOffset(start, limit)
-            now = time.monotonic()
-            if end == start:
-                return end
-            if self._is_due(now) or self._is_full(decode(start), decode(end)):
-                self._begun = now
-                return end
-            if now >= deadline:
-                return start
-            time.sleep(PAUSE_S)
+        self._layout, self._interval = layout, interval
+        wanted = {*layout.columns.values(), "timestamp"}
+        super().__init__(StructType([field for field in SCHEMA.fields if field.name in wanted]), options)
 
-    def _is_due(self, now: float) -> bool:
-        return self._is_available_now or not self._begun or now >= self._begun + self._interval
-
-    def _is_full(self, start: Offsets, end: Offsets) -> bool:
-        """There is more than it may hold; or a log that is new, and has to be entered before it is read."""
-        known = {(topic, node): place for topic, node, place in start.items_flat()}
-        latest = self._source.report()
-        for topic, node, place in end.items_flat():
-            before, last = known.pop((topic, node), None), latest.place(topic, node)
-            if before is None or before.incarnation != place.incarnation:
-                return True
-            if last is not None and place.sequence not in (before.sequence, last.sequence):
-                return True
-        return bool(known)
+    def _new_source(self) -> LogSource:
+        return LogSource(self._options, interval=self._interval)
 
     # tasks
 

@@ -36,7 +36,7 @@ class LogReader:
     def __init__(self, schema: StructType, options: NsqOptions) -> None:
         self._options = options
         self._schema = arrow_schema(schema)
-        self._open_source: LogSource | None = LogSource(options)
+        self._open_source: LogSource | None = self._new_source()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open_source": None}
@@ -44,8 +44,11 @@ class LogReader:
     @property
     def _source(self) -> LogSource:
         if self._open_source is None:
-            self._open_source = LogSource(self._options)
+            self._open_source = self._new_source()
         return self._open_source
+
+    def _new_source(self) -> LogSource:
+        return LogSource(self._options)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         # Spark makes up a partition, of nothing, where there is none.

@@ -17,6 +17,7 @@ from nsparq.spark.stream_api import (
     ReadLimit,
     ReadMaxBytes,
     ReadMaxRows,
+    ReadMinRows,
     SupportsTriggerAvailableNow,
 )
 
@@ -35,6 +36,8 @@ class LogStreamReader(LogReader, DataSourceStreamReader, SupportsTriggerAvailabl
             return ReadMaxRows(self._options.max_rows_per_trigger)
         if self._options.max_bytes_per_trigger is not None:
             return ReadMaxBytes(self._options.max_bytes_per_trigger)
+        if self._options.min_rows_per_trigger is not None:
+            return ReadMinRows(self._options.min_rows_per_trigger)
         return ReadAllAvailable()
 
     def initialOffset(self) -> dict[str, Any]:
@@ -50,12 +53,12 @@ class LogStreamReader(LogReader, DataSourceStreamReader, SupportsTriggerAvailabl
         return encode(self._source.latest(decode(start), self._limit(limit)))
 
     def _limit(self, limit: ReadLimit) -> Limit:
-        """Spark passes one of the two; both hold."""
+        """Spark passes our default, or asks for everything, with the trigger `once`."""
         if isinstance(limit, ReadMaxRows):
             return Limit(limit.max_rows, self._options.max_bytes_per_trigger)
         if isinstance(limit, ReadMaxBytes):
             return Limit(self._options.max_rows_per_trigger, limit.max_bytes)
-        return Limit()
+        return Limit(is_everything=limit != self.getDefaultReadLimit())
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
         return encode(self._source.report())

@@ -25,6 +25,7 @@ from uuid import uuid4
 from nsparq.spark.api import Chunk, Positions, Refused, Unreachable
 from nsparq.spark.channels import Channels
 from nsparq.spark.errors import DataLoss, NoAnswer
+from nsparq.spark.hold import Hold
 from nsparq.spark.options import NsqOptions, OptionError
 from nsparq.spark.peers import Log, Peers, View
 from nsparq.spark.plan import RANGE_COST, Stretch, begins_epoch, find_time, join, piece_bytes, share, split
@@ -41,6 +42,8 @@ IDLE_S: Final = 1.0
 FIRST_STEP_S: Final = 0.004
 LAST_STEP_S: Final = 0.05
 """Between a look that found nothing and the next one, for which the nodes wait until something is new."""
+HELD_STEP_S: Final = 0.2
+"""Between two looks while messages wait for more to come."""
 GUESSED_BYTES: Final = 256.0
 """Of a message, where nsqd does not know."""
 
@@ -50,6 +53,12 @@ class Limit(NamedTuple):
 
     rows: int | None = None
     bytes: int | None = None
+    is_everything: bool = False
+    """All there is is asked for, at once."""
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.rows is not None or self.bytes is not None
 
 
 class _Growth(NamedTuple):
@@ -61,6 +70,18 @@ class _Growth(NamedTuple):
     end: int
 
 
+class _Plan(NamedTuple):
+    """How far a micro-batch would go now."""
+
+    end: Offsets
+    moves: list[tuple[str, str, Place]]
+    """Channels to be moved or created then, beside those in the offsets that it starts from."""
+    waiting: int = 0
+    """Rows that could be read, at most: more than are in it, if there is a limit."""
+    is_full: bool = False
+    """A limit has cut it short."""
+
+
 class LogSource:
     """The logs that a query reads: one object for each run of it. Without a channel, for a batch."""
 
@@ -68,12 +89,15 @@ class LogSource:
         self,
         options: NsqOptions,
         *,
+        interval: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        """`interval` is the least time between two micro-batches that are not full."""
         self._options = options
         self._is_wanted = options.topic_filter()
         self._clock, self._sleep = clock, sleep
+        self._hold = Hold.of(options, clock, interval)
         self._starting = Rules(
             "startingPosition", options.starting_position, ("earliest", "latest", "channel"), EARLIEST
         )
@@ -232,22 +256,38 @@ class LogSource:
             views = self._peers.observe(logs, wait=wait)
             if self._peers.changes != seen:
                 seen = self._peers.changes
-                end, moves = self._advance(start, limit, views)
+                plan = self._advance(start, limit, views)
                 self.committed(start)
-                self._channels.move(moves)
+                self._channels.move(plan.moves)
+                end = plan.end
                 if end != start and not is_beginning:
                     end.began = None
                 # Offsets of before do not say whose they are: the next ones do, even if nothing is new.
                 end.query = start.query or self._new_query
-            if end != start or end.query != start.query:
+            if end.query != start.query or (end != start and self._is_due(start, plan, limit)):
                 self._step = FIRST_STEP_S
+                if plan.waiting:
+                    self._hold.begin()
                 return end
+            is_held = end != start
             if self._target is not None or self._clock() >= deadline:
-                return end
+                # Spark is to notice that the query should stop.
+                return start if is_held else end
             # Something may change all the time that is nothing to us: a topic whose channel is paused.
-            self._sleep(self._step)
+            self._sleep(min(HELD_STEP_S, self._hold.remaining()) if is_held else self._step)
             self._step = min(self._step * 2, LAST_STEP_S)
-            wait = max(0.0, deadline - self._clock())
+            # Until held messages are due nobody has to tell us of others.
+            wait = 0.0 if is_held else max(0.0, deadline - self._clock())
+
+    def _is_due(self, start: Offsets, plan: _Plan, limit: Limit) -> bool:
+        """Whether the batch may begin. Not held back are one that is full, one that enters or leaves a log,
+        and those of a query that ends by itself."""
+        if self._target is not None or limit.is_everything or plan.is_full:
+            return True
+        places = [(topic, name, place.incarnation) for topic, name, place in start.items_flat()]
+        if places != [(topic, name, place.incarnation) for topic, name, place in plan.end.items_flat()]:
+            return True
+        return self._hold.is_over(plan.waiting)
 
     def _note_written(self, offsets: Offsets) -> None:
         """Spark has these offsets in its checkpoint: from now on the channels can be the query's own."""
@@ -266,10 +306,7 @@ class LogSource:
         offsets.query = self._channels.owner or self._new_query
         return offsets
 
-    def _advance(
-        self, start: Offsets, limit: Limit, views: dict[Log, View]
-    ) -> tuple[Offsets, list[tuple[str, str, Place]]]:
-        """How far to go, and the channels that are then to be moved or created, beside those in `start`."""
+    def _advance(self, start: Offsets, limit: Limit, views: dict[Log, View]) -> _Plan:
         end = start.copy()
         for topic in start:
             if not self._is_wanted(topic):
@@ -294,9 +331,14 @@ class LogSource:
             visible = self._visible(log, positions)
             if visible > first and not view.is_paused:
                 growing.append(_Growth(log, positions, first, visible))
-        for growth in self._limited(growing, limit):
-            end.put(*growth.log, Place(growth.positions.incarnation, growth.end))
-        return end, moves
+        if limit.is_bounded or self._hold.counts_rows:
+            growing = [g._replace(first=self._first_from(g.log, g.positions, g.first)) for g in growing]
+        counts = [min(max(0, g.end - g.first), g.positions.messages) for g in growing]
+        taken = self._limited(growing, counts, limit) if limit.is_bounded else counts
+        for growth, count in zip(growing, taken, strict=True):
+            last = min(growth.end, growth.first + count) if limit.is_bounded else growth.end
+            end.put(*growth.log, Place(growth.positions.incarnation, last))
+        return _Plan(end, moves, sum(counts), taken != counts)
 
     def _distinct(self, views: dict[Log, View], start: Offsets | None = None) -> list[tuple[Log, View]]:
         """In order, and a log that is seen under two names once only: under the one that `start` has."""
@@ -350,22 +392,18 @@ class LogSource:
         moves.append((topic, name, entered))
         return None
 
-    def _limited(self, growing: list[_Growth], limit: Limit) -> list[_Growth]:
-        """As far as the limit goes, shared out by how much there is of each."""
-        if limit == Limit():
-            return growing
-        skipped = [g._replace(first=self._first_from(g.log, g.positions, g.first)) for g in growing]
-        counts = [min(max(0, g.end - g.first), g.positions.messages) for g in skipped]
+    def _limited(self, growing: list[_Growth], counts: list[int], limit: Limit) -> list[int]:
+        """How many messages of each: as far as the limit goes, shared out by how much there is."""
         if limit.rows is not None:
             counts = share(counts, limit.rows)
         if limit.bytes is not None:
-            sizes = [g.positions.bytes_per_message or GUESSED_BYTES for g in skipped]
+            sizes = [g.positions.bytes_per_message or GUESSED_BYTES for g in growing]
             wanted = [int(n * size) for n, size in zip(counts, sizes, strict=True)]
             if sum(wanted) > limit.bytes:
                 parts = share(wanted, limit.bytes)
                 # One at least, however big: or nothing would ever move.
                 counts = [min(n, max(1, int(p / s))) for n, p, s in zip(counts, parts, sizes, strict=True)]
-        return [g._replace(end=min(g.end, g.first + n)) for g, n in zip(skipped, counts, strict=True)]
+        return counts
 
     def _note_unwanted(self, topic: str, places: dict[str, Place]) -> None:
         """It was taken out of the options. The channel stays, and is not deleted here: whoever puts the topic

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
+from math import inf
 from typing import Any, Final
 
 from nsparq.errors import NsparqError
@@ -222,6 +223,20 @@ class NsqOptions:
     max_bytes_per_trigger: int | None = opt(
         SIZE, None, "at most about so many bytes in a micro-batch", {Use.LOG_STREAM, *QUEUE}
     )
+    min_rows_per_trigger: int | None = opt(
+        COUNT,
+        None,
+        "a micro-batch waits until there are so many rows for it, but no longer than `maxTriggerDelay`. The "
+        "first one of a run does not wait, nor do those of the triggers `availableNow` and `once`",
+        {Use.LOG_STREAM, *QUEUE},
+    )
+    max_trigger_delay: float = opt(
+        DURATION,
+        900.0,
+        "with `minRowsPerTrigger`: after this time since the last micro-batch began, the next one takes "
+        "what there is",
+        {Use.LOG_STREAM, *QUEUE},
+    )
     partition_bytes: int = opt(
         SIZE,
         64 << 20,
@@ -417,6 +432,8 @@ class NsqOptions:
                 "option channel cannot be ephemeral in queue mode: nsqd would drop it, with its messages, "
                 "after each micro-batch"
             )
+        if (self.min_rows_per_trigger or 0) > (self.max_rows_per_trigger or inf):
+            raise OptionError("option minRowsPerTrigger is more than maxRowsPerTrigger allows")
         if not 1 <= self.message_timeout <= 900:
             raise OptionError("option messageTimeout must be from 1s to 15m")
         if not self.batch_duration:

@@ -29,6 +29,7 @@ from nsparq.client.config import Config
 from nsparq.errors import NsparqError
 from nsparq.spark.api import Client, Refused, Unreachable
 from nsparq.spark.columns import arrow_schema
+from nsparq.spark.hold import Hold
 from nsparq.spark.nodes import Cluster, Node
 from nsparq.spark.options import NsqOptions, OptionError
 from nsparq.spark.queue_task import QueuePartition, Taking, fill, rows_of
@@ -231,6 +232,7 @@ class _Driver:
         self.backlogs: dict[Place, Backlog] = {}
         """What waited where when it was last looked at."""
         self._is_available_now = is_available_now
+        self._hold = Hold.of(options, time.monotonic)
         self._allowed: dict[Place, int] | None = None
         """With that trigger: what was there at the start, and is still to be taken."""
         self._nodes: dict[str, Node] = {}
@@ -272,10 +274,11 @@ class _Driver:
             else:
                 self._measure()
             available = self._available()
-            if available:
-                take = share(available, self._most_rows(limit, available), self._options.connections_per_node)
+            most = self._most_rows(limit, available) if available else 0
+            if available and self._is_due(limit, available, most):
                 self._pause = POLL_S
-                return take
+                self._hold.begin()
+                return share(available, most, self._options.connections_per_node)
             if time.monotonic() >= deadline and not self._may_still_come():
                 if was_nothing or not self._owed():
                     return {}
@@ -285,6 +288,13 @@ class _Driver:
             was_nothing = False
             time.sleep(max(POLL_S, min(self._pause, deadline - time.monotonic())))
             self._pause = min(self._pause * 1.5, max(POLL_S, self._options.poll_interval))
+
+    def _is_due(self, limit: ReadLimit, available: Mapping[Place, Backlog], most: int) -> bool:
+        """Whether the batch may begin. One that is full is not held back, nor are those of a query that ends
+        by itself."""
+        total = sum(backlog.depth for backlog in available.values())
+        is_ending = self._is_available_now or isinstance(limit, ReadAllAvailable)
+        return is_ending or most < total or self._hold.is_over(total)
 
     def _measure(self) -> None:
         """Ask every node for its depth."""
