@@ -16,8 +16,10 @@ from nsparq.pipeline.spec import (
     Jdbc,
     Memory,
     Noop,
+    Output,
     Parquet,
     PipelineFile,
+    Source,
     SpecError,
     Topic,
     Trigger,
@@ -57,11 +59,20 @@ def test_a_newcomers_file() -> None:
     assert file.run.checkpoint == "/data/checkpoints/p"
     assert file.spark.app_name == "p"
     assert pipeline.name == "revenue"
-    assert pipeline.source.options == {"topic": "orders", "channel": "revenue"}
-    assert pipeline.decode == Decode(format="json", schema="item STRING, price DOUBLE, at TIMESTAMP")
-    assert pipeline.watermark == Watermark(column="at", delay=10.0)
+    assert pipeline.sources == (
+        Source(
+            name="messages",
+            options={"topic": "orders", "channel": "revenue"},
+            decode=Decode(format="json", schema="item STRING, price DOUBLE, at TIMESTAMP"),
+            dead_letters="orders.dead",
+            watermark=Watermark(column="at", delay=10.0),
+        ),
+    )
     assert [step.sql.endswith("'1 minute')") for step in pipeline.steps] == [True]
-    assert pipeline.sink == Topic(topic="revenue")
+    assert pipeline.outputs == (
+        Output(name="", result="result", output_mode="append", sink=Topic(topic="revenue")),
+    )
+    assert pipeline.roles == ("rows", "letters")
     assert pipeline.trigger == Trigger(1.0)
     assert pipeline.checkpoint == "/data/checkpoints/p/revenue"
 
@@ -117,7 +128,7 @@ delivery = "exactly-once"
     assert file.spark.app_name == "shop"
     assert file.spark.conf == {"spark.sql.shuffle.partitions": "4", "spark.eventLog.enabled": "true"}
     assert (file.run.checkpoint, file.run.retries, file.run.retry_delay) == ("/var/lib/p", 3, 0.5)
-    assert pipeline.source.options == {
+    assert pipeline.sources[0].options == {
         "topics": "x,y",
         "startingPosition": "2026-11-15T12:00:00+00:00",
         "maxBytesPerTrigger": "64m",
@@ -131,7 +142,7 @@ delivery = "exactly-once"
     assert paid.sql.endswith("'${not a variable}'")
     assert (joined.name, joined.sources) == ("step2", ("paid", "messages"))
     assert joined.watermark == Watermark(column="at", delay=0.5)
-    assert pipeline.sink == Topic(
+    assert pipeline.outputs[0].sink == Topic(
         topic_from="t", body_from="b", defer_from="d", options={"delivery": "exactly-once"}
     )
 
@@ -164,8 +175,8 @@ delivery = "exactly-once"
 )
 def test_sinks(sink: str, expected: object, shown: str) -> None:
     (pipeline,) = read(of_pipeline("", sink=f"sink = {sink}")).pipelines
-    assert pipeline.sink == expected
-    assert describe(pipeline.sink) == shown
+    assert pipeline.outputs[0].sink == expected
+    assert describe(pipeline.outputs[0].sink) == shown
 
 
 @pytest.mark.parametrize(
@@ -292,10 +303,150 @@ def test_a_pattern_must_not_match_what_the_pipeline_writes() -> None:
     ]
     more = 'decode = "json"\ndead_letters = "dead.orders"'
     (pipeline,) = read(of_pipeline(more, source, 'sink = { topic = "xy" }')).pipelines
-    assert [pipeline.source.reads(topic) for topic in ("x", "orders", "xy", "dead.orders")] == [
+    assert [pipeline.reads(topic) for topic in ("x", "orders", "xy", "dead.orders")] == [
         *(True, True),
         *(False, False),
     ]
+
+
+SHOP = """
+[pipeline.shop.sources.orders]
+topic = ["orders", "returns"]
+decode = "text"
+dead_letters = "orders.dead"
+watermark = { column = "_timestamp", delay = "10s" }
+[pipeline.shop.sources]
+payments = "payments"
+[[pipeline.shop.step]]
+name = "both"
+sql = "SELECT * FROM orders JOIN payments USING (number)"
+[[pipeline.shop.sink]]
+topic = "both"
+[[pipeline.shop.sink]]
+name = "paid"
+from = "payments"
+output_mode = "update"
+topic = "paid"
+"""
+
+
+def test_several_sources_and_sinks() -> None:
+    (pipeline,) = read(SHOP).pipelines
+    orders, payments = pipeline.sources
+    assert orders == Source(
+        name="orders",
+        options={"topics": "orders,returns", "channel": "shop.orders"},
+        decode=Decode(format="text"),
+        dead_letters="orders.dead",
+        watermark=Watermark(column="_timestamp", delay=10.0),
+    )
+    assert payments == Source(name="payments", options={"topic": "payments", "channel": "shop.payments"})
+    assert pipeline.outputs == (
+        Output(name="", result="both", output_mode="append", sink=Topic(topic="both")),
+        Output(name="paid", result="payments", output_mode="update", sink=Topic(topic="paid")),
+    )
+    assert pipeline.roles == ("rows", "rows-paid", "letters-orders")
+    assert [one.channel(output.name) for output in pipeline.outputs for one in pipeline.sources] == [
+        *("shop.orders", "shop.payments"),
+        *("shop.orders.paid", "shop.payments.paid"),
+    ]
+    assert orders.letters_channel == "shop.orders.dead"
+    assert (pipeline.topics, pipeline.sinks) == ("orders,returns,payments", "topic both, topic paid")
+
+
+def test_a_source_called_messages_and_a_sink_without_a_name_are_what_the_only_ones_are() -> None:
+    source, decode, letters, watermark, sql, _ = SHORT.splitlines()[2:]
+    text = "\n".join(
+        [
+            *("[pipeline.revenue]", sql),
+            *("[pipeline.revenue.sources.messages]", source.replace("source", "topic")),
+            *(decode, letters, watermark),
+            *("[[pipeline.revenue.sink]]", 'topic = "revenue"'),
+        ]
+    )
+    assert read(text) == read(SHORT)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("sources.orders]", "sources.input]", "[pipeline.shop.sources.input] name: 'input' is taken"),
+        ("sources.orders]", "sources.a-b]", "[pipeline.shop.sources.a-b]: a source's name is one that SQL "),
+        ('"both"\nsql', '"Orders"\nsql', "[pipeline.shop.step 1] name: 'Orders' is taken"),
+        (
+            'decode = "text"',
+            'decod = "text"',
+            "[pipeline.shop.sources.orders] decod: there is no such key; did you mean 'decode'?",
+        ),
+        ('"payments"\n[[', "1\n[[", "[pipeline.shop.sources.payments]: must be a text or a table"),
+        (
+            "[pipeline.shop.sources]",
+            '[pipeline.shop]\nsource = "x"\n[pipeline.shop.sources]',
+            "[pipeline.shop] sources: cannot be together with 'source'",
+        ),
+        (
+            "[pipeline.shop.sources]",
+            '[pipeline.shop]\ndecode = "text"\n[pipeline.shop.sources]',
+            "[pipeline.shop] decode: belongs to each source: [pipeline.shop.sources.orders]",
+        ),
+        (
+            'from = "payments"',
+            'from = "payment"',
+            "[pipeline.shop.sink 2] from: there is no source or step 'payment'; did you mean 'payments'?",
+        ),
+        ('name = "paid"\n', "", "[pipeline.shop.sink 2] name: is missing: another sink has none"),
+        ('name = "paid"', 'name = "a b"', "[pipeline.shop.sink 2] name: must be a name of letters, digits, "),
+        (
+            'name = "paid"',
+            'name = "dead"',
+            "[pipeline.shop]: the channel 'shop.orders.dead' of source 'orders' is used twice: ",
+        ),
+        (
+            'name = "paid"',
+            f'name = "{"x" * 60}"',
+            f"[pipeline.shop]: the channel 'shop.orders.{'x' * 60}' of source 'orders' is too long: set its ",
+        ),
+        (
+            'payments = "payments"',
+            'payments = { topic = "payments", channel = "shop.orders" }',
+            "[pipeline.shop]: the channel 'shop.orders' of source 'payments' and of source 'orders' is used ",
+        ),
+        (
+            'payments = "payments"',
+            'payments = { topic = "payments", mode = "queue" }',
+            "[pipeline.shop.sources.payments] mode: 'queue' can be read by one sink only: each sink is ",
+        ),
+        (
+            'topic = "paid"',
+            'topic = "returns"',
+            "[pipeline.shop.sink 2] topic: is one that the pipeline reads: it would go round in circles",
+        ),
+        (
+            'dead_letters = "orders.dead"',
+            'dead_letters = "payments"',
+            "[pipeline.shop.sources.orders] dead_letters: is a topic that the pipeline reads: ",
+        ),
+        (
+            'topic = "paid"',
+            'parquet = "paid"',
+            "[pipeline.shop.sink 2] output_mode: files can only be appended to: use 'append', with a ",
+        ),
+        (
+            'sql = "SELECT * FROM orders JOIN payments USING (number)"',
+            'python = "m:f"',
+            "[pipeline.shop.step 1] from: is missing: which of orders, payments?",
+        ),
+        (
+            SHOP[SHOP.index("[[pipeline.shop.step]]") : SHOP.index("[[pipeline.shop.sink]]")],
+            "",
+            "[pipeline.shop.sink 1] from: is missing: rows of which source? There are orders, payments",
+        ),
+    ],
+)
+def test_problems_of_several_sources_and_sinks(old: str, new: str, expected: str) -> None:
+    assert old in SHOP
+    found = problems(SHOP.replace(old, new))
+    assert any(one.startswith(expected) for one in found), found
 
 
 @pytest.mark.parametrize(
@@ -303,6 +454,10 @@ def test_a_pattern_must_not_match_what_the_pipeline_writes() -> None:
     [
         ("", "[pipeline.p] source: is missing"),
         ("source = 1", "[pipeline.p] source: must be a text or a table"),
+        (
+            "sources = 1",
+            "[pipeline.p.sources]: must be tables, each with a name: [pipeline.p.sources.orders]",
+        ),
         (
             "source = {}",
             "[pipeline.p.source]: option topic is missing: name one of topic, topics, topicsPattern",

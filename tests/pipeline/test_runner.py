@@ -388,10 +388,11 @@ def test_a_checkpoint_has_one_runner(run: Runs, broker: Broker) -> None:
     run(text, until=start_another)
 
 
-def test_rows_and_dead_letters_begin_at_the_same_place(broker: Broker, tmp_path: Path) -> None:
+def test_rows_and_dead_letters_begin_at_the_same_place(
+    broker: Broker, tmp_path: Path, spark: SparkSession
+) -> None:
     """What is `latest` to the one query would not be to the other: it is settled once, and kept."""
     from nsparq.pipeline import queries
-    from nsparq.pipeline.memory import PipelineMemory
     from nsparq.pipeline.reading import parse
 
     broker.publish("orders", order(1), b"old junk")
@@ -399,9 +400,12 @@ def test_rows_and_dead_letters_begin_at_the_same_place(broker: Broker, tmp_path:
     file = parse(f'[nsq]\nnsqd = "{broker.http_address}"\n{text}', tmp_path / "p.toml")
     (pipeline,) = file.pipelines
     for _ in range(2):
-        queries.settle_beginning(file, pipeline, threading.Event())
+        queries.settle_beginning(spark, file, pipeline, threading.Event())
         broker.publish("orders", order(2))
-    ((_, sequence),) = PipelineMemory(pipeline).get("beginning")["logs"]["orders"].values()
-    assert sequence == broker.peek("orders")[1].sequence + 1
-    # Nothing is lost in the meantime: the channel is there, and holds the log.
-    assert broker.channel_stats("orders", "copy")["depth"] == 2  # type: ignore[index]
+    beginnings = queries.Beginnings(pipeline)
+    for role in ("rows", "letters"):
+        ((_, sequence),) = beginnings.of(role, pipeline.sources[0])["orders"].values()  # type: ignore[index]
+        assert sequence == broker.peek("orders")[1].sequence + 1
+    # Nothing is lost in the meantime: the channels are there, and hold the log.
+    for channel in ("copy", "copy.dead"):
+        assert broker.channel_stats("orders", channel)["depth"] == 2  # type: ignore[index]

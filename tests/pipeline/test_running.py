@@ -177,6 +177,31 @@ def test_a_batch_that_works_gives_all_retries_back(rig: Rig) -> None:
     assert (rig.figures.rows, rig.figures.failures) == (5, 5)
 
 
+def test_a_batch_of_another_query_gives_no_retries_back(rig: Rig) -> None:
+    for turn in range(3):
+        rig.letters.recentProgress = [Report(turn, 1)]
+        rig.look(100.0 * turn)
+        rig.rows.fail("each time")
+        rig.look(100.0 * turn + 1)
+        rig.look(100.0 * turn + 50)
+    assert (rig.figures.state, rig.figures.failures) == (State.FAILED, 3)
+
+
+def test_a_batch_that_ends_while_the_query_is_stopped_is_counted(rig: Rig) -> None:
+    first = rig.started[0]
+    first["letters"].fail("no more letters")
+    rows, stop = first["rows"], first["rows"].stop
+
+    def stop_late() -> None:
+        rows.recentProgress.append(Report(0, 5))
+        stop()
+
+    rows.stop = stop_late  # type: ignore[method-assign]
+    rig.look(10.0)
+    rig.look(10.1)
+    assert (rig.figures.state, rig.figures.rows, rig.figures.lag) == (State.WAITING, 5, None)
+
+
 def test_the_last_batch_before_the_end_is_counted(rig: Rig) -> None:
     rig.rows.recentProgress = [Report(0, 4)]
     rig.look(1.0)

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nsparq.errors import StartError
-from nsparq.pipeline.progress import Figures, State, lag_of
+from nsparq.pipeline.progress import DECODED, Figures, OutputFigures, State, decoded_name, lag_of
 from nsparq.pipeline.status import Endpoint, Status, prometheus, read_status, write_status
 from nsparq.pipeline.view import LogView, TerminalView, cells, describe
 
@@ -27,7 +27,7 @@ def progress(batch: int = 0, rows: int = 10, **more: Any) -> dict[str, Any]:
         "batchDuration": 500,
         "timestamp": "2026-11-15T12:00:00.000Z",
         "sink": {"numOutputRows": rows},
-        "observedMetrics": {"decoded": {"rows": rows, "bad": 2}},
+        "observedMetrics": {DECODED: {"rows": rows, "bad": 2}},
         "sources": [
             {
                 "endOffset": json.dumps({"orders": {"n1": ["x", 100], "n2": ["y", 7]}}),
@@ -40,8 +40,8 @@ def progress(batch: int = 0, rows: int = 10, **more: Any) -> dict[str, Any]:
 
 def test_figures_add_up() -> None:
     figures = Figures("p")
-    figures.add_rows(progress(0), "decoded")
-    figures.add_rows(progress(1, rows=20), "decoded")
+    figures.add_rows(progress(0))
+    figures.add_rows(progress(1, rows=20))
     figures.add_letters({"sink": {"numOutputRows": 4}})
     assert (figures.rows, figures.rows_written, figures.undecodable, figures.dead_letters) == (30, 30, 4, 4)
     assert (figures.batch, figures.batches, figures.batch_seconds) == (1, 2, 0.5)
@@ -51,17 +51,39 @@ def test_figures_add_up() -> None:
     assert figures.rows_per_second == 0
 
 
+def test_a_message_counts_once_however_many_outputs_read_it() -> None:
+    def of(batch: int, lag: int, **rows: int) -> dict[str, Any]:
+        ends = {"endOffset": {"t": {"n": ["x", 5]}}, "latestOffset": {"t": {"n": ["x", 5 + lag]}}}
+        observed = {decoded_name(source): {"rows": count, "bad": 1} for source, count in rows.items()}
+        return progress(batch, sum(rows.values()), observedMetrics=observed, sources=[ends])
+
+    figures = Figures("p", outputs=[OutputFigures("", "noop"), OutputFigures("b", "topic b")])
+    figures.add_rows(of(0, 3, orders=10, payments=4))
+    assert (figures.rows, figures.lag) == (14, None)
+    figures.add_rows(of(7, 8, orders=12), "b")
+    assert (figures.rows, figures.rows_written, figures.undecodable, figures.batches) == (16, 26, 2, 2)
+    assert (figures.lag, figures.batch, figures.rows_per_second) == (8, 0, 28.0)
+    told = figures.as_json()["outputs"]
+    assert [(one["name"], one["sink"], one["rows"], one["lag"]) for one in told] == [
+        ("", "noop", 14, 3), ("b", "topic b", 12, 8),
+    ]  # fmt: skip
+    figures.failed("no more")
+    assert (figures.lag, figures.rows_per_second, figures.failures) == (None, 0.0, 1)
+    figures.add_rows(of(8, 0, orders=1), "b")
+    assert figures.lag is None
+
+
 def test_a_window_that_closes_gives_rows_in_a_batch_without_rows() -> None:
     figures = Figures("p")
-    figures.add_rows(progress(3, rows=0, sink={"numOutputRows": 5}), "decoded")
+    figures.add_rows(progress(3, rows=0, sink={"numOutputRows": 5}))
     assert (figures.rows, figures.rows_written, figures.batches, figures.batch) == (0, 5, 0, 3)
 
 
 def test_what_a_watermark_drops_is_counted_and_said_also_in_a_batch_without_rows() -> None:
     figures = Figures("p")
     operators = [{"numRowsDroppedByWatermark": 3}, {"numRowsDroppedByWatermark": 2}]
-    figures.add_rows(progress(3, rows=0, stateOperators=operators), "decoded")
-    figures.add_rows(progress(4, stateOperators=operators[:1]), "decoded")
+    figures.add_rows(progress(3, rows=0, stateOperators=operators))
+    figures.add_rows(progress(4, stateOperators=operators[:1]))
     assert figures.late == 8
     assert "8 too late for the watermark" in describe(figures)
     assert 'nsparq_pipeline_late_total{pipeline="p"} 8' in prometheus([figures])
@@ -69,7 +91,7 @@ def test_what_a_watermark_drops_is_counted_and_said_also_in_a_batch_without_rows
 
 def test_a_sink_that_does_not_count_counts_as_nothing() -> None:
     figures = Figures("p")
-    figures.add_rows(progress(sink={"numOutputRows": -1}, observedMetrics=None), "decoded")
+    figures.add_rows(progress(sink={"numOutputRows": -1}, observedMetrics=None))
     assert (figures.rows, figures.rows_written, figures.undecodable) == (10, 0, 0)
 
 

@@ -39,8 +39,8 @@ def test_a_first_file_knows_the_columns_of_the_topic(
     assert capsys.readouterr().out == f"nsparq pipeline run {path}\n"
     (pipeline,) = load(path).pipelines
     assert pipeline.name == "shop-orders"
-    assert pipeline.decode.schema == "number BIGINT, at TIMESTAMP"
-    assert pipeline.dead_letters == "shop.orders.dead"
+    assert pipeline.sources[0].decode.schema == "number BIGINT, at TIMESTAMP"
+    assert pipeline.sources[0].dead_letters == "shop.orders.dead"
     assert main(["pipeline", *arguments]) == 1
     assert "is there already" in capsys.readouterr().err
     assert main(["pipeline", "check", "--no-spark", str(path)]) == 0
@@ -54,8 +54,8 @@ def test_a_first_file_works_without_the_topic_too(broker: Broker, capsys: pytest
         assert main(["pipeline", "new", "--topic=nothing", f"--nsqd-http-address={address}"]) == 0
         output = capsys.readouterr()
         (pipeline,) = parse(output.out).pipelines
-        assert pipeline.source.topics == "nothing"
-        assert pipeline.decode.format == "json"
+        assert pipeline.sources[0].topics == "nothing"
+        assert pipeline.sources[0].decode.format == "json"
         assert f"no message could be looked at: {'nothing: ' if reason else ''}{reason}" in output.err
 
 
@@ -73,8 +73,8 @@ def test_a_first_file_is_always_one_that_can_be_read(
     bodies: list[bytes], format: str, schema: str | None
 ) -> None:
     (pipeline,) = parse(starter("t", bodies)).pipelines
-    assert pipeline.decode.format == format
-    assert schema is None or pipeline.decode.schema == schema
+    assert pipeline.sources[0].decode.format == format
+    assert schema is None or pipeline.sources[0].decode.schema == schema
 
 
 def test_a_wrong_file_is_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +154,7 @@ def test_ready_made_pipelines_can_be_looked_at(tmp_path: Path, capsys: pytest.Ca
     (pipeline,) = file.pipelines
     assert file.nsq == {"nsqlookupd": "l:4161"}
     assert file.run.checkpoint == f"{output}/_nsparq/checkpoint"
-    assert pipeline.source.options == {
+    assert pipeline.sources[0].options == {
         "topics": "a,b",
         "startingPosition": "2026-11-15T12:00:00Z",
         "channel": "archive",
@@ -164,8 +164,8 @@ def test_ready_made_pipelines_can_be_looked_at(tmp_path: Path, capsys: pytest.Ca
     assert layout_of(pipeline) is not None
     assert main(["pipeline", "stats", "--topic-pattern=.*", "--follow", "--to=stats", "--show"]) == 0
     (pipeline,) = parse(capsys.readouterr().out).pipelines
-    assert [pipeline.source.reads(topic) for topic in ("stats", "statsd", "a")] == [False, True, True]
-    assert pipeline.output_mode == "append"
+    assert [pipeline.reads(topic) for topic in ("stats", "statsd", "a")] == [False, True, True]
+    assert pipeline.outputs[0].output_mode == "append"
 
 
 @pytest.mark.parametrize("topics", [[], ["--topic=a", "--topic-pattern=b"]])

@@ -102,9 +102,20 @@ def _pipeline(said: Mapping[str, Any], address: str, runner: Mapping[str, Any]) 
         # Shown as a link, so it must be one that leads to a page and does nothing else.
         "ui": ui if ui.startswith(("http://", "https://")) else "",
         **{name: text(said, name) for name in names},
+        "channels": _channels(said),
         # None where the runner does not know it.
         **{name: real(said, name) for name in NUMBERS},
     }
+
+
+def _channels(said: Mapping[str, Any]) -> dict[str, str]:
+    """By which the pipeline reads, and the topics of each."""
+    given = said.get("channels")
+    if isinstance(given, dict) and given:
+        return {str(channel): str(topics) for channel, topics in given.items()}
+    # A runner from before pipelines had several.
+    channel, topics = text(said, "channel"), text(said, "topics")
+    return {channel: topics, f"{channel}.dead": topics} if channel else {}
 
 
 def readers(pipelines: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
@@ -112,7 +123,7 @@ def readers(pipelines: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
     the consumers that nsqd counts."""
     found = set()
     for one in pipelines:
-        if one.get("state") in ("running", "starting") and one.get("channel"):
-            for topic in str(one["topics"]).split(","):
-                found |= {(topic.strip(), one["channel"]), (topic.strip(), f"{one['channel']}.dead")}
+        if one.get("state") in ("running", "starting"):
+            for channel, topics in one["channels"].items():
+                found |= {(topic.strip(), channel) for topic in topics.split(",")}
     return found

@@ -39,7 +39,7 @@ sink = "noop"
 def messages(spark: SparkSession, file: PipelineFile, until: str = "") -> DataFrame:
     """The messages that nsqd has, with the columns of a pipeline that decodes nothing. Raises
     PipelineError."""
-    given = file.pipelines[0].source.options
+    given = file.pipelines[0].sources[0].options
     options = {**file.nsq, **{name: value for name, value in given.items() if name != "channel"}}
     if until:
         options["endingPosition"] = until

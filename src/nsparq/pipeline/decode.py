@@ -16,14 +16,12 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType
 
 from nsparq.pipeline.layout import NAMES, ORIGIN
+from nsparq.pipeline.progress import DECODED
 from nsparq.pipeline.reasons import dead_letter, why_not
 from nsparq.pipeline.samples import quoted
 from nsparq.pipeline.spec import Decode
 
-__all__ = ["DECODED", "ORIGIN", "dead_letters", "good_rows"]
-
-DECODED: Final = "nsparq_decoded"
-"""Name of the observation that counts `rows`, and `bad` ones among them."""
+__all__ = ["ORIGIN", "dead_letters", "good_rows"]
 
 # Names that no field of a message has.
 _BAD: Final = "__nsparq_bad"
@@ -32,19 +30,21 @@ _END: Final = "__nsparq_end"
 _ROW: Final = "__nsparq_row"
 
 
-def good_rows(messages: DataFrame, decode: Decode, schema: StructType, *, bad: str) -> DataFrame:
+def good_rows(
+    messages: DataFrame, decode: Decode, schema: StructType, *, bad: str, observed: str = DECODED
+) -> DataFrame:
     """The decoded columns, and _topic, _node, _offset, _timestamp, _attempts and _id. With the format
     `message` these have their own names.
 
     `bad` says what becomes of the other messages: `drop` leaves them out, and somebody else may care for
-    them; `fail` ends the query at the first. They are counted in either case.
+    them; `fail` ends the query at the first. They are counted in either case, by the observation `observed`.
     """
     if decode.format in NAMES:
         return messages.select(*(F.col(of).alias(name) for name, of in NAMES[decode.format].items()))
     origin = [F.col(name).alias(f"_{name}") for name in ORIGIN]
     marked = _marked(messages, decode, schema)
     # The observation also keeps Spark from decoding twice, once to filter and once to select.
-    counted = marked.observe(DECODED, F.count(F.lit(1)).alias("rows"), F.count_if(F.col(_BAD)).alias("bad"))
+    counted = marked.observe(observed, F.count(F.lit(1)).alias("rows"), F.count_if(F.col(_BAD)).alias("bad"))
     if bad == "fail":
         refusal = F.raise_error(
             F.format_string(

@@ -95,10 +95,13 @@ class Layout:
 
 def layout_of(pipeline: Pipeline) -> Layout | None:
     """None if the rows have to pass through Spark."""
-    sink, names = pipeline.sink, NAMES.get(pipeline.decode.format)
+    if len(pipeline.sources) > 1 or len(pipeline.outputs) > 1 or pipeline.steps:
+        return None
+    source, sink = pipeline.sources[0], pipeline.outputs[0].sink
+    names = NAMES.get(source.decode.format)
     if not isinstance(sink, Parquet) or sink.writer != "nsparq" or names is None:
         return None
-    if pipeline.steps or pipeline.watermark is not None or pipeline.source.options.get("mode") == "queue":
+    if source.watermark is not None or source.is_queue:
         return None
     fixed = {name: names[name] for name in sink.partition_by if names.get(name) in _SAME_IN_A_RANGE}
     made = {name for name in sink.partition_by if name in _LASTING_US and name not in names}

@@ -1,8 +1,10 @@
 """What a pipeline has to remember beside Spark's checkpoint, in `pipeline.json` of the same directory.
 
-Its identity, the schema that was inferred, and where it began: all of them must be the same after a restart.
+Its identity, the schemas that were inferred, and where its queries began: all of them must be the same after
+a restart. A key that belongs to a named source or output ends with that name.
 
-    {"format": 1, "id": "9f0c…", "schema": "number BIGINT", "beginning": {…}}
+    {"format": 1, "id": "9f0c…", "schema": "number BIGINT", "schema-payments": …, "batch-large": 7,
+     "beginnings": {"rows": {"messages": {…}}, "letters": …}}
 
 `format` is the version of the file. Files written before there was one have none, and are read as version 1.
 A newer file is refused: a program that does not know what is in it would start the pipeline at another place.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
@@ -26,11 +29,14 @@ FORMAT: Final = 1
 """The newest version of the file that this program reads, and the one that it writes."""
 
 
+_writing: Final = threading.Lock()
+"""The outputs of a pipeline are written by different threads, and all of them put things here."""
+
+
 class PipelineMemory:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._path = Path(pipeline.checkpoint) / NAME
-        self._content: dict[str, Any] | None = None
 
     def get(self, key: str) -> Any:
         """None if it has never been put. Raises PipelineError."""
@@ -38,12 +44,12 @@ class PipelineMemory:
 
     def put(self, key: str, value: Any) -> None:
         """Raises PipelineError."""
-        content = {"format": FORMAT} | self._read() | {key: value}
-        try:
-            write_json(self._path, content)
-        except OSError as error:
-            raise PipelineError(f"{self._place} {self._path}: {error.strerror}") from error
-        self._content = content
+        with _writing:
+            content = {"format": FORMAT} | self._read() | {key: value}
+            try:
+                write_json(self._path, content)
+            except OSError as error:
+                raise PipelineError(f"{self._place} {self._path}: {error.strerror}") from error
 
     @property
     def identity(self) -> str:
@@ -57,22 +63,19 @@ class PipelineMemory:
         return f"[pipeline.{self._pipeline.name}] checkpoint:"
 
     def _read(self) -> dict[str, Any]:
-        if self._content is None:
-            if not is_local(self._pipeline.checkpoint):
-                raise PipelineError(
-                    f"{self._place} must be a directory of this machine, or mounted here: there is something "
-                    "to remember there"
-                )
-            try:
-                content = json.loads(self._path.read_text())
-            except FileNotFoundError:
-                content = {}
-            except (OSError, ValueError) as error:
-                raise PipelineError(f"{self._place} {self._path} cannot be read: {error}") from error
-            self._check(content)
-            self._content = content
-        assert self._content is not None
-        return self._content
+        if not is_local(self._pipeline.checkpoint):
+            raise PipelineError(
+                f"{self._place} must be a directory of this machine, or mounted here: there is something to "
+                "remember there"
+            )
+        try:
+            content: dict[str, Any] = json.loads(self._path.read_text())
+        except FileNotFoundError:
+            content = {}
+        except (OSError, ValueError) as error:
+            raise PipelineError(f"{self._place} {self._path} cannot be read: {error}") from error
+        self._check(content)
+        return content
 
     def _check(self, content: Any) -> None:
         found = content.get("format", 1) if isinstance(content, dict) else None

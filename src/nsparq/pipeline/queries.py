@@ -1,18 +1,18 @@
-"""A pipeline as streaming queries of Spark: one for its rows and, with `dead_letters`, one for the messages
-that do not decode.
+"""A pipeline as streaming queries of Spark: one for each output, and one for the dead letters of each source
+that has `dead_letters`.
 
-Why two queries rather than one with two outputs: each has a checkpoint and a sink of its own, so each is
-exactly once by Spark's own means, with any sink, any output mode, and aggregations, which would swallow the
-letters on their way. Both read the same ranges of the log from the same place on, and use the same expression
-to tell messages apart, so that every message is in exactly one of them. The price is that messages are read
-and decoded twice where `dead_letters` is set, and that letters may come a moment before or after the rows of
-their time.
+Why a query for each rather than one with several outputs: each has a checkpoint and a sink of its own, so
+each is exactly once by Spark's own means, with any sink, any output mode, and aggregations, which would
+swallow the letters on their way. All of them begin at the same place of the log, and use the same expression
+to tell messages apart, so that every message is in exactly one of rows and letters. The price is that each
+query reads and decodes the messages by itself, and that one output may be a moment ahead of another.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -30,17 +30,18 @@ from nsparq.pipeline import direct
 from nsparq.pipeline.commits import Directory
 from nsparq.pipeline.decode import ORIGIN, dead_letters, good_rows
 from nsparq.pipeline.errors import NothingYet, PipelineError, in_words, retry_helps
-from nsparq.pipeline.layout import Layout, layout_of
+from nsparq.pipeline.layout import NAMES, Layout, layout_of
 from nsparq.pipeline.memory import PipelineMemory
-from nsparq.pipeline.progress import WRITTEN
+from nsparq.pipeline.progress import WRITTEN, decoded_name
 from nsparq.pipeline.samples import infer_csv, infer_json
-from nsparq.pipeline.sinks import LETTERS, ROWS, Target, letters_writer, prepared, writer_of
-from nsparq.pipeline.spec import Memory, Parquet, Pipeline, PipelineFile, Trigger
+from nsparq.pipeline.sinks import Target, letters_writer, prepared, writer_of
+from nsparq.pipeline.spec import MESSAGES, Memory, Output, Parquet, Pipeline, PipelineFile, Source, Trigger
 from nsparq.pipeline.steps import parse, transform
 from nsparq.spark.options import TABLE, NsqOptions, Use
+from nsparq.spark.positions import decode, encode
 from nsparq.spark.session import activate
 
-__all__ = ["LETTERS", "ROWS", "Abandoned", "Frames", "build", "check", "register", "start"]
+__all__ = ["Abandoned", "Frames", "build", "check", "register", "start"]
 
 CHECK_RETRY: Final = "1s"
 """How long a check waits for an nsqd that is away."""
@@ -54,8 +55,10 @@ class Abandoned(NsparqError):
 class Frames:
     """What a pipeline comes to, before anything runs."""
 
-    rows: DataFrame
-    letters: DataFrame | None
+    rows: Mapping[str, DataFrame]
+    """By the names of the outputs."""
+    letters: Mapping[str, DataFrame]
+    """By the names of the sources that have dead letters."""
 
 
 def register(spark: SparkSession) -> None:
@@ -75,28 +78,33 @@ _REGISTERED: Final[WeakSet[SparkSession]] = WeakSet()
 
 def build(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames:
     """Everything that Spark can check without reading a message. Raises PipelineError."""
-    decode = pipeline.decode
-    schema = _schema(spark, file, pipeline)
-    bad = "drop" if pipeline.dead_letters else decode.on_error
-    messages = good_rows(_messages(spark, file, pipeline, ROWS), decode, schema, bad=bad)
-    result = transform(spark, pipeline, messages, file.path.parent)
-    rows = prepared(pipeline.sink, result, _target(file, pipeline))
-    if not pipeline.dead_letters:
-        return Frames(rows, None)
-    letters = dead_letters(
-        _messages(spark, file, pipeline, LETTERS),
-        decode,
-        schema,
-        pipeline=pipeline.name,
-        channel=pipeline.source.options["channel"],
-    )
+    schemas = {source.name: _schema(spark, file, pipeline, source) for source in pipeline.sources}
+    rows: dict[str, DataFrame] = {}
+    for output in pipeline.outputs:
+        messages = {
+            source.name: _rows(spark, file, pipeline, source, output, schemas[source.name])
+            for source in pipeline.sources
+        }
+        result = transform(spark, pipeline, messages, file.path.parent)[output.result]
+        rows[output.name] = prepared(output.sink, result, Target(pipeline, output, file.nsq))
+    letters = {
+        source.name: dead_letters(
+            _messages(spark, file, pipeline, source, None),
+            source.decode,
+            schemas[source.name],
+            pipeline=pipeline.name,
+            channel=source.channel(),
+        )
+        for source in pipeline.sources
+        if source.dead_letters
+    }
     return Frames(rows, letters)
 
 
 def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames | None:
     """The same, and whether Spark would run it as a stream. Raises PipelineError.
 
-    Needs no nsqd, unless the schema has to be inferred. If it cannot be, since nsqd is away or there is no
+    Needs no nsqd, unless a schema has to be inferred. If it cannot be, since nsqd is away or there is no
     message yet, the columns are unknown: then only the syntax of the SQL is checked, and the result is None.
     """
     try:
@@ -106,14 +114,19 @@ def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames
             raise
         parse(spark, pipeline)
         return None
-    writer_of(pipeline.sink, frames.rows, _target(file, pipeline))
     jvm: Any = spark._jvm
-    plan = frames.rows._jdf.queryExecution().analyzed()
-    mode = getattr(jvm.org.apache.spark.sql.streaming.OutputMode, pipeline.output_mode.capitalize())()
-    try:
-        jvm.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker.checkForStreaming(plan, mode)
-    except PySparkException as error:
-        raise _refused(pipeline, error) from error
+    modes, checker = (
+        jvm.org.apache.spark.sql.streaming.OutputMode,
+        jvm.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker,
+    )
+    for output in pipeline.outputs:
+        rows = frames.rows[output.name]
+        writer_of(output.sink, rows, Target(pipeline, output, file.nsq))
+        plan = rows._jdf.queryExecution().analyzed()
+        try:
+            checker.checkForStreaming(plan, getattr(modes, output.output_mode.capitalize())())
+        except PySparkException as error:
+            raise _refused(pipeline, error) from error
     return frames
 
 
@@ -126,20 +139,25 @@ def start(
     spark: SparkSession, file: PipelineFile, pipeline: Pipeline, abandoned: threading.Event
 ) -> dict[str, StreamingQuery]:
     """Running queries by their role. Raises PipelineError, and Abandoned if that is set meanwhile."""
-    _clear_unfinished(pipeline)
+    for output in pipeline.outputs:
+        _clear_unfinished(pipeline, output)
     layout = layout_of(pipeline)
     if layout is not None and _is_utc(spark):
-        return {ROWS: _start_direct(spark, file, pipeline, layout)}
-    settle_beginning(file, pipeline, abandoned)
-    _settle_schema(spark, file, pipeline, abandoned)
+        (output,) = pipeline.outputs
+        return {output.role: _start_direct(spark, file, pipeline, layout)}
+    _settle_schemas(spark, file, pipeline, abandoned)
+    settle_beginning(spark, file, pipeline, abandoned)
     frames = build(spark, file, pipeline)
     started: dict[str, StreamingQuery] = {}
     try:
-        rows = writer_of(pipeline.sink, frames.rows, _target(file, pipeline))
-        started[ROWS] = _start(rows.outputMode(pipeline.output_mode), pipeline, ROWS)
-        if frames.letters is not None:
-            letters = letters_writer(frames.letters, pipeline.dead_letters, file.nsq)
-            started[LETTERS] = _start(letters.outputMode("append"), pipeline, LETTERS)
+        for output in pipeline.outputs:
+            rows = writer_of(output.sink, frames.rows[output.name], Target(pipeline, output, file.nsq))
+            started[output.role] = _start_output(rows, pipeline, output)
+        for source in pipeline.sources:
+            if source.dead_letters:
+                letters = letters_writer(frames.letters[source.name], source.dead_letters, file.nsq)
+                name = _spaced(pipeline.name, "" if source.name == MESSAGES else source.name, "dead letters")
+                started[source.letters_role] = _start(letters, pipeline, source.letters_role, name)
     except BaseException:
         for query in started.values():
             query.stop()
@@ -147,9 +165,9 @@ def start(
     return started
 
 
-def _clear_unfinished(pipeline: Pipeline) -> None:
+def _clear_unfinished(pipeline: Pipeline, output: Output) -> None:
     """Files that an earlier run has written and not made part of the table."""
-    sink, metadata = pipeline.sink, Path(pipeline.checkpoint) / ROWS / "metadata"
+    sink, metadata = output.sink, Path(pipeline.checkpoint) / output.role / "metadata"
     if isinstance(sink, Parquet) and sink.writer == "nsparq" and metadata.is_file():
         Directory(sink.path).clear_new_files(json.loads(metadata.read_text())["id"])
 
@@ -163,28 +181,49 @@ def _start_direct(
     spark: SparkSession, file: PipelineFile, pipeline: Pipeline, layout: Layout
 ) -> StreamingQuery:
     """Of messages that go to files as they are; see `direct`."""
+    (source,), (output,) = pipeline.sources, pipeline.outputs
     options = {
-        **source_options(file, pipeline),
+        **source_options(file, pipeline, source, output),
         direct.LAYOUT: layout.dumps(),
         direct.INTERVAL: str(pipeline.trigger.seconds),
     }
-    files = _load(spark, pipeline, direct.FORMAT, options)
+    files = _load(spark, pipeline, source, direct.FORMAT, options)
     counted = files.observe(WRITTEN, F.sum("rows").alias("rows"), F.sum("size").alias("bytes"))
-    writer = writer_of(pipeline.sink, counted, _target(file, pipeline)).option("described", "true")
+    writer = writer_of(output.sink, counted, Target(pipeline, output, file.nsq)).option("described", "true")
     # The source knows when the next batch is due.
     trigger = pipeline.trigger if pipeline.trigger.ends else Trigger(0.0)
-    return _start(writer.outputMode("append"), replace(pipeline, trigger=trigger), ROWS)
+    return _start_output(writer, replace(pipeline, trigger=trigger), output)
 
 
-def _start(writer: DataStreamWriter, pipeline: Pipeline, role: str) -> StreamingQuery:
-    if not (role == ROWS and isinstance(pipeline.sink, Memory)):
+def _start_output(writer: DataStreamWriter, pipeline: Pipeline, output: Output) -> StreamingQuery:
+    writer = writer.outputMode(output.output_mode)
+    if isinstance(output.sink, Memory):
         # A table in memory has the name of its query, and is gone with it: it begins anew each time.
-        writer = writer.queryName(pipeline.name if role == ROWS else f"{pipeline.name} dead letters")
-        writer = writer.option("checkpointLocation", f"{pipeline.checkpoint}/{role}")
+        return _triggered(writer, pipeline)
+    return _start(writer, pipeline, output.role, _spaced(pipeline.name, output.name))
+
+
+def _start(writer: DataStreamWriter, pipeline: Pipeline, role: str, name: str) -> StreamingQuery:
+    writer = writer.queryName(name).option("checkpointLocation", f"{pipeline.checkpoint}/{role}")
+    return _triggered(writer, pipeline)
+
+
+def _triggered(writer: DataStreamWriter, pipeline: Pipeline) -> StreamingQuery:
+    trigger = pipeline.trigger
+    if trigger.kind == "available-now":
+        writer = writer.trigger(availableNow=True)
+    elif trigger.kind == "once":
+        writer = writer.trigger(once=True)
+    else:
+        writer = writer.trigger(processingTime=f"{round(trigger.seconds * 1000)} milliseconds")
     try:
-        return _triggered(writer, pipeline.trigger).start()
+        return writer.start()
     except PySparkException as error:
         raise _refused(pipeline, error) from error
+
+
+def _spaced(*words: str) -> str:
+    return " ".join(filter(None, words))
 
 
 def _refused(pipeline: Pipeline, error: PySparkException) -> PipelineError:
@@ -194,71 +233,182 @@ def _refused(pipeline: Pipeline, error: PySparkException) -> PipelineError:
     return PipelineError(f"[pipeline.{pipeline.name}]: {text}")
 
 
-def _triggered(writer: DataStreamWriter, trigger: Trigger) -> DataStreamWriter:
-    if trigger.kind == "available-now":
-        return writer.trigger(availableNow=True)
-    if trigger.kind == "once":
-        return writer.trigger(once=True)
-    return writer.trigger(processingTime=f"{round(trigger.seconds * 1000)} milliseconds")
-
-
-def _target(file: PipelineFile, pipeline: Pipeline) -> Target:
-    return Target(pipeline, file.nsq)
-
-
 # messages
 
 
-def source_options(file: PipelineFile, pipeline: Pipeline, role: str = ROWS) -> dict[str, str]:
-    """Options of format("nsq") for one of the queries."""
-    options = {**file.nsq, **pipeline.source.options}
-    if options.get("mode") == "queue":
-        options.setdefault("staging", f"{pipeline.checkpoint}/staging")
-    if isinstance(pipeline.sink, Memory):
+def source_options(
+    file: PipelineFile, pipeline: Pipeline, source: Source, output: Output | None
+) -> dict[str, str]:
+    """Options of format("nsq") for the query of an output, or without one for that of the dead letters."""
+    options = {**file.nsq, **source.options}
+    if source.is_queue:
+        place = "staging" if source.name == MESSAGES else f"staging-{source.name}"
+        options.setdefault("staging", f"{pipeline.checkpoint}/{place}")
+    if output is None:
+        options["channel"] = source.letters_channel
+        return options
+    options["channel"] = source.channel(output.name)
+    if isinstance(output.sink, Memory):
         # Its checkpoint is gone with it.
         options.setdefault("ownChannel", "false")
-    if role == LETTERS:
-        options["channel"] = f"{options['channel']}.dead"
     return options
 
 
-def _messages(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, role: str) -> DataFrame:
-    options = source_options(file, pipeline, role)
-    if pipeline.dead_letters:
-        beginning = PipelineMemory(pipeline).get("beginning")
-        if beginning is not None:
-            read = {topic: places for topic, places in beginning.items() if pipeline.source.reads(topic)}
-            options["startingPosition"] = json.dumps(read)
-    return _load(spark, pipeline, "nsq", options)
+def _rows(
+    spark: SparkSession,
+    file: PipelineFile,
+    pipeline: Pipeline,
+    source: Source,
+    output: Output,
+    schema: StructType,
+) -> DataFrame:
+    """The decoded messages of a source."""
+    bad = "drop" if source.dead_letters else source.decode.on_error
+    observed = decoded_name(source.name)
+    messages = _messages(spark, file, pipeline, source, output)
+    if source.decode.format in NAMES and len(pipeline.sources) > 1:
+        # Spark counts the messages of all sources together.
+        messages = messages.observe(observed, F.count(F.lit(1)).alias("rows"))
+    return good_rows(messages, source.decode, schema, bad=bad, observed=observed)
 
 
-def _load(spark: SparkSession, pipeline: Pipeline, format: str, options: dict[str, str]) -> DataFrame:
+def _messages(
+    spark: SparkSession, file: PipelineFile, pipeline: Pipeline, source: Source, output: Output | None
+) -> DataFrame:
+    options = source_options(file, pipeline, source, output)
+    role = source.letters_role if output is None else output.role
+    beginning = Beginnings(pipeline).of(role, source)
+    if beginning is not None:
+        options["startingPosition"] = json.dumps(beginning)
+    return _load(spark, pipeline, source, "nsq", options)
+
+
+def _load(
+    spark: SparkSession, pipeline: Pipeline, source: Source, format: str, options: dict[str, str]
+) -> DataFrame:
     try:
         return spark.readStream.format(format).options(**options).load()
     except PySparkException as error:
-        raise PipelineError(f"[pipeline.{pipeline.name}.source]: {in_words(error)}") from error
+        raise PipelineError(f"{_source_place(pipeline, source)}: {in_words(error)}") from error
 
 
-def settle_beginning(file: PipelineFile, pipeline: Pipeline, abandoned: threading.Event) -> None:
-    """Where the queries begin, once for both of them: what is `latest` to the one would not be to the other.
-    Raises PipelineError, Abandoned."""
-    memory = PipelineMemory(pipeline)
-    if not pipeline.dead_letters or memory.get("beginning") is not None:
+def _source_place(pipeline: Pipeline, source: Source, *more: str) -> str:
+    """How errors call a source, or a table of it."""
+    named = ("source",) if source.name == MESSAGES and not more else ("sources", source.name)
+    words = more if source.name == MESSAGES and more else (*named, *more)
+    return f"[{'.'.join(('pipeline', pipeline.name, *words))}]"
+
+
+# where the queries begin
+
+
+class Beginnings:
+    """Where the queries of a pipeline begin. It is settled once for those that start together: what is
+    `latest` to the one would not be to the other."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline, self._memory = pipeline, PipelineMemory(pipeline)
+        self._is_needed = len(pipeline.roles) > 1
+        self._known: dict[str, dict[str, Any]] = {}
+        if not self._is_needed:
+            return
+        before = self._memory.get("beginning")
+        if before is not None:
+            # Of an nsparq whose pipelines had one source and one output.
+            self._known = {role: {MESSAGES: before} for role in ("rows", "letters")}
+        self._known |= self._memory.get("beginnings") or {}
+
+    @property
+    def missing(self) -> list[str]:
+        """Roles of queries that are new."""
+        return [role for role in self._pipeline.roles if self._is_needed and role not in self._known]
+
+    def of(self, role: str, source: Source) -> dict[str, Any] | None:
+        """What is to be the startingPosition of a source. Topics that it no longer reads are left out."""
+        found = self._known.get(role, {}).get(source.name)
+        if found is None:
+            return None
+        return {topic: nodes for topic, nodes in _places(found).items() if source.reads(topic)}
+
+    def keep(self, found: Mapping[str, Any], abandoned: threading.Event) -> None:
+        """The same for all that are new, by the sources' names. Raises Abandoned."""
+        known = self._memory.get("beginnings") or {}
+        _keep(self._memory, "beginnings", {**known, **dict.fromkeys(self.missing, dict(found))}, abandoned)
+
+
+def _places(beginning: Mapping[str, Any]) -> dict[str, Any]:
+    """Places by topic and node, of an offset in any version."""
+    offsets = decode(beginning)
+    return {topic: {node: [*place] for node, place in nodes.items()} for topic, nodes in offsets.items()}
+
+
+def settle_beginning(
+    spark: SparkSession, file: PipelineFile, pipeline: Pipeline, abandoned: threading.Event
+) -> None:
+    """Where the queries that are new begin. From now on nsqd keeps the messages for all of them. Raises
+    PipelineError, Abandoned."""
+    beginnings = Beginnings(pipeline)
+    new = beginnings.missing
+    if not new:
         return
+    reads = {role: sources for role, sources in _reads(spark, file, pipeline).items() if role in new}
+    found: dict[str, Any] = {}
+    for source in pipeline.sources:
+        options = [
+            source_options(file, pipeline, source, output)
+            for role, output in _queries(pipeline)
+            if source.name in reads.get(role, ()) and not source.is_queue
+        ]
+        for one in options:
+            if source.name in found:
+                one["startingPosition"] = json.dumps(_places(found[source.name]))
+            begun = _begin(pipeline, source, one)
+            found.setdefault(source.name, begun)
+    beginnings.keep(found, abandoned)
+
+
+def _begin(pipeline: Pipeline, source: Source, options: dict[str, str]) -> dict[str, Any]:
+    """Where a query with these options begins. Its channel is there from now on."""
     from nsparq.spark.log_source import LogSource
-    from nsparq.spark.positions import encode
 
     try:
-        source = LogSource(NsqOptions.parse(source_options(file, pipeline), Use.LOG_STREAM))
+        opened = LogSource(NsqOptions.parse(options, Use.LOG_STREAM))
         try:
-            beginning = encode(source.initial())
-            _keep(memory, "beginning", beginning, abandoned)
+            return encode(opened.initial())
         finally:
-            source.close()
-    except Abandoned:
-        raise
+            opened.close()
     except NsparqError as error:
-        raise PipelineError(f"[pipeline.{pipeline.name}.source]: {error}") from error
+        raise PipelineError(f"{_source_place(pipeline, source)}: {error}") from error
+
+
+def _queries(pipeline: Pipeline) -> Iterator[tuple[str, Output | None]]:
+    """The roles of all queries; without an output those of dead letters."""
+    for output in pipeline.outputs:
+        yield output.role, output
+    for source in pipeline.sources:
+        if source.dead_letters:
+            yield source.letters_role, None
+
+
+def _reads(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> dict[str, set[str]]:
+    """Which sources each query reads: those that its plan names, by their channels."""
+    found = {source.letters_role: {source.name} for source in pipeline.sources if source.dead_letters}
+    if len(pipeline.sources) == 1:
+        # Whatever an output is, it is made of this one.
+        return {**found, **{output.role: {pipeline.sources[0].name} for output in pipeline.outputs}}
+    frames = build(spark, file, pipeline)
+    for output in pipeline.outputs:
+        found_leaves = frames.rows[output.name]._jdf.queryExecution().analyzed().collectLeaves()
+        leaves = [found_leaves.apply(at) for at in range(found_leaves.size())]
+        channels = {
+            leaf.extraOptions().get("channel")
+            for leaf in leaves
+            if leaf.getClass().getSimpleName() == "StreamingRelationV2"
+        }
+        found[output.role] = {
+            source.name for source in pipeline.sources if source.channel(output.name) in channels
+        }
+    return found
 
 
 def _keep(memory: PipelineMemory, key: str, value: Any, abandoned: threading.Event) -> None:
@@ -271,25 +421,31 @@ def _keep(memory: PipelineMemory, key: str, value: Any, abandoned: threading.Eve
 # the schema
 
 
-def _settle_schema(
+def _settle_schemas(
     spark: SparkSession, file: PipelineFile, pipeline: Pipeline, abandoned: threading.Event
 ) -> None:
     """What was inferred stays, so that a restart does not change it."""
     memory = PipelineMemory(pipeline)
-    if _is_inferred(pipeline) and memory.get("schema") is None:
-        _keep(memory, "schema", _inferred(spark, file, pipeline), abandoned)
+    for source in pipeline.sources:
+        if _is_inferred(source) and memory.get(_schema_key(source)) is None:
+            found = _inferred(spark, file, pipeline, source)
+            _keep(memory, _schema_key(source), found, abandoned)
 
 
-def _is_inferred(pipeline: Pipeline) -> bool:
-    return pipeline.decode.format not in ("text", "raw", "message") and not pipeline.decode.schema
+def _schema_key(source: Source) -> str:
+    return "schema" if source.name == MESSAGES else f"schema-{source.name}"
 
 
-def _schema(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> StructType:
-    decode = pipeline.decode
+def _is_inferred(source: Source) -> bool:
+    return source.decode.format not in ("text", "raw", "message") and not source.decode.schema
+
+
+def _schema(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, source: Source) -> StructType:
+    decode = source.decode
     if decode.format in ("text", "raw", "message"):
         return StructType()
-    place = _schema_place(pipeline)
-    given = decode.schema or _inferred(spark, file, pipeline)
+    place = _schema_place(pipeline, source)
+    given = decode.schema or _inferred(spark, file, pipeline, source)
     try:
         schema = StructType.fromDDL(given)
     except PySparkException as error:
@@ -302,36 +458,39 @@ def _schema(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Stru
     return schema
 
 
-def _schema_place(pipeline: Pipeline) -> str:
-    return f"[pipeline.{pipeline.name}.decode] schema"
+def _schema_place(pipeline: Pipeline, source: Source) -> str:
+    return f"{_source_place(pipeline, source, 'decode')} schema"
 
 
-def _inferred(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> str:
+def _inferred(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, source: Source) -> str:
     """As it was once, or as the messages are now. Raises PipelineError."""
-    known = PipelineMemory(pipeline).get("schema")
+    known = PipelineMemory(pipeline).get(_schema_key(source))
     if known is not None:
         return str(known)
-    decode = pipeline.decode
-    bodies = sample(spark, file, pipeline, decode.sample)
+    decode = source.decode
+    bodies = sample(spark, file, pipeline, source, decode.sample)
     separator = decode.options.get("sep", decode.options.get("delimiter", ","))
     found = infer_json(bodies) if decode.format == "json" else infer_csv(bodies, separator)
     if not found:
         raise NothingYet(
-            f"{_schema_place(pipeline)}: none was given, and none can be inferred: "
-            f"{pipeline.source.topics} has "
+            f"{_schema_place(pipeline, source)}: none was given, and none can be inferred: "
+            f"{source.topics} has "
             + (f"no {decode.format.upper()} among {len(bodies)} messages" if bodies else "no messages yet")
         )
     return found
 
 
-def sample(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, count: int) -> list[bytes]:
+def sample(
+    spark: SparkSession, file: PipelineFile, pipeline: Pipeline, source: Source, count: int
+) -> list[bytes]:
     """Bodies of messages, the oldest that there are. Raises PipelineError."""
-    options = source_options(file, pipeline)
+    options = {**file.nsq, **source.options}
     kept = {name: value for name, value in options.items() if name not in _STREAM_ONLY}
     try:
         rows = spark.read.format("nsq").options(**kept).load().select("body").limit(count).collect()
     except PySparkException as error:
-        raise PipelineError(f"{_schema_place(pipeline)}: no sample can be read: {in_words(error)}") from error
+        place = _schema_place(pipeline, source)
+        raise PipelineError(f"{place}: no sample can be read: {in_words(error)}") from error
     return [bytes(row.body) for row in rows]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -19,9 +19,11 @@ from nsparq.pipeline.spec import (
     Decode,
     Files,
     Noop,
+    Output,
     Parquet,
     Pipeline,
     PipelineFile,
+    PipelineKeys,
     Run,
     Sink,
     Source,
@@ -30,12 +32,13 @@ from nsparq.pipeline.spec import (
     Step,
     Topic,
     Watermark,
+    is_identifier,
     is_local,
 )
 from nsparq.pipeline.tables import Problems, did_you_mean, expand, keys, read_table, shorthand
 from nsparq.spark.options import TABLE, NsqOptions, OptionError, SparkOption, Use
 
-__all__ = ["DEFAULT_NSQD", "NSQ_KEYS", "SINK_KEYS", "SOURCE_KEYS", "load", "parse"]
+__all__ = ["DEFAULT_NSQD", "NSQ_KEYS", "SINK_KEYS", "SOURCE_KEYS", "load", "parse", "read"]
 
 DEFAULT_NSQD: Final = "127.0.0.1:4151"
 
@@ -69,12 +72,16 @@ def load(path: Path | str) -> PipelineFile:
 
 def parse(content: str, path: Path | str = "pipelines.toml") -> PipelineFile:
     """The text of a file that is, or could be, at this path. Raises SpecError."""
-    path = Path(path)
     try:
         given = tomllib.loads(content)
     except tomllib.TOMLDecodeError as error:
         raise SpecError(str(path), [f"is no TOML: {error}"]) from error
-    problems = Problems()
+    return read(given, path)
+
+
+def read(given: Mapping[str, Any], path: Path | str = "pipelines.toml") -> PipelineFile:
+    """What the TOML of a file says, which is, or could be, at this path. Raises SpecError."""
+    path, problems = Path(path), Problems()
     found = _Reader(path.absolute(), problems).read(given)
     if found is None or problems.found:
         raise SpecError(str(path), problems.found)
@@ -146,14 +153,18 @@ class _Reader:
         return found
 
     def _options(
-        self, given: Mapping[str, Any], place: str, known: Mapping[str, SparkOption]
+        self,
+        given: Mapping[str, Any],
+        place: str,
+        known: Mapping[str, SparkOption],
+        beside: Iterable[str] = (),
     ) -> dict[str, str]:
         """By their own names, from keys in snake_case."""
         found: dict[str, str] = {}
         for one, value in given.items():
             option = known.get(one)
             if option is None:
-                self._problems.unknown(place, one, known)
+                self._problems.unknown(place, one, [*beside, *known])
                 continue
             try:
                 text = _option_text(value)
@@ -166,20 +177,59 @@ class _Reader:
                 self._problems.add(place, one, f"{error}{shown}")
         return found
 
+    # [pipeline.NAME.sources.NAME]
+
+    def _sources(self, value: Any, pipeline: str, nsq: Mapping[str, str]) -> tuple[Source, ...]:
+        place, problems = f"pipeline.{pipeline}.sources", self._problems
+        if not isinstance(value, dict) or not value:
+            problems.add(place, "", f"must be tables, each with a name: [{place}.orders]")
+            return ()
+        found = []
+        for name, given in value.items():
+            at = f"{place}.{name}"
+            if not is_identifier(name):
+                problems.add(at, "", "a source's name is one that SQL can use: letters, digits, _")
+            try:
+                values = dict(shorthand("topic", given))
+            except ValueError as error:
+                problems.add(at, "", str(error))
+                continue
+            own = {one: values.pop(one) for one in keys(Source) if one in values}
+            options = self._source_options(values, at, _channel(pipeline, name), nsq, keys(Source))
+            if "decode" in own:
+                own["decode"] = self._decode(own["decode"], at)
+            if "watermark" in own:
+                own["watermark"] = self._watermark(own["watermark"], at)
+            source = read_table(Source, own, at, problems, name=name, options=options or {})
+            if source is not None and options is not None:
+                found.append(source)
+        return tuple(found)
+
     def _source(self, value: Any, pipeline: str, nsq: Mapping[str, str]) -> Source | None:
-        place, problems = f"pipeline.{pipeline}.source", self._problems
         try:
             given = dict(shorthand("topic", value))
         except ValueError as error:
-            problems.add(f"pipeline.{pipeline}", "source", str(error))
+            self._problems.add(f"pipeline.{pipeline}", "source", str(error))
             return None
+        options = self._source_options(given, f"pipeline.{pipeline}.source", pipeline, nsq)
+        return None if options is None else Source(options=options)
+
+    def _source_options(
+        self,
+        given: dict[str, Any],
+        place: str,
+        channel: str,
+        nsq: Mapping[str, str],
+        beside: Iterable[str] = (),
+    ) -> dict[str, str] | None:
+        """Of format("nsq"). `beside` are keys of the same table that are read elsewhere."""
+        problems, before = self._problems, len(self._problems.found)
         if isinstance(given.get("topic"), list):
             given["topics"] = given.pop("topic")
-        before = len(problems.found)
-        found = self._options(given, place, SOURCE_KEYS)
+        found = self._options(given, place, SOURCE_KEYS, beside)
         if len(problems.found) > before:
             return None
-        found.setdefault("channel", pipeline)
+        found.setdefault("channel", channel)
         use = Use.QUEUE_STREAM if found.get("mode") == "queue" else Use.LOG_STREAM
         try:
             # In queue mode the checkpoint will be the place to stage.
@@ -188,7 +238,7 @@ class _Reader:
         except OptionError as error:
             problems.add(place, "", str(error))
             return None
-        return Source(options=found)
+        return found
 
     # [pipeline.NAME]
 
@@ -203,51 +253,141 @@ class _Reader:
         values = dict(given)
         if "source" in values:
             values["source"] = self._source(values["source"], one, nsq)
+        if "sources" in values:
+            values["sources"] = self._sources(values["sources"], one, nsq)
         if "decode" in values:
             values["decode"] = self._decode(values["decode"], place)
         if "watermark" in values:
             values["watermark"] = self._watermark(values["watermark"], place)
-        if "sink" in values:
-            values["sink"] = self._sink(values["sink"], f"{place}.sink")
         if "step" in values:
             values["step"] = self._steps(values["step"], f"{place}.step")
-        found = read_table(Pipeline, values, place, problems, name=one)
-        if found is None or len(problems.found) > before:
+        if "sink" in values:
+            values["sink"] = self._outputs(values["sink"], f"{place}.sink")
+        if "source" not in values and "sources" not in values:
+            problems.add(place, "source", "is missing")
+        keys = read_table(PipelineKeys, values, place, problems)
+        if keys is None or len(problems.found) > before:
             return None
-        self._check(found, place)
-        if not found.sql and not found.python:
-            return found
-        return replace(found, steps=(Step(name="result", sql=found.sql, python=found.python),))
+        found = self._assembled(one, keys, values, place)
+        if len(problems.found) == before:
+            self._check(found, place)
+        return found
+
+    def _assembled(self, name: str, keys: PipelineKeys, given: Mapping[str, Any], place: str) -> Pipeline:
+        """The pipeline that the keys describe."""
+        add = self._problems.add
+        sources, steps = keys.sources, keys.steps
+        if keys.source is not None:
+            if sources:
+                add(place, "sources", "cannot be together with 'source'")
+            own = replace(
+                keys.source,
+                decode=keys.decode,
+                dead_letters=keys.dead_letters,
+                watermark=keys.watermark,
+            )
+            sources = (own,)
+        else:
+            for one in ("decode", "dead_letters", "watermark"):
+                if one in given:
+                    add(place, one, f"belongs to each source: [{place}.sources.{sources[0].name}]")
+        ways = [
+            one
+            for one, is_used in (("sql", keys.sql), ("python", keys.python), ("step", keys.steps))
+            if is_used
+        ]
+        if len(ways) > 1:
+            add(place, ways[1], f"cannot be together with {ways[0]!r}; use [[{place}.step]] for several")
+        elif not steps and ways:
+            steps = (Step(name="result", sql=keys.sql, python=keys.python),)
+        self._check_steps(steps, sources, place)
+        results = [*(one.name for one in sources), *(one.name for one in steps)]
+        outputs = []
+        for at, output in _placed(keys.outputs, place):
+            if output.result and output.result not in results:
+                hint = did_you_mean(output.result, results) or f"there are {', '.join(results)}"
+                add(at, "from", f"there is no source or step {output.result!r}; {hint}")
+            elif not output.result and not steps and len(sources) > 1:
+                add(at, "from", f"is missing: rows of which source? There are {', '.join(results)}")
+            outputs.append(
+                replace(
+                    output,
+                    result=output.result or results[-1],
+                    output_mode=output.output_mode or keys.output_mode,
+                )
+            )
+        return Pipeline(
+            name=name,
+            sources=sources,
+            steps=steps,
+            outputs=tuple(outputs),
+            trigger=keys.trigger,
+            checkpoint=keys.checkpoint,
+            retries=keys.retries,
+        )
 
     def _check(self, found: Pipeline, place: str) -> None:
         """What the keys mean together."""
-        add = self._problems.add
-        is_queue = found.source.options.get("mode") == "queue"
-        ways = [one for one, is_used in _ways(found) if is_used]
-        if len(ways) > 1:
-            add(place, ways[1], f"cannot be together with {ways[0]!r}; use [[{place}.step]] for several")
-        if found.dead_letters:
-            if found.decode.format in ("raw", "message"):
+        for source in found.sources:
+            self._check_source(source, found, place)
+        for at, output in _placed(found.outputs, place):
+            self._check_output(output, found, at, place)
+        self._check_names(found, place)
+
+    def _check_source(self, source: Source, found: Pipeline, place: str) -> None:
+        add, at = self._problems.add, place if source.name == MESSAGES else f"{place}.sources.{source.name}"
+        if source.dead_letters:
+            if source.decode.format in ("raw", "message"):
                 add(
-                    place,
+                    at,
                     "dead_letters",
-                    f"nothing fails to decode with {found.decode.format!r}: set 'decode', or leave this out",
+                    f"nothing fails to decode with {source.decode.format!r}: set 'decode', or leave this out",
                 )
-            if is_queue:
-                add(place, "dead_letters", "the source is read twice for it, which mode 'queue' cannot")
-            if found.source.reads(found.dead_letters):
-                add(place, "dead_letters", "is a topic that the pipeline reads: it would go round in circles")
-        if is_queue and found.decode.format in ("json", "csv") and not found.decode.schema:
-            add(
-                f"{place}.decode", "schema", "is missing: a queue cannot be looked at without taking messages"
+            if source.is_queue:
+                add(at, "dead_letters", "the source is read twice for it, which mode 'queue' cannot")
+            if found.reads(source.dead_letters):
+                add(at, "dead_letters", "is a topic that the pipeline reads: it would go round in circles")
+        if source.is_queue and len(found.outputs) > 1:
+            add(at, "mode", "'queue' can be read by one sink only: each sink is a query that reads by itself")
+        if source.is_queue and source.decode.format in ("json", "csv") and not source.decode.schema:
+            add(f"{at}.decode", "schema", "is missing: a queue cannot be looked at without taking messages")
+
+    def _check_output(self, output: Output, found: Pipeline, at: str, place: str) -> None:
+        add, sink = self._problems.add, output.sink
+        if isinstance(sink, Topic):
+            if not sink.topic and not sink.topic_from:
+                add(at, "topic", "is missing")
+            if sink.topic and found.reads(sink.topic):
+                add(at, "topic", "is one that the pipeline reads: it would go round in circles")
+        if isinstance(sink, Files) and output.output_mode != "append":
+            where = place if len(found.outputs) == 1 else at
+            add(where, "output_mode", "files can only be appended to: use 'append', with a watermark")
+
+    def _check_names(self, found: Pipeline, place: str) -> None:
+        """No two queries share a channel or a checkpoint, and nsqd takes the names."""
+        add = self._problems.add
+        names = [output.name for output in found.outputs]
+        for number, (at, output) in enumerate(_placed(found.outputs, place)):
+            if output.name in names[:number]:
+                text = f"{output.name!r} is taken" if output.name else "is missing: another sink has none"
+                add(at, "name", text)
+                return
+        channels = [
+            (f"source {source.name!r}", channel)
+            for source in found.sources
+            for channel in (
+                *(source.channel(name) for name in names),
+                *([source.letters_channel] if source.dead_letters else []),
             )
-        if isinstance(found.sink, Topic):
-            if not found.sink.topic and not found.sink.topic_from:
-                add(f"{place}.sink", "topic", "is missing")
-            if found.sink.topic and found.source.reads(found.sink.topic):
-                add(f"{place}.sink", "topic", "is one that the pipeline reads: it would go round in circles")
-        if isinstance(found.sink, Files) and found.output_mode != "append":
-            add(place, "output_mode", "files can only be appended to: use 'append', with a watermark")
+        ]
+        owners: dict[str, str] = {}
+        for owner, channel in channels:
+            if channel in owners:
+                also = "" if owners[channel] == owner else f" and of {owners[channel]}"
+                add(place, "", f"the channel {channel!r} of {owner}{also} is used twice: choose another name")
+            owners[channel] = owner
+            if not is_valid_name(channel.encode()):
+                add(place, "", f"the channel {channel!r} of {owner} is too long: set its 'channel'")
 
     def _decode(self, value: Any, place: str) -> Decode | None:
         try:
@@ -280,22 +420,53 @@ class _Reader:
                 values["watermark"] = self._watermark(values["watermark"], at)
             step = read_table(Step, values, at, self._problems)
             if step is not None:
-                step = replace(step, name=step.name or f"step{number}")
-                self._check_step(step, {MESSAGES, *(one.name for one in found)}, at)
-                found.append(step)
+                if bool(step.sql) == bool(step.python):
+                    self._problems.add(at, "", "needs either 'sql' or 'python'")
+                found.append(replace(step, name=step.name or f"step{number}"))
         return tuple(found)
 
-    def _check_step(self, step: Step, known: set[str], place: str) -> None:
-        if bool(step.sql) == bool(step.python):
-            self._problems.add(place, "", "needs either 'sql' or 'python'")
-        if step.name in {*known, INPUT}:
-            self._problems.add(place, "name", f"{step.name!r} is taken")
-        for one in step.sources:
-            if one not in known:
-                hint = did_you_mean(one, known) or f"there are {', '.join(sorted(known))}"
-                self._problems.add(place, "from", f"there is no earlier step {one!r}; {hint}")
+    def _check_steps(self, steps: tuple[Step, ...], sources: tuple[Source, ...], place: str) -> None:
+        """Names in SQL: each is there once, whether in capitals or not, and before it is used."""
+        add = self._problems.add
+        known: list[str] = []
+        for at, name in [
+            *((f"{place}.sources.{one.name}", one.name) for one in sources),
+            *((f"{place}.step {number}", one.name) for number, one in enumerate(steps, 1)),
+        ]:
+            if name.lower() in {INPUT, *(one.lower() for one in known)}:
+                add(at, "name", f"{name!r} is taken")
+            known.append(name)
+        for number, step in enumerate(steps, 1):
+            earlier, at = known[: len(sources) + number - 1], f"{place}.step {number}"
+            for one in step.sources:
+                if one not in earlier:
+                    hint = did_you_mean(one, earlier) or f"there are {', '.join(sorted(earlier))}"
+                    add(at, "from", f"there is no earlier step {one!r}; {hint}")
+        if len(sources) > 1 and steps and steps[0].python and not steps[0].sources:
+            at = place if steps[0].name == "result" else f"{place}.step 1"
+            add(at, "from", f"is missing: which of {', '.join(one.name for one in sources)}?")
 
     # [pipeline.NAME.sink]
+
+    def _outputs(self, value: Any, place: str) -> tuple[Output, ...]:
+        """One sink, or an array of them."""
+        if not isinstance(value, list):
+            output = self._output(value, place)
+            return () if output is None else (output,)
+        if not value:
+            self._problems.add(place, "", "is empty")
+        found = [self._output(one, f"{place} {number}") for number, one in enumerate(value, 1)]
+        return tuple(one for one in found if one is not None)
+
+    def _output(self, value: Any, place: str) -> Output | None:
+        own: dict[str, Any] = {}
+        if isinstance(value, dict):
+            own = {one: value[one] for one in keys(Output) if one in value}
+            value = {one: given for one, given in value.items() if one not in own}
+        sink = self._sink(value, place)
+        # A sink that cannot be read has said why.
+        output = read_table(Output, own, place, self._problems, sink=sink or Noop())
+        return output if sink is not None else None
 
     def _sink(self, value: Any, place: str) -> Sink | None:
         if isinstance(value, str):
@@ -355,8 +526,15 @@ class _Reader:
         return found
 
 
-def _ways(found: Pipeline) -> tuple[tuple[str, bool], ...]:
-    return ("sql", bool(found.sql)), ("python", bool(found.python)), ("step", bool(found.steps))
+def _channel(pipeline: str, source: str) -> str:
+    """A source called `messages` is what the only source is."""
+    return pipeline if source == MESSAGES else f"{pipeline}.{source}"
+
+
+def _placed(outputs: Sequence[Output], place: str) -> Iterator[tuple[str, Output]]:
+    """The outputs, and how problems call each of them."""
+    for number, output in enumerate(outputs, 1):
+        yield f"{place}.sink" if len(outputs) == 1 else f"{place}.sink {number}", output
 
 
 def _option_text(value: Any) -> str:

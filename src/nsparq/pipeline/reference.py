@@ -11,7 +11,19 @@ from dataclasses import MISSING, Field
 from typing import Any, Final
 
 from nsparq.pipeline.reading import DEFAULT_NSQD, NSQ_KEYS, SINK_KEYS, SOURCE_KEYS
-from nsparq.pipeline.spec import SINKS, Decode, Noop, Pipeline, Run, Spark, Step, Topic, Watermark
+from nsparq.pipeline.spec import (
+    SINKS,
+    Decode,
+    Noop,
+    Output,
+    PipelineKeys,
+    Run,
+    Source,
+    Spark,
+    Step,
+    Topic,
+    Watermark,
+)
 from nsparq.pipeline.tables import keys
 from nsparq.spark.options import SparkOption
 
@@ -29,6 +41,14 @@ variable, `${NAME:-text}` has a default."""
 SOURCE_HEAD: Final = """\
 A text is the `topic`, which may also be an array of topics. The keys are
 [options of `format("nsq")`](spark-options.md). The `channel` is the pipeline's name unless it is given."""
+
+SOURCES_HEAD: Final = """\
+Instead of `source`, `decode`, `dead_letters` and `watermark` of the pipeline. SQL calls the decoded messages
+`SOURCE`. A text is the `topic`. The `channel` is `NAME.SOURCE` unless it is given. The keys are those of
+`source`, and:"""
+SINKS_HEAD: Final = """\
+One sink is a table `[pipeline.NAME.sink]`; of several, each is a table `[[pipeline.NAME.sink]]`. These keys
+are for all kinds of sinks:"""
 
 
 def _table(rows: list[tuple[str, str, str]]) -> str:
@@ -58,9 +78,11 @@ def markdown() -> str:
     parts = [
         HEAD,
         "## `[pipeline.NAME]`\n\nAs many as you like; all run in one Spark session.",
-        _table(_rows(Pipeline)),
+        _table(_rows(PipelineKeys)),
         "## `source`\n\n" + SOURCE_HEAD,
         _table(_option_rows(SOURCE_KEYS)),
+        "## `[pipeline.NAME.sources.SOURCE]`\n\n" + SOURCES_HEAD,
+        _table(_rows(Source)),
         "## `decode`\n\nA text is the `format`.",
         _table(_rows(Decode)),
         "## `watermark`",
@@ -68,6 +90,7 @@ def markdown() -> str:
         "## `[[pipeline.NAME.step]]`",
         _table(_rows(Step)),
     ]
+    parts += ["## `sink`\n\n" + SINKS_HEAD, _table(_rows(Output))]
     for name, kind in SINKS.items():
         parts.append(f"## `sink`: {name}\n\n{kind.__doc__}")
         rows = _rows(kind) + (_option_rows(SINK_KEYS) if kind is Topic else [])

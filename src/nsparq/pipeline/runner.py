@@ -24,10 +24,9 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from nsparq.flags import format_duration
 from nsparq.pipeline import queries
-from nsparq.pipeline.decode import DECODED
 from nsparq.pipeline.errors import PipelineError, in_words, retry_helps
-from nsparq.pipeline.progress import Figures, State
-from nsparq.pipeline.queries import ROWS, Abandoned
+from nsparq.pipeline.progress import Figures, OutputFigures, State
+from nsparq.pipeline.queries import Abandoned
 from nsparq.pipeline.spec import Pipeline, PipelineFile, Run, describe, is_local
 from nsparq.pipeline.status import Endpoint, Status, write_status
 from nsparq.spark.session import is_connect
@@ -266,18 +265,25 @@ class RunningPipeline:
         self._spark, self._file, self.pipeline = spark, file, pipeline
         self.figures = Figures(
             pipeline.name,
-            pipeline.source.topics,
-            describe(pipeline.sink),
-            channel=pipeline.source.options["channel"],
+            pipeline.topics,
+            pipeline.sinks,
+            channel=pipeline.sources[0].channel(pipeline.outputs[0].name),
+            channels=_channels(pipeline),
+            outputs=[OutputFigures(one.name, describe(one.sink)) for one in pipeline.outputs],
         )
+        self._output_of = {one.role: one.name for one in pipeline.outputs}
         self._starting: _Start | None = None
         self._stopping: threading.Thread | None = None
         """Stops the queries of a failed run. The next one needs the same checkpoint."""
         self._queries: dict[str, StreamingQuery] = {}
+        self._stopped: dict[str, StreamingQuery] = {}
+        """Those that were stopped, until their last figures have been counted."""
         self._seen: dict[str, tuple[str, int]] = {}
         """The last progress of each role that was counted: run and batch."""
         self._next_start = 0.0
         self._failed_in_a_row = 0
+        self._failing: str | None = None
+        """The role that has failed, until it has done a micro-batch: those of others are no success of it."""
         self._last_rows = 0.0
 
     @property
@@ -293,8 +299,8 @@ class RunningPipeline:
                 self._take_start(now)
             return
         if not self._queries:
-            is_stopping = self._stopping is not None and self._stopping.is_alive()
-            if now >= self._next_start and not is_stopping:
+            self._count_stopped(now)
+            if now >= self._next_start and not self._is_stopping:
                 self._start()
             return
         for role, query in self._queries.items():
@@ -307,6 +313,7 @@ class RunningPipeline:
             self._count(role, query, now, everything=True)
             error = query.exception()
             if error is not None:
+                self._failing = role
                 self._fail(error, now)
                 return
         if len(ended) == len(self._queries):
@@ -333,6 +340,7 @@ class RunningPipeline:
         try:
             self._queries = starting.result()
         except Exception as error:
+            self._failing = None
             self._fail(error, now)
             return
         self.figures.state = State.RUNNING
@@ -340,11 +348,7 @@ class RunningPipeline:
 
     def _fail(self, error: Exception, now: float) -> None:
         text = in_words(error)
-        self.figures.failures += 1
-        self.figures.error = text
-        self.figures.quiet()
-        # Messages come while it does not run.
-        self.figures.lag = None
+        self.figures.failed(text)
         self._failed_in_a_row += 1
         self._stop_queries()
         settings: Run = self._file.run
@@ -376,13 +380,14 @@ class RunningPipeline:
             if is_done and seen[0] == run and report.batchId <= seen[1]:
                 continue
             progress: dict[str, Any] = json.loads(report.json)
-            if role == ROWS:
-                self.figures.add_rows(progress, DECODED)
+            if role in self._output_of:
+                self.figures.add_rows(progress, self._output_of[role])
             else:
                 self.figures.add_letters(progress)
             if is_done:
                 seen = (run, report.batchId)
-                self._failed_in_a_row = 0
+                if self._failing in (None, role):
+                    self._failing, self._failed_in_a_row = None, 0
             if report.numInputRows:
                 self._last_rows = now
         self._seen[role] = seen
@@ -395,18 +400,32 @@ class RunningPipeline:
             self._starting = None
         if self._queries and not self.is_over:
             self._let_end(deadline)
-            for role, query in self._queries.items():
-                try:
-                    self._count(role, query, time.monotonic(), everything=True)
-                except Exception as error:  # Spark may be gone, in more than one way
-                    logger.debug("%s: no last figures: %s", self.pipeline.name, error)
             self._stop_queries()
             self.wait_for_threads(STOP_S)
-            if self._stopping is not None and self._stopping.is_alive():
+            if self._is_stopping:
                 logger.warning("%s: does not stop in time, and ends with the session", self.pipeline.name)
+        self._count_stopped(time.monotonic(), anyway=True)
         if not self.is_over:
             self.figures.state = State.STOPPED
             logger.info("%s: stopped", self.pipeline.name)
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._stopping is not None and self._stopping.is_alive()
+
+    def _count_stopped(self, now: float, *, anyway: bool = False) -> None:
+        """Micro-batches that ended between the last look and the stop; `anyway` also of what still stops."""
+        if not self._stopped or (self._is_stopping and not anyway):
+            return
+        lag = self.figures.lag
+        for role, query in self._stopped.items():
+            try:
+                self._count(role, query, now, everything=True)
+            except Exception as error:  # Spark may be gone, in more than one way
+                logger.debug("%s: no last figures: %s", self.pipeline.name, error)
+        self._stopped = {}
+        if lag is None:
+            self.figures.forget_lag()
 
     def _let_end(self, deadline: float) -> None:
         """A batch that is cut off is run again later, which costs time and, with some sinks, duplicates."""
@@ -422,7 +441,18 @@ class RunningPipeline:
 
     def _stop_queries(self) -> None:
         self._stopping = _in_thread(_stop_queries, self.pipeline.name, self._queries)
-        self._queries = {}
+        self._stopped, self._queries = self._queries, {}
+
+
+def _channels(pipeline: Pipeline) -> dict[str, str]:
+    """By which it may read, and the topics of each."""
+    found = {
+        source.channel(output.name): source.topics
+        for output in pipeline.outputs
+        for source in pipeline.sources
+    }
+    letters = {one.letters_channel: one.topics for one in pipeline.sources if one.dead_letters}
+    return {**found, **letters}
 
 
 def _stop_queries(pipeline: str, stopped: Mapping[str, StreamingQuery]) -> None:

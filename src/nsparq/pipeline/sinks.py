@@ -30,14 +30,22 @@ from nsparq.pipeline.decode import ORIGIN
 from nsparq.pipeline.errors import PipelineError, in_words
 from nsparq.pipeline.files import FORMAT
 from nsparq.pipeline.memory import PipelineMemory
-from nsparq.pipeline.spec import Console, Delta, Files, Jdbc, Memory, Noop, Parquet, Pipeline, Sink, Topic
+from nsparq.pipeline.spec import (
+    Console,
+    Delta,
+    Files,
+    Jdbc,
+    Memory,
+    Noop,
+    Output,
+    Parquet,
+    Pipeline,
+    Sink,
+    Topic,
+)
 from nsparq.spark.checkpoint import check_batch, fingerprint
 
-__all__ = ["LETTERS", "ROWS", "Target", "letters_writer", "prepared", "writer_of"]
-
-ROWS: Final = "rows"
-LETTERS: Final = "letters"
-"""The two roles of a query, and the names of their checkpoints."""
+__all__ = ["Target", "letters_writer", "prepared", "writer_of"]
 
 Writer = DataStreamWriter
 _NO_DIRECTORY: Final = (BinaryType, ArrayType, MapType, StructType)
@@ -45,21 +53,43 @@ _OF_MESSAGE = frozenset(f"_{name}" for name in ORIGIN)
 
 
 class Target:
-    """What a sink may need to know besides the rows."""
+    """What the sink of an output may need to know besides the rows."""
 
-    def __init__(self, pipeline: Pipeline, nsq: Mapping[str, str]) -> None:
-        self.pipeline, self.output_mode, self.nsq = pipeline.name, pipeline.output_mode, nsq
-        self.source = pipeline.source
-        self.memory = PipelineMemory(pipeline)
-        self.checkpoint = f"{pipeline.checkpoint}/{ROWS}"
+    def __init__(self, pipeline: Pipeline, output: Output, nsq: Mapping[str, str]) -> None:
+        self.pipeline, self.name, self.output_mode, self.nsq = (
+            pipeline.name,
+            output.name,
+            output.output_mode,
+            nsq,
+        )
+        self.read_pattern = pipeline.pattern
+        """The whole names of all topics that the pipeline reads match it."""
+        self.checkpoint = f"{pipeline.checkpoint}/{output.role}"
+        self._memory = PipelineMemory(pipeline)
 
     def planned(self, batch: int) -> str:
         """The batch's fingerprint."""
         return fingerprint(self.checkpoint, batch)
 
+    def recall(self, key: str) -> Any:
+        """What was put by this output; None if it never was. Raises PipelineError."""
+        return self._memory.get(self._named(key, "-"))
+
+    def remember(self, key: str, value: Any) -> None:
+        """Raises PipelineError."""
+        self._memory.put(self._named(key, "-"), value)
+
+    @property
+    def identity(self) -> str:
+        """Of this output with this checkpoint."""
+        return self._named(self._memory.identity, ":")
+
     @property
     def place(self) -> str:
-        return f"[pipeline.{self.pipeline}.sink]"
+        return f"[{self._named(f'pipeline.{self.pipeline}.sink', ' ')}]"
+
+    def _named(self, base: str, separator: str) -> str:
+        return f"{base}{separator}{self.name}" if self.name else base
 
 
 # the columns that a sink gets
@@ -146,11 +176,11 @@ def _(sink: Topic, rows: DataFrame, target: Target) -> Writer:
     options = {**target.nsq, **sink.options, **({"topic": sink.topic} if sink.topic else {})}
     if sink.topic_from:
         # Which topics the rows name is not known before they come.
-        options["refuseTopics"] = target.source.pattern
+        options["refuseTopics"] = target.read_pattern
     if target.output_mode != "update":
         return rows.writeStream.format("nsq").options(**options)
     # Spark lets no Python sink have updates. As transactions of the same kind it makes no difference.
-    producer = f"nsparq:{target.memory.identity}"
+    producer = f"nsparq:{target.identity}"
 
     def publish(batch: DataFrame, number: int) -> None:
         named = {**options, "producer": producer, "sequence": str(number)}
@@ -244,13 +274,13 @@ def _(sink: Jdbc, rows: DataFrame, target: Target) -> Writer:
                 # Only the first batch of a run can be there: to look for each would take longer and longer.
                 last = _last_batch(batch, sink, options)
                 # A batch that this checkpoint has not begun is another's, whatever its fingerprint.
-                is_ours = target.memory.get("batch") == last
-                begun = str(target.memory.get("planned") or "") if is_ours else "not by us"
+                is_ours = target.recall("batch") == last
+                begun = str(target.recall("planned") or "") if is_ours else "not by us"
                 if check_batch(f"the table {sink.table}", number, planned, last, begun):
                     return
                 is_first = False
-            target.memory.put("planned", planned)
-            target.memory.put("batch", number)
+            target.remember("planned", planned)
+            target.remember("batch", number)
             # One task is one transaction.
             batch = batch.coalesce(1).withColumn(sink.batch_column, F.lit(number).cast("bigint"))
         batch.write.jdbc(sink.url, sink.table, mode="append", properties=options)

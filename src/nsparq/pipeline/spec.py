@@ -37,9 +37,11 @@ __all__ = [
     "Jdbc",
     "Memory",
     "Noop",
+    "Output",
     "Parquet",
     "Pipeline",
     "PipelineFile",
+    "PipelineKeys",
     "Run",
     "Sink",
     "Source",
@@ -50,11 +52,12 @@ __all__ = [
     "Trigger",
     "Watermark",
     "describe",
+    "is_identifier",
     "is_local",
 ]
 
 MESSAGES: Final = "messages"
-"""The decoded messages, as SQL calls them."""
+"""The decoded messages of the only source, as SQL calls them."""
 INPUT: Final = "input"
 """What a step is given, as SQL calls it."""
 
@@ -92,9 +95,19 @@ class Trigger:
             raise ValueError('must be a duration such as "5s", "available-now" or "once"') from None
 
 
+def is_identifier(value: str) -> bool:
+    return re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) is not None
+
+
 def _identifier(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+    if not isinstance(value, str) or not is_identifier(value):
         raise ValueError("must be a name that SQL can use: letters, digits, _")
+    return value
+
+
+def _output_name(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", value):
+        raise ValueError("must be a name of letters, digits, _ and -")
     return value
 
 
@@ -116,32 +129,6 @@ def _function(value: Any) -> str:
 
 
 # [pipeline.NAME]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """What is read: the options of format("nsq"), without those that say where nsqd is."""
-
-    options: Mapping[str, str]
-
-    @property
-    def topics(self) -> str:
-        """In words."""
-        return self.options.get("topic") or self.options.get("topics") or self.options["topicsPattern"]
-
-    @property
-    def listed_topics(self) -> set[str]:
-        """Those that are named one by one."""
-        return {*self.options.get("topics", "").split(","), self.options.get("topic", "")} - {""}
-
-    @property
-    def pattern(self) -> str:
-        """The whole names of all topics that are read match it."""
-        named = "|".join(re.escape(topic.strip()) for topic in sorted(self.listed_topics))
-        return self.options.get("topicsPattern", named)
-
-    def reads(self, topic: str) -> bool:
-        return re.fullmatch(self.pattern, topic) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,22 +169,81 @@ class Watermark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Topics that are read together, and what becomes of their messages."""
+
+    name: str = MESSAGES
+    """Of the decoded messages, for SQL."""
+    options: Mapping[str, str]
+    """Of format("nsq"), without those that say where nsqd is."""
+    decode: Decode = key(
+        Decode(format="raw"), unread, "`json`, `csv`, `text`, `raw`, `message`, or a table", shown="`raw`"
+    )
+    dead_letters: str = key(
+        "", topic_name, "topic for messages that do not decode, each with the reason and where it came from"
+    )
+    watermark: Watermark | None = key(None, unread, "how late rows may come, for windows and joins")
+
+    @property
+    def topics(self) -> str:
+        """In words."""
+        return self.options.get("topic") or self.options.get("topics") or self.options["topicsPattern"]
+
+    @property
+    def listed_topics(self) -> set[str]:
+        """Those that are named one by one."""
+        return {*self.options.get("topics", "").split(","), self.options.get("topic", "")} - {""}
+
+    @property
+    def pattern(self) -> str:
+        """The whole names of all topics that are read match it."""
+        named = "|".join(re.escape(topic.strip()) for topic in sorted(self.listed_topics))
+        return self.options.get("topicsPattern", named)
+
+    @property
+    def is_queue(self) -> bool:
+        return self.options.get("mode") == "queue"
+
+    def reads(self, topic: str) -> bool:
+        return re.fullmatch(self.pattern, topic) is not None
+
+    def channel(self, output: str = "") -> str:
+        """By which the query of an output reads it."""
+        return _named(self.options["channel"], ".", output)
+
+    @property
+    def letters_channel(self) -> str:
+        return f"{self.options['channel']}.dead"
+
+    @property
+    def letters_role(self) -> str:
+        """Of the query for the dead letters, and the name of its checkpoint."""
+        return _named("letters", "-", "" if self.name == MESSAGES else self.name)
+
+
+def _named(base: str, separator: str, name: str) -> str:
+    """What has no name is called as it was when there could be only one."""
+    return f"{base}{separator}{name}" if name else base
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One transformation. Its result is the `input` of the next, and has a name for all that follow."""
 
     name: str = key("", _identifier, "of the result, for later steps", shown="`step1`, `step2`, …")
-    sql: str = key("", _sql, "a query over `input`, `messages` and the names of earlier steps")
+    sql: str = key("", _sql, "a query over `input`, and the names of sources, tables and earlier steps")
     python: str = key(
         "", _function, "instead: a function `module:function` that takes DataFrames and returns one"
     )
     sources: tuple[str, ...] = key(
         (),
         _identifiers,
-        "which results are the step's input: `input` is the first, and a function is given all of them",
+        "sources, tables or results that are the step's input: `input` is the first, and a function is given "
+        "all of them",
         name="from",
-        shown="the step before",
+        shown="the step before; the only source",
     )
-    watermark: Watermark | None = key(None, unread, "of the result, as for the pipeline")
+    watermark: Watermark | None = key(None, unread, "of the result, as for a source")
 
 
 # [pipeline.NAME.sink]
@@ -323,12 +369,74 @@ SINKS: Final[dict[str, type[Sink]]] = {
 }
 
 
+# a pipeline
+
+_MODES: Final = choice("append", "update", "complete")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A sink, and what goes there. Each is a streaming query of its own."""
+
+    name: str = key("", _output_name, "names its checkpoint and channel; one sink may have none")
+    result: str = key(
+        "", _identifier, "source or step whose rows it gets", name="from", shown="the last step"
+    )
+    output_mode: str = key("", _MODES, "as in the pipeline, for this sink", shown="that of the pipeline")
+    sink: Sink
+
+    @property
+    def role(self) -> str:
+        """Of its query, and the name of its checkpoint."""
+        return _named("rows", "-", self.name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """Topics in, rows out."""
 
     name: str
-    source: Source = key(REQUIRED, unread, "a topic, or a table; see below")
+    sources: tuple[Source, ...]
+    steps: tuple[Step, ...] = ()
+    outputs: tuple[Output, ...]
+    trigger: Trigger = Trigger()
+    checkpoint: str
+    retries: int | None = None
+    """None for those of the file."""
+
+    @property
+    def topics(self) -> str:
+        """In words."""
+        return ",".join(source.topics for source in self.sources)
+
+    @property
+    def sinks(self) -> str:
+        """In words."""
+        return ", ".join(describe(output.sink) for output in self.outputs)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Of all its queries."""
+        letters = (source.letters_role for source in self.sources if source.dead_letters)
+        return *(output.role for output in self.outputs), *letters
+
+    @property
+    def pattern(self) -> str:
+        """The whole names of all topics that it reads match it."""
+        if len(self.sources) == 1:
+            return self.sources[0].pattern
+        return "|".join(f"(?:{source.pattern})" for source in self.sources)
+
+    def reads(self, topic: str) -> bool:
+        return any(source.reads(topic) for source in self.sources)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineKeys:
+    """[pipeline.NAME] as it is written."""
+
+    source: Source | None = key(None, unread, "a topic, or a table; see below", shown="*required*")
+    sources: tuple[Source, ...] = key((), unread, "instead: several, each with a name; see below")
     decode: Decode = key(
         Decode(format="raw"),
         unread,
@@ -342,10 +450,12 @@ class Pipeline:
     sql: str = key("", _sql, "the transformation, if one query will do: `SELECT … FROM input`")
     python: str = key("", _function, "the same as a function, `module:function`: DataFrame in, DataFrame out")
     steps: tuple[Step, ...] = key((), unread, "several transformations, one after the other", name="step")
-    sink: Sink = key(REQUIRED, unread, "`console`, `noop`, or a table; see below")
+    outputs: tuple[Output, ...] = key(
+        REQUIRED, unread, "`console`, `noop`, a table, or an array of tables; see below", name="sink"
+    )
     output_mode: str = key(
         "append",
-        choice("append", "update", "complete"),
+        _MODES,
         "which rows of an aggregation are written: `append` the final ones (needs a watermark), `update` "
         "what a micro-batch has changed, `complete` all of them, each time",
     )

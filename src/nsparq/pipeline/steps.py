@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,8 +23,12 @@ _one_at_a_time: Final = threading.Lock()
 """Pipelines start side by side in one session, and call their views by the same names."""
 
 
-def transform(spark: SparkSession, pipeline: Pipeline, messages: DataFrame, directory: Path) -> DataFrame:
-    """The result of the last step. Functions are looked for in `directory` first. Raises PipelineError."""
+Frames = Mapping[str, DataFrame]
+
+
+def transform(spark: SparkSession, pipeline: Pipeline, messages: Frames, directory: Path) -> Frames:
+    """The decoded messages of each source, and the result of each step, by their names. Functions are looked
+    for in `directory` first. Raises PipelineError."""
     with _one_at_a_time:
         return _transform(spark, pipeline, messages, directory)
 
@@ -47,23 +51,26 @@ def _places(pipeline: Pipeline) -> Iterator[tuple[str, Step]]:
         yield (place if step.name == "result" else f"{place} step {number}"), step
 
 
-def _transform(spark: SparkSession, pipeline: Pipeline, messages: DataFrame, directory: Path) -> DataFrame:
-    place = f"[pipeline.{pipeline.name}]"
-    results = {MESSAGES: _marked(messages, pipeline.watermark, f"{place} watermark")}
-    latest = MESSAGES
+def _transform(spark: SparkSession, pipeline: Pipeline, messages: Frames, directory: Path) -> Frames:
+    results: dict[str, DataFrame] = {}
+    for source in pipeline.sources:
+        place = f"[pipeline.{pipeline.name}{'' if source.name == MESSAGES else f'.sources.{source.name}'}]"
+        results[source.name] = _marked(messages[source.name], source.watermark, f"{place} watermark")
+    # With several sources there is no input before the first step.
+    latest = (pipeline.sources[0].name,) if len(pipeline.sources) == 1 else ()
     for at, step in _places(pipeline):
-        given = [results[name] for name in step.sources or (latest,)]
-        made = _query(spark, step, results, given[0], at) if step.sql else _call(step, given, at, directory)
+        given = [results[name] for name in step.sources or latest]
+        made = _query(spark, step, results, given, at) if step.sql else _call(step, given, at, directory)
         results[step.name] = _marked(made, step.watermark, f"{at} watermark")
-        latest = step.name
-    return results[latest]
+        latest = (step.name,)
+    return results
 
 
 def _query(
-    spark: SparkSession, step: Step, results: dict[str, DataFrame], given: DataFrame, place: str
+    spark: SparkSession, step: Step, results: Frames, given: Sequence[DataFrame], place: str
 ) -> DataFrame:
     """Views exist only while the query is read: pipelines share a session, and use the same names."""
-    views = {**results, INPUT: given}
+    views = {**results, INPUT: given[0]} if given else results
     try:
         for name, frame in views.items():
             frame.createOrReplaceTempView(name)
@@ -75,7 +82,7 @@ def _query(
             spark.catalog.dropTempView(name)
 
 
-def _call(step: Step, given: list[DataFrame], place: str, directory: Path) -> DataFrame:
+def _call(step: Step, given: Sequence[DataFrame], place: str, directory: Path) -> DataFrame:
     function = load_function(step.python, place, directory)
     try:
         made = function(*given)

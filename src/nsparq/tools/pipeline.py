@@ -22,7 +22,7 @@ from nsparq.pipeline import starter
 from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.progress import Figures, State
 from nsparq.pipeline.reading import DEFAULT_NSQD, load
-from nsparq.pipeline.spec import Pipeline, PipelineFile, SpecError, Trigger, describe
+from nsparq.pipeline.spec import Pipeline, PipelineFile, Source, SpecError, Trigger, describe
 from nsparq.pipeline.status import FILE_NAME, read_status
 from nsparq.pipeline.tables import did_you_mean
 from nsparq.pipeline.view import HEADINGS, cells
@@ -180,8 +180,12 @@ def _check_with_spark(file: PipelineFile) -> None:
             if frames is None:
                 print("  columns unknown and not checked: no schema is given, and no message says it")
                 continue
-            for field in frames.rows.schema.fields:
-                print(f"  {field.name:<24} {field.dataType.simpleString()}")
+            for output in one.outputs:
+                if len(one.outputs) > 1:
+                    print(f"  {describe(output.sink)}:")
+                indent = "  " if len(one.outputs) == 1 else "    "
+                for field in frames.rows[output.name].schema.fields:
+                    print(f"{indent}{field.name:<24} {field.dataType.simpleString()}")
     finally:
         spark.stop()
     if problems:
@@ -190,8 +194,13 @@ def _check_with_spark(file: PipelineFile) -> None:
 
 def _summary(one: Pipeline) -> str:
     steps = {0: "", 1: " -> 1 step"}.get(len(one.steps), f" -> {len(one.steps)} steps")
+    sources = " + ".join(map(_source_summary, one.sources))
+    return f"{one.name}: {sources}{steps} -> {one.sinks}"
+
+
+def _source_summary(one: Source) -> str:
     letters = f" (dead letters: {one.dead_letters})" if one.dead_letters else ""
-    return f"{one.name}: {one.source.topics} -> {one.decode.format}{letters}{steps} -> {describe(one.sink)}"
+    return f"{one.topics} -> {one.decode.format}{letters}"
 
 
 # new

@@ -165,7 +165,7 @@ def run_file(file: PipelineFile, arguments: argparse.Namespace, *, fail_fast: bo
 
 
 def _view(file: PipelineFile, plain: bool) -> View:
-    shows_rows = any(isinstance(one.sink, Console) for one in file.pipelines)
+    shows_rows = any(isinstance(one.sink, Console) for each in file.pipelines for one in each.outputs)
     if sys.stderr.isatty() and not plain and not shows_rows:
         try:
             return _LoggingTerminalView()
