@@ -8,17 +8,17 @@ from typing import Final
 
 from nsparq.errors import NsparqError
 
-__all__ = ["NothingYet", "PipelineError", "in_words", "retry_helps"]
+__all__ = ["NothingYet", "PipelineError", "in_words", "is_refused_state", "retry_helps"]
 
 MAX_WORDS = 1000
 
 _OURS: Final = re.compile(r"\b(nsparq(?:\.\w+)+)\.([A-Z]\w*)(?=: )")
 """An error of ours in a traceback that has come through Spark."""
-_FOR_GOOD: Final = re.compile(
-    r"\[(USER_RAISED_EXCEPTION|STREAMING_STATEFUL_OPERATOR_NOT_MATCH\w*|STATE_STORE_\w*SCHEMA_NOT_COMPATIBLE"
-    r"|STATE_STORE_(KEY|VALUE)_SCHEMA\w*|UNRESOLVED_COLUMN|TABLE_OR_VIEW_NOT_FOUND)\b"
-)
-"""Spark's words for a message or a row that was refused, and for a query that does not fit its state."""
+_STATE: Final = r"STREAMING_STATEFUL_OPERATOR_\w+|STATE_STORE_\w*(SCHEMA|TYPE_CHANGE)\w*"
+"""Spark's words for a query that does not fit its state."""
+_REFUSED_STATE: Final = re.compile(rf"\[({_STATE})\]|sources in the checkpoint offsets and now there are")
+_FOR_GOOD: Final = re.compile(r"\[(USER_RAISED_EXCEPTION|UNRESOLVED_COLUMN|TABLE_OR_VIEW_NOT_FOUND)\b")
+"""Spark's words for a message or a row that was refused, and for a query that cannot be."""
 
 
 class PipelineError(NsparqError):
@@ -50,7 +50,12 @@ def retry_helps(error: BaseException) -> bool:
     text = str(error)
     if named := _OURS.findall(text):
         return _class_helps(*named[-1])
-    return not isinstance(error, AnalysisException) and not _FOR_GOOD.search(text)
+    return not (isinstance(error, AnalysisException) or _FOR_GOOD.search(text) or is_refused_state(error))
+
+
+def is_refused_state(error: BaseException) -> bool:
+    """Whether Spark says that a query does not fit the state in its checkpoint."""
+    return _REFUSED_STATE.search(str(error)) is not None
 
 
 def _class_helps(module: str, name: str) -> bool:

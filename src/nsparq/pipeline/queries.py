@@ -35,7 +35,18 @@ from nsparq.pipeline.memory import PipelineMemory
 from nsparq.pipeline.progress import WRITTEN, decoded_name
 from nsparq.pipeline.samples import infer_csv, infer_json
 from nsparq.pipeline.sinks import Target, letters_writer, prepared, writer_of
-from nsparq.pipeline.spec import MESSAGES, Memory, Output, Parquet, Pipeline, PipelineFile, Source, Trigger
+from nsparq.pipeline.spec import (
+    MESSAGES,
+    Memory,
+    Output,
+    Parquet,
+    Pipeline,
+    PipelineFile,
+    Source,
+    Trigger,
+    is_local,
+)
+from nsparq.pipeline.state import judge
 from nsparq.pipeline.steps import parse, transform
 from nsparq.spark.options import TABLE, NsqOptions, Use
 from nsparq.spark.positions import decode, encode
@@ -45,6 +56,10 @@ __all__ = ["Abandoned", "Frames", "build", "check", "register", "start"]
 
 CHECK_RETRY: Final = "1s"
 """How long a check waits for an nsqd that is away."""
+WAYS_OUT: Final = (
+    "Either run it under another name beside the old one, or with another checkpoint and another channel: "
+    "both begin at starting_position, without state"
+)
 
 
 class Abandoned(NsparqError):
@@ -114,20 +129,43 @@ def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames
             raise
         parse(spark, pipeline)
         return None
-    jvm: Any = spark._jvm
-    modes, checker = (
-        jvm.org.apache.spark.sql.streaming.OutputMode,
-        jvm.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker,
-    )
     for output in pipeline.outputs:
         rows = frames.rows[output.name]
         writer_of(output.sink, rows, Target(pipeline, output, file.nsq))
-        plan = rows._jdf.queryExecution().analyzed()
-        try:
-            checker.checkForStreaming(plan, getattr(modes, output.output_mode.capitalize())())
-        except PySparkException as error:
-            raise _refused(pipeline, error) from error
+        check_stream(rows, pipeline, output)
     return frames
+
+
+def check_stream(rows: DataFrame, pipeline: Pipeline, output: Output) -> None:
+    """Whether Spark would run a stream of these rows. Raises PipelineError."""
+    jvm: Any = rows.sparkSession._jvm
+    checker = jvm.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker
+    mode = getattr(jvm.org.apache.spark.sql.streaming.OutputMode, output.output_mode.capitalize())()
+    try:
+        checker.checkForStreaming(rows._jdf.queryExecution().analyzed(), mode)
+    except PySparkException as error:
+        raise _refused(pipeline, error) from error
+
+
+def check_state(pipeline: Pipeline, frames: Frames) -> list[str]:
+    """Whether the checkpoints of a pipeline fit it as it is now. What somebody should know nevertheless.
+    Raises PipelineError."""
+    notes = []
+    for output in pipeline.outputs:
+        if isinstance(output.sink, Memory):
+            continue
+        if not is_local(pipeline.checkpoint):
+            return [f"{pipeline.checkpoint} is not on this machine: whether its state fits is not known"]
+        checkpoint = Path(pipeline.checkpoint) / output.role
+        verdict = judge(frames.rows[output.name], output.output_mode, checkpoint)
+        if verdict.refused:
+            raise PipelineError(
+                f"[pipeline.{pipeline.name}] does not fit its checkpoint {checkpoint}: {verdict.refused}. "
+                + WAYS_OUT
+            )
+        if verdict.note:
+            notes.append(f"{checkpoint}: {verdict.note}")
+    return notes
 
 
 def replace_option(file: PipelineFile, name: str, value: str) -> PipelineFile:

@@ -173,6 +173,7 @@ def _check_with_spark(file: PipelineFile) -> None:
         for one in file.pipelines:
             try:
                 frames = queries.check(spark, file, one)
+                notes = queries.check_state(one, frames) if frames is not None else []
             except PipelineError as error:
                 problems.append(str(error))
                 continue
@@ -180,6 +181,8 @@ def _check_with_spark(file: PipelineFile) -> None:
             if frames is None:
                 print("  columns unknown and not checked: no schema is given, and no message says it")
                 continue
+            for note in notes:
+                print(f"  note: {note}")
             for output in one.outputs:
                 if len(one.outputs) > 1:
                     print(f"  {describe(output.sink)}:")

@@ -1,0 +1,309 @@
+"""Whether a query can go on with the state in its checkpoint. Spark itself is asked; nothing is started.
+
+Spark decides when it plans the first micro-batch after a start: the stateful operators must be the same as
+before, and their keys and values must have the same types. `judge()` has Spark plan that micro-batch over a
+copy of the few files it looks at. The checkpoint may be in use meanwhile, and stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # it has no types
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import StructField, StructType
+
+from nsparq.pipeline.errors import in_words, is_refused_state
+
+__all__ = ["Verdict", "judge"]
+
+KINDS: Final = {
+    "stateStoreSave": "an aggregation",
+    "StatefulStreamlineAggregate": "an aggregation",
+    "sessionWindowStateStoreSaveExec": "an aggregation by session",
+    "dedupe": "dropDuplicates",
+    "dedupeWithinWatermark": "dropDuplicatesWithinWatermark",
+    "symmetricHashJoin": "a join of streams",
+    "globalLimit": "LIMIT",
+}
+"""What Spark calls operators with state, and what a user calls them."""
+_AGGREGATIONS: Final = {"stateStoreSave", "StatefulStreamlineAggregate", "sessionWindowStateStoreSaveExec"}
+_FIRST_DEFAULT: Final = 12
+"""The first parameter of IncrementalExecution that has a default. How many there are differs with Spark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Without a text the state fits, or there is none yet."""
+
+    refused: str = ""
+    """Spark would not start the query, and why."""
+    note: str = ""
+    """Spark would start it, but somebody should look; or it is not known whether it would."""
+
+
+class _Schemas(NamedTuple):
+    keys: StructType
+    values: StructType
+
+
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """One that keeps state."""
+
+    name: str
+    stores: dict[str, _Schemas]
+    """By their names. A join has several. Empty where Spark keeps the schemas in another form."""
+
+    @property
+    def kind(self) -> str:
+        return KINDS.get(self.name, self.name)
+
+    @property
+    def state(self) -> str:
+        return f"the state of {self.kind}"
+
+
+def judge(rows: DataFrame, output_mode: str, checkpoint: Path) -> Verdict:
+    """Whether a query of these rows can go on from the checkpoint, which is a directory of this machine."""
+    planned = _last(checkpoint / "offsets")
+    if planned is None:
+        return Verdict()
+    lines = (checkpoint / "offsets" / str(planned)).read_text().splitlines()
+    if lines[0] != "v1":
+        return Verdict(note=f"its log of offsets has format {lines[0]!r}, which is unknown here")
+    committed = _last(checkpoint / "commits")
+    if verdict := _judge_sources(rows, len(lines) - 2):
+        return verdict
+    with tempfile.TemporaryDirectory(prefix="nsparq-check-") as directory:
+        before, now = Path(directory, "before"), Path(directory, "now")
+        had_state = _copy_description(checkpoint, before)
+        planner = _Planner(rows, output_mode, lines[1])
+        try:
+            planner.plan(now, 0)
+            operators = _read_operators(rows.sparkSession, now)
+            if operators and not had_state and committed is not None:
+                # Spark 4.1 finds out only when it misses the files.
+                return Verdict(refused=f"there is no state, and {_listed(operators)} needs one")
+            was = _read_operators(rows.sparkSession, before)
+            planner.plan(before, planned + 1 if planned == committed else planned)
+        except PySparkException as error:
+            if is_refused_state(error):
+                return Verdict(refused=_difference(was, operators) or _without_advice(error))
+            return Verdict(note=f"Spark cannot plan it here: {in_words(error)}")
+        except (Py4JError, AttributeError, TypeError) as error:
+            # Classes of Spark's own, which may be others in another version.
+            version = rows.sparkSession.version
+            return Verdict(note=f"it is unknown how to ask Spark {version}: {in_words(error)}")
+        return Verdict(note=_other_meaning(was, operators))
+
+
+def _judge_sources(rows: DataFrame, before: int) -> Verdict | None:
+    """Spark knows sources by their order only, and wants as many as there were."""
+    leaves = rows._jdf.queryExecution().analyzed().collectLeaves().distinct()
+    now = sum(leaves.apply(at).isStreaming() for at in range(leaves.size()))
+    if now == before:
+        return None
+    return Verdict(
+        refused=f"the query had {_sources(before)}, and has {_sources(now)} now; what a join or a union "
+        "reads twice counts twice"
+    )
+
+
+def _sources(number: int) -> str:
+    return "1 source" if number == 1 else f"{number} sources"
+
+
+class _Planner:
+    """Has Spark plan a micro-batch of a streaming query, as it does after a start."""
+
+    def __init__(self, rows: DataFrame, output_mode: str, metadata: str) -> None:
+        spark = rows.sparkSession
+        jvm: Any = spark._jvm
+        self._streaming = jvm.org.apache.spark.sql.execution.streaming
+        self._plan = rows._jdf.queryExecution().analyzed()
+        self._mode = getattr(jvm.org.apache.spark.sql.streaming.OutputMode, output_mode.capitalize())()
+        self._some, self._id = jvm.scala.Some, jvm.java.util.UUID.randomUUID()
+        # As a streaming query does: a session of its own, with the settings that the checkpoint has kept.
+        self._session = spark._jsparkSession.cloneSession()
+        settings = self._session.sessionState().conf()
+        kept = {"spark.sql.adaptive.enabled": "false", "spark.sql.cbo.enabled": "false"}
+        for name, value in (json.loads(metadata).get("conf", {}) | kept).items():
+            settings.setConfString(name, value)
+        log = _object(self._streaming.checkpointing, "OffsetSeqMetadata")
+        self._metadata = log.apply(metadata)
+        log.setSessionConf(self._metadata, settings)
+
+    def plan(self, checkpoint: Path, batch: int) -> None:
+        """Raises PySparkException if Spark refuses the state. Writes a description of new state there."""
+        # Spark logs what a batch will read before it plans the batch, and looks for that entry's name.
+        (checkpoint / "offsets").mkdir(parents=True)
+        (checkpoint / "offsets" / str(batch)).touch()
+        runtime = self._streaming.runtime
+        execution = runtime.IncrementalExecution(
+            self._session,
+            self._plan,
+            self._mode,
+            f"{checkpoint}/state",
+            self._id,
+            self._id,
+            batch,
+            self._some(self._metadata),
+            self._metadata,
+            _object(runtime, "WatermarkPropagator").noop(),
+            True,
+            *_defaults(runtime.IncrementalExecution),
+        )
+        execution.executedPlan()
+
+
+def _object(package: Any, name: str) -> Any:
+    """An object of Scala."""
+    return getattr(getattr(package, f"{name}$"), "MODULE$")
+
+
+def _defaults(kind: Any) -> Iterator[Any]:
+    """Of the parameters that have one."""
+    number = _FIRST_DEFAULT
+    while True:
+        try:
+            yield getattr(kind, f"$lessinit$greater$default${number}")()
+        except Py4JError:
+            return
+        number += 1
+
+
+# what the checkpoint says about its state
+
+
+def _last(log: Path) -> int | None:
+    """The number of the newest entry."""
+    names = os.listdir(log) if log.is_dir() else []
+    return max((int(name) for name in names if name.isdigit()), default=None)
+
+
+def _copy_description(checkpoint: Path, to: Path) -> bool:
+    """The files that say what the state is like, and not the state, which may be large. Whether there are
+    any."""
+    source, target = checkpoint / "state", to / "state"
+    target.mkdir(parents=True)
+    for operator in source.iterdir() if source.is_dir() else ():
+        (target / operator.name).mkdir()
+        for directory, names, files in os.walk(operator):
+            at = Path(directory)
+            if at == operator:
+                # The schema of all partitions is that of the first.
+                names[:] = [name for name in names if name == "0" or not name.isdigit()]
+            if {"_metadata", "_stateSchema"} & set(at.relative_to(operator).parts):
+                copied = target / at.relative_to(source)
+                copied.mkdir(parents=True, exist_ok=True)
+                for name in files:
+                    shutil.copyfile(at / name, copied / name)
+    return any(target.iterdir())
+
+
+def _read_operators(spark: SparkSession, checkpoint: Path) -> dict[int, _Operator]:
+    """By their numbers, which count from the end of the query."""
+    found = {}
+    for directory in (checkpoint / "state").glob("[0-9]*"):
+        if (path := _description(directory / "_metadata")) is None:
+            continue
+        described = json.loads(path.read_text().splitlines()[1])["operatorInfo"]
+        stores = {
+            path.parent.parent.name: schemas
+            for path in sorted((directory / "0").glob("**/_metadata/schema"))
+            if (schemas := _read_schemas(spark, path)) is not None
+        }
+        found[int(described["operatorId"])] = _Operator(described["operatorName"], stores)
+    return dict(sorted(found.items()))
+
+
+def _description(directory: Path) -> Path | None:
+    """The file that has the operator's name, in either of its versions."""
+    newest = _last(directory / "v2")
+    path = directory / "metadata" if newest is None else directory / "v2" / str(newest)
+    return path if path.is_file() else None
+
+
+def _read_schemas(spark: SparkSession, path: Path) -> _Schemas | None:
+    jvm: Any = spark._jvm
+    where = jvm.org.apache.hadoop.fs.Path(path.as_uri())
+    opened = where.getFileSystem(spark._jsc.hadoopConfiguration()).open(where)
+    state = jvm.org.apache.spark.sql.execution.streaming.state
+    schemas = _object(state, "StateSchemaCompatibilityChecker").readSchemaFile(opened)
+    if schemas.size() != 1:
+        return None
+    one = schemas.head()
+    keys, values = json.loads(one.keySchema().json()), json.loads(one.valueSchema().json())
+    return _Schemas(StructType.fromJson(keys), StructType.fromJson(values))
+
+
+# what differs, in words
+
+
+def _without_advice(error: PySparkException) -> str:
+    """Spark would have us turn its check off."""
+    return in_words(error).partition(" If you want to force")[0]
+
+
+def _difference(was: dict[int, _Operator], now: dict[int, _Operator]) -> str:
+    """Empty if it is not known."""
+    if [one.name for one in was.values()] != [one.name for one in now.values()]:
+        return f"its state is that of {_listed(was)}, and the query has {_listed(now)} now"
+    for old, new in zip(was.values(), now.values(), strict=True):
+        for before, after in _pairs(old, new):
+            if _types(before.keys) != _types(after.keys):
+                by = "grouped by" if old.name in _AGGREGATIONS else "kept by"
+                return f"{old.state} is {by} {_columns(before.keys)}, and would be by {_columns(after.keys)}"
+            if _types(before.values) != _types(after.values):
+                return f"{old.state} has {_columns(before.values)}, and would have {_columns(after.values)}"
+    return ""
+
+
+def _other_meaning(was: dict[int, _Operator], now: dict[int, _Operator]) -> str:
+    """Spark compares types only. What has another name as well is either renamed or something else."""
+    for number, old in was.items():
+        for pair in _pairs(old, now.get(number, old)):
+            for before, after in zip(*pair, strict=True):
+                if before.names != after.names:
+                    return (
+                        f"{old.state} goes on: what was {_columns(before)} is taken for {_columns(after)}, "
+                        "as the types are the same. If more than a name has changed, results will be wrong"
+                    )
+    return ""
+
+
+def _pairs(old: _Operator, new: _Operator) -> list[tuple[_Schemas, _Schemas]]:
+    return [(schemas, new.stores[name]) for name, schemas in old.stores.items() if name in new.stores]
+
+
+def _types(schema: StructType) -> list[str]:
+    return [field.dataType.simpleString() for field in schema.fields]
+
+
+def _columns(schema: StructType) -> str:
+    if not schema.fields:
+        return "nothing"
+    return ", ".join(map(_column, schema.fields))
+
+
+def _column(field: StructField) -> str:
+    shown = "" if isinstance(field.dataType, StructType) else field.dataType.simpleString().upper()
+    if re.fullmatch(r"field\d+", field.name):
+        # Compared by a join; Spark has no name for it.
+        return shown
+    name = "an expression" if field.name == "_groupingexpression" else field.name
+    return f"{name} {shown}".rstrip()
+
+
+def _listed(operators: dict[int, _Operator]) -> str:
+    return ", then ".join(one.kind for one in reversed(operators.values())) or "no step with state"

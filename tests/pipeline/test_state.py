@@ -1,0 +1,200 @@
+"""Whether a changed query fits its checkpoint: what is said before, and what Spark does then."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from pyspark.errors import StreamingQueryException
+
+from nsparq.pipeline.errors import is_refused_state, retry_helps
+from nsparq.pipeline.progress import State
+from nsparq.pipeline.state import Verdict, judge
+from nsparq.testing import Broker
+from nsparq.tools.main import main
+from tests.pipeline.conftest import Runs
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+COUNT = "SELECT item, count(*) AS sold FROM input GROUP BY item"
+MINUTES = "SELECT window(at, '1 minute') AS minute, count(*) AS n FROM input GROUP BY window(at, '1 minute')"
+LINES = '{"item": "tea", "price": 1.5, "at": "2026-11-15T12:00:00Z"}\n'
+
+
+class Shop:
+    """Runs queries over a stream of orders."""
+
+    def __init__(self, spark: SparkSession, directory: Path) -> None:
+        self._spark, self._directory = spark, directory
+        self._numbers = itertools.count()
+        (directory / "orders").mkdir()
+
+    def rows(self, sql: str, delay: str) -> DataFrame:
+        orders = self._spark.readStream.schema("item STRING, price DOUBLE, at TIMESTAMP")
+        orders.json(str(self._directory / "orders")).withWatermark("at", delay).createOrReplaceTempView(
+            "input"
+        )
+        try:
+            return self._spark.sql(sql)
+        finally:
+            self._spark.catalog.dropTempView("input")
+
+    def run(self, sql: str, mode: str, checkpoint: Path, delay: str = "10 seconds") -> None:
+        """One micro-batch, or more. Raises StreamingQueryException."""
+        (self._directory / "orders" / f"{next(self._numbers)}.json").write_text(LINES)
+        writer = self.rows(sql, delay).writeStream.format("noop").outputMode(mode)
+        query = writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
+        assert query.awaitTermination(100)
+
+    def first(self, sql: str, mode: str) -> Path:
+        """The checkpoint that it leaves."""
+        checkpoint = self._directory / "checkpoint"
+        self.run(sql, mode, checkpoint)
+        return checkpoint
+
+
+@pytest.fixture
+def shop(spark: SparkSession, tmp_path: Path) -> Shop:
+    return Shop(spark, tmp_path)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def assert_spark_agrees(
+    shop: Shop, sql: str, mode: str, checkpoint: Path, delay: str = "10 seconds"
+) -> Verdict:
+    """What is said, and what Spark does in fact."""
+    before = content(checkpoint)
+    verdict = judge(shop.rows(sql, delay), mode, checkpoint)
+    assert content(checkpoint) == before
+    copy = checkpoint.with_name("copy")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(checkpoint, copy)
+    try:
+        shop.run(sql, mode, copy, delay)
+    except StreamingQueryException as error:
+        assert verdict.refused, error
+        assert is_refused_state(error) and not retry_helps(error)
+    else:
+        assert not verdict.refused
+    return verdict
+
+
+def test_an_aggregation_that_has_changed(shop: Shop) -> None:
+    checkpoint = shop.first(COUNT, "update")
+
+    def said(sql: str) -> Verdict:
+        return assert_spark_agrees(shop, sql, "update", checkpoint)
+
+    assert said(COUNT) == Verdict()
+    assert said(COUNT.replace("GROUP", "WHERE price > 1 GROUP")) == Verdict()
+    assert said("SELECT item AS product, count(*) AS number FROM input GROUP BY item") == Verdict()
+    assert said("SELECT item, count(*) AS sold, sum(price) AS paid FROM input GROUP BY item").refused == (
+        "the state of an aggregation has count BIGINT, and would have count BIGINT, sum DOUBLE"
+    )
+    assert said("SELECT item, price, count(*) AS sold FROM input GROUP BY item, price").refused == (
+        "the state of an aggregation is grouped by item STRING, and would be by item STRING, price DOUBLE"
+    )
+    assert said("SELECT item FROM input").refused == (
+        "its state is that of an aggregation, and the query has no step with state now"
+    )
+    assert said(
+        "SELECT a.item, count(*) AS n FROM input a JOIN input b USING (at) GROUP BY a.item"
+    ).refused == (
+        "the query had 1 source, and has 2 sources now; what a join or a union reads twice counts twice"
+    )
+
+
+def test_what_spark_takes_for_the_same_is_pointed_out(shop: Shop) -> None:
+    checkpoint = shop.first(COUNT, "update")
+    sql = "SELECT upper(item) AS name, count(*) AS sold FROM input GROUP BY upper(item)"
+    note = assert_spark_agrees(shop, sql, "update", checkpoint).note
+    assert "what was item STRING is taken for an expression STRING" in note
+
+
+def test_windows_and_watermarks(shop: Shop) -> None:
+    checkpoint = shop.first(MINUTES, "append")
+    assert assert_spark_agrees(shop, MINUTES, "append", checkpoint, delay="1 hour") == Verdict()
+    hour = "window(minute, '1 hour')"
+    twice = f"SELECT {hour} AS hour, sum(n) AS n FROM ({MINUTES}) GROUP BY {hour}"
+    assert assert_spark_agrees(shop, twice, "append", checkpoint).refused == (
+        "its state is that of an aggregation, and the query has an aggregation, then an aggregation now"
+    )
+
+
+def test_state_where_there_was_none(shop: Shop) -> None:
+    checkpoint = shop.first("SELECT item FROM input", "append")
+    assert assert_spark_agrees(shop, "SELECT price FROM input", "append", checkpoint) == Verdict()
+    assert assert_spark_agrees(shop, MINUTES, "append", checkpoint).refused == (
+        "there is no state, and an aggregation needs one"
+    )
+
+
+def test_another_number_of_shuffle_partitions_is_no_matter(shop: Shop, spark: SparkSession) -> None:
+    checkpoint = shop.first(COUNT, "update")
+    spark.conf.set("spark.sql.shuffle.partitions", "3")
+    assert assert_spark_agrees(shop, COUNT, "update", checkpoint) == Verdict()
+
+
+def test_a_checkpoint_that_is_not_there_fits_everything(shop: Shop, tmp_path: Path) -> None:
+    assert judge(shop.rows(COUNT, "1 second"), "update", tmp_path / "none") == Verdict()
+    assert not (tmp_path / "none").exists()
+
+
+SOLD = """
+[pipeline.sold]
+source = "orders"
+decode = { format = "json", schema = "item STRING, price DOUBLE" }
+sql = "SELECT item, count(*) AS sold FROM input GROUP BY item"
+output_mode = "update"
+sink = { topic = "sold" }
+trigger = "available-now"
+"""
+
+
+@pytest.mark.usefixtures("root_logger_restored")
+def test_check_says_what_spark_would_say_when_the_pipeline_is_started(
+    run: Runs,
+    broker: Broker,
+    spark: SparkSession,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(type(spark), "stop", lambda self: None)
+    broker.publish("orders", LINES.encode())
+    assert run(SOLD)["sold"].state is State.FINISHED
+    path = run.directory / "p.toml"
+
+    def checked(text: str) -> tuple[int, str, str]:
+        path.write_text(text)
+        status = main(["pipeline", "check", str(path)])
+        output = capsys.readouterr()
+        return status, output.out, output.err
+
+    assert checked(SOLD.replace("GROUP", "WHERE price > 1 GROUP"))[0] == 0
+    status, output, _ = checked(
+        SOLD.replace("item, count", "upper(item), count").replace("BY item", "BY upper(item)")
+    )
+    assert (status, "note: " in output) == (0, True)
+    changed = SOLD.replace("count(*) AS sold", "count(*) AS sold, sum(price) AS paid")
+    checkpoint = run.directory / "checkpoints" / "p" / "sold" / "rows"
+    status, output, errors = checked(changed)
+    assert (status, output) == (2, "")
+    assert errors.startswith(
+        f"{path}: [pipeline.sold] does not fit its checkpoint {checkpoint}: the state of an aggregation has "
+        "count BIGINT, and would have count BIGINT, sum DOUBLE. Either run it under another name beside"
+    )
+    broker.publish("orders", LINES.encode())
+    failed = run(changed)["sold"]
+    assert (failed.state, failed.restarts) == (State.FAILED, 0)
+    # The first way out.
+    assert run(changed.replace("pipeline.sold", "pipeline.sold2"))["sold2"].state is State.FINISHED
