@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "pipelines"
 JSON_SCHEMA = "number INT NOT NULL, item STRING, price DOUBLE, at TIMESTAMP, tags ARRAY<STRING>"
 
 GOOD_JSON = {
@@ -62,6 +64,51 @@ BAD_CSV = {
     b"1,\xff,2": "not UTF-8: byte 0xff at position 2",
 }
 
+FRAME = b"\0\0\0\0\7"
+NO_FRAME = "no Confluent frame: a zero byte and 4 bytes of a schema's id should come first"
+# Blanks are not trimmed from the frame, whose last byte may look like one.
+GOOD_FRAMED = {FRAME + b'{"number": 1} ': 1, b'\0\0\0\0\x20 {"number": 2}': 2}
+BAD_FRAMED = {
+    b'{"number": 1}': NO_FRAME,
+    FRAME + b"{}": "number is missing",
+    b"\0\0\0\0": NO_FRAME,
+    FRAME: "not JSON: Expecting value: line 1 column 1 (char 0)",
+    b'\1\0\0\0\7{"number": 1}': NO_FRAME,
+    FRAME + b'{"number": 1}x': "not JSON: Extra data: line 1 column 14 (char 13)",
+}
+
+ORDER_SCHEMA = (EXAMPLES / "order.schema.json").read_bytes()
+GOOD_CHECKED = {b'{"number": 1, "item": "tea", "price": null}': 1}
+BAD_CHECKED = {
+    b'{"number": 0, "item": "tea"}': "number: 0 is less than the minimum of 1",
+    b'{"number": 1}': '"item" is a required property',
+    b'{"number": 1, "item": "milk"}': 'item: "milk" is not one of "tea" or "coffee"',
+    # It satisfies the schema, where formats are for information. But it is no time.
+    b'{"number": 1, "item": "tea", "at": "soon"}': 'at: "soon" is not TIMESTAMP',
+    # Spark would take single quotes.
+    b"{'number': 1, 'item': 'tea'}": "not JSON: Expecting property name enclosed in double quotes: line 1 "
+    "column 2 (char 1)",
+    b"\xff": "not UTF-8: byte 0xff at position 0",
+}
+
+ORDER_AVRO = (EXAMPLES / "order.avsc").read_bytes()
+AVRO = b"\x02" + b"\x06tea" + b"\x00" + b"\x00"
+SHORT = "the message ends before its value does"
+GOOD_AVRO = {AVRO: 1, b"\x04" + AVRO[1:]: 2}
+BAD_AVRO = {
+    AVRO[:-1]: f"at: {SHORT}",
+    AVRO + b"\x00": "1 byte after the record",
+    b"{}": f"item: {SHORT}",
+    b"": f"number: {SHORT}",
+}
+
+ORDER_PROTOBUF = (EXAMPLES / "shop.desc").read_bytes()
+GOOD_PROTOBUF = {b"\x08\x01\x12\x03tea": 1, b"": 0}
+BAD_PROTOBUF = {
+    b"\x08\x01\x12\x04tea": f"item: {SHORT}",
+    b"hello": "the message: no field begins at byte 2",
+}
+
 
 @pytest.fixture
 def messages(spark: SparkSession) -> Callable[..., DataFrame]:
@@ -88,6 +135,28 @@ def messages(spark: SparkSession) -> Callable[..., DataFrame]:
             BAD_CSV,
             id="csv",
         ),
+        pytest.param(
+            Decode(format="json", framing="confluent"),
+            "number INT NOT NULL",
+            GOOD_FRAMED,
+            BAD_FRAMED,
+            id="json in frames",
+        ),
+        pytest.param(
+            Decode(format="json", json_schema="order.schema.json", definition=ORDER_SCHEMA),
+            "",
+            GOOD_CHECKED,
+            BAD_CHECKED,
+            id="json with a JSON Schema",
+        ),
+        pytest.param(Decode(format="avro", definition=ORDER_AVRO), "", GOOD_AVRO, BAD_AVRO, id="avro"),
+        pytest.param(
+            Decode(format="protobuf", definition=ORDER_PROTOBUF, message="shop.Order"),
+            "",
+            GOOD_PROTOBUF,
+            BAD_PROTOBUF,
+            id="protobuf",
+        ),
     ],
 )
 def test_a_message_is_a_row_or_a_dead_letter_that_says_why(
@@ -99,9 +168,9 @@ def test_a_message_is_a_row_or_a_dead_letter_that_says_why(
 ) -> None:
     from pyspark.sql.types import StructType
 
-    from nsparq.pipeline.decode import dead_letters, good_rows
+    from nsparq.pipeline.decode import dead_letters, declared_columns, good_rows
 
-    frame, fields = messages(*good, *bad), StructType.fromDDL(schema)
+    frame, fields = messages(*good, *bad), StructType.fromDDL(schema or declared_columns(decode))
     rows = good_rows(frame, decode, fields, bad="drop").collect()
     letters = [
         json.loads(row.body)
@@ -168,11 +237,40 @@ def test_without_a_place_for_bad_messages_the_first_of_them_fails_the_query(
     assert "dead_letters" in str(caught.value)
 
 
-def test_a_message_is_decoded_once(messages: Callable[..., DataFrame], capsys: Any) -> None:
+def test_the_query_fails_with_the_reason_where_it_is_known(messages: Callable[..., DataFrame]) -> None:
     from pyspark.sql.types import StructType
 
-    from nsparq.pipeline.decode import good_rows
+    from nsparq.pipeline.decode import declared_columns, good_rows
 
-    rows = good_rows(messages(b"{}"), Decode(format="json"), StructType.fromDDL("a INT, b INT"), bad="drop")
-    rows.select("a", "b").explain()
-    assert capsys.readouterr().out.count("from_json(") == 1
+    decode = Decode(format="avro", definition=ORDER_AVRO)
+    rows = good_rows(messages(b""), decode, StructType.fromDDL(declared_columns(decode)), bad="fail")
+    with pytest.raises(Exception, match=f"does not decode as avro: number: {SHORT}; with dead_letters"):
+        rows.collect()
+
+
+@pytest.mark.parametrize(
+    ("decode", "calls"),
+    [
+        pytest.param(Decode(format="json", schema="a INT, b INT"), {"from_json(": 1}, id="json"),
+        pytest.param(
+            Decode(format="json", json_schema="order.schema.json", definition=ORDER_SCHEMA),
+            {"from_json(": 1, "ArrowEvalPython": 1},
+            id="json with a JSON Schema",
+        ),
+        pytest.param(Decode(format="avro", definition=ORDER_AVRO), {"ArrowEvalPython": 1}, id="avro"),
+    ],
+)
+def test_a_message_is_decoded_once(
+    messages: Callable[..., DataFrame], capsys: Any, decode: Decode, calls: dict[str, int]
+) -> None:
+    from pyspark.sql.types import StructType
+
+    from nsparq.pipeline.decode import dead_letters, declared_columns, good_rows
+
+    fields = StructType.fromDDL(declared_columns(decode))
+    for bad in ("drop", "fail"):
+        good_rows(messages(b"{}"), decode, fields, bad=bad).select(*fields.names[:2]).explain()
+        plan = capsys.readouterr().out
+        assert {name: plan.count(name) for name in calls} == calls, plan
+    dead_letters(messages(b"{}"), decode, fields, pipeline="p", channel="c").explain()
+    assert capsys.readouterr().out.count("ArrowEvalPython") == calls.get("ArrowEvalPython", 0)

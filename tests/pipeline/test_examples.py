@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
@@ -120,6 +122,49 @@ def test_pipeline_files(run: Runs, broker: Broker, spark: SparkSession) -> None:
     rows = spark.read.parquet(str(run.directory / "data" / "orders")).collect()
     assert sorted((row.number, row.country, str(row.date)) for row in rows) == [
         (number, "DE", "2026-11-15") for number in range(5)
+    ]
+
+
+def avro_order(number: int, **more: Any) -> bytes:
+    import fastavro
+
+    stream = io.BytesIO()
+    content = {"item": "tea", "price": None, "at": datetime(2026, 11, 15, 12, tzinfo=UTC), **more}
+    schema = json.loads((EXAMPLES / "pipelines" / "order.avsc").read_text())
+    fastavro.schemaless_writer(stream, schema, {"number": number, **content})
+    return stream.getvalue()
+
+
+def protobuf_order(number: int) -> bytes:
+    # Fields 1, 2 and 4, which is a message with a field 1: seconds.
+    return bytes([0x08, number]) + b"\x12\x03tea" + b"\x22\x06\x08\xc0\xbd\xe6\xd7\x06"
+
+
+def test_formats(run: Runs, broker: Broker) -> None:
+    for name in ("order.avsc", "shop.desc", "order.schema.json"):
+        shutil.copy(EXAMPLES / "pipelines" / name, run.directory)
+    broker.publish("orders.avro", *(avro_order(number) for number in range(1, 4)), b"\xff", b"junk")
+    broker.publish("orders.protobuf", *(protobuf_order(number) for number in range(4, 7)), b"junk")
+    at = "2026-11-15T12:00:00Z"
+    broker.publish("orders.json", *(order(number, price=None, at=at) for number in range(7, 9)), order(0))
+    file = load(copy(run.directory, "pipelines/formats.toml", broker))
+    until_now = Trigger(0.0, "available-now")
+    pipelines = tuple(replace(one, trigger=until_now) for one in file.pipelines)
+    figures = run.file(replace(file, pipelines=pipelines))
+    assert {(one.state, one.error) for one in figures.values()} == {(State.FINISHED, "")}
+    assert {one.name: (one.rows, one.dead_letters) for one in figures.values()} == {
+        "avro-orders": (5, 2),
+        "protobuf-orders": (4, 1),
+        "checked-orders": (3, 1),
+    }
+    read = sorted(bodies(broker, "orders.read"), key=lambda row: row["number"])
+    same = {"item": "tea", "price": None, "at": "2026-11-15T12:00:00.000Z"}
+    assert read == [{"number": number, **same} for number in range(1, 9)]
+    assert sorted((one["topic"], one["error"]) for one in bodies(broker, "orders.dead")) == [
+        ("orders.avro", "item: the message ends before its value does"),
+        ("orders.avro", "number: the message ends before its value does"),
+        ("orders.json", "number: 0 is less than the minimum of 1"),
+        ("orders.protobuf", "field 13: the message ends before its value does"),
     ]
 
 
@@ -236,6 +281,26 @@ def test_the_notebook_runs(
     assert "cheap finished 5 rows 1 dead letters" in output
     assert "1 cheap orders" in output
     assert [one["sold"] for one in bodies(broker, "sold") if one.get("item")] == [4]
+
+
+def test_avro_without_a_pipeline(
+    tmp_path: Path,
+    broker: Broker,
+    spark: SparkSession,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import nsparq.spark
+
+    monkeypatch.setattr(nsparq.spark, "build_session", lambda *_, **__: spark)
+    monkeypatch.setattr(type(spark), "stop", lambda self: None)
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(EXAMPLES / "pipelines" / "order.avsc", tmp_path)
+    broker.publish("orders.avro", avro_order(1, price=4.5), b"\xff")
+    runpy.run_path(str(copy(tmp_path, "pipelines/avro_spark.py", broker)))
+    output = capsys.readouterr().out
+    assert re.search(r"\|\s*1\|\s*tea\|\s*4.5\|2026-11-15 12:00:00\|", output), output
+    assert re.search(r"\|\d+\s*\|number: the message ends before its value does\|", output), output
 
 
 # Spark's own pipelines

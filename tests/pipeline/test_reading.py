@@ -37,6 +37,8 @@ sql = "SELECT window.start AS minute, sum(price) AS revenue FROM input GROUP BY 
 sink = { topic = "revenue" }
 """
 
+FORMATS = "json, csv, avro, protobuf, text, raw, message"
+
 
 def read(text: str) -> PipelineFile:
     return parse(text, "/data/p.toml")
@@ -231,7 +233,7 @@ def test_problems_of_the_file(text: str, expected: str) -> None:
         ),
         (
             'decode = "jsn"',
-            "[pipeline.p.decode] format: must be one of json, csv, text, raw, message, not 'jsn'",
+            f"[pipeline.p.decode] format: must be one of {FORMATS}, not 'jsn'",
         ),
         ("decode = 1", "[pipeline.p] decode: must be a text or a table"),
         ("decode = { schema = 'a INT' }", "[pipeline.p.decode] format: is missing"),
@@ -242,6 +244,27 @@ def test_problems_of_the_file(text: str, expected: str) -> None:
         (
             "decode = { format = 'text', schema = 'a INT' }",
             "[pipeline.p.decode] schema: means nothing for 'text'",
+        ),
+        ("decode = 'avro'", "[pipeline.p.decode] schema_file: is missing"),
+        (
+            "decode = { format = 'avro', schema_file = 'order.avsc' }",
+            "[pipeline.p.decode] schema_file: cannot be read: No such file or directory: /data/order.avsc",
+        ),
+        (
+            "decode = { format = 'avro', schema_file = 'order.avsc', schema = 'a INT' }",
+            "[pipeline.p.decode] schema: means nothing for 'avro'",
+        ),
+        (
+            "decode = { format = 'protobuf', descriptor_file = '/dev/null' }",
+            "[pipeline.p.decode] message: is missing",
+        ),
+        (
+            "decode = { format = 'csv', json_schema = '/dev/null' }",
+            "[pipeline.p.decode] json_schema: means nothing for 'csv'",
+        ),
+        (
+            "decode = { format = 'json', framing = 'of-our-own' }",
+            "[pipeline.p.decode] framing: must be one of confluent, not 'of-our-own'",
         ),
         (
             'dead_letters = "x y"',
@@ -570,6 +593,7 @@ def test_queue_mode_cannot_be_read_twice_nor_looked_at() -> None:
         "[pipeline.p.decode] schema: is missing: a queue cannot be looked at without taking messages",
     ]
     read(of_pipeline('decode = "text"', source=queue))
+    read(of_pipeline("decode = { format = 'json', json_schema = '/dev/null' }", source=queue))
 
 
 def test_all_problems_are_said_at_once() -> None:
@@ -581,6 +605,13 @@ def test_all_problems_are_said_at_once() -> None:
         "[pipeline.b] trigger",
         "[pipeline.b] sink",
     ]
+
+
+def test_a_schema_file_is_beside_the_pipeline_file(tmp_path: Path) -> None:
+    (tmp_path / "order.avsc").write_bytes(b"{}")
+    text = of_pipeline("decode = { format = 'avro', schema_file = 'order.avsc' }")
+    decode = parse(text, tmp_path / "p.toml").pipelines[0].sources[0].decode
+    assert decode.definition == b"{}" and not decode.is_inferred
 
 
 def test_two_pipelines_cannot_share_a_checkpoint() -> None:

@@ -306,6 +306,21 @@ sink = "noop"
             "'noop'",
             r"'_id' is the name of a column that every message has",
         ),
+        (
+            "{ format = 'avro', schema_file = '/dev/null' }",
+            "'noop'",
+            r"\[pipeline.p.decode\] schema_file: is no Avro schema: ",
+        ),
+        (
+            "{ format = 'protobuf', message = 'shop.Order', descriptor_file = '/dev/null' }",
+            "'noop'",
+            r"\[pipeline.p.decode\] descriptor_file: has no message 'shop.Order'; there are none",
+        ),
+        (
+            "{ format = 'json', schema = 'a INT', json_schema = '/dev/null' }",
+            "'noop'",
+            r"\[pipeline.p.decode\] json_schema: is no JSON: ",
+        ),
         ("'text'", "{ topic = 'x', body_from = 'b' }", r"body_from: there is no column 'b'; there are text,"),
         (
             "'text'",

@@ -90,6 +90,21 @@ def test_versions_are_checked(
     assert (finding.state, finding.text) == (state, text)
 
 
+def test_formats_of_messages_that_pipelines_cannot_read_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+    assert find("formats").state is State.OK
+
+    def version(name: str) -> str:
+        if name in ("fastavro", "jsonschema-rs"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    finding = find("formats")
+    assert finding.text == "no fastavro (Avro), no jsonschema-rs (JSON Schema)"
+    assert (finding.state, finding.advice) == (State.NOTE, "pip install 'nsparq[formats]'")
+
+
 def test_a_package_that_is_broken_is_as_good_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     finding = find("pyarrow")

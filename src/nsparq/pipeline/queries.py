@@ -27,8 +27,9 @@ from pyspark.sql.types import StructType
 
 from nsparq.errors import NsparqError
 from nsparq.pipeline import direct
+from nsparq.pipeline.bodies import SchemaFileError
 from nsparq.pipeline.commits import Directory
-from nsparq.pipeline.decode import ORIGIN, dead_letters, good_rows
+from nsparq.pipeline.decode import ORIGIN, dead_letters, declared_columns, good_rows
 from nsparq.pipeline.errors import NothingYet, PipelineError, in_words, retry_helps
 from nsparq.pipeline.layout import NAMES, Layout, layout_of
 from nsparq.pipeline.memory import PipelineMemory
@@ -465,7 +466,7 @@ def _settle_schemas(
     """What was inferred stays, so that a restart does not change it."""
     memory = PipelineMemory(pipeline)
     for source in pipeline.sources:
-        if _is_inferred(source) and memory.get(_schema_key(source)) is None:
+        if source.decode.is_inferred and memory.get(_schema_key(source)) is None:
             found = _inferred(spark, file, pipeline, source)
             _keep(memory, _schema_key(source), found, abandoned)
 
@@ -474,16 +475,16 @@ def _schema_key(source: Source) -> str:
     return "schema" if source.name == MESSAGES else f"schema-{source.name}"
 
 
-def _is_inferred(source: Source) -> bool:
-    return source.decode.format not in ("text", "raw", "message") and not source.decode.schema
-
-
 def _schema(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, source: Source) -> StructType:
     decode = source.decode
     if decode.format in ("text", "raw", "message"):
         return StructType()
-    place = _schema_place(pipeline, source)
-    given = decode.schema or _inferred(spark, file, pipeline, source)
+    at = _source_place(pipeline, source, "decode")
+    try:
+        given = declared_columns(decode) or _inferred(spark, file, pipeline, source)
+    except SchemaFileError as error:
+        raise PipelineError(f"{at} {decode.definition_key}: {error}") from error
+    place = f"{at} {'schema' if decode.schema or decode.is_inferred else decode.definition_key}"
     try:
         schema = StructType.fromDDL(given)
     except PySparkException as error:

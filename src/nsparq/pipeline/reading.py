@@ -56,6 +56,17 @@ SINK_KEYS: Final = {
     for one in TABLE.values()
     if Use.SINK_STREAM in one.uses and one.attribute not in {*NSQ_KEYS, *keys(Topic), "refuse_topics"}
 }
+_DECODE_KEYS: Final = {
+    "schema": {"json", "csv"},
+    "sample": {"json", "csv"},
+    "options": {"json", "csv"},
+    "json_schema": {"json"},
+    "schema_file": {"avro"},
+    "descriptor_file": {"protobuf"},
+    "message": {"protobuf"},
+    "framing": {"json", "avro", "protobuf"},
+}
+"""Keys of `decode` that not all formats have."""
 
 
 def load(path: Path | str) -> PipelineFile:
@@ -349,7 +360,7 @@ class _Reader:
                 add(at, "dead_letters", "is a topic that the pipeline reads: it would go round in circles")
         if source.is_queue and len(found.outputs) > 1:
             add(at, "mode", "'queue' can be read by one sink only: each sink is a query that reads by itself")
-        if source.is_queue and source.decode.format in ("json", "csv") and not source.decode.schema:
+        if source.is_queue and source.decode.is_inferred:
             add(f"{at}.decode", "schema", "is missing: a queue cannot be looked at without taking messages")
 
     def _check_output(self, output: Output, found: Pipeline, at: str, place: str) -> None:
@@ -396,11 +407,23 @@ class _Reader:
             self._problems.add(place, "decode", str(error))
             return None
         found = read_table(Decode, given, f"{place}.decode", self._problems)
-        if found is not None and found.format in ("text", "raw", "message"):
-            for one in ("schema", "sample", "options"):
-                if one in given:
-                    self._problems.add(f"{place}.decode", one, f"means nothing for {found.format!r}")
-        return found
+        return found and self._checked_decode(found, given, f"{place}.decode")
+
+    def _checked_decode(self, found: Decode, given: Mapping[str, Any], place: str) -> Decode:
+        for one, formats in _DECODE_KEYS.items():
+            if one in given and found.format not in formats:
+                self._problems.add(place, one, f"means nothing for {found.format!r}")
+            elif one not in given and formats == {found.format} and one != "json_schema":
+                self._problems.add(place, one, "is missing")
+        path = getattr(found, found.definition_key or "schema_file")
+        if not path:
+            return found
+        try:
+            return replace(found, definition=Path(self._resolve(path)).read_bytes())
+        except OSError as error:
+            text = f"cannot be read: {error.strerror}: {error.filename}"
+            self._problems.add(place, found.definition_key, text)
+            return found
 
     def _watermark(self, value: Any, place: str) -> Watermark | None:
         if not isinstance(value, dict):

@@ -31,6 +31,8 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from nsparq.pipeline.bodies import Undecodable, read_json, read_text
+
 __all__ = ["dead_letter", "why_not"]
 
 MAX_ERROR: Final = 1000
@@ -41,25 +43,19 @@ _REAL: Final = (FloatType, DoubleType)
 
 
 def why_not(body: bytes, format: str, schema: StructType, options: Mapping[str, str]) -> str:
-    """The first thing found wrong with a message that does not decode."""
+    """The first thing found wrong with a text that does not decode."""
     try:
-        text = body.decode()
-    except UnicodeDecodeError as error:
-        return f"not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}"
-    if format == "json":
-        return _why_not_json(text, schema)
-    if format == "csv":
-        return _why_not_csv(text, schema, options)
+        if format == "json":
+            return _why_not_json(read_json(body), schema)
+        if format == "csv":
+            return _why_not_csv(read_text(body), schema, options)
+        read_text(body)
+    except Undecodable as error:
+        return str(error)
     return "does not decode"
 
 
-def _why_not_json(text: str, schema: StructType) -> str:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        return f"not JSON: {error}"
-    except RecursionError:
-        return "not JSON that can be read: nested too deeply"
+def _why_not_json(value: Any, schema: StructType) -> str:
     if not isinstance(value, dict):
         return f"not a JSON object but {_kind(value)}"
     return _mismatch(value, schema, "") or "does not fit the schema"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nsparq.errors import NsparqError
+from nsparq.pipeline.bodies import CONFLUENT
 from nsparq.pipeline.tables import (
     REQUIRED,
     choice,
@@ -137,16 +138,38 @@ class Decode:
 
     format: str = key(
         REQUIRED,
-        choice("json", "csv", "text", "raw", "message"),
-        "`json`: one object; `csv`: one line; `text`: a column `text`; `raw`: a column `body`, as it came; "
-        "`message`: the same, with `topic`, `node`, `offset`, `timestamp` and `id` under these names",
+        choice("json", "csv", "avro", "protobuf", "text", "raw", "message"),
+        "`json`: one object; `csv`: one line; `avro`: one record; `protobuf`: one message; `text`: a column "
+        "`text`; `raw`: a column `body`, as it came; `message`: the same, with `topic`, `node`, `offset`, "
+        "`timestamp` and `id` under these names",
     )
     schema: str = key(
         "",
         text,
         "columns of `json` and `csv`, as in CREATE TABLE: `number INT NOT NULL, price DOUBLE`. A message "
         "without a value for a NOT NULL column does not decode",
-        shown="inferred from a sample, once; kept with the checkpoint",
+        shown="that of `json_schema`, or inferred from a sample, once; kept with the checkpoint",
+    )
+    json_schema: str = key(
+        "",
+        text,
+        "file with a JSON Schema for `json`: a message that does not satisfy it does not decode. Without "
+        "`schema` its properties are the columns",
+    )
+    schema_file: str = key("", text, "file with the schema of `avro`: a record, whose fields are the columns")
+    descriptor_file: str = key(
+        "",
+        text,
+        "file with the messages of `protobuf`, as `protoc --include_imports --descriptor_set_out=FILE` makes "
+        "it",
+    )
+    message: str = key("", text, "which of them it is, with its package: `shop.Order`")
+    framing: str = key(
+        "",
+        choice(CONFLUENT),
+        "what comes before a `json`, `avro` or `protobuf` message: `confluent` is the frame that serializers "
+        "for Confluent's schema registry write. It is taken away, and the id in it is not looked up",
+        shown="nothing",
     )
     sample: int = key(1000, count, "so many messages of the topic are looked at to infer the schema")
     on_error: str = key(
@@ -158,6 +181,19 @@ class Decode:
     options: Mapping[str, str] = key(
         dict, settings, "further options of Spark's JSON or CSV reader, such as `timestampFormat` or `sep`"
     )
+    definition: bytes = field(default=b"", repr=False)
+    """The content of `schema_file`, `descriptor_file` or `json_schema`."""
+
+    @property
+    def definition_key(self) -> str:
+        """Which of the three has a file for this format; empty if none has."""
+        by_format = {"avro": "schema_file", "protobuf": "descriptor_file", "json": "json_schema"}
+        return by_format.get(self.format, "")
+
+    @property
+    def is_inferred(self) -> bool:
+        """The columns have to be taken from messages."""
+        return self.format in ("json", "csv") and not self.schema and not self.json_schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

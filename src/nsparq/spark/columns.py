@@ -39,8 +39,6 @@ SCHEMA: Final = (
 
 def arrow_schema(schema: StructType) -> pa.Schema:
     """What Spark compares our record batches with. Raises OptionError for a column that we do not have."""
-    from pyspark.sql.pandas import types
-
     known = {field.name: field.dataType for field in SCHEMA.fields}
     for field in schema.fields:
         if known.get(field.name) != field.dataType:
@@ -48,6 +46,13 @@ def arrow_schema(schema: StructType) -> pa.Schema:
             raise OptionError(
                 f"the schema wants {field.name} {field.dataType.simpleString()}; format nsq has {has}"
             )
-    to_arrow: Callable[..., pa.Schema] = types.to_arrow_schema
+    return to_arrow(schema)
+
+
+def to_arrow(schema: StructType) -> pa.Schema:
+    """As Spark has it, with times in UTC."""
+    from pyspark.sql.pandas import types
+
+    convert: Callable[..., pa.Schema] = types.to_arrow_schema
     # Times are UTC by default in Spark 4.1, which has no such parameter.
-    return to_arrow(schema, **({"timezone": "UTC"} if "timezone" in signature(to_arrow).parameters else {}))
+    return convert(schema, **({"timezone": "UTC"} if "timezone" in signature(convert).parameters else {}))

@@ -30,6 +30,7 @@ __all__ = ["Finding", "State", "examine", "try_session"]
 
 OLDEST_SPARK: Final = (4, 1)
 INSTALL: Final = "pip install 'nsparq[spark]'"
+FORMATS: Final = {"fastavro": "Avro", "protobuf": "Protobuf", "jsonschema-rs": "JSON Schema"}
 MIB: Final = 1 << 20
 SESSION_MEMORY: Final = 1100 * MIB
 """What a small local session with its JVM and Python workers was measured to take."""
@@ -68,6 +69,7 @@ def examine() -> Iterator[Finding]:
     yield _package("pyarrow", (18,), "how rows move between Spark and Python")
     yield _package("numpy", (1, 26), "how they are made of what nsqd sends")
     yield _package("pandas", (2, 2), "for Python functions of pipelines", below=(3,), needed=False)
+    yield _formats()
     yield _java()
     yield _bash()
     yield _memory()
@@ -107,6 +109,19 @@ def _package(
     except ImportError as error:
         return Finding(name, lacking, f"{version}, but it cannot be loaded: {error}", INSTALL)
     return Finding(name, State.OK, version)
+
+
+def _formats() -> Finding:
+    """What pipelines need for some formats of messages."""
+    found, lacking = [], []
+    for package, format in FORMATS.items():
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)} ({format})")
+        except importlib.metadata.PackageNotFoundError:
+            lacking.append(f"no {package} ({format})")
+    if lacking:
+        return Finding("formats", State.NOTE, ", ".join(lacking), "pip install 'nsparq[formats]'")
+    return Finding("formats", State.OK, ", ".join(found))
 
 
 def _home() -> Finding:
