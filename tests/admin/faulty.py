@@ -4,6 +4,7 @@ with FaultyNsqd(nsqd) as faulty:            nsqd is a real one, see tests.suppor
     faulty.address                          for --nsqd-http-address
     faulty.fail("/mpub", "before", on=2)    the second request for that path never reaches nsqd …
     faulty.fail("/mpub", "after")           … or it does, and its answer never comes back
+    faulty.cut_off("/openapi.json")         no request for that path reaches nsqd
     faulty.do("/channel/peek", function)    call this before the next one that has `state=ready` is passed on
     faulty.hide("/openapi.json")            answer as if there were no such path
     faulty.seen                             paths that were asked for, in order
@@ -27,6 +28,7 @@ class FaultyNsqd:
         self._faults: dict[str, tuple[str, int]] = {}
         self._deeds: dict[str, Callable[[], None]] = {}
         self._hidden: set[str] = set()
+        self._cut_off: set[str] = set()
         self.seen: list[str] = []
         owner = self
 
@@ -50,6 +52,9 @@ class FaultyNsqd:
     def fail(self, path: str, when: str, *, on: int = 1) -> None:
         self._faults[path] = (when, on)
 
+    def cut_off(self, path: str) -> None:
+        self._cut_off.add(path)
+
     def do(self, path: str, deed: Callable[[], None]) -> None:
         self._deeds[path] = deed
 
@@ -58,6 +63,7 @@ class FaultyNsqd:
 
     def heal(self) -> None:
         self._faults = {}
+        self._cut_off = set()
 
     def _pass_on(self, handler: BaseHTTPRequestHandler) -> None:
         path = urlsplit(handler.path).path
@@ -66,7 +72,7 @@ class FaultyNsqd:
         when, left = self._faults.get(path, ("", 0))
         if when:
             self._faults[path] = (when, left - 1)
-        fails = when if left == 1 else ""
+        fails = "before" if path in self._cut_off else when if left == 1 else ""
         if (path in self._deeds) and "state=ready" in handler.path:
             self._deeds.pop(path)()
         if fails != "before":

@@ -188,7 +188,7 @@ def test_a_channel_that_is_read_by_ranges_has_a_reader_though_no_consumer() -> N
     for _ in range(20):
         polls.poll(said(1900, channel(message_count=1900, depth=50)))
     assert kinds(polls) == {"no consumers": Severity.NOTICE}
-    running = {"name": "p", "state": "running", "topics": "other, t", "channel": "c"}
+    running = {"name": "p", "state": "running", "channels": {"c": "other, t"}}
     assert find_problems(polls.watch, [running]) == []
     (problem,) = find_problems(polls.watch, [{**running, "state": "stopped"}])
     assert problem.kind == "no consumers"

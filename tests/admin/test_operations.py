@@ -33,7 +33,9 @@ def faulty(nsqd: TestBroker) -> Iterator[FaultyNsqd]:
 @pytest.fixture
 def admin(faulty: FaultyNsqd) -> Iterator[AdminThread]:
     # The watch must not use up the faults.
-    with start_admin(nsqd_http_address=(faulty.address,), poll_interval=60.0) as admin:
+    with start_admin(
+        nsqd_http_address=(faulty.address,), poll_interval=60.0, http_client_request_timeout=60.0
+    ) as admin:
         yield admin  # type: ignore[misc]  # ours
 
 
@@ -253,6 +255,22 @@ def test_what_only_our_nsqd_can_do_is_shown_as_absent_with_nsqs_own(
     replay = admin.call("POST", f"/api/replay/{letters}/review", {"to": "start", "dry_run": False})
     replay.expect_error(501, "NOT_SUPPORTED")
     assert admin.call("POST", f"/api/messages/{letters}", {"body": "x"}).status == 200
+
+
+def test_an_nsqd_that_does_not_say_what_it_can_do_is_not_taken_for_nsqs_own(
+    nsqd: TestBroker, faulty: FaultyNsqd, letters: str
+) -> None:
+    faulty.cut_off("/openapi.json")
+    with start_admin(nsqd_http_address=(faulty.address,), poll_interval=60.0) as admin:
+        answer = move(admin, letters)
+        assert answer.status == 502 and b"UPSTREAM_ERROR" in answer.body
+        found = admin.get(f"/api/messages/{letters}")
+        assert found["unable"] == [] and faulty.address in found["errors"][0]
+        for page in ("messages", "replay"):
+            shown = admin.page(f"/{page}/{letters}/review")
+            assert 'id="unable"' not in shown and faulty.address in shown
+        faulty.heal()
+        assert move(admin, letters).status == 200
 
 
 def test_a_replay_that_fails_on_a_node_says_so(

@@ -252,7 +252,8 @@ def drain_messages(broker: TestBroker, topic: str, channel: str, quiet: float = 
             except TimeoutError:
                 connection.barrier()
                 stats = broker.channel_stats(topic, channel)
-                if stats is not None and stats["depth"] and time.monotonic() < patience:
+                is_left = stats is not None and (stats["depth"] or stats["in_flight_count"])
+                if is_left and time.monotonic() < patience:
                     continue
                 return found
             found.append(message)

@@ -116,7 +116,7 @@ class MoreApi:
         return {
             "messages": [one.as_json() for one in found.messages if not words or one.contains(words)],
             "missing": found.missing,
-            "unable": [node.address for node in able.all if node not in able.able],
+            "unable": [node.address for node in able.unable],
             "errors": able.errors + found.errors,
         }
 

@@ -17,6 +17,7 @@ from nsparq.admin.cluster import NotFound, Unreachable
 from nsparq.admin.merge import Node
 from nsparq.admin.replay import Plan, seek
 from nsparq.admin.security import Access
+from nsparq.admin.upstream import AskFailed
 from nsparq.http.api import ApiError
 
 if TYPE_CHECKING:
@@ -39,7 +40,16 @@ class Able(NamedTuple):
 
     all: list[Node]
     able: list[Node]
+    unable: list[Node]
     errors: list[str]
+    """Of nodes that did not answer: nobody knows whether they can."""
+
+    def require(self) -> None:
+        """Raise ApiError unless a node is able."""
+        if not self.able and self.errors:
+            raise upstream_error(Unreachable("nsqd", self.errors))
+        if not self.able:
+            raise ApiError(501, "NOT_SUPPORTED")
 
 
 class Operations:
@@ -58,8 +68,15 @@ class Operations:
             raise ApiError(404, error.code) from error
         except Unreachable as error:
             raise upstream_error(error) from error
-        able = [node for node in found.value if feature in await self._admin.watch.features(node)]
-        return Able(found.value, able, found.errors)
+        sorted_out = Able(found.value, [], [], [*found.errors])
+        for node in found.value:
+            try:
+                has_it = feature in await self._admin.watch.features(node)
+            except AskFailed as error:
+                sorted_out.errors.append(f"{node.address}: {error}")
+            else:
+                (sorted_out.able if has_it else sorted_out.unable).append(node)
+        return sorted_out
 
     async def peek(
         self,
@@ -168,8 +185,7 @@ class Operations:
         if not access.may("subscribe", topic, channel):
             raise Refused("move_messages", actor, topic=topic, channel=channel, to=to)
         able = await self.nodes_with(topic, PEEK)
-        if not able.able:
-            raise ApiError(501, "NOT_SUPPORTED")
+        able.require()
         target = self._target(access, topic, to, unwrap)
         moved = left = 0
 
@@ -222,8 +238,7 @@ class Operations:
 
     async def replay(self, actor: Actor, topic: str, channel: str, target: dict[str, str]) -> list[Plan]:
         able = await self.nodes_with(topic, SEEK)
-        if not able.able:
-            raise ApiError(501, "NOT_SUPPORTED")
+        able.require()
         plans: list[Plan] = []
 
         async def run() -> list[str]:

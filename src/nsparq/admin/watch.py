@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -192,32 +193,30 @@ class Watch:
             state.error, state.since_s = "", now_s
             logger.info("%s: answers again", node.address)
         if now_s - state.asked_s > DETAILS_S:
-            # Not before there is an answer: until then, features() asks for itself.
-            if await self._ask_details(state):
+            # Without an answer features() asks for itself, and the next poll asks again.
+            with suppress(AskFailed):
+                await self._ask_details(state)
                 state.asked_s = now_s
         return found.value[0]
 
     async def features(self, node: Node) -> frozenset[str]:
-        """What the nsqd can do beyond NSQ's; asked now, if it was not before."""
+        """What the nsqd can do beyond NSQ's; asked now, if it was not before. Raises AskFailed."""
         state = self.nodes.get(node.address)
         if state is None or state.asked_s == -math.inf:
             state = state or NodeState(node)
             await self._ask_details(state)
         return state.features
 
-    async def _ask_details(self, state: NodeState) -> bool:
-        """Whether it has answered. NSQ's own says that there is no such thing."""
+    async def _ask_details(self, state: NodeState) -> None:
+        """Raises AskFailed. NSQ's own nsqd answers that there is no such path."""
         try:
             said = await self._cluster.get(state.node, "/openapi.json")
             paths = said.get("paths") if isinstance(said, dict) else None
             state.features = frozenset(paths) if isinstance(paths, dict) else frozenset()
         except Refused:
             state.features = frozenset()
-        except AskFailed:
-            return False
         if "/metrics" in state.features:
             state.disk_free, state.disk_size = await self._ask_disk(state.node)
-        return True
 
     async def _ask_disk(self, node: Node) -> tuple[int | None, int | None]:
         try:
