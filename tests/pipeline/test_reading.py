@@ -11,13 +11,19 @@ import pytest
 from nsparq.pipeline.reading import load, parse
 from nsparq.pipeline.spec import (
     Console,
+    CsvTable,
     Decode,
     Delta,
+    DeltaTable,
+    FormatTable,
     Jdbc,
+    JdbcTable,
+    JsonTable,
     Memory,
     Noop,
     Output,
     Parquet,
+    ParquetTable,
     PipelineFile,
     Source,
     SpecError,
@@ -388,6 +394,51 @@ def test_a_source_called_messages_and_a_sink_without_a_name_are_what_the_only_on
         ]
     )
     assert read(text) == read(SHORT)
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ('{ parquet = "p" }', ParquetTable(name="t", path="/data/p")),
+        ('{ csv = "c", schema = "a INT" }', CsvTable(name="t", path="/data/c", schema="a INT")),
+        ('{ json = "s3a://b/j" }', JsonTable(name="t", path="s3a://b/j")),
+        ('{ delta = "d" }', DeltaTable(name="t", path="/data/d")),
+        ('{ jdbc = "jdbc:x", table = "y" }', JdbcTable(name="t", url="jdbc:x", table="y")),
+        ('{ format = "f", options = { a = 1 } }', FormatTable(name="t", format="f", options={"a": "1"})),
+    ],
+)
+def test_tables(table: str, expected: object) -> None:
+    step = '[[pipeline.p.step]]\nsql = "SELECT 1"\nfrom = ["messages", "t"]'
+    (pipeline,) = read(of_pipeline(f"tables.t = {table}\n{step}")).pipelines
+    assert pipeline.tables == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (
+            "tables = 1",
+            "[pipeline.p.tables]: must be tables, each with a name: [pipeline.p.tables.countries]",
+        ),
+        ("tables.t = 1", '[pipeline.p.tables.t]: must be a table, such as { csv = "countries.csv" }'),
+        ("tables.t-1 = { csv = 'x' }", "[pipeline.p.tables.t-1]: a table's name is one that SQL can use: "),
+        ("tables.t = {}", "[pipeline.p.tables.t]: needs one of parquet, csv, json, delta, jdbc, format"),
+        ("tables.t = { csv = 'x', json = 'y' }", "[pipeline.p.tables.t]: has both 'csv' and 'json'"),
+        (
+            "tables.t = { csv = 'x', scheme = 'y' }",
+            "[pipeline.p.tables.t] scheme: there is no such key; did ",
+        ),
+        ("tables.Messages = { csv = 'x' }", "[pipeline.p.tables.Messages] name: 'Messages' is taken"),
+        (
+            "tables.t = { csv = 'x' }\nsink = { topic = 'y', from = 't' }",
+            "[pipeline.p.sink] from: there is no ",
+        ),
+    ],
+)
+def test_problems_of_tables(lines: str, expected: str) -> None:
+    sink = "" if "sink" in lines else 'sink = "console"'
+    found = problems(of_pipeline(lines, sink=sink))
+    assert any(one.startswith(expected) for one in found), found
 
 
 @pytest.mark.parametrize(

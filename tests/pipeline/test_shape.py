@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from nsparq.pipeline.errors import PipelineError, retry_helps
 from nsparq.pipeline.progress import State
+from nsparq.pipeline.reading import parse
 from nsparq.testing import Broker
 from tests.pipeline.conftest import Runs, bodies
 
@@ -147,3 +149,92 @@ def test_a_crash_of_one_output_neither_loses_nor_doubles_rows_of_any(
     assert numbers(broker, "plain") == list(range(9))
     rows = spark.read.parquet(str(run.directory / "checked")).collect()
     assert sorted(row.number for row in rows) == list(range(9))
+
+
+# tables
+
+KINDS = ("parquet", "csv", "json", "delta", "jdbc", "orc")
+DATABASE = "jdbc:derby:memory:prices;create=true"
+
+
+def prices(directory: Path) -> str:
+    """A pipeline that looks up a number in tables of all kinds."""
+    values = ", ".join(f"of_{kind}.v AS {kind}" for kind in KINDS)
+    joins = " ".join(f"LEFT JOIN of_{kind} USING (number)" for kind in KINDS)
+    return f"""
+[pipeline.prices]
+source = "sold"
+decode = {{ format = "json", schema = "number INT" }}
+trigger = "0s"
+sql = "SELECT {values} FROM input {joins}"
+sink = {{ topic = "prices" }}
+[pipeline.prices.tables]
+of_parquet = {{ parquet = "parquet" }}
+of_csv = {{ csv = "csv", schema = "number INT, v STRING" }}
+of_json = {{ json = "json" }}
+of_delta = {{ delta = "delta" }}
+of_jdbc = {{ jdbc = "{DATABASE}", table = "prices" }}
+of_orc = {{ format = "orc", options = {{ path = "{directory}/orc" }} }}
+"""
+
+
+def add_row(spark: SparkSession, directory: Path, number: int, value: str) -> None:
+    """To each of the tables."""
+    import deltalake
+
+    rows = spark.createDataFrame([(number, value)], "number INT, v STRING").coalesce(1)
+    for format in ("parquet", "csv", "json", "orc"):
+        rows.write.format(format).mode("append").option("header", "true").save(str(directory / format))
+    deltalake.write_deltalake(str(directory / "delta"), rows.toArrow(), mode="append")
+    rows.write.jdbc(DATABASE, "prices", mode="append")
+
+
+def test_tables_to_join_with_and_when_their_changes_are_seen(
+    run: Runs, broker: Broker, spark: SparkSession
+) -> None:
+    pytest.importorskip("deltalake")
+    add_row(spark, run.directory, 1, "old")
+    broker.publish("sold", b'{"number": 1}')
+
+    def until(figures: object) -> bool:
+        count = len(broker.peek("prices"))
+        if count == 1 and len(broker.peek("sold")) == 1:
+            add_row(spark, run.directory, 2, "new")
+            broker.publish("sold", b'{"number": 2}')
+        return count == 2
+
+    run(prices(run.directory), until)
+    broker.publish("sold", b'{"number": 2}')
+    run(prices(run.directory), lambda figures: len(broker.peek("prices")) == 3)
+    first, while_it_runs, after_a_restart = bodies(broker, "prices")
+    assert first == dict.fromkeys(KINDS, "old")
+    assert while_it_runs == dict.fromkeys(KINDS) | {"jdbc": "new"}
+    assert after_a_restart == dict.fromkeys(KINDS, "new")
+
+
+@pytest.mark.parametrize(
+    ("table", "more", "may_pass", "expected"),
+    [
+        ('{ parquet = "nothing" }', "", False, r"\[pipeline.p.tables.t\]: .*PATH_NOT_FOUND.*nothing"),
+        ('{ delta = "nothing" }', "", False, r"\[pipeline.p.tables.t\]: .*nothing"),
+        ('{ jdbc = "jdbc:derby:memory:no", table = "t" }', "", True, r"\.tables.t\]: .*Couldn't connect to"),
+        ('{ format = "nonsense" }', "", False, r"\[pipeline.p.tables.t\]: .*nonsense"),
+        (
+            '{ csv = "t.csv", schema = "a INT" }',
+            'sql = "SELECT * FROM t"',
+            False,
+            r"\[pipeline.p.sink\] from: 'result' is made of tables only, of no source",
+        ),
+    ],
+)
+def test_what_spark_finds_wrong_with_a_table(
+    spark: SparkSession, tmp_path: Path, table: str, more: str, may_pass: bool, expected: str
+) -> None:
+    from nsparq.pipeline import queries
+
+    (tmp_path / "t.csv").write_text("a\n1\n")
+    text = f'[pipeline.p]\nsource = "x"\nsink = "noop"\ntables.t = {table}\n{more}'
+    file = parse(text, tmp_path / "p.toml")
+    with pytest.raises(PipelineError, match=expected) as caught:
+        queries.check(spark, file, file.pipelines[0])
+    assert retry_helps(caught.value) is may_pass

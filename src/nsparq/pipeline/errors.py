@@ -17,8 +17,12 @@ _OURS: Final = re.compile(r"\b(nsparq(?:\.\w+)+)\.([A-Z]\w*)(?=: )")
 _STATE: Final = r"STREAMING_STATEFUL_OPERATOR_\w+|STATE_STORE_\w*(SCHEMA|TYPE_CHANGE)\w*"
 """Spark's words for a query that does not fit its state."""
 _REFUSED_STATE: Final = re.compile(rf"\[({_STATE})\]|sources in the checkpoint offsets and now there are")
-_FOR_GOOD: Final = re.compile(r"\[(USER_RAISED_EXCEPTION|UNRESOLVED_COLUMN|TABLE_OR_VIEW_NOT_FOUND)\b")
+_FOR_GOOD: Final = re.compile(
+    r"\[(USER_RAISED_EXCEPTION|UNRESOLVED_COLUMN|TABLE_OR_VIEW_NOT_FOUND|DATA_SOURCE_NOT_FOUND)\b"
+)
 """Spark's words for a message or a row that was refused, and for a query that cannot be."""
+_MAY_PASS: Final = re.compile(r"\[FAILED_JDBC\.CONNECTION\b")
+"""A database that is away, which Spark calls an AnalysisException."""
 
 
 class PipelineError(NsparqError):
@@ -39,10 +43,13 @@ def retry_helps(error: BaseException) -> bool:
     It is not after an error that would come again each time, or that a person has to decide about: a wrong
     query, schema or option, a message that does not decode, lost messages, a checkpoint that is refused.
     """
+    from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # it has no stubs
     from pyspark.errors import AnalysisException, PySparkException
 
     cause = error.__cause__
-    if type(error) is PipelineError and isinstance(cause, NsparqError | PySparkException | OSError):
+    if type(error) is PipelineError and isinstance(
+        cause, NsparqError | PySparkException | Py4JError | OSError
+    ):
         # A step that could not be done, and why.
         return retry_helps(cause)
     if isinstance(error, NsparqError):
@@ -50,6 +57,8 @@ def retry_helps(error: BaseException) -> bool:
     text = str(error)
     if named := _OURS.findall(text):
         return _class_helps(*named[-1])
+    if _MAY_PASS.search(text):
+        return True
     return not (isinstance(error, AnalysisException) or _FOR_GOOD.search(text) or is_refused_state(error))
 
 

@@ -48,6 +48,7 @@ from nsparq.pipeline.spec import (
     is_local,
 )
 from nsparq.pipeline.state import judge
+from nsparq.pipeline.static_tables import load_tables
 from nsparq.pipeline.steps import parse, transform
 from nsparq.spark.options import TABLE, NsqOptions, Use
 from nsparq.spark.positions import decode, encode
@@ -92,8 +93,15 @@ def register(spark: SparkSession) -> None:
 _REGISTERED: Final[WeakSet[SparkSession]] = WeakSet()
 
 
-def build(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames:
+def build(
+    spark: SparkSession,
+    file: PipelineFile,
+    pipeline: Pipeline,
+    tables: Mapping[str, DataFrame] | None = None,
+) -> Frames:
     """Everything that Spark can check without reading a message. Raises PipelineError."""
+    if tables is None:
+        tables = load_tables(spark, pipeline)
     schemas = {source.name: _schema(spark, file, pipeline, source) for source in pipeline.sources}
     rows: dict[str, DataFrame] = {}
     for output in pipeline.outputs:
@@ -101,8 +109,13 @@ def build(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames
             source.name: _rows(spark, file, pipeline, source, output, schemas[source.name])
             for source in pipeline.sources
         }
-        result = transform(spark, pipeline, messages, file.path.parent)[output.result]
-        rows[output.name] = prepared(output.sink, result, Target(pipeline, output, file.nsq))
+        target = Target(pipeline, output, file.nsq)
+        result = transform(spark, pipeline, {**tables, **messages}, file.path.parent)[output.result]
+        if not result.isStreaming:
+            raise PipelineError(
+                f"{target.place} from: {output.result!r} is made of tables only, of no source"
+            )
+        rows[output.name] = prepared(output.sink, result, target)
     letters = {
         source.name: dead_letters(
             _messages(spark, file, pipeline, source, None),
@@ -123,8 +136,9 @@ def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames
     Needs no nsqd, unless a schema has to be inferred. If it cannot be, since nsqd is away or there is no
     message yet, the columns are unknown: then only the syntax of the SQL is checked, and the result is None.
     """
+    tables = load_tables(spark, pipeline)
     try:
-        frames = build(spark, replace_option(file, "retryFor", CHECK_RETRY), pipeline)
+        frames = build(spark, replace_option(file, "retryFor", CHECK_RETRY), pipeline, tables)
     except PipelineError as error:
         if not retry_helps(error):
             raise

@@ -15,9 +15,12 @@ from nsparq.pipeline.spec import (
     INPUT,
     MESSAGES,
     SINKS,
+    TABLES,
     Console,
     Decode,
+    DeltaTable,
     Files,
+    FileTable,
     Noop,
     Output,
     Parquet,
@@ -30,6 +33,7 @@ from nsparq.pipeline.spec import (
     Spark,
     SpecError,
     Step,
+    Table,
     Topic,
     Watermark,
     is_identifier,
@@ -270,6 +274,8 @@ class _Reader:
             values["decode"] = self._decode(values["decode"], place)
         if "watermark" in values:
             values["watermark"] = self._watermark(values["watermark"], place)
+        if "tables" in values:
+            values["tables"] = self._tables(values["tables"], f"{place}.tables")
         if "step" in values:
             values["step"] = self._steps(values["step"], f"{place}.step")
         if "sink" in values:
@@ -311,7 +317,7 @@ class _Reader:
             add(place, ways[1], f"cannot be together with {ways[0]!r}; use [[{place}.step]] for several")
         elif not steps and ways:
             steps = (Step(name="result", sql=keys.sql, python=keys.python),)
-        self._check_steps(steps, sources, place)
+        self._check_steps(steps, sources, keys.tables, place)
         results = [*(one.name for one in sources), *(one.name for one in steps)]
         outputs = []
         for at, output in _placed(keys.outputs, place):
@@ -330,6 +336,7 @@ class _Reader:
         return Pipeline(
             name=name,
             sources=sources,
+            tables=keys.tables,
             steps=steps,
             outputs=tuple(outputs),
             trigger=keys.trigger,
@@ -448,19 +455,23 @@ class _Reader:
                 found.append(replace(step, name=step.name or f"step{number}"))
         return tuple(found)
 
-    def _check_steps(self, steps: tuple[Step, ...], sources: tuple[Source, ...], place: str) -> None:
+    def _check_steps(
+        self, steps: tuple[Step, ...], sources: tuple[Source, ...], tables: tuple[Table, ...], place: str
+    ) -> None:
         """Names in SQL: each is there once, whether in capitals or not, and before it is used."""
         add = self._problems.add
         known: list[str] = []
         for at, name in [
             *((f"{place}.sources.{one.name}", one.name) for one in sources),
+            *((f"{place}.tables.{one.name}", one.name) for one in tables),
             *((f"{place}.step {number}", one.name) for number, one in enumerate(steps, 1)),
         ]:
             if name.lower() in {INPUT, *(one.lower() for one in known)}:
                 add(at, "name", f"{name!r} is taken")
             known.append(name)
         for number, step in enumerate(steps, 1):
-            earlier, at = known[: len(sources) + number - 1], f"{place}.step {number}"
+            earlier = known[: len(sources) + len(tables) + number - 1]
+            at = f"{place}.step {number}"
             for one in step.sources:
                 if one not in earlier:
                     hint = did_you_mean(one, earlier) or f"there are {', '.join(sorted(earlier))}"
@@ -468,6 +479,32 @@ class _Reader:
         if len(sources) > 1 and steps and steps[0].python and not steps[0].sources:
             at = place if steps[0].name == "result" else f"{place}.step 1"
             add(at, "from", f"is missing: which of {', '.join(one.name for one in sources)}?")
+
+    # [pipeline.NAME.tables.NAME]
+
+    def _tables(self, value: Any, place: str) -> tuple[Table, ...]:
+        if not isinstance(value, dict):
+            self._problems.add(place, "", f"must be tables, each with a name: [{place}.countries]")
+            return ()
+        found = [self._table_of(given, f"{place}.{name}", name) for name, given in value.items()]
+        return tuple(one for one in found if one is not None)
+
+    def _table_of(self, given: Any, place: str, name: str) -> Table | None:
+        add = self._problems.add
+        if not is_identifier(name):
+            add(place, "", "a table's name is one that SQL can use: letters, digits, _")
+        if not isinstance(given, dict):
+            add(place, "", 'must be a table, such as { csv = "countries.csv" }')
+            return None
+        kinds = [one for one in TABLES if one in given]
+        if len(kinds) != 1:
+            both = f"has both {kinds[0]!r} and {kinds[1]!r}" if kinds else f"needs one of {', '.join(TABLES)}"
+            add(place, "", both)
+            return None
+        found = read_table(TABLES[kinds[0]], given, place, self._problems, name=name)
+        if isinstance(found, FileTable | DeltaTable):
+            found = replace(found, path=self._resolve(found.path))
+        return found
 
     # [pipeline.NAME.sink]
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 from nsparq.pipeline.reading import DEFAULT_NSQD, NSQ_KEYS, SINK_KEYS, SOURCE_KEYS
 from nsparq.pipeline.spec import (
     SINKS,
+    TABLES,
     Decode,
     Noop,
     Output,
@@ -46,6 +47,8 @@ SOURCES_HEAD: Final = """\
 Instead of `source`, `decode`, `dead_letters` and `watermark` of the pipeline. SQL calls the decoded messages
 `SOURCE`. A text is the `topic`. The `channel` is `NAME.SOURCE` unless it is given. The keys are those of
 `source`, and:"""
+TABLES_HEAD: Final = """\
+A table to join with, which SQL calls `TABLE`. One of these kinds:"""
 SINKS_HEAD: Final = """\
 One sink is a table `[pipeline.NAME.sink]`; of several, each is a table `[[pipeline.NAME.sink]]`. These keys
 are for all kinds of sinks:"""
@@ -87,6 +90,8 @@ def markdown() -> str:
         _table(_rows(Decode)),
         "## `watermark`",
         _table(_rows(Watermark)),
+        "## `[pipeline.NAME.tables.TABLE]`\n\n" + TABLES_HEAD,
+        *(part for kind in TABLES.values() for part in (kind.__doc__ or "", _table(_rows(kind)))),
         "## `[[pipeline.NAME.step]]`",
         _table(_rows(Step)),
     ]

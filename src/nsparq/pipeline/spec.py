@@ -31,15 +31,23 @@ __all__ = [
     "INPUT",
     "MESSAGES",
     "SINKS",
+    "TABLES",
     "Console",
+    "CsvTable",
     "Decode",
     "Delta",
+    "DeltaTable",
+    "FileTable",
     "Files",
+    "FormatTable",
     "Jdbc",
+    "JdbcTable",
+    "JsonTable",
     "Memory",
     "Noop",
     "Output",
     "Parquet",
+    "ParquetTable",
     "Pipeline",
     "PipelineFile",
     "PipelineKeys",
@@ -49,6 +57,7 @@ __all__ = [
     "Spark",
     "SpecError",
     "Step",
+    "Table",
     "Topic",
     "Trigger",
     "Watermark",
@@ -262,6 +271,90 @@ def _named(base: str, separator: str, name: str) -> str:
     return f"{base}{separator}{name}" if name else base
 
 
+# [pipeline.NAME.tables.NAME]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table that is no stream, to join with."""
+
+    name: str
+    """For SQL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTable(Table):
+    """What tables of files have in common."""
+
+    path: str = key(REQUIRED, text, "the file, or a directory of them")
+    schema: str = key("", text, "its columns, as in `decode`", shown="found in the files")
+    options: Mapping[str, str] = key(dict, settings, "further options of Spark's reader")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParquetTable(FileTable):
+    """Parquet files. Which files there are is seen when the pipeline starts."""
+
+    path: str = key(REQUIRED, text, "the file, or a directory of them", name="parquet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CsvTable(FileTable):
+    """CSV files, with a header unless `options` say otherwise. Which files there are is seen when the
+    pipeline starts."""
+
+    path: str = key(REQUIRED, text, "the file, or a directory of them", name="csv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonTable(FileTable):
+    """JSON files, an object in each line. Which files there are is seen when the pipeline starts."""
+
+    path: str = key(REQUIRED, text, "the file, or a directory of them", name="json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaTable(Table):
+    """A Delta table as it is when the pipeline starts; needs the package deltalake, and memory for all of
+    it."""
+
+    path: str = key(REQUIRED, text, "the table: a directory, or `s3://…` and the like", name="delta")
+    storage_options: Mapping[str, str] = key(
+        dict, settings, "deltalake's options for an object store", shown="the environment's"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JdbcTable(Table):
+    """A table of a database, asked by each micro-batch; its JDBC driver must be on Spark's class path."""
+
+    url: str = key(REQUIRED, text, "such as `jdbc:postgresql://host/db`", name="jdbc")
+    table: str = key(REQUIRED, text, "the table, or a query in brackets with a name: `(SELECT …) AS t`")
+    user: str = key("", text, "for the database")
+    password: str = key("", text, "for the database; `${PASSWORD}` takes it from the environment")
+    driver: str = key("", text, "class of the driver", shown="found by the URL")
+    options: Mapping[str, str] = key(dict, settings, "further options of Spark's JDBC reader")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatTable(Table):
+    """Whatever Spark can read as a batch."""
+
+    format: str = key(REQUIRED, text, "a format of Spark's, such as `orc` or `iceberg`")
+    schema: str = key("", text, "its columns, as in `decode`", shown="those that the format tells")
+    options: Mapping[str, str] = key(dict, settings, "options of the format, such as `path`")
+
+
+TABLES: Final[dict[str, type[Table]]] = {
+    "parquet": ParquetTable,
+    "csv": CsvTable,
+    "json": JsonTable,
+    "delta": DeltaTable,
+    "jdbc": JdbcTable,
+    "format": FormatTable,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One transformation. Its result is the `input` of the next, and has a name for all that follow."""
@@ -433,6 +526,7 @@ class Pipeline:
 
     name: str
     sources: tuple[Source, ...]
+    tables: tuple[Table, ...] = ()
     steps: tuple[Step, ...] = ()
     outputs: tuple[Output, ...]
     trigger: Trigger = Trigger()
@@ -483,6 +577,7 @@ class PipelineKeys:
         "", topic_name, "topic for messages that do not decode, each with the reason and where it came from"
     )
     watermark: Watermark | None = key(None, unread, "how late rows may come, for windows; see below")
+    tables: tuple[Table, ...] = key((), unread, "tables to join with, each with a name; see below")
     sql: str = key("", _sql, "the transformation, if one query will do: `SELECT … FROM input`")
     python: str = key("", _function, "the same as a function, `module:function`: DataFrame in, DataFrame out")
     steps: tuple[Step, ...] = key((), unread, "several transformations, one after the other", name="step")

@@ -26,11 +26,11 @@ _one_at_a_time: Final = threading.Lock()
 Frames = Mapping[str, DataFrame]
 
 
-def transform(spark: SparkSession, pipeline: Pipeline, messages: Frames, directory: Path) -> Frames:
-    """The decoded messages of each source, and the result of each step, by their names. Functions are looked
-    for in `directory` first. Raises PipelineError."""
+def transform(spark: SparkSession, pipeline: Pipeline, given: Frames, directory: Path) -> Frames:
+    """What is given, which is tables and the decoded messages of each source, and the result of each step, by
+    their names. Functions are looked for in `directory` first. Raises PipelineError."""
     with _one_at_a_time:
-        return _transform(spark, pipeline, messages, directory)
+        return _transform(spark, pipeline, given, directory)
 
 
 def parse(spark: SparkSession, pipeline: Pipeline) -> None:
@@ -51,16 +51,16 @@ def _places(pipeline: Pipeline) -> Iterator[tuple[str, Step]]:
         yield (place if step.name == "result" else f"{place} step {number}"), step
 
 
-def _transform(spark: SparkSession, pipeline: Pipeline, messages: Frames, directory: Path) -> Frames:
-    results: dict[str, DataFrame] = {}
+def _transform(spark: SparkSession, pipeline: Pipeline, given: Frames, directory: Path) -> Frames:
+    results = dict(given)
     for source in pipeline.sources:
         place = f"[pipeline.{pipeline.name}{'' if source.name == MESSAGES else f'.sources.{source.name}'}]"
-        results[source.name] = _marked(messages[source.name], source.watermark, f"{place} watermark")
+        results[source.name] = _marked(given[source.name], source.watermark, f"{place} watermark")
     # With several sources there is no input before the first step.
     latest = (pipeline.sources[0].name,) if len(pipeline.sources) == 1 else ()
     for at, step in _places(pipeline):
-        given = [results[name] for name in step.sources or latest]
-        made = _query(spark, step, results, given, at) if step.sql else _call(step, given, at, directory)
+        chosen = [results[name] for name in step.sources or latest]
+        made = _query(spark, step, results, chosen, at) if step.sql else _call(step, chosen, at, directory)
         results[step.name] = _marked(made, step.watermark, f"{at} watermark")
         latest = (step.name,)
     return results
