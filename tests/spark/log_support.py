@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
+from pyspark.sql.datasource import Filter
 from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import StructType
 
@@ -156,11 +157,15 @@ class Query:
         return [row["body"] for row in self.rows]
 
 
-def read_batch(schema: StructType = SCHEMA, **given: Any) -> list[dict[str, Any]]:
-    """What spark.read would give."""
+def read_batch(
+    schema: StructType = SCHEMA, *, filters: Sequence[Filter] = (), **given: Any
+) -> list[dict[str, Any]]:
+    """What spark.read would give, before Spark tests rows itself."""
     given = {"topic": "t", "retryFor": "5s", **given}
     source = NsqDataSource({name: str(value) for name, value in given.items() if value is not None})
     reader = source.reader(schema)
+    if filters:
+        reader.pushFilters([*filters])
     parts = [copied(part) for part in reader.partitions()]
     batches = [batch for part in parts for batch in copied(reader).read(part)]
     return pa.Table.from_batches(batches).to_pylist() if batches else []

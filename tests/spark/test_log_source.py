@@ -9,14 +9,16 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.sql.datasource import EqualTo, Filter, GreaterThanOrEqual, LessThan
 
-from nsparq.spark import log_source, peers
+from nsparq.spark import filters, log_source, peers
 from nsparq.spark.api import Access, Client
+from nsparq.spark.columns import chosen
 from nsparq.spark.datasource import NsqDataSource
 from nsparq.spark.errors import ChannelOwned, DataLoss, NoAnswer
 from nsparq.spark.log_reader import LogStreamReader
@@ -273,14 +275,22 @@ def test_everything_is_asked_for_only_by_the_trigger_once(broker: Broker) -> Non
             assert query.reader._limit(ReadAllAvailable()).is_everything == bool(given)
 
 
-def test_the_latest_offset_is_reported_for_the_lag(broker: Broker) -> None:
+def test_the_latest_offset_is_reported_with_what_is_behind(broker: Broker) -> None:
     broker.publish("t", *numbered(10))
-    with Query(nsqd=broker.http_address, maxRowsPerTrigger=4) as query:
+    with Query(nsqd=broker.http_address, maxRowsPerTrigger=4, topic=None, topicsPattern=".*") as query:
         query.step()
         reported = query.reader.reportLatestOffset()
         assert reported is not None
         (place,) = reported["logs"]["t"].values()
         assert place[1] - sequence(query) == 6
+        size = query.reader._source._peers.view("t", broker.http_address).positions.bytes_per_message
+        assert reported["behind"] == {"bytes": int(6 * size), "rows": 6} and size > 6
+        # A log that is about to be entered is behind as a whole.
+        broker.publish("u", *numbered(5))
+        wait_until(lambda: query.step() is not None and "u" in query.at)
+        query.drain()
+        assert query.reader.reportLatestOffset()["behind"] == {"bytes": 0, "rows": 0}
+        assert len(query.rows) == 15
 
 
 # where it begins, where it ends
@@ -410,6 +420,72 @@ def test_an_empty_topic_is_an_empty_batch_and_a_stream_that_waits(broker: Broker
         assert query.step() is None
         broker.publish("t", b"x")
         assert query.run_until(1).bodies == [b"x"]
+
+
+def test_filters_decide_what_a_batch_requests(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by what nsqd is asked for, in the driver and in tasks."""
+    with run_broker() as other:
+        for one in (broker, other):
+            for topic in ("t", "u"):
+                one.publish(topic, *numbered(10))
+        real, asked = Client.read, []
+
+        def counted(client: Client, topic: str, start: int, *rest: Any, **more: Any) -> Any:
+            asked.append((client.url.removeprefix("http://"), topic, start))
+            return real(client, topic, start, *rest, **more)
+
+        monkeypatch.setattr(Client, "read", counted)
+        first = broker.peek("t")[0].sequence
+        addresses = f"{broker.http_address},{other.http_address}"
+        given = {"topic": None, "topicsPattern": ".*", "nsqd": addresses, "pushFilters": True}
+
+        def read(*filters: Filter) -> list[dict[str, Any]]:
+            asked.clear()
+            return read_batch(filters=filters, **given)
+
+        assert len(read()) == 40 and len(asked) == 4
+        rows = read(EqualTo(("topic",), "t"), EqualTo(("node",), broker.http_address))
+        assert {(row["topic"], row["node"]) for row in rows} == {("t", broker.http_address)}
+        assert len(rows) == 10 and asked == [(broker.http_address, "t", first)]
+        rows = read(
+            EqualTo(("topic",), "t"),
+            EqualTo(("node",), broker.http_address),
+            GreaterThanOrEqual(("offset",), first + 3),
+            LessThan(("offset",), first + 5),
+        )
+        assert [row["offset"] for row in rows] == [first + 3, first + 4]
+        assert asked == [(broker.http_address, "t", first + 3)]
+        assert read(EqualTo(("topic",), "none")) == [] == asked
+
+
+def test_a_filter_on_time_reads_what_was_published_about_then(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filters, "CLOCK_SLACK_NS", 0)
+    for number in range(20):
+        broker.publish("t", b"%d" % number)
+    stamps = [message.timestamp_ns // 1000 for message in broker.peek("t")]
+    low, high = (datetime.fromtimestamp(0, UTC) + timedelta(microseconds=stamps[n]) for n in (5, 12))
+    chosen = (GreaterThanOrEqual(("timestamp",), low), LessThan(("timestamp",), high))
+    rows = read_batch(filters=chosen, nsqd=broker.http_address, pushFilters=True)
+    assert bodies(rows) == [b"%d" % number for number in range(5, 12)]
+    # A little more is read, since the clock may have been set back meanwhile.
+    monkeypatch.setattr(filters, "CLOCK_SLACK_NS", (stamps[5] - stamps[2]) * 1000)
+    rows = read_batch(filters=chosen, nsqd=broker.http_address, pushFilters=True)
+    assert len(rows) > 7 and set(bodies(rows)) >= {b"%d" % number for number in range(2, 12)}
+
+
+def test_columns_that_are_not_asked_for_are_not_made(broker: Broker) -> None:
+    broker.publish("t", b"x", b"y")
+    first = broker.peek("t")[0].sequence
+    rows = read_batch(chosen("offset, topic"), nsqd=broker.http_address, columns="offset, topic")
+    assert rows == [{"offset": first, "topic": "t"}, {"offset": first + 1, "topic": "t"}]
+    assert NsqDataSource({"columns": "offset, topic"}).schema() == chosen("offset,topic")
+    for columns, reason in (("body,colour", "option columns names 'colour'"), ("body,body", "twice")):
+        with pytest.raises(OptionError, match=reason):
+            NsqDataSource({"columns": columns}).schema()
+    with pytest.raises(OptionError, match="option columns and a schema cannot be together"):
+        read_batch(chosen("body"), nsqd=broker.http_address, columns="topic")
 
 
 # topics and nodes that come and go

@@ -41,8 +41,8 @@ def test_what_is_not_given_has_its_default() -> None:
 def test_an_option_that_does_not_exist_is_an_error_with_the_nearest_name() -> None:
     with pytest.raises(OptionError, match="no option failOnDataLos: did you mean failOnDataLoss?"):
         parse(failOnDataLos="false")
-    with pytest.raises(OptionError, match="there is no option colour; see"):
-        parse(colour="red")
+    with pytest.raises(OptionError, match="there is no option sound; see"):
+        parse(sound="loud")
 
 
 def test_what_spark_puts_among_the_options_is_passed_by() -> None:

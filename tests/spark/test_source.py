@@ -6,6 +6,7 @@ The rules themselves are tested without Spark, in test_log_source.py and test_ra
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.streaming import StreamingQuery
 
 from nsparq.spark.datasource import SCHEMA
@@ -100,6 +102,68 @@ def test_a_batch_reads_a_range_with_all_columns_and_any_bytes(spark: SparkSessio
     assert row.asDict() == {"body": b"x" * (1 << 20), "topic": "t"}
 
 
+def rows_scanned(frame: DataFrame) -> int:
+    """Rows that Spark has had from the source, before it tests them itself, to collect the frame."""
+    execution = frame._jdf.queryExecution()
+    leaf = execution.executedPlan().collectLeaves().head()
+    return int(leaf.metrics().apply("numOutputRows").value())
+
+
+def test_filters_and_columns_decide_what_a_batch_reads(spark: SparkSession, broker: Broker) -> None:
+    for topic in ("t", "u"):
+        broker.publish(topic, *numbered(10))
+    first = broker.peek("t")[0].sequence
+    options = {"nsqd": broker.http_address, "topicsPattern": ".*", "columns": "offset,topic,timestamp"}
+
+    def load(**more: str) -> DataFrame:
+        return spark.read.format("nsq").options(**options, **more).load()
+
+    assert load().columns == ["offset", "topic", "timestamp"]
+    condition = f"topic = 't' AND offset >= {first + 7} AND offset <> {first + 8}"
+    hour = "INTERVAL 1 HOUR"
+    # What Spark does not push down it tests itself, on rows that are all read.
+    plain = load().where(condition)
+    assert sorted(row.offset for row in plain.collect()) == [first + 7, first + 9]
+    with pytest.raises(PySparkException, match="spark.sql.python.filterPushdown.enabled"):
+        load(pushFilters="true").where(condition).collect()
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    pushed = load(pushFilters="true").where(condition)
+    assert sorted(row.offset for row in pushed.collect()) == [first + 7, first + 9]
+    assert (rows_scanned(plain), rows_scanned(pushed)) == (20, 3)
+    # Spark tests nothing but what is not settled.
+    (test, _) = pushed._jdf.queryExecution().optimizedPlan().toString().splitlines()
+    assert re.fullmatch(rf"Filter NOT \(offset#\d+L = {first + 8}\)", test)
+    past = load(pushFilters="true").where(f"timestamp < current_timestamp() - {hour}")
+    assert past.collect() == [] and rows_scanned(past) == 0
+    now = load(pushFilters="true").where(f"timestamp >= current_timestamp() - {hour} AND topic LIKE 'u%'")
+    assert now.count() == 10
+    # Without the option a DataFrame may be used as often as one likes.
+    frame = load()
+    assert frame.where(condition).count() == 2 and frame.count() == 20
+
+
+def test_the_progress_of_a_query_says_what_it_has_read_and_what_is_behind(
+    spark: SparkSession, broker: Broker, tmp_path: Path
+) -> None:
+    broker.publish("t", *numbered(10))
+    frame = source(spark, nsqd=broker.http_address, maxRowsPerTrigger=4, minRowsPerTrigger=3)
+    counted = frame.observe(
+        "nsq", F.count(F.lit(1)).alias("rows"), F.sum(F.octet_length("body")).alias("bytes")
+    )
+    with running(counted, tmp_path) as query:
+        wait_until(lambda: len([one for one in query.recentProgress if one.numInputRows]) == 2)
+        progress = [json.loads(one.json) for one in query.recentProgress if one.numInputRows]
+        assert [one["observedMetrics"]["nsq"] for one in progress] == [{"rows": 4, "bytes": 24}] * 2
+        behind = [one["sources"][0]["latestOffset"]["behind"] for one in progress]
+        assert [one["rows"] for one in behind] == [6, 2]
+        assert behind[0]["bytes"] > behind[1]["bytes"] > 0
+        # Two are too few: the query waits for more, and can be stopped while it does.
+        broker.publish("t", b"one more")
+        wait_written(tmp_path, [*numbered(10), b"one more"])
+        broker.publish("t", b"too few")
+    assert not query.isActive and len(written(tmp_path)) == 11
+
+
 def test_available_now_reads_what_is_there_in_limited_batches_and_goes_on_from_its_checkpoint(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
@@ -135,7 +199,11 @@ def test_the_default_trigger_follows_a_topic_that_appears_later(spark: SparkSess
             # Quiet now: Spark commits no more, and the channel shows no lag nevertheless.
             wait_until(lambda: depth(broker) == 0)
             progress = query.lastProgress
-            assert progress is not None and progress.sources[0].endOffset == progress.sources[0].latestOffset
+            assert progress is not None
+            end, latest = (
+                json.loads(getattr(progress.sources[0], name)) for name in ("endOffset", "latestOffset")
+            )
+            assert latest == {**end, "behind": {"bytes": 0, "rows": 0}}
             # And an idle query does not spin.
             before = len(query.recentProgress)
             wait_until(lambda: not query.status["isDataAvailable"])

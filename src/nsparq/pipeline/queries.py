@@ -540,7 +540,7 @@ def sample(
     options = {**file.nsq, **source.options}
     kept = {name: value for name, value in options.items() if name not in _STREAM_ONLY}
     try:
-        rows = spark.read.format("nsq").options(**kept).load().select("body").limit(count).collect()
+        rows = spark.read.format("nsq").options(**kept, columns="body").load().limit(count).collect()
     except PySparkException as error:
         place = _schema_place(pipeline, source)
         raise PipelineError(f"{place}: no sample can be read: {in_words(error)}") from error

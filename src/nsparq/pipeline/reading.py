@@ -53,8 +53,11 @@ NSQ_KEYS: Final = {
 """Options of format("nsq") that are the same for all who read and write, and belong to [nsq]; by their
 keys."""
 SOURCE_KEYS: Final = {
-    one.attribute: one for one in TABLE.values() if one.uses & _STREAMS and one.attribute not in NSQ_KEYS
+    one.attribute: one
+    for one in TABLE.values()
+    if one.uses & _STREAMS and one.attribute not in {*NSQ_KEYS, "columns"}
 }
+"""Without `columns`: a pipeline uses all of them."""
 SINK_KEYS: Final = {
     one.attribute: one
     for one in TABLE.values()

@@ -110,7 +110,7 @@ class RowBuilder:
             "topic": _repeated(topic),
             "node": _repeated(node),
             "offset": lambda run: _primitive(pa.int64(), run.sequences),
-            "timestamp": lambda run: _primitive(pa.timestamp("us", "UTC"), run.timestamps_us),
+            "timestamp": lambda run: _primitive(pa.timestamp("us", "UTC"), run.timestamps_us()),
             "attempts": _zeros(),
             "id": self._ids,
             "body": lambda run: run.bodies(),
@@ -131,9 +131,9 @@ class RowBuilder:
         position = 0
         while (found := unpack(buffer, position, start, end)) is not None:
             position = found.position
-            sequences, stamps = found.sequences(), found.timestamps_us()
+            sequences = found.sequences()
             for low, high in _runs(sequences, start, end, gaps, found.offsets):
-                run = _Run(sequences[low:high], stamps[low:high], found, low)
+                run = _Run(sequences[low:high], found, low)
                 columns = [make(run) for make in self._columns]
                 yield pa.RecordBatch.from_arrays(columns, schema=self._schema)
             self.reached = int(sequences[-1]) + 1
@@ -143,10 +143,12 @@ class _Run(NamedTuple):
     """Consecutive rows."""
 
     sequences: Longs
-    timestamps_us: Longs
     of: Unpacked
     first: int
     """Which of its messages."""
+
+    def timestamps_us(self) -> Longs:
+        return self.of.timestamps_us()[self.first : self.first + len(self.sequences)]
 
     def bodies(self) -> pa.Array:
         buffers = [None, pa.py_buffer(self.of.offsets), pa.py_buffer(self.of.data)]

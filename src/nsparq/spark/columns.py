@@ -23,7 +23,7 @@ from nsparq.spark.options import OptionError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["SCHEMA", "arrow_schema"]
+__all__ = ["SCHEMA", "arrow_schema", "chosen"]
 
 SCHEMA: Final = (
     StructType()
@@ -35,6 +35,18 @@ SCHEMA: Final = (
     .add("id", StringType(), False)
     .add("body", BinaryType(), False)
 )
+
+
+def chosen(names: str) -> StructType:
+    """What the option `columns` asks for: names separated by commas, all columns if there are none. Raises
+    OptionError."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()] or SCHEMA.names
+    for number, name in enumerate(wanted):
+        if name not in SCHEMA.names:
+            raise OptionError(f"option columns names {name!r}; format nsq has {', '.join(SCHEMA.names)}")
+        if name in wanted[:number]:
+            raise OptionError(f"option columns names {name!r} twice")
+    return StructType([SCHEMA[name] for name in wanted])
 
 
 def arrow_schema(schema: StructType) -> pa.Schema:

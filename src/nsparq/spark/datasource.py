@@ -14,7 +14,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from nsparq.spark.columns import SCHEMA
+from nsparq.spark.columns import SCHEMA, chosen
 from nsparq.spark.options import NsqOptions, OptionError, Use, mode_of
 
 __all__ = ["SCHEMA", "NsqDataSource"]
@@ -28,23 +28,30 @@ class NsqDataSource(DataSource):
         return "nsq"
 
     def schema(self) -> StructType:
-        return SCHEMA
+        return chosen(self.options.get("columns") or "")
 
     def reader(self, schema: StructType) -> DataSourceReader:
         if mode_of(self.options) == "queue":
             raise OptionError("option mode: queue is for streams only; a batch reads the log")
-        from nsparq.spark.log_batch import LogBatchReader
+        from nsparq.spark.log_batch import FilteredBatchReader, LogBatchReader
 
-        return LogBatchReader(schema, NsqOptions.parse(self.options, Use.LOG_BATCH))
+        options = self._parsed(schema, Use.LOG_BATCH)
+        return (FilteredBatchReader if options.push_filters else LogBatchReader)(schema, options)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         if mode_of(self.options) == "queue":
             from nsparq.spark.queue_reader import QueueStreamReader
 
-            return QueueStreamReader(schema, NsqOptions.parse(self.options, Use.QUEUE_STREAM))
+            return QueueStreamReader(schema, self._parsed(schema, Use.QUEUE_STREAM))
         from nsparq.spark.log_reader import LogStreamReader
 
-        return LogStreamReader(schema, NsqOptions.parse(self.options, Use.LOG_STREAM))
+        return LogStreamReader(schema, self._parsed(schema, Use.LOG_STREAM))
+
+    def _parsed(self, schema: StructType, use: Use) -> NsqOptions:
+        options = NsqOptions.parse(self.options, use)
+        if options.columns and chosen(options.columns).names != schema.names:
+            raise OptionError("option columns and a schema cannot be together: a schema names columns too")
+        return options
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         from nsparq.spark.sink import NsqWriter

@@ -5,20 +5,21 @@ The stream is in log_reader.py, which needs a newer Spark.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
 from pyspark.sql.types import StructType
 
 from nsparq.spark.columns import arrow_schema
+from nsparq.spark.filters import Filters
 from nsparq.spark.log_source import LogSource
 from nsparq.spark.options import NsqOptions
 from nsparq.spark.range_reader import LogRange, read_range
 from nsparq.spark.worker import spare_collections
 
-__all__ = ["LogBatchReader", "LogPartition", "LogReader"]
+__all__ = ["FilteredBatchReader", "LogBatchReader", "LogPartition", "LogReader"]
 
 
 class LogPartition(InputPartition):
@@ -61,9 +62,21 @@ class LogReader:
 class LogBatchReader(LogReader, DataSourceReader):
     """`spark.read`"""
 
+    def __init__(self, schema: StructType, options: NsqOptions) -> None:
+        super().__init__(schema, options)
+        self._filters = Filters()
+
     def partitions(self) -> Sequence[InputPartition]:
         source = self._source
         try:
-            return [LogPartition(work) for work in source.tasks(*source.batch())]
+            return [LogPartition(work) for work in source.tasks(*source.batch(self._filters))]
         finally:
             source.close()
+
+
+class FilteredBatchReader(LogBatchReader):
+    """The same with filters of Spark's: option pushFilters. Spark refuses a reader that has this method,
+    unless its own setting for it is on."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
+        return [one for one in filters if not self._filters.take(one)]

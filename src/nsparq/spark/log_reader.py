@@ -61,7 +61,9 @@ class LogStreamReader(LogReader, DataSourceStreamReader, SupportsTriggerAvailabl
         return Limit(is_everything=limit != self.getDefaultReadLimit())
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        return encode(self._source.report())
+        """What Spark shows as `latestOffset` of the source in a query's progress. It has no other place for
+        figures of a Python source."""
+        return {"behind": self._source.behind()._asdict(), **encode(self._source.report())}
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         return [LogPartition(work) for work in self._source.tasks(decode(start), decode(end))]

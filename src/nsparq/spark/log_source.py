@@ -25,6 +25,7 @@ from uuid import uuid4
 from nsparq.spark.api import Chunk, Positions, Refused, Unreachable
 from nsparq.spark.channels import Channels
 from nsparq.spark.errors import DataLoss, NoAnswer
+from nsparq.spark.filters import Filters
 from nsparq.spark.hold import Hold
 from nsparq.spark.options import NsqOptions, OptionError
 from nsparq.spark.peers import Log, Peers, View
@@ -59,6 +60,15 @@ class Limit(NamedTuple):
     @property
     def is_bounded(self) -> bool:
         return self.rows is not None or self.bytes is not None
+
+
+class Behind(NamedTuple):
+    """What is published and in no micro-batch yet, as far as nsqd has said."""
+
+    bytes: int
+    """About."""
+    rows: int
+    """At most: there may be gaps in the numbers."""
 
 
 class _Growth(NamedTuple):
@@ -114,6 +124,8 @@ class LogSource:
         """Who the query is from now on, if its offsets do not say."""
         self._unwritten: Offsets | None = None
         """The beginning, as long as Spark may not have written it down."""
+        self._planned = Offsets()
+        """Where the last micro-batch ends."""
         self._step = FIRST_STEP_S
         self._told: set[str] = set()
 
@@ -151,21 +163,31 @@ class LogSource:
             logger.warning("cannot create the topic %s on %s: %s", topic, name, error)
             return None
 
-    def batch(self) -> tuple[Offsets, Offsets]:
-        """From where to where a batch reads. Raises NoAnswer, NoLog, OptionError, DataLoss."""
+    def batch(self, filters: Filters | None = None) -> tuple[Offsets, Offsets]:
+        """From where to where a batch reads, as far as the filters need it. Raises NoAnswer, NoLog,
+        OptionError, DataLoss."""
+        filters = filters or Filters()
         start, end = Offsets(), Offsets()
+        found: set[str] = set()
         views = self._peers.ask_everybody(insist=True)
         for rules in (self._starting, self._ending):
             self._check_named(rules, views)
         for (topic, name), view in self._distinct(views):
-            if view.positions is not None:
-                first = self._place(self._starting, topic, name, view.positions)
-                last = self._place(self._ending, topic, name, view.positions)
-                self._check_order(topic, name, first, last)
-                start.put(topic, name, first)
-                end.put(topic, name, last)
+            positions = view.positions
+            if positions is None:
+                continue
+            found.add(topic)
+            if not filters.wants(topic, name):
+                continue
+            first = self._place(self._starting, topic, name, positions)
+            last = self._place(self._ending, topic, name, positions)
+            self._check_order(topic, name, first, last)
+            at_time = partial(self._at_time, topic, name, positions)
+            low, high = filters.narrowed(first.sequence, last.sequence, at_time)
+            start.put(topic, name, first._replace(sequence=low))
+            end.put(topic, name, last._replace(sequence=high))
         for topic in self._options.wanted_topics:
-            if topic not in end:
+            if topic not in found:
                 raise OptionError(f"option topic: no nsqd has a topic {topic}")
         return start, end
 
@@ -246,6 +268,10 @@ class LogSource:
     def latest(self, start: Offsets, limit: Limit) -> Offsets:
         """How far the next micro-batch goes: no further than `start` if nothing comes for a while. Raises
         DataLoss, ChannelOwned, NoLog."""
+        self._planned = self._next(start, limit)
+        return self._planned
+
+    def _next(self, start: Offsets, limit: Limit) -> Offsets:
         is_beginning = self._unwritten is not None and start == self._unwritten
         if not is_beginning:
             self._note_written(start)
@@ -305,6 +331,21 @@ class LogSource:
             offsets.put(topic, name, place)
         offsets.query = self._channels.owner or self._new_query
         return offsets
+
+    def behind(self) -> Behind:
+        """How much the last micro-batch has left to be read. A log that the query has not entered yet counts
+        as a whole."""
+        rows = size = 0
+        for (topic, name), last in self._ends.items():
+            view = self._peers.view(topic, name)
+            if view is None or view.positions is None:
+                continue
+            place = self._planned.place(topic, name)
+            is_entered = place is not None and place.incarnation == last.incarnation
+            first = place.sequence if place is not None and is_entered else view.positions.earliest
+            count = min(max(0, last.sequence - first), view.positions.messages)
+            rows, size = rows + count, size + int(count * view.positions.bytes_per_message)
+        return Behind(size, rows)
 
     def _advance(self, start: Offsets, limit: Limit, views: dict[Log, View]) -> _Plan:
         end = start.copy()

@@ -177,6 +177,23 @@ class NsqOptions:
         {Use.LOG_STREAM},
     )
 
+    columns: str = opt(
+        TEXT,
+        "",
+        "the columns that rows have, separated by commas. Spark does not tell a source which ones a query "
+        "uses: those that are not named here are not made",
+        SOURCE,
+        default_text="all",
+    )
+    push_filters: bool = opt(
+        BOOL,
+        False,
+        "let Spark's filters on `topic`, `node`, `offset` and `timestamp` decide what is read. **Only for a "
+        "DataFrame that is used once**: Spark would read the same part for the next query too. Needs Spark's "
+        "setting `spark.sql.python.filterPushdown.enabled`",
+        {Use.LOG_BATCH},
+    )
+
     nsqlookupd: tuple[str, ...] = opt(
         ADDRESSES,
         (),

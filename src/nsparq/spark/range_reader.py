@@ -116,7 +116,8 @@ class _RangeReader:
             if chunk.next < work.end:
                 self._fetch_ahead(chunk.next)
             if builder is None:
-                builder = RowBuilder(schema, work.topic, work.node, self._first_id(max(at, chunk.first)))
+                first_id = self._first_id(max(at, chunk.first)) if "id" in schema.names else 0
+                builder = RowBuilder(schema, work.topic, work.node, first_id)
             builder.reached = at
             try:
                 yield from builder.build(chunk.data, at, work.end, chunk.gaps)
@@ -131,7 +132,7 @@ class _RangeReader:
             at = chunk.next
 
     def _first_id(self, sequence: int) -> int:
-        """Only of use to the column `id`; without a message nobody needs it."""
+        """Without a message nobody needs it."""
         work = self._work
         if work.first_id is not None:
             return work.first_id
