@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 
 from pyspark import TaskContext
 
 __all__ = ["spare_collections"]
+
+
+_spared_in: int | None = None
+"""The process that has done it. (Python counts what is frozen by walking through it, at every question.)"""
 
 
 def spare_collections() -> None:
@@ -15,6 +20,8 @@ def spare_collections() -> None:
     Spark collects all garbage after each task. With the modules that it loads itself that takes longer than
     the rest of a short task, and finds nothing.
     """
-    if TaskContext.get() is not None and not gc.get_freeze_count():
+    global _spared_in
+    if _spared_in != os.getpid() and TaskContext.get() is not None:
+        _spared_in = os.getpid()
         gc.collect()
         gc.freeze()
