@@ -143,7 +143,4 @@ def test_the_reason_names_the_field(body: bytes, expected: str) -> None:
 def test_confluents_frame_is_taken_away() -> None:
     decode = Avro(json.dumps(ORDER), "confluent").decoder()
     assert decode(b"\0\0\0\0\7" + BODY) == ROW
-    frameless = "no Confluent frame: a zero byte and 4 bytes of a schema's id should come first"
-    assert reason(b"\1\0\0\0\7" + BODY, "confluent") == frameless
-    assert reason(b"\0\0\0\0", "confluent") == frameless
     assert reason(b"\0\0\0\0\7", "confluent") == f"number: {SHORT}"

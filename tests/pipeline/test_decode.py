@@ -66,11 +66,11 @@ BAD_CSV = {
 
 FRAME = b"\0\0\0\0\7"
 NO_FRAME = "no Confluent frame: a zero byte and 4 bytes of a schema's id should come first"
-# Blanks are not trimmed from the frame, whose last byte may look like one.
-GOOD_FRAMED = {FRAME + b'{"number": 1} ': 1, b'\0\0\0\0\x20 {"number": 2}': 2}
+GOOD_FRAMED = {FRAME + b'{"number": 1} ': 1, FRAME + b' {"number": 2}': 2}
 BAD_FRAMED = {
     b'{"number": 1}': NO_FRAME,
     FRAME + b"{}": "number is missing",
+    b'\0\0\0\0\6{"number": 1}': "the id of its schema is 6, not 7",
     b"\0\0\0\0": NO_FRAME,
     FRAME: "not JSON: Expecting value: line 1 column 1 (char 0)",
     b'\1\0\0\0\7{"number": 1}': NO_FRAME,
@@ -136,7 +136,7 @@ def messages(spark: SparkSession) -> Callable[..., DataFrame]:
             id="csv",
         ),
         pytest.param(
-            Decode(format="json", framing="confluent"),
+            Decode(format="json", framing="confluent:7"),
             "number INT NOT NULL",
             GOOD_FRAMED,
             BAD_FRAMED,

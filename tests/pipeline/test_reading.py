@@ -269,8 +269,8 @@ def test_problems_of_the_file(text: str, expected: str) -> None:
             "[pipeline.p.decode] json_schema: means nothing for 'csv'",
         ),
         (
-            "decode = { format = 'json', framing = 'of-our-own' }",
-            "[pipeline.p.decode] framing: must be one of confluent, not 'of-our-own'",
+            "decode = { format = 'json', framing = 1 }",
+            "[pipeline.p.decode] framing: must be confluent or confluent:ID, the id of a schema, not 1",
         ),
         (
             'dead_letters = "x y"',

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
@@ -19,7 +20,9 @@ __all__ = [
     "BodyFormat",
     "SchemaFileError",
     "Undecodable",
+    "frame_beginning",
     "library",
+    "read_framing",
     "read_json",
     "read_text",
     "without_frame",
@@ -27,8 +30,8 @@ __all__ = [
 
 INSTALL: Final = "pip install 'nsparq[formats]'"
 CONFLUENT: Final = "confluent"
-"""The framing of Confluent's serializers."""
-_FRAME_BYTES: Final = 5
+"""The framing of Confluent's serializers. Behind a colon it may have the id of the only schema to accept."""
+FRAME_BYTES: Final = 5
 
 Decoder = Callable[[bytes], dict[str, Any]]
 
@@ -63,16 +66,32 @@ def library(name: str, purpose: str, package: str) -> Any:
         raise SchemaFileError(f"{purpose} needs the package {package}: {INSTALL} ({error})") from error
 
 
+def read_framing(value: Any) -> str:
+    """Raises ValueError."""
+    if not isinstance(value, str) or not re.fullmatch(rf"{CONFLUENT}(:\d{{1,9}})?", value):
+        raise ValueError(f"must be {CONFLUENT} or {CONFLUENT}:ID, the id of a schema")
+    return value
+
+
+def frame_beginning(framing: str) -> bytes:
+    """What a body must begin with: a zero byte and, if the framing names one, the id of its schema."""
+    _, _, schema = framing.partition(":")
+    return b"\0" + (int(schema).to_bytes(4, "big") if schema else b"")
+
+
 def without_frame(body: bytes, framing: str) -> bytes:
     """The body without what the serializer of a schema registry puts before it. Raises Undecodable.
 
-    Confluent's puts a zero byte there, and the number of the schema in 4 bytes.
+    Confluent's puts a zero byte there, and the id of the schema in 4 bytes.
     """
-    if framing != CONFLUENT:
+    if not framing:
         return body
-    if len(body) < _FRAME_BYTES or body[0]:
+    if len(body) < FRAME_BYTES or body[0]:
         raise Undecodable("no Confluent frame: a zero byte and 4 bytes of a schema's id should come first")
-    return body[_FRAME_BYTES:]
+    if not body.startswith(frame_beginning(framing)):
+        found = int.from_bytes(body[1:FRAME_BYTES], "big")
+        raise Undecodable(f"the id of its schema is {found}, not {framing.partition(':')[2]}")
+    return body[FRAME_BYTES:]
 
 
 def read_text(body: bytes) -> str:

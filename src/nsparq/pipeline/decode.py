@@ -17,7 +17,14 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType
 
 from nsparq.pipeline.avro import Avro
-from nsparq.pipeline.bodies import CONFLUENT, BodyFormat, SchemaFileError, Undecodable, without_frame
+from nsparq.pipeline.bodies import (
+    FRAME_BYTES,
+    BodyFormat,
+    SchemaFileError,
+    Undecodable,
+    frame_beginning,
+    without_frame,
+)
 from nsparq.pipeline.functions import ERROR, ROW, decoded, violations
 from nsparq.pipeline.json_schema import JsonSchema
 from nsparq.pipeline.layout import NAMES, ORIGIN
@@ -166,8 +173,9 @@ def _marked(messages: DataFrame, decode: Decode, schema: StructType) -> DataFram
     marks += [F.col(_REASON).isNotNull(), F.col(_ROW).isNull(), F.col(_ROW)[_CORRUPT].isNotNull()]
     if is_json:
         marks += [~F.expr(_trimmed(decode)).endswith("}"), F.col(_ROW)[_END].isNull()]
-    if decode.framing == CONFLUENT:
-        marks.append(F.expr("length(body) < 5 OR NOT startswith(body, X'00')"))
+    if decode.framing:
+        beginning = frame_beginning(decode.framing).hex()
+        marks.append(F.expr(f"length(body) < {FRAME_BYTES} OR NOT startswith(body, X'{beginning}')"))
     marks += [F.col(_ROW)[one.name].isNull() for one in schema.fields if not one.nullable]
     return read.withColumn(_BAD, F.coalesce(reduce(Column.__or__, marks), F.lit(True)))
 
@@ -177,7 +185,7 @@ _BLANKS: Final = r"' \t\r\n'"
 
 def _text_of(decode: Decode) -> str:
     """The text of a message in SQL, without what comes before it; see `without_frame`."""
-    return f"CAST({'substring(body, 6)' if decode.framing == CONFLUENT else 'body'} AS STRING)"
+    return f"CAST({f'substring(body, {FRAME_BYTES + 1})' if decode.framing else 'body'} AS STRING)"
 
 
 def _trimmed(decode: Decode) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from nsparq.pipeline.bodies import CONFLUENT, Decoder, SchemaFileError, Undecodable, library, without_frame
+from nsparq.pipeline.bodies import Decoder, SchemaFileError, Undecodable, library, without_frame
 from nsparq.pipeline.samples import quoted
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Protobuf:
 
         def decode(body: bytes) -> dict[str, Any]:
             content = without_frame(body, framing)
-            if framing == CONFLUENT:
+            if framing:
                 content = _without_path(content, descriptor)
             try:
                 found = kind.FromString(content)

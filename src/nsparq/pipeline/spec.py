@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nsparq.errors import NsparqError
-from nsparq.pipeline.bodies import CONFLUENT
+from nsparq.pipeline.bodies import read_framing
 from nsparq.pipeline.tables import (
     REQUIRED,
     choice,
@@ -175,9 +175,10 @@ class Decode:
     message: str = key("", text, "which of them it is, with its package: `shop.Order`")
     framing: str = key(
         "",
-        choice(CONFLUENT),
+        read_framing,
         "what comes before a `json`, `avro` or `protobuf` message: `confluent` is the frame that serializers "
-        "for Confluent's schema registry write. It is taken away, and the id in it is not looked up",
+        "for Confluent's schema registry write. It is taken away, and the id in it is not looked up. With "
+        "`confluent:7` a message whose id is not 7 does not decode",
         shown="nothing",
     )
     sample: int = key(1000, count, "so many messages of the topic are looked at to infer the schema")
