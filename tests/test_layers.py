@@ -46,7 +46,8 @@ MAY_IMPORT = {
     "lookup": BASE | DAEMON | {"wire"},
     # Of the server it knows the policy file, by which both decide who may do what.
     "admin": BASE | DAEMON | {"fetch", "flags", "secret_scope", "server", "storage"},
-    "testing": BASE | {"addresses", "broker", "client", "lookup", "options", "process", "server"},
+    "testing": BASE
+    | {"addresses", "broker", "client", "lookup", "options", "pipeline", "process", "server", "spark"},
     # Runs in Spark's processes: it talks to daemons, and knows how a batch of the log looks.
     "spark": BASE
     | {
@@ -175,11 +176,11 @@ def test_storage_touches_the_disk_through_its_files_module_only() -> None:
 
 
 def test_only_the_connector_and_what_builds_on_it_know_spark() -> None:
-    # The tools do for their annotations' sake; whether they work without it is tested with them.
+    # The tools and `testing` do for their annotations' sake; whether they work without is tested with them.
     spark = {"pandas", "py4j", "pyarrow", "pyspark"}
     users = {layer(path) for path in modules() if roots(path) & spark}
     # The demo looks at its own result.
-    assert users <= {"spark", "pipeline", "tools", "demo"}
+    assert users <= {"spark", "pipeline", "testing", "tools", "demo"}
 
 
 def run_by_import(node: ast.AST) -> Iterator[ast.AST]:

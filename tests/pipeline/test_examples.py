@@ -168,6 +168,16 @@ def test_formats(run: Runs, broker: Broker) -> None:
     ]
 
 
+@pytest.mark.usefixtures("forgotten")
+def test_the_tests_beside_the_pipeline_files_pass(spark: SparkSession) -> None:
+    """In the session of our tests, which stands for the fixture `nsq_spark`."""
+    found = runpy.run_path(str(EXAMPLES / "pipelines/test_orders.py"))
+    tests = [one for name, one in found.items() if name.startswith("test_")]
+    assert len(tests) == 3
+    for test in tests:
+        test(nsq_spark=spark)
+
+
 # the tutorial
 
 
@@ -383,7 +393,7 @@ def test_the_commands_of_a_page_exist() -> None:
 
     pages = "".join((ROOT / "docs" / page).read_text() for page in PAGES)
     lines = re.findall(
-        r"(?m)^(?:\$ )?nsparq pipeline ((?:archive|stats|replay|run|check|status|new) .*)$", pages
+        r"(?m)^(?:\$ )?nsparq pipeline ((?:archive|stats|replay|run|check|try|status|new) .*)$", pages
     )
     assert len(lines) > 8
     for line in lines:

@@ -177,7 +177,7 @@ def test_a_ready_made_pipeline_needs_topics_or_a_pattern(
 
 
 def test_there_is_help_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("run", "check", "new", "status", "archive", "compact", "replay", "stats"):
+    for command in ("run", "check", "try", "new", "status", "archive", "compact", "replay", "stats"):
         with pytest.raises(SystemExit) as caught:
             main(["pipeline", command, "--help"])
         assert caught.value.code == 0

@@ -123,4 +123,10 @@ def test_fixtures_explain_themselves(pytester: pytest.Pytester, run: object) -> 
 def test_the_plugin_loads_nothing_before_a_test_asks_for_it() -> None:
     code = "import sys, nsparq.testing.plugin; print(*[m for m in sys.modules if m.startswith('nsparq')])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert {*result.stdout.split()} & {"nsparq.server", "nsparq.client", "numpy", "uvloop"} == set()
+    assert {*result.stdout.split()} & {
+        "nsparq.server",
+        "nsparq.client",
+        "nsparq.pipeline",
+        "numpy",
+        "uvloop",
+    } == set()

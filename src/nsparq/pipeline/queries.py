@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakSet
@@ -34,7 +35,7 @@ from nsparq.pipeline.errors import NothingYet, PipelineError, in_words, retry_he
 from nsparq.pipeline.layout import NAMES, Layout, layout_of
 from nsparq.pipeline.memory import PipelineMemory
 from nsparq.pipeline.progress import WRITTEN, decoded_name
-from nsparq.pipeline.samples import infer_csv, infer_json
+from nsparq.pipeline.samples import Sample, infer_csv, infer_json
 from nsparq.pipeline.sinks import Target, letters_writer, prepared, writer_of
 from nsparq.pipeline.spec import (
     MESSAGES,
@@ -62,6 +63,9 @@ WAYS_OUT: Final = (
     "Either run it under another name beside the old one, or with another checkpoint and another channel: "
     "both begin at starting_position, without state"
 )
+
+Bodies = Callable[[], list[bytes]]
+"""Messages to infer a schema from, asked for only if need be."""
 
 
 class Abandoned(NsparqError):
@@ -109,13 +113,8 @@ def build(
             source.name: _rows(spark, file, pipeline, source, output, schemas[source.name])
             for source in pipeline.sources
         }
-        target = Target(pipeline, output, file.nsq)
-        result = transform(spark, pipeline, {**tables, **messages}, file.path.parent)[output.result]
-        if not result.isStreaming:
-            raise PipelineError(
-                f"{target.place} from: {output.result!r} is made of tables only, of no source"
-            )
-        rows[output.name] = prepared(output.sink, result, target)
+        rows[output.name] = sink_rows(spark, file, pipeline, output, {**tables, **messages})
+        _check_source(rows[output.name], pipeline, output)
     letters = {
         source.name: dead_letters(
             _messages(spark, file, pipeline, source, None),
@@ -128,6 +127,24 @@ def build(
         if source.dead_letters
     }
     return Frames(rows, letters)
+
+
+def sink_rows(
+    spark: SparkSession,
+    file: PipelineFile,
+    pipeline: Pipeline,
+    output: Output,
+    given: Mapping[str, DataFrame],
+) -> DataFrame:
+    """What the sink of an output gets, of these tables and decoded messages. Raises PipelineError."""
+    result = transform(spark, pipeline, given, file.path.parent)[output.result]
+    return prepared(output.sink, result, Target(pipeline, output, file.nsq))
+
+
+def _check_source(rows: DataFrame, pipeline: Pipeline, output: Output) -> None:
+    if not rows.isStreaming:
+        place = Target(pipeline, output, {}).place
+        raise PipelineError(f"{place} from: {output.result!r} is made of tables only, of no source")
 
 
 def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames | None:
@@ -153,6 +170,7 @@ def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames
 
 def check_stream(rows: DataFrame, pipeline: Pipeline, output: Output) -> None:
     """Whether Spark would run a stream of these rows. Raises PipelineError."""
+    _check_source(rows, pipeline, output)
     jvm: Any = rows.sparkSession._jvm
     checker = jvm.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker
     mode = getattr(jvm.org.apache.spark.sql.streaming.OutputMode, output.output_mode.capitalize())()
@@ -315,10 +333,15 @@ def _rows(
     output: Output,
     schema: StructType,
 ) -> DataFrame:
-    """The decoded messages of a source."""
     bad = "drop" if source.dead_letters else source.decode.on_error
+    return decoded(_messages(spark, file, pipeline, source, output), pipeline, source, schema, bad=bad)
+
+
+def decoded(
+    messages: DataFrame, pipeline: Pipeline, source: Source, schema: StructType, *, bad: str
+) -> DataFrame:
+    """The decoded messages of a source; see `good_rows`."""
     observed = decoded_name(source.name)
-    messages = _messages(spark, file, pipeline, source, output)
     if source.decode.format in NAMES and len(pipeline.sources) > 1:
         # Spark counts the messages of all sources together.
         messages = messages.observe(observed, F.count(F.lit(1)).alias("rows"))
@@ -481,7 +504,7 @@ def _settle_schemas(
     memory = PipelineMemory(pipeline)
     for source in pipeline.sources:
         if source.decode.is_inferred and memory.get(_schema_key(source)) is None:
-            found = _inferred(spark, file, pipeline, source)
+            found = _inferred(pipeline, source, partial(_sampled_bodies, spark, file, pipeline, source))
             _keep(memory, _schema_key(source), found, abandoned)
 
 
@@ -490,12 +513,18 @@ def _schema_key(source: Source) -> str:
 
 
 def _schema(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, source: Source) -> StructType:
+    return schema_of(pipeline, source, partial(_sampled_bodies, spark, file, pipeline, source))
+
+
+def schema_of(pipeline: Pipeline, source: Source, bodies: Bodies) -> StructType:
+    """The columns of a source's messages. If they have to be inferred, it is from these. Raises
+    PipelineError."""
     decode = source.decode
     if decode.format in ("text", "raw", "message"):
         return StructType()
     at = _source_place(pipeline, source, "decode")
     try:
-        given = declared_columns(decode) or _inferred(spark, file, pipeline, source)
+        given = declared_columns(decode) or _inferred(pipeline, source, bodies)
     except SchemaFileError as error:
         raise PipelineError(f"{at} {decode.definition_key}: {error}") from error
     place = f"{at} {'schema' if decode.schema or decode.is_inferred else decode.definition_key}"
@@ -515,13 +544,13 @@ def _schema_place(pipeline: Pipeline, source: Source) -> str:
     return f"{_source_place(pipeline, source, 'decode')} schema"
 
 
-def _inferred(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, source: Source) -> str:
+def _inferred(pipeline: Pipeline, source: Source, sampled: Bodies) -> str:
     """As it was once, or as the messages are now. Raises PipelineError."""
     known = PipelineMemory(pipeline).get(_schema_key(source))
     if known is not None:
         return str(known)
     decode = source.decode
-    bodies = sample(spark, file, pipeline, source, decode.sample)
+    bodies = sampled()
     separator = decode.options.get("sep", decode.options.get("delimiter", ","))
     found = infer_json(bodies) if decode.format == "json" else infer_csv(bodies, separator)
     if not found:
@@ -533,18 +562,24 @@ def _inferred(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, sourc
     return found
 
 
+def _sampled_bodies(
+    spark: SparkSession, file: PipelineFile, pipeline: Pipeline, source: Source
+) -> list[bytes]:
+    return [one.body for one in sample(spark, file, pipeline, source, source.decode.sample)]
+
+
 def sample(
     spark: SparkSession, file: PipelineFile, pipeline: Pipeline, source: Source, count: int
-) -> list[bytes]:
-    """Bodies of messages, the oldest that there are. Raises PipelineError."""
+) -> list[Sample]:
+    """Messages, the oldest that there are. No channel is needed, and none is moved. Raises PipelineError."""
     options = {**file.nsq, **source.options}
     kept = {name: value for name, value in options.items() if name not in _STREAM_ONLY}
     try:
-        rows = spark.read.format("nsq").options(**kept, columns="body").load().limit(count).collect()
+        rows = spark.read.format("nsq").options(**kept).load().limit(count).toArrow().to_pylist()
     except PySparkException as error:
-        place = _schema_place(pipeline, source)
-        raise PipelineError(f"{place}: no sample can be read: {in_words(error)}") from error
-    return [bytes(row.body) for row in rows]
+        place = _source_place(pipeline, source)
+        raise PipelineError(f"{place}: no message can be read: {in_words(error)}") from error
+    return [Sample(**row) for row in rows]
 
 
 _STREAM_ONLY: Final = {

@@ -31,7 +31,7 @@ from nsparq.pipeline.spec import Pipeline, PipelineFile, Run, describe, is_local
 from nsparq.pipeline.status import Endpoint, Status, write_status
 from nsparq.spark.session import is_connect
 
-__all__ = ["RunningPipeline", "build_session", "run"]
+__all__ = ["RunningPipeline", "build_session", "prepare", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +78,7 @@ def run(
     A pipeline that has failed for good does not end the others, unless `fail_fast`. Raises StartError and
     PipelineError for what cannot be started at all.
     """
-    if is_connect(spark):
-        raise PipelineError(
-            "pipelines need a Spark session of this process, not one of Spark Connect: unset SPARK_REMOTE, "
-            "and name the cluster by [spark] master"
-        )
-    queries.register(spark)
-    _ship(spark, file)
+    prepare(spark, file)
     running = [RunningPipeline(spark, file, pipeline) for pipeline in file.pipelines]
     status = Status(
         file=str(file.path),
@@ -186,8 +180,15 @@ def _only_runner(file: PipelineFile) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _ship(spark: SparkSession, file: PipelineFile) -> None:
-    """The user's modules, to where the tasks are."""
+def prepare(spark: SparkSession, file: PipelineFile) -> None:
+    """What the pipelines of a file need in a session: our sources and sinks, and the user's modules where
+    the tasks are. Raises PipelineError."""
+    if is_connect(spark):
+        raise PipelineError(
+            "pipelines need a Spark session of this process, not one of Spark Connect: unset SPARK_REMOTE, "
+            "and name the cluster by [spark] master"
+        )
+    queries.register(spark)
     names = {step.python.partition(":")[0].partition(".")[0] for one in file.pipelines for step in one.steps}
     for name in sorted(names - {""}):
         module, package = file.path.parent / f"{name}.py", file.path.parent / name

@@ -1,4 +1,4 @@
-"""From messages to a schema: what columns a handful of messages have, in Spark's words. Needs no Spark.
+"""Samples of messages, and from them to a schema: what columns they have, in Spark's words. Needs no Spark.
 
 Types only grow: a column that is a whole number here and a fraction there is DOUBLE, one that is a number
 here and a text there is STRING. What is always null is STRING too, since nothing is known about it.
@@ -11,15 +11,29 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Final
 
-__all__ = ["guess_format", "infer_csv", "infer_json", "quoted"]
+__all__ = ["Sample", "guess_format", "infer_csv", "infer_json", "quoted"]
 
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,9})?)?(Z|[+-]\d\d:?\d\d)?")
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Words that a DDL parser would take for something else.
 _RESERVED: Final = {"not", "null", "comment", "default", "generated", "collate"}
 _LONG: Final = range(-(1 << 63), 1 << 63)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A message, as a source reads it."""
+
+    topic: str
+    body: bytes
+    timestamp: datetime
+    node: str = "127.0.0.1:4151"
+    offset: int = 0
+    attempts: int = 0
+    id: str = "0" * 16
 
 
 @dataclass

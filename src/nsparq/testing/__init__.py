@@ -1,24 +1,41 @@
-"""For tests of programs that use NSQ: the real broker in milliseconds, and a network that misbehaves.
+"""For tests of programs that use NSQ: the real broker in milliseconds, a network that misbehaves, and
+pipelines without a broker.
 
     with run_broker() as broker, FaultProxy(broker.tcp_address) as proxy:
         ...
 
-`nsparq.testing.plugin` has them as pytest fixtures. The broker needs the extra `server`; the proxy does not.
+`nsparq.testing.plugin` has them as pytest fixtures. The broker needs the extra `server`, pipelines the extra
+`spark`; the proxy needs neither.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nsparq.testing.brokers import Broker, Lookupd, run_broker, run_lookupd
+    from nsparq.testing.pipelines import PipelineResult, given, try_pipeline
     from nsparq.testing.proxy import FaultProxy
 
-__all__ = ["Broker", "FaultProxy", "Lookupd", "run_broker", "run_lookupd"]
+__all__ = [
+    "Broker",
+    "FaultProxy",
+    "Lookupd",
+    "PipelineResult",
+    "given",
+    "run_broker",
+    "run_lookupd",
+    "try_pipeline",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Loaded at first use: pytest imports this package for its plugin, wherever it is installed."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from nsparq.testing import brokers, proxy
-
-    return getattr(proxy if name == "FaultProxy" else brokers, name)
+    module = {
+        "FaultProxy": "proxy",
+        "PipelineResult": "pipelines",
+        "given": "pipelines",
+        "try_pipeline": "pipelines",
+    }
+    return getattr(importlib.import_module(f"{__name__}.{module.get(name, 'brokers')}"), name)

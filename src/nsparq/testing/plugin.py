@@ -4,6 +4,7 @@ nsq_broker    a broker for the whole session; nsq_broker_options, to be overridd
 nsq_topic     the name of a topic that no other test uses
 nsq_lookupd   an nsqlookupd that the broker registers with
 nsq_proxy     a FaultProxy in front of the broker, for this test
+nsq_spark     a local Spark session for the whole session of tests, for try_pipeline()
 
 Nothing is imported or started before a test asks for it.
 """
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
     from nsparq.testing import Broker, FaultProxy, Lookupd
 
 _numbers = itertools.count(1)
@@ -66,3 +69,13 @@ def nsq_proxy(nsq_broker: Broker) -> Iterator[FaultProxy]:
 
     with FaultProxy(nsq_broker.tcp_address) as proxy:
         yield proxy
+
+
+@pytest.fixture(scope="session")
+def nsq_spark() -> Iterator[SparkSession]:
+    """A local Spark session, the same for all tests: try_pipeline() runs in it. One core, no web pages."""
+    from nsparq.testing.pipelines import local_session
+
+    spark = local_session()
+    yield spark
+    spark.stop()

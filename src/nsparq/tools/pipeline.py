@@ -24,10 +24,9 @@ from nsparq.pipeline.progress import Figures, State
 from nsparq.pipeline.reading import DEFAULT_NSQD, load
 from nsparq.pipeline.spec import Pipeline, PipelineFile, Source, SpecError, Trigger, describe
 from nsparq.pipeline.status import FILE_NAME, read_status
-from nsparq.pipeline.tables import did_you_mean
 from nsparq.pipeline.view import HEADINGS, cells
-from nsparq.tools import pipeline_ready
-from nsparq.tools.pipeline_common import FAILED, OK, WRONG, add_running, configure_logs, run_file
+from nsparq.tools import pipeline_ready, pipeline_try
+from nsparq.tools.pipeline_common import FAILED, OK, WRONG, add_running, chosen, configure_logs, run_file
 
 __all__ = ["main"]
 
@@ -94,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=check)
 
+    pipeline_try.add_command(commands)
+
     command = commands.add_parser("new", help="write a first pipeline file for a topic")
     command.add_argument("file", type=Path, nargs="?", help="where to; standard output if not given")
     command.add_argument(
@@ -118,23 +119,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     file = load(arguments.file)
-    chosen = _chosen(file, arguments.only)
+    selected = chosen(file, arguments.only)
     if arguments.available_now:
-        chosen = [replace(one, trigger=Trigger(0.0, "available-now")) for one in chosen]
+        selected = [replace(one, trigger=Trigger(0.0, "available-now")) for one in selected]
     if arguments.checkpoint:
         directory = os.path.abspath(arguments.checkpoint)
-        chosen = [_moved(one, file.run.checkpoint, directory) for one in chosen]
+        selected = [_moved(one, file.run.checkpoint, directory) for one in selected]
         file = replace(file, run=replace(file.run, checkpoint=directory))
-    return run_file(replace(file, pipelines=tuple(chosen)), arguments, fail_fast=arguments.fail_fast)
-
-
-def _chosen(file: PipelineFile, only: Sequence[str]) -> list[Pipeline]:
-    known = {one.name: one for one in file.pipelines}
-    for name in only:
-        if name not in known:
-            hint = did_you_mean(name, known) or f"there are {', '.join(known)}"
-            raise SpecError(str(file.path), [f"there is no pipeline {name!r}; {hint}"])
-    return [one for one in file.pipelines if not only or one.name in only]
+    return run_file(replace(file, pipelines=tuple(selected)), arguments, fail_fast=arguments.fail_fast)
 
 
 def _moved(pipeline: Pipeline, old: str, new: str) -> Pipeline:

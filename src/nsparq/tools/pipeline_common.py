@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from types import FrameType
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from nsparq import logs
 from nsparq.pipeline.progress import State
-from nsparq.pipeline.spec import Console, PipelineFile
+from nsparq.pipeline.spec import Console, Pipeline, PipelineFile, SpecError
+from nsparq.pipeline.tables import did_you_mean
 from nsparq.pipeline.view import LogView, TerminalView, View
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "Stopping",
     "add_running",
     "add_spark",
+    "chosen",
     "configure_logs",
     "run_file",
     "session",
@@ -78,6 +80,16 @@ def _setting(text: str) -> tuple[str, str]:
     if not equals or not name:
         raise argparse.ArgumentTypeError("must be NAME=VALUE")
     return name, value
+
+
+def chosen(file: PipelineFile, only: Sequence[str]) -> list[Pipeline]:
+    """Those with these names, or all. Raises SpecError."""
+    known = {one.name: one for one in file.pipelines}
+    for name in only:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"there are {', '.join(known)}"
+            raise SpecError(str(file.path), [f"there is no pipeline {name!r}; {hint}"])
+    return [one for one in file.pipelines if not only or one.name in only]
 
 
 class Stopping:

@@ -1,0 +1,230 @@
+"""`nsparq pipeline try`: what pipelines would write for a few messages, shown and not written."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from nsparq.errors import StartError
+from nsparq.pipeline.errors import PipelineError, retry_helps
+from nsparq.pipeline.reading import load
+from nsparq.pipeline.samples import Sample
+from nsparq.pipeline.spec import Pipeline, PipelineFile, SpecError, describe
+from nsparq.tools.pipeline_common import FAILED, OK, chosen
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from nsparq.pipeline.trial import Trial, Undecoded
+
+__all__ = ["add_command"]
+
+COUNT: Final = 20
+MIN_WIDTH: Final = 8
+"""No column is cut shorter for a terminal."""
+GAP: Final = "  "
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "try", help="show what would be written for the first messages of a topic, or of a file"
+    )
+    command.add_argument("file", type=Path)
+    command.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="this one only; repeatable"
+    )
+    command.add_argument(
+        "--messages",
+        action="append",
+        default=[],
+        metavar="[TOPIC=]FILE",
+        help="take the messages from a file, a line each; - is standard input; repeatable",
+    )
+    command.add_argument(
+        "--count", type=int, default=COUNT, metavar="N", help="so many messages of each source (%(default)s)"
+    )
+    command.add_argument("--json", action="store_true", help="a JSON object for each row and message")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    file = load(arguments.file)
+    pipelines = chosen(file, arguments.only)
+    given = _given(pipelines, arguments.messages, arguments.count) if arguments.messages else None
+
+    from nsparq.pipeline import queries, runner, trial
+
+    show = _show_json if arguments.json else _show
+    problems, fails = [], False
+    # The master of the file may be a cluster; for a few messages this machine will do.
+    spark = runner.build_session(replace(file, spark=replace(file.spark, ui_port=0)), "local[1]")
+    try:
+        runner.prepare(spark, file)
+        quick = queries.replace_option(file, "retryFor", queries.CHECK_RETRY)
+        for one in pipelines:
+            try:
+                samples = _read(spark, quick, one, arguments.count) if given is None else given
+                done = trial.try_out(spark, file, one, samples)
+            except PipelineError as error:
+                if retry_helps(error):
+                    raise
+                problems.append(str(error))
+                continue
+            show(one, done, sum(one.reads(sample.topic) for sample in samples))
+            fails = fails or any(letter.fate == trial.FAIL for letter in done.undecoded)
+    finally:
+        spark.stop()
+    if problems:
+        raise SpecError(str(file.path), problems)
+    return FAILED if fails else OK
+
+
+# messages
+
+
+def _read(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, count: int) -> list[Sample]:
+    """The first of each source. Raises PipelineError."""
+    from nsparq.pipeline import queries
+
+    if any(source.is_queue for source in pipeline.sources):
+        raise PipelineError(
+            f"[pipeline.{pipeline.name}]: a queue cannot be looked at without taking messages; use --messages"
+        )
+    found = [
+        one for source in pipeline.sources for one in queries.sample(spark, file, pipeline, source, count)
+    ]
+    # Sources may read the same topic.
+    return list(dict.fromkeys(found))
+
+
+def _given(pipelines: Sequence[Pipeline], files: Sequence[str], count: int) -> list[Sample]:
+    """Raises StartError."""
+    found: list[Sample] = []
+    for text in files:
+        topic, path = _topic_of(pipelines, text)
+        now = datetime.now(UTC)
+        for line in _lines(path)[:count]:
+            number = len(found)
+            found.append(Sample(topic=topic, body=line, timestamp=now, offset=number, id=f"{number:016x}"))
+    return found
+
+
+def _topic_of(pipelines: Sequence[Pipeline], text: str) -> tuple[str, str]:
+    """The topic that the messages of a file belong to, and the file."""
+    topic, equals, path = text.partition("=")
+    if equals and any(one.reads(topic) for one in pipelines):
+        return topic, path
+    listed = {topic for one in pipelines for source in one.sources for topic in source.listed_topics}
+    if len(listed) != 1 or any(not one.reads(*listed) for one in pipelines):
+        topics = ", ".join(dict.fromkeys(one.topics for one in pipelines))
+        raise StartError(f"--messages: say of which topic, as TOPIC={text}: the pipelines read {topics}")
+    return listed.pop(), text
+
+
+def _lines(path: str) -> list[bytes]:
+    content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    return content.removesuffix(b"\n").split(b"\n") if content else []
+
+
+# as text
+
+
+def _show(pipeline: Pipeline, done: Trial, count: int) -> None:
+    print(f"{pipeline.name}: {_counted(count, 'message')} of {pipeline.topics}")
+    for output in pipeline.outputs:
+        rows = done.rows[output.name]
+        print(f"-> {describe(output.sink)}: {_counted(rows.num_rows, 'row')}")
+        if rows.num_rows:
+            cells = [[_text(value) for value in row.values()] for row in _rows(rows)]
+            print("\n".join(_table([rows.column_names, *cells])))
+    for one in done.undecoded:
+        letter = one.letter
+        body = letter["text"] if letter["text"] is not None else letter["base64"]
+        print(_cut(f"{_fate(one)}: {letter['error']}: {_one_line(body)}", _width()))
+
+
+def _fate(one: Undecoded) -> str:
+    if one.source.dead_letters:
+        return f"-> topic {one.source.dead_letters}, does not decode"
+    return "does not decode, dropped" if one.fate == "drop" else "does not decode, FAILS the pipeline"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _width() -> int:
+    """Of the terminal; a file may be as wide as it likes."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 20
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    columns = list(zip(*rows, strict=True))
+    room = _width() - len(GAP) * (len(columns) - 1)
+    widths = [min(max(map(len, column)), max(room, MIN_WIDTH)) for column in columns]
+    while sum(widths) > room and max(widths) > MIN_WIDTH:
+        # The widest first: the others may fit as they are.
+        widths[widths.index(max(widths))] -= 1
+    for row in rows:
+        cells = (f"{_cut(cell, width):<{width}}" for cell, width in zip(row, widths, strict=True))
+        yield GAP.join(cells).rstrip()
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _one_line(text: str) -> str:
+    """Control characters would reach the terminal."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    plain = _plain(value)
+    return _one_line(plain if isinstance(plain, str) else json.dumps(plain, default=str, ensure_ascii=False))
+
+
+# as JSON
+
+
+def _show_json(pipeline: Pipeline, done: Trial, count: int) -> None:
+    for output in pipeline.outputs:
+        to = {"pipeline": pipeline.name, "output": output.name, "sink": describe(output.sink)}
+        for row in _rows(done.rows[output.name]):
+            _print_json({**to, "row": {name: _plain(value) for name, value in row.items()}})
+    for one in done.undecoded:
+        to = {"pipeline": pipeline.name, "source": one.source.name, "fate": one.fate}
+        _print_json({**to, "undecoded": one.letter})
+
+
+def _print_json(content: Mapping[str, Any]) -> None:
+    print(json.dumps(content, default=str))
+
+
+def _rows(table: Any) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has, of what Arrow has."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return base64.b64encode(value).decode()
+    if isinstance(value, date):
+        return value.isoformat()
+    if isinstance(value, dict):
+        return {str(_plain(name)): _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list) else value
