@@ -84,7 +84,19 @@ def test_columns_are_the_fields_of_the_record() -> None:
         ('"long"', "must be a record: its fields are the columns"),
         ('{"type": "record", "name": "r", "fields": []}', "r has no fields"),
         (with_field(["null", "r"]), "r has a field of its own type, which no column can"),
+        (with_field({"type": "array", "items": "r"}), "r has a field of its own type, which no column can"),
         (with_field(["int", "string"]), "x: a union of several types cannot be a column"),
+        *(
+            (
+                with_field({"type": "array", "items": items}),
+                "x: an array of values that take no bytes has no end",
+            )
+            for items in (
+                "null",
+                {"type": "fixed", "name": "f", "size": 0},
+                {"type": "record", "name": "s", "fields": [{"name": "y", "type": "null"}]},
+            )
+        ),
         (
             with_field({"type": "bytes", "logicalType": "decimal", "precision": 39}),
             "x: Spark's decimals have at most 38 digits",

@@ -196,7 +196,21 @@ class _Columns:
         return f"STRUCT<{', '.join(self.of_fields(schema, ': '))}>"
 
     def _of_array(self, schema: Mapping[str, Any], field: str) -> str:
-        return f"ARRAY<{self._of(schema['items'], field)}>"
+        # Refuses a type within itself, of which the next question has no answer.
+        inner = self._of(schema["items"], field)
+        if self._takes_no_bytes(schema["items"]):
+            # A message of ten bytes could have so many that no memory holds them.
+            raise SchemaFileError(f"{field}: an array of values that take no bytes has no end")
+        return f"ARRAY<{inner}>"
+
+    def _takes_no_bytes(self, schema: Any) -> bool:
+        if isinstance(schema, list):
+            return False
+        if isinstance(schema, str):
+            return schema == "null" or (schema in self._named and self._takes_no_bytes(self._named[schema]))
+        if schema["type"] == "record":
+            return all(self._takes_no_bytes(one["type"]) for one in schema["fields"])
+        return schema["type"] == "null" or schema.get("size") == 0
 
     def _of_map(self, schema: Mapping[str, Any], field: str) -> str:
         return f"MAP<STRING, {self._of(schema['values'], field)}>"
