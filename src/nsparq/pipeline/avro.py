@@ -210,7 +210,7 @@ class _Columns:
             return schema == "null" or (schema in self._named and self._takes_no_bytes(self._named[schema]))
         if schema["type"] == "record":
             return all(self._takes_no_bytes(one["type"]) for one in schema["fields"])
-        return schema["type"] == "null" or schema.get("size") == 0
+        return bool(schema["type"] == "null" or schema.get("size") == 0)
 
     def _of_map(self, schema: Mapping[str, Any], field: str) -> str:
         return f"MAP<STRING, {self._of(schema['values'], field)}>"
