@@ -9,6 +9,7 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -176,6 +177,39 @@ def test_the_tests_beside_the_pipeline_files_pass(spark: SparkSession) -> None:
     assert len(tests) == 3
     for test in tests:
         test(nsq_spark=spark)
+
+
+@pytest.mark.usefixtures("orders")
+def test_a_pipeline_that_a_program_builds(
+    run: Runs,
+    broker: Broker,
+    spark: SparkSession,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is that of the file, with a join of streams, a table and two sinks."""
+    from nsparq.spark import session
+
+    # In the session of the tests, which goes on.
+    monkeypatch.setattr(session, "build_session", lambda *_, **__: spark)
+    monkeypatch.setattr(type(spark), "stop", lambda self: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["shop.py", "--available-now"])
+    spark.conf.set("spark.sql.session.timeZone", "UTC")
+    program = copy(run.directory, "pipelines/shop.py", broker)
+    file = copy(run.directory, "pipelines/shop.toml", broker)
+    copy(run.directory, "pipelines/countries.csv", broker)
+    payments = [{"order_number": number, "paid_at": f"2026-11-15T12:0{number}:30Z"} for number in (1, 3)]
+    broker.publish("payments", *(json.dumps(one).encode() for one in payments))
+    built = runpy.run_path(str(program), run_name="__main__")
+    assert replace(built["shop"](), path=file) == load(file)
+    assert capsys.readouterr().out == "shop finished 8 messages \n"
+    assert sorted((one["number"], one["country"]) for one in bodies(broker, "orders.paid")) == [
+        (1, "DE"), (3, "DE"),
+    ]  # fmt: skip
+    rows = spark.read.parquet(str(run.directory / "data" / "located")).collect()
+    assert sorted((row.number, row.country) for row in rows) == [(number, "DE") for number in range(5)]
+    assert [one["text"] for one in bodies(broker, "orders.dead")] == ["one tea please"]
 
 
 # the tutorial

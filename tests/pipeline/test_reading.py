@@ -299,7 +299,7 @@ def test_problems_of_the_file(text: str, expected: str) -> None:
             "[pipeline.p.watermark] column: must be a name that SQL can use: letters, digits, _, not 'a b'",
         ),
         ("sql = ' '", "[pipeline.p] sql: must be a query, not ' '"),
-        ("python = 'f'", "[pipeline.p] python: must name a function as module:function, not 'f'"),
+        ("python = 'f'", "[pipeline.p] python: must name a function of a module as module:function, not 'f'"),
         (
             "sql = 'SELECT 1'\npython = 'm:f'",
             "[pipeline.p] python: cannot be together with 'sql'; use [[pipeline.p.step]] for several",

@@ -134,7 +134,7 @@ def _sql(value: Any) -> str:
 
 def _function(value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
-        raise ValueError("must name a function as module:function")
+        raise ValueError("must name a function of a module as module:function")
     return value
 
 
