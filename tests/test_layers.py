@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "listening": set(),
     "secret_scope": {"addresses"},
     "logs": set(),
+    "malloc": set(),
     "option_table": {"errors", "flags", "version"},
     "options": {"errors", "flags", "option_table"},
     "process": {"errors", "logs", "option_table"},
@@ -42,7 +43,7 @@ MAY_IMPORT = {
     "broker": BASE | {"options", "storage", "wire"},
     "server": BASE
     | DAEMON
-    | {"broker", "fetch", "flags", "kernel", "options", "storage", "transport", "vigil", "wire"},
+    | {"broker", "fetch", "flags", "kernel", "malloc", "options", "storage", "transport", "vigil", "wire"},
     "lookup": BASE | DAEMON | {"wire"},
     # Of the server it knows the policy file, by which both decide who may do what.
     "admin": BASE | DAEMON | {"fetch", "flags", "secret_scope", "server", "storage"},
@@ -56,6 +57,7 @@ MAY_IMPORT = {
         "fetch",
         "flags",
         "kernel",
+        "malloc",
         "option_table",
         "secret_scope",
         "storage",

@@ -51,12 +51,11 @@ def publish(client: Client, first: int, count: int, size: int, batch: int) -> No
 @contextmanager
 def broker(data_dir: Path | None) -> Iterator[Client]:
     with Spawned(OURS, ["--broadcast-address=127.0.0.1"], data_dir) as spawned:
-        text = spawned.log.read_text()
-        address = text.partition("HTTP: listening on ")[2].split()[0]
-        while not address:
+        found: list[str] = []
+        while not found:
             time.sleep(0.01)
-            address = spawned.log.read_text().partition("HTTP: listening on ")[2].split()[0]
-        with Client(address, Access()) as client:
+            found = spawned.log.read_text().partition("HTTP: listening on ")[2].split()
+        with Client(found[0], Access()) as client:
             yield client
 
 

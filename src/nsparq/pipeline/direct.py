@@ -25,7 +25,7 @@ from nsparq.spark.log_reader import LogStreamReader
 from nsparq.spark.log_source import LogSource
 from nsparq.spark.options import NsqOptions, Use
 from nsparq.spark.range_reader import LogRange, read_range
-from nsparq.spark.worker import spare_collections
+from nsparq.spark.worker import prepare_worker
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -92,7 +92,7 @@ class DirectReader(LogStreamReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         # Spark makes up a partition, of nothing, where there is none.
         if partition.value is not None:
-            spare_collections()
+            prepare_worker()
             yield described(self._write(partition.value))
 
     def _write(self, ranges: tuple[LogRange, ...]) -> list[Part]:

@@ -9,16 +9,15 @@ counts as released, because it takes no memory from others.
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
 import resource
 import sys
 import time
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
+
+from nsparq.malloc import keep_freed
 
 __all__ = ["keep_freed_memory", "memory_stats", "watch_collector"]
 
@@ -26,8 +25,6 @@ KEPT_BYTES: Final = 16 << 20
 """Freed memory that the process keeps, at most."""
 LARGE_BYTES: Final = 4 << 20
 """What is as large as this goes back to the system when it is freed: a publish of the largest size is."""
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-_TOP_PAD: Final = 1 << 20
 
 _STATM: Final = Path("/proc/self/statm")
 _PAGE: Final = resource.getpagesize()
@@ -59,15 +56,8 @@ _pauses: Final = _Pauses()
 
 def keep_freed_memory() -> None:
     """Have the C library keep a little of what is freed. The buffers of a busy broker come and go, hundreds
-    of kilobytes each: by itself glibc gives them back to the system and asks for them again, which takes a
-    tenth of the broker's time. Whoever has set its variables is not interfered with."""
-    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
-        return
-    with suppress(OSError, AttributeError):  # another C library than glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
-        mallopt(_M_TOP_PAD, _TOP_PAD)
-        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+    of kilobytes each: to give them back and ask for them again takes a tenth of the broker's time."""
+    keep_freed(KEPT_BYTES, LARGE_BYTES)
 
 
 def watch_collector() -> None:

@@ -17,7 +17,7 @@ from nsparq.spark.filters import Filters
 from nsparq.spark.log_source import LogSource
 from nsparq.spark.options import NsqOptions
 from nsparq.spark.range_reader import LogRange, read_range
-from nsparq.spark.worker import spare_collections
+from nsparq.spark.worker import prepare_worker
 
 __all__ = ["FilteredBatchReader", "LogBatchReader", "LogPartition", "LogReader"]
 
@@ -54,7 +54,7 @@ class LogReader:
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         # Spark makes up a partition, of nothing, where there is none.
         if partition.value is not None:
-            spare_collections()
+            prepare_worker()
             for work in partition.value:
                 yield from read_range(work, self._options, self._schema)
 

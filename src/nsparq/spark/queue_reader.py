@@ -35,7 +35,7 @@ from nsparq.spark.options import NsqOptions, OptionError
 from nsparq.spark.queue_task import QueuePartition, Taking, fill, rows_of
 from nsparq.spark.staging import Staging
 from nsparq.spark.stream_api import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
-from nsparq.spark.worker import spare_collections
+from nsparq.spark.worker import prepare_worker
 from nsparq.version import __version__
 
 __all__ = ["QueueStreamReader"]
@@ -163,7 +163,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if not isinstance(partition, QueuePartition):
             # Spark makes up a partition where there is none.
             return iter(())
-        spare_collections()
+        prepare_worker()
         slot = fill(self._staging, partition, taking(self._options))
         return rows_of(slot, self._schema)
 

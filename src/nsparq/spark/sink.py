@@ -27,7 +27,7 @@ from nsparq.spark.sink_commit import Coordinator, check_replay
 from nsparq.spark.sink_nodes import Plan, SinkNode, find_plan
 from nsparq.spark.sink_rows import Chunks, SinkColumns
 from nsparq.spark.sink_send import AlreadyCommitted, Published, Sender, Staged
-from nsparq.spark.worker import spare_collections
+from nsparq.spark.worker import prepare_worker
 
 __all__ = ["NsqStreamWriter", "NsqWriter", "PublishedRows", "StagedRows"]
 
@@ -104,7 +104,7 @@ class _Writing:
         return self._plan
 
     def _write(self, batches: Iterator[pa.RecordBatch], producer: str, sequence: int) -> WriterCommitMessage:
-        spare_collections()
+        prepare_worker()
         task = Task.current()
         options, plan = self._options, self._planned()
         access = Access.of(options)
