@@ -151,6 +151,53 @@ def test_of_two_drivers_one_adds_the_batch(tmp_path: Path, monkeypatch: pytest.M
     assert found(tmp_path) == [{"n": 1}, {"n": 2}, {"n": 3}]
 
 
+# upserts
+
+
+def merge(table: DeltaFiles, batch: int, planned: str = "a0", **columns: list[Any]) -> None:
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    from nsparq.pipeline.upsert import Upsert
+
+    wanted = columns_of("n INTEGER, item STRING, at INTEGER" + (", new STRING" if "new" in columns else ""))
+    rows = pa.Table.from_pydict(columns, to_arrow_schema(wanted, timezone="UTC"))
+    upsert = Upsert(("n",), ("at",))
+    table.merge(QUERY, batch, rows, wanted, upsert, planned.rjust(15, "0"))
+
+
+def test_a_row_replaces_that_of_its_key_unless_it_is_older(tmp_path: Path) -> None:
+    table = DeltaFiles(str(tmp_path), ("item",))
+    merge(table, 0, n=[1, 2, 3, 4], item=["tea", "tea", "", "milk"], at=[5, 5, 5, None])
+    assert not table.has(QUERY, 1) and table.has(QUERY, 0)
+    # The last of them moves to another partition.
+    merge(table, 1, n=[1, 2, 3, 4], item=["tea"] * 4, at=[4, 5, 6, 1], new=["a", "b", "c", "d"])
+    merge(table, 2, n=[], item=[], at=[])
+    assert found(tmp_path) == [
+        {"n": 1, "item": "tea", "at": 5, "new": None},
+        {"n": 2, "item": "tea", "at": 5, "new": "b"},
+        {"n": 3, "item": "tea", "at": 6, "new": "c"},
+        {"n": 4, "item": "tea", "at": 1, "new": "d"},
+    ]
+
+
+def test_a_batch_is_merged_once_and_one_planned_anew_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, second = DeltaFiles(str(tmp_path), ()), DeltaFiles(str(tmp_path), ())
+    merge(table, 0, n=[1], item=["tea"], at=[1])
+    opened = table._open()
+    monkeypatch.setattr(table, "_open", lambda: opened)
+    # The first driver has looked at the table, and is stopped. The second merges the batch.
+    merge(second, 1, "a1", n=[1], item=["milk"], at=[2])
+    merge(table, 1, "a1", n=[1], item=["twice"], at=[2])
+    with pytest.raises(CheckpointBehind, match="has another batch 1 of the same query"):
+        merge(table, 1, "b1", n=[2], item=["other"], at=[2])
+    monkeypatch.undo()
+    with pytest.raises(CheckpointBehind, match="has batches up to 1"):
+        merge(table, 0, n=[1], item=["tea"], at=[9])
+    assert found(tmp_path) == [{"n": 1, "item": "milk", "at": 2}]
+
+
 # Spark, and an object store
 
 

@@ -98,14 +98,22 @@ def forgotten() -> Iterator[None]:
     path = sys.path[:]
     yield
     sys.path[:] = path
-    sys.modules.pop("lake_steps", None)
+    for name in ("lake_steps", "current_sinks"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.usefixtures("orders", "forgotten")
 def test_pipeline_files(run: Runs, broker: Broker, spark: SparkSession) -> None:
     """All of them at once, until they have read what is there."""
-    copy(run.directory, "pipelines/lake_steps.py", broker)
-    names = ("pipelines/large_orders.toml", "pipelines/revenue.toml", "pipelines/lake.toml")
+    deltalake = pytest.importorskip("deltalake")
+    for module in ("pipelines/lake_steps.py", "pipelines/current_sinks.py"):
+        copy(run.directory, module, broker)
+    names = (
+        "pipelines/large_orders.toml",
+        "pipelines/revenue.toml",
+        "pipelines/lake.toml",
+        "pipelines/current.toml",
+    )
     files = [load(copy(run.directory, name, broker)) for name in names]
     until_now = Trigger(0.0, "available-now")
     pipelines = [replace(one, trigger=until_now) for file in files for one in file.pipelines]
@@ -124,6 +132,10 @@ def test_pipeline_files(run: Runs, broker: Broker, spark: SparkSession) -> None:
     assert sorted((row.number, row.country, str(row.date)) for row in rows) == [
         (number, "DE", "2026-11-15") for number in range(5)
     ]
+    sold = deltalake.DeltaTable(str(run.directory / "data" / "sold")).to_pyarrow_table().to_pylist()
+    assert sold == [{"item": "tea", "orders": 5, "revenue": 500.0}]
+    delivered = spark.read.json(str(run.directory / "data" / "deliveries")).collect()
+    assert sorted((row.number, row.batch) for row in delivered) == [(number, 0) for number in range(5)]
 
 
 def avro_order(number: int, **more: Any) -> bytes:

@@ -15,6 +15,7 @@ from nsparq.pipeline.spec import (
     Decode,
     Delta,
     DeltaTable,
+    Format,
     FormatTable,
     Jdbc,
     JdbcTable,
@@ -25,6 +26,7 @@ from nsparq.pipeline.spec import (
     Parquet,
     ParquetTable,
     PipelineFile,
+    Python,
     Source,
     SpecError,
     Topic,
@@ -179,6 +181,23 @@ delivery = "exactly-once"
             Jdbc(url="jdbc:x", table="t", options={"a": "1"}),
             "jdbc t",
         ),
+        (
+            '{ jdbc = "jdbc:h2:mem:x", table = "t", key = "id", latest_by = ["a", "b"] }',
+            Jdbc(url="jdbc:h2:mem:x", table="t", key_columns=("id",), latest_by=("a", "b")),
+            "jdbc t",
+        ),
+        ('{ delta = "t", key = ["id"] }', Delta(path="/data/t", key_columns=("id",)), "delta /data/t"),
+        (
+            '{ format = "csv", path = "out", batches = true, options = { header = true } }',
+            Format(format="csv", path="/data/out", batches=True, options={"header": "true"}),
+            "format csv",
+        ),
+        (
+            '{ format = "iceberg", table = "lake.db.t" }',
+            Format(format="iceberg", table="lake.db.t"),
+            "format iceberg",
+        ),
+        ('{ python = "m.n:f" }', Python(function="m.n:f"), "python m.n:f"),
     ],
 )
 def test_sinks(sink: str, expected: object, shown: str) -> None:
@@ -586,7 +605,8 @@ def test_problems_of_a_source(source: str, expected: str) -> None:
         (
             'sink = { parket = "x" }',
             (
-                "[pipeline.p.sink]: needs one of topic, parquet, delta, jdbc, console, memory, noop; did you "
+                "[pipeline.p.sink]: needs one of topic, parquet, delta, jdbc, format, python, console, "
+                "memory, noop; did you "
                 "mean "
                 "'parquet'?"
             ),
@@ -608,6 +628,45 @@ def test_problems_of_a_source(source: str, expected: str) -> None:
             "[pipeline.p.sink] delivery: must be one of auto, exactly-once, at-least-once, not 'twice'",
         ),
         ('sink = { jdbc = "x" }', "[pipeline.p.sink] table: is missing"),
+        (
+            'sink = { jdbc = "jdbc:db9:x;password=secret", table = "t", key = "id" }',
+            (
+                "[pipeline.p.sink] key: how to upsert is not known for 'db9'; it is for derby, h2, mariadb, "
+                "mysql, oracle, postgresql, sqlite, sqlserver"
+            ),
+        ),
+        (
+            'sink = { jdbc = "jdbc:h2:x", table = "t", key = "id", batch_column = "b" }',
+            "[pipeline.p.sink] batch_column: means nothing with 'key', which is exactly once without it",
+        ),
+        (
+            'sink = { delta = "x", latest_by = "at" }',
+            "[pipeline.p.sink] latest_by: means nothing without 'key'",
+        ),
+        (
+            'sink = { delta = "x", key = "id" }\noutput_mode = "complete"',
+            "[pipeline.p] output_mode: a sink with 'key' needs the rows that have changed: use 'update'",
+        ),
+        (
+            'sink = { delta = "x" }\noutput_mode = "update"',
+            (
+                "[pipeline.p] output_mode: files can only be appended to: use 'append', with a watermark, or "
+                "give it a 'key'"
+            ),
+        ),
+        (
+            'sink = { format = "csv", path = "x", table = "t" }',
+            "[pipeline.p.sink] table: cannot be together with 'path'",
+        ),
+        ('sink = { format = "nsq" }', '[pipeline.p.sink] format: a topic is written { topic = "…" }'),
+        (
+            'sink = { format = "csv", batches = 1 }',
+            "[pipeline.p.sink] batches: must be true or false, not 1",
+        ),
+        (
+            'sink = { python = "f" }',
+            "[pipeline.p.sink] python: must name a function of a module as module:function, not 'f'",
+        ),
         (
             'sink = { parquet = "x", partition = "y" }',
             "[pipeline.p.sink] partition: there is no such key; did you mean 'partition_by'?",

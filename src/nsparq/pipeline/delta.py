@@ -4,6 +4,9 @@ Tasks write Parquet files to where they are to stay, with pyarrow, through delta
 directories and object stores. Nobody sees a file until the driver adds it to the table's log, together with
 the query, the number of the batch, and its fingerprint. A batch that is there already is not added again; its
 files stay behind unseen until `vacuum`.
+
+An upsert is deltalake's `merge`, which the driver does: it holds the batch in memory, reads the files that
+may have one of the keys, and writes those anew that have one. The same commit has the number of the batch.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote
 from uuid import uuid4
 
@@ -26,13 +30,19 @@ from nsparq.spark.checkpoint import LENGTH, check_batch
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from deltalake import DeltaTable, Field, Schema
+    from deltalake import CommitProperties, DeltaTable, Field, Schema
+
+    from nsparq.pipeline.upsert import Upsert
+
+    Rows = TypeVar("Rows", pa.RecordBatch, pa.Table)
 
 __all__ = ["DeltaFiles", "is_installed"]
 
 logger = logging.getLogger(__name__)
 
 COMPRESSION: Final = "zstd"
+NEW, OLD = "batch", "present"
+"""What SQL calls the rows of a batch and those of the table."""
 
 
 def is_installed() -> bool:
@@ -86,7 +96,7 @@ class DeltaFiles:
                 sync(Path(self._uri) / one.path)
         return [Part(one.path, _values(one.path), one.metadata.num_rows, one.size) for one in written]
 
-    def _without_empty(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+    def _without_empty(self, rows: Rows) -> Rows:
         """An empty text is no value of a partition column: Hive, Spark and Delta read it as null."""
         import pyarrow as pa
         import pyarrow.compute as pc
@@ -109,22 +119,11 @@ class DeltaFiles:
     def commit(
         self, query: str, batch: int, parts: Sequence[Part], schema: StructType, planned: str = ""
     ) -> None:
-        from deltalake import CommitProperties, Transaction
-        from deltalake.exceptions import CommitFailedError
         from deltalake.transaction import AddAction, RemoveAction
 
-        table = self._open()
+        table = self._ready(query, batch, planned, schema if parts else None)
         if table is None:
-            if not parts:
-                return
-            table = self._create(schema)
-        if self._has(table, query, batch, planned) or not parts:
             return
-        added = self._new_columns(table, schema)
-        if added:
-            # A commit of its own: after a crash the table has a column of nulls, and the batch comes again.
-            logger.info("%s gets new columns: %s", self, ", ".join(one.name for one in added))
-            table.alter.add_columns(added)
         now = int(time.time() * 1000)
         actions: list[AddAction | RemoveAction] = [
             AddAction(
@@ -137,15 +136,69 @@ class DeltaFiles:
             )
             for part in parts
         ]
+        with self._committing(table, query, batch, planned) as properties:
+            table.create_write_transaction(
+                actions, "append", table.schema(), partition_by=self._columns, commit_properties=properties
+            )
+
+    def has(self, query: str, batch: int, planned: str = "") -> bool:
+        """Raises CheckpointBehind."""
+        table = self._open()
+        return table is not None and self._has(table, query, batch, planned)
+
+    def merge(
+        self, query: str, batch: int, rows: pa.Table, schema: StructType, upsert: Upsert, planned: str = ""
+    ) -> None:
+        """Rows of which no two have the same key, and none has a key that is null. Raises CheckpointBehind,
+        PipelineError."""
+        table = self._ready(query, batch, planned, schema if rows.num_rows else None)
+        if table is None:
+            return
+        source = self._without_empty(rows.cast(_arrow_schema(schema)))
+        columns = {_quoted(name): _new(name) for name in rows.column_names}
+        others = {_quoted(name): _new(name) for name in rows.column_names if name not in upsert.key}
+        with self._committing(table, query, batch, planned) as properties:
+            merger = table.merge(
+                source,
+                " AND ".join(f"{_old(name)} = {_new(name)}" for name in upsert.key),
+                source_alias=NEW,
+                target_alias=OLD,
+                # From rows in memory deltalake learns the range of the keys, and skips files outside of it.
+                streamed_exec=False,
+                commit_properties=properties,
+            ).when_not_matched_insert(columns)
+            if others:
+                merger = merger.when_matched_update(others, upsert.is_later(_new, _old) or None)
+            merger.execute()
+
+    def _ready(self, query: str, batch: int, planned: str, schema: StructType | None) -> DeltaTable | None:
+        """The table, with all columns of rows of this schema. None if there is nothing to do: it has the
+        batch, or the batch has no rows, and therefore no schema. Raises CheckpointBehind, PipelineError."""
+        table = self._open()
+        if table is None:
+            if schema is None:
+                return None
+            table = self._create(schema)
+        if self._has(table, query, batch, planned) or schema is None:
+            return None
+        added = self._new_columns(table, schema)
+        if added:
+            # A commit of its own: after a crash the table has a column of nulls, and the batch comes again.
+            logger.info("%s gets new columns: %s", self, ", ".join(one.name for one in added))
+            table.alter.add_columns(added)
+        return table
+
+    @contextmanager
+    def _committing(
+        self, table: DeltaTable, query: str, batch: int, planned: str
+    ) -> Iterator[CommitProperties]:
+        """What makes a commit that of this batch. A commit that fails because the batch is there is none."""
+        from deltalake import CommitProperties, Transaction
+        from deltalake.exceptions import CommitFailedError
+
         versions = [Transaction(query, batch), Transaction(_planned(query), int(planned or "0", 16))]
         try:
-            table.create_write_transaction(
-                actions,
-                "append",
-                table.schema(),
-                partition_by=self._columns,
-                commit_properties=CommitProperties(app_transactions=versions),
-            )
+            yield CommitProperties(app_transactions=versions)
         except CommitFailedError:
             # Delta lets one of two commits of the same query through.
             table.update_incremental()
@@ -228,18 +281,35 @@ def _values(path: str) -> Values:
     return tuple((name, None if text == NULL_VALUE else unquote(text)) for name, _, text in pairs)
 
 
+def _quoted(name: str) -> str:
+    return f"`{name}`"
+
+
+def _new(name: str) -> str:
+    return f"{NEW}.{_quoted(name)}"
+
+
+def _old(name: str) -> str:
+    return f"{OLD}.{_quoted(name)}"
+
+
 def _planned(query: str) -> str:
     return f"{query}/planned"
 
 
 def _wanted(schema: StructType) -> Schema:
-    """Columns of a Delta table for these rows. All may be null, as in tables that Spark writes."""
-    import pyarrow as pa
+    """Columns of a Delta table for these rows."""
     from deltalake import Schema
+
+    return Schema.from_arrow(_arrow_schema(schema))
+
+
+def _arrow_schema(schema: StructType) -> pa.Schema:
+    """All columns may be null, as in tables that Spark writes."""
+    import pyarrow as pa
     from pyspark.sql.pandas.types import to_arrow_schema
 
-    fields = to_arrow_schema(schema, timezone="UTC")
-    return Schema.from_arrow(pa.schema([one.with_nullable(True) for one in fields]))
+    return pa.schema([one.with_nullable(True) for one in to_arrow_schema(schema, timezone="UTC")])
 
 
 def _may_be_null(table: DeltaFiles, column: str) -> PipelineError:

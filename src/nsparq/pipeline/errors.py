@@ -8,7 +8,7 @@ from typing import Final
 
 from nsparq.errors import NsparqError
 
-__all__ = ["NothingYet", "PipelineError", "in_words", "is_refused_state", "retry_helps"]
+__all__ = ["FunctionFailed", "NothingYet", "PipelineError", "in_words", "is_refused_state", "retry_helps"]
 
 MAX_WORDS = 1000
 
@@ -33,6 +33,12 @@ class PipelineError(NsparqError):
 
 class NothingYet(PipelineError):
     """What the pipeline needs to begin is not there, and may come: messages to infer a schema from."""
+
+    retry_helps = True
+
+
+class FunctionFailed(PipelineError):
+    """A function of the user's that writes rows somewhere, for a reason that may pass."""
 
     retry_helps = True
 
@@ -87,11 +93,12 @@ def in_words(error: BaseException) -> str:
         "\nDriver stacktrace",
     ):
         text = text.partition(end)[0]
+    text = text.removeprefix("An exception was raised by the Python Proxy. Return Message: ")
     head, trace, rest = text.partition("Traceback (most recent call last):")
     if trace:
         # Frames are indented; what was raised is not.
         raised = [line for line in rest.splitlines() if line and not line.startswith((" ", "\t"))]
-        text = f"{head.strip()} {' '.join(raised)}"
+        text = f"{head} {' '.join(raised)}"
     words = " ".join(text.split())
     words = re.sub(r" ?SQLSTATE: \w{5}$", "", words).removeprefix("[USER_RAISED_EXCEPTION] ")
     return words[:MAX_WORDS] or type(error).__name__

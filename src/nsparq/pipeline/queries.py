@@ -36,9 +36,10 @@ from nsparq.pipeline.layout import NAMES, Layout, layout_of
 from nsparq.pipeline.memory import PipelineMemory
 from nsparq.pipeline.progress import WRITTEN, decoded_name
 from nsparq.pipeline.samples import Sample, infer_csv, infer_json
-from nsparq.pipeline.sinks import Target, letters_writer, prepared, writer_of
+from nsparq.pipeline.sinks import Target, letters_writer, prepared, sink_place, writer_of
 from nsparq.pipeline.spec import (
     MESSAGES,
+    Format,
     Memory,
     Output,
     Parquet,
@@ -138,12 +139,12 @@ def sink_rows(
 ) -> DataFrame:
     """What the sink of an output gets, of these tables and decoded messages. Raises PipelineError."""
     result = transform(spark, pipeline, given, file.path.parent)[output.result]
-    return prepared(output.sink, result, Target(pipeline, output, file.nsq))
+    return prepared(output.sink, result, Target(file, pipeline, output))
 
 
 def _check_source(rows: DataFrame, pipeline: Pipeline, output: Output) -> None:
     if not rows.isStreaming:
-        place = Target(pipeline, output, {}).place
+        place = sink_place(pipeline, output)
         raise PipelineError(f"{place} from: {output.result!r} is made of tables only, of no source")
 
 
@@ -163,7 +164,7 @@ def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames
         return None
     for output in pipeline.outputs:
         rows = frames.rows[output.name]
-        writer_of(output.sink, rows, Target(pipeline, output, file.nsq))
+        writer_of(output.sink, rows, Target(file, pipeline, output))
         check_stream(rows, pipeline, output)
     return frames
 
@@ -222,7 +223,7 @@ def start(
     started: dict[str, StreamingQuery] = {}
     try:
         for output in pipeline.outputs:
-            rows = writer_of(output.sink, frames.rows[output.name], Target(pipeline, output, file.nsq))
+            rows = writer_of(output.sink, frames.rows[output.name], Target(file, pipeline, output))
             started[output.role] = _start_output(rows, pipeline, output)
         for source in pipeline.sources:
             if source.dead_letters:
@@ -260,7 +261,7 @@ def _start_direct(
     }
     files = _load(spark, pipeline, source, direct.FORMAT, options)
     counted = files.observe(WRITTEN, F.sum("rows").alias("rows"), F.sum("size").alias("bytes"))
-    writer = writer_of(output.sink, counted, Target(pipeline, output, file.nsq)).option("described", "true")
+    writer = writer_of(output.sink, counted, Target(file, pipeline, output)).option("described", "true")
     # The source knows when the next batch is due.
     trigger = pipeline.trigger if pipeline.trigger.ends else Trigger(0.0)
     return _start_output(writer, replace(pipeline, trigger=trigger), output)
@@ -271,15 +272,19 @@ def _start_output(writer: DataStreamWriter, pipeline: Pipeline, output: Output) 
     if isinstance(output.sink, Memory):
         # A table in memory has the name of its query, and is gone with it: it begins anew each time.
         return _triggered(writer, pipeline)
-    return _start(writer, pipeline, output.role, _spaced(pipeline.name, output.name))
+    table = output.sink.table if isinstance(output.sink, Format) and not output.sink.batches else ""
+    return _start(writer, pipeline, output.role, _spaced(pipeline.name, output.name), table)
 
 
-def _start(writer: DataStreamWriter, pipeline: Pipeline, role: str, name: str) -> StreamingQuery:
+def _start(
+    writer: DataStreamWriter, pipeline: Pipeline, role: str, name: str, table: str = ""
+) -> StreamingQuery:
     writer = writer.queryName(name).option("checkpointLocation", f"{pipeline.checkpoint}/{role}")
-    return _triggered(writer, pipeline)
+    return _triggered(writer, pipeline, table)
 
 
-def _triggered(writer: DataStreamWriter, pipeline: Pipeline) -> StreamingQuery:
+def _triggered(writer: DataStreamWriter, pipeline: Pipeline, table: str = "") -> StreamingQuery:
+    """Spark takes the name of a catalog's table only here."""
     trigger = pipeline.trigger
     if trigger.kind == "available-now":
         writer = writer.trigger(availableNow=True)
@@ -288,7 +293,7 @@ def _triggered(writer: DataStreamWriter, pipeline: Pipeline) -> StreamingQuery:
     else:
         writer = writer.trigger(processingTime=f"{round(trigger.seconds * 1000)} milliseconds")
     try:
-        return writer.start()
+        return writer.toTable(table) if table else writer.start()
     except PySparkException as error:
         raise _refused(pipeline, error) from error
 

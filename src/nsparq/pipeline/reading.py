@@ -18,9 +18,12 @@ from nsparq.pipeline.spec import (
     TABLES,
     Console,
     Decode,
+    Delta,
     DeltaTable,
     Files,
     FileTable,
+    Format,
+    Jdbc,
     Noop,
     Output,
     Parquet,
@@ -40,6 +43,7 @@ from nsparq.pipeline.spec import (
     is_local,
 )
 from nsparq.pipeline.tables import Problems, did_you_mean, expand, keys, read_table, shorthand
+from nsparq.pipeline.upsert_sql import DIALECTS, dialect_name
 from nsparq.spark.options import TABLE, NsqOptions, OptionError, SparkOption, Use
 
 __all__ = ["DEFAULT_NSQD", "NSQ_KEYS", "SINK_KEYS", "SOURCE_KEYS", "load", "parse", "read"]
@@ -380,9 +384,13 @@ class _Reader:
                 add(at, "topic", "is missing")
             if sink.topic and found.reads(sink.topic):
                 add(at, "topic", "is one that the pipeline reads: it would go round in circles")
-        if isinstance(sink, Files) and output.output_mode != "append":
-            where = place if len(found.outputs) == 1 else at
-            add(where, "output_mode", "files can only be appended to: use 'append', with a watermark")
+        where = place if len(found.outputs) == 1 else at
+        if isinstance(sink, Delta | Jdbc) and sink.key_columns:
+            if output.output_mode == "complete":
+                add(where, "output_mode", "a sink with 'key' needs the rows that have changed: use 'update'")
+        elif isinstance(sink, Files) and output.output_mode != "append":
+            hint = ", or give it a 'key'" if isinstance(sink, Delta) else ""
+            add(where, "output_mode", f"files can only be appended to: use 'append', with a watermark{hint}")
 
     def _check_names(self, found: Pipeline, place: str) -> None:
         """No two queries share a channel or a checkpoint, and nsqd takes the names."""
@@ -571,9 +579,28 @@ class _Reader:
         if kind is Noop or given.get("console") is True:
             given.pop("noop" if kind is Noop else "console")
         found = read_table(kind, given, place, self._problems, **more)
-        if isinstance(found, Files):
+        if isinstance(found, Files) or (isinstance(found, Format) and found.path):
             found = replace(found, path=self._resolve(found.path))
+        self._check_sink(found, place)
         return self._parquet(found, place) if isinstance(found, Parquet) else found
+
+    def _check_sink(self, found: Sink | None, place: str) -> None:
+        """What the keys of a sink mean together."""
+        add = self._problems.add
+        if isinstance(found, Delta | Jdbc) and found.latest_by and not found.key_columns:
+            add(place, "latest_by", "means nothing without 'key'")
+        if isinstance(found, Jdbc) and found.key_columns:
+            if found.batch_column:
+                add(place, "batch_column", "means nothing with 'key', which is exactly once without it")
+            name = dialect_name(found.url)
+            if name not in DIALECTS:
+                known = ", ".join(DIALECTS)
+                add(place, "key", f"how to upsert is not known for {name!r}; it is for {known}")
+        if isinstance(found, Format):
+            if found.path and found.table:
+                add(place, "table", "cannot be together with 'path'")
+            if found.format.lower() == "nsq":
+                add(place, "format", 'a topic is written { topic = "…" }')
 
     def _parquet(self, found: Parquet, place: str) -> Parquet:
         ours = is_local(found.path)

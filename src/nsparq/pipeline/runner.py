@@ -27,7 +27,7 @@ from nsparq.pipeline import queries
 from nsparq.pipeline.errors import PipelineError, in_words, retry_helps
 from nsparq.pipeline.progress import Figures, OutputFigures, State
 from nsparq.pipeline.queries import Abandoned
-from nsparq.pipeline.spec import Pipeline, PipelineFile, Run, describe, is_local
+from nsparq.pipeline.spec import Pipeline, PipelineFile, Python, Run, describe, is_local
 from nsparq.pipeline.status import Endpoint, Status, write_status
 from nsparq.spark.session import is_connect
 
@@ -189,8 +189,10 @@ def prepare(spark: SparkSession, file: PipelineFile) -> None:
             "and name the cluster by [spark] master"
         )
     queries.register(spark)
-    names = {step.python.partition(":")[0].partition(".")[0] for one in file.pipelines for step in one.steps}
-    for name in sorted(names - {""}):
+    steps = (step.python for one in file.pipelines for step in one.steps)
+    sinks = (output.sink for one in file.pipelines for output in one.outputs)
+    functions = [*steps, *(sink.function for sink in sinks if isinstance(sink, Python))]
+    for name in sorted({function.partition(":")[0].partition(".")[0] for function in functions} - {""}):
         module, package = file.path.parent / f"{name}.py", file.path.parent / name
         if module.is_file():
             spark.sparkContext.addPyFile(str(module))

@@ -7,10 +7,12 @@ are for looking.
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from functools import singledispatch
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -27,41 +29,57 @@ from pyspark.sql.types import (
 
 from nsparq.pipeline.commits import Directory
 from nsparq.pipeline.decode import ORIGIN
-from nsparq.pipeline.errors import PipelineError, in_words
+from nsparq.pipeline.errors import FunctionFailed, PipelineError, in_words, retry_helps
 from nsparq.pipeline.files import FORMAT
+from nsparq.pipeline.jdbc import JdbcUpsert, last_batch, options_of
 from nsparq.pipeline.memory import PipelineMemory
 from nsparq.pipeline.spec import (
     Console,
     Delta,
     Files,
+    Format,
     Jdbc,
     Memory,
     Noop,
     Output,
     Parquet,
     Pipeline,
+    PipelineFile,
+    Python,
     Sink,
     Topic,
 )
+from nsparq.pipeline.steps import load_function
+from nsparq.pipeline.upsert import Upsert, compute_only
 from nsparq.spark.checkpoint import check_batch, fingerprint
 
-__all__ = ["Target", "letters_writer", "prepared", "writer_of"]
+if TYPE_CHECKING:
+    from nsparq.pipeline.delta import DeltaFiles
+
+__all__ = ["Target", "letters_writer", "prepared", "sink_place", "writer_of"]
+
+logger = logging.getLogger(__name__)
 
 Writer = DataStreamWriter
+OnBatch = Callable[[DataFrame, int], None]
 _NO_DIRECTORY: Final = (BinaryType, ArrayType, MapType, StructType)
 _OF_MESSAGE = frozenset(f"_{name}" for name in ORIGIN)
+
+
+def sink_place(pipeline: Pipeline, output: Output) -> str:
+    """What errors call it."""
+    return f"[pipeline.{pipeline.name}.sink{f' {output.name}' if output.name else ''}]"
 
 
 class Target:
     """What the sink of an output may need to know besides the rows."""
 
-    def __init__(self, pipeline: Pipeline, output: Output, nsq: Mapping[str, str]) -> None:
-        self.pipeline, self.name, self.output_mode, self.nsq = (
-            pipeline.name,
-            output.name,
-            output.output_mode,
-            nsq,
-        )
+    def __init__(self, file: PipelineFile, pipeline: Pipeline, output: Output) -> None:
+        self.place = sink_place(pipeline, output)
+        self.name, self.output_mode = output.name, output.output_mode
+        self.nsq = file.nsq
+        self.directory = file.path.parent
+        """Where functions are looked for first."""
         self.read_pattern = pipeline.pattern
         """The whole names of all topics that the pipeline reads match it."""
         self.checkpoint = f"{pipeline.checkpoint}/{output.role}"
@@ -83,10 +101,6 @@ class Target:
     def identity(self) -> str:
         """Of this output with this checkpoint."""
         return self._named(self._memory.identity, ":")
-
-    @property
-    def place(self) -> str:
-        return f"[{self._named(f'pipeline.{self.pipeline}.sink', ' ')}]"
 
     def _named(self, base: str, separator: str) -> str:
         return f"{base}{separator}{self.name}" if self.name else base
@@ -198,7 +212,7 @@ def letters_writer(letters: DataFrame, topic: str, nsq: Mapping[str, str]) -> Wr
 @writer_of.register
 def _(sink: Parquet, rows: DataFrame, target: Target) -> Writer:
     if sink.writer == "spark":
-        _check_spark_files(rows.sparkSession, sink, target)
+        _check_spark_files(rows.sparkSession, sink.path, f"{target.place} parquet:", target)
         writer = rows.writeStream.format("parquet").option("path", sink.path)
         writer = writer.option("compression", sink.compression)
         return writer.partitionBy(*sink.partition_by) if sink.partition_by else writer
@@ -212,20 +226,19 @@ def _(sink: Parquet, rows: DataFrame, target: Target) -> Writer:
     )
 
 
-def _check_spark_files(spark: SparkSession, sink: Parquet, target: Target) -> None:
+def _check_spark_files(spark: SparkSession, path: str, place: str, target: Target) -> None:
     """Spark's file sink skips every batch up to the last number in its log, whatever the batch is. The
     checkpoint has planned at least that batch, unless it was deleted or is an older copy. Raises
     PipelineError."""
     try:
-        last = _last_number(spark, f"{sink.path}/_spark_metadata")
+        last = _last_number(spark, f"{path}/_spark_metadata")
         planned = _last_number(spark, f"{target.checkpoint}/offsets")
     except Exception as error:  # whatever a file system of Hadoop's raises
-        raise PipelineError(f"{target.place} parquet: {in_words(error)}") from error
+        raise PipelineError(f"{place} {in_words(error)}") from error
     if last > planned:
         raise PipelineError(
-            f"{target.place} parquet: {sink.path} has batches up to {last}, and the checkpoint up to "
-            f"{planned}: it was deleted, or is an older copy. Go on with the newest checkpoint, or write to "
-            "another directory"
+            f"{place} {path} has batches up to {last}, and the checkpoint up to {planned}: it was deleted, "
+            "or is an older copy. Go on with the newest checkpoint, or write to another directory"
         )
 
 
@@ -248,10 +261,13 @@ def _(sink: Delta, rows: DataFrame, target: Target) -> Writer:
         raise PipelineError(
             f"{target.place} delta: the package deltalake is missing: pip install 'nsparq[delta]'"
         )
+    table = DeltaFiles(sink.path, sink.partition_by, sink.storage_options)
     try:
-        DeltaFiles(sink.path, sink.partition_by, sink.storage_options).check(rows.schema)
+        table.check(rows.schema)
     except Exception as error:  # deltalake's errors have no class in common
         raise PipelineError(f"{target.place} delta: {error}") from error
+    if sink.key_columns:
+        return rows.writeStream.foreachBatch(_delta_merge(sink, table, rows, target))
     return rows.writeStream.format(FORMAT).options(
         table="delta",
         path=sink.path,
@@ -260,10 +276,34 @@ def _(sink: Delta, rows: DataFrame, target: Target) -> Writer:
     )
 
 
+def _delta_merge(sink: Delta, table: DeltaFiles, rows: DataFrame, target: Target) -> OnBatch:
+    upsert = Upsert.of(sink.key_columns, sink.latest_by, rows.schema, target.place)
+    types = {one.name: one.dataType for one in rows.schema.fields}
+    empty_is_null = [
+        name for name in sink.key_columns if name in sink.partition_by and isinstance(types[name], StringType)
+    ]
+
+    def merge(batch: DataFrame, number: int) -> None:
+        query, planned = _query_of(batch), target.planned(number)
+        if table.has(query, number, planned):
+            compute_only(batch)
+            return
+        latest = upsert.latest_rows(batch, empty_is_null)
+        table.merge(query, number, latest.toArrow(), latest.schema, upsert, planned)
+
+    return merge
+
+
 @writer_of.register
 def _(sink: Jdbc, rows: DataFrame, target: Target) -> Writer:
-    given = {"user": sink.user, "password": sink.password, "driver": sink.driver}
-    options = {**sink.options, **{key: value for key, value in given.items() if value}}
+    if sink.key_columns:
+        upsert = Upsert.of(sink.key_columns, sink.latest_by, rows.schema, target.place)
+        table = JdbcUpsert(sink, upsert, target.place)
+
+        def merge(batch: DataFrame, number: int) -> None:
+            table.write(_query_of(batch), number, target.planned(number), batch)
+
+        return rows.writeStream.foreachBatch(merge)
     is_first = True
 
     def insert(batch: DataFrame, number: int) -> None:
@@ -272,34 +312,112 @@ def _(sink: Jdbc, rows: DataFrame, target: Target) -> Writer:
             planned = target.planned(number)
             if is_first:
                 # Only the first batch of a run can be there: to look for each would take longer and longer.
-                last = _last_batch(batch, sink, options)
+                last = last_batch(batch.sparkSession, sink)
                 # A batch that this checkpoint has not begun is another's, whatever its fingerprint.
                 is_ours = target.recall("batch") == last
                 begun = str(target.recall("planned") or "") if is_ours else "not by us"
                 if check_batch(f"the table {sink.table}", number, planned, last, begun):
+                    compute_only(batch)
                     return
                 is_first = False
             target.remember("planned", planned)
             target.remember("batch", number)
             # One task is one transaction.
             batch = batch.coalesce(1).withColumn(sink.batch_column, F.lit(number).cast("bigint"))
-        batch.write.jdbc(sink.url, sink.table, mode="append", properties=options)
+        batch.write.jdbc(sink.url, sink.table, mode="append", properties=options_of(sink))
 
     return rows.writeStream.foreachBatch(insert)
 
 
-def _last_batch(batch: DataFrame, sink: Jdbc, options: Mapping[str, str]) -> int:
-    """The highest number in the table, -1 if there is none. A batch without rows is not there, and does no
-    harm."""
+def _query_of(batch: DataFrame) -> str:
+    """The id of the query whose micro-batch this is: the same for every run with a checkpoint."""
+    return str(batch.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId"))
+
+
+# any format of Spark's, and functions
+
+
+@writer_of.register
+def _(sink: Format, rows: DataFrame, target: Target) -> Writer:
+    is_a = _provider(rows.sparkSession, sink, target)
+    if sink.batches:
+        return rows.writeStream.foreachBatch(_save(sink, target))
+    if not is_a(*_STREAMING):
+        raise PipelineError(
+            f"{target.place} format: {sink.format!r} cannot write streams; set batches = true"
+        )
+    if sink.path and is_a(*_FILES):
+        _check_spark_files(rows.sparkSession, sink.path, f"{target.place} path:", target)
+    writer = rows.writeStream.format(sink.format).options(**sink.options)
+    if sink.path:
+        writer = writer.option("path", sink.path)
+    return writer.partitionBy(*sink.partition_by) if sink.partition_by else writer
+
+
+_FILES: Final = ("execution.datasources.FileFormat", "execution.datasources.v2.FileDataSourceV2")
+_STREAMING: Final = (*_FILES, "sources.StreamSinkProvider", "connector.catalog.TableProvider")
+"""Interfaces of Spark's, in org.apache.spark.sql."""
+
+
+def _provider(spark: SparkSession, sink: Format, target: Target) -> Callable[..., bool]:
+    """Tells whether what Spark has for a format is of one of some interfaces. Raises PipelineError."""
+    jvm: Any = spark._jvm
+    session: Any = spark._jsparkSession
     try:
-        table = batch.sparkSession.read.jdbc(sink.url, sink.table, properties=dict(options))
-        found = table.agg(F.max(sink.batch_column).alias("last")).first()
-    except Exception as error:
-        if "SYNTAX_ERROR" in str(error):
-            # There is no table yet.
-            return -1
-        raise
-    return -1 if found is None or found["last"] is None else int(found["last"])
+        found = jvm.org.apache.spark.sql.execution.datasources.DataSource.lookupDataSource(
+            sink.format, session.sessionState().conf()
+        )
+    except Exception as error:  # PySpark has a class of its own for some of them only
+        raise PipelineError(
+            f"{target.place} format: Spark does not know {sink.format!r}: the name is wrong, or its JAR is "
+            "missing (spark.jars or spark.jars.packages in the conf of [spark])"
+        ) from error
+    classes = jvm.java.lang.Class
+    return lambda *names: any(
+        classes.forName(f"org.apache.spark.sql.{name}").isAssignableFrom(found) for name in names
+    )
+
+
+def _save(sink: Format, target: Target) -> OnBatch:
+    mode = "overwrite" if target.output_mode == "complete" else "append"
+
+    def save(batch: DataFrame, number: int) -> None:
+        writer = batch.write.format(sink.format).options(**sink.options).mode(mode)
+        if sink.partition_by:
+            writer = writer.partitionBy(*sink.partition_by)
+        if sink.table:
+            writer.saveAsTable(sink.table)
+        else:
+            writer.save(sink.path or None)
+
+    return save
+
+
+@writer_of.register
+def _(sink: Python, rows: DataFrame, target: Target) -> Writer:
+    function = load_function(sink.function, target.place, target.directory)
+    try:
+        inspect.signature(function).bind(rows, 0)
+    except TypeError as error:
+        raise PipelineError(
+            f"{target.place} python: {sink.function} is called with a DataFrame and the number of the "
+            f"micro-batch: {error}"
+        ) from error
+
+    def call(batch: DataFrame, number: int) -> None:
+        try:
+            function(batch, number)
+        except Exception as error:
+            text = f"{target.place} python: {sink.function} raised {type(error).__name__} in batch {number}"
+            logger.warning("%s", text, exc_info=True)
+            kind = FunctionFailed if retry_helps(error) else PipelineError
+            # Spark passes on the text of it, with that of its cause.
+            raise kind(f"{text}: {in_words(error)}") from None
+
+    return rows.writeStream.foreachBatch(call)
+
+
+# to look at
 
 
 @writer_of.register

@@ -18,6 +18,7 @@ from nsparq.pipeline.tables import (
     choice,
     count,
     duration,
+    flag,
     key,
     settings,
     strings,
@@ -39,6 +40,7 @@ __all__ = [
     "DeltaTable",
     "FileTable",
     "Files",
+    "Format",
     "FormatTable",
     "Jdbc",
     "JdbcTable",
@@ -51,6 +53,7 @@ __all__ = [
     "Pipeline",
     "PipelineFile",
     "PipelineKeys",
+    "Python",
     "Run",
     "Sink",
     "Source",
@@ -333,7 +336,7 @@ class JdbcTable(Table):
     table: str = key(REQUIRED, text, "the table, or a query in brackets with a name: `(SELECT …) AS t`")
     user: str = key("", text, "for the database")
     password: str = key("", text, "for the database; `${PASSWORD}` takes it from the environment")
-    driver: str = key("", text, "class of the driver", shown="found by the URL")
+    driver: str = key("", text, "class of the driver", shown="the usual one for the URL")
     options: Mapping[str, str] = key(dict, settings, "further options of Spark's JDBC reader")
 
 
@@ -377,6 +380,17 @@ class Step:
 
 
 # [pipeline.NAME.sink]
+
+
+_KEY: Final = (
+    "columns that are the key: a row replaces the one with the same key, or is added if there is none "
+    "(upsert)"
+)
+_LATEST_BY: Final = (
+    "with `key`: columns that say which of two rows with the same key is the later. The greater one counts, "
+    "in a micro-batch and against the table; null is the least"
+)
+_ORIGIN: Final = "`_timestamp` and `_offset`, if the rows have both"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -449,6 +463,8 @@ class Delta(Files):
         "deltalake's options for an object store, such as `AWS_REGION` or `AWS_ENDPOINT_URL`",
         shown="the environment's",
     )
+    key_columns: tuple[str, ...] = key((), _identifiers, _KEY, name="key")
+    latest_by: tuple[str, ...] = key((), _identifiers, _LATEST_BY, shown=_ORIGIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -459,14 +475,46 @@ class Jdbc(Sink):
     table: str = key(REQUIRED, text, "the table; made if there is none")
     user: str = key("", text, "for the database")
     password: str = key("", text, "for the database; `${PASSWORD}` takes it from the environment")
-    driver: str = key("", text, "class of the driver", shown="found by the URL")
+    driver: str = key("", text, "class of the driver", shown="the usual one for the URL")
     batch_column: str = key(
         "",
         _identifier,
         "add the number of the micro-batch as this column and write each in one transaction: exactly once, "
         "if one pipeline writes to the table; without it at least once",
     )
+    key_columns: tuple[str, ...] = key((), _identifiers, f"{_KEY}; exactly once", name="key")
+    latest_by: tuple[str, ...] = key((), _identifiers, _LATEST_BY, shown=_ORIGIN)
     options: Mapping[str, str] = key(dict, settings, "further options of Spark's JDBC writer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format(Sink):
+    """Whatever Spark can write, with a JAR or a Python data source of yours: Kafka, Iceberg, CSV."""
+
+    format: str = key(REQUIRED, text, "as Spark calls it, such as `kafka`, `iceberg` or `csv`")
+    path: str = key("", text, "the file or directory, for formats that have one")
+    table: str = key("", text, "instead, for formats with a catalog: the table, such as `lake.shop.orders`")
+    partition_by: tuple[str, ...] = key((), _identifiers, "columns to partition by")
+    batches: bool = key(
+        False,
+        flag,
+        "write each micro-batch as a job of its own, for formats that cannot write streams: at least once. "
+        "With output mode `complete` each micro-batch overwrites the one before",
+    )
+    options: Mapping[str, str] = key(dict, settings, "options of the format; paths in them are not changed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Python(Sink):
+    """A function of yours, called with each micro-batch; at least once, or better if it uses the number."""
+
+    function: str = key(
+        REQUIRED,
+        _function,
+        "`module:function`, called with the DataFrame of a micro-batch and its number. A micro-batch that is "
+        "run again after a crash has the same number and the same rows",
+        name="python",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -493,6 +541,8 @@ SINKS: Final[dict[str, type[Sink]]] = {
     "parquet": Parquet,
     "delta": Delta,
     "jdbc": Jdbc,
+    "format": Format,
+    "python": Python,
     "console": Console,
     "memory": Memory,
     "noop": Noop,
@@ -665,5 +715,6 @@ def is_local(path: str) -> bool:
 def describe(sink: Sink) -> str:
     """A sink in a word or two."""
     kind = next(name for name, one in SINKS.items() if type(sink) is one)
-    values = (getattr(sink, name, "") for name in ("topic", "topic_from", "path", "table"))
+    names = ("topic", "topic_from", "function", "format", "path", "table")
+    values = (getattr(sink, name, "") for name in names)
     return next((f"{kind} {value}" for value in values if value), kind)

@@ -16,6 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from nsparq.pipeline.delta import is_installed
 from nsparq.pipeline.errors import PipelineError, in_words
+from nsparq.pipeline.jdbc import options_of
 from nsparq.pipeline.spec import (
     CsvTable,
     DeltaTable,
@@ -77,13 +78,7 @@ def _(table: FormatTable, spark: SparkSession) -> DataFrame:
 
 @_frame.register
 def _(table: JdbcTable, spark: SparkSession) -> DataFrame:
-    given = {"user": table.user, "password": table.password, "driver": table.driver}
-    named = {
-        "url": table.url,
-        "dbtable": table.table,
-        **{key: value for key, value in given.items() if value},
-    }
-    return _read(spark, "jdbc", "", {**table.options, **named})
+    return _read(spark, "jdbc", "", {**options_of(table), "url": table.url, "dbtable": table.table})
 
 
 @_frame.register

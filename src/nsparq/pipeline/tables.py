@@ -23,6 +23,7 @@ __all__ = [
     "did_you_mean",
     "duration",
     "expand",
+    "flag",
     "key",
     "keys",
     "read_table",
@@ -135,6 +136,12 @@ def strings(value: Any) -> tuple[str, ...]:
 def whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError("must be a whole number, 0 or more")
+    return value
+
+
+def flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
     return value
 
 
