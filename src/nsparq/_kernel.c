@@ -133,28 +133,6 @@ lone_publish(const char *data, Py_ssize_t available, const char *line, Py_ssize_
     return size;
 }
 
-PyDoc_STRVAR(take_publish_doc,
-"take_publish(buffer, line, max_size) -> body or None\n\n"
-"The body of the message, if the buffer is that line and one size-prefixed message of an allowed size.");
-
-static PyObject *
-take_publish(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (nargs != 3 || !PyBytes_Check(args[0]) || !PyBytes_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "take_publish(bytes, bytes, int)");
-        return NULL;
-    }
-    long long max_size = PyLong_AsLongLong(args[2]);
-    if (max_size == -1 && PyErr_Occurred())
-        return NULL;
-    const char *data = PyBytes_AS_STRING(args[0]), *line = PyBytes_AS_STRING(args[1]);
-    Py_ssize_t width = PyBytes_GET_SIZE(args[1]);
-    Py_ssize_t size = lone_publish(data, PyBytes_GET_SIZE(args[0]), line, width, max_size);
-    if (size < 0)
-        Py_RETURN_NONE;
-    return PyBytes_FromStringAndSize(data + width + 4, size);
-}
-
 PyDoc_STRVAR(take_publishes_doc,
 "take_publishes(buffer, position, line, is_multi, max_size, max_body_size) -> (counts, lengths, data, position)\n\n"
 "The messages of the PUBs, or MPUBs, that follow each other from `position` on, each with the same line before\n"
@@ -810,7 +788,6 @@ static PyMethodDef methods[] = {
     {"pack_messages", (PyCFunction)(void (*)(void))pack_messages, METH_FASTCALL, pack_messages_doc},
     {"take_publishes", (PyCFunction)(void (*)(void))take_publishes, METH_FASTCALL, take_publishes_doc},
     {"encode_mpub", (PyCFunction)(void (*)(void))encode_mpub, METH_FASTCALL, encode_mpub_doc},
-    {"take_publish", (PyCFunction)(void (*)(void))take_publish, METH_FASTCALL, take_publish_doc},
     {"build_frames", (PyCFunction)(void (*)(void))build_frames, METH_FASTCALL, build_frames_doc},
     {"decode_fins", (PyCFunction)(void (*)(void))decode_fins, METH_FASTCALL, decode_fins_doc},
     {"unpack_batches", (PyCFunction)(void (*)(void))unpack_batches, METH_FASTCALL, unpack_batches_doc},

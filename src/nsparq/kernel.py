@@ -13,7 +13,6 @@ from typing import Any, Final
 PackMessages = Callable[[bytes, int, int, int], tuple[bytes, bytes, int]]
 TakePublishes = Callable[[bytes, int, bytes, bool, int, int], tuple[list[int], bytes, bytes, int]]
 EncodeMpub = Callable[[bytes, Any], bytes | None]
-TakePublish = Callable[[bytes, bytes, int], bytes | None]
 BuildFrames = Callable[[int, Any, "array[int]", bytes], tuple[bytes, bytes]]
 DecodeFins = Callable[[bytes, int], tuple[list[tuple[int, int]], int]]
 SendEach = Callable[[list[int], bytes], list[tuple[int, int]]]
@@ -23,7 +22,6 @@ UnpackBatches = Callable[[Any, int, int, int, int, int], tuple[bytes, bytes, byt
 pack_messages: PackMessages | None = None
 take_publishes: TakePublishes | None = None
 encode_mpub: EncodeMpub | None = None
-take_publish: TakePublish | None = None
 build_frames: BuildFrames | None = None
 decode_fins: DecodeFins | None = None
 unpack_batches: UnpackBatches | None = None
@@ -40,7 +38,6 @@ if not os.environ.get("NSPARQ_NO_EXTENSIONS"):
         pack_messages = _kernel.pack_messages
         take_publishes = _kernel.take_publishes
         encode_mpub = _kernel.encode_mpub
-        take_publish = _kernel.take_publish
         build_frames = _kernel.build_frames
         decode_fins = _kernel.decode_fins
         unpack_batches = _kernel.unpack_batches

@@ -10,8 +10,10 @@ from unittest.mock import ANY
 
 import pytest
 
-from nsparq.broker.broker import SLICE_NS, TURN_MESSAGES, Broker, run_inline
+from nsparq.broker.broker import Broker, run_inline
 from nsparq.broker.channel import PUMP_NS
+from nsparq.broker.turn import DELIVERY_MESSAGES
+from nsparq.broker.upkeep import SLICE_NS
 from nsparq.errors import StartError
 from nsparq.options import NsqdOptions
 from tests.broker.rig import MILLISECOND, FakeClient, Later, Receipt, Rig, TestFiles, bodies, counts
@@ -179,11 +181,11 @@ def test_metadata_is_written_in_the_background_and_whoever_waits_for_it_is_told(
     told: list[str] = []
     rig.files.calls.clear()
     rig.channel("c").pause()
-    rig.broker.when_durable(lambda _: told.append("pause"))
+    rig.broker.changes.when_durable(lambda _: told.append("pause"))
     rig.topic().pause()
-    rig.broker.when_durable(lambda _: told.append("topic"))
+    rig.broker.changes.when_durable(lambda _: told.append("topic"))
     rig.topic("other").pause()
-    rig.broker.when_durable(lambda _: told.append("other"))
+    rig.broker.changes.when_durable(lambda _: told.append("other"))
     assert (told, rig.files.calls["replace sync"]) == ([], 0)
     assert later.run() == 1
     assert (told, rig.files.calls["replace sync"]) == (["pause"], 1)
@@ -193,7 +195,7 @@ def test_metadata_is_written_in_the_background_and_whoever_waits_for_it_is_told(
     )
     assert not later.jobs
     assert [topic["paused"] for topic in metadata(rig)["topics"]] == [True, True]
-    rig.broker.when_durable(lambda _: told.append("at once"))
+    rig.broker.changes.when_durable(lambda _: told.append("at once"))
     assert told[-1] == "at once"
 
 
@@ -204,10 +206,10 @@ def test_whoever_waits_for_metadata_that_cannot_be_written_does_not_wait_for_eve
     told: list[str] = []
     for name in ("a", "b"):
         rig.topic(name).pause()
-        rig.broker.when_durable(lambda _, name=name: told.append(name))
+        rig.broker.changes.when_durable(lambda _, name=name: told.append(name))
     later.run_all()
     assert told == ["a", "b"]
-    assert "failed to persist metadata" in rig.broker.health
+    assert "failed to persist metadata" in rig.broker.health.error
 
 
 def test_deletions_are_in_the_metadata_at_once(rig: Rig):
@@ -326,7 +328,7 @@ def test_health_is_the_error_of_the_latest_write_until_one_succeeds(rig: Rig):
     rig.files.fail("write", ".log")
     rig.publish("t", b"x")
     assert rig.broker.stats()["health"].startswith("NOK - ")
-    assert "No space left on device" in rig.broker.health
+    assert "No space left on device" in rig.broker.health.error
     rig.files.heal()
     rig.publish("t", b"x")
     assert rig.broker.stats()["health"] == "OK"
@@ -337,14 +339,14 @@ def test_a_publish_to_an_ephemeral_topic_says_nothing_about_the_disk(rig: Rig):
     rig.files.fail("write", ".log")
     rig.publish("t", b"x")
     rig.publish("u#ephemeral", b"x")
-    assert rig.broker.health is not None
+    assert rig.broker.health.error is not None
 
 
 def test_metadata_that_cannot_be_written_is_a_matter_of_health_and_tried_again(rig: Rig):
     rig.files.fail("replace", "nsqd.dat", errno.EIO)
     rig.channel()
     rig.maintain()
-    assert "failed to persist metadata" in rig.broker.health
+    assert "failed to persist metadata" in rig.broker.health.error
     rig.files.heal()
     rig.maintain()
     assert [t["name"] for t in metadata(rig)["topics"]] == ["t"]
@@ -356,7 +358,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_matter_of_health_and_tried_aga
     rig.finish(client, *client.take())
     rig.files.fail("replace", ".channel")
     rig.maintain()
-    assert "failed to checkpoint t:c" in rig.broker.health
+    assert "failed to checkpoint t:c" in rig.broker.health.error
     rig.files.heal()
     rig.maintain()
     rig.crash()
@@ -379,7 +381,7 @@ def test_messages_that_cannot_be_carried_over_are_a_matter_of_health_and_stay_wh
     rig.finish(client, *rest)
     rig.files.fail("write", ".carry")
     rig.maintain()
-    assert "cannot carry messages over" in rig.broker.health
+    assert "cannot carry messages over" in rig.broker.health.error
     rig.requeue(client, held)
     assert client.take_bodies() == [held.body]
     rig.files.heal()
@@ -415,11 +417,11 @@ def test_trouble_with_carrying_over_ends_when_nothing_is_left_to_be_carried(
     rig.finish(client, *rest)
     rig.files.fail(call, suffix, errno.EMFILE)
     rig.maintain()
-    assert "t:c: cannot carry messages over" in rig.broker.health
+    assert "t:c: cannot carry messages over" in rig.broker.health.error
     rig.files.heal()
     rig.finish(client, held)
     rig.maintain()
-    assert rig.broker.health is None
+    assert rig.broker.health.error is None
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
@@ -432,13 +434,13 @@ def test_trouble_with_carrying_over_is_that_of_one_channel(make_rig: MakeRig, is
     rig.files.fail("write", "a.carry")
     rig.maintain()
     assert rig.names("*.carry") == ["a.carry", "b.carry"]
-    assert "t:a: cannot carry messages over" in rig.broker.health
+    assert "t:a: cannot carry messages over" in rig.broker.health.error
     if is_deleted:
         rig.topic().delete_channel("a")
     else:
         rig.files.heal()
         rig.maintain()
-    assert rig.broker.health is None
+    assert rig.broker.health.error is None
 
 
 @pytest.mark.parametrize(("call", "suffix"), [("sync_pending", ""), ("unlink", ".log")])
@@ -451,23 +453,23 @@ def test_segments_that_cannot_be_removed_are_a_matter_of_health_and_tried_again(
     rig.finish(client, *client.take())
     rig.files.fail(call, suffix, errno.EIO)
     rig.maintain()
-    assert "cannot remove segments of t" in rig.broker.health
+    assert "cannot remove segments of t" in rig.broker.health.error
     rig.files.heal()
     rig.clock.advance(10)
     rig.maintain()
     assert len(rig.names("*.log")) == 1
-    assert rig.broker.health is None
+    assert rig.broker.health.error is None
 
 
 def test_a_deleted_topic_that_cannot_be_removed_is_a_matter_of_health_and_tried_again(rig: Rig):
     rig.channel()
     rig.files.fail("remove_tree", error=errno.EIO)
     rig.broker.delete_topic("t")
-    assert "cannot remove t." in rig.broker.health
+    assert "cannot remove t." in rig.broker.health.error
     rig.files.heal()
     rig.maintain()
     assert [*(rig.data_path / "topics").iterdir()] == []
-    assert rig.broker.health is None
+    assert rig.broker.health.error is None
 
 
 # The turn.
@@ -521,24 +523,26 @@ def test_where_there_is_much_to_deliver_some_channels_wait_for_the_next_turn_and
     clients = [rig.subscribe("t", f"c{number}", rdy=2500) for number in range(8)]
     receipt = Receipt()
     rig.wakes = 0
-    rig.broker.publish("t", bodies(TURN_MESSAGES), 0, receipt, "MPUB")
+    rig.broker.publish("t", bodies(DELIVERY_MESSAGES), 0, receipt, "MPUB")
     rig.broker.turn()
     assert receipt.is_ok
     lengths = [len(client.messages) for client in clients]
-    assert lengths == [TURN_MESSAGES] * 2 + [0] * 6, "one in four"
+    assert lengths == [DELIVERY_MESSAGES] * 2 + [0] * 6, "one in four"
     assert rig.wakes == 2, "once for the publish, once for those that are left"
     rig.broker.publish("t", bodies(10), 0, Receipt(), "MPUB")
     rig.broker.turn()
     lengths = [len(client.messages) for client in clients]
-    assert lengths == [TURN_MESSAGES] * 2 + [TURN_MESSAGES + 10] * 2 + [0] * 4, "nobody overtakes them"
+    assert lengths == [DELIVERY_MESSAGES] * 2 + [DELIVERY_MESSAGES + 10] * 2 + [0] * 4, (
+        "nobody overtakes them"
+    )
     rig.turn()
     for client in clients:
-        assert [message.body for message in client.messages] == bodies(TURN_MESSAGES) + bodies(10)
+        assert [message.body for message in client.messages] == bodies(DELIVERY_MESSAGES) + bodies(10)
 
 
 def test_where_there_is_little_to_deliver_all_channels_get_it_in_the_same_turn(rig: Rig):
     clients = [rig.subscribe("t", f"c{number}", rdy=2500) for number in range(8)]
-    count = TURN_MESSAGES // 8
+    count = DELIVERY_MESSAGES // 8
     rig.broker.publish("t", bodies(count), 0, Receipt(), "MPUB")
     rig.broker.turn()
     assert [len(client.messages) for client in clients] == [count] * 8
@@ -546,11 +550,11 @@ def test_where_there_is_little_to_deliver_all_channels_get_it_in_the_same_turn(r
 
 def test_a_channel_that_goes_before_its_part_of_the_turn_is_gone(rig: Rig):
     clients = [rig.subscribe("t", f"c{number}", rdy=2500) for number in range(8)]
-    rig.broker.publish("t", bodies(TURN_MESSAGES), 0, Receipt(), "MPUB")
+    rig.broker.publish("t", bodies(DELIVERY_MESSAGES), 0, Receipt(), "MPUB")
     rig.broker.turn()
     rig.broker.topics["t"].delete_channel("c7")
     rig.turn()
-    assert [len(client.messages) for client in clients] == [TURN_MESSAGES] * 7 + [0]
+    assert [len(client.messages) for client in clients] == [DELIVERY_MESSAGES] * 7 + [0]
 
 
 def test_an_error_in_one_channel_does_not_hold_up_the_others(
@@ -710,7 +714,7 @@ def test_maintenance_of_many_topics_lets_the_loop_have_its_turn(make_rig: MakeRi
     # All of them are looked at, once more because they are not synced, and then their files are closed.
     for _ in range(3):
         began = last = rig.clock()
-        for _ in rig.broker.maintain_in_slices():
+        for _ in rig.broker.upkeep.run_in_slices():
             assert rig.clock() - last <= SLICE_NS + 2 * MILLISECOND
             last = rig.clock()
         assert rig.clock() - began >= 100 * MILLISECOND
@@ -737,7 +741,7 @@ def test_stats_of_many_topics_let_the_loop_have_its_turn(rig: Rig):
 
 def test_maintenance_that_is_broken_off_goes_on_with_the_other_topics(rig: Rig):
     names = busy_topics(rig, 20)
-    slices = rig.broker.maintain_in_slices()
+    slices = rig.broker.upkeep.run_in_slices()
     next(slices)
     slices.close()
     rig.maintain()
@@ -747,7 +751,7 @@ def test_maintenance_that_is_broken_off_goes_on_with_the_other_topics(rig: Rig):
 
 def test_topics_may_go_in_a_break_of_maintenance(rig: Rig, caplog: pytest.LogCaptureFixture):
     names = [*busy_topics(rig, 20)]
-    for _ in rig.broker.maintain_in_slices():
+    for _ in rig.broker.upkeep.run_in_slices():
         rig.broker.delete_topic(names.pop())
     rig.maintain()
     assert len(names) < 18
@@ -835,7 +839,7 @@ def test_a_late_checkpoint_of_a_deleted_topic_is_of_no_consequence(make_rig: Mak
     rig.maintain()
     rig.broker.delete_topic("t")
     later.run_all()
-    assert rig.broker.health is None
+    assert rig.broker.health.error is None
     assert [*(rig.data_path / "topics").iterdir()] == []
 
 
@@ -1102,10 +1106,10 @@ def test_the_last_client_of_an_ephemeral_channel_leaves_a_full_disk_and_that_is_
     rig.files.fail("replace", "topic.json")
     rig.disconnect(client)
     assert told == [("UNREGISTER", "t", "c#ephemeral")]
-    assert "cannot write its state" in rig.broker.health
+    assert "cannot write its state" in rig.broker.health.error
     rig.files.heal()
     rig.maintain()
-    assert rig.broker.health is None
+    assert rig.broker.health.error is None
     rig.crash()
     assert rig.topic().depth == 0, "the topic knows what it has handed out"
 
@@ -1148,7 +1152,7 @@ def test_a_failed_checkpoint_is_forgotten_when_the_channel_is_saved_otherwise(ri
     rig.files.fail("replace", ".channel")
     rig.finish(client, *client.take())
     rig.maintain()
-    assert rig.broker.health is not None
+    assert rig.broker.health.error is not None
     rig.files.heal()
     rig.channel().empty()
-    assert rig.broker.health is None
+    assert rig.broker.health.error is None

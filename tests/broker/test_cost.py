@@ -74,8 +74,8 @@ def test_idle_topics_are_touched_by_nothing(rig: Rig, touched: Counter[str], suf
         rig.maintain()
     assert not touched
     assert not rig.files.calls
-    assert not rig.broker._used
-    assert not rig.broker._with_files, "nor are they gone through in search of something to do"
+    assert not rig.broker.upkeep._changed
+    assert not rig.broker.upkeep._with_files, "nor are they gone through in search of something to do"
 
 
 def test_idle_topics_that_have_been_used_are_touched_by_nothing(rig: Rig, touched: Counter[str]):
@@ -271,7 +271,7 @@ def test_nor_does_it_where_they_are_in_memory(make_rig: MakeRig, leave: Callable
     unfinished = pass_over(rig, "t#ephemeral")
     channel = rig.channel(topic="t#ephemeral")
     leave(channel, unfinished)
-    rig.broker.note_changed(rig.topic("t#ephemeral"))
+    rig.broker.upkeep.note_changed(rig.topic("t#ephemeral"))
     for step in [rig.maintain, rig.broker.turn, rig.broker.turn]:
         before = len(channel._carried)
         with Lines() as lines:

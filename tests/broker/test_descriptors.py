@@ -75,7 +75,7 @@ class Life:
         answered = {body: receipt.error for body, receipt in self.receipts.items()}  # exactly one answer each
         stored = {body for body, error in answered.items() if error is None}
         assert sorted(self.delivered()) == sorted(stored)
-        assert self.rig.broker.health is None
+        assert self.rig.broker.health.error is None
         self.rig.restart()
         again = [self.rig.subscribe(name, "channel", rdy=100) for name in TOPICS]
         assert {body for client in again for body in client.take_bodies()} == stored - self.finished

@@ -44,7 +44,7 @@ def everything(rig: Rig, topic: str = "t") -> object:
         [(c.cursor, counts(c), c.is_changed, c.snapshot().encode()) for c in found.channels.values()],
         (rig.broker.cache.size_bytes, [*rig.broker.cache._batches]),
         (log.start, log.end, [*log.gaps.ranges]),
-        {*rig.broker._used},
+        {*rig.broker.upkeep._changed},
     )
 
 

@@ -185,11 +185,11 @@ def test_becoming_synchronous_syncs_what_was_written_without(make_rig: MakeRig):
     rig.publish("t", b"x")
     rig.files.calls.clear()
     rig.topic().change_settings({"durability": "fsync"})
-    rig.broker.when_durable(lambda error: None)
+    rig.broker.changes.when_durable(lambda error: None)
     # The log, the channel, and the topic itself.
     assert rig.files.calls["sync"] == 3
     rig.channel("c")
-    rig.broker.when_durable(lambda error: None)
+    rig.broker.changes.when_durable(lambda error: None)
     assert rig.files.calls["sync"] == 4
 
 

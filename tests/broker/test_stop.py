@@ -92,10 +92,10 @@ def test_a_disk_without_room_for_the_reserve_is_a_matter_of_health(make_rig: Mak
 
     files = NoRoom()
     rig = make_rig(files=files)
-    assert "reserve" in rig.broker.health
+    assert "reserve" in rig.broker.health.error
     files.is_full = False
     rig.maintain()
-    assert rig.broker.health is None
+    assert rig.broker.health.error is None
 
 
 def test_a_stop_writes_nothing_for_topics_that_have_not_changed(rig: Rig):
@@ -169,7 +169,7 @@ def test_a_data_path_that_is_full_will_do(rig: Rig):
     rig.close()
     rig.files.fail("replace", "nsqd.dat", errno.ENOSPC)
     rig.start()
-    assert "failed to persist metadata" in rig.broker.health
+    assert "failed to persist metadata" in rig.broker.health.error
 
 
 class CountedSyncs(TestFiles):

@@ -150,13 +150,13 @@ def test_a_publish_that_waits_while_its_topic_begins_to_exit_is_told_so(rig: Rig
     rig.topic().is_exiting = True
     rig.turn()
     assert isinstance(receipt.error, Exiting)
-    assert rig.broker.health is None
+    assert rig.broker.health.error is None
 
 
 def test_a_turn_without_publishes_writes_nothing(rig: Rig):
     rig.publish("t", b"x")
     rig.files.calls.clear()
-    rig.broker.schedule_topic(rig.topic())
+    rig.broker.next_turn.add_topic(rig.topic())
     rig.turn()
     assert not rig.files.calls
 
@@ -561,19 +561,19 @@ def test_after_a_failed_fsync_publishers_are_told_that_nobody_knows(make_rig: Ma
         assert isinstance(receipt.error, SyncFailed)
         assert "may be delivered, and may be lost" in str(receipt.error)
     assert client.take_bodies() == bodies(2)
-    assert "fsync failed" in rig.broker.health
+    assert "fsync failed" in rig.broker.health.error
     rig.files.heal()
     again = rig.publish("t", b"2")
     later.run_all()
     assert again.is_ok, "it is in a file of its own"
     assert len(rig.names("*.log")) == 2
-    assert "fsync failed" in rig.broker.health, "of the others nothing is known yet"
+    assert "fsync failed" in rig.broker.health.error, "of the others nothing is known yet"
     commit = Receipt()
     rig.topic().when_committed(commit, "commit")
     assert isinstance(commit.error, SyncFailed)
     rig.maintain()
     later.run_all()
-    assert rig.broker.health is None
+    assert rig.broker.health.error is None
     assert len(told[0].answers) == 1
     rig.crash()
     again = rig.subscribe(rdy=10)
@@ -600,7 +600,7 @@ def test_a_segment_that_cannot_be_copied_after_a_failed_fsync_is_tried_again_aft
     rig.clock.advance(10)
     rig.maintain()
     later.run_all()
-    assert rig.broker.health is None
+    assert rig.broker.health.error is None
     rig.restart()
     assert rig.topic().depth == 1
 

@@ -7,9 +7,9 @@ from contextlib import suppress
 
 import pytest
 
-from nsparq import vigil
+from nsparq import busy_poll
+from nsparq.busy_poll import BusyPoll
 from nsparq.client import Config, Producer, PublishTimeout, sync
-from nsparq.vigil import Vigil
 from tests.support.aio import run, until
 from tests.support.scripted_nsqd import ScriptedNsqd
 
@@ -26,14 +26,14 @@ class Looks:
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
-    looks, look = Looks(), Vigil._look
+    looks, look = Looks(), BusyPoll._poll
 
-    def counted(self: Vigil) -> None:
+    def counted(self: BusyPoll) -> None:
         looks.count += 1
         look(self)
 
-    monkeypatch.setattr(Vigil, "_look", counted)
-    monkeypatch.setattr(vigil, "usable_cores", lambda: 2)
+    monkeypatch.setattr(BusyPoll, "_poll", counted)
+    monkeypatch.setattr(busy_poll, "usable_cores", lambda: 2)
     return looks
 
 
@@ -81,7 +81,7 @@ def test_it_need_not(looks: Looks) -> None:
 
 
 def test_where_there_is_only_one_core_it_sleeps(looks: Looks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vigil, "usable_cores", lambda: 1)
+    monkeypatch.setattr(busy_poll, "usable_cores", lambda: 1)
     run(publish_in_vain(Config(publish_timeout=0.05, busy_poll=LOOK_S)))
     assert not looks.count
 

@@ -192,7 +192,7 @@ class Life:
         def done(error: OSError | None) -> None:
             fact.done = self.files.now()
 
-        self.broker.when_durable(done)
+        self.broker.changes.when_durable(done)
 
     def consume(self) -> None:
         place = self._place()

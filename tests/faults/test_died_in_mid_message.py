@@ -14,7 +14,7 @@ import pytest
 
 from nsparq.http.connection import HttpConnection
 from nsparq.lookup import tcp as lookup_tcp
-from nsparq.server import tcp
+from nsparq.server.connection import Connection
 from tests.admin.support import AdminThread
 from tests.support import BrokerThread, RawConnection, multi, sized, wait_until
 from tests.support.certificates import certificates
@@ -75,7 +75,7 @@ def nsqd() -> Iterator[BrokerThread]:
 @DEPARTURES
 @pytest.mark.parametrize("said", COMMANDS)
 def test_nsqd_over_tcp(nsqd: BrokerThread, said: str, depart: Callable[[RawConnection], None]) -> None:
-    with all_freed_without_collecting(tcp.Connection):
+    with all_freed_without_collecting(Connection):
         connection = nsqd.connect()
         connection.send(COMMANDS[said])
         has_arrived(nsqd, said)
@@ -88,7 +88,7 @@ def test_nsqd_through_layers(
     nsqd: BrokerThread, layers: dict[str, Any], depart: Callable[[RawConnection], None]
 ) -> None:
     said = "most of an MPUB"
-    with all_freed_without_collecting(tcp.Connection):
+    with all_freed_without_collecting(Connection):
         connection = LayeredConnection(nsqd.address)
         context = certificates().client_context() if "tls" in layers else None
         connection.upgrade(**{**layers, "tls": context})
@@ -103,8 +103,8 @@ def has_arrived(nsqd: BrokerThread, said: str) -> None:
         wait_until(lambda: any(is_halfway(connection) for connection in [*nsqd.nsqd.connections]))
 
 
-def is_halfway(connection: tcp.Connection) -> bool:
-    return connection._protocol._body is not None or connection._protocol.has_more
+def is_halfway(connection: Connection) -> bool:
+    return connection.protocol._body is not None or connection.protocol.has_more
 
 
 @DEPARTURES
@@ -126,7 +126,7 @@ def test_nsqd_over_http(
 def test_a_tls_handshake_that_stops_halfway(
     nsqd: BrokerThread, depart: Callable[[RawConnection], None]
 ) -> None:
-    with all_freed_without_collecting(tcp.Connection):
+    with all_freed_without_collecting(Connection):
         connection = LayeredConnection(nsqd.address)
         connection.identify(tls_v1=True)
         connection.send(Tls(certificates().client_context(), "localhost").shake(b"")[0][:-1])

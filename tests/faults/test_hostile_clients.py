@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nsparq.server import tcp
+from nsparq.server import connection as connection_module
 from nsparq.wire.limits import UNCOUNTED
 from tests.support import (
     ERROR,
@@ -347,7 +347,7 @@ def test_commands_that_never_end_are_bounded_over_all_connections(tmp_path: Path
 def test_without_heartbeats_a_command_that_never_ends_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "UNFINISHED_S", 0.05)
+    monkeypatch.setattr(connection_module, "UNFINISHED_S", 0.05)
     begun = b"PUB t\n" + struct.pack(">i", 2 * UNCOUNTED) + b"x" * (UNCOUNTED + 1)
     with start_broker(tmp_path) as broker, ExitStack() as stack:
         parked, idle = (stack.enter_context(broker.connect()) for _ in range(2))

@@ -18,13 +18,13 @@ import pytest
 import uvloop
 
 from nsparq import kernel
+from nsparq.busy_poll import MAX_SKIPPED
 from nsparq.options import NsqdOptions
 from nsparq.server import lane as module
 from nsparq.server.daemon import Nsqd
 from nsparq.server.lane import FILL_S, JOIN_AFTER, Lane, Lanes
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.log import Log
-from nsparq.vigil import MOST_LEFT_OUT
 from nsparq.wire.frames import HEARTBEAT, OK
 
 DEADLINE_S = 20
@@ -333,7 +333,7 @@ def test_who_leaves_with_an_answer_due_gets_it_once(run: Run, said: bytes) -> No
         peer, other = await stage.in_lane(2)
         is_over = False
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(stage.nsqd.lanes, "are_filling", lambda: not is_over)
+            patch.setattr(stage.nsqd.broker.next_turn, "should_wait", lambda: not is_over)
             peer.say(pub(b"due"))
             other.say(pub(b"due too"))
             await stage.until(lambda: stage.lane().waiting == 2)
@@ -502,7 +502,7 @@ def test_they_are_not_waited_for_long_and_less_and_less_often_in_vain() -> None:
     moments = Moments()
     waits = [moments.filled_for(1, 16) for _ in range(1000)]
     assert max(waits) <= 1.2 * FILL_S
-    assert sum(wait > 0 for wait in waits[500:]) <= 500 / MOST_LEFT_OUT
+    assert sum(wait > 0 for wait in waits[500:]) <= 500 / MAX_SKIPPED
     assert any(wait > 0 for wait in waits[500:]), "but now and then"
 
 

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 from nsparq.options import NsqdOptions
-from nsparq.server import tcp
+from nsparq.server import connection as connection_module
 from nsparq.server.auth import AuthFailed, Authorization, Grant, Permission, Validity
 from nsparq.server.auth_patterns import Pattern
 from nsparq.server.daemon import Nsqd
+from nsparq.server.outbox import MAX_UNANSWERED
 from nsparq.transport.layers import MAX_PIECE
 from nsparq.wire.frames import OK
-from tests.server.test_tcp import HeldFiles, running
+from tests.server.test_connection import HeldFiles, running
 from tests.support import (
     ERROR,
     RESPONSE,
@@ -184,7 +185,7 @@ def test_a_client_that_waits_is_not_read_from(guarded: Guarded) -> None:
             except BlockingIOError:
                 time.sleep(0.01)
         (held,) = broker.nsqd.connections
-        assert sum(map(len, held._held)) <= 1 << 20, "one read of the loop's at the most"
+        assert sum(map(len, held.inbox._received)) <= 1 << 20, "one read of the loop's at the most"
         authenticator.gate.set()
         connection.socket.settimeout(DEADLINE)
         connection.socket.sendall(block[sent % len(block) :] if sent % len(block) else b"")
@@ -363,7 +364,7 @@ def test_auth_and_what_follows_in_many_pieces_of_a_layer(guarded: Guarded, layer
 def test_decoding_bit_by_bit_loses_and_reorders_nothing(
     secure: BrokerThread, layers: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "DECODE_S", 0.0)
+    monkeypatch.setattr(connection_module, "DECODE_S", 0.0)
     topic = unique_name("slices")
     sent = [b"%d" % i + b"x" * (i * 7919 % 50_000) for i in range(100)]
     with upgraded(secure, layers) as connection:
@@ -410,7 +411,7 @@ def test_a_bomb_of_commands_with_answers_waits_for_those_to_be_read() -> None:
 
 def test_a_bomb_of_publishes_waits_for_the_disk(tmp_path: Path) -> None:
     files = HeldFiles()
-    count = 30 * tcp.MAX_UNANSWERED
+    count = 30 * MAX_UNANSWERED
     layer = Deflate(9)
     bomb = layer.encode(pub("t") * count)
 
@@ -434,9 +435,9 @@ def test_a_bomb_of_publishes_waits_for_the_disk(tmp_path: Path) -> None:
             most = 0
             for _ in range(50):
                 await asyncio.sleep(0.01)
-                most = max(most, len(connection._replies))
+                most = max(most, connection.outbox.unanswered)
             # A piece is taken in whole.
-            assert most < tcp.MAX_UNANSWERED + MAX_PIECE // len(pub("t")) + 1
+            assert most < MAX_UNANSWERED + MAX_PIECE // len(pub("t")) + 1
             files.go.set()
             inflate = zlib.decompressobj(-15)
             found = b""
@@ -463,7 +464,7 @@ def test_a_bomb_of_publishes_waits_for_the_disk(tmp_path: Path) -> None:
 def test_a_handshake_that_stops_on_the_way_ends_the_connection(
     secure: BrokerThread, part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(connection_module, "HANDSHAKE_S", 0.1)
     hello, _ = Tls(certificates().client_context(), "localhost").shake(b"")
     with LayeredConnection(secure.address) as connection:
         connection.identify(tls_v1=True)
@@ -478,7 +479,7 @@ def test_a_handshake_that_stops_on_the_way_ends_the_connection(
 def test_a_handshake_that_was_done_in_time_is_not_looked_at_again(
     secure: BrokerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "HANDSHAKE_S", 2.0)
+    monkeypatch.setattr(connection_module, "HANDSHAKE_S", 2.0)
     with upgraded(secure, {"tls": True}) as connection:
         time.sleep(2.2)
         connection.pub("t", b"x")

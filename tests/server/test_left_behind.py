@@ -13,7 +13,7 @@ from nsparq.broker.topic import Topic
 from nsparq.http.connection import HttpConnection
 from nsparq.lookup.registry import Producer
 from nsparq.lookup.tcp import Connection as LookupConnection
-from nsparq.server.tcp import Connection
+from nsparq.server.connection import Connection
 from nsparq.wire.server import ServerProtocol
 from tests.support import BrokerThread, wait_until
 from tests.support.lookupd import LookupdThread

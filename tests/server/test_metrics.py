@@ -191,9 +191,9 @@ def test_without_percentiles_there_are_none(tmp_path: Path) -> None:
 
 
 def test_trouble_shows(broker: BrokerThread) -> None:
-    broker.call(lambda inner: inner.set_health("disk full"))
+    broker.call(lambda inner: inner.health.set("disk full"))
     assert value(scrape(broker), "nsqd_healthy") == 0
-    broker.call(lambda inner: inner.set_health(None))
+    broker.call(lambda inner: inner.health.set(None))
     assert value(scrape(broker), "nsqd_healthy") == 1
 
 

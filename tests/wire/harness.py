@@ -17,7 +17,7 @@ import pytest
 from nsparq import kernel
 from nsparq.errors import FatalClientError
 from nsparq.packed import PackedBodies
-from nsparq.wire.commands import Command, Finish, Publish, Refusal
+from nsparq.wire.commands import Finish, Publish, Refusal
 from nsparq.wire.limits import Limits
 from nsparq.wire.server import MAGIC, LineTooLong, ServerProtocol
 from tests.support import multi
@@ -33,7 +33,6 @@ COMPILED: dict[str, Any] = {
     for name in (
         "pack_messages",
         "take_publishes",
-        "take_publish",
         "encode_mpub",
         "build_frames",
         "decode_fins",
@@ -114,28 +113,13 @@ class Outcome:
             self.commands.append(command)
 
 
-def _receive(protocol: ServerProtocol, piece: bytes, before: list[object]) -> Iterable[Command]:
-    """The server's ways to take bytes in, the shortest first."""
-    body = protocol.receive_again(piece)
-    if body is not None:
-        last = before[-1]
-        assert isinstance(last, Publish)
-        return [Publish("PUB", last.topic, PackedBodies.of([body]))]
-    if piece.startswith(b"FIN "):
-        spans = protocol.receive_fins(piece)
-        if spans is not None:
-            return [Finish(spans)]
-    publish = protocol.receive_publish(piece)
-    return protocol.receive_data(piece) if publish is None else [publish]
-
-
 def talk(pieces: Iterable[bytes], limits: Limits, *, eof: bool = False) -> Outcome:
     """Feed the pieces to a new protocol, as the server does, until the end or the first fatal error."""
     protocol = ServerProtocol(limits)
     outcome = Outcome()
     try:
         for piece in pieces:
-            for command in _receive(protocol, piece, outcome.commands):
+            for command in protocol.receive_data(piece):
                 outcome.take(command)
         if eof:
             protocol.receive_eof()

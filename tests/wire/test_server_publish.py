@@ -42,16 +42,22 @@ def test_a_body_is_any_bytes_up_to_the_largest_size(
     assert commands(data) == [Publish(verb, "t", [body], defer_ms)] * 3
 
 
-def test_a_publish_like_the_last_one_is_taken_by_its_body_alone() -> None:
+def test_publishes_that_come_alone_are_counted() -> None:
     protocol, pub = started(LIMITS, b"PUB t\n" + sized(b"first")), b"PUB t\n" + sized(b"again")
-    assert protocol.receive_again(pub) is None, "its line has not stood alone yet"
-    assert protocol.receive_publish(pub) == Publish("PUB", "t", [b"again"])
-    assert [protocol.receive_again(pub), protocol.receive_again(pub)] == [b"again", b"again"]
-    assert protocol.commands == 4
-    for other in (pub[:-1], pub + b"x", b"PUB u\n" + sized(b"x"), b"PUB t\n" + sized(b"x" * 1001), pub * 2):
-        assert protocol.receive_again(other) is None
-    list(protocol.receive_data(pub[:-1]))
-    assert protocol.receive_again(pub) is None, "it is the rest of another"
+
+    def lone_after(*pieces: bytes) -> int:
+        for piece in pieces:
+            list(protocol.receive_data(piece))
+        return protocol.lone_publishes
+
+    assert protocol.lone_publishes == 0, "its line was not known yet"
+    assert [lone_after(pub), lone_after(pub), lone_after(pub)] == [1, 2, 3]
+    assert lone_after(b"NOP\n") == 0
+    assert lone_after(pub * 2) == 0
+    assert lone_after(pub, pub) == 2
+    assert lone_after(pub[:-1], pub[-1:]) == 0
+    assert lone_after(pub, b"PUB u\n" + sized(b"new")) == 0
+    assert lone_after(pub, b"PUB u\n" + sized(b"known")) == 1, "another topic"
 
 
 @single

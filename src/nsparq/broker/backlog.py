@@ -177,7 +177,7 @@ class Backlog(ABC):
     def _mark_changed(self) -> None:
         """Have the next round of checkpoints include this channel."""
         self.is_changed = True
-        self.topic.broker.note_changed(self.topic)
+        self.topic.broker.upkeep.note_changed(self.topic)
 
     # what is there
 
@@ -522,7 +522,7 @@ class Backlog(ABC):
     def checkpointed(self, state: ChannelState) -> None:
         """This state is on disk now. That ends the trouble of an earlier checkpoint, too."""
         self._note_named(state)
-        self.topic.broker.set_health(None, f"checkpoint {self}")
+        self.topic.broker.health.set(None, f"checkpoint {self}")
 
     def _note_named(self, state: ChannelState) -> None:
         kept = self._carried.kept

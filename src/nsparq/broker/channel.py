@@ -118,7 +118,7 @@ class Channel(Backlog):
         client.runs.clear()
         client.in_flight = 0
         self._mark_changed()
-        self.topic.broker.schedule_channel(self)
+        self.topic.broker.next_turn.add_channel(self)
         if self.is_ephemeral and not self.clients and not self.is_exiting:
             self.topic.delete_channel(self.name)
 
@@ -128,7 +128,7 @@ class Channel(Backlog):
             client.is_queued = True
             self._lines[client.distance].append(client)
         if (self.requeued or self.cursor < self.topic.visible_end) and any(self._lines):
-            self.topic.broker.schedule_channel(self)
+            self.topic.broker.next_turn.add_channel(self)
 
     def set_ready(self, client: Client, count: int) -> None:
         client.ready_count = count
@@ -248,7 +248,7 @@ class Channel(Backlog):
             done += 1
         if done:
             self._mark_changed()
-            self.topic.broker.schedule_channel(self)
+            self.topic.broker.next_turn.add_channel(self)
         return done
 
     def _take_back(self, run: Run, sequences: list[int]) -> None:
@@ -269,7 +269,7 @@ class Channel(Backlog):
         """The topic has made `count` more messages visible."""
         self.message_count += count
         if self.is_bounded or any(self._lines):
-            self.topic.broker.schedule_channel(self)
+            self.topic.broker.next_turn.add_channel(self)
 
     def pump(self, now_ns: int) -> int:
         """Send what can be sent, in rounds: what waits is spread evenly over the clients that are ready.
@@ -309,7 +309,7 @@ class Channel(Backlog):
                 self._unreadable(error)
                 return False
             if topic.broker.monotonic_ns() > stop_ns:
-                topic.broker.schedule_channel(self)
+                topic.broker.next_turn.add_channel(self)
                 return False
         if client.is_queued:
             client.is_queued = False
@@ -327,7 +327,7 @@ class Channel(Backlog):
         while self._turns and ready:
             if clock() > stop_ns:
                 # The round goes on with the same shares when the others have had their time.
-                self.topic.broker.schedule_channel(self)
+                self.topic.broker.next_turn.add_channel(self)
                 return False
             self._turns -= 1
             client = ready[0]
@@ -525,9 +525,9 @@ class Channel(Backlog):
             if self._warming is cold:
                 self._warming = None
                 self._must_wait = True
-            self.topic.broker.schedule_channel(self)
+            self.topic.broker.next_turn.add_channel(self)
 
-        self.topic.broker.warm(cold, warmed)
+        self.topic.broker.read_ahead(cold, warmed)
 
     def _bound(self) -> None:
         """An ephemeral channel keeps no more than the memory queue's size: the oldest go, and are counted."""
@@ -558,7 +558,7 @@ class Channel(Backlog):
         self.paused = False
         self._mark_changed()
         self.topic.broker.channel_changed(self)
-        self.topic.broker.schedule_channel(self)
+        self.topic.broker.next_turn.add_channel(self)
 
     def start_hold(self, name: str) -> None:
         """Deliver nothing for the moment. Unlike a pause it is not kept on disk, and whoever asked for it has
@@ -570,7 +570,7 @@ class Channel(Backlog):
         if self.hold != name:
             return False
         self.hold = ""
-        self.topic.broker.schedule_channel(self)
+        self.topic.broker.next_turn.add_channel(self)
         return True
 
     def empty(self) -> None:
@@ -594,9 +594,9 @@ class Channel(Backlog):
         self._drop_all()
         self.resume(state)
         self.topic.low_fell()
-        self.topic.broker.note_changed(self.topic)
+        self.topic.broker.upkeep.note_changed(self.topic)
         self._offer_all()
-        self.topic.broker.schedule_channel(self)
+        self.topic.broker.next_turn.add_channel(self)
         return plan
 
     def commit(self, sequence: int) -> None:

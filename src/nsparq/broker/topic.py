@@ -323,7 +323,7 @@ class Topic:
         if clean:
             self.broker.files.sync_written(self.directory)
         elif sync or self.is_synchronous:
-            self.broker.sync_soon(self.directory)
+            self.broker.changes.sync_soon(self.directory)
         self._reserve_at = state.reserved - RESERVED_NUMBERS // 2
         self._is_clean = clean
 
@@ -339,7 +339,7 @@ class Topic:
         self.holds.pop(DISCOVERY, None)
         if not self.is_exiting:
             self._is_state_stale = True
-            self.broker.note_changed(self)
+            self.broker.upkeep.note_changed(self)
 
     def end_clients(self) -> None:
         """The daemon stops: take leave of the clients."""
@@ -440,28 +440,18 @@ class Topic:
         if self._gathered >= enough or len(packed.data) >= EAGER_BYTES:
             self.flush()
         else:
-            self.broker.schedule_topic(self)
-
-    def publish_single(self, body: bytes, publisher: tuple[Done, str]) -> None:
-        """The same for one message that is not deferred, and whose publisher is who it was the last time; the
-        topic is not exiting."""
-        self._waiting.append(publisher)
-        self._singles.append(body)
-        self._gathered += 1
-        if self._gathered >= EAGER_BATCH or len(body) >= EAGER_BYTES:
-            self.flush()
-        elif self._gathered == 1:
-            self.broker.schedule_topic(self)
+            self.broker.next_turn.add_topic(self)
 
     def publish_singles(self, bodies: list[bytes], publisher: tuple[Done, str]) -> None:
-        """The same for one message each of several publishers, who are told together."""
+        """Append one message each of several publishers at the end of this turn; they are told together. The
+        topic is not exiting."""
         self._waiting.append(publisher)
         self._singles += bodies
         self._gathered += len(bodies)
         if self._gathered >= EAGER_BATCH:
             self.flush()
         else:
-            self.broker.schedule_topic(self)
+            self.broker.next_turn.add_topic(self)
 
     def _pack_singles(self) -> None:
         if self._singles:
@@ -505,7 +495,7 @@ class Topic:
     def _await_commit(self, waiting: list[tuple[Done, str]]) -> None:
         if self.is_synchronous and isinstance(self.log, Log):
             self._uncommitted.append((self.log.end, waiting))
-            self.broker.request_sync(self)
+            self.broker.upkeep.request_sync(self)
             return
         self._tell(waiting, None)
 
@@ -529,10 +519,10 @@ class Topic:
             self._mark_used()
             batches = self.log.append(due_groups, wall_ns, tag)
         except (StorageError, OSError) as error:
-            self.broker.set_health(str(error))
+            self.broker.health.set(str(error))
             raise
-        if self.broker.health is not None and not self.is_ephemeral:
-            self.broker.set_health(None)
+        if self.broker.health.error is not None and not self.is_ephemeral:
+            self.broker.health.set(None)
         self.message_count += self.log.end - before
         for batch in batches:
             self.message_bytes += len(batch.data)
@@ -540,10 +530,10 @@ class Topic:
                 due_ns = self.broker.monotonic_ns() + batch.due_ns - wall_ns
                 self._held_back.append((batch.base, due_ns))
         if self.is_ephemeral:
-            self.broker.schedule_topic(self)
+            self.broker.next_turn.add_topic(self)
         if self.channels:
             self._show(before)
-        self.broker.note_used(self)
+        self.broker.upkeep.note_used(self)
 
     def _mark_used(self) -> None:
         """Before an append: a crash from here on must not look like a clean stop, and the next start must not
@@ -572,7 +562,7 @@ class Topic:
         for _, waiting in uncommitted[:number]:
             self._tell(waiting, error)
         if self._uncommitted:
-            self.broker.request_sync(self)
+            self.broker.upkeep.request_sync(self)
 
     @property
     def awaits_sync(self) -> bool:
@@ -630,7 +620,7 @@ class Topic:
             self.write_stale_state()
         # Behind the metadata: a channel that nsqd.dat names and that has no file is taken for a damaged one.
         self._deleted[name] = channel
-        self.broker.when_durable(lambda _: self._remove_files(name, channel))
+        self.broker.changes.when_durable(lambda _: self._remove_files(name, channel))
         if self.is_ephemeral and not self.channels and not self.is_exiting:
             self.broker.delete_topic(self.name)
 
@@ -642,7 +632,7 @@ class Topic:
         try:
             channel.remove_files()
             if self.is_synchronous and self.directory is not None:
-                self.broker.sync_soon(self.directory)
+                self.broker.changes.sync_soon(self.directory)
         except OSError as error:
             logger.error("%s: its files stay, and the next start finds it again: %s", channel, error)
 
@@ -658,11 +648,11 @@ class Topic:
         try:
             self._write_state(clean=False)
         except OSError as error:
-            self.broker.set_health(f"{self}: cannot write its state: {error}", f"state {self}")
-            self.broker.note_changed(self)
+            self.broker.health.set(f"{self}: cannot write its state: {error}", f"state {self}")
+            self.broker.upkeep.note_changed(self)
         else:
             self._is_state_stale = False
-            self.broker.set_health(None, f"state {self}")
+            self.broker.health.set(None, f"state {self}")
 
     def save_channel(self, channel: Channel, state: ChannelState | None = None) -> None:
         """Write the channel's state now: a message acknowledged after this finds it after a crash. With fsync
@@ -672,7 +662,7 @@ class Topic:
             self._mark_used()
             channel.save(sync=False, state=state)
             if self.is_synchronous and self.directory is not None:
-                self.broker.sync_soon(self.directory)
+                self.broker.changes.sync_soon(self.directory)
 
     # management
 
@@ -703,7 +693,7 @@ class Topic:
             self._pause_position = self.log.end
         self._held_back.clear()
         self._write_state(clean=False)
-        self.broker.note_used(self)
+        self.broker.upkeep.note_used(self)
 
     def positions(self) -> TopicPositions:
         """How far the log reaches."""
@@ -730,9 +720,9 @@ class Topic:
             self.log.change_settings(self._apply(before))
             raise
         self.low_fell()
-        self.broker.note_used(self)
+        self.broker.upkeep.note_used(self)
         if self.is_synchronous and self.log.unsynced:
-            self.broker.request_sync(self)
+            self.broker.upkeep.request_sync(self)
         return settings
 
     def _apply(self, settings: TopicSettings) -> LogSettings:
@@ -814,7 +804,7 @@ class Topic:
         if job is None:
             if not channel.is_carrying:
                 # What could not be carried over before has been finished since.
-                self.broker.set_health(None, f"carry {channel}")
+                self.broker.health.set(None, f"carry {channel}")
             return
 
         def done() -> None:
@@ -826,9 +816,9 @@ class Topic:
 
     def _note_carry(self, channel: Channel, error: OSError | None) -> None:
         text = None if error is None else f"{channel}: cannot carry messages over: {error}"
-        self.broker.set_health(text, f"carry {channel}")
+        self.broker.health.set(text, f"carry {channel}")
         # There may be more, or this has to be tried again.
-        self.broker.note_changed(self)
+        self.broker.upkeep.note_changed(self)
 
     def bound(self) -> None:
         """Keep an ephemeral topic within the memory queue's size."""
@@ -860,7 +850,7 @@ class Topic:
         needed = min([channel.carry_over(log, cursor) for channel in self.channels.values()])
         self._has_more_to_carry = needed < cursor
         if self._has_more_to_carry:
-            self.broker.schedule_topic(self)
+            self.broker.next_turn.add_topic(self)
         if self.holds:
             needed = min(needed, max(min(self.holds.values()), log.end - limit))
         log.trim(needed)

@@ -615,7 +615,7 @@ class Transactions:
     def _drop(self, transaction: Transaction) -> None:
         self.release(transaction)
         self._count_staged(transaction, -sum(map(_weight, transaction.all_chunks())))
-        self._broker.set_health(None, str(transaction))
+        self._broker.health.set(None, str(transaction))
         del transaction.producer.open[transaction.sequence]
         self._throw_away(transaction.directory)
 
@@ -633,7 +633,7 @@ class Transactions:
             files.rename(directory, trash)
         except FileNotFoundError:
             return
-        self._broker.remove(trash.name, lambda: files.remove_tree(trash))
+        self._broker.upkeep.remove(trash.name, lambda: files.remove_tree(trash))
 
 
 def _weight(chunk: Chunk) -> int:

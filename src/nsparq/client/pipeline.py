@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Final
 
+from nsparq.busy_poll import BusyPoll
 from nsparq.client.config import Config
 from nsparq.client.connection import Connection
 from nsparq.client.errors import NotConnected, PublishFailed, PublishTimeout, reason_of
-from nsparq.vigil import Vigil
 from nsparq.wire import client as wire
 from nsparq.wire.client import Received
 
@@ -58,7 +58,7 @@ class Pipeline:
         self._pending: deque[tuple[asyncio.Future[Outcome], float]] = deque()
         """Publishes that are not answered, the oldest first, each with its deadline. Those that nobody waits
         for any more keep their place: the answers come in order."""
-        self._vigil = Vigil(self._loop, config.busy_poll)
+        self._busy_poll = BusyPoll(self._loop, config.busy_poll)
         self._depth = 0
         """How many are on their way at a time, of late."""
         self._silent_since = 0.0
@@ -85,7 +85,7 @@ class Pipeline:
             self._silent_since = monotonic()
             if self._timer is None:
                 self._timer = self._loop.call_later(deadline - self._silent_since, self.expire)
-            self._vigil.begin()
+            self._busy_poll.start()
         answer: asyncio.Future[Outcome] = self._loop.create_future()
         pending.append((answer, deadline))
         if len(pending) > self._depth:
@@ -152,9 +152,9 @@ class Pipeline:
         if known < count:
             connection.fail(ConnectionError(f"it answers {data[:100]!r} to nothing"))
         if not pending:
-            self._vigil.end()
+            self._busy_poll.stop()
         elif self._depth <= FEW:
-            self._vigil.begin()
+            self._busy_poll.start()
         self._on_room()
 
     def on_error(self, connection: Connection, text: str) -> None:

@@ -12,11 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nsparq import kernel, logs
+from nsparq import logs
 from nsparq.addresses import join_address, remove_stale_socket, split_address
 from nsparq.broker.broker import Broker
 from nsparq.broker.scan import INTERVAL_S
 from nsparq.broker.topic import Topic
+from nsparq.busy_poll import BusyPoll
 from nsparq.errors import StartError, StopError
 from nsparq.http.api import Response
 from nsparq.http.server import HttpServer
@@ -29,6 +30,7 @@ from nsparq.server.auth import (
     AuthServers,
 )
 from nsparq.server.auth_policy import StaticPolicy
+from nsparq.server.connection import Connection
 from nsparq.server.discovery import Discovery
 from nsparq.server.guard import Guard
 from nsparq.server.http_api import HttpApi
@@ -36,12 +38,10 @@ from nsparq.server.lane import Lanes
 from nsparq.server.lookup_peer import LookupPeers
 from nsparq.server.memory import watch_collector
 from nsparq.server.metrics import LoopLag
+from nsparq.server.outbox import Sender
 from nsparq.server.statsd import Statsd, expand_prefix
-from nsparq.server.tcp import Connection
 from nsparq.storage.files import Files
 from nsparq.version import NSQ_VERSION, version_line
-from nsparq.vigil import Vigil
-from nsparq.wire.frames import OK
 from nsparq.wire.limits import Limits, Unfinished
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-AWAKE_S = 100e-6
-"""How long to stay awake for what clients say next. With 16 publishes on their way 50 us gain as much; but a
-client that waits for each answer needs that long for the next one on a slow machine, and then both slept."""
+BUSY_POLL_S = 100e-6
+"""How long to poll for the next commands before sleeping. With 16 publishes on their way 50 us gain as much.
+But on a slow machine a lone client that waits for each reply needs that long to send again."""
 STOP_THREADS = 16
 """Topics that are written to disk at the same time at shutdown."""
 LOST_SHOWN = 3
@@ -74,12 +74,6 @@ class Nsqd:
         self.unfinished = Unfinished(max(options.max_unfinished_bytes, options.max_body_size))
         self.hostname = socket.gethostname()
         self.connections: set[Connection] = set()
-        self._talking: list[Connection] = []
-        """Those that have something to say at the end of the turn."""
-        self._answered: list[Connection] = []
-        """Those that have to say OK before anything else."""
-        self._is_turning = False
-        """Whether that will happen by itself."""
         self.lanes = Lanes(self)
         self.lag = LoopLag()
         self._tls_context: SSL.Context
@@ -99,7 +93,7 @@ class Nsqd:
         self._http: list[HttpServer] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop
-        self._vigil: Vigil
+        self.sender: Sender
         self._unix_paths: list[Path] = []
         self.tcp_address: Address = ""
         """Where clients connect: host and port, or the path of a Unix socket."""
@@ -108,7 +102,7 @@ class Nsqd:
         self.broker = Broker(
             options,
             files=files,
-            wake=self._wake,
+            wake=self._end_turn_soon,
             background=self._in_thread,
             announce=self._on_change,
             discovers_channels=lambda: bool(self.peers.addresses),
@@ -149,7 +143,10 @@ class Nsqd:
     async def start(self) -> None:
         """Raises StartError, with nothing left open."""
         self._loop = asyncio.get_running_loop()
-        self._vigil = Vigil(self._loop, AWAKE_S)
+        turn = self.broker.next_turn
+        self.sender = Sender(turn, BusyPoll(self._loop, BUSY_POLL_S))
+        turn.should_wait = self.lanes.are_filling
+        turn.answer, turn.flush = self.sender.send_oks, self.sender.flush
         self.options.validate()
         logger.info("%s", version_line("nsqd"))
         logger.info("ID: %d", self.options.node_id)
@@ -405,80 +402,8 @@ class Nsqd:
 
     # the loop's rhythms
 
-    def _wake(self) -> None:
-        self._loop.call_soon(self._turn)
-
-    def _turn(self) -> None:
-        if self.lanes.are_filling():
-            self._loop.call_soon(self._turn)
-            return
-        self._is_turning = True
-        try:
-            self.broker.turn()
-        except Exception:
-            logger.exception("internal error at the end of a turn")
-        self._flush_connections()
-
-    def flush_later(self, connection: Connection) -> None:
-        """Have what a connection has to say sent at the end of the turn."""
-        self._talking.append(connection)
-        if not self._is_turning:
-            self._flush_soon()
-
-    def answer_later(self, connection: Connection) -> None:
-        """Have a connection with nothing else to say say OK at the end of the turn."""
-        self._answered.append(connection)
-        if not self._is_turning:
-            self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        self._is_turning = True
-        self._loop.call_soon(self._flush_connections)
-
-    def answer_now(self, connection: Connection, count: int) -> None:
-        """Have a connection with nothing else to say say OK so many times, before anything else is done."""
-        self.answer()
-        self._vigil.begin()
-        if kernel.send_each is not None:
-            for _, sent in kernel.send_each([connection.descriptor], OK * count):
-                connection.say_ok(sent, count)
-        else:
-            connection.say_ok(0, count)
-
-    def answer(self) -> None:
-        """Say OK to all who wait for it: several are told faster together."""
-        if not self._answered:
-            return
-        answered, self._answered = self._answered, []
-        # Counted from before they are told: telling many takes longer than the vigil by itself.
-        self._vigil.begin()
-        if kernel.send_each is not None:
-            short = kernel.send_each([connection.descriptor for connection in answered], OK)
-            for index, sent in short:
-                answered[index].say_ok(sent)
-        else:
-            for connection in answered:
-                connection.say_ok(0)
-
-    def say_ok(self, descriptors: list[int]) -> list[tuple[int, int]]:
-        """Say OK on each of these sockets. Gives the indices of those that did not take all of it, with what
-        they took."""
-        assert kernel.send_each is not None
-        self._vigil.begin()
-        return kernel.send_each(descriptors, OK)
-
-    def _flush_connections(self) -> None:
-        self._is_turning = False
-        self.answer()
-        talking, self._talking = self._talking, []
-        for connection in talking:
-            try:
-                connection.flush()
-            except Exception:
-                logger.exception("internal error while sending")
-                connection.close()
-        if talking:
-            self._vigil.begin()
+    def _end_turn_soon(self) -> None:
+        self._loop.call_soon(self.broker.next_turn.run)
 
     def _in_thread(self, work: Callable[[], None], then: Callable[[], None]) -> None:
         try:
@@ -503,10 +428,10 @@ class Nsqd:
 
     async def durable(self, topic: Topic) -> None:
         """Wait until what was changed of a topic is on disk as promised. Raises OSError."""
-        if self.broker.is_durable(topic):
+        if self.broker.changes.are_on_disk(topic):
             return
         waiting: asyncio.Future[OSError | None] = self._loop.create_future()
-        self.broker.when_durable(lambda error: None if waiting.done() else waiting.set_result(error))
+        self.broker.changes.when_durable(lambda error: None if waiting.done() else waiting.set_result(error))
         error = await waiting
         if error is not None:
             raise error
@@ -528,7 +453,7 @@ class Nsqd:
         while True:
             await asyncio.sleep(self.options.checkpoint_interval)
             try:
-                for _ in self.broker.maintain_in_slices():
+                for _ in self.broker.upkeep.run_in_slices():
                     await asyncio.sleep(0)
             except Exception:
                 logger.exception("maintenance failed")

@@ -42,7 +42,7 @@ class Discovery:
             topic.end_discovery()
             raise
         # Not before the disk has the channels, if that is promised: nobody would ask for them again.
-        topic.broker.when_durable(lambda _: topic.end_discovery())
+        topic.broker.changes.when_durable(lambda _: topic.end_discovery())
 
     async def _create_channels(self, topic: Topic) -> None:
         try:

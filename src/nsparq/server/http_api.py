@@ -160,7 +160,7 @@ class HttpApi:
 
     def _answer_when_durable(self, request: Request) -> Later:
         """Once it is on disk: a crash after the answer changes nothing."""
-        self.broker.when_durable(request.answer)
+        self.broker.changes.when_durable(request.answer)
         return LATER
 
     def _answer_new(self, request: Request, topic: Topic) -> Later | None:
@@ -201,7 +201,7 @@ class HttpApi:
     # watching
 
     def ping(self, request: Request) -> Response:
-        trouble = self.broker.health
+        trouble = self.broker.health.error
         if trouble is None:
             return Response(body=b"OK", content_type=TEXT_TYPE, nsq_header=False)
         text = f"NOK - {trouble}".encode("utf-8", "replace")

@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Final
 
 from nsparq import kernel
 from nsparq.broker.topic import Topic
-from nsparq.vigil import Patience, usable_cores
+from nsparq.busy_poll import AdaptiveBackoff, usable_cores
 from nsparq.wire.server import publish_line
 
 if TYPE_CHECKING:
+    from nsparq.server.connection import Connection
     from nsparq.server.daemon import Nsqd
-    from nsparq.server.tcp import Connection
 
 logger = logging.getLogger(__name__)
 
 JOIN_AFTER: Final = 16
 """PUBs one at a time, without anything else, that show that a client publishes like that."""
-JOIN_LAST: Final = 4096
-"""The same for one that has done otherwise again and again."""
+MAX_JOIN_AFTER: Final = 4096
+"""The same for one that has left lanes again and again."""
 MOST_LANES: Final = 64
 FILL_S: Final = 40e-6
 """How long half of the publishers are waited for. Each of them needs 5 us or so to send the next message."""
@@ -51,7 +51,7 @@ class Lanes:
         self._may_wait = (usable_cores() if cores is None else cores) > 1
         """On a single core we would be in the way of who is to send."""
         self._lanes: dict[Topic, Lane] = {}
-        self._patience = Patience()
+        self._backoff = AdaptiveBackoff()
         self._since = 0.0
         """When filling them began; 0 if they are not being filled."""
 
@@ -95,16 +95,16 @@ class Lanes:
         if 2 * waiting >= sum([lane.active for lane in self._lanes.values()]):
             if self._since:
                 self._since = 0.0
-                self._patience.paid()
+                self._backoff.succeeded()
             return False
         if not self._since:
-            if self._may_wait and self._patience.is_left():
+            if self._may_wait and self._backoff.should_try():
                 self._since = self._clock()
             return self._since > 0.0
         if self._clock() < self._since + FILL_S:
             return True
         self._since = 0.0
-        self._patience.in_vain()
+        self._backoff.failed()
         return False
 
 
@@ -189,7 +189,7 @@ class Lane:
             self._review(descriptors)
             topic.publish_singles(bodies, (read.done, "PUB"))
         for connection, data in leaving:
-            connection.hear(data)
+            connection.receive_from_lane(data)
 
     def _review(self, descriptors: list[int]) -> None:
         self._heard.update(descriptors)
@@ -204,13 +204,14 @@ class Lane:
         waiting = [*read.waiting.values()]
         self.waiting -= len(waiting) + len(read.left)
         if error is None:
-            for index, sent in self._nsqd.say_ok([*read.waiting]):
-                waiting[index].say_ok(sent)
+            for index, sent in self._nsqd.sender.send_ok_to([*read.waiting]):
+                waiting[index].leave_lane()
+                waiting[index].outbox.finish_ok(sent, 1)
         else:
             for connection in waiting:
-                connection.published(verb, error)
+                connection.published(1, verb, error)
         for connection in read.left:
-            connection.published(verb, error)
+            connection.published(1, verb, error)
 
 
 class _Read:

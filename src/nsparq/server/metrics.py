@@ -122,7 +122,7 @@ class Metrics:
         labels = f'{{version="{__version__}",nsq_version="{NSQ_VERSION}"}}'
         out.add("nsqd_info", "gauge", "which version runs", 1, labels)
         out.add("nsqd_start_time_seconds", "gauge", "when the daemon started", broker.start_s)
-        out.add("nsqd_healthy", "gauge", "1 unless /ping says NOK", broker.health is None)
+        out.add("nsqd_healthy", "gauge", "1 unless /ping says NOK", broker.health.error is None)
         corrupt = "damaged files that belong to no topic: nsqd.dat, and those of transactions"
         out.add("nsqd_corrupt_files_total", "counter", corrupt, broker.corrupt_files)
         out.add("nsqd_topics", "gauge", "topics", len(broker.topics))

@@ -62,7 +62,7 @@ class TopicsApi:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_ms / 1000
         while True:
-            seen = self._nsqd.broker.append_count
+            seen = self._nsqd.broker.upkeep.use_count
             changed = await self._changed(known, channel)
             if changed or self._nsqd.is_stopping or loop.time() >= deadline:
                 return {"topics": await self._described(changed, channel)}
@@ -73,7 +73,7 @@ class TopicsApi:
         nsqd, loop = self._nsqd, asyncio.get_running_loop()
         while not nsqd.is_stopping and (left := deadline - loop.time()) > 0:
             await asyncio.sleep(min(LOOK_S, left))
-            if nsqd.broker.append_count != seen and loop.time() >= earliest:
+            if nsqd.broker.upkeep.use_count != seen and loop.time() >= earliest:
                 return
 
     async def _changed(self, known: Mapping[str, int | None], channel: str) -> list[str]:

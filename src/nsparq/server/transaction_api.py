@@ -357,10 +357,10 @@ class TransactionApi:
                 lambda: transactions.write_committed(transaction, sync=sync, remember_s=limit_s)
             )
         except Damaged as error:
-            nsqd.broker.set_health(None, str(transaction))
+            nsqd.broker.health.set(None, str(transaction))
             _say_damaged(error)
         except (StorageError, OSError, Exiting) as error:
-            nsqd.broker.set_health(f"{transaction}: the commit is broken off: {error}", str(transaction))
+            nsqd.broker.health.set(f"{transaction}: the commit is broken off: {error}", str(transaction))
             raise ApiError(503, "WRITE_FAILED") from error
         transactions.finish(transaction, committed)
         return {

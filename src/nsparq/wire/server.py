@@ -12,7 +12,7 @@ import binascii
 import re
 import struct
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Final
 
@@ -113,8 +113,10 @@ class ServerProtocol:
         self._unread_code = ""
         self._publish_lines: dict[bytes, tuple[str, str]] = {}
         """Lines that have passed all checks before, with their verb and topic: each is validated once."""
-        self._head: bytes | None = None
-        """The line of the last PUB, if it stood alone and nothing has come since."""
+        self.lone_publishes = 0
+        """How many PUBs to one topic have come last, each alone: one received piece, one PUB, no other
+        command in between, and nothing but the topic in its line."""
+        self._lone_topic = ""
         self._unfinished = unfinished
         self._held = 0
         """Bytes received of the command that is not complete."""
@@ -123,9 +125,17 @@ class ServerProtocol:
         self._packed = 0
         """Bytes of messages among them that have been taken out of the buffer: the first part of an MPUB."""
 
-    def receive_data(self, data: bytes) -> Iterator[Command]:
-        """Take bytes from the peer and give the commands they complete."""
-        self._head = None
+    def receive_data(self, data: bytes) -> Iterable[Command]:
+        """Take bytes from the peer and give the commands that they complete."""
+        if not (self._missing or self._body is not None or self._position < len(self._buffer)):
+            # Most of what busy clients send: nothing but FINs, or one PUB.
+            command = self._only_fins(data) if data.startswith(b"FIN ") else self._only_publish(data)
+            if command is not None:
+                return (command,)
+        self.lone_publishes = 0
+        return self._receive(data)
+
+    def _receive(self, data: bytes) -> Iterator[Command]:
         if self._missing > len(data):
             self._missing -= len(data)
             self._chunks.append(data)
@@ -140,11 +150,8 @@ class ServerProtocol:
         self._missing = 0
         yield from self._commands()
 
-    def receive_publish(self, data: bytes) -> Publish | None:
-        """The bytes from the peer as one PUB, if that is all they are and its line is known: what a busy
-        publisher sends, without what it takes to understand everything else."""
-        if self._missing or self._body is not None or self._position < len(self._buffer):
-            return None
+    def _only_publish(self, data: bytes) -> Publish | None:
+        """The bytes as one PUB, if they are nothing else and its line has passed all checks before."""
         end = data.find(b"\n", 0, _SHORT_LINE)
         known = self._publish_lines.get(data[:end])
         if known is None or known[0] != "PUB" or len(data) < end + 5:
@@ -153,37 +160,22 @@ class ServerProtocol:
         if len(data) != end + 5 + size or not 0 < size <= self.limits.max_msg_size:
             return None
         self.commands += 1
-        self._head = data[: end + 1]
-        return Publish("PUB", known[1], PackedBodies(array("I", (size,)), data[end + 5 :]))
+        topic = known[1]
+        if topic != self._lone_topic or end != len("PUB ") + len(topic):
+            self.lone_publishes, self._lone_topic = 0, topic
+        self.lone_publishes += 1
+        return Publish("PUB", topic, PackedBodies(array("I", (size,)), data[end + 5 :]))
 
-    def receive_fins(self, data: bytes) -> list[tuple[int, int]] | None:
-        """The bytes from the peer as spans of message ids, if they are nothing but FIN lines: what a busy
-        consumer sends."""
-        if self._missing or self._body is not None or self._position < len(self._buffer):
-            return None
+    def _only_fins(self, data: bytes) -> Finish | None:
+        """The bytes as one command, if they are nothing but FIN lines."""
         if kernel.decode_fins is None or self.state == INIT or self._tls_missing:
             return None
         spans, behind = kernel.decode_fins(data, 0)
         if behind != len(data) or not spans:
             return None
         self.commands += behind // _FIN_WIDTH
-        self._head = None
-        return spans
-
-    def receive_again(self, data: bytes) -> bytes | None:
-        """The body, if the bytes from the peer are one PUB, and so were the last ones, to the same topic:
-        what a publisher sends that waits for each answer."""
-        head = self._head
-        if head is None:
-            return None
-        body = (kernel.take_publish or _take_publish)(data, head, self.limits.max_msg_size)
-        if body is not None:
-            self.commands += 1
-        return body
-
-    def ends_with_publish(self, topic: str) -> bool:
-        """Whether the last bytes were one PUB to that topic, its line as plain as can be."""
-        return self._head == publish_line(topic)
+        self.lone_publishes = 0
+        return Finish(spans)
 
     @property
     def has_more(self) -> bool:
@@ -207,7 +199,6 @@ class ServerProtocol:
         self._buffer, self._position = b"", 0
         self._chunks.clear()
         self._body = None
-        self._head = None
         self._hold(0)
 
     def _hold(self, size: int) -> None:
@@ -615,15 +606,6 @@ class ServerProtocol:
                 position = end
         finally:
             self._position = position
-
-
-def _take_publish(data: bytes, line: bytes, max_size: int) -> bytes | None:
-    """The body of the message, if `data` is that line and one message of an allowed size."""
-    start = len(line) + 4
-    size = len(data) - start
-    if not 0 < size <= max_size or not data.startswith(line):
-        return None
-    return data[start:] if _SIZE.unpack_from(data, len(line))[0] == size else None
 
 
 def publish_line(topic: str) -> bytes:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
-from nsparq.vigil import MOST_LEFT_OUT, Vigil
+from nsparq.busy_poll import MAX_SKIPPED, BusyPoll
 
 AWAKE_S = 50e-6
 TURN_S = AWAKE_S / 10
 ON_ONE_CORE = """
 import os
-from nsparq.vigil import usable_cores
+from nsparq.busy_poll import usable_cores
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 print(usable_cores())
 """
@@ -58,34 +58,34 @@ def loop() -> FakeLoop:
 
 
 @pytest.fixture
-def vigil(loop: FakeLoop) -> Vigil:
-    return Vigil(loop, AWAKE_S, loop.clock, cores=2)
+def poll(loop: FakeLoop) -> BusyPoll:
+    return BusyPoll(loop, AWAKE_S, loop.clock, cores=2)
 
 
-def occasions_left_out(loop: FakeLoop, vigil: Vigil) -> int:
+def occasions_left_out(loop: FakeLoop, poll: BusyPoll) -> int:
     """Until it stays awake again."""
     count = 0
     while True:
-        vigil.begin()
+        poll.start()
         if loop.is_awake:
             return count
         count += 1
         assert count < 1000
 
 
-def test_it_sleeps_while_nothing_is_said(loop: FakeLoop, vigil: Vigil) -> None:
+def test_it_sleeps_while_nothing_is_said(loop: FakeLoop, poll: BusyPoll) -> None:
     assert not loop.is_awake
 
 
 def test_on_a_single_core_it_sleeps_at_once(loop: FakeLoop) -> None:
-    vigil = Vigil(loop, AWAKE_S, loop.clock, cores=1)
-    vigil.begin()
+    poll = BusyPoll(loop, AWAKE_S, loop.clock, cores=1)
+    poll.start()
     assert not loop.is_awake
 
 
 def test_for_no_time_at_all_it_sleeps_at_once(loop: FakeLoop) -> None:
-    vigil = Vigil(loop, 0, loop.clock, cores=2)
-    vigil.begin()
+    poll = BusyPoll(loop, 0, loop.clock, cores=2)
+    poll.start()
     assert not loop.is_awake
 
 
@@ -94,76 +94,76 @@ def test_it_knows_how_many_cores_it_may_run_on() -> None:
     assert on_one.stdout.strip() == "1"
 
 
-def test_it_stays_awake_for_a_moment_and_no_longer(loop: FakeLoop, vigil: Vigil) -> None:
-    vigil.begin()
+def test_it_stays_awake_for_a_moment_and_no_longer(loop: FakeLoop, poll: BusyPoll) -> None:
+    poll.start()
     assert loop.turns_to_sleep() in (10, 11)
 
 
-def test_what_comes_meanwhile_makes_it_last(loop: FakeLoop, vigil: Vigil) -> None:
-    vigil.begin()
+def test_what_comes_meanwhile_makes_it_last(loop: FakeLoop, poll: BusyPoll) -> None:
+    poll.start()
     for _ in range(50):
         for _ in range(5):
             loop.turn()
             assert loop.is_awake
-        vigil.begin()
+        poll.start()
     assert loop.turns_to_sleep() in (10, 11)
 
 
-def test_in_vain_again_and_again_it_is_left_out_more_and_more_often(loop: FakeLoop, vigil: Vigil) -> None:
+def test_in_vain_again_and_again_it_is_left_out_more_and_more_often(loop: FakeLoop, poll: BusyPoll) -> None:
     seen = []
     for _ in range(8):
-        seen.append(occasions_left_out(loop, vigil))
+        seen.append(occasions_left_out(loop, poll))
         loop.turns_to_sleep()
     assert seen == [0, 1, 3, 7, 15, 15, 15, 15]
-    assert MOST_LEFT_OUT == 15
+    assert MAX_SKIPPED == 15
 
 
-def test_once_something_comes_of_it_it_is_left_out_no_more(loop: FakeLoop, vigil: Vigil) -> None:
+def test_once_something_comes_of_it_it_is_left_out_no_more(loop: FakeLoop, poll: BusyPoll) -> None:
     for _ in range(8):
-        occasions_left_out(loop, vigil)
+        occasions_left_out(loop, poll)
         loop.turns_to_sleep()
-    assert occasions_left_out(loop, vigil) == MOST_LEFT_OUT
+    assert occasions_left_out(loop, poll) == MAX_SKIPPED
     loop.turn()
-    vigil.begin()
+    poll.start()
     loop.turns_to_sleep()
-    assert occasions_left_out(loop, vigil) == 1
+    assert occasions_left_out(loop, poll) == 1
 
 
-def test_several_things_said_in_one_turn_are_not_an_answer(loop: FakeLoop, vigil: Vigil) -> None:
+def test_several_things_said_in_one_turn_are_not_an_answer(loop: FakeLoop, poll: BusyPoll) -> None:
     for _ in range(8):
-        occasions_left_out(loop, vigil)
-        vigil.begin()
-        vigil.begin()
+        occasions_left_out(loop, poll)
+        poll.start()
+        poll.start()
         loop.turns_to_sleep()
-    assert occasions_left_out(loop, vigil) == MOST_LEFT_OUT
+    assert occasions_left_out(loop, poll) == MAX_SKIPPED
 
 
-def test_it_ends_with_what_it_was_for(loop: FakeLoop, vigil: Vigil) -> None:
-    vigil.begin()
+def test_it_ends_with_what_it_was_for(loop: FakeLoop, poll: BusyPoll) -> None:
+    poll.start()
     loop.turn()
-    vigil.end()
+    poll.stop()
     assert loop.turns_to_sleep() == 1
 
 
-def test_an_answer_that_ends_it_shows_that_it_pays(loop: FakeLoop, vigil: Vigil) -> None:
+def test_an_answer_that_ends_it_shows_that_it_pays(loop: FakeLoop, poll: BusyPoll) -> None:
     for _ in range(8):
-        occasions_left_out(loop, vigil)
+        occasions_left_out(loop, poll)
         loop.turn()
-        vigil.end()
+        poll.stop()
         loop.turns_to_sleep()
-    assert occasions_left_out(loop, vigil) == 0
+    assert occasions_left_out(loop, poll) == 0
 
 
-def test_after_its_end_it_begins_anew(loop: FakeLoop, vigil: Vigil) -> None:
-    vigil.begin()
+def test_after_its_end_it_begins_anew(loop: FakeLoop, poll: BusyPoll) -> None:
+    poll.start()
     loop.turn()
-    vigil.end()
-    vigil.begin()
+    poll.stop()
+    poll.start()
     assert loop.turns_to_sleep() in (10, 11)
 
 
-def test_an_end_without_a_beginning_is_nothing(loop: FakeLoop, vigil: Vigil) -> None:
-    vigil.end()
+def test_an_end_without_a_beginning_is_nothing(loop: FakeLoop, poll: BusyPoll) -> None:
+    poll.stop()
     assert not loop.is_awake
-    vigil.begin()
+    poll.start()
     assert loop.turns_to_sleep() in (10, 11)

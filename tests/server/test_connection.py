@@ -17,7 +17,7 @@ import pytest
 from nsparq import kernel
 from nsparq.options import NsqdOptions
 from nsparq.server.daemon import Nsqd
-from nsparq.server.tcp import MAX_UNANSWERED, MAX_UNREAD, SEND_AT_ONCE
+from nsparq.server.outbox import FLUSH_SIZE, MAX_UNANSWERED, MAX_UNREAD
 from nsparq.storage.files import Files
 from nsparq.wire.frames import ERROR, OK, encode_frame
 from tests.support import BrokerThread, wait_until
@@ -148,7 +148,7 @@ def test_a_publisher_far_ahead_of_the_disk_is_not_read_from_until_it_catches_up(
             while connection._is_reading:  # noqa: ASYNC110  # nothing tells of it
                 await asyncio.sleep(0.01)
             # One read of the loop's may go beyond the limit; the rest stays with the sender.
-            assert len(connection._replies) < MAX_UNANSWERED + (256 << 10) // len(PUB)
+            assert connection.outbox.unanswered < MAX_UNANSWERED + (256 << 10) // len(PUB)
             files.go.set()
             assert await reader.readexactly(count * len(OK)) == OK * count
             writer.close()
@@ -330,7 +330,7 @@ def test_a_consumer_that_does_not_read_is_heard_until_enough_answers_wait(
         sender.start()
         wait_until(lambda: not connection._is_reading)
         # One read of the loop's may go beyond the limit.
-        most = MAX_UNREAD + SEND_AT_ONCE + (256 << 10) * len(refusal) // len(refused)
+        most = MAX_UNREAD + FLUSH_SIZE + (256 << 10) * len(refusal) // len(refused)
         assert connection._transport.get_write_buffer_size() <= blocked_at + most
         # Once it reads, it gets all the answers.
         errors = 0

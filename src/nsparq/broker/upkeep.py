@@ -1,0 +1,343 @@
+"""Upkeep: about once a second, checkpoint, sync and reclaim what has changed since the last round.
+
+A round looks only at topics that were used, so idle topics cost nothing. Whatever may block runs in a thread.
+What fails is reported in health and tried again in the next round.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from nsparq.broker.turn import bound_memory
+from nsparq.errors import SyncFailed
+from nsparq.storage.files import Work
+from nsparq.storage.log import Log
+from nsparq.storage.segment import Segment
+from nsparq.storage.state import ChannelState, StateFile
+
+if TYPE_CHECKING:
+    from nsparq.broker.broker import Broker
+    from nsparq.broker.channel import Channel
+    from nsparq.broker.topic import Topic
+
+logger = logging.getLogger(__name__)
+
+MIN_SYNC_INTERVAL_NS: Final = 100_000_000
+"""Between two fsyncs of one log, unless `--durability=fsync` makes publishers wait for them."""
+SLICE_NS: Final = 5_000_000
+"""How long upkeep, or gathering stats, may hold up the event loop; a single topic may take longer."""
+AGE_INTERVAL_NS: Final = 60_000_000_000
+"""How often idle topics are checked for segments beyond the retention age."""
+COPY_INTERVAL_NS: Final = 10_000_000_000
+"""Between attempts to copy a segment whose fsync has failed."""
+CHECKPOINT_SHARE: Final = 20
+"""Encoding checkpoints of one channel takes at most one part in so many of the time."""
+
+
+class Upkeep:
+    """Keeps note of what has to be looked at, and looks at it."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self.use_count = 0
+        """Grows with every append. A long poll of many topics compares it to see whether anything came."""
+        self._changed: set[Topic] = set()
+        """Topics that the next round looks at."""
+        self._with_files: set[Topic] = set()
+        """Topics whose log may have open files. A round closes those of idle topics."""
+        self._aging: set[Topic] = set()
+        """Topics with segments that are kept until they reach an age."""
+        self._next_age_check_ns = 0
+        self._retried: set[Channel] = set()
+        """Channels whose delivery failed. The next round tries again."""
+        self._not_removed: list[tuple[str, Work]] = []
+        """Removals of files that failed: what is removed, and how."""
+        self._copying: set[Topic] = set()
+        """Topics of which a segment is being copied because its fsync failed."""
+        self._checkpointing: set[Channel] = set()
+        self._next_checkpoint_ns: dict[Channel, int] = {}
+        """Channels whose last checkpoint was costly: no other before this time."""
+        self._is_syncing_pending = False
+        self._pending_synced_ns = 0
+        """When the last round of syncs of small files and names began."""
+
+    # what to look at
+
+    def note_changed(self, topic: Topic) -> None:
+        """Have the next round look at the topic."""
+        self._changed.add(topic)
+
+    def note_used(self, topic: Topic) -> None:
+        """Messages were appended, or the topic was emptied or got other settings."""
+        self.use_count += 1
+        self._changed.add(topic)
+        now_ns = self._broker.monotonic_ns()
+        if now_ns - topic.synced_ns < MIN_SYNC_INTERVAL_NS or topic.is_synchronous:
+            return
+        log = topic.log
+        if isinstance(log, Log) and log.unsynced >= self._broker.options.sync_every:
+            topic.synced_ns = now_ns
+            self.request_sync(topic)
+
+    def retry(self, channel: Channel) -> None:
+        """Have the next round try to deliver again."""
+        self._retried.add(channel)
+
+    def forget_topic(self, topic: Topic) -> None:
+        """The topic was deleted."""
+        for topics in (self._changed, self._with_files, self._aging):
+            topics.discard(topic)
+        for work in ("sync", "state"):
+            self._broker.health.set(None, f"{work} {topic}")
+
+    def forget_channel(self, channel: Channel) -> None:
+        """The channel was deleted."""
+        self._retried.discard(channel)
+        self._next_checkpoint_ns.pop(channel, None)
+        for work in ("read", "checkpoint", "carry"):
+            self._broker.health.set(None, f"{work} {channel}")
+
+    # the round
+
+    def run(self) -> None:
+        """A whole round."""
+        for _ in self.run_in_slices():
+            pass
+
+    def run_in_slices(self) -> Iterator[None]:
+        """A round that yields whenever it has held up the loop for SLICE_NS."""
+        broker = self._broker
+        now_ns = broker.monotonic_ns()
+        if broker.changes.is_metadata_stale:
+            broker.changes.write_metadata()
+        broker.changes.start_round()
+        broker.keep_reserve()
+        self._try_again()
+        if now_ns >= self._next_age_check_ns:
+            self._next_age_check_ns = now_ns + AGE_INTERVAL_NS
+            self._changed |= self._aging
+            self._aging = set()
+        changed, self._changed = self._changed, set()
+        idle = self._with_files - changed
+        self._with_files.update(topic for topic in changed if not (topic.is_ephemeral or topic.is_exiting))
+        stop_ns = now_ns + SLICE_NS
+        try:
+            while changed or idle:
+                if changed:
+                    self._look_after(changed.pop())
+                else:
+                    self._release_files(idle.pop())
+                if broker.monotonic_ns() > stop_ns:
+                    yield
+                    stop_ns = broker.monotonic_ns() + SLICE_NS
+        finally:
+            # If the round was broken off, the next one goes on with these.
+            self._changed |= changed
+        broker.transactions.expire()
+        broker.scan.resize(broker.channel_count)
+        self._sync_pending()
+
+    def _try_again(self) -> None:
+        for channel in self._retried:
+            # If it fails again, it reports that again.
+            self._broker.health.set(None, f"read {channel}")
+            self._broker.next_turn.add_channel(channel)
+        self._retried.clear()
+        not_removed, self._not_removed = self._not_removed, []
+        for what, work in not_removed:
+            self.remove(what, work)
+
+    def _look_after(self, topic: Topic) -> None:
+        if topic.is_exiting:
+            return
+        try:
+            self._checkpoint_channels(topic)
+            topic.checkpoint()
+            self._sync_in_time(topic)
+            self._reclaim(topic)
+            bound_memory(self._broker.topics, self._broker.ephemeral_memory)
+        except Exception:
+            # One topic's trouble must not cost the others their checkpoints.
+            logger.exception("%s: maintenance failed", topic)
+            self._changed.add(topic)
+
+    # checkpoints
+
+    def _checkpoint_channels(self, topic: Topic) -> None:
+        for channel in topic.channels.values():
+            if not channel.is_changed or channel.state_file is None:
+                continue
+            now_ns = self._broker.monotonic_ns()
+            if channel in self._checkpointing or now_ns < self._next_checkpoint_ns.get(channel, 0):
+                self._changed.add(topic)
+                continue
+            channel.is_changed = False
+            self._checkpointing.add(channel)
+            self._checkpoint(channel, channel.state_file, channel.capture(), now_ns)
+
+    def _checkpoint(
+        self, channel: Channel, state_file: StateFile, build: Callable[[], ChannelState], began_ns: int
+    ) -> None:
+        version = state_file.next_version()
+        state: ChannelState | None = None
+        is_latest = False
+        encoded_ns = began_ns
+
+        def write() -> None:
+            nonlocal state, is_latest, encoded_ns
+            state = build()
+            content = state.encode()
+            encoded_ns = self._broker.monotonic_ns()
+            is_latest = state_file.write(content, version, sync=channel.topic.is_synchronous)
+
+        def written(error: OSError | None) -> None:
+            self._checkpointing.discard(channel)
+            if channel.is_exiting:
+                return
+            # A channel with a million deferred messages takes long to encode, so that is done less often.
+            self._next_checkpoint_ns[channel] = began_ns + CHECKPOINT_SHARE * (encoded_ns - began_ns)
+            if error is not None:
+                channel.is_changed = True
+                self._changed.add(channel.topic)
+            if is_latest and state is not None:
+                channel.checkpointed(state)
+            text = None if error is None else f"failed to checkpoint {channel}: {error}"
+            self._broker.health.set(text, f"checkpoint {channel}")
+
+        self._broker.try_in_background(write, written)
+
+    # syncs
+
+    def request_sync(self, topic: Topic) -> None:
+        """fsync a topic's log in a thread, one at a time. Publishers that come meanwhile share the next."""
+        log = topic.log
+        if not isinstance(log, Log) or log.is_syncing:
+            return
+        try:
+            sync = log.begin_sync()
+        except OSError as error:
+            self._sync_later(topic, error)
+            return
+
+        def synced() -> None:
+            log.end_sync(sync)
+            if topic.is_exiting:
+                log.close_descriptors()
+            elif sync.obstacle is not None:
+                self._sync_later(topic, sync.obstacle)
+            else:
+                self._note_sync(topic, sync.error)
+                topic.committed(None if sync.error is None else SyncFailed(_reason(sync.error)))
+
+        self._broker.in_background(sync.run, synced)
+
+    def _sync_later(self, topic: Topic, error: OSError) -> None:
+        """The fsync could not be tried, mostly because no file descriptor was left. Nothing is known to have
+        failed, so publishers who wait for it go on waiting, and the next round tries again."""
+        self._broker.health.set(f"{topic}: cannot fsync for now: {_reason(error)}", f"sync {topic}")
+        self._changed.add(topic)
+
+    def _note_sync(self, topic: Topic, error: OSError | None) -> None:
+        """A failed fsync stays in health until the segment has been copied. A later fsync that works proves
+        nothing about the segment."""
+        source = f"sync {topic}"
+        if error is not None:
+            self._broker.health.set(f"{topic}: fsync failed: {_reason(error)}", source)
+            self._changed.add(topic)
+        elif isinstance(topic.log, Log) and not topic.log.doubtful:
+            self._broker.health.set(None, source)
+
+    def _sync_in_time(self, topic: Topic) -> None:
+        """Keep `--sync-timeout`, and copy segments whose fsync failed."""
+        log, now_ns, options = topic.log, self._broker.monotonic_ns(), self._broker.options
+        if isinstance(log, Log) and log.unsynced:
+            self._changed.add(topic)
+            # The next round would be too late.
+            limit_s = options.sync_timeout - options.checkpoint_interval
+            is_time = topic.awaits_sync or now_ns - topic.synced_ns >= limit_s * 1e9
+            if is_time and not log.is_syncing:
+                topic.synced_ns = now_ns
+                self.request_sync(topic)
+        if isinstance(log, Log) and log.doubtful:
+            self._copy_doubtful(topic, log, now_ns)
+
+    def _copy_doubtful(self, topic: Topic, log: Log, now_ns: int) -> None:
+        """Copy a segment whose fsync failed. If that fails too, try again after COPY_INTERVAL_NS."""
+        self._changed.add(topic)
+        if topic in self._copying or now_ns < topic.copy_after_ns:
+            return
+        segment = log.doubtful[0]
+
+        def copied(error: OSError | None) -> None:
+            self._copying.discard(topic)
+            if topic.is_exiting:
+                return
+            if error is not None:
+                topic.copy_after_ns = self._broker.monotonic_ns() + COPY_INTERVAL_NS
+            else:
+                log.copied(segment)
+            self._note_sync(topic, error)
+
+        self._copying.add(topic)
+        self._broker.try_in_background(segment.copy_anew, copied)
+
+    def _sync_pending(self) -> None:
+        """Sync what was written without a sync: checkpoints, states of topics, names. One round at a time, in
+        one thread: with many topics on a slow disk, the other threads stay free for reads."""
+        now_ns = self._broker.monotonic_ns()
+        is_early = now_ns - self._pending_synced_ns < self._broker.options.sync_timeout * 1e9 / 2
+        if self._is_syncing_pending or is_early:
+            return
+        if not self._broker.files.has_pending:
+            self.note_pending(None)
+            return
+        self._is_syncing_pending = True
+        self._pending_synced_ns = now_ns
+
+        def synced(error: OSError | None) -> None:
+            self._is_syncing_pending = False
+            self.note_pending(error)
+
+        self._broker.try_in_background(self._broker.files.sync_pending, synced)
+
+    def note_pending(self, error: OSError | None) -> None:
+        text = None if error is None else f"cannot sync checkpoints, states and names: {_reason(error)}"
+        self._broker.health.set(text, "sync pending")
+
+    # files that nobody needs
+
+    def _reclaim(self, topic: Topic) -> None:
+        segments = topic.reclaim(self._broker.age_ns())
+        if segments:
+            self.remove(f"segments of {topic}", partial(self.remove_segments, segments))
+        log = topic.log
+        if isinstance(log, Log) and log.settings.retention_s and log.sealed_segments():
+            self._aging.add(topic)
+
+    def remove_segments(self, segments: list[Segment]) -> None:
+        # The checkpoints that let go of these segments, and what was carried over, are on disk first.
+        self._broker.files.sync_pending()
+        for segment in segments:
+            segment.remove()
+
+    def remove(self, what: str, work: Work) -> None:
+        """Remove files in a thread. If `work` raises OSError, the next round repeats it."""
+
+        def removed(error: OSError | None) -> None:
+            if error is not None:
+                self._not_removed.append((what, work))
+            text = None if error is None else f"cannot remove {what}: {_reason(error)}"
+            self._broker.health.set(text, f"remove {what}")
+
+        self._broker.try_in_background(work, removed)
+
+    def _release_files(self, topic: Topic) -> None:
+        if isinstance(topic.log, Log) and topic.log.release_files():
+            self._with_files.discard(topic)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

@@ -1,0 +1,174 @@
+"""What nsqd does for each command, a function each, from top to bottom.
+
+Fatal errors are raised: the connection replies with the error and closes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from nsparq.broker.topic import Topic
+from nsparq.errors import ClientError, Exiting, FatalClientError, StorageError, SubscribeRefused
+from nsparq.server.outbox import MAX_UNANSWERED
+from nsparq.wire import commands
+from nsparq.wire.frames import CLOSE_WAIT, OK, RESPONSE, encode_frame
+from nsparq.wire.server import CLOSING, SUBSCRIBED
+
+if TYPE_CHECKING:
+    from nsparq.server.connection import Connection
+
+
+def identify(connection: Connection, command: commands.Identify) -> None:
+    connection.client.identity = command.identity
+    connection.restart_timer()
+    connection.answer_publishes()
+    connection.outbox.reply(encode_frame(RESPONSE, command.identity.reply(connection.nsqd.limits)))
+    connection.start_layers()
+
+
+def auth(connection: Connection, command: commands.Auth) -> None:
+    connection.auth.take_secret(command.secret)
+
+    async def check() -> None:
+        grant = await connection.auth.authenticate()
+        if not grant.authorizations:
+            raise FatalClientError("E_UNAUTHORIZED", "AUTH no authorizations found")
+        connection.outbox.reply(encode_frame(RESPONSE, grant.reply()))
+
+    connection.wait_for(check())
+
+
+def subscribe(connection: Connection, command: commands.Subscribe) -> None:
+    if not _is_permitted(connection, command, "SUB", command.topic, command.channel):
+        return
+    client, broker = connection.client, connection.nsqd.broker
+    try:
+        broker.subscribe(client, command.topic, command.channel)
+    except (Exiting, SubscribeRefused, OSError) as error:
+        raise FatalClientError("E_SUB_FAILED", f"SUB failed {reason_of(error)}") from error
+    client.state = SUBSCRIBED
+    channel = client.channel
+    if channel is None or broker.changes.are_on_disk(channel.topic):
+        connection.outbox.reply(OK)
+    else:
+        connection.wait_for(_confirm_subscription(connection, channel.topic))
+
+
+async def _confirm_subscription(connection: Connection, topic: Topic) -> None:
+    """The channel may be new. With `--durability=fsync` it is on disk before the client is answered."""
+    try:
+        await connection.nsqd.durable(topic)
+    except OSError as error:
+        raise FatalClientError("E_SUB_FAILED", f"SUB failed {reason_of(error)}") from error
+    connection.outbox.reply(OK)
+
+
+def publish(connection: Connection, command: commands.Publish) -> None:
+    """PUB, MPUB and DPUB, or a run of PUBs or MPUBs to one topic, each with its own answer."""
+    verb, topic_name = command.verb, command.topic
+    if connection.auth.is_required and not _is_permitted(connection, command, verb, topic_name, ""):
+        return
+    outbox, count = connection.outbox, len(command.counts) or 1
+    outbox.expect(count)
+    try:
+        connection.nsqd.broker.publish(
+            topic_name,
+            command.bodies,
+            command.defer_ms,
+            partial(connection.published, count),
+            verb,
+            has_company=connection.protocol.has_more,
+        )
+    except (Exiting, StorageError, OSError) as error:
+        outbox.withdraw(count)
+        raise FatalClientError(f"E_{verb}_FAILED", f"{verb} failed {reason_of(error)}") from error
+    connection.client.publish_counts[topic_name] += len(command.bodies)
+    unanswered = outbox.unanswered
+    if not unanswered:
+        # It was appended at once. The client can prepare its next publish while we serve others.
+        connection.nsqd.sender.send_oks()
+    elif unanswered >= MAX_UNANSWERED:
+        connection.adjust_reading()
+    elif connection.protocol.lone_publishes >= connection.join_lane_after:
+        connection.join_lane(topic_name)
+
+
+def ready(connection: Connection, command: commands.Ready) -> None:
+    if connection.client.channel is not None:
+        connection.client.channel.set_ready(connection.client, command.count)
+
+
+def finish(connection: Connection, command: commands.Finish) -> None:
+    client, channel = connection.client, connection.client.channel
+    if channel is not None:
+        for error in channel.finish(client, command.spans, connection.nsqd.broker.monotonic_ns()):
+            connection.fail(error)
+
+
+def requeue(connection: Connection, command: commands.Requeue) -> None:
+    client, channel = connection.client, connection.client.channel
+    if channel is not None:
+        try:
+            channel.requeue(client, command.id, command.timeout_ms, connection.nsqd.broker.monotonic_ns())
+        except ClientError as error:
+            connection.fail(error)
+
+
+def touch(connection: Connection, command: commands.Touch) -> None:
+    client, channel = connection.client, connection.client.channel
+    if channel is not None:
+        try:
+            channel.touch(client, command.id, connection.nsqd.broker.monotonic_ns())
+        except ClientError as error:
+            connection.fail(error)
+
+
+def start_close(connection: Connection, command: commands.StartClose) -> None:
+    connection.client.ready_count = 0
+    connection.client.state = CLOSING
+    connection.outbox.reply(CLOSE_WAIT)
+
+
+def refuse(connection: Connection, command: commands.Refusal) -> None:
+    connection.fail(command.error)
+
+
+def _is_permitted(
+    connection: Connection, command: commands.Command, verb: str, topic: str, channel: str
+) -> bool:
+    """False if that must be asked for: the command is then executed again when the answer has come. Raises
+    FatalClientError if it is not permitted."""
+    auth = connection.auth
+    if not auth.is_required:
+        return True
+    if auth.has_expired:
+        connection.wait_for(auth.authenticate(), command)
+        return False
+    auth.require(verb, topic, channel)
+    return True
+
+
+def reason_of(error: Exception) -> str:
+    """What a client may know of a failure: never a path."""
+    if isinstance(error, OSError):
+        return error.strerror or "disk error"
+    cause = error.__cause__
+    if isinstance(error, StorageError) and isinstance(cause, OSError):
+        return cause.strerror or "disk error"
+    return str(error)
+
+
+EXECUTE: Final[dict[type, Callable[[Connection, Any], None]]] = {
+    commands.Publish: publish,
+    commands.Finish: finish,
+    commands.Ready: ready,
+    commands.Requeue: requeue,
+    commands.Touch: touch,
+    commands.Identify: identify,
+    commands.Auth: auth,
+    commands.Subscribe: subscribe,
+    commands.StartClose: start_close,
+    commands.Refusal: refuse,
+}
