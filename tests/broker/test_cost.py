@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from nsparq.broker.channel import Channel
+from nsparq.broker.ephemeral import EphemeralBound
 from nsparq.broker.inflight import Run
+from nsparq.broker.publishing import Publishing
 from nsparq.broker.topic import Topic
 from nsparq.storage.log import Log
 from nsparq.storage.memory import MemoryLog
@@ -22,7 +24,9 @@ MakeRig = Callable[..., Rig]
 
 # What upkeep does to a topic or a channel.
 TOUCHES = [
-    (Topic, ["reclaim", "low", "flush", "bound", "save_channel", "stats"]),
+    (Topic, ["reclaim", "low", "save_channel", "stats"]),
+    (Publishing, ["flush"]),
+    (EphemeralBound, ["apply", "reclaim"]),
     (
         Channel,
         ["expire", "next_event", "pump", "capture", "low", "begin_carry", "drop_carried", "_unfinished"],

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nsparq.broker.topic import EAGER_BATCH, EAGER_BYTES, MAX_BATCH
+from nsparq.broker.publishing import EAGER_BATCH, EAGER_BYTES, MAX_BATCH
 from nsparq.errors import Exiting, SyncFailed, WriteFailed
 from nsparq.storage.log import Log
 from tests.broker.rig import FakeClient, Later, Receipt, Rig, bodies, counts
@@ -140,7 +140,7 @@ def test_an_exiting_topic_takes_no_publish_and_no_channel(rig: Rig):
     topic = rig.topic()
     rig.broker.delete_topic("t")
     with pytest.raises(Exiting):
-        topic.publish([b"x"], 0, Receipt(), "PUB")
+        topic.publishing.publish([b"x"], 0, Receipt(), "PUB")
     with pytest.raises(Exiting):
         topic.get_channel("c")
 
@@ -569,7 +569,7 @@ def test_after_a_failed_fsync_publishers_are_told_that_nobody_knows(make_rig: Ma
     assert len(rig.names("*.log")) == 2
     assert "fsync failed" in rig.broker.health.error, "of the others nothing is known yet"
     commit = Receipt()
-    rig.topic().when_committed(commit, "commit")
+    rig.topic().publishing.when_committed(commit, "commit")
     assert isinstance(commit.error, SyncFailed)
     rig.maintain()
     later.run_all()

@@ -274,10 +274,10 @@ def test_a_topic_deleted_while_it_is_committed_begins_anew(tmp_path: Path) -> No
 def test_batches_say_by_which_transaction_they_came(tmp_path: Path) -> None:
     broker = open_broker(tmp_path)
     topic = broker.get_topic("t")
-    topic.append_tagged(PackedBodies.of([b"1", b"2"]), 0, 7)
-    topic.append_tagged(PackedBodies.of([b"3"]), 0, 8)
+    topic.publishing.append_tagged(PackedBodies.of([b"1", b"2"]), 0, 7)
+    topic.publishing.append_tagged(PackedBodies.of([b"3"]), 0, 8)
     middle = topic.log.end
-    topic.append_tagged(PackedBodies.of([b"4"]), 0, 7)
+    topic.publishing.append_tagged(PackedBodies.of([b"4"]), 0, 7)
     assert [topic.log.count_tagged(tag, topic.log.start) for tag in (7, 8, 9)] == [3, 1, 0]  # type: ignore[union-attr]
     assert topic.log.count_tagged(7, middle) == 1  # type: ignore[union-attr]
     written = b"".join(path.read_bytes() for path in (tmp_path / "topics" / "t.topic").glob("*.log"))

@@ -415,7 +415,7 @@ class Broker:
         has_company: bool = False,
     ) -> None:
         topic = self.topics.get(topic_name) or self.get_topic(topic_name)
-        topic.publish(bodies, defer_ms * 1_000_000, done, verb, has_company=has_company)
+        topic.publishing.publish(bodies, defer_ms * 1_000_000, done, verb, has_company=has_company)
 
     def subscribe(self, client: Client, topic_name: str, channel_name: str) -> None:
         """Raises Exiting or SubscribeRefused."""

@@ -8,57 +8,35 @@ from __future__ import annotations
 
 import logging
 import uuid
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nsparq.broker.backlog import CarryCopy, CarryOver
 from nsparq.broker.channel import Channel
+from nsparq.broker.ephemeral import EphemeralBound
 from nsparq.broker.latency import summarize
+from nsparq.broker.publishing import Publishing
 from nsparq.broker.settings import TopicSettings
-from nsparq.errors import Exiting, StorageError, SyncFailed
+from nsparq.broker.topic_files import find_topic
+from nsparq.errors import Exiting, StorageError
 from nsparq.names import is_ephemeral
 from nsparq.packed import PackedBodies
 from nsparq.storage.batch import mark_of
-from nsparq.storage.carry import CARRY_SUFFIX
-from nsparq.storage.log import Durability, Log, LogSettings, read_marks
+from nsparq.storage.log import Durability, Log, LogSettings
 from nsparq.storage.memory import MemoryLog
 from nsparq.storage.metadata import TopicEntry
 from nsparq.storage.segment import Segment
 from nsparq.storage.state import (
-    CHANNEL_SUFFIX,
-    TOPIC_FILE,
     ChannelState,
     TopicState,
-    read_channel_state,
-    read_topic_state,
 )
 
 if TYPE_CHECKING:
     from nsparq.broker.broker import Broker
 
 logger = logging.getLogger(__name__)
-
-MAX_BATCH = 2500
-"""Messages in one batch; a larger publish becomes several. What is read from a publisher in one go, 256 KiB,
-is usually less: taking it apart would mean to copy it."""
-
-ENOUGH = 1024
-"""Messages that are appended at once though more are on their way."""
-
-EAGER_BATCH = 64
-"""A publish of this many messages is appended at once: it gains nothing by waiting for company, and its
-publisher can prepare the next while we serve the others."""
-
-MANY_CHANNELS = 4
-"""With so many it does gain: what is appended together is also delivered together, to each of them."""
-
-EAGER_BYTES = 64 << 10
-"""So is a message of this size, which bounds the size of a batch."""
 
 PINNED_SEGMENTS = 2
 """Segments that all cursors have passed may wait for their last messages before those are carried over."""
@@ -69,9 +47,6 @@ but no more than the clock passes in 16 s, so that crashes do not carry a topic 
 
 DISCOVERY = "discovery"
 """Who holds the messages of a topic that is new, for channels that are to be discovered."""
-
-Done = Callable[[str, Exception | None], None]
-"""Told the publisher's verb and None once its messages are as durable as configured, or the failure."""
 
 
 class TopicPositions(NamedTuple):
@@ -112,6 +87,9 @@ class Topic:
         """Files beside the log, the topic's and its channels', that were damaged or missing."""
         self.incarnation = uuid.uuid4().hex
         self.log: Log | MemoryLog
+        self.publishing = Publishing(self)
+        self.bound: EphemeralBound | None = None
+        """Bounds the memory of an ephemeral topic."""
         self.origin = 0
         """Where the first channel starts: what comes after it is kept while there is no channel."""
         self.holds: dict[object, int] = {}
@@ -122,18 +100,8 @@ class Topic:
         self.is_synchronous = False
         """Whether publishers wait for an fsync."""
         self._apply(self.settings)
-        self._pause_position = -1
-        self._published: list[PackedBodies] = []
-        """Published in this turn, to be appended at its end."""
-        self._singles: list[bytes] = []
-        """Single messages published after those."""
-        self._gathered = 0
-        """Messages among them."""
-        self._deferred: list[tuple[PackedBodies, int]] = []
-        self._waiting: list[tuple[Done, str]] = []
-        self._uncommitted: list[tuple[int, list[tuple[Done, str]]]] = []
-        """Publishers who wait for an fsync, with the log's end that it must reach."""
-        self._held_back: list[tuple[int, int]] = []
+        self.pause_position = -1
+        self.held_back: list[tuple[int, int]] = []
         """Deferred messages, sequence number and due time (monotonic), that no channel may see yet."""
         self._reserve_at = -1
         """Half of the numbers that this run has reserved: before it goes beyond this it reserves more. Below
@@ -145,16 +113,12 @@ class Topic:
         self._is_clean = False
         """Whether the state on disk is that of a clean stop, and nothing has changed since."""
         self._handed_out = -1
-        self._import_start = -1
+        self.import_start = -1
         """Where the messages of another nsqd begin, while they are being taken over."""
         self._low = (0, 0)
         self.given_up_before = 0
         """An ephemeral topic has given up the messages below this, for want of memory: those still in flight
         cannot be sent again."""
-        self._has_more_to_carry = False
-        """Whether an ephemeral topic has stopped in the middle of carrying messages over."""
-        self._reclaim_from = 0
-        """An ephemeral log that holds more messages than this is reclaimed without waiting for upkeep."""
         self.synced_ns = 0
         """When the log was last asked to sync."""
         self.copy_after_ns = 0
@@ -167,6 +131,7 @@ class Topic:
         epoch = self.broker.epoch()
         if self.directory is None:
             self.log = MemoryLog(floor=epoch, memory=self.broker.ephemeral_memory)
+            self.bound = EphemeralBound(self, self.log)
         else:
             self.broker.files.make_directory(self.directory)
             self.log = self._new_log(self.directory, epoch)
@@ -180,14 +145,12 @@ class Topic:
         """A topic whose directory an earlier run has left. `listed` is what that run wrote of it in nsqd.dat:
         channels that have lost their files, and whether those were paused, are known from there."""
         assert self.directory is not None
-        files = self.broker.files
-        names = files.list_directory(self.directory)
-        channel_states = self._read_channels(names, listed)
-        # A directory without any file is that of a topic whose creation was broken off.
-        state = self._own_state(read_topic_state(files, self.directory), channel_states) if names else None
-        # Should the clock have been set back, these still know what has been used.
-        known = [known.seen for known in channel_states.values() if known]
-        epoch = max(self.broker.epoch(), *known, state.reserved if state else 0)
+        found = find_topic(self.broker.files, self.directory, self.name, listed)
+        state, channel_states = found.state, found.channels
+        self.incarnation = found.incarnation
+        self.corrupt_files += found.corrupt_files
+        # If the clock has been set back, the files still know which numbers have been used.
+        epoch = max(self.broker.epoch(), found.highest_used)
         clean_end = -1
         if state is not None:
             self._restore_settings(state.settings)
@@ -197,8 +160,7 @@ class Topic:
         if state is not None:
             for start, end in state.gaps:
                 log.gaps.add(start, end)
-        needed = self._needed(state, [known for known in channel_states.values() if known])
-        log.open(clean_end=clean_end, epoch=epoch, needed=needed)
+        log.open(clean_end=clean_end, epoch=epoch, needed=found.needed)
         self.log = log
         self.origin = log.start
         if state is not None:
@@ -206,14 +168,12 @@ class Topic:
                 self._hold_for_discovery(state.discovery_start)
             self.origin = max(state.origin, log.start)
             self.paused = state.paused
-            self._pause_position = state.pause_position
+            self.pause_position = state.pause_position
             if state.import_start >= 0:
-                self._undo_import(state.import_start, log, channel_states.values())
+                self._undo_import(state.import_start, log, found.known_channels)
         elif listed is not None and listed.paused:
             self.paused = True
-            self._pause_position = max(
-                (known.seen for known in channel_states.values() if known), default=log.start
-            )
+            self.pause_position = max((known.seen for known in found.known_channels), default=log.start)
         paused = {entry.name for entry in listed.channels if entry.paused} if listed is not None else set()
         for name, channel_state in channel_states.items():
             channel = Channel(self, name, log.start)
@@ -225,69 +185,7 @@ class Topic:
         self._is_clean = state is not None and clean_end == log.end and state.import_start < 0
         since = self.visible_end if self.channels else self.origin
         due_at = self.broker.due_times()
-        self._held_back = [(sequence, due_at(due_ns)) for sequence, due_ns in log.deferred_since(since)]
-
-    def _read_channels(self, names: list[str], listed: TopicEntry | None) -> dict[str, ChannelState | None]:
-        """The state of every channel that anything tells of; None for one that has to start over."""
-        assert self.directory is not None
-        known = {
-            name.removesuffix(s) for name in names for s in (CHANNEL_SUFFIX, CARRY_SUFFIX) if name.endswith(s)
-        }
-        if listed is not None:
-            known.update(entry.name for entry in listed.channels)
-        files = self.broker.files
-        return {
-            name: read_channel_state(files, self.directory / (name + CHANNEL_SUFFIX))
-            for name in sorted(known)
-        }
-
-    def _own_state(
-        self, state: TopicState | None, channel_states: dict[str, ChannelState | None]
-    ) -> TopicState | None:
-        """Find out which log this is, by what the topic's file and its channels' say. Files that are damaged,
-        or of another log, are counted, and not used. Gives the topic's state unless it is one of them."""
-        said = [known.incarnation for known in channel_states.values() if known and known.incarnation]
-        self.incarnation = self._find_incarnation(state, said)
-        for name, known in channel_states.items():
-            if known is not None and known.incarnation not in ("", self.incarnation):
-                logger.error("%s:%s: its file is of another log: the channel starts over", self, name)
-                channel_states[name] = None
-        if state is not None and state.incarnation != self.incarnation:
-            logger.error("%s: %s is of another log: the log is kept, from its start", self, TOPIC_FILE)
-            state = None
-        self.corrupt_files += sum(known is None for known in channel_states.values())
-        self.corrupt_files += state is None
-        return state
-
-    def _find_incarnation(self, state: TopicState | None, said: list[str]) -> str:
-        """What the topic's file says; where others do not agree, by the votes of that, the channels' files,
-        and the segments."""
-        assert self.directory is not None
-        is_own = state is not None and state.name in ("", self.name)
-        if state is not None and is_own and {*said} <= {state.incarnation}:
-            return state.incarnation
-        marks = read_marks(self.broker.files, self.directory)
-        known = {mark_of(incarnation): incarnation for incarnation in said}
-        votes = Counter(map(mark_of, said))
-        votes.update(marks)
-        if state is not None:
-            known[mark_of(state.incarnation)] = state.incarnation
-            votes[mark_of(state.incarnation)] += 2 if is_own else 0
-        if not votes:
-            return self.incarnation
-        mark = max(votes, key=votes.__getitem__)
-        # Nobody knows its name any more: it gets another that its batches go with.
-        others = (uuid.uuid4().hex for _ in count())
-        return known.get(mark) or next(other for other in others if mark_of(other) == mark)
-
-    def _needed(self, state: TopicState | None, known: list[ChannelState]) -> tuple[int, int]:
-        """The first number that any channel has to read, and where the log ended on disk, by what the files
-        beside it say."""
-        ends = [one.disk_end for one in known] + ([state.disk_end] if state is not None else [])
-        lows = [min([one.cursor, *one.sequences.tolist()]) for one in known]
-        if not known and state is not None:
-            lows = [state.origin]
-        return min(lows, default=0), max(ends, default=0)
+        self.held_back = [(sequence, due_at(due_ns)) for sequence, due_ns in log.deferred_since(since)]
 
     def _new_log(self, directory: Path, floor: int) -> Log:
         settings = self.settings.applied_to(self.broker.log_settings)
@@ -308,11 +206,11 @@ class Topic:
             incarnation=self.incarnation,
             origin=self.visible_end if self.channels else self.origin,
             paused=self.paused,
-            pause_position=self._pause_position,
+            pause_position=self.pause_position,
             clean_end=self.log.end if clean else -1,
             reserved=self.log.end + (0 if clean else RESERVED_NUMBERS),
             gaps=self.log.gaps.ranges,
-            import_start=self._import_start,
+            import_start=self.import_start,
             name=self.name,
             disk_end=self.log.disk_end,
             settings=self.settings.stored(),
@@ -381,13 +279,13 @@ class Topic:
 
     def begin_import(self) -> None:
         """Whatever is appended from here on is as if it had never been, until end_import()."""
-        self._import_start = self.log.end
+        self.import_start = self.log.end
         self._write_state(clean=False, sync=True)
 
     def show_imported(self) -> None:
         """What has been appended so far was with the channels already: a paused topic does not hold it up."""
-        if self.paused and self.channels and not self.log.count(self._pause_position, self._import_start):
-            self._pause_position = self.log.end
+        if self.paused and self.channels and not self.log.count(self.pause_position, self.import_start):
+            self.pause_position = self.log.end
 
     def end_import(self) -> None:
         """Have all of it on disk, with where the channels stand, and let it count."""
@@ -401,113 +299,24 @@ class Topic:
         for channel in self.channels.values():
             channel.step_over()
             channel.save(sync=True)
-        self._import_start = -1
+        self.import_start = -1
         self._write_state(clean=False, sync=True)
 
-    def _undo_import(self, start: int, log: Log, states: Iterable[ChannelState | None]) -> None:
+    def _undo_import(self, start: int, log: Log, states: Iterable[ChannelState]) -> None:
         """It was broken off and will begin anew: no channel may see the first part of it."""
         logger.warning("%s: taking over another nsqd's messages was broken off, and begins anew", self)
         log.gaps.add(start, log.end)
         for state in states:
-            if state is not None:
-                state.drop_from(start)
+            state.drop_from(start)
 
     # publishing
 
     @property
     def visible_end(self) -> int:
         """Channels see no further than this."""
-        return self._pause_position if self.paused else self.log.end
+        return self.pause_position if self.paused else self.log.end
 
-    def publish(
-        self, bodies: Sequence[bytes], defer_ns: int, done: Done, verb: str, *, has_company: bool = False
-    ) -> None:
-        """Append at the end of this turn; `done` is called then, or when the disk has it. With company, more
-        is about to be published by the same client."""
-        if self.is_exiting:
-            raise Exiting
-        packed = PackedBodies.of(bodies)
-        self._waiting.append((done, verb))
-        if defer_ns:
-            # One batch each: a deferred batch is known by its first sequence number alone.
-            self._deferred += ((single, defer_ns) for single in packed.split(1))
-        else:
-            self._pack_singles()
-            self._published.append(packed)
-            self._gathered += len(packed.lengths)
-        gains = has_company or len(self.channels) >= MANY_CHANNELS
-        enough = ENOUGH if gains else EAGER_BATCH
-        if self._gathered >= enough or len(packed.data) >= EAGER_BYTES:
-            self.flush()
-        else:
-            self.broker.next_turn.add_topic(self)
-
-    def publish_singles(self, bodies: list[bytes], publisher: tuple[Done, str]) -> None:
-        """Append one message each of several publishers at the end of this turn; they are told together. The
-        topic is not exiting."""
-        self._waiting.append(publisher)
-        self._singles += bodies
-        self._gathered += len(bodies)
-        if self._gathered >= EAGER_BATCH:
-            self.flush()
-        else:
-            self.broker.next_turn.add_topic(self)
-
-    def _pack_singles(self) -> None:
-        if self._singles:
-            self._published.append(PackedBodies.of(self._singles))
-            self._singles = []
-
-    def flush(self) -> None:
-        """Append what was published in this turn and let the channels see it."""
-        waiting = self._waiting
-        if not waiting:
-            return
-        self._pack_singles()
-        published, groups = self._published, self._deferred
-        self._published, self._deferred, self._waiting, self._gathered = [], [], [], 0
-        if published:
-            groups = [(part, 0) for part in PackedBodies.join(published).split(MAX_BATCH)] + groups
-        try:
-            self._append(groups)
-        except Exception as error:
-            if not isinstance(error, StorageError | Exiting | OSError):
-                logger.exception("%s: internal error while appending", self)
-            self._tell(waiting, error)
-            return
-        self._await_commit(waiting)
-
-    def append_tagged(self, bodies: PackedBodies, defer_ns: int, tag: int) -> None:
-        """Append at once, behind what has been published before. Raises StorageError, OSError or Exiting,
-        with nothing appended."""
-        self.flush()
-        # One batch each, if deferred: as in publish().
-        self._append([(part, defer_ns) for part in bodies.split(1 if defer_ns else MAX_BATCH)], tag)
-
-    def when_committed(self, done: Done, verb: str) -> None:
-        """Have `done` called once all that has been appended is as durable as configured, or is known not to
-        be."""
-        if self.is_synchronous and isinstance(self.log, Log) and self.log.doubtful:
-            self._tell([(done, verb)], SyncFailed("an earlier one did"))
-        else:
-            self._await_commit([(done, verb)])
-
-    def _await_commit(self, waiting: list[tuple[Done, str]]) -> None:
-        if self.is_synchronous and isinstance(self.log, Log):
-            self._uncommitted.append((self.log.end, waiting))
-            self.broker.upkeep.request_sync(self)
-            return
-        self._tell(waiting, None)
-
-    def _tell(self, waiting: list[tuple[Done, str]], error: Exception | None) -> None:
-        """Answer publishers. One whose callback fails does not cost the others their answer."""
-        for done, verb in waiting:
-            try:
-                done(verb, error)
-            except Exception:
-                logger.exception("%s: internal error while answering a publisher", self)
-
-    def _append(self, groups: list[tuple[PackedBodies, int]], tag: int = 0) -> None:
+    def append(self, groups: list[tuple[PackedBodies, int]], tag: int = 0) -> None:
         """Append each group, (bodies, delay or 0), as one batch. Raises with nothing appended. Nothing here
         may raise once the log has the messages: they would be refused, and delivered all the same."""
         before = self.log.end
@@ -528,7 +337,7 @@ class Topic:
             self.message_bytes += len(batch.data)
             if batch.due_ns:
                 due_ns = self.broker.monotonic_ns() + batch.due_ns - wall_ns
-                self._held_back.append((batch.base, due_ns))
+                self.held_back.append((batch.base, due_ns))
         if self.is_ephemeral:
             self.broker.next_turn.add_topic(self)
         if self.channels:
@@ -545,29 +354,15 @@ class Topic:
         """Let the channels see what lies between `before` and the visible end."""
         if self.paused or not self.channels:
             return
-        held_back, self._held_back = self._held_back, []
+        held_back, self.held_back = self.held_back, []
         count = self.log.count(before, self.log.end)
         for channel in self.channels.values():
             for sequence, due_ns in held_back:
                 channel.defer_published(sequence, due_ns)
             channel.appended(count)
 
-    def committed(self, error: Exception | None) -> None:
-        """An fsync has ended."""
-        assert isinstance(self.log, Log)
-        uncommitted, reached = self._uncommitted, self.log.committed
-        # Those who have waited longest come first.
-        number = len(uncommitted) if error is not None else bisect_right(uncommitted, reached, key=_position)
-        self._uncommitted = uncommitted[number:]
-        for _, waiting in uncommitted[:number]:
-            self._tell(waiting, error)
-        if self._uncommitted:
-            self.broker.upkeep.request_sync(self)
-
-    @property
-    def awaits_sync(self) -> bool:
-        """Whether publishers wait for an fsync."""
-        return bool(self._uncommitted)
+    def drop_held_back_before(self, sequence: int) -> None:
+        self.held_back = [held for held in self.held_back if held[0] >= sequence]
 
     # channels
 
@@ -583,7 +378,7 @@ class Topic:
             self._remove_files(name, self._deleted[name])
         is_first = not self.channels
         channel = Channel(self, name, self.origin if is_first else self.visible_end)
-        held_back = self._held_back
+        held_back = self.held_back
         self.channels[name] = channel
         if start is not None:
             self._start_at(channel, start, is_first)
@@ -595,7 +390,7 @@ class Topic:
             # The disk refuses: there is no channel, and the topic keeps what it had for it.
             channel.is_exiting = True
             del self.channels[name]
-            self._held_back = held_back
+            self.held_back = held_back
             raise
         self.broker.channel_created(channel)
         return channel
@@ -604,7 +399,7 @@ class Topic:
         start = min(max(start, self.log.start), self.visible_end)
         if is_first and not self.paused:
             # The channel finds them in the log.
-            self._held_back = []
+            self.held_back = []
         channel.resume(channel.state_at(start))
         channel.appended(self.log.count(start, self.visible_end))
         self.low_fell()
@@ -615,7 +410,7 @@ class Topic:
         self._end_channel(channel)
         if not self.channels:
             self.origin = self.visible_end
-            self._held_back = [held for held in self._held_back if held[0] >= self.origin]
+            self.drop_held_back_before(self.origin)
             self._is_state_stale = True
             self.write_stale_state()
         # Behind the metadata: a channel that nsqd.dat names and that has no file is taken for a damaged one.
@@ -668,16 +463,16 @@ class Topic:
 
     def pause(self) -> None:
         if not self.paused:
-            self._pause_position = self.log.end if self.channels else self.origin
+            self.pause_position = self.log.end if self.channels else self.origin
             self.paused = True
         self._write_state(clean=False)
         self.broker.topic_changed(self)
 
     def unpause(self) -> None:
         if self.paused:
-            before = self._pause_position
+            before = self.pause_position
             self.paused = False
-            self._pause_position = -1
+            self.pause_position = -1
             self._show(before)
         self._write_state(clean=False)
         self.broker.topic_changed(self)
@@ -687,11 +482,11 @@ class Topic:
         if not self.channels:
             self.origin = self.log.end
             if self.paused:
-                self._pause_position = self.log.end
+                self.pause_position = self.log.end
         elif self.paused:
-            self.log.gaps.add(self._pause_position, self.log.end)
-            self._pause_position = self.log.end
-        self._held_back.clear()
+            self.log.gaps.add(self.pause_position, self.log.end)
+            self.pause_position = self.log.end
+        self.held_back.clear()
         self._write_state(clean=False)
         self.broker.upkeep.note_used(self)
 
@@ -745,10 +540,7 @@ class Topic:
             # A checkpoint that is late must not be written any more.
             channel.remove_files()
             self._end_channel(channel)
-        unanswered = [self._waiting, *(waiting for _, waiting in self._uncommitted)]
-        self._waiting, self._uncommitted = [], []
-        for waiting in unanswered:
-            self._tell(waiting, Exiting())
+        self.publishing.refuse_all()
         self.log.delete()
 
     # upkeep
@@ -784,9 +576,10 @@ class Topic:
         for channel in self.channels.values():
             channel.step_over()
         if isinstance(self.log, MemoryLog):
+            assert self.bound is not None
             for channel in self.channels.values():
                 channel.drop_carried()
-            self._reclaim_memory(self.log)
+            self.bound.reclaim()
             return []
         cursor = min((channel.cursor for channel in self.channels.values()), default=self.origin)
         passed = [segment for segment in self.log.sealed_segments() if segment.end <= cursor]
@@ -820,86 +613,12 @@ class Topic:
         # There may be more, or this has to be tried again.
         self.broker.upkeep.note_changed(self)
 
-    def bound(self) -> None:
-        """Keep an ephemeral topic within the memory queue's size."""
-        log, limit = self.log, self.broker.options.mem_queue_size
-        if not isinstance(log, MemoryLog):
-            return
-        is_well_beyond = log.end - log.start > max(2 * limit, self._reclaim_from)
-        is_full = not self.channels or (self.paused and self.depth > limit)
-        if is_full or is_well_beyond or self._has_more_to_carry:
-            self._reclaim_memory(log)
-
-    def _reclaim_memory(self, log: MemoryLog) -> None:
-        """Let go of what nobody needs, or as much of it as can be done in one step; the next turn goes on."""
-        limit = self.broker.options.mem_queue_size
-        if not self.channels:
-            surplus = log.count(self.origin, log.end) - limit
-            if surplus > 0:
-                self.dropped_count += surplus
-                self.origin += surplus
-                self._held_back = [held for held in self._held_back if held[0] >= self.origin]
-            if self.paused:
-                self._pause_position = self.origin
-            log.trim(self.origin)
-            return
-        if self.paused and (dropped := log.discard_oldest(self._pause_position, limit)):
-            self.dropped_count += dropped
-            self._held_back = [held for held in self._held_back if log.gaps.skip(held[0]) == held[0]]
-        cursor = min(channel.cursor for channel in self.channels.values())
-        needed = min([channel.carry_over(log, cursor) for channel in self.channels.values()])
-        self._has_more_to_carry = needed < cursor
-        if self._has_more_to_carry:
-            self.broker.next_turn.add_topic(self)
-        if self.holds:
-            needed = min(needed, max(min(self.holds.values()), log.end - limit))
-        log.trim(needed)
-        self._reclaim_from = 2 * (log.end - log.start)
-
-    def give_up(self, size_bytes: int) -> None:
-        """Let go of so many bytes or more of an ephemeral topic: of what nobody needs, and then of the oldest
-        messages. Those that were still to be sent are counted as dropped."""
-        log = self.log
-        assert isinstance(log, MemoryLog)
-        enough = log.held_bytes - size_bytes
-        self._reclaim_memory(log)
-        while self._has_more_to_carry and log.held_bytes > enough:
-            self._reclaim_memory(log)
-        if log.held_bytes > enough:
-            self._give_up_oldest(log, log.held_bytes - enough)
-
-    def _give_up_oldest(self, log: MemoryLog, size_bytes: int) -> None:
-        before = 0
-        # What channels have carried over is older than the log.
-        carried = [held for channel in self.channels.values() for held in channel.carried_sizes()]
-        for sequence, size in sorted(carried):
-            if size_bytes <= 0 or sequence >= log.start:
-                break
-            size_bytes -= size
-            before = sequence + 1
-        if size_bytes > 0:
-            before = max(before, log.end_of_oldest(size_bytes))
-        self.given_up_before = max(self.given_up_before, before)
-        if self.depth:
-            held_from = self._pause_position if self.channels else self.origin
-            self.dropped_count += log.count(held_from, before)
-            self._held_back = [held for held in self._held_back if held[0] >= before]
-        if not self.channels:
-            self.origin = max(self.origin, before)
-            if self.paused:
-                self._pause_position = self.origin
-        for channel in self.channels.values():
-            channel.give_up(before)
-        log.trim(before)
-        if self.channels and self.paused:
-            log.gaps.add(self._pause_position, before)
-
     @property
     def depth(self) -> int:
         """Messages that the topic itself holds."""
         if not self.channels:
             return self.log.count(self.origin, self.log.end)
-        return self.log.count(self._pause_position, self.log.end) if self.paused else 0
+        return self.log.count(self.pause_position, self.log.end) if self.paused else 0
 
     @property
     def backend_depth(self) -> int:
@@ -928,7 +647,3 @@ class Topic:
 
     def __str__(self) -> str:
         return self.name
-
-
-def _position(uncommitted: tuple[int, list[tuple[Done, str]]]) -> int:
-    return uncommitted[0]

@@ -548,7 +548,7 @@ class Transactions:
             topic = broker.get_topic(chunk.topic)
             topic.holds.setdefault(transaction, topic.log.end)
             missing = bodies.without_first(skipped) if skipped else bodies
-            topic.append_tagged(missing, chunk.defer_ms * 1_000_000, transaction.decision.tag)
+            topic.publishing.append_tagged(missing, chunk.defer_ms * 1_000_000, transaction.decision.tag)
         if skipped:
             transaction.present[chunk.topic] -= skipped
         transaction.applied += 1

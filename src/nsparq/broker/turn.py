@@ -16,11 +16,10 @@ The broker knows no socket, so the server plugs in `wake`, `should_wait`, `answe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from nsparq.storage.memory import EphemeralMemory, MemoryLog
+from nsparq.broker.ephemeral import bound_memory
 
 if TYPE_CHECKING:
     from nsparq.broker.broker import Broker
@@ -85,12 +84,12 @@ class Turn:
         self.is_running = True
         topics, self._topics = self._topics, {}
         for topic in topics:
-            self._guard(topic, topic.flush)
+            self._guard(topic, topic.publishing.flush)
         self.answer()
         self._deliver(self._broker.monotonic_ns())
         for topic in topics:
-            if topic.is_ephemeral:
-                self._guard(topic, topic.bound)
+            if topic.bound is not None:
+                self._guard(topic, topic.bound.apply)
         bound_memory(self._broker.topics, self._broker.ephemeral_memory)
         self.is_running = False
         self.flush()
@@ -123,24 +122,3 @@ class Turn:
             # They are the first of the next turn, before those that have just been served.
             self._channels = left | self._channels
             self.schedule()
-
-
-def bound_memory(topics: Mapping[str, Topic], memory: EphemeralMemory) -> None:
-    """Keep all ephemeral topics together within their limit in bytes: the largest gives up its oldest
-    messages. A sixteenth more than needed goes, so that this is not done for each message."""
-    if memory.size_bytes <= memory.limit_bytes:
-        return
-    enough = memory.limit_bytes - memory.limit_bytes // 16
-    least = memory.limit_bytes // 64
-    largest = [
-        (-topic.log.held_bytes, name) for name, topic in topics.items() if isinstance(topic.log, MemoryLog)
-    ]
-    heapify(largest)
-    while largest and (surplus := memory.size_bytes - enough) > 0:
-        size, name = heappop(largest)
-        following = largest[0][0] if largest else 0
-        topic = topics[name]
-        topic.give_up(min(surplus, max(following - size, least, 1)))
-        assert isinstance(topic.log, MemoryLog)
-        if topic.log.held_bytes < -size:
-            heappush(largest, (-topic.log.held_bytes, name))

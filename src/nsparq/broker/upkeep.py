@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from nsparq.broker.turn import bound_memory
+from nsparq.broker.ephemeral import bound_memory
 from nsparq.errors import SyncFailed
 from nsparq.storage.files import Work
 from nsparq.storage.log import Log
@@ -230,7 +230,7 @@ class Upkeep:
                 self._sync_later(topic, sync.obstacle)
             else:
                 self._note_sync(topic, sync.error)
-                topic.committed(None if sync.error is None else SyncFailed(_reason(sync.error)))
+                topic.publishing.synced(None if sync.error is None else SyncFailed(_reason(sync.error)))
 
         self._broker.in_background(sync.run, synced)
 
@@ -257,7 +257,7 @@ class Upkeep:
             self._changed.add(topic)
             # The next round would be too late.
             limit_s = options.sync_timeout - options.checkpoint_interval
-            is_time = topic.awaits_sync or now_ns - topic.synced_ns >= limit_s * 1e9
+            is_time = topic.publishing.awaits_sync or now_ns - topic.synced_ns >= limit_s * 1e9
             if is_time and not log.is_syncing:
                 topic.synced_ns = now_ns
                 self.request_sync(topic)

@@ -187,7 +187,7 @@ class Lane:
             self._unanswered.append(read)
             self.waiting += len(bodies)
             self._review(descriptors)
-            topic.publish_singles(bodies, (read.done, "PUB"))
+            topic.publishing.publish_singles(bodies, (read.done, "PUB"))
         for connection, data in leaving:
             connection.receive_from_lane(data)
 

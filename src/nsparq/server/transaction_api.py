@@ -421,7 +421,7 @@ async def _committed(topic: Topic) -> None:
         else:
             done.set_exception(error)
 
-    topic.when_committed(finish, "commit")
+    topic.publishing.when_committed(finish, "commit")
     await done
 
 

@@ -1,0 +1,123 @@
+"""What the files of a topic say after a restart: which log this is, where the topic and its channels stood.
+
+Files may be damaged, lost, or of another log of the same name. They are compared: what does not agree with
+the others is counted as corrupt and not used.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import Counter
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from nsparq.storage.batch import mark_of
+from nsparq.storage.carry import CARRY_SUFFIX
+from nsparq.storage.files import Files
+from nsparq.storage.log import read_marks
+from nsparq.storage.metadata import TopicEntry
+from nsparq.storage.state import (
+    CHANNEL_SUFFIX,
+    TOPIC_FILE,
+    ChannelState,
+    TopicState,
+    read_channel_state,
+    read_topic_state,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class FoundTopic:
+    """What an earlier run has left of a topic."""
+
+    incarnation: str
+    """Names the log."""
+    state: TopicState | None
+    """None if it was damaged, lost, or of another log."""
+    channels: dict[str, ChannelState | None]
+    """Every channel that any file tells of. None for one that has to start over."""
+    corrupt_files: int
+
+    @property
+    def known_channels(self) -> list[ChannelState]:
+        return [state for state in self.channels.values() if state is not None]
+
+    @property
+    def highest_used(self) -> int:
+        """No sequence number from here on has been used, as far as the files know."""
+        seen = [state.seen for state in self.known_channels]
+        return max([*seen, self.state.reserved if self.state else 0])
+
+    @property
+    def needed(self) -> tuple[int, int]:
+        """The first sequence number that any channel has to read, and where the log ended on disk."""
+        known = self.known_channels
+        ends = [one.disk_end for one in known] + ([self.state.disk_end] if self.state is not None else [])
+        lows = [min([one.cursor, *one.sequences.tolist()]) for one in known]
+        if not known and self.state is not None:
+            lows = [self.state.origin]
+        return min(lows, default=0), max(ends, default=0)
+
+
+def find_topic(files: Files, directory: Path, name: str, listed: TopicEntry | None) -> FoundTopic:
+    """Read the files in a topic's directory. `listed` is the topic's entry in nsqd.dat: it names channels
+    whose files are lost."""
+    names = files.list_directory(directory)
+    channels = _read_channels(files, directory, names, listed)
+    found = FoundTopic(uuid.uuid4().hex, None, channels, 0)
+    # A directory without any file is that of a topic whose creation was broken off.
+    if names:
+        found.state = read_topic_state(files, directory)
+        _compare(files, directory, name, found)
+    return found
+
+
+def _read_channels(
+    files: Files, directory: Path, names: list[str], listed: TopicEntry | None
+) -> dict[str, ChannelState | None]:
+    suffixes = (CHANNEL_SUFFIX, CARRY_SUFFIX)
+    known = {name.removesuffix(suffix) for name in names for suffix in suffixes if name.endswith(suffix)}
+    if listed is not None:
+        known.update(entry.name for entry in listed.channels)
+    return {name: read_channel_state(files, directory / (name + CHANNEL_SUFFIX)) for name in sorted(known)}
+
+
+def _compare(files: Files, directory: Path, name: str, found: FoundTopic) -> None:
+    """Find out which log this is. Files of another log, and damaged ones, are counted and not used."""
+    found.incarnation = _find_incarnation(files, directory, name, found)
+    for channel, state in found.channels.items():
+        if state is not None and state.incarnation not in ("", found.incarnation):
+            logger.error("%s:%s: its file is of another log: the channel starts over", name, channel)
+            found.channels[channel] = None
+    if found.state is not None and found.state.incarnation != found.incarnation:
+        logger.error("%s: %s is of another log: the log is kept, from its start", name, TOPIC_FILE)
+        found.state = None
+    found.corrupt_files += sum(state is None for state in found.channels.values())
+    found.corrupt_files += found.state is None
+
+
+def _find_incarnation(files: Files, directory: Path, name: str, found: FoundTopic) -> str:
+    """What the topic's file says. If the channels' files do not agree, the majority of all files and segments
+    decides."""
+    state = found.state
+    said = [one.incarnation for one in found.known_channels if one.incarnation]
+    is_own = state is not None and state.name in ("", name)
+    if state is not None and is_own and {*said} <= {state.incarnation}:
+        return state.incarnation
+    known = {mark_of(incarnation): incarnation for incarnation in said}
+    votes = Counter(map(mark_of, said))
+    votes.update(read_marks(files, directory))
+    if state is not None:
+        known[mark_of(state.incarnation)] = state.incarnation
+        votes[mark_of(state.incarnation)] += 2 if is_own else 0
+    if not votes:
+        return found.incarnation
+    mark = max(votes, key=votes.__getitem__)
+    # Segments know only the mark of an incarnation. If no file has its whole name, another one is made up
+    # that has the same mark.
+    others = (uuid.uuid4().hex for _ in count())
+    return known.get(mark) or next(other for other in others if mark_of(other) == mark)
