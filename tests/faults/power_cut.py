@@ -332,7 +332,7 @@ def finish(broker: Broker, transaction: Transaction, run: Callable[[], None]) ->
         broker.turn()
     for name in transaction.topics:
         receipt = Receipt()
-        broker.topics[name].when_committed(receipt, "commit")
+        broker.topics[name].publishing.when_committed(receipt, "commit")
         run()
         assert receipt.is_ok
     committed = transactions.write_committed(transaction, sync=transaction.is_synchronous, remember_s=1000)
