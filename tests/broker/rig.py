@@ -359,9 +359,9 @@ class Rig:
         for topic in broker.topics.values():
             if isinstance(topic.log, Log):
                 topic.log.delete()  # only lets go of the descriptors
-        if broker._lock_fd >= 0:
-            self.files.close(broker._lock_fd)
-            broker._lock_fd = -1
+        if broker.data_path._lock_fd >= 0:
+            self.files.close(broker.data_path._lock_fd)
+            broker.data_path._lock_fd = -1
         if self.background is not None:
             self.background.jobs.clear()
 
@@ -455,7 +455,7 @@ class Rig:
     # what is there
 
     def topic_directory(self, topic: str = "t") -> Path:
-        return self.broker.topic_directory(topic)
+        return self.broker.data_path.topic_directory(topic)
 
     def names(self, pattern: str, topic: str = "t") -> list[str]:
         """Names of the topic's files that match."""

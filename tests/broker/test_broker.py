@@ -55,7 +55,7 @@ def test_a_broker_that_could_not_load_holds_nothing(tmp_path: Path):
     broker = Broker(NsqdOptions(data_path=str(tmp_path)))
     with pytest.raises(StartError, match="Is a directory"):
         broker.open()
-    assert broker._lock_fd == -1
+    assert broker.data_path._lock_fd == -1
     broker.close()
     (tmp_path / "nsqd.dat").rmdir()
     again = Broker(NsqdOptions(data_path=str(tmp_path)))
@@ -105,7 +105,7 @@ def test_a_broker_that_fails_to_load_after_some_topics_lets_go_of_their_files(ri
         index.unlink()
     with pytest.raises(StartError, match="failed to load data-path .*: .*Permission denied"):
         rig.start()
-    assert rig.broker._lock_fd == -1
+    assert rig.broker.data_path._lock_fd == -1
     rig.files.heal()
     rig.start()
     assert sorted(rig.broker.topics) == ["a", "b"]

@@ -517,8 +517,8 @@ def test_a_crash_in_one_topic_leaves_the_others_done(
             raise Crash
         end(topic)
 
-    end = Topic.end_import
-    monkeypatch.setattr(Topic, "end_import", fail)
+    end = importer.let_import_count
+    monkeypatch.setattr(importer, "let_import_count", fail)
     with pytest.raises(Crash):
         start()
     assert {name.partition(":")[0] for name in left_of_nsq(tmp_path)} == {"t2", "t3"}

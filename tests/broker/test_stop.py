@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nsparq.broker.broker import RESERVE_NAME
+from nsparq.broker.data_path import RESERVE_NAME
 from nsparq.errors import StartError
 from tests.broker.rig import Rig, TestFiles, bodies
 
@@ -158,7 +158,7 @@ def test_a_data_path_that_cannot_be_written_is_refused(rig: Rig, error: int):
         StartError, match="failed to persist metadata - .*nsqd.dat|failed to persist metadata"
     ):
         rig.start()
-    assert rig.broker._lock_fd == -1
+    assert rig.broker.data_path._lock_fd == -1
     rig.files.heal()
     rig.start()
     assert rig.topic().depth == 1

@@ -353,8 +353,8 @@ def drop(broker: Broker) -> None:
     for topic in broker.topics.values():
         if isinstance(topic.log, Log):
             topic.log.delete()
-    broker.files.close(broker._lock_fd)
-    broker._lock_fd = -1
+    broker.files.close(broker.data_path._lock_fd)
+    broker.data_path._lock_fd = -1
 
 
 # what must be there

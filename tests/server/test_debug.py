@@ -130,7 +130,7 @@ def test_a_profile_shows_what_the_loop_did(broker: BrokerThread) -> None:
     assert (answer.status, answer.header("Content-Type")) == (200, TEXT)
     text = answer.body.decode()
     assert "Ordered by: internal time" in text
-    assert "(flush)" in text and "(_append)" in text
+    assert "(flush)" in text and "(append)" in text
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "x", "nan", "inf", "300.1", "1e9", ""])

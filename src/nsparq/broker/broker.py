@@ -17,6 +17,7 @@ from typing import Any
 from nsparq.broker.channel import Channel
 from nsparq.broker.client import Client
 from nsparq.broker.clocks import AgeClock
+from nsparq.broker.data_path import TOPIC_SUFFIX, TRASH_SUFFIX, DataPath, topic_of_trash
 from nsparq.broker.durable_changes import DurableChanges
 from nsparq.broker.health import Health
 from nsparq.broker.importer import import_queues
@@ -39,17 +40,6 @@ from nsparq.wire.message import SEQUENCE_BITS
 
 logger = logging.getLogger(__name__)
 
-TOPICS = "topics"
-TOPIC_SUFFIX = ".topic"
-TRASH_SUFFIX = ".deleted"
-CLEAN_STOP = "clean-stop"
-"""A file that a clean stop leaves, and that the next start removes: without it numbers may have been handed
-out that no file tells of."""
-
-RESERVE_NAME = "reserve"
-RESERVE_BYTES = 1 << 20
-"""Room that is kept on the disk for a clean stop. Files are replaced a few at a time, so that this is enough
-for any number of channels, unless they have tens of thousands of unfinished messages each."""
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 """A data path with this error will not do; one that is full may have room again."""
 
@@ -84,11 +74,12 @@ class Broker:
     ) -> None:
         self.options = options
         self.files = files or Files()
+        self.health = Health()
+        self.data_path = DataPath(Path(options.data_path or "."), self.files, self.health)
         self.wall_ns = wall_ns
         """The time of day: for stamps, sequence numbers, and every time on disk. It may be set."""
         self.monotonic_ns = monotonic_ns
         """For everything that paces or times out. It is never set, and means nothing to the next run."""
-        self.data_path = Path(options.data_path or ".")
         self.first_id = options.node_id << SEQUENCE_BITS
         self.start_s = wall_ns() // 1_000_000_000
         self.log_settings = LogSettings(
@@ -101,7 +92,6 @@ class Broker:
         self.clients: set[Client] = set()
         self.scan = QueueScan(options.queue_scan_selection_count, options.queue_scan_worker_pool_max)
         self.transactions = Transactions(self)
-        self.health = Health()
         self.next_turn = Turn(self, wake)
         self.changes = DurableChanges(self)
         self.upkeep = Upkeep(self)
@@ -115,40 +105,33 @@ class Broker:
         self._background = background
         self._announce = announce
         self._discovers_channels = discovers_channels
-        self._has_reserve = False
-        self._lock_fd = -1
         self._deleted_end = 0
         """No topic that was deleted has used sequence numbers from here on."""
         self._age_clock = AgeClock(wall_ns(), wall_ns(), monotonic_ns())
 
     # opening and closing
 
-    def lock(self) -> None:
-        """Take the data path, and change nothing there. Raises StartError."""
-        self._lock_fd = self.files.lock_directory(self.data_path)
-
     def open(self) -> None:
         """Take the data path, unless that is done, and load what is there. Raises StartError."""
-        if self._lock_fd < 0:
-            self.lock()
+        if not self.data_path.is_locked:
+            self.data_path.lock()
         try:
             self._load()
         except BaseException as error:
             for topic in self.topics.values():
                 if isinstance(topic.log, Log):
                     topic.log.delete()  # only lets go of its files
-            self._unlock()
+            self.data_path.unlock()
             if isinstance(error, OSError):
-                raise StartError(f"failed to load data-path {self.data_path}: {error}") from error
+                raise StartError(f"failed to load data-path {self.data_path.path}: {error}") from error
             raise
 
     def _load(self) -> None:
-        self._take_up_clean_stop()
+        self.was_stopped_cleanly = self.data_path.take_clean_stop()
         metadata = self._read_metadata()
         ours = {entry.name: entry for entry in metadata.topics} if metadata.is_ours else {}
-        root = self.data_path / TOPICS
         trash: list[str] = []
-        for name in self.files.list_directory(root):
+        for name in self.files.list_directory(self.data_path.topics):
             if name.endswith(TRASH_SUFFIX):
                 trash.append(name)
             elif name.endswith(TOPIC_SUFFIX):
@@ -158,7 +141,7 @@ class Broker:
                 self.channel_count += len(topic.channels)
                 self.upkeep.note_changed(topic)
         # Where a deletion was interrupted, nsqd.dat may still list the topic.
-        deleted = {_topic_of_trash(name) for name in trash} if metadata.is_ours else set()
+        deleted = {topic_of_trash(name) for name in trash} if metadata.is_ours else set()
         for entry in metadata.topics:
             if entry.name in self.topics or entry.name not in deleted:
                 self._restore(entry)
@@ -172,13 +155,13 @@ class Broker:
         if error is not None and error.errno in UNWRITABLE:
             raise StartError(f"failed to persist metadata - {error}") from error
         for name in trash:
-            self.files.remove_tree(root / name)
-        self.keep_reserve()
+            self.files.remove_tree(self.data_path.topics / name)
+        self.data_path.keep_reserve()
 
     def _read_metadata(self) -> Metadata:
-        path = self.data_path / FILE_NAME
+        path = self.data_path.path / FILE_NAME
         try:
-            return read_metadata(self.files, self.data_path)
+            return read_metadata(self.files, self.data_path.path)
         except ValueError as error:
             self.corrupt_files += 1
             self.files.rename(path, path.with_name(BAD_FILE_NAME))
@@ -187,13 +170,6 @@ class Broker:
                 path, error, BAD_FILE_NAME,
             )  # fmt: skip
             return Metadata([])
-
-    def _take_up_clean_stop(self) -> None:
-        """From here on a stop is not clean, whatever happens: on disk before anything is handed out."""
-        mark = self.data_path / CLEAN_STOP
-        self.was_stopped_cleanly = self.files.read_whole(mark) is not None
-        self.files.unlink(mark)
-        self.files.sync_names(self.data_path)
 
     def _restore(self, entry: TopicEntry) -> None:
         """What nsqd.dat lists beyond the directories: another nsqd has been here, or one that crashed."""
@@ -215,10 +191,10 @@ class Broker:
     def close(self, run_each: RunEach = run_one_by_one) -> list[str]:
         """Persist everything and let go of the data path. Gives what could not be kept. Each topic is
         persisted by one of the works that `run_each` is given; it may run them in threads."""
-        if self._lock_fd < 0:
+        if not self.data_path.is_locked:
             return []
         if self.is_loading:
-            self._unlock()
+            self.data_path.unlock()
             return []
         self._background = run_inline
         self.turn()
@@ -233,9 +209,9 @@ class Broker:
             self._make_room()
             failed = self._persist([*failed], run_each, states_first=True)
         self.changes.write_metadata_now()
-        if not failed and not self._leave_clean_stop(run_each):
+        if not failed and not self.data_path.leave_clean_stop(run_each):
             self._make_room()
-            if not self._leave_clean_stop(run_each):
+            if not self.data_path.leave_clean_stop(run_each):
                 logger.error("the next start takes this stop for a crash")
         lost = [f"{what} ({error})" for failures in failed.values() for what, error in failures]
         for line in lost:
@@ -243,22 +219,8 @@ class Broker:
         for topic in self.topics.values():
             if isinstance(topic.log, Log):
                 topic.log.delete()  # only lets go of its files
-        self._unlock()
+        self.data_path.unlock()
         return lost
-
-    def _unlock(self) -> None:
-        self.files.close(self._lock_fd)
-        self._lock_fd = -1
-
-    def _leave_clean_stop(self, run_each: RunEach) -> bool:
-        """Gives whether the next start will know that this was a clean stop."""
-        try:
-            self.files.sync_pending(run_each)
-            self.files.replace(self.data_path / CLEAN_STOP, b"", sync=True)
-        except OSError as error:
-            logger.warning("cannot write %s: %s", CLEAN_STOP, error)
-            return False
-        return True
 
     def _persist(
         self, topics: list[Topic], run_each: RunEach, *, states_first: bool = False
@@ -282,25 +244,7 @@ class Broker:
                     self.upkeep.remove_segments(topic.log.trim(topic.low(), self.age_ns() / 1e9))
                 except OSError as error:
                     logger.warning("%s: cannot remove what nobody needs: %s", topic, error)
-        try:
-            self.files.unlink(self.data_path / RESERVE_NAME)
-        except OSError as error:
-            logger.warning("cannot remove %s: %s", RESERVE_NAME, error)
-
-    def keep_reserve(self) -> None:
-        """Hold some room on the disk, for a clean stop when there is no other."""
-        if self._has_reserve:
-            return
-        try:
-            self.files.allocate(self.data_path / RESERVE_NAME, RESERVE_BYTES)
-        except OSError as error:
-            self.health.set(f"no room to keep in reserve for a clean stop: {_reason(error)}", "reserve")
-        else:
-            self._has_reserve = True
-            self.health.set(None, "reserve")
-
-    def topic_directory(self, name: str) -> Path:
-        return self.data_path / TOPICS / (name + TOPIC_SUFFIX)
+        self.data_path.use_reserve()
 
     def epoch(self) -> int:
         """A sequence number that no topic of this name can have reached: see storage.log.EPOCH_BITS."""
@@ -350,7 +294,7 @@ class Broker:
         topic = self.topics[name]
         trash: Path | None = None
         if topic.directory is not None:
-            trash = topic.directory.with_name(f"{name}.{topic.incarnation}{TRASH_SUFFIX}")
+            trash = self.data_path.trash_of(name, topic.incarnation)
             self.files.rename(topic.directory, trash)
             if topic.is_synchronous:
                 self.changes.sync_soon(trash.parent)
@@ -362,17 +306,12 @@ class Broker:
         for client in self.clients:
             client.publish_counts.pop(name, None)
         if trash is not None:
-            remove = partial(self.upkeep.remove, trash.name, partial(self._remove_trash, trash))
+            remove = partial(self.upkeep.remove, trash.name, partial(self.data_path.remove_trash, trash))
             self.changes.write_metadata()
             # While nsqd.dat lists the topic, the trash tells the next start that it was deleted.
             self.changes.when_durable(lambda _: remove())
         self._announce("UNREGISTER", name, "")
         logger.info("TOPIC(%s): deleted", name)
-
-    def _remove_trash(self, trash: Path) -> None:
-        # If a power cut undoes the renaming, the topic must still be there whole.
-        self.files.sync_names(trash.parent)
-        self.files.remove_tree(trash)
 
     def topic_changed(self, topic: Topic) -> None:
         """A pause flag has changed: it is on disk before the caller is answered."""
@@ -514,12 +453,3 @@ class Broker:
 
 def _is_valid(name: str) -> bool:
     return is_valid_name(name.encode("utf-8", "replace"))
-
-
-def _topic_of_trash(name: str) -> str:
-    """Whose directory it was: see Broker.delete_topic()."""
-    return name.removesuffix(TRASH_SUFFIX).rpartition(".")[0]
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)

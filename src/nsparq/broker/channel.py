@@ -583,8 +583,8 @@ class Channel(Backlog):
 
     def seek(self, sequence: int) -> SeekPlan:
         """Go to a number of the log, or as near as the log reaches: everything from there on is delivered, as
-        if for the first time, and everything before it is done. On disk when Broker.when_durable() says so;
-        raises OSError, with nothing changed.
+        if for the first time, and everything before it is done. On disk when
+        DurableChanges.when_durable() says so; raises OSError, with nothing changed.
 
         What is in flight is so no longer: the clients get other messages, and their late answers an error.
         """

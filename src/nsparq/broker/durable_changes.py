@@ -127,7 +127,7 @@ class DurableChanges:
         return None
 
     def _replace_metadata(self, content: bytes) -> None:
-        self._broker.files.replace(self._broker.data_path / FILE_NAME, content, sync=True)
+        self._broker.files.replace(self._broker.data_path.path / FILE_NAME, content, sync=True)
 
     def _note_metadata(self, error: OSError | None) -> None:
         self.is_metadata_stale |= error is not None

@@ -18,13 +18,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nsparq.broker.channel import Channel
 from nsparq.errors import StartError, WriteFailed
 from nsparq.names import is_ephemeral, is_valid_name
 from nsparq.storage.diskqueue import DiskQueue, Record, find_queues
+from nsparq.storage.log import Log
+from nsparq.storage.state import ChannelState
 
 if TYPE_CHECKING:
     from nsparq.broker.broker import Broker
+    from nsparq.broker.channel import Channel
     from nsparq.broker.topic import Topic
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ MAX_BATCH_BYTES = 1 << 20
 def import_queues(broker: Broker) -> None:
     """Take over every queue of NSQ's in the data path. Raises StartError, with nothing lost."""
     by_topic: dict[str, list[DiskQueue]] = {}
-    for queue in find_queues(broker.files, broker.data_path):
+    for queue in find_queues(broker.files, broker.data_path.path):
         if _is_ours_to_take(queue):
             by_topic.setdefault(queue.topic, []).append(queue)
     for name, queues in by_topic.items():
@@ -70,24 +72,56 @@ def _import_topic(broker: Broker, name: str, queues: list[DiskQueue]) -> None:
         logger.info("TOPIC(%s): importing from NSQ: %s", name, ", ".join(map(str, full)))
         topic = broker.get_topic(name)
         channels = [(topic.get_channel(queue.channel), queue) for queue in full if queue.channel]
-        topic.begin_import()
+        _begin(topic)
         for channel, queue in channels:
             logger.info(
                 "CHANNEL(%s): imported %d messages from NSQ", channel, _import_channel(channel, queue)
             )
-        topic.show_imported()
+        _show(topic)
         for queue in full:
             if not queue.channel:
                 # It has not been delivered to anyone yet: attempts are of no interest.
                 logger.info(
                     "TOPIC(%s): imported %d messages from NSQ", topic, _append(topic, queue.records())
                 )
-        topic.end_import()
+        assert isinstance(topic.log, Log)
+        topic.log.close()
+        let_import_count(topic)
         # The names of what has just been written must be on disk before NSQ's files go.
-        broker.files.sync_names(broker.topic_directory(name))
+        broker.files.sync_names(broker.data_path.topic_directory(name))
     for queue in queues:
         for file_name, complaint in queue.complaints.items():
             logger.warning("%s: %s", file_name, complaint)
+
+
+def _begin(topic: Topic) -> None:
+    """Whatever is appended from here on does not count until let_import_count()."""
+    topic.import_start = topic.log.end
+    topic.write_state(clean=False, sync=True)
+
+
+def _show(topic: Topic) -> None:
+    """NSQ's channels had what has been appended so far: a paused topic does not hold it back."""
+    if topic.paused and topic.channels and not topic.log.count(topic.pause_position, topic.import_start):
+        topic.pause_position = topic.log.end
+
+
+def let_import_count(topic: Topic) -> None:
+    """Write down that what was imported counts, or that an undone import is forgotten. The channels' states
+    come first: they must not speak of messages that the topic's state does not know."""
+    for channel in topic.channels.values():
+        channel.step_over()
+        channel.save(sync=True)
+    topic.import_start = -1
+    topic.write_state(clean=False, sync=True)
+
+
+def undo_import(topic: Topic, log: Log, start: int, states: Iterable[ChannelState]) -> None:
+    """An import was broken off, and will begin anew: no channel may see the first part of it."""
+    logger.warning("%s: taking over another nsqd's messages was broken off, and begins anew", topic)
+    log.gaps.add(start, log.end)
+    for state in states:
+        state.drop_from(start)
 
 
 def _import_channel(channel: Channel, queue: DiskQueue) -> int:
@@ -130,7 +164,7 @@ def _append(topic: Topic, records: Iterable[Record]) -> int:
 
 
 def _move_away(broker: Broker, paths: list[Path]) -> None:
-    files, target = broker.files, broker.data_path / IMPORTED
+    files, target = broker.files, broker.data_path.path / IMPORTED
     files.make_directory(target)
     taken = set(files.list_directory(target))
     for path in paths:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nsparq.broker.backlog import CarryCopy, CarryOver
 from nsparq.broker.channel import Channel
 from nsparq.broker.ephemeral import EphemeralBound
+from nsparq.broker.importer import let_import_count, undo_import
 from nsparq.broker.latency import summarize
 from nsparq.broker.publishing import Publishing
 from nsparq.broker.settings import TopicSettings
@@ -74,7 +75,7 @@ class Topic:
         self.broker = broker
         self.name = name
         self.is_ephemeral = is_ephemeral(name)
-        self.directory: Path | None = None if self.is_ephemeral else broker.topic_directory(name)
+        self.directory: Path | None = None if self.is_ephemeral else broker.data_path.topic_directory(name)
         self.first_id = broker.first_id
         """Added to a sequence number it gives the id that clients see: the node's bits."""
         self.channels: dict[str, Channel] = {}
@@ -139,7 +140,7 @@ class Topic:
         self.origin = self.log.end
         if self.broker.asks_for_channels():
             self._hold_for_discovery(self.log.end)
-        self._write_state(clean=False)
+        self.write_state(clean=False)
 
     def load(self, listed: TopicEntry | None = None) -> None:
         """A topic whose directory an earlier run has left. `listed` is what that run wrote of it in nsqd.dat:
@@ -170,7 +171,7 @@ class Topic:
             self.paused = state.paused
             self.pause_position = state.pause_position
             if state.import_start >= 0:
-                self._undo_import(state.import_start, log, found.known_channels)
+                undo_import(self, log, state.import_start, found.known_channels)
         elif listed is not None and listed.paused:
             self.paused = True
             self.pause_position = max((known.seen for known in found.known_channels), default=log.start)
@@ -181,7 +182,7 @@ class Topic:
             channel.restore(channel_state)
             self.channels[name] = channel
         if state is not None and state.import_start >= 0:
-            self._end_import()
+            let_import_count(self)
         self._is_clean = state is not None and clean_end == log.end and state.import_start < 0
         since = self.visible_end if self.channels else self.origin
         due_at = self.broker.due_times()
@@ -199,7 +200,7 @@ class Topic:
         for channel in self.channels.values():
             channel.lost(start, end)
 
-    def _write_state(self, *, clean: bool, sync: bool = False) -> None:
+    def write_state(self, *, clean: bool, sync: bool = False) -> None:
         if self.directory is None:
             return
         state = TopicState(
@@ -270,44 +271,10 @@ class Topic:
                 failed.append((what, error))
         if not failed and not self._is_clean:
             try:
-                self._write_state(clean=True)
+                self.write_state(clean=True)
             except OSError as error:
                 failed.append((f"{self}: that it was stopped cleanly", error))
         return failed
-
-    # taking over what another nsqd has left: see broker.importer
-
-    def begin_import(self) -> None:
-        """Whatever is appended from here on is as if it had never been, until end_import()."""
-        self.import_start = self.log.end
-        self._write_state(clean=False, sync=True)
-
-    def show_imported(self) -> None:
-        """What has been appended so far was with the channels already: a paused topic does not hold it up."""
-        if self.paused and self.channels and not self.log.count(self.pause_position, self.import_start):
-            self.pause_position = self.log.end
-
-    def end_import(self) -> None:
-        """Have all of it on disk, with where the channels stand, and let it count."""
-        assert isinstance(self.log, Log)
-        self.log.close()
-        self._end_import()
-
-    def _end_import(self) -> None:
-        """The channels' states first: they speak of the messages that the topic's state is about to let
-        count, or no longer of those that it is about to forget."""
-        for channel in self.channels.values():
-            channel.step_over()
-            channel.save(sync=True)
-        self.import_start = -1
-        self._write_state(clean=False, sync=True)
-
-    def _undo_import(self, start: int, log: Log, states: Iterable[ChannelState]) -> None:
-        """It was broken off and will begin anew: no channel may see the first part of it."""
-        logger.warning("%s: taking over another nsqd's messages was broken off, and begins anew", self)
-        log.gaps.add(start, log.end)
-        for state in states:
-            state.drop_from(start)
 
     # publishing
 
@@ -348,7 +315,7 @@ class Topic:
         """Before an append: a crash from here on must not look like a clean stop, and the next start must not
         use the same numbers."""
         if self.log.end > self._reserve_at:
-            self._write_state(clean=False)
+            self.write_state(clean=False)
 
     def _show(self, before: int) -> None:
         """Let the channels see what lies between `before` and the visible end."""
@@ -441,7 +408,7 @@ class Topic:
         if not self._is_state_stale:
             return
         try:
-            self._write_state(clean=False)
+            self.write_state(clean=False)
         except OSError as error:
             self.broker.health.set(f"{self}: cannot write its state: {error}", f"state {self}")
             self.broker.upkeep.note_changed(self)
@@ -465,7 +432,7 @@ class Topic:
         if not self.paused:
             self.pause_position = self.log.end if self.channels else self.origin
             self.paused = True
-        self._write_state(clean=False)
+        self.write_state(clean=False)
         self.broker.topic_changed(self)
 
     def unpause(self) -> None:
@@ -474,7 +441,7 @@ class Topic:
             self.paused = False
             self.pause_position = -1
             self._show(before)
-        self._write_state(clean=False)
+        self.write_state(clean=False)
         self.broker.topic_changed(self)
 
     def empty(self) -> None:
@@ -487,7 +454,7 @@ class Topic:
             self.log.gaps.add(self.pause_position, self.log.end)
             self.pause_position = self.log.end
         self.held_back.clear()
-        self._write_state(clean=False)
+        self.write_state(clean=False)
         self.broker.upkeep.note_used(self)
 
     def positions(self) -> TopicPositions:
@@ -497,8 +464,9 @@ class Topic:
         return TopicPositions(self.incarnation, *found, messages, self.log.size_bytes)
 
     def change_settings(self, changes: Mapping[str, object]) -> TopicSettings:
-        """Depart from the daemon's flags, or go back to them (None). On disk when Broker.when_durable() says
-        so. Raises ValueError, or WriteFailed or OSError, with nothing changed."""
+        """Depart from the daemon's flags, or go back to them (None). On disk when
+        DurableChanges.when_durable() says so. Raises ValueError, WriteFailed or OSError, with nothing
+        changed."""
         if not isinstance(self.log, Log) or self.directory is None:
             raise ValueError(f"{self} is ephemeral: it is not kept on disk, and has no settings for that")
         before = self.settings
@@ -510,7 +478,7 @@ class Topic:
                 # As if it had been so from the start.
                 for channel in self.channels.values():
                     self.save_channel(channel)
-            self._write_state(clean=False, sync=True)
+            self.write_state(clean=False, sync=True)
         except OSError:
             self.log.change_settings(self._apply(before))
             raise

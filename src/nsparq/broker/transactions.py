@@ -226,7 +226,7 @@ class Transaction:
             # without the topics whose incarnations it names.
             files.sync_names(self.directory)
             for name in self.decision.topics if self.decision is not None else ():
-                files.sync_written(self._broker.topic_directory(name))
+                files.sync_written(self._broker.data_path.topic_directory(name))
         _write(self._broker, self.directory / PROMISE, fields, str(self), sync=sync)
 
     def load(self) -> None:
@@ -322,7 +322,7 @@ class Transactions:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._folder = broker.data_path / FOLDER
+        self._folder = broker.data_path.path / FOLDER
         self.producers: dict[str, Producer] = {}
         self._tag = 0
         self._trash_count = 0

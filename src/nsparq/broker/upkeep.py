@@ -114,7 +114,7 @@ class Upkeep:
         if broker.changes.is_metadata_stale:
             broker.changes.write_metadata()
         broker.changes.start_round()
-        broker.keep_reserve()
+        broker.data_path.keep_reserve()
         self._try_again()
         if now_ns >= self._next_age_check_ns:
             self._next_age_check_ns = now_ns + AGE_INTERVAL_NS

@@ -154,7 +154,7 @@ class Nsqd:
         watch_collector()
         try:
             self._load_security()
-            self.broker.lock()
+            self.broker.data_path.lock()
             # Before anything is loaded: a start that fails because a port is taken must change no file. The
             # data path is locked first: the Unix socket of a daemon that runs must not be taken away.
             self._listen()

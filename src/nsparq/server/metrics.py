@@ -129,7 +129,7 @@ class Metrics:
         out.add("nsqd_connections", "gauge", "TCP connections", len(nsqd.connections))
         out.add("nsqd_http_connections", "gauge", "HTTP and HTTPS connections", nsqd.http_connection_count)
         _about_transactions(out, broker.transactions)
-        disk = await asyncio.to_thread(shutil.disk_usage, broker.data_path)
+        disk = await asyncio.to_thread(shutil.disk_usage, broker.data_path.path)
         out.add("nsqd_disk_free_bytes", "gauge", "room left where the messages are kept", disk.free)
         out.add("nsqd_disk_size_bytes", "gauge", "size of that file system", disk.total)
         _about_lag(out, nsqd.lag)

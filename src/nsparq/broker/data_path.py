@@ -1,0 +1,102 @@
+"""The data path as a whole: its lock, the sign of a clean stop, and the room kept for one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Final
+
+from nsparq.broker.health import Health
+from nsparq.storage.files import Files, RunEach
+
+logger = logging.getLogger(__name__)
+
+TOPICS: Final = "topics"
+TOPIC_SUFFIX: Final = ".topic"
+TRASH_SUFFIX: Final = ".deleted"
+CLEAN_STOP: Final = "clean-stop"
+"""A clean stop leaves this file, and the next start removes it. Without it, sequence numbers may have been
+given out that no file tells of."""
+RESERVE_NAME: Final = "reserve"
+RESERVE_BYTES: Final = 1 << 20
+"""Room kept on the disk for a clean stop. Files are replaced a few at a time, so this is enough for any
+number of channels, unless they have tens of thousands of unfinished messages each."""
+
+
+class DataPath:
+    """The directory that belongs to one running nsqd."""
+
+    def __init__(self, path: Path, files: Files, health: Health) -> None:
+        self.path = path
+        self.topics = path / TOPICS
+        self._files = files
+        self._health = health
+        self._lock_fd = -1
+        self._has_reserve = False
+
+    @property
+    def is_locked(self) -> bool:
+        return self._lock_fd >= 0
+
+    def lock(self) -> None:
+        """Change nothing but take the directory. Raises StartError."""
+        self._lock_fd = self._files.lock_directory(self.path)
+
+    def unlock(self) -> None:
+        self._files.close(self._lock_fd)
+        self._lock_fd = -1
+
+    def topic_directory(self, name: str) -> Path:
+        return self.topics / (name + TOPIC_SUFFIX)
+
+    def trash_of(self, name: str, incarnation: str) -> Path:
+        """Where a topic's directory is moved before it is removed."""
+        return self.topics / f"{name}.{incarnation}{TRASH_SUFFIX}"
+
+    def remove_trash(self, trash: Path) -> None:
+        # If a power cut undoes the move, the topic must still be there whole.
+        self._files.sync_names(trash.parent)
+        self._files.remove_tree(trash)
+
+    def take_clean_stop(self) -> bool:
+        """Whether the last run was stopped cleanly. From here on this run was not, whatever happens: that is
+        on disk before any sequence number is given out."""
+        mark = self.path / CLEAN_STOP
+        was_clean = self._files.read_whole(mark) is not None
+        self._files.unlink(mark)
+        self._files.sync_names(self.path)
+        return was_clean
+
+    def leave_clean_stop(self, run_each: RunEach) -> bool:
+        """Gives whether the next start will know that this was a clean stop."""
+        try:
+            self._files.sync_pending(run_each)
+            self._files.replace(self.path / CLEAN_STOP, b"", sync=True)
+        except OSError as error:
+            logger.warning("cannot write %s: %s", CLEAN_STOP, error)
+            return False
+        return True
+
+    def keep_reserve(self) -> None:
+        """Hold some room on the disk, for a clean stop when there is no other."""
+        if self._has_reserve:
+            return
+        try:
+            self._files.allocate(self.path / RESERVE_NAME, RESERVE_BYTES)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self._health.set(f"no room to keep in reserve for a clean stop: {reason}", "reserve")
+        else:
+            self._has_reserve = True
+            self._health.set(None, "reserve")
+
+    def use_reserve(self) -> None:
+        try:
+            self._files.unlink(self.path / RESERVE_NAME)
+        except OSError as error:
+            logger.warning("cannot remove %s: %s", RESERVE_NAME, error)
+
+
+def topic_of_trash(name: str) -> str:
+    """The topic whose directory it was: see DataPath.trash_of()."""
+    return name.removesuffix(TRASH_SUFFIX).rpartition(".")[0]
