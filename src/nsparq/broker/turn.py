@@ -80,18 +80,22 @@ class Turn:
 
     def finish(self) -> None:
         """End the turn now."""
-        self._is_scheduled = False
-        self.is_running = True
+        # What is added from here on is delivered below, or left for another turn at the end.
+        self._is_scheduled = self.is_running = True
         topics, self._topics = self._topics, {}
-        for topic in topics:
-            self._guard(topic, topic.publishing.flush)
-        self.answer()
-        self._deliver(self._broker.monotonic_ns())
-        for topic in topics:
-            if topic.bound is not None:
-                self._guard(topic, topic.bound.apply)
-        bound_memory(self._broker.topics, self._broker.ephemeral_memory)
-        self.is_running = False
+        try:
+            for topic in topics:
+                self._guard(topic, topic.publishing.flush)
+            self.answer()
+            self._deliver(self._broker.monotonic_ns())
+            for topic in topics:
+                if topic.bound is not None:
+                    self._guard(topic, topic.bound.apply)
+            bound_memory(self._broker.topics, self._broker.ephemeral_memory)
+        finally:
+            self._is_scheduled = self.is_running = False
+            if self._topics or self._channels:
+                self.schedule()
         self.flush()
 
     def _guard(self, topic: Topic, step: Callable[[], None]) -> None:
@@ -121,4 +125,3 @@ class Turn:
         if left := dict.fromkeys(waiting):
             # They are the first of the next turn, before those that have just been served.
             self._channels = left | self._channels
-            self.schedule()
