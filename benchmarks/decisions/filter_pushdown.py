@@ -4,7 +4,7 @@
 
 Spark plans the reading of a Python source once for each DataFrame, keeps the plan, and puts a new one in its
 place whenever filters are pushed down. So a query without filters reads what the last one with filters has
-left over, and of two filters in one query both scans get the rows of the second. With Spark 4.3.0:
+left over, and of two filters in one query both scans get the rows of the second. With Spark 4.2.1 and 4.3.0:
 
     all of ten rows                  10: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     a < 5                             5: [0, 1, 2, 3, 4]
