@@ -525,6 +525,12 @@ def test_problems_of_tables(lines: str, expected: str) -> None:
             "[pipeline.shop.sink 2] output_mode: files can only be appended to: use 'append', with a ",
         ),
         (
+            'topic = "paid"',
+            """jdbc = "jdbc:x"\ntable = "t"
+            [[pipeline.shop.sink]]\nname = "b"\njdbc = "jdbc:x"\ntable = "t"\nbatch_column = "c" """,
+            "[pipeline.shop.sink 3] table: is also that of another sink: with 'batch_column' only one may ",
+        ),
+        (
             'sql = "SELECT * FROM orders JOIN payments USING (number)"',
             'python = "m:f"',
             "[pipeline.shop.step 1] from: is missing: which of orders, payments?",

@@ -389,6 +389,18 @@ def test_the_command_has_spark_check_the_sql(
     path.write_text(text.format(sql="SELECT _topic, length(body) AS size FROM input"))
     assert main(["pipeline", "check", str(path)]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [f"  {'_topic':<24} string", f"  {'size':<24} int"]
+    sinks = """
+sink = [{ topic = "sizes" }, { name = "b", from = "messages", memory = "t", output_mode = "MODE" }]
+sql = "SELECT length(body) AS size, _id AS id FROM input" """
+    path.write_text(text.partition("sink")[0] + sinks.replace("MODE", "append"))
+    assert main(["pipeline", "check", str(path)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "p: orders -> raw -> 1 step -> topic sizes, memory t"
+    assert shown[1:3] == ["  topic sizes:", f"    {'body':<24} string"]
+    assert shown[3:5] == ["  memory t:", f"    {'body':<24} binary"]
+    path.write_text(text.partition("sink")[0] + sinks.replace("MODE", "complete"))
+    assert main(["pipeline", "check", str(path)]) == 2
+    assert "[pipeline.p.sink b]: [STREAMING_OUTPUT_MODE" in capsys.readouterr().err
 
 
 def test_a_checkpoint_has_one_runner(run: Runs, broker: Broker) -> None:
@@ -401,6 +413,41 @@ def test_a_checkpoint_has_one_runner(run: Runs, broker: Broker) -> None:
         return True
 
     run(text, until=start_another)
+
+
+def test_a_query_that_is_added_leaves_the_channels_of_the_others_alone(
+    broker: Broker, tmp_path: Path, spark: SparkSession
+) -> None:
+    """Moved to where the new one begins, nsqd would let go of messages that an older one has yet to read."""
+    from nsparq.pipeline import queries
+    from nsparq.pipeline.reading import parse
+
+    text = COPY.replace("max_rows_per_trigger = 40", 'starting_position = "latest", own_channel = false')
+    file = parse(f'[nsq]\nnsqd = "{broker.http_address}"\n{text}', tmp_path / "p.toml")
+    (pipeline,) = file.pipelines
+    offsets = Path(pipeline.checkpoint) / "rows" / "offsets"
+    offsets.mkdir(parents=True)
+    (offsets / "0").write_text("what Spark has planned")
+    broker.create("orders", "copy")
+    broker.publish("orders", order(1), order(2))
+    queries.settle_beginning(spark, file, pipeline, threading.Event())
+    depths = [broker.channel_stats("orders", name)["depth"] for name in ("copy", "copy.dead")]  # type: ignore[index]
+    assert depths == [2, 0]
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_where_a_pipeline_of_an_earlier_version_began_is_known(tmp_path: Path, is_old: bool) -> None:
+    from nsparq.pipeline import queries
+    from nsparq.pipeline.memory import PipelineMemory
+    from nsparq.pipeline.reading import parse
+
+    (pipeline,) = parse(COPY, tmp_path / "p.toml").pipelines
+    logs = {"orders": {"n": ["x", 5]}, "gone": {"n": ["y", 7]}}
+    PipelineMemory(pipeline).put("beginning", logs if is_old else {"logs": logs, "query": "q", "version": 2})
+    beginnings = queries.Beginnings(pipeline)
+    assert beginnings.missing == []
+    for role in pipeline.roles:
+        assert beginnings.of(role, pipeline.sources[0]) == {"orders": {"n": ["x", 5]}}
 
 
 def test_rows_and_dead_letters_begin_at_the_same_place(

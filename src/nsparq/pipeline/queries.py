@@ -178,7 +178,7 @@ def check_stream(rows: DataFrame, pipeline: Pipeline, output: Output) -> None:
     try:
         checker.checkForStreaming(rows._jdf.queryExecution().analyzed(), mode)
     except PySparkException as error:
-        raise _refused(pipeline, error) from error
+        raise _refused(pipeline, output.name, error) from error
 
 
 def check_state(pipeline: Pipeline, frames: Frames) -> list[str]:
@@ -271,20 +271,21 @@ def _start_output(writer: DataStreamWriter, pipeline: Pipeline, output: Output) 
     writer = writer.outputMode(output.output_mode)
     if isinstance(output.sink, Memory):
         # A table in memory has the name of its query, and is gone with it: it begins anew each time.
-        return _triggered(writer, pipeline)
-    table = output.sink.table if isinstance(output.sink, Format) and not output.sink.batches else ""
-    return _start(writer, pipeline, output.role, _spaced(pipeline.name, output.name), table)
+        return _triggered(writer, pipeline, output)
+    return _start(writer, pipeline, output.role, _spaced(pipeline.name, output.name), output)
 
 
 def _start(
-    writer: DataStreamWriter, pipeline: Pipeline, role: str, name: str, table: str = ""
+    writer: DataStreamWriter, pipeline: Pipeline, role: str, name: str, output: Output | None = None
 ) -> StreamingQuery:
     writer = writer.queryName(name).option("checkpointLocation", f"{pipeline.checkpoint}/{role}")
-    return _triggered(writer, pipeline, table)
+    return _triggered(writer, pipeline, output)
 
 
-def _triggered(writer: DataStreamWriter, pipeline: Pipeline, table: str = "") -> StreamingQuery:
-    """Spark takes the name of a catalog's table only here."""
+def _triggered(writer: DataStreamWriter, pipeline: Pipeline, output: Output | None) -> StreamingQuery:
+    sink = None if output is None else output.sink
+    # Spark takes the name of a catalog's table only when the query starts.
+    table = sink.table if isinstance(sink, Format) and not sink.batches else ""
     trigger = pipeline.trigger
     if trigger.kind == "available-now":
         writer = writer.trigger(availableNow=True)
@@ -295,18 +296,19 @@ def _triggered(writer: DataStreamWriter, pipeline: Pipeline, table: str = "") ->
     try:
         return writer.toTable(table) if table else writer.start()
     except PySparkException as error:
-        raise _refused(pipeline, error) from error
+        raise _refused(pipeline, "" if output is None else output.name, error) from error
 
 
 def _spaced(*words: str) -> str:
     return " ".join(filter(None, words))
 
 
-def _refused(pipeline: Pipeline, error: PySparkException) -> PipelineError:
+def _refused(pipeline: Pipeline, output: str, error: PySparkException) -> PipelineError:
     text, said = in_words(error), str(error).lower()
     if "output mode" in said and "watermark" in said:
         text += '; either set output_mode = "update", or add a watermark'
-    return PipelineError(f"[pipeline.{pipeline.name}]: {text}")
+    place = f"pipeline.{pipeline.name}" + (f".sink {output}" if output else "")
+    return PipelineError(f"[{place}]: {text}")
 
 
 # messages
@@ -401,8 +403,18 @@ class Beginnings:
 
     @property
     def missing(self) -> list[str]:
-        """Roles of queries that are new."""
-        return [role for role in self._pipeline.roles if self._is_needed and role not in self._known]
+        """Roles of queries that are new. One that has a checkpoint goes on from there, and its channel must
+        stay where it is: it may have yet to read what is before the beginning of the others."""
+        if not self._is_needed:
+            return []
+        return [
+            role for role in self._pipeline.roles if role not in self._known and not self._has_begun(role)
+        ]
+
+    def _has_begun(self, role: str) -> bool:
+        """Whether Spark has written down a beginning."""
+        offsets = Path(self._pipeline.checkpoint) / role / "offsets"
+        return offsets.is_dir() and any(one.name.isdigit() for one in offsets.iterdir())
 
     def of(self, role: str, source: Source) -> dict[str, Any] | None:
         """What is to be the startingPosition of a source. Topics that it no longer reads are left out."""

@@ -391,6 +391,10 @@ class _Reader:
         elif isinstance(sink, Files) and output.output_mode != "append":
             hint = ", or give it a 'key'" if isinstance(sink, Delta) else ""
             add(where, "output_mode", f"files can only be appended to: use 'append', with a watermark{hint}")
+        if isinstance(sink, Jdbc) and sink.batch_column:
+            places = [(one.sink.url, one.sink.table) for one in found.outputs if isinstance(one.sink, Jdbc)]
+            if places.count((sink.url, sink.table)) > 1:
+                add(at, "table", "is also that of another sink: with 'batch_column' only one may write to it")
 
     def _check_names(self, found: Pipeline, place: str) -> None:
         """No two queries share a channel or a checkpoint, and nsqd takes the names."""
