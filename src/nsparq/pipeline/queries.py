@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -81,6 +81,8 @@ class Frames:
     """By the names of the outputs."""
     letters: Mapping[str, DataFrame]
     """By the names of the sources that have dead letters."""
+    steps: Mapping[str, Sequence[DataFrame]]
+    """The results of all steps, by the names of the outputs."""
 
 
 def register(spark: SparkSession) -> None:
@@ -109,12 +111,15 @@ def build(
         tables = load_tables(spark, pipeline)
     schemas = {source.name: _schema(spark, file, pipeline, source) for source in pipeline.sources}
     rows: dict[str, DataFrame] = {}
+    steps: dict[str, list[DataFrame]] = {}
     for output in pipeline.outputs:
         messages = {
             source.name: _rows(spark, file, pipeline, source, output, schemas[source.name])
             for source in pipeline.sources
         }
-        rows[output.name] = sink_rows(spark, file, pipeline, output, {**tables, **messages})
+        results = transform(spark, pipeline, {**tables, **messages}, file.path.parent)
+        rows[output.name] = prepared(output.sink, results[output.result], Target(file, pipeline, output))
+        steps[output.name] = [results[step.name] for step in pipeline.steps]
         _check_source(rows[output.name], pipeline, output)
     letters = {
         source.name: dead_letters(
@@ -127,19 +132,7 @@ def build(
         for source in pipeline.sources
         if source.dead_letters
     }
-    return Frames(rows, letters)
-
-
-def sink_rows(
-    spark: SparkSession,
-    file: PipelineFile,
-    pipeline: Pipeline,
-    output: Output,
-    given: Mapping[str, DataFrame],
-) -> DataFrame:
-    """What the sink of an output gets, of these tables and decoded messages. Raises PipelineError."""
-    result = transform(spark, pipeline, given, file.path.parent)[output.result]
-    return prepared(output.sink, result, Target(file, pipeline, output))
+    return Frames(rows, letters, steps)
 
 
 def _check_source(rows: DataFrame, pipeline: Pipeline, output: Output) -> None:
@@ -191,7 +184,9 @@ def check_state(pipeline: Pipeline, frames: Frames) -> list[str]:
         if not is_local(pipeline.checkpoint):
             return [f"{pipeline.checkpoint} is not on this machine: whether its state fits is not known"]
         checkpoint = Path(pipeline.checkpoint) / output.role
-        verdict = judge(frames.rows[output.name], output.output_mode, checkpoint)
+        steps = frames.steps[output.name]
+        named = {f"step {at}": one for at, one in enumerate(steps, 1) if len(steps) > 1 and one.isStreaming}
+        verdict = judge(frames.rows[output.name], output.output_mode, checkpoint, named)
         if verdict.refused:
             raise PipelineError(
                 f"[pipeline.{pipeline.name}] does not fit its checkpoint {checkpoint}: {verdict.refused}. "

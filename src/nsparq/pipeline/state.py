@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -73,43 +73,60 @@ class _Operator:
         return f"the state of {self.kind}"
 
 
-def judge(rows: DataFrame, output_mode: str, checkpoint: Path) -> Verdict:
-    """Whether a query of these rows can go on from the checkpoint, which is a directory of this machine."""
-    planned = _last(checkpoint / "offsets")
+def judge(
+    rows: DataFrame, output_mode: str, checkpoint: Path, steps: Mapping[str, DataFrame] | None = None
+) -> Verdict:
+    """Whether a query of these rows can go on from the checkpoint, which is a directory of this machine.
+    `steps` are the results of its steps, by what a user calls them, to say which one has changed."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="nsparq-check-") as directory:
+            return _judge(rows, output_mode, checkpoint, steps or {}, Path(directory))
+    except FileNotFoundError:
+        return Verdict(note="it has changed while it was read; check again")
+    except PySparkException as error:
+        return Verdict(note=f"Spark cannot plan the query here: {in_words(error)}")
+    except (Py4JError, AttributeError, TypeError) as error:
+        # Classes of Spark's own, which may be others in another version.
+        return Verdict(note=f"it is unknown how to ask Spark {rows.sparkSession.version}: {in_words(error)}")
+
+
+def _judge(
+    rows: DataFrame, output_mode: str, checkpoint: Path, steps: Mapping[str, DataFrame], directory: Path
+) -> Verdict:
+    planned, committed = _last(checkpoint / "offsets"), _last(checkpoint / "commits")
     if planned is None:
         return Verdict()
     lines = (checkpoint / "offsets" / str(planned)).read_text().splitlines()
     if lines[0] != "v1":
         return Verdict(note=f"its log of offsets has format {lines[0]!r}, which is unknown here")
-    committed = _last(checkpoint / "commits")
     if verdict := _judge_sources(rows, len(lines) - 2):
         return verdict
-    with tempfile.TemporaryDirectory(prefix="nsparq-check-") as directory:
-        before, now = Path(directory, "before"), Path(directory, "now")
-        had_state = _copy_description(checkpoint, before)
-        planner = _Planner(rows, output_mode, lines[1])
-        try:
-            planner.plan(now, 0)
-            operators = _read_operators(rows.sparkSession, now)
-            if operators and not had_state and committed is not None:
-                # Spark 4.1 finds out only when it misses the files.
-                return Verdict(refused=f"there is no state, and {_listed(operators)} needs one")
-            was = _read_operators(rows.sparkSession, before)
-            planner.plan(before, planned + 1 if planned == committed else planned)
-        except PySparkException as error:
-            if is_refused_state(error):
-                return Verdict(refused=_difference(was, operators) or _without_advice(error))
-            return Verdict(note=f"Spark cannot plan it here: {in_words(error)}")
-        except (Py4JError, AttributeError, TypeError) as error:
-            # Classes of Spark's own, which may be others in another version.
-            version = rows.sparkSession.version
-            return Verdict(note=f"it is unknown how to ask Spark {version}: {in_words(error)}")
-        return Verdict(note=_other_meaning(was, operators))
+    before = directory / "before"
+    _copy_description(checkpoint, before)
+    planner = _Planner(rows.sparkSession, output_mode, lines[1])
+    was, now = _read_operators(rows.sparkSession, before), planner.operators(rows, directory / "now")
+    try:
+        planner.plan(rows, before, planned + 1 if planned == committed else planned)
+    except PySparkException as error:
+        if not is_refused_state(error):
+            raise
+        number, text = _difference(was, now)
+        step = _step_of(number, steps, planner, directory) if text else ""
+        return Verdict(refused=f"{step}{text or _without_advice(error)}")
+    return Verdict(note=_other_meaning(was, now))
+
+
+def _step_of(number: int, steps: Mapping[str, DataFrame], planner: _Planner, directory: Path) -> str:
+    """Which step the operator belongs to, counted from the beginning; empty if that is not known."""
+    for at, (name, result) in enumerate(steps.items()):
+        if number >= 0 and len(planner.operators(result, directory / f"step-{at}")) > number:
+            return f"{name}: "
+    return ""
 
 
 def _judge_sources(rows: DataFrame, before: int) -> Verdict | None:
     """Spark knows sources by their order only, and wants as many as there were."""
-    leaves = rows._jdf.queryExecution().analyzed().collectLeaves().distinct()
+    leaves = rows._jdf.queryExecution().analyzed().collectLeaves()
     now = sum(leaves.apply(at).isStreaming() for at in range(leaves.size()))
     if now == before:
         return None
@@ -126,11 +143,9 @@ def _sources(number: int) -> str:
 class _Planner:
     """Has Spark plan a micro-batch of a streaming query, as it does after a start."""
 
-    def __init__(self, rows: DataFrame, output_mode: str, metadata: str) -> None:
-        spark = rows.sparkSession
+    def __init__(self, spark: SparkSession, output_mode: str, metadata: str) -> None:
         jvm: Any = spark._jvm
         self._streaming = jvm.org.apache.spark.sql.execution.streaming
-        self._plan = rows._jdf.queryExecution().analyzed()
         self._mode = getattr(jvm.org.apache.spark.sql.streaming.OutputMode, output_mode.capitalize())()
         self._some, self._id = jvm.scala.Some, jvm.java.util.UUID.randomUUID()
         # As a streaming query does: a session of its own, with the settings that the checkpoint has kept.
@@ -143,7 +158,12 @@ class _Planner:
         self._metadata = log.apply(metadata)
         log.setSessionConf(self._metadata, settings)
 
-    def plan(self, checkpoint: Path, batch: int) -> None:
+    def operators(self, rows: DataFrame, directory: Path) -> dict[int, _Operator]:
+        """Those that a new query would have."""
+        self.plan(rows, directory, 0)
+        return _read_operators(rows.sparkSession, directory)
+
+    def plan(self, rows: DataFrame, checkpoint: Path, batch: int) -> None:
         """Raises PySparkException if Spark refuses the state. Writes a description of new state there."""
         # Spark logs what a batch will read before it plans the batch, and looks for that entry's name.
         (checkpoint / "offsets").mkdir(parents=True)
@@ -151,9 +171,9 @@ class _Planner:
         runtime = self._streaming.runtime
         execution = runtime.IncrementalExecution(
             self._session,
-            self._plan,
+            rows._jdf.queryExecution().analyzed(),
             self._mode,
-            f"{checkpoint}/state",
+            _url(checkpoint / "state"),
             self._id,
             self._id,
             batch,
@@ -164,6 +184,11 @@ class _Planner:
             *_defaults(runtime.IncrementalExecution),
         )
         execution.executedPlan()
+
+
+def _url(path: Path) -> str:
+    """As Hadoop has it, without escapes. By default a path may be in another file system."""
+    return f"file://{path}"
 
 
 def _object(package: Any, name: str) -> Any:
@@ -191,9 +216,8 @@ def _last(log: Path) -> int | None:
     return max((int(name) for name in names if name.isdigit()), default=None)
 
 
-def _copy_description(checkpoint: Path, to: Path) -> bool:
-    """The files that say what the state is like, and not the state, which may be large. Whether there are
-    any."""
+def _copy_description(checkpoint: Path, to: Path) -> None:
+    """The files that say what the state is like, and not the state, which may be large."""
     source, target = checkpoint / "state", to / "state"
     target.mkdir(parents=True)
     for operator in source.iterdir() if source.is_dir() else ():
@@ -208,7 +232,6 @@ def _copy_description(checkpoint: Path, to: Path) -> bool:
                 copied.mkdir(parents=True, exist_ok=True)
                 for name in files:
                     shutil.copyfile(at / name, copied / name)
-    return any(target.iterdir())
 
 
 def _read_operators(spark: SparkSession, checkpoint: Path) -> dict[int, _Operator]:
@@ -236,7 +259,7 @@ def _description(directory: Path) -> Path | None:
 
 def _read_schemas(spark: SparkSession, path: Path) -> _Schemas | None:
     jvm: Any = spark._jvm
-    where = jvm.org.apache.hadoop.fs.Path(path.as_uri())
+    where = jvm.org.apache.hadoop.fs.Path(_url(path))
     opened = where.getFileSystem(spark._jsc.hadoopConfiguration()).open(where)
     state = jvm.org.apache.spark.sql.execution.streaming.state
     schemas = _object(state, "StateSchemaCompatibilityChecker").readSchemaFile(opened)
@@ -255,18 +278,23 @@ def _without_advice(error: PySparkException) -> str:
     return in_words(error).partition(" If you want to force")[0]
 
 
-def _difference(was: dict[int, _Operator], now: dict[int, _Operator]) -> str:
-    """Empty if it is not known."""
+def _difference(was: dict[int, _Operator], now: dict[int, _Operator]) -> tuple[int, str]:
+    """The operator, counted from the beginning of the query, and how it differs. -1 if it is not one of them,
+    and no text if that is not known."""
+    if not was:
+        return -1, f"there is no state, and {_listed(now)} needs one"
     if [one.name for one in was.values()] != [one.name for one in now.values()]:
-        return f"its state is that of {_listed(was)}, and the query has {_listed(now)} now"
-    for old, new in zip(was.values(), now.values(), strict=True):
+        return -1, f"its state is that of {_listed(was)}, and the query has {_listed(now)} now"
+    for number, (old, new) in enumerate(reversed([*zip(was.values(), now.values(), strict=True)])):
         for before, after in _pairs(old, new):
             if _types(before.keys) != _types(after.keys):
                 by = "grouped by" if old.name in _AGGREGATIONS else "kept by"
-                return f"{old.state} is {by} {_columns(before.keys)}, and would be by {_columns(after.keys)}"
+                keys, new_keys = _columns(before.keys), _columns(after.keys)
+                return number, f"{old.state} is {by} {keys}, and would be by {new_keys}"
             if _types(before.values) != _types(after.values):
-                return f"{old.state} has {_columns(before.values)}, and would have {_columns(after.values)}"
-    return ""
+                values, new_values = _columns(before.values), _columns(after.values)
+                return number, f"{old.state} has {values}, and would have {new_values}"
+    return -1, ""
 
 
 def _other_meaning(was: dict[int, _Operator], now: dict[int, _Operator]) -> str:

@@ -23,19 +23,23 @@ from nsparq.pipeline.decode import dead_letters
 from nsparq.pipeline.errors import PipelineError, in_words
 from nsparq.pipeline.layout import NAMES
 from nsparq.pipeline.samples import Sample
+from nsparq.pipeline.sinks import Target, prepared
 from nsparq.pipeline.spec import Output, Pipeline, PipelineFile, Source
 from nsparq.pipeline.static_tables import load_tables
+from nsparq.pipeline.steps import transform
 from nsparq.spark.columns import SCHEMA
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["DEAD_LETTER", "DROP", "FAIL", "Trial", "Undecoded", "try_out"]
+__all__ = ["DEAD_LETTER", "DROP", "FAIL", "QUICK", "Trial", "Undecoded", "try_out"]
 
 DEAD_LETTER: Final = "dead letter"
 DROP: Final = "drop"
 FAIL: Final = "fail"
 """What becomes of a message that does not decode."""
+QUICK: Final = {"spark.sql.shuffle.partitions": "1", "spark.sql.adaptive.enabled": "false"}
+"""Settings of Spark for few rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,9 @@ def try_out(
             one.name: queries.decoded(messages[one.name], pipeline, one, schemas[one.name], bad=DROP)
             for one in pipeline.sources
         }
+        results = transform(spark, pipeline, {**static, **decoded}, file.path.parent)
         for output in pipeline.outputs:
-            yield output, queries.sink_rows(spark, file, pipeline, output, {**static, **decoded})
+            yield output, prepared(output.sink, results[output.result], Target(file, pipeline, output))
 
     for output, stream in rows({name: _stand_in(spark) for name in own}):
         queries.check_stream(stream, pipeline, output)

@@ -30,13 +30,9 @@ Body = bytes | str | Mapping[str, Any]
 
 FIRST: Final = datetime(2026, 1, 1, tzinfo=UTC)
 """When the first message of a test was published, unless the test says otherwise."""
-QUICK: Final = {
-    "spark.sql.session.timeZone": "UTC",
-    "spark.sql.shuffle.partitions": "1",
-    "spark.sql.adaptive.enabled": "false",
-    # Short jobs on little data: compile fast rather than well.
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-}
+UTC_TIME: Final = {"spark.sql.session.timeZone": "UTC"}
+# Short jobs on little data: compile fast rather than well.
+QUICK_JAVA: Final = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +109,14 @@ def try_pipeline(
     """
     from nsparq.pipeline import runner
     from nsparq.pipeline.errors import PipelineError
-    from nsparq.pipeline.trial import DEAD_LETTER, FAIL, try_out
+    from nsparq.pipeline.trial import DEAD_LETTER, FAIL, QUICK, try_out
 
     if not isinstance(file, PipelineFile):
         file = load(file)
     pipeline = _chosen(file, name)
     samples = _samples(pipeline, messages)
     session = spark or local_session()
-    with _configured(session, {**QUICK, **file.spark.conf}):
+    with _configured(session, {**UTC_TIME, **file.spark.conf, **QUICK}):
         runner.prepare(session, file)
         trial = try_out(session, file, pipeline, samples, _frames(session, pipeline, tables or {}))
     for one in trial.undecoded:
@@ -139,9 +135,11 @@ def try_pipeline(
 def local_session() -> SparkSession:
     """The Spark session of this process. If there is none yet, it is one for short tests: one core, no web
     pages."""
+    from nsparq.pipeline.trial import QUICK
     from nsparq.spark.session import build_session
 
-    return build_session("nsparq tests", master="local[1]", ui_port=None, conf=QUICK)
+    conf = {**UTC_TIME, **QUICK, **QUICK_JAVA}
+    return build_session("nsparq tests", master="local[1]", ui_port=None, conf=conf)
 
 
 def _chosen(file: PipelineFile, name: str) -> Pipeline:

@@ -65,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     show = _show_json if arguments.json else _show
     problems, fails = [], False
     # The master of the file may be a cluster; for a few messages this machine will do.
-    spark = runner.build_session(replace(file, spark=replace(file.spark, ui_port=0)), "local[1]")
+    no_pages = replace(file, spark=replace(file.spark, ui_port=0))
+    spark = runner.build_session(no_pages, "local[1]", trial.QUICK)
     try:
         runner.prepare(spark, file)
         quick = queries.replace_option(file, "retryFor", queries.CHECK_RETRY)
