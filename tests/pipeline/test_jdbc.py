@@ -55,7 +55,9 @@ def tables(spark: SparkSession) -> list[str]:
     return sorted(row.TABLENAME.lower() for row in found)
 
 
-def test_rows_replace_those_of_their_key_once(spark: SparkSession, database: Connection) -> None:
+def test_each_batch_of_a_query_replaces_the_rows_of_its_keys_once(
+    spark: SparkSession, database: Connection
+) -> None:
     """And a batch that is run again after a crash changes nothing, whatever others have written meanwhile."""
     run = Writer(spark)
     run.write(0, "a0", ("x", "tea", 1), ("x", "milk", 2), ("y", "tea", None))
@@ -65,21 +67,15 @@ def test_rows_replace_those_of_their_key_once(spark: SparkSession, database: Con
     database.execute("DELETE FROM shop.orders WHERE \"id\" = 'z'")
     again = Writer(spark)
     again.write(1, "a1", ("y", "juice", 1), ("z", "tea", 1), ("x", "old", 1))
+    # A checkpoint that is older than the table is refused.
+    for number, planned, reason in ((0, "a0", "has batches up to 1"), (1, "b1", "has another batch 1")):
+        with pytest.raises(CheckpointBehind, match=reason):
+            again.write(number, planned, ("x", "wrong", 3))
     assert rows_of(spark) == expected[:2]
     # Another query has numbers of its own.
     Writer(spark, "another").write(0, "b0", ("z", "tea", 1))
     assert rows_of(spark) == expected
     assert tables(spark) == ["nsparq_batches", "orders"]
-
-
-def test_a_checkpoint_that_is_older_is_refused(spark: SparkSession, database: Connection) -> None:
-    run = Writer(spark)
-    run.write(0, "a0", ("x", "tea", 1))
-    run.write(1, "a1", ("x", "tea", 2))
-    for number, planned, reason in ((0, "a0", "has batches up to 1"), (1, "b1", "has another batch 1")):
-        with pytest.raises(CheckpointBehind, match=reason):
-            Writer(spark).write(number, planned, ("x", "wrong", 3))
-    assert rows_of(spark) == [("x", "tea", 2)]
 
 
 def test_a_driver_that_was_thought_dead_merges_nothing(

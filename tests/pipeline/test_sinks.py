@@ -86,7 +86,8 @@ def test_a_row_for_each_key_is_kept_up_to_date_also_after_a_crash(
         (1, "tea", 6),
     ]
     orders(broker, (None, "tea", 1))
-    refused = run(UPSERTS)["latest"]
+    text = UPSERTS[UPSERTS.index("[pipeline.latest]") : UPSERTS.index("[pipeline.changes]")]
+    refused = run(text)["latest"]
     assert (refused.state, refused.failures) == (State.FAILED, 1)
     assert 'a row has no value for its key: {"id":null}' in refused.error
 

@@ -1,8 +1,11 @@
-"""Exactly once, proven by killing: nsq -> Spark -> Parquet, nsq -> Spark -> nsq, and the archive pipeline.
+"""Exactly once, proven by killing: nsq -> Spark -> Parquet, nsq -> Spark -> nsq, the archive pipeline, Delta,
+databases and upserts.
 
     python -m tests.soak.exactly_once --kills 20 --sink parquet
     python -m tests.soak.exactly_once --kills 20 --sink topic
     python -m tests.soak.exactly_once --kills 20 --sink archive
+    python -m tests.soak.exactly_once --kills 20 --sink delta-upsert
+    python -m tests.soak.exactly_once --kills 20 --sink jdbc,jdbc-upsert --master 'local[2]'
 
 Two nsqd and an nsqlookupd, a publisher of numbered messages for each nsqd, a Spark query, and somebody who
 kills one of them after the other with SIGKILL, at random moments; whoever was killed is started again. In the
@@ -31,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.feather
 
-from tests.soak.exactly_once_driver import Sink
+from tests.soak.exactly_once_driver import PIPELINES, SINKS, TIMES, Sink
 from tests.soak.exactly_once_publisher import Publisher
 from tests.soak.exactly_once_report import Report, Result
 from tests.soak.support import (
@@ -50,7 +53,6 @@ from tests.support.spark import FAST
 from tests.support.spark_cluster import SparkCluster
 
 TOPIC, RESULT = "numbers", "results"
-SINKS = ("parquet", "delta", "topic", "archive")
 VICTIMS = ("driver", "python", "jvm", "executor", "worker", "source", "planner", "nsqd", "nsqlookupd")
 """`driver` is Spark's driver, Python and JVM, at once; `python` and `jvm` are one half of it. `worker` is a
 Python process that runs tasks, `source` the one that plans what they read, `planner` one that the driver has
@@ -138,12 +140,13 @@ class Run:
 
     def _sink(self, name: str) -> Sink:
         result = self.directory / name
-        inside = result / "_nsparq" / "checkpoint" / "archive" / "rows"
+        inside = {"archive": result / "_nsparq" / "checkpoint" / "archive" / "rows"}
+        inside |= {kind: result / kind / "rows" for kind in PIPELINES}
         return Sink(
             kind=name,
             channel=f"to-{name}",
             result=RESULT if name == "topic" else str(result),
-            checkpoint=str(inside if name == "archive" else self.directory / f"checkpoint-{name}"),
+            checkpoint=str(inside.get(name, self.directory / f"checkpoint-{name}")),
             numbers=str(self.directory / f"{name}.feather"),
         )
 
@@ -324,8 +327,11 @@ class Run:
         """The numbers in the result, and where each comes from."""
         if sink.kind != "topic":
             read = pyarrow.feather.read_table(sink.numbers)
-            return read["number"].to_numpy(), lambda: (
-                (row["number"], f"{row['number']} {row['node']} {row['offset']}") for row in read.to_pylist()
+            numbers = read["number"].to_numpy()
+            if TIMES in read.column_names:
+                numbers = np.repeat(numbers, read[TIMES].to_numpy())
+            return numbers, lambda: (
+                (row["number"], " ".join(map(str, row.values()))) for row in read.to_pylist()
             )
         bodies = [body.decode() for node in self.cluster.nodes for body in read_log(node, RESULT)]
         numbers = np.array([int(body.split()[0]) for body in bodies], np.int64)
@@ -378,6 +384,8 @@ def main(arguments: list[str] | None = None) -> int:
     sinks = tuple(given.sink.split(","))
     if not set(SINKS).issuperset(sinks):
         parser.error(f"--sink: there are {', '.join(SINKS)}")
+    if given.master == "standalone" and any(name.startswith("jdbc") for name in sinks):
+        parser.error("--sink jdbc: only one process can open the database: use --master 'local[2]'")
     options = Options(
         sinks=sinks,
         kills=given.kills,

@@ -1,5 +1,6 @@
 """The Spark program that is killed: numbered messages from a topic to Parquet files, to a Delta table, to
-another topic, and through the ready-made pipeline that archives topics.
+another topic, through the ready-made pipeline that archives topics, and through pipelines into databases and
+with upserts.
 
 python -m tests.soak.exactly_once_driver FILE, with the arguments in FILE (see `Arguments`). A query that
 fails, because a process that it needs was killed, is started again from its checkpoint. When a line comes on
@@ -25,7 +26,30 @@ from nsparq.pipeline.files import FORMAT
 from nsparq.spark.session import build_session, register
 from tests.soak.exactly_once_publisher import DIGITS
 
+SINKS = ("parquet", "delta", "topic", "archive", "delta-upsert", "jdbc", "jdbc-upsert")
 NUMBER = f"cast(substring(cast(body as string), 1, {DIGITS}) as long) number"
+
+
+TIMES = "times"
+"""How often an upsert has counted a number."""
+PIPELINES = {
+    "delta-upsert": 'delta = "{result}/table", key = ["number"]',
+    "jdbc": 'jdbc = "{url}", table = "numbers", batch_column = "batch"',
+    "jdbc-upsert": 'jdbc = "{url}", table = "numbers", key = ["number"]',
+}
+"""What their sinks are. An upsert replaces a row that comes twice, so these count the messages."""
+PIPELINE = """
+[nsq]
+nsqlookupd = ["{lookupd}"]
+[run]
+checkpoint = "{result}"
+[pipeline.{name}]
+source = {{ topic = "{topic}", channel = "{channel}", max_rows_per_trigger = {max_rows} }}
+sql = "SELECT {columns} FROM input{grouping}"
+output_mode = "update"
+trigger = "500ms"
+sink = {{ {sink} }}
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +57,7 @@ class Sink:
     """A query of its own."""
 
     kind: str
-    """parquet, delta, topic or archive"""
+    """One of `SINKS`."""
     channel: str
     result: str
     """A directory, or a topic."""
@@ -72,7 +96,11 @@ class Program:
         if not self._is_over.is_set():
             raise SystemExit("a query cannot be started")
         for sink in sinks:
-            if sink.kind == "delta":
+            if sink.kind == "delta-upsert":
+                save(deltalake.DeltaTable(f"{sink.result}/table").to_pyarrow_table(), Path(sink.numbers))
+            elif sink.kind in PIPELINES:
+                save(spark.read.jdbc(database(sink), "numbers").toArrow(), Path(sink.numbers))
+            elif sink.kind == "delta":
                 save(deltalake.DeltaTable(sink.result).to_pyarrow_table(), Path(sink.numbers))
             elif sink.kind != "topic":
                 save_numbers(spark.read.parquet(sink.result), Path(sink.numbers), sink.kind == "archive")
@@ -86,6 +114,8 @@ class Program:
         register(spark)
         if sink.kind == "archive":
             self._archive(spark, sink)
+        elif sink.kind in PIPELINES:
+            self._pipeline(spark, sink)
         else:
             self._query(spark, sink)
 
@@ -128,15 +158,35 @@ class Program:
         return writer.option("checkpointLocation", sink.checkpoint).start()
 
     def _archive(self, spark: SparkSession, sink: Sink) -> None:
-        from nsparq.pipeline import ready, runner
-        from nsparq.pipeline.progress import State
-        from nsparq.pipeline.reading import parse
+        from nsparq.pipeline import ready
 
         arguments = self._arguments
         topics = ready.Topics(nsq={"nsqlookupd": [arguments.lookupd]}, topics=[arguments.topic])
         output = Path(sink.result)
         text = ready.archive(topics, output, trigger="500ms", compact=4, channel=sink.channel)
-        file = parse(text, output / "archive.toml")
+        self._run(spark, sink, text, output / "archive.toml")
+
+    def _pipeline(self, spark: SparkSession, sink: Sink) -> None:
+        arguments, is_upsert = self._arguments, sink.kind.endswith("-upsert")
+        text = PIPELINE.format(
+            name=sink.kind,
+            lookupd=arguments.lookupd,
+            result=sink.result,
+            topic=arguments.topic,
+            channel=sink.channel,
+            max_rows=arguments.max_rows,
+            columns=f"{NUMBER}, " + (f"count(*) AS {TIMES}" if is_upsert else "_node node, _offset `offset`"),
+            grouping=" GROUP BY 1" if is_upsert else "",
+            sink=PIPELINES[sink.kind].format(result=sink.result, url=database(sink)),
+        )
+        self._run(spark, sink, text, Path(sink.result) / "pipeline.toml")
+
+    def _run(self, spark: SparkSession, sink: Sink, text: str, path: Path) -> None:
+        from nsparq.pipeline import runner
+        from nsparq.pipeline.progress import State
+        from nsparq.pipeline.reading import parse
+
+        file = parse(text, path)
         failures = 0
 
         def watch(status: Any) -> None:
@@ -156,6 +206,11 @@ class Program:
         say(f"{sink.kind}: failed: {failure}")
         with Path(self._arguments.failures).open("a") as file:
             file.write(json.dumps([sink.kind, failure]) + "\n")
+
+
+def database(sink: Sink) -> str:
+    """Derby in the JVM of the driver: no other process can open it."""
+    return f"jdbc:derby:{sink.result}/database;create=true"
 
 
 def save_numbers(frame: DataFrame, path: Path, is_raw: bool) -> None:

@@ -91,13 +91,16 @@ def register(spark: SparkSession) -> None:
     from nsparq.pipeline.files import FilesDataSource
 
     activate(spark)
-    if spark not in _REGISTERED:
-        spark.dataSource.register(FilesDataSource)
-        spark.dataSource.register(DirectDataSource)
-        _REGISTERED.add(spark)
+    with _registering:
+        if spark not in _REGISTERED:
+            spark.dataSource.register(FilesDataSource)
+            spark.dataSource.register(DirectDataSource)
+            _REGISTERED.add(spark)
 
 
 _REGISTERED: Final[WeakSet[SparkSession]] = WeakSet()
+_registering: Final = threading.Lock()
+"""Spark refuses to register a source that another thread has registered since it looked."""
 
 
 def build(
