@@ -73,6 +73,12 @@ def test_a_message_counts_once_however_many_outputs_read_it() -> None:
     assert figures.lag is None
 
 
+def test_a_message_counts_once_however_often_a_query_reads_its_source() -> None:
+    figures = Figures("p")
+    figures.add_rows(progress(rows=20, observedMetrics={DECODED: {"rows": 10, "bad": 0}}))
+    assert figures.rows == 10
+
+
 def test_a_window_that_closes_gives_rows_in_a_batch_without_rows() -> None:
     figures = Figures("p")
     figures.add_rows(progress(3, rows=0, sink={"numOutputRows": 5}))
@@ -113,6 +119,10 @@ def test_a_sink_that_does_not_count_counts_as_nothing() -> None:
 )
 def test_lag_is_what_was_published_and_not_read(end: Any, latest: Any, expected: int | None) -> None:
     assert lag_of({"sources": [{"endOffset": end, "latestOffset": latest}]}) == expected
+    # The lag of two sources is unknown if that of one is.
+    other = {"endOffset": {"t": {"n": ["x", 5]}}, "latestOffset": {"t": {"n": ["x", 7]}}}
+    both = lag_of({"sources": [other, {"endOffset": end, "latestOffset": latest}]})
+    assert both == (None if expected is None else expected + 2)
 
 
 @pytest.fixture

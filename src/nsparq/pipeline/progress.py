@@ -100,11 +100,9 @@ class OutputFigures:
         }
         for name, found in observed.items():
             self._bad[name] += _number(found.get("bad"))
-        if [*observed] in ([], [DECODED]):
-            # There is one source only.
-            self._read[DECODED] += rows
-        else:
-            self._read.update({name: _number(found.get("rows")) for name, found in observed.items()})
+        # Spark counts a message as often as its source stands in the query, as in a join with itself.
+        found_rows = {name: _number(found.get("rows")) for name, found in observed.items()}
+        self._read.update(found_rows or {DECODED: rows})
 
     def quiet(self) -> None:
         """Nothing has come for a while."""
@@ -216,8 +214,10 @@ def _number(value: Any) -> int:
 def lag_of(progress: Mapping[str, Any]) -> int | None:
     """Messages that were there when the micro-batch was planned and are in none yet; None if nobody knows."""
     sources: Iterable[Mapping[str, Any]] = progress.get("sources") or []
-    found = [one for source in sources if (one := _lag(source)) is not None]
-    return sum(found) if found else None
+    lags = [_lag(source) for source in sources]
+    known = [one for one in lags if one is not None]
+    # What is behind in one of several sources may be anything.
+    return sum(known) if known and len(known) == len(lags) else None
 
 
 def _lag(source: Mapping[str, Any]) -> int | None:
