@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from nsparq.pipeline.errors import NothingYet, PipelineError
+from nsparq.pipeline.memory import NAME, write_json
 from nsparq.pipeline.reading import parse
 from nsparq.testing import PipelineResult, given, try_pipeline
 
@@ -38,7 +39,7 @@ def tried(spark: SparkSession, tmp_path: Path) -> Iterator[Try]:
 
     yield tried
     assert spark.conf.getAll == before
-    assert {path.name for path in tmp_path.iterdir()} <= {"shop_steps.py", "__pycache__"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"shop_steps.py", "__pycache__", "checkpoints"}
 
 
 def test_messages_in_rows_out(tried: Try) -> None:
@@ -160,8 +161,9 @@ def test_what_fails_in_a_run_fails_here(tried: Try) -> None:
         tried(f'{ORDERS}\nsql = "SELECT 1 / number AS share FROM input"\nsink = "noop"', [{"number": 0}])
 
 
-def test_columns_can_be_inferred_from_the_messages(tried: Try) -> None:
+def test_columns_are_inferred_from_the_messages_whatever_a_checkpoint_has(tried: Try, tmp_path: Path) -> None:
     text = '[pipeline.p]\nsource = "orders"\ndecode = "json"\nsql = "SELECT a, b FROM input"\nsink = "noop"'
+    write_json(tmp_path / "checkpoints" / "p" / "p" / NAME, {"schema": "b INT"})
     assert tried(text, [{"a": 1}, {"b": ["x"]}]).rows == [{"a": 1, "b": None}, {"a": None, "b": ["x"]}]
     with pytest.raises(NothingYet, match="orders has no messages yet"):
         tried(text, [])
