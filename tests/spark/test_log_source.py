@@ -753,13 +753,12 @@ def test_a_broker_that_was_killed_loses_nothing_and_alarms_nobody() -> None:
                 # The numbers go on far ahead; neither limits nor tasks are spent on what is in between.
                 broker.publish("t", *numbered(10, number * 10))
                 query.start(nsqd=http_address(broker))
-                count = query.step()
-                assert count is not None and count <= 4
-            sizes = []
-            while (count := query.step()) is not None:
-                sizes.append(count)
-            assert query.bodies == numbered(40)
-            assert len(sizes) < 12
+                before = len(query.rows)
+                query.run_until(before + 1)
+                assert len(query.rows) - before <= 4
+            batches = len(query.offsets)
+            assert query.run_until(40).drain().bodies == numbered(40)
+            assert len(query.offsets) - batches < 12
         with Query(nsqd=http_address(broker), channel="d", partitionBytes=64) as query:
             assert query.plan()
             parts = query.reader.partitions(query._initial, query.offset)
