@@ -122,7 +122,7 @@ class Bench:
 
 def throughput(bench: Bench) -> None:
     options = bench.options
-    for sink, target in (("noop", 0.7), ("parquet", 0.8)):
+    for sink, target in (("noop", 0.85), ("parquet", 0.8)):
         sides: dict[str, Callable[[], DataFrame]] = {"nsq": bench.source, "files": bench.files}
         runs: dict[str, list[Run]] = {name: [] for name in sides}
         for number in range(options.rounds + 1):
