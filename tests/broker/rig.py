@@ -468,7 +468,7 @@ def _id(message: Delivered | int) -> int:
 
 def counts(channel: Channel) -> tuple[int, int, int]:
     """Depth, in flight, deferred."""
-    return channel.depth, len(channel.in_flight), len(channel.deferred)
+    return channel.depth, len(channel.unfinished.in_flight), len(channel.unfinished.deferred)
 
 
 def bodies(count: int, start: int = 0, size: int = 0) -> list[bytes]:

@@ -11,7 +11,7 @@ from unittest.mock import ANY
 import pytest
 
 from nsparq.broker.broker import Broker, run_inline
-from nsparq.broker.channel import PUMP_NS
+from nsparq.broker.delivery import PUMP_NS
 from nsparq.broker.turn import DELIVERY_MESSAGES
 from nsparq.broker.upkeep import SLICE_NS
 from nsparq.errors import StartError
@@ -567,7 +567,7 @@ def test_an_error_in_one_channel_does_not_hold_up_the_others(
 
     channel = clients[1].channel
     assert channel is not None
-    monkeypatch.setattr(channel, "pump", fail)
+    monkeypatch.setattr(channel.delivery, "pump", fail)
     rig.broker.publish("t", bodies(10), 0, Receipt(), "MPUB")
     rig.turn()
     assert [len(client.messages) for client in clients] == [10, 0, 10]
@@ -670,7 +670,7 @@ def test_a_costly_checkpoint_is_taken_less_often(make_rig: MakeRig):
     client = rig.subscribe(rdy=3)
     rig.publish("t", *bodies(3))
     channel = rig.channel()
-    capture = channel.capture
+    capture = channel.checkpoint.capture
     taken = []
 
     def slow_capture():
@@ -678,7 +678,7 @@ def test_a_costly_checkpoint_is_taken_less_often(make_rig: MakeRig):
         rig.clock.advance(0.5)
         return capture()
 
-    channel.capture = slow_capture  # type: ignore[method-assign]
+    channel.checkpoint.capture = slow_capture  # type: ignore[method-assign]
     rig.maintain()
     for message in client.take():
         rig.finish(client, message)

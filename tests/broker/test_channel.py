@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from nsparq.broker.channel import MAX_WRITE
+from nsparq.broker.delivery import MAX_WRITE
 from nsparq.broker.scan import SLICE
 from nsparq.chance import chance
 from nsparq.errors import ClientError, Exiting, SubscribeRefused
@@ -214,7 +214,7 @@ def test_a_client_that_does_not_read_gets_nothing_until_it_does(rig: Rig):
     assert len(quick.messages) == 6
     assert not slow.messages
     slow.is_writable = True
-    slow.channel.offer(slow)
+    slow.channel.delivery.offer(slow)
     rig.publish("t", *bodies(6))
     assert slow.messages
 
@@ -337,7 +337,7 @@ def test_fin_in_any_order(rig: Rig):
     random.Random(3).shuffle(order)
     for number, message in enumerate(order):
         assert rig.finish(client, message) == []
-        assert len(rig.channel().in_flight) == 199 - number
+        assert len(rig.channel().unfinished.in_flight) == 199 - number
 
 
 def test_fin_twice_fails_the_second_time(rig: Rig):
@@ -504,7 +504,7 @@ def test_touch_does_not_count_as_a_delivery(rig: Rig):
     rig.touch(client, message)
     assert client.in_flight == 2
     assert client.message_count == 2
-    assert len(rig.channel().in_flight) == 2
+    assert len(rig.channel().unfinished.in_flight) == 2
     rig.requeue(client, message)
     assert [m.attempts for m in client.take()] == [2]
 
@@ -705,7 +705,7 @@ def test_attempts_wrap_after_65535(rig: Rig):
     message = client.messages[0]
     rig.ready(client, 0)
     rig.requeue(client, message)
-    rig.channel()._attempts[message.id - rig.topic().first_id] = 65_534
+    rig.channel().unfinished._attempts[message.id - rig.topic().first_id] = 65_534
     rig.ready(client, 1)
     for _ in range(3):
         rig.requeue(client, message)
@@ -718,7 +718,7 @@ def test_a_message_beyond_65535_attempts_is_checkpointed_like_any_other(rig: Rig
     message = client.messages[0]
     rig.ready(client, 0)
     rig.requeue(client, message)
-    rig.channel()._attempts[message.id - rig.topic().first_id] = 65_535
+    rig.channel().unfinished._attempts[message.id - rig.topic().first_id] = 65_535
     rig.ready(client, 1)
     rig.maintain()
     rig.restart()
@@ -778,7 +778,7 @@ def test_clients_that_come_and_go_leave_nothing_behind(rig: Rig, paused: bool):
         channel.pause()
     for _ in range(100):
         rig.disconnect(rig.subscribe(rdy=1))
-    assert sum(map(len, channel._lines)) < 10
+    assert sum(map(len, channel.delivery._lines)) < 10
 
 
 # Pause, unpause, empty.
@@ -997,11 +997,11 @@ def test_what_goes_to_one_client_in_one_go_is_one_run_however_many_batches_it_wa
     expected = pile_up(rig)
     client = rig.subscribe(rdy=100)
     assert client.take_bodies() == expected
-    assert len(rig.channel().in_flight.runs) == 1
+    assert len(rig.channel().unfinished.in_flight.runs) == 1
     assert client.in_flight == len(expected)
     assert not rig.finish(client, *client.messages)
     assert counts(rig.channel()) == (0, 0, 0)
-    assert not rig.channel().in_flight.runs
+    assert not rig.channel().unfinished.in_flight.runs
 
 
 def test_two_clients_have_runs_of_their_own(rig: Rig):
@@ -1058,7 +1058,7 @@ def test_where_latencies_are_recorded_each_message_keeps_its_publish_time(make_r
         rig.clock.advance(1)
     client = rig.subscribe(rdy=100)
     messages = client.take()
-    assert len(rig.channel().in_flight.runs) == 3
+    assert len(rig.channel().unfinished.in_flight.runs) == 3
     rig.touch(client, messages[3])
     rig.finish(client, *messages)
     stats = rig.channel().stats(include_clients=False, now_ns=rig.clock())

@@ -103,7 +103,7 @@ def test_what_is_shown_of_a_deferred_message_is_in_the_wall_time_of_now(rig: Rig
     rig.channel()
     rig.publish("t", b"x", defer_ms=10_000)
     rig.clock.set_wall(step)
-    (due_ns,) = rig.channel().deferred.due_ns.values()
+    (due_ns,) = rig.channel().unfinished.deferred.due_ns.values()
     assert rig.broker.wall_of(due_ns) == rig.clock.wall() + 10 * SECOND
 
 
@@ -156,7 +156,7 @@ def deferred_rig(rig: Rig) -> Rig:
 
 def waits(rig: Rig) -> set[float]:
     """How many seconds the channel's deferred messages still wait."""
-    return {(due_ns - rig.clock()) / SECOND for due_ns in rig.channel().deferred.due_ns.values()}
+    return {(due_ns - rig.clock()) / SECOND for due_ns in rig.channel().unfinished.deferred.due_ns.values()}
 
 
 @pytest.mark.parametrize("stop", [Rig.close, Rig.drop], ids=["a clean stop", "a crash"])

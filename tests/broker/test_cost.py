@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from nsparq.broker.carrying import Carrying
 from nsparq.broker.channel import Channel
+from nsparq.broker.checkpoint import Checkpoint
+from nsparq.broker.delivery import Delivery
 from nsparq.broker.ephemeral import EphemeralBound
 from nsparq.broker.inflight import Run
 from nsparq.broker.publishing import Publishing
@@ -27,10 +30,10 @@ TOUCHES = [
     (Topic, ["reclaim", "low", "save_channel", "stats"]),
     (Publishing, ["flush"]),
     (EphemeralBound, ["apply", "reclaim"]),
-    (
-        Channel,
-        ["expire", "next_event", "pump", "capture", "low", "begin_carry", "drop_carried", "_unfinished"],
-    ),
+    (Channel, ["expire", "next_event", "low"]),
+    (Delivery, ["pump"]),
+    (Checkpoint, ["capture"]),
+    (Carrying, ["begin", "drop_finished", "only_in_log"]),
     (Log, ["trim", "release_files", "sealed_segments", "begin_sync", "append", "read"]),
     (MemoryLog, ["trim", "append", "read"]),
 ]
@@ -127,7 +130,7 @@ def test_one_channel_of_many_that_times_out_is_the_only_one_looked_at(rig: Rig, 
     touched.clear()
     rig.pass_time(1)
     assert touched["Channel.expire"] == 1
-    assert touched["Channel.pump"] == 1
+    assert touched["Delivery.pump"] == 1
 
 
 def cost_of(make_rig: MakeRig, in_flight: int, act: Callable[[Rig, list], None]) -> float:
@@ -200,30 +203,28 @@ MANY = 100_000
 def pass_over(rig: Rig, topic: str = "t") -> list[int]:
     """Publish ten times as many, and have the channel pass them. Gives a tenth of their numbers."""
     channel = rig.channel(topic=topic)
-    start = channel.cursor
+    start = channel.cursor.position
     for _ in range(0, 10 * MANY, 2500):
         rig.publish(topic, *[b"a message"] * 2500)
-        channel._jump(rig.topic(topic).log.end)
-    channel._mark_changed()
-    return [*range(start, channel.cursor, 10)]
+        channel.cursor.jump(rig.topic(topic).log.end)
+    channel.mark_changed()
+    return [*range(start, channel.cursor.position, 10)]
 
 
 def defer(channel: Channel, unfinished: list[int]) -> None:
     for sequence in unfinished:
-        channel._attempts[sequence] = 1
-        channel._defer(sequence, channel.topic.broker.monotonic_ns() + 3600 * SECOND)
+        channel.defer(sequence, channel.topic.broker.monotonic_ns() + 3600 * SECOND, 1)
 
 
 def put_back(channel: Channel, unfinished: list[int]) -> None:
-    channel._attempts = dict.fromkeys(unfinished, 1)
-    channel.requeued.extend(unfinished)
+    channel.unfinished.requeue(unfinished, 1)
 
 
 def send_one_by_one(channel: Channel, unfinished: list[int]) -> None:
     (client,) = channel.clients
     deadline_ns = channel.topic.broker.monotonic_ns() + 3600 * SECOND
     for sequence in unfinished:
-        channel._launch(Run(client, sequence, sequence + 1, 0, deadline_ns, 1, 0))
+        channel.launch(Run(client, sequence, sequence + 1, 0, deadline_ns, 1, 0))
 
 
 def send_in_runs(channel: Channel, unfinished: list[int]) -> None:
@@ -232,9 +233,9 @@ def send_in_runs(channel: Channel, unfinished: list[int]) -> None:
     deadline_ns = channel.topic.broker.monotonic_ns() + 3600 * SECOND
     for start in range(unfinished[0], unfinished[-1], 2500):
         run = Run(client, start, start + 2500, 0, deadline_ns, 1, 0)
-        channel._launch(run)
+        channel.launch(run)
         run.holes = {*range(start, start + 2500)} - {*range(start, start + 2500, 10)}
-        channel.in_flight._count -= len(run.holes)
+        channel.unfinished.in_flight._count -= len(run.holes)
 
 
 @pytest.mark.parametrize("leave", [defer, send_one_by_one])
@@ -250,7 +251,7 @@ def test_no_step_of_upkeep_looks_at_each_of_many_unfinished_messages(
     segments = rig.names("*.log")
     for _ in range(8):
         rig.clock.advance(1)
-        channel._mark_changed()
+        channel.mark_changed()
         with Lines() as lines:
             rig.maintain()
         assert lines.count < HELD_LINES
@@ -261,10 +262,10 @@ def test_no_step_of_upkeep_looks_at_each_of_many_unfinished_messages(
             with Lines() as lines:
                 then()
             assert lines.count < HELD_LINES
-    assert len(channel._carried) >= 5000
+    assert len(channel.carrying.store) >= 5000
     assert rig.names("*.log")[0] > segments[3], "the log has let go of what was carried over"
-    assert sorted(channel.snapshot().sequences.tolist()) == unfinished
-    channel.in_flight.clear()
+    assert sorted(channel.checkpoint.capture()().sequences.tolist()) == unfinished
+    channel.unfinished.in_flight.clear()
     rig.disconnect(client)
 
 
@@ -277,16 +278,16 @@ def test_nor_does_it_where_they_are_in_memory(make_rig: MakeRig, leave: Callable
     leave(channel, unfinished)
     rig.broker.upkeep.note_changed(rig.topic("t#ephemeral"))
     for step in [rig.maintain, rig.broker.turn, rig.broker.turn]:
-        before = len(channel._carried)
+        before = len(channel.carrying.store)
         with Lines() as lines:
             step()
         assert lines.count < HELD_LINES
-        assert len(channel._carried) > before
+        assert len(channel.carrying.store) > before
     assert rig.topic("t#ephemeral").log.start > unfinished[0]
     rig.turn()
-    assert len(channel._carried) == MANY
-    assert rig.topic("t#ephemeral").log.start == channel.cursor
-    channel.in_flight.clear()
+    assert len(channel.carrying.store) == MANY
+    assert rig.topic("t#ephemeral").log.start == channel.cursor.position
+    channel.unfinished.in_flight.clear()
     rig.disconnect(client)
 
 

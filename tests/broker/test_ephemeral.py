@@ -327,7 +327,7 @@ def test_a_message_held_while_its_neighbours_leave_memory_is_still_redelivered(m
     assert again == held._replace(attempts=2)
     rig.finish(client, again)
     rig.maintain()
-    assert len(rig.channel(CHANNEL, TOPIC)._carried) == 0
+    assert len(rig.channel(CHANNEL, TOPIC).carrying.store) == 0
 
 
 # Bytes.
@@ -344,7 +344,7 @@ def memory_of(rig: Rig) -> int:
     for topic in rig.broker.topics.values():
         if isinstance(topic.log, MemoryLog):
             size += sum(batch.size for batch in topic.log._batches.values())
-            size += sum(b.size for c in topic.channels.values() for b in c._carried.kept.values())
+            size += sum(b.size for c in topic.channels.values() for b in c.carrying.store.kept.values())
     assert rig.broker.ephemeral_memory.size_bytes == size
     return size
 
@@ -418,7 +418,7 @@ def test_an_ephemeral_message_in_flight_that_was_given_up_can_be_finished_but_no
     rig.maintain()
     assert memory_of(rig) <= LIMIT
     sent = client.take()
-    assert len(sent) == len(channel.in_flight) == 100
+    assert len(sent) == len(channel.unfinished.in_flight) == 100
     assert channel.dropped_count == 0, "they may still be finished"
     assert rig.finish(client, sent[0]) == []
     rig.requeue(client, sent[1])
@@ -430,7 +430,7 @@ def test_an_ephemeral_message_in_flight_that_was_given_up_can_be_finished_but_no
     assert [message.body for message in again] == bodies(len(again), 100 - len(again), SIZE)
     assert 45 <= len(again) <= 50
     assert channel.dropped_count == 99 - len(again)
-    assert channel._attempts == {}
+    assert channel.unfinished._attempts == {}
     rig.finish(client, *again)
     rig.maintain()
     assert memory_of(rig) == 0
@@ -460,7 +460,7 @@ def test_what_channels_of_an_ephemeral_topic_carry_over_is_bounded_by_bytes(make
         rig.maintain()
         assert memory_of(rig) <= LIMIT
     channel = rig.channel("a", TOPIC)
-    assert len(channel._carried) >= 20, "each channel has its own copy"
+    assert len(channel.carrying.store) >= 20, "each channel has its own copy"
     rig.pass_time(60)
     kept = len(slow[0].take())
     assert channel.dropped_count == 100 - kept
@@ -478,7 +478,7 @@ def test_deferred_and_requeued_messages_that_are_given_up_are_counted(make_rig: 
     assert counts(channel) == (10, 0, 10)
     publish_large(rig, count=60)
     assert counts(channel) == (80 - channel.dropped_count, 0, 0)
-    assert channel._attempts == {}
+    assert channel.unfinished._attempts == {}
 
 
 def test_an_ephemeral_message_larger_than_the_bound_is_delivered(make_rig: MakeRig):
@@ -518,11 +518,11 @@ def test_no_ephemeral_message_is_lost_without_being_counted(make_rig: MakeRig, s
                 break
             client, message = held.pop(random.randrange(len(held)))
             assert client.channel is not None
-            if client.channel.in_flight.find(message.id - topic.first_id) is None:
+            if client.channel.unfinished.in_flight.find(message.id - topic.first_id) is None:
                 continue
             if random.random() < 0.6:
                 finished[client.channel.name] += not rig.finish(client, message)
-            elif client.channel.in_flight.find(message.id - topic.first_id).client is client:
+            elif client.channel.unfinished.in_flight.find(message.id - topic.first_id).client is client:
                 rig.requeue(client, message, random.choice((0, 300)))
         step = random.random()
         if step < 0.05:

@@ -638,18 +638,18 @@ def test_what_all_channels_have_passed_is_reclaimed(tmp_path: Path, start: Start
     rig.publish("t", b"new")
     rig.maintain()
     assert len(rig.names("*.log")) < middle
-    assert not any(channel.skips.ranges for channel in rig.topic().channels.values())
+    assert not any(channel.cursor.skips.ranges for channel in rig.topic().channels.values())
 
 
 def test_skips_are_forgotten_once_passed(tmp_path: Path, start: StartRig):
     for name in ("a", "b", "c"):
         GoQueue(tmp_path, "t", name).write(*go_messages(4, name)).save()
     rig = start()
-    assert [len(rig.channel(name).skips.ranges) for name in "abc"] == [1, 1, 0]
+    assert [len(rig.channel(name).cursor.skips.ranges) for name in "abc"] == [1, 1, 0]
     for name in ("a", "b", "c"):
         drain(rig, name)
     rig.maintain()
-    assert [rig.channel(name).skips.ranges for name in "abc"] == [[], [], []]
+    assert [rig.channel(name).cursor.skips.ranges for name in "abc"] == [[], [], []]
 
 
 def test_skips_are_part_of_a_channel_s_state_and_absent_from_older_files():

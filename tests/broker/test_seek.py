@@ -125,7 +125,7 @@ def test_everything_that_was_under_way_is_dropped_and_the_clients_go_on(rig: Rig
     rig.requeue(client, flying[0], 50_000)
     rig.requeue(client, flying[1])
     flying = flying[2:] + client.take()
-    assert len(rig.channel().deferred) == 1
+    assert len(rig.channel().unfinished.deferred) == 1
     assert client.in_flight == 4
     plan = rig.channel().plan_seek(start + 8)
     assert plan.skipped == 8
@@ -149,13 +149,13 @@ def test_a_plan_changes_nothing_and_is_what_happens(rig: Rig):
     rig.publish("t", *bodies(6, 6))
     held = client.take()
     rig.finish(client, held[1])
-    before = (rig.channel().cursor, counts(rig.channel()))
+    before = (rig.channel().cursor.position, counts(rig.channel()))
     # 0 and 2, 3 are in flight, 1 is finished, 4, 5 and the others wait, 6 is deferred.
     expected = {0: (4, 0), 1: (3, 1), 3: (1, 2), 4: (0, 3), 6: (0, 5), 7: (0, 6), 8: (0, 7), 13: (0, 12)}
     for target, (again, skipped) in expected.items():
         plan = rig.channel().plan_seek(start + target)
         assert plan == (start + 4, start + target, again, skipped)
-    assert (rig.channel().cursor, counts(rig.channel())) == before
+    assert (rig.channel().cursor.position, counts(rig.channel())) == before
     assert rig.channel().seek(start + 7) == (start + 4, start + 7, 0, 6)
 
 
@@ -189,11 +189,11 @@ def test_a_seek_that_the_disk_refuses_changes_nothing(rig: Rig):
     held = client.take()
     rig.finish(client, held[0])
     held = held[1:] + client.take()
-    before = (rig.channel().cursor, counts(rig.channel()), client.in_flight)
+    before = (rig.channel().cursor.position, counts(rig.channel()), client.in_flight)
     rig.files.fail("replace", ".channel")
     with pytest.raises(OSError, match="No space left"):
         rig.channel().seek(start)
-    assert (rig.channel().cursor, counts(rig.channel()), client.in_flight) == before
+    assert (rig.channel().cursor.position, counts(rig.channel()), client.in_flight) == before
     rig.files.heal()
     rig.maintain()
     rig.crash()
@@ -283,7 +283,7 @@ def test_a_seek_over_deferred_messages_of_long_ago_costs_nothing_for_them(make_r
     channel.seek(start)
     assert time.process_time() - started < 0.1
     assert counts(channel) == (20_000, 0, 0)
-    assert not channel.deferred.due_ns
+    assert not channel.unfinished.deferred.due_ns
     client = rig.subscribe(rdy=2500)
     assert len(consume(rig, client)) == 20_000
 
@@ -358,8 +358,8 @@ def test_messages_taken_over_for_one_channel_are_delivered_like_any_other(rig: R
     """After a seek the channel sees the log as it is."""
     channel = rig.channel()
     rig.publish("t", *bodies(10))
-    start = channel.cursor
-    channel.skips.add(start + 2, start + 4)
+    start = channel.cursor.position
+    channel.cursor.skips.add(start + 2, start + 4)
     channel.add_tried(start + 6, [3, 4])
     assert counts(channel) == (8, 0, 0)
     channel.seek(start)
@@ -402,7 +402,7 @@ def test_an_ephemeral_topic_goes_back_as_far_as_memory_does(rig: Rig):
     client = rig.subscribe("t#ephemeral", rdy=100)
     channel = client.channel
     assert channel is not None
-    start = channel.cursor
+    start = channel.cursor.position
     rig.publish("t#ephemeral", *bodies(5))
     rig.publish("t#ephemeral", b"later", defer_ms=5_000)
     assert consume(rig, client) == bodies(5)
@@ -450,10 +450,10 @@ def test_a_commit_never_goes_back(rig: Rig):
     rig.publish("t", *bodies(10))
     for _ in range(2):
         channel.commit(start + 5)
-        assert channel.cursor == start + 5
+        assert channel.cursor.position == start + 5
     channel.commit(start + 2)
     channel.commit(0)
-    assert channel.cursor == start + 5
+    assert channel.cursor.position == start + 5
     assert counts(channel) == (5, 0, 0)
 
 
@@ -469,7 +469,7 @@ def test_a_commit_beyond_the_end_is_an_error(rig: Rig):
     rig.publish("t", b"held back")
     with pytest.raises(OffsetAhead):
         channel.commit(end + 4)
-    assert channel.cursor == end + 3
+    assert channel.cursor.position == end + 3
 
 
 def test_a_commit_drops_the_exceptions_below_it_and_keeps_the_others(rig: Rig):
@@ -513,7 +513,7 @@ def test_a_commit_in_the_middle_of_a_run_makes_room_for_more(rig: Rig):
     rig.channel().commit(start + 8)
     rig.turn()
     assert [message.body for message in client.take()] == bodies(7, 12)
-    assert client.in_flight == len(rig.channel().in_flight) == 10
+    assert client.in_flight == len(rig.channel().unfinished.in_flight) == 10
     assert rig.channel().low() == start + 8
     assert rig.finish(client, held[8]) == []
     assert [e.code for e in rig.finish(client, held[9])] == ["E_FIN_FAILED"]
@@ -623,7 +623,7 @@ def test_a_start_before_the_log_is_its_start(make_rig: MakeRig):
         rig.maintain()
     log = rig.topic().log
     channel = rig.topic().get_channel("late", start=0)
-    assert channel.cursor == log.start
+    assert channel.cursor.position == log.start
     assert channel.depth == log.count(log.start, log.end)
 
 

@@ -40,9 +40,9 @@ def test_every_other_range_is_passed_by(make_rig: MakeRig):
     channel = rig.channel()
     for number in range(10):
         rig.publish("t", b"%d" % number)
-    start = channel.cursor
+    start = channel.cursor.position
     for number in range(0, 10, 2):
-        channel.skips.add(start + number, start + number + 1)
+        channel.cursor.skips.add(start + number, start + number + 1)
     rig.restart()
     assert counts(rig.channel()) == (5, 0, 0)
     client = rig.subscribe(rdy=3)
@@ -55,8 +55,8 @@ def test_every_other_range_is_passed_by(make_rig: MakeRig):
 def test_a_gap_inside_what_is_passed_by_counts_once(rig: Rig):
     channel = rig.channel()
     rig.publish("t", *(b"%d" % number for number in range(10)))
-    start = channel.cursor
-    channel.skips.add(start + 2, start + 8)
+    start = channel.cursor.position
+    channel.cursor.skips.add(start + 2, start + 8)
     rig.topic().log.gaps.add(start + 4, start + 9)
     assert counts(channel) == (3, 0, 0)
     assert rig.subscribe(rdy=100).take_bodies() == [b"0", b"1", b"9"]
@@ -67,8 +67,8 @@ def test_an_ephemeral_channel_that_falls_behind_counts_only_messages_as_dropped(
     rig = make_rig(mem_queue_size=2)
     channel = rig.channel("c#ephemeral")
     rig.publish("t", *(b"%d" % number for number in range(2)))
-    start = channel.cursor
-    channel.skips.add(start + 1, start + 5)
+    start = channel.cursor.position
+    channel.cursor.skips.add(start + 1, start + 5)
     rig.publish("t", *(b"%d" % number for number in range(2, 10)))
     assert channel.dropped_count == 4
     assert rig.subscribe(channel="c#ephemeral", rdy=10).take_bodies() == [b"8", b"9"]

@@ -711,7 +711,7 @@ def test_with_memory_a_crash_loses_only_what_memory_held(make_rig: MakeRig):
     rig.crash()
     assert rig.subscribe(rdy=100).take_bodies() == bodies(3)
     rig.publish("t", b"new")
-    assert rig.channel().depth + len(rig.channel().in_flight) == 4
+    assert rig.channel().depth + len(rig.channel().unfinished.in_flight) == 4
 
 
 @pytest.mark.parametrize("seconds", [0.001, 1.0])

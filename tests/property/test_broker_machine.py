@@ -548,13 +548,13 @@ class BrokerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.model.channels)))
         channel, model = self.rig.channel(name, TOPIC), self.model.channels[name]
         sequence = self.draw_place(data)
-        cursor = channel.cursor
+        cursor = channel.cursor.position
         if sequence > self.rig.topic(TOPIC).visible_end:
             with pytest.raises(OffsetAhead):
                 channel.commit(sequence)
             return
         channel.commit(sequence)
-        assert channel.cursor == max(cursor, sequence)
+        assert channel.cursor.position == max(cursor, sequence)
         model.commit({body for body, (number, _) in self.log.items() if number < sequence})
         model.ghosts = self.total(name) - len(model.entries)
         assert 0 <= model.ghosts <= len(model.maybe)
@@ -570,7 +570,7 @@ class BrokerMachine(RuleBasedStateMachine):
         if not self.model.channels and not self.model.paused:
             self.model.kept.clear()
         self.model.channels[name] = ChannelModel()
-        self.model.channels[name].start_over(self.visible(channel.cursor), self.rig.clock())
+        self.model.channels[name].start_over(self.visible(channel.cursor.position), self.rig.clock())
         self.rig.turn()
         self.observe()
 
@@ -723,7 +723,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     def total(self, name: str) -> int:
         channel = self.rig.channel(name, TOPIC)
-        return channel.depth + len(channel.in_flight) + len(channel.deferred)
+        return channel.depth + len(channel.unfinished.in_flight) + len(channel.unfinished.deferred)
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -737,10 +737,10 @@ class BrokerMachine(RuleBasedStateMachine):
             channel = topic.channels[name]
             assert channel.paused == model.paused
             assert self.total(name) == model.total, name
-            assert len(channel.in_flight) == model.count(State.IN_FLIGHT)
+            assert len(channel.unfinished.in_flight) == model.count(State.IN_FLIGHT)
             assert channel.dropped_count == 0
             if model.is_exact:
-                assert len(channel.deferred) == model.count(State.DEFERRED)
+                assert len(channel.unfinished.deferred) == model.count(State.DEFERRED)
                 assert channel.depth == model.count(State.WAITING)
             self.check_liveness(name, model)
 

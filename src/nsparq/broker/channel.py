@@ -1,83 +1,117 @@
-"""A channel: its clients, and the delivery to them of what its backlog holds.
+"""A channel: its clients, and what becomes of the messages that they are sent.
 
-Where it stands in its topic's log, and how that is kept, is in `backlog`.
+Where the channel stands is `cursor`, what it has delivered and is not finished is `unfinished`. `delivery`
+sends, `checkpoint` keeps the state on disk, and `carrying` keeps messages that the log must not hold any
+longer. Messages are known by their sequence numbers. The ids that clients see also hold the node id, which
+may be another one after a restart.
 """
 
 from __future__ import annotations
 
-import logging
-from array import array
-from bisect import bisect_right
-from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from nsparq.broker.backlog import Backlog, SeekPlan
+from nsparq.broker.carrying import Carrying
+from nsparq.broker.checkpoint import Checkpoint
 from nsparq.broker.client import Client
+from nsparq.broker.cursor import Cursor
+from nsparq.broker.delivery import Delivery
 from nsparq.broker.inflight import Run
 from nsparq.broker.latency import Latency, summarize
-from nsparq.chance import chance
+from nsparq.broker.unfinished import Unfinished
 from nsparq.errors import ClientError, Exiting, SubscribeRefused
-from nsparq.storage.batch import Batch
-from nsparq.storage.ranges import OffsetAhead
-from nsparq.storage.segment import Cold
-from nsparq.wire.message import build_frames, with_attempts
+from nsparq.names import is_ephemeral
+from nsparq.storage.ranges import OffsetAhead, Range
 
 if TYPE_CHECKING:
     from nsparq.broker.topic import Topic
 
-logger = logging.getLogger(__name__)
-
-MAX_WRITE = 128 << 10
-"""Bytes handed to one client before the next has its turn."""
-MAX_HELD = 4
-"""How many times what it is sent a client that does not read may make us keep."""
-TOPOLOGY_AWARE = "topology-aware-consumption"
-PUMP_NS = 10_000_000
-"""How long one channel may send before the rest of the daemon has its turn."""
+TOPOLOGY_AWARE: Final = "topology-aware-consumption"
 
 
-class Channel(Backlog):
+class SeekPlan(NamedTuple):
+    """What a seek does, or would do."""
+
+    cursor: int
+    """Where the channel stands before it."""
+    target: int
+    """Where it goes: what was asked for, as far as the log reaches."""
+    again: int
+    """Messages that the cursor had passed and meets again."""
+    skipped: int
+    """Unfinished messages that count as done."""
+
+
+class Channel:
     """Delivery of one topic's messages, each to one of the channel's clients."""
 
-    def __init__(self, topic: Topic, name: str, cursor: int) -> None:
-        super().__init__(topic, name, cursor)
+    def __init__(self, topic: Topic, name: str, position: int) -> None:
+        self.topic = topic
+        self.name = name
+        self.is_ephemeral = is_ephemeral(name)
+        self.is_durable = not self.is_ephemeral and topic.directory is not None
+        """Whether its state is kept on disk."""
         self.is_bounded = not self.is_durable
         """Whether it keeps no more than the memory queue's size."""
         self.is_exiting = False
+        self.paused = False
         self.hold = ""
         """Name of the hold that keeps it from delivering for the moment; empty if there is none."""
-        self.clients: dict[Client, None] = {}
-        """In the order in which they subscribed. A set would have them in the order of their addresses in
-        memory, and who gets what would depend on that."""
-        self.message_count = 0
-        self.requeue_count = 0
-        self.timeout_count = 0
-        self.watched_ns: int | None = None
-        """When the queue scan will look at this channel next."""
+        self.owner = ""
+        """Who alone may commit: the query of Spark that reads this topic. Empty for nobody."""
+        self.owned_since_ns = 0
+        """Wall time of the claim."""
+        self.cursor = Cursor(topic, position)
+        self.unfinished = Unfinished()
+        self.carrying = Carrying(self)
+        self.checkpoint = Checkpoint(self)
         options = topic.broker.options
         percentiles = options.e2e_processing_latency_percentile
         window_s = options.e2e_processing_latency_window_time
-        self._latency = Latency(percentiles, window_s, topic.broker.monotonic_ns()) if percentiles else None
-        self._lines: tuple[deque[Client], ...] = (deque(), deque(), deque())
-        """Clients that are ready, by how far away they are: see _distance."""
-        self._delivered = [0, 0, 0]
-        """Messages delivered to each of these, where the distance counts."""
-        self._turns = 0
-        """Clients still to be served in the round of delivery under way."""
-        self._share = 0
-        """What each of them gets."""
-        self._current: Batch | None = None
-        """The batch under the cursor."""
-        self._open: Run | None = None
-        """What has been delivered last in the pump() under way, and may grow. Where latencies are recorded it
-        does not: there a run needs the publish time of each message."""
-        self._requeued_next = True
-        """Whose turn it is when both requeued and new messages wait."""
-        self._warming: Cold | None = None
-        """What the disk is being asked for; nothing is sent meanwhile."""
-        self._must_wait = False
-        """The disk has just been asked for what is read next: do not ask again, wait."""
+        self.latency = Latency(percentiles, window_s, topic.broker.monotonic_ns()) if percentiles else None
+        self.delivery = Delivery(self)
+        self.clients: dict[Client, None] = {}
+        """In the order in which they subscribed. A set would have them in the order of their addresses in
+        memory, and who gets what would depend on that."""
+        self.watched_ns: int | None = None
+        """When the queue scan will look at this channel next."""
+        self.message_count = 0
+        self.requeue_count = 0
+        self.timeout_count = 0
+        self.dropped_count = 0
+        """Messages given up: an ephemeral channel that fell too far behind, or bytes lost to a bad disk."""
+
+    def mark_changed(self) -> None:
+        """Have the next round of checkpoints include this channel."""
+        self.checkpoint.is_stale = True
+        self.topic.broker.upkeep.note_changed(self.topic)
+
+    # what is there
+
+    @property
+    def depth(self) -> int:
+        """Messages ready to be sent: neither in flight nor deferred."""
+        return len(self.unfinished.requeued) + self.cursor.ahead
+
+    @property
+    def backend_depth(self) -> int:
+        """The part of the depth that is beyond the memory queue."""
+        memory_start = min(self.topic.log.memory_start, self.topic.visible_end)
+        return min(self.cursor.ahead, self.cursor.count_to(memory_start))
+
+    def low(self) -> int:
+        """The oldest sequence number that this channel may still have to read from the log."""
+        position, lowest = self.cursor.position, self.unfinished.lowest()
+        if lowest is None or lowest >= position:
+            return position
+        if lowest in self.carrying.store:
+            return min(position, min(self.carrying.only_in_log(), default=position))
+        return lowest
+
+    def locate(self, sequence: int) -> Range:
+        """Where an unfinished message can be read."""
+        carried = self.carrying.store
+        return carried.locate(sequence) if sequence in carried else self.topic.log.locate(sequence, 1)
 
     # clients
 
@@ -107,38 +141,27 @@ class Channel(Backlog):
         if client not in self.clients:
             return
         del self.clients[client]
-        self._launch_open()
+        self.delivery.leave(client)
         client.channel = None
         client.ready_count = 0
-        if client.is_queued:
-            client.is_queued = False
-            self._lines[client.distance].remove(client)
         for run in sorted(client.runs, key=lambda run: run.first):
             self._take_back(run, [*run.unanswered()])
         client.runs.clear()
         client.in_flight = 0
-        self._mark_changed()
+        self.mark_changed()
         self.topic.broker.next_turn.add_channel(self)
         if self.is_ephemeral and not self.clients and not self.is_exiting:
             self.topic.delete_channel(self.name)
 
-    def offer(self, client: Client) -> None:
-        """The client may have become able to take messages."""
-        if not client.is_queued and client.capacity > 0:
-            client.is_queued = True
-            self._lines[client.distance].append(client)
-        if (self.requeued or self.cursor < self.topic.visible_end) and any(self._lines):
-            self.topic.broker.next_turn.add_channel(self)
-
     def set_ready(self, client: Client, count: int) -> None:
         client.ready_count = count
-        self.offer(client)
+        self.delivery.offer(client)
 
     # answers
 
     def finish(self, client: Client, spans: list[tuple[int, int]], now_ns: int) -> list[ClientError]:
         """FIN, for spans of ids. Gives an error for each id that is not this client's to finish."""
-        in_flight, latency, first_id = self.in_flight, self._latency, self.topic.first_id
+        in_flight, latency, first_id = self.unfinished.in_flight, self.latency, self.topic.first_id
         errors = []
         finished = 0
         for message_id, end_id in spans:
@@ -159,27 +182,25 @@ class Channel(Backlog):
                 sequence += number
         client.finish_count += finished
         client.in_flight -= finished
-        self._mark_changed()
-        self.offer(client)
+        self.mark_changed()
+        self.delivery.offer(client)
         return errors
 
     def requeue(self, client: Client, message_id: int, timeout_ms: int, now_ns: int) -> None:
         """REQ: send again at once, or after a while."""
         run, sequence = self._owned("REQ", client, message_id)
-        self.in_flight.answer(run, sequence)
+        self.unfinished.in_flight.answer(run, sequence)
         if sequence < self.topic.given_up_before:
             self.dropped_count += 1
+        elif timeout_ms > 0:
+            self.defer(sequence, now_ns + timeout_ms * 1_000_000, run.attempts)
         else:
-            self._attempts[sequence] = run.attempts
-            if timeout_ms > 0:
-                self._defer(sequence, now_ns + timeout_ms * 1_000_000)
-            else:
-                self.requeued.append(sequence)
+            self.unfinished.requeue((sequence,), run.attempts)
         self.requeue_count += 1
         client.requeue_count += 1
         client.in_flight -= 1
-        self._mark_changed()
-        self.offer(client)
+        self.mark_changed()
+        self.delivery.offer(client)
 
     def touch(self, client: Client, message_id: int, now_ns: int) -> None:
         """TOUCH: a new deadline, within the limit counted from the delivery."""
@@ -187,25 +208,17 @@ class Channel(Backlog):
         limit_ns = run.delivered_ns + int(self.topic.broker.options.max_msg_timeout * 1e9)
         deadline_ns = min(now_ns + client.msg_timeout_ns, limit_ns)
         if run.end - run.first == 1 and deadline_ns >= run.deadline_ns:
-            # The heap's entry is early now; it is put right when it comes up.
+            # The heap's entry is early now. It is put right when it comes up.
             run.deadline_ns = deadline_ns
             return
-        self.in_flight.answer(run, sequence)
-        alone = Run(
-            client,
-            sequence,
-            sequence + 1,
-            run.delivered_ns,
-            deadline_ns,
-            run.attempts,
-            run.timestamp_of(sequence),
-        )
-        self._launch(alone)
+        self.unfinished.in_flight.answer(run, sequence)
+        stamp = run.timestamp_of(sequence)
+        self.launch(Run(client, sequence, sequence + 1, run.delivered_ns, deadline_ns, run.attempts, stamp))
 
     def _owned(self, verb: str, client: Client, message_id: int) -> tuple[Run, int]:
         """The client's delivery that holds the message, and the message's sequence number."""
         sequence = message_id - self.topic.first_id
-        run = self.in_flight.find(sequence)
+        run = self.unfinished.in_flight.find(sequence)
         if run is None:
             raise _failed(verb, message_id, "ID not in flight")
         if run.client is not client:
@@ -214,349 +227,96 @@ class Channel(Backlog):
 
     # time
 
-    def _launch(self, run: Run) -> None:
-        self.in_flight.add(run)
+    def launch(self, run: Run) -> None:
+        """A delivery is on its way to its client."""
+        self.unfinished.in_flight.add(run)
         self._watch(run.deadline_ns)
 
-    def _launch_open(self) -> None:
-        run, self._open = self._open, None
-        if run is not None:
-            self._launch(run)
+    def defer(self, sequence: int, due_ns: int, attempts: int = 0) -> None:
+        self.unfinished.defer(sequence, due_ns, attempts)
+        self._watch(due_ns)
+
+    def defer_published(self, sequence: int, due_ns: int) -> None:
+        """A message published with a delay: it waits here from the start, and the cursor will pass it by."""
+        self.cursor.deferred_ahead.append(sequence)
+        self.defer(sequence, due_ns)
 
     def _watch(self, at_ns: int) -> None:
+        """Have the queue scan look at this channel then."""
         if self.watched_ns is None or at_ns < self.watched_ns:
             self.watched_ns = at_ns
             self.topic.broker.scan.watch(self, at_ns)
 
     def next_event(self) -> int | None:
         """When something times out or falls due next."""
-        times = [at for at in (self.in_flight.next_deadline(), self.deferred.next_due()) if at is not None]
-        return min(times, default=None)
+        times = (self.unfinished.in_flight.next_deadline(), self.unfinished.deferred.next_due())
+        return min((at for at in times if at is not None), default=None)
 
     def expire(self, now_ns: int, limit: int) -> int:
         """Requeue what has timed out and what is due, `limit` messages at the most. Gives their number."""
+        unfinished = self.unfinished
         done = 0
-        while done < limit and (run := self.in_flight.first_expired(now_ns)) is not None:
+        while done < limit and (run := unfinished.in_flight.first_expired(now_ns)) is not None:
             expired = list(islice(run.unanswered(), limit - done))
             self._take_back(run, expired)
             self.timeout_count += len(expired)
             run.client.in_flight -= len(expired)
-            self.offer(run.client)
+            self.delivery.offer(run.client)
             done += len(expired)
-        while done < limit and (due := self.deferred.pop_due(now_ns)) is not None:
-            self.requeued.append(due)
+        while done < limit and unfinished.requeue_due(now_ns):
             done += 1
         if done:
-            self._mark_changed()
+            self.mark_changed()
             self.topic.broker.next_turn.add_channel(self)
         return done
 
     def _take_back(self, run: Run, sequences: list[int]) -> None:
-        """Messages that were not answered: they are sent again, unless they have been given up."""
+        """Messages that were not answered are sent again, unless they have been given up."""
         for sequence in sequences:
-            self.in_flight.answer(run, sequence)
+            self.unfinished.in_flight.answer(run, sequence)
         if run.first < self.topic.given_up_before:
-            number = len(sequences)
-            sequences = [sequence for sequence in sequences if sequence >= self.topic.given_up_before]
-            self.dropped_count += number - len(sequences)
-        for sequence in sequences:
-            self._attempts[sequence] = run.attempts
-        self.requeued.extend(sequences)
+            kept = [sequence for sequence in sequences if sequence >= self.topic.given_up_before]
+            self.dropped_count += len(sequences) - len(kept)
+            sequences = kept
+        self.unfinished.requeue(sequences, run.attempts)
 
-    # delivery
+    # the log
 
     def appended(self, count: int) -> None:
         """The topic has made `count` more messages visible."""
         self.message_count += count
-        if self.is_bounded or any(self._lines):
+        if self.is_bounded or self.delivery.has_ready_clients:
             self.topic.broker.next_turn.add_channel(self)
-
-    def pump(self, now_ns: int) -> int:
-        """Send what can be sent, in rounds: what waits is spread evenly over the clients that are ready.
-        Gives how far the cursor has come."""
-        start = self.cursor
-        stop_ns = self.topic.broker.monotonic_ns() + PUMP_NS
-        goes_on = not (self.paused or self.hold)
-        try:
-            ready = self._nearest()
-            if goes_on and len(ready) == 1 and not (self.requeued or self._turns):
-                goes_on = self._stream(ready[0], now_ns, stop_ns)
-            while goes_on:
-                goes_on = self._round(now_ns, stop_ns)
-        finally:
-            self._launch_open()
-        if self.is_exiting:
-            # Its last client left while it was sent to, and the channel was ephemeral.
-            return self.cursor - start
-        self.step_over()
-        if not any(self._lines):
-            self._current = None
-        if self.is_bounded:
-            self._bound()
-        return self.cursor - start
-
-    def _stream(self, client: Client, now_ns: int, stop_ns: int) -> bool:
-        """What rounds come to where one client is ready and nothing came back: all that is new goes to it.
-        False when nothing more can be sent now."""
-        topic = self.topic
-        self._mark_changed()
-        while (capacity := client.capacity) > 0:
-            if self.cursor >= topic.visible_end or self._warming is not None:
-                return False
-            try:
-                self._delivered[client.distance] += self._deliver_new(client, capacity, now_ns)
-            except (Cold, OSError) as error:
-                self._unreadable(error)
-                return False
-            if topic.broker.monotonic_ns() > stop_ns:
-                topic.broker.next_turn.add_channel(self)
-                return False
-        if client.is_queued:
-            client.is_queued = False
-            self._lines[client.distance].remove(client)
-        return any(self._lines)
-
-    def _round(self, now_ns: int, stop_ns: int) -> bool:
-        """Give each ready client its share. False when nothing more can be sent now."""
-        ready, clock = self._nearest(), self.topic.broker.monotonic_ns
-        before = (self.cursor, len(self.requeued), len(ready))
-        if not self._turns:
-            depth = max(0, self.depth)
-            self._turns = min(len(ready), depth)
-            self._share = max(1, depth // len(ready)) if ready else 0
-        while self._turns and ready:
-            if clock() > stop_ns:
-                # The round goes on with the same shares when the others have had their time.
-                self.topic.broker.next_turn.add_channel(self)
-                return False
-            self._turns -= 1
-            client = ready[0]
-            if not self._serve(client, now_ns):
-                self._turns = 0
-                return False
-            # A send can end the connection: then the client has left the line, and another stands there.
-            if client.is_queued:
-                ready.rotate(-1)
-                if client.capacity <= 0:
-                    ready.pop()
-                    client.is_queued = False
-        self._turns = 0
-        # A round without any progress is the last one, whatever the depth says.
-        moved = before != (self.cursor, len(self.requeued), len(ready))
-        return moved and any(self._lines) and self.depth > 0
-
-    def _nearest(self) -> deque[Client]:
-        """The line whose clients are served now."""
-        near, middle, far = self._lines
-        return near or middle or far
-
-    def _serve(self, client: Client, now_ns: int) -> bool:
-        """Give one client its share, as far as it can take it. False when nothing can be sent now."""
-        wanted = self._share
-        while wanted > 0 and (capacity := client.capacity) > 0:
-            passed = self._deliver(client, min(capacity, wanted), now_ns)
-            if passed is None:
-                return False
-            if not passed and not self.requeued:
-                # The cursor is at the end. A depth that said otherwise must not keep us here.
-                break
-            self._delivered[client.distance] += passed
-            wanted -= passed
-        return True
-
-    def _deliver(self, client: Client, limit: int, now_ns: int) -> int | None:
-        """Send up to `limit` messages; gives how many have gone from the queue. None if it cannot be done
-        now."""
-        if self._warming is not None:
-            return None
-        has_new = self.cursor < self.topic.visible_end
-        try:
-            if self.requeued and (self._requeued_next or not has_new):
-                self._requeued_next = False
-                passed = self._deliver_again(client, limit, now_ns)
-            else:
-                self._requeued_next = True
-                passed = self._deliver_new(client, limit, now_ns)
-        except (Cold, OSError) as error:
-            self._unreadable(error)
-            return None
-        self._mark_changed()
-        return passed
-
-    def _unreadable(self, error: Cold | OSError) -> None:
-        """What is to be sent next cannot be read now."""
-        if isinstance(error, Cold):
-            self._warm(error)
-        else:
-            self.topic.broker.read_failed(self, error)
-
-    def _deliver_new(self, client: Client, limit: int, now_ns: int) -> int:
-        batch = self._batch_at_cursor()
-        if batch is None:
-            return 0
-        buffer, offsets = batch.frames or self._build(batch)
-        cursor = self.cursor
-        index = cursor - batch.base
-        number = min(limit, batch.end - cursor, self._stretch_end() - cursor)
-        start, end = offsets[index], offsets[index + number]
-        if end - start > MAX_WRITE:
-            number = max(1, bisect_right(offsets, start + MAX_WRITE) - 1 - index)
-            end = offsets[index + number]
-        # Only up to the next deferred message: nothing is passed by here.
-        self.cursor += number
-        if client.identity.sample_rate:
-            self._deliver_sample(client, batch, index, number, now_ns)
-            return number
-        run = self._open
-        if run is not None and run.end == cursor and run.client is client and self._latency is None:
-            run.end += number
-        else:
-            self._launch_open()
-            stamps = 0 if self._latency is None else batch.timestamps_of(index, number)
-            deadline_ns = now_ns + client.msg_timeout_ns
-            self._open = Run(client, cursor, cursor + number, now_ns, deadline_ns, 1, stamps)
-        client.in_flight += number
-        client.message_count += number
-        if end - start == len(buffer):
-            client.send(buffer)
-        elif (end - start) * MAX_HELD >= len(buffer):
-            client.send(memoryview(buffer)[start:end])
-        else:
-            # Copied: a client that does not read must not hold on to the whole batch.
-            client.send(buffer[start:end])
-        return number
-
-    def _deliver_sample(self, client: Client, batch: Batch, index: int, number: int, now_ns: int) -> None:
-        """A client that asked for a share: what it does not get is gone for the channel."""
-        buffer, offsets = batch.frames or self._build(batch)
-        deadline_ns = now_ns + client.msg_timeout_ns
-        pieces: list[bytes] = []
-        for i in range(index, index + number):
-            if chance.randrange(100) > client.identity.sample_rate:
-                continue
-            sequence = batch.base + i
-            pieces.append(buffer[offsets[i] : offsets[i + 1]])
-            self._launch(Run(client, sequence, sequence + 1, now_ns, deadline_ns, 1, batch.timestamp_of(i)))
-        self._send_pieces(client, pieces)
-
-    def _send_pieces(self, client: Client, pieces: list[bytes]) -> None:
-        """Send messages that are in flight already: if sending ends the connection, they are taken back."""
-        if pieces:
-            client.in_flight += len(pieces)
-            client.message_count += len(pieces)
-            client.send(b"".join(pieces))
-
-    def _batch_at_cursor(self) -> Batch | None:
-        """The batch that holds the cursor, which steps over gaps and deferred messages; None at the end."""
-        batch = self._current
-        passes_by = False
-        while True:
-            self.step_over()
-            if self.cursor >= self.topic.visible_end:
-                return None
-            if batch is not None and batch.base <= self.cursor < batch.end and not passes_by:
-                self._current = batch
-                return batch
-            batch = self.topic.log.read(self.cursor, wait=self._must_wait)
-            self._must_wait = False
-            if batch is None:
-                self._jump(self.topic.visible_end)
-                return None
-            self._jump(min(max(self.cursor, batch.base), self.topic.visible_end))
-            passes_by = batch.due_ns > 0 and not self._is_replayed(batch.base, batch.due_ns)
-            if passes_by and self.cursor < batch.end:
-                self._jump(batch.end)
-
-    def _deliver_again(self, client: Client, limit: int, now_ns: int) -> int:
-        pieces: list[bytes] = []
-        before = len(self.requeued)
-        deadline_ns = now_ns + client.msg_timeout_ns
-        size = 0
-        for _ in range(min(limit, len(self.requeued))):
-            sequence = self.requeued[0]
-            try:
-                found = self._find(sequence)
-            except (Cold, OSError):
-                if pieces:
-                    break
-                raise
-            self.requeued.popleft()
-            attempts = (self._attempts.pop(sequence, 0) + 1) & 0xFFFF
-            if found is None:
-                self.dropped_count += 1
-                logger.error("%s: message %d is lost to a damaged log", self, sequence)
-                continue
-            if client.identity.sample_rate and chance.randrange(100) > client.identity.sample_rate:
-                continue
-            frame, timestamp_ns = found
-            pieces.append(frame if attempts == 1 else with_attempts(frame, attempts))
-            size += len(frame)
-            self._launch(Run(client, sequence, sequence + 1, now_ns, deadline_ns, attempts, timestamp_ns))
-            if size >= MAX_WRITE:
-                break
-        passed = before - len(self.requeued)
-        self._send_pieces(client, pieces)
-        return passed
-
-    def _find(self, sequence: int) -> tuple[bytes, int] | None:
-        """The first-delivery frame of a message and its publish time."""
-        batch = self._carried.read(sequence) if sequence in self._carried else None
-        if batch is None:
-            batch = self.topic.log.read(sequence, wait=self._must_wait)
-            self._must_wait = False
-        if batch is None or not batch.base <= sequence < batch.end:
-            return None
-        buffer, offsets = batch.frames or self._build(batch)
-        index = sequence - batch.base
-        return buffer[offsets[index] : offsets[index + 1]], batch.timestamp_of(index)
-
-    def _build(self, batch: Batch) -> tuple[bytes, array[int]]:
-        frames = build_frames(
-            self.topic.first_id + batch.base, batch.timestamps_ns, batch.lengths, batch.data
-        )
-        batch.frames = frames
-        return frames
-
-    def _warm(self, cold: Cold) -> None:
-        """Have the disk read in a thread; delivery goes on when it has."""
-        self._warming = cold
-
-        def warmed() -> None:
-            if self._warming is cold:
-                self._warming = None
-                self._must_wait = True
-            self.topic.broker.next_turn.add_channel(self)
-
-        self.topic.broker.read_ahead(cold, warmed)
-
-    def _bound(self) -> None:
-        """An ephemeral channel keeps no more than the memory queue's size: the oldest go, and are counted."""
-        limit = self.topic.broker.options.mem_queue_size
-        surplus = self.depth - limit
-        while surplus > 0 and self.requeued:
-            self._attempts.pop(self.requeued.popleft(), None)
-            self.dropped_count += 1
-            surplus -= 1
-        if surplus > 0:
-            before = self._ahead
-            self._jump(self._behind(surplus))
-            self._current = None
-            self.dropped_count += before - self._ahead
 
     def give_up(self, before: int) -> None:
-        self._current = None
-        super().give_up(before)
+        """In memory: let go of all messages below a number. Those that wait are dropped, and counted; those
+        in flight can only be finished."""
+        cursor = self.cursor
+        self.delivery.moved()
+        ahead = cursor.ahead
+        self.dropped_count += self.unfinished.drop_waiting_below(before)
+        if cursor.position < before:
+            cursor.jump(min(before, self.topic.visible_end))
+            self.dropped_count += ahead - cursor.ahead
+        self.carrying.give_up(before)
+
+    def add_tried(self, sequence: int, attempts: list[int]) -> None:
+        """Messages from `sequence` on that another nsqd has delivered before, so many times each: they wait
+        to be sent again, and the cursor will pass them by."""
+        self.cursor.skips.add(sequence, sequence + len(attempts))
+        for number, tried in enumerate(attempts, sequence):
+            self.unfinished.requeue((number,), tried)
 
     # management
 
     def pause(self) -> None:
         self.paused = True
-        self._mark_changed()
+        self.mark_changed()
         self.topic.broker.channel_changed(self)
 
     def unpause(self) -> None:
         self.paused = False
-        self._mark_changed()
+        self.mark_changed()
         self.topic.broker.channel_changed(self)
         self.topic.broker.next_turn.add_channel(self)
 
@@ -575,24 +335,33 @@ class Channel(Backlog):
 
     def empty(self) -> None:
         """Drop everything: what waits, what is in flight, what is deferred."""
-        self._jump(self.topic.visible_end)
+        self.cursor.jump(self.topic.visible_end)
         self._drop_all()
-        self._mark_changed()
+        self.mark_changed()
         self._offer_all()
         self.topic.broker.channel_changed(self)
 
+    def plan_seek(self, sequence: int) -> SeekPlan:
+        """What it would mean to go to this number."""
+        log, position = self.topic.log, self.cursor.position
+        target = min(max(sequence, log.start), self.topic.visible_end)
+        skipped = self.unfinished.count_below(target)
+        if target > position:
+            skipped += self.cursor.count_below(target)
+        return SeekPlan(position, target, log.count(target, position), skipped)
+
     def seek(self, sequence: int) -> SeekPlan:
         """Go to a number of the log, or as near as the log reaches: everything from there on is delivered, as
-        if for the first time, and everything before it is done. On disk when
-        DurableChanges.when_durable() says so; raises OSError, with nothing changed.
+        if for the first time, and everything before it is done. On disk when DurableChanges.when_durable()
+        says so. Raises OSError, with nothing changed.
 
-        What is in flight is so no longer: the clients get other messages, and their late answers an error.
+        What was in flight is not any longer: clients get other messages, and their late answers an error.
         """
         plan = self.plan_seek(sequence)
-        state = self.state_at(plan.target)
+        state = self.checkpoint.state_at(plan.target)
         self.topic.save_channel(self, state)
         self._drop_all()
-        self.resume(state)
+        self.checkpoint.resume(state)
         self.topic.low_fell()
         self.topic.broker.upkeep.note_changed(self.topic)
         self._offer_all()
@@ -604,18 +373,18 @@ class Channel(Backlog):
         the next checkpoint keeps it. Raises OffsetAhead."""
         if sequence > self.topic.visible_end:
             raise OffsetAhead(sequence, self.topic.visible_end)
-        self._drop_below(sequence)
-        if sequence > self.cursor:
-            self._jump(sequence)
-            self._current = None
-        self._mark_changed()
-        for client, number in self.in_flight.drop_below(sequence).items():
+        self.unfinished.drop_waiting_below(sequence)
+        if sequence > self.cursor.position:
+            self.cursor.jump(sequence)
+            self.delivery.moved()
+        self.mark_changed()
+        for client, number in self.unfinished.in_flight.drop_below(sequence).items():
             client.in_flight -= number
-            self.offer(client)
+            self.delivery.offer(client)
 
     def claim(self, owner: str) -> None:
-        """From now on `owner` alone may commit; nobody in particular if it is empty. On disk as a seek is;
-        raises OSError, with nothing changed."""
+        """From now on `owner` alone may commit; nobody in particular if it is empty. On disk as a seek is.
+        Raises OSError, with nothing changed."""
         if owner == self.owner:
             return
         before = self.owner, self.owned_since_ns
@@ -626,29 +395,36 @@ class Channel(Backlog):
             self.owner, self.owned_since_ns = before
             raise
 
+    def _drop_all(self) -> None:
+        """Count everything unfinished as done."""
+        self.cursor.deferred_ahead.clear()
+        self.carrying.clear_plans()
+        self.unfinished.clear()
+
     def _offer_all(self) -> None:
         """The channel has gone elsewhere in the log, and nothing is in flight any more."""
-        self._current = None
-        self._warming, self._must_wait = None, False
+        self.delivery.moved()
         for client in self.clients:
             client.in_flight = 0
-            self.offer(client)
+            self.delivery.offer(client)
 
     def close(self) -> None:
-        """Take leave of the clients, because the channel goes or the daemon stops."""
+        """Close the connections of all clients, because the channel is deleted or the daemon stops."""
         self.is_exiting = True
         for client in [*self.clients]:
             client.close()
             self.remove_client(client)
 
+    # stats
+
     def stats(self, include_clients: bool, now_ns: int) -> dict[str, Any]:
-        latency = self._latency
+        latency = self.latency
         return {
             "channel_name": self.name,
             "depth": self.depth,
             "backend_depth": self.backend_depth,
-            "in_flight_count": len(self.in_flight),
-            "deferred_count": len(self.deferred),
+            "in_flight_count": len(self.unfinished.in_flight),
+            "deferred_count": len(self.unfinished.deferred),
             "message_count": self.message_count,
             **self._local_counts(),
             "requeue_count": self.requeue_count,
@@ -668,10 +444,13 @@ class Channel(Backlog):
         if TOPOLOGY_AWARE not in self.topic.broker.options.enable_experiment:
             return {}
         names = ("zone_local_msg_count", "region_local_msg_count", "global_msg_count")
-        return {name: count for name, count in zip(names, self._delivered, strict=True) if count}
+        return {name: count for name, count in zip(names, self.delivery.counts, strict=True) if count}
 
     def latency_parts(self, now_ns: int) -> list[Any]:
-        return [self._latency.buckets(now_ns)] if self._latency else []
+        return [self.latency.buckets(now_ns)] if self.latency else []
+
+    def __str__(self) -> str:
+        return f"{self.topic.name}:{self.name}"
 
 
 def _failed(verb: str, message_id: int, reason: str) -> ClientError:

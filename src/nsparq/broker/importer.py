@@ -110,8 +110,8 @@ def let_import_count(topic: Topic) -> None:
     """Write down that what was imported counts, or that an undone import is forgotten. The channels' states
     come first: they must not speak of messages that the topic's state does not know."""
     for channel in topic.channels.values():
-        channel.step_over()
-        channel.save(sync=True)
+        channel.cursor.step_over()
+        channel.checkpoint.save(sync=True)
     topic.import_start = -1
     topic.write_state(clean=False, sync=True)
 
@@ -136,7 +136,7 @@ def _import_channel(channel: Channel, queue: DiskQueue) -> int:
     channel.add_tried(tried_start, attempts)
     for other in topic.channels.values():
         if other is not channel:
-            other.skips.add(start, topic.log.end)
+            other.cursor.skips.add(start, topic.log.end)
     return topic.log.end - start
 
 

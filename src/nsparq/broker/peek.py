@@ -14,7 +14,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-from nsparq.broker.backlog import Backlog
+from nsparq.broker.channel import Channel
 from nsparq.broker.topic import Topic
 from nsparq.storage.decode import RawBatch, iter_batches
 from nsparq.storage.ranges import OffsetGone, Range
@@ -152,7 +152,7 @@ def peek_topic(
 
 
 def peek_channel(
-    channel: Backlog,
+    channel: Channel,
     states: Sequence[str],
     count: int,
     max_bytes: int,
@@ -180,8 +180,8 @@ def peek_channel(
     return peek
 
 
-def _in_flight(channel: Backlog, count: int) -> list[_Wanted]:
-    runs = nsmallest(count, channel.in_flight.runs, key=lambda run: run.low)
+def _in_flight(channel: Channel, count: int) -> list[_Wanted]:
+    runs = nsmallest(count, channel.unfinished.in_flight.runs, key=lambda run: run.low)
     flying = ((sequence, run) for run in runs for sequence in run.unanswered())
     wall_of = channel.topic.broker.wall_of
     return [
@@ -190,18 +190,21 @@ def _in_flight(channel: Backlog, count: int) -> list[_Wanted]:
     ]
 
 
-def _requeued(channel: Backlog, count: int) -> list[_Wanted]:
-    return [_Wanted(s, REQUEUED, channel.attempts_of(s)) for s in islice(channel.requeued, count)]
+def _requeued(channel: Channel, count: int) -> list[_Wanted]:
+    return [
+        _Wanted(s, REQUEUED, channel.unfinished.attempts_of(s))
+        for s in islice(channel.unfinished.requeued, count)
+    ]
 
 
-def _deferred(channel: Backlog, count: int) -> list[_Wanted]:
-    due_ns, wall_of = channel.deferred.due_ns, channel.topic.broker.wall_of
-    soonest = channel.deferred.soonest(count)
-    return [_Wanted(s, DEFERRED, channel.attempts_of(s), wall_of(due_ns[s])) for s in soonest]
+def _deferred(channel: Channel, count: int) -> list[_Wanted]:
+    due_ns, wall_of = channel.unfinished.deferred.due_ns, channel.topic.broker.wall_of
+    soonest = channel.unfinished.deferred.soonest(count)
+    return [_Wanted(s, DEFERRED, channel.unfinished.attempts_of(s), wall_of(due_ns[s])) for s in soonest]
 
 
-def _ready(channel: Backlog, count: int) -> list[_Wanted]:
-    return [_Wanted(sequence, READY) for sequence in channel.ready(count)]
+def _ready(channel: Channel, count: int) -> list[_Wanted]:
+    return [_Wanted(sequence, READY) for sequence in channel.cursor.next_messages(count)]
 
 
 _CHOOSE = {IN_FLIGHT: _in_flight, REQUEUED: _requeued, DEFERRED: _deferred, READY: _ready}

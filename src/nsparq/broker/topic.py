@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nsparq.broker.backlog import CarryCopy, CarryOver
+from nsparq.broker.carrying import CarryCopy, CarryOver
 from nsparq.broker.channel import Channel
 from nsparq.broker.ephemeral import EphemeralBound
 from nsparq.broker.importer import let_import_count, undo_import
@@ -179,7 +179,7 @@ class Topic:
         for name, channel_state in channel_states.items():
             channel = Channel(self, name, log.start)
             channel.paused = name in paused
-            channel.restore(channel_state)
+            channel.checkpoint.restore(channel_state)
             self.channels[name] = channel
         if state is not None and state.import_start >= 0:
             let_import_count(self)
@@ -198,7 +198,7 @@ class Topic:
 
     def _lost(self, start: int, end: int) -> None:
         for channel in self.channels.values():
-            channel.lost(start, end)
+            channel.cursor.lost(start, end)
 
     def write_state(self, *, clean: bool, sync: bool = False) -> None:
         if self.directory is None:
@@ -259,8 +259,10 @@ class Topic:
             (f"{self}: messages not yet on disk", self.log.persist)
         ]
         # A channel's state also says how far the topic had come, should the topic's own be lost.
-        changed = [c for c in self.channels.values() if c.is_changed or not self._is_clean]
-        steps += [(f"{c}: which messages are finished", partial(c.save, sync=True)) for c in changed]
+        changed = [c for c in self.channels.values() if c.checkpoint.is_stale or not self._is_clean]
+        steps += [
+            (f"{c}: which messages are finished", partial(c.checkpoint.save, sync=True)) for c in changed
+        ]
         if states_first:
             steps.reverse()
         failed: list[tuple[str, Exception]] = []
@@ -367,7 +369,7 @@ class Topic:
         if is_first and not self.paused:
             # The channel finds them in the log.
             self.held_back = []
-        channel.resume(channel.state_at(start))
+        channel.checkpoint.resume(channel.checkpoint.state_at(start))
         channel.appended(self.log.count(start, self.visible_end))
         self.low_fell()
 
@@ -392,7 +394,7 @@ class Topic:
             return
         del self._deleted[name]
         try:
-            channel.remove_files()
+            channel.checkpoint.remove_files()
             if self.is_synchronous and self.directory is not None:
                 self.broker.changes.sync_soon(self.directory)
         except OSError as error:
@@ -422,7 +424,7 @@ class Topic:
         what it is about to be, if not what it is."""
         if channel.is_durable:
             self._mark_used()
-            channel.save(sync=False, state=state)
+            channel.checkpoint.save(sync=False, state=state)
             if self.is_synchronous and self.directory is not None:
                 self.broker.changes.sync_soon(self.directory)
 
@@ -506,7 +508,7 @@ class Topic:
         self._deleted.clear()
         for channel in [*self.channels.values()]:
             # A checkpoint that is late must not be written any more.
-            channel.remove_files()
+            channel.checkpoint.remove_files()
             self._end_channel(channel)
         self.publishing.refuse_all()
         self.log.delete()
@@ -542,19 +544,19 @@ class Topic:
     def reclaim(self, age_ns: int) -> list[Segment]:
         """Let go of what no channel needs; gives the segments to be removed. It is `age_ns` now."""
         for channel in self.channels.values():
-            channel.step_over()
+            channel.cursor.step_over()
         if isinstance(self.log, MemoryLog):
             assert self.bound is not None
             for channel in self.channels.values():
-                channel.drop_carried()
+                channel.carrying.drop_finished()
             self.bound.reclaim()
             return []
-        cursor = min((channel.cursor for channel in self.channels.values()), default=self.origin)
+        cursor = min((channel.cursor.position for channel in self.channels.values()), default=self.origin)
         passed = [segment for segment in self.log.sealed_segments() if segment.end <= cursor]
         pinned = passed[:-PINNED_SEGMENTS]
         for channel in self.channels.values():
             try:
-                job = channel.drop_carried() or channel.begin_carry(pinned)
+                job = channel.carrying.drop_finished() or channel.carrying.begin(pinned)
             except OSError as error:
                 self._note_carry(channel, error)
             else:
@@ -563,13 +565,13 @@ class Topic:
 
     def _do_carry(self, channel: Channel, job: CarryOver | CarryCopy | None) -> None:
         if job is None:
-            if not channel.is_carrying:
+            if not channel.carrying.is_running:
                 # What could not be carried over before has been finished since.
                 self.broker.health.set(None, f"carry {channel}")
             return
 
         def done() -> None:
-            channel.end_carry(job)
+            channel.carrying.end(job)
             if not channel.is_exiting:
                 self._note_carry(channel, job.error)
 

@@ -116,7 +116,7 @@ class Turn:
         for number, channel in enumerate(waiting, 1):
             self._broker.upkeep.note_changed(channel.topic)
             try:
-                delivered += channel.pump(now_ns)
+                delivered += channel.delivery.pump(now_ns)
             except Exception:
                 logger.exception("%s: internal error while delivering", channel)
                 self._broker.upkeep.retry(channel)

@@ -168,15 +168,15 @@ class Upkeep:
 
     def _checkpoint_channels(self, topic: Topic) -> None:
         for channel in topic.channels.values():
-            if not channel.is_changed or channel.state_file is None:
+            if not channel.checkpoint.is_stale or channel.checkpoint.file is None:
                 continue
             now_ns = self._broker.monotonic_ns()
             if channel in self._checkpointing or now_ns < self._next_checkpoint_ns.get(channel, 0):
                 self._changed.add(topic)
                 continue
-            channel.is_changed = False
+            channel.checkpoint.is_stale = False
             self._checkpointing.add(channel)
-            self._checkpoint(channel, channel.state_file, channel.capture(), now_ns)
+            self._checkpoint(channel, channel.checkpoint.file, channel.checkpoint.capture(), now_ns)
 
     def _checkpoint(
         self, channel: Channel, state_file: StateFile, build: Callable[[], ChannelState], began_ns: int
@@ -200,10 +200,10 @@ class Upkeep:
             # A channel with a million deferred messages takes long to encode, so that is done less often.
             self._next_checkpoint_ns[channel] = began_ns + CHECKPOINT_SHARE * (encoded_ns - began_ns)
             if error is not None:
-                channel.is_changed = True
+                channel.checkpoint.is_stale = True
                 self._changed.add(channel.topic)
             if is_latest and state is not None:
-                channel.checkpointed(state)
+                channel.checkpoint.written(state)
             text = None if error is None else f"failed to checkpoint {channel}: {error}"
             self._broker.health.set(text, f"checkpoint {channel}")
 

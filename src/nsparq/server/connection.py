@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
         self.outbox.unblock()
         self.adjust_reading()
         if self.client.channel is not None:
-            self.client.channel.offer(self.client)
+            self.client.channel.delivery.offer(self.client)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.leave_lane()

@@ -183,7 +183,7 @@ class LogApi:
             channel.commit(sequence)
         except OffsetAhead as error:
             raise ApiError(416, "OFFSET_AHEAD", latest=error.latest) from error
-        said = {"cursor": channel.cursor, "depth": channel.depth}
+        said = {"cursor": channel.cursor.position, "depth": channel.depth}
         if owner is None or owner == channel.owner:
             return said
         return self._claimed(channel, owner, said)

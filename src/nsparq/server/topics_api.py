@@ -156,7 +156,7 @@ def _commit(channel: Channel, sequence: int) -> dict[str, Any]:
         channel.commit(sequence)
     except OffsetAhead as error:
         raise ApiError(416, "OFFSET_AHEAD", latest=error.latest) from error
-    return {"cursor": channel.cursor, "depth": channel.depth}
+    return {"cursor": channel.cursor.position, "depth": channel.depth}
 
 
 def _claim(channel: Channel, owner: str) -> None:
@@ -183,7 +183,7 @@ def _seek(topic: Topic, name: str, sequence: int, owner: str | None) -> dict[str
         raise ApiError(500, "DISK_REFUSES", reason=str(error)) from error
     if owner is not None:
         _claim(channel, owner)
-    return {"cursor": channel.cursor, "depth": channel.depth, "created": is_new}
+    return {"cursor": channel.cursor.position, "depth": channel.depth, "created": is_new}
 
 
 def _state(topic: Topic | None, channel: str) -> int:

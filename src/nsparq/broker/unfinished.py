@@ -1,0 +1,118 @@
+"""The messages of a channel that its cursor has passed and that are not finished.
+
+Each is in exactly one place: in flight (sent and not answered), requeued (waiting to be sent again), or
+deferred (waiting for its time). Messages are known here by their sequence numbers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from nsparq.broker.deferred import Deferred
+from nsparq.broker.inflight import InFlight
+
+
+class Exceptions(NamedTuple):
+    """Unfinished messages as they are kept on disk, in the order in which they will be sent again."""
+
+    sequences: np.ndarray
+    attempts: np.ndarray
+    due_ns: np.ndarray
+    """Monotonic time; 0 for messages that are not deferred."""
+
+
+class Unfinished:
+    """All unfinished messages of one channel."""
+
+    def __init__(self) -> None:
+        self.in_flight = InFlight()
+        self.requeued: deque[int] = deque()
+        """In the order in which they came back."""
+        self.deferred = Deferred()
+        self._attempts: dict[int, int] = {}
+        """Deliveries so far of messages that are requeued or deferred."""
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(self.in_flight, self.requeued, self.deferred.due_ns)
+
+    def attempts_of(self, sequence: int) -> int:
+        """Deliveries so far of a message that is requeued or deferred."""
+        return self._attempts.get(sequence, 0)
+
+    def lowest(self) -> int | None:
+        lows = (self.in_flight.lowest(), self.deferred.lowest(), min(self.requeued, default=None))
+        return min((low for low in lows if low is not None), default=None)
+
+    # changes
+
+    def requeue(self, sequences: Iterable[int], attempts: int = 0) -> None:
+        """Have messages sent again, after so many deliveries each."""
+        sequences = [*sequences]
+        if attempts:
+            for sequence in sequences:
+                self._attempts[sequence] = attempts
+        self.requeued.extend(sequences)
+
+    def defer(self, sequence: int, due_ns: int, attempts: int = 0) -> None:
+        if attempts:
+            self._attempts[sequence] = attempts
+        self.deferred.add(sequence, due_ns)
+
+    def requeue_due(self, now_ns: int) -> bool:
+        """Requeue a message whose time has come. False if there is none."""
+        sequence = self.deferred.pop_due(now_ns)
+        if sequence is None:
+            return False
+        self.requeued.append(sequence)
+        return True
+
+    def take_requeued(self) -> tuple[int, int]:
+        """Take out the message to be sent again next; its number, and its deliveries so far."""
+        sequence = self.requeued.popleft()
+        return sequence, self._attempts.pop(sequence, 0)
+
+    def drop_waiting_below(self, limit: int) -> int:
+        """Drop requeued and deferred messages below a sequence number. Gives how many."""
+        dropped = self.deferred.drop_below(limit)
+        if min(self.requeued, default=limit) < limit:
+            dropped += [one for one in self.requeued if one < limit]
+            self.requeued = deque(one for one in self.requeued if one >= limit)
+        for sequence in dropped:
+            self._attempts.pop(sequence, None)
+        return len(dropped)
+
+    def count_below(self, sequence: int) -> int:
+        waiting = chain(self.requeued, self.deferred.due_ns)
+        return self.in_flight.count_below(sequence) + sum(1 for one in waiting if one < sequence)
+
+    def clear(self) -> None:
+        self.in_flight.clear()
+        self.requeued.clear()
+        self.deferred.clear()
+        self._attempts.clear()
+
+    # on disk
+
+    def capture(self) -> Callable[[], Exceptions]:
+        """Copies what is needed, quickly, and gives a function that makes arrays of it in a thread."""
+        singles = self.in_flight.singles.copy()
+        longer = [(run.attempts, [*run.unanswered()]) for run in self.in_flight.longer]
+        requeued, attempts = [*self.requeued], self._attempts.copy()
+        deferred, due_ns = [*self.deferred.due_ns], [*self.deferred.due_ns.values()]
+
+        def build() -> Exceptions:
+            waiting = requeued + deferred
+            flying = [*singles, *chain.from_iterable(sequences for _, sequences in longer)]
+            numbers = [run.attempts for run in singles.values()]
+            numbers += [number for number, sequences in longer for _ in sequences]
+            numbers += [attempts.get(one, 0) for one in waiting]
+            due = np.zeros(len(numbers), np.int64)
+            due[len(numbers) - len(due_ns) :] = due_ns
+            return Exceptions(np.array(flying + waiting, np.uint64), np.array(numbers, np.uint16), due)
+
+        return build
