@@ -164,12 +164,12 @@ def commit(rig: Rig, sequence: int, counts: dict[str, int]) -> None:
 def _unfinished(rig: Rig, owner: Owner) -> set[bytes]:
     """Everything that the channel has still to deliver or to see finished."""
     channel = rig.channel(owner[1], owner[0])
-    sequences = {*channel._unfinished(), *channel.ready(1_000_000)}
+    sequences = {*channel.unfinished, *channel.cursor.next_messages(1_000_000)}
     return {_read(rig, owner, sequence) for sequence in sequences}
 
 
 def _read(rig: Rig, owner: Owner, sequence: int) -> bytes:
-    found = rig.channel(owner[1], owner[0])._find(sequence)
+    found = rig.channel(owner[1], owner[0]).delivery._find(sequence)
     assert found is not None
     return found[0][34:]
 
