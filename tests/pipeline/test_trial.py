@@ -39,7 +39,7 @@ def tried(spark: SparkSession, tmp_path: Path) -> Iterator[Try]:
 
     yield tried
     assert spark.conf.getAll == before
-    assert {path.name for path in tmp_path.iterdir()} <= {"shop_steps.py", "__pycache__", "checkpoints"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"trial_steps.py", "__pycache__", "checkpoints"}
 
 
 def test_messages_in_rows_out(tried: Try) -> None:
@@ -195,15 +195,15 @@ FACTOR = 2
 
 
 def test_steps_in_python_are_found_beside_the_file(tried: Try, tmp_path: Path) -> None:
-    (tmp_path / "shop_steps.py").write_text(STEPS)
+    (tmp_path / "trial_steps.py").write_text(STEPS)
     path = sys.path[:]
     try:
-        assert tried(f'{ORDERS}\npython = "shop_steps:doubled"\nsink = "noop"', [{"number": 4}]).rows == [
+        assert tried(f'{ORDERS}\npython = "trial_steps:doubled"\nsink = "noop"', [{"number": 4}]).rows == [
             {"number": 8}
         ]
     finally:
         sys.path[:] = path
-        sys.modules.pop("shop_steps", None)
+        sys.modules.pop("trial_steps", None)
 
 
 def test_messages_must_be_of_a_topic_that_is_read(tried: Try) -> None:
