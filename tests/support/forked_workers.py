@@ -84,7 +84,7 @@ def main() -> None:
     sys.path[0] = os.getcwd()
     for module in LOADED:
         # If it cannot be loaded, with an older Spark or without nsparq, whoever needs it will say so.
-        with suppress(ImportError):
+        with suppress(Exception):
             importlib.import_module(module)
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
