@@ -12,7 +12,7 @@ messages.printSchema()
 print(messages.count(), "messages")
 
 # %% JSON into columns. `from_json` needs a schema; a sample gives one.
-from nsparq.pipeline.samples import infer_json  # noqa: E402
+from nsparq.pipeline.decode.samples import infer_json  # noqa: E402
 
 schema = infer_json(bytes(row.body) for row in messages.limit(100).collect())
 print(schema)
@@ -63,8 +63,8 @@ spark.table("minutes").show()
 import threading  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from nsparq.pipeline import runner  # noqa: E402
-from nsparq.pipeline.reading import parse  # noqa: E402
+from nsparq.pipeline.execute import runner  # noqa: E402
+from nsparq.pipeline.file.reading import parse  # noqa: E402
 
 FILE = f"""
 [nsq]

@@ -30,7 +30,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from nsparq.spark.session import build_session
+from nsparq.spark.session.build import build_session
 
 
 class Ten(DataSource):

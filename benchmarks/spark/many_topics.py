@@ -26,10 +26,10 @@ from benchmarks.macro.http import HttpBroker
 from benchmarks.spark.command import run_command
 from benchmarks.spark.source import tree_seconds
 from nsparq.addresses import join_address
-from nsparq.spark.api import Access, Client
-from nsparq.spark.log_source import Limit, LogSource
+from nsparq.spark.cluster.http_client import Access, Client
 from nsparq.spark.options import NsqOptions, Use
-from nsparq.spark.session import build_session
+from nsparq.spark.session.build import build_session
+from nsparq.spark.source.driver import Limit, LogSource
 
 HELP = {
     "topics": "that the stream reads",

@@ -38,7 +38,7 @@ from pyspark.sql.types import StructType
 from benchmarks.macro.brokers import OURS
 from benchmarks.macro.http import HttpBroker
 from benchmarks.macro.report import describe_machine, print_facts
-from nsparq.spark.session import build_session
+from nsparq.spark.session.build import build_session
 
 TARGET = 300_000
 SMALL = 20

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nsparq.pipeline.progress import Figures, State
-from nsparq.pipeline.status import Endpoint, Status
+from nsparq.pipeline.execute.progress import Figures, State
+from nsparq.pipeline.execute.status import Endpoint, Status
 from nsparq.server.auth_policy import hash_generated, hash_password
 from tests.admin.support import REFERENCE_ADMIN, AdminThread, Cluster, join, start_admin
 from tests.support import TestBroker, start_broker, unique_name, wait_until

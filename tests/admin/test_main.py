@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from nsparq.admin.daemon import describe
-from nsparq.admin.endpoints import INTRODUCTION
 from nsparq.admin.options import TABLE
+from nsparq.admin.show.endpoints import INTRODUCTION
 from nsparq.http.describe import markdown
 from tests.admin.support import AdminProcess, AdminThread
 from tests.support import wait_until

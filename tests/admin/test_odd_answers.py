@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from nsparq.admin.collect.upstream import Answer, Upstream
 from nsparq.admin.daemon import Nsqadmin
 from nsparq.admin.options import NsqadminOptions
-from nsparq.admin.upstream import Answer, Upstream
 from nsparq.http.api import Request
 
 ADDRESS = "127.0.0.1:4151"

@@ -15,8 +15,8 @@ from urllib.parse import urlencode, urlsplit
 
 import pytest
 
-from nsparq.admin.forms import ACTIONS
 from nsparq.admin.security import CHANGES
+from nsparq.admin.show.forms import ACTIONS
 from nsparq.server.auth_policy import hash_generated
 from tests.admin.support import REFERENCE_ADMIN, AdminThread
 from tests.support import Answer

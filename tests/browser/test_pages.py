@@ -12,8 +12,8 @@ from contextlib import closing
 import pytest
 from playwright.sync_api import expect
 
-from nsparq.pipeline.progress import Figures, State
-from nsparq.pipeline.status import Endpoint, Status
+from nsparq.pipeline.execute.progress import Figures, State
+from nsparq.pipeline.execute.status import Endpoint, Status
 from tests.admin.support import AdminProcess, Cluster
 from tests.browser.visitor import Visitor
 from tests.support import RawConnection, unique_name, wait_until

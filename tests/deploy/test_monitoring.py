@@ -15,8 +15,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from nsparq.pipeline.progress import Figures, State
-from nsparq.pipeline.status import Endpoint, Status
+from nsparq.pipeline.execute.progress import Figures, State
+from nsparq.pipeline.execute.status import Endpoint, Status
 from tests.support import BrokerThread
 
 from .promql import OF_COUNTERS, OF_GAUGES, Expression, parse

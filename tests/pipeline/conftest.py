@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nsparq.pipeline.progress import Figures
-from nsparq.pipeline.reading import parse
-from nsparq.pipeline.spec import PipelineFile
-from nsparq.pipeline.status import Status
+from nsparq.pipeline.execute.progress import Figures
+from nsparq.pipeline.execute.status import Status
+from nsparq.pipeline.file.reading import parse
+from nsparq.pipeline.file.spec import PipelineFile
 from nsparq.testing import Broker, run_broker
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Runs:
         return self.file(parse(text, self.directory / "p.toml"), until)
 
     def file(self, file: PipelineFile, until: Until | None = None) -> dict[str, Figures]:
-        from nsparq.pipeline import runner
+        from nsparq.pipeline.execute import runner
 
         stop = threading.Event()
         deadline = time.monotonic() + PATIENCE_S

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nsparq.pipeline import ready
+from nsparq.pipeline.file import ready
 from nsparq.testing import Broker
 from tests.pipeline.conftest import Runs
 

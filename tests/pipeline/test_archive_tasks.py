@@ -18,17 +18,17 @@ pytest.importorskip("pyspark")
 import pyarrow.dataset as ds  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
-from nsparq.pipeline import direct, parts  # noqa: E402
-from nsparq.pipeline.commits import Directory  # noqa: E402
-from nsparq.pipeline.direct import DirectDataSource, DirectReader, described, parts_of  # noqa: E402
-from nsparq.pipeline.layout import Layout, layout_of  # noqa: E402
-from nsparq.pipeline.parts import Part, directory_of  # noqa: E402
-from nsparq.pipeline.progress import WRITTEN, Figures  # noqa: E402
-from nsparq.pipeline.reading import parse  # noqa: E402
+from nsparq.pipeline.execute.progress import WRITTEN, Figures  # noqa: E402
+from nsparq.pipeline.file.reading import parse  # noqa: E402
+from nsparq.pipeline.write import direct, parts  # noqa: E402
+from nsparq.pipeline.write.commits import Directory  # noqa: E402
+from nsparq.pipeline.write.direct import DirectDataSource, DirectReader, described, parts_of  # noqa: E402
+from nsparq.pipeline.write.layout import Layout, layout_of  # noqa: E402
+from nsparq.pipeline.write.parts import Part, directory_of  # noqa: E402
 from nsparq.spark.errors import NoAnswer  # noqa: E402
-from nsparq.spark.log_reader import LogPartition  # noqa: E402
-from nsparq.spark.range_reader import close_idle  # noqa: E402
-from nsparq.spark.sink import Task  # noqa: E402
+from nsparq.spark.sink.writers import Task  # noqa: E402
+from nsparq.spark.source.range_reader import close_idle  # noqa: E402
+from nsparq.spark.source.stream import LogPartition  # noqa: E402
 from nsparq.testing import Broker, FaultProxy  # noqa: E402
 from tests.support.brokers import BrokerProcess  # noqa: E402
 from tests.support.polling import DEADLINE  # noqa: E402

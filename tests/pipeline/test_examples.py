@@ -22,10 +22,10 @@ from urllib.request import urlopen
 
 import pytest
 
-from nsparq.pipeline.progress import State
-from nsparq.pipeline.reading import load
-from nsparq.pipeline.spec import Trigger
-from nsparq.pipeline.status import read_status
+from nsparq.pipeline.execute.progress import State
+from nsparq.pipeline.execute.status import read_status
+from nsparq.pipeline.file.reading import load
+from nsparq.pipeline.file.spec import Trigger
 from nsparq.testing import Broker
 from nsparq.tools.main import main
 from nsparq.tools.pipeline_common import Stopping
@@ -201,7 +201,7 @@ def test_a_pipeline_that_a_program_builds(
 ) -> None:
     """It is that of the file, with a join of streams, a table and two sinks. Each sink gets each row once,
     also after a restart."""
-    from nsparq.spark import session
+    from nsparq.spark.session import build as session
 
     # In the session of the tests, which goes on.
     monkeypatch.setattr(session, "build_session", lambda *_, **__: spark)
@@ -351,7 +351,7 @@ def test_the_notebook_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from nsparq.spark import session
+    from nsparq.spark.session import build as session
 
     # In the session of the tests, which goes on.
     monkeypatch.setattr(session, "build_session", lambda *_, **__: spark)

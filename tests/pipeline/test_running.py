@@ -14,12 +14,12 @@ pytest.importorskip("pyspark")
 
 from pyspark.errors import AnalysisException, StreamingQueryException
 
-from nsparq.pipeline import runner
 from nsparq.pipeline.errors import NothingYet, PipelineError, in_words, retry_helps
-from nsparq.pipeline.progress import State
-from nsparq.pipeline.reading import parse
-from nsparq.pipeline.runner import RunningPipeline
-from nsparq.pipeline.spec import PipelineFile
+from nsparq.pipeline.execute import runner
+from nsparq.pipeline.execute.progress import State
+from nsparq.pipeline.execute.runner import RunningPipeline
+from nsparq.pipeline.file.reading import parse
+from nsparq.pipeline.file.spec import PipelineFile
 from nsparq.spark.errors import DataLoss, NoAnswer
 from tests.support.polling import DEADLINE, wait_until
 
@@ -265,8 +265,13 @@ def because(cause: Exception) -> PipelineError:
         (through_spark("nsparq.spark.errors.ChannelOwned: another query's"), False),
         (through_spark("nsparq.spark.checkpoint.CheckpointBehind: older"), False),
         (through_spark("nsparq.pipeline.errors.PipelineError: refused"), False),
-        (through_spark("nsparq.spark.api.Refused: 503\n\nnsparq.spark.options.OptionError: a token"), False),
-        (through_spark("nsparq.spark.api.Refused: 503"), True),
+        (
+            through_spark(
+                "nsparq.spark.cluster.http_client.Refused: 503\n\nnsparq.spark.options.OptionError: a token"
+            ),
+            False,
+        ),
+        (through_spark("nsparq.spark.cluster.http_client.Refused: 503"), True),
         (through_spark("nsparq.no_such_module.Error: x"), True),
         (through_spark("OSError: disk full"), True),
         (StreamingQueryException("[USER_RAISED_EXCEPTION] message 5 does not decode"), False),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nsparq.pipeline.errors import PipelineError, retry_helps
-from nsparq.pipeline.progress import State
-from nsparq.pipeline.reading import parse
+from nsparq.pipeline.execute.progress import State
+from nsparq.pipeline.file.reading import parse
 from nsparq.testing import Broker
 from tests.pipeline.conftest import Runs, bodies
 
@@ -174,7 +174,7 @@ def test_tables_to_join_with_and_when_their_changes_are_seen(
 def test_what_spark_finds_wrong_with_a_table(
     spark: SparkSession, tmp_path: Path, table: str, more: str, may_pass: bool, expected: str
 ) -> None:
-    from nsparq.pipeline import queries
+    from nsparq.pipeline.execute import queries
 
     (tmp_path / "t.csv").write_text("a\n1\n")
     text = f'[pipeline.p]\nsource = "x"\nsink = "noop"\ntables.t = {table}\n{more}'

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from nsparq.pipeline.layout import layout_of
-from nsparq.pipeline.progress import Figures, State
-from nsparq.pipeline.reading import load, parse
-from nsparq.pipeline.starter import starter
-from nsparq.pipeline.status import Status, write_status
+from nsparq.pipeline.execute.progress import Figures, State
+from nsparq.pipeline.execute.status import Status, write_status
+from nsparq.pipeline.file.reading import load, parse
+from nsparq.pipeline.file.starter import starter
+from nsparq.pipeline.write.layout import layout_of
 from nsparq.testing import Broker, run_broker
 from nsparq.tools.main import main
 from tests.support.polling import DEADLINE
@@ -132,7 +132,7 @@ def test_a_signal_does_not_wait_for_spark_to_start(tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text('[run]\nstop_grace = "1h"\n[pipeline.p]\nsource = "x"\nsink = "noop"\n')
     code = """
 import sys, threading
-from nsparq.pipeline import runner
+from nsparq.pipeline.execute import runner
 from nsparq.tools.main import main
 runner.build_session = lambda *_: threading.Event().wait()
 sys.exit(main(["pipeline", "run", "p.toml"]))

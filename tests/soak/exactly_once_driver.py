@@ -21,9 +21,9 @@ import pyarrow.feather
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from nsparq.pipeline import queries
-from nsparq.pipeline.files import FORMAT
-from nsparq.spark.session import build_session, register
+from nsparq.pipeline.execute import queries
+from nsparq.pipeline.write.files import FORMAT
+from nsparq.spark.session.build import build_session, register
 from tests.soak.exactly_once_publisher import DIGITS
 
 SINKS = ("parquet", "delta", "topic", "archive", "delta-upsert", "jdbc", "jdbc-upsert")
@@ -158,7 +158,7 @@ class Program:
         return writer.option("checkpointLocation", sink.checkpoint).start()
 
     def _archive(self, spark: SparkSession, sink: Sink) -> None:
-        from nsparq.pipeline import ready
+        from nsparq.pipeline.file import ready
 
         arguments = self._arguments
         topics = ready.Topics(nsq={"nsqlookupd": [arguments.lookupd]}, topics=[arguments.topic])
@@ -182,9 +182,9 @@ class Program:
         self._run(spark, sink, text, Path(sink.result) / "pipeline.toml")
 
     def _run(self, spark: SparkSession, sink: Sink, text: str, path: Path) -> None:
-        from nsparq.pipeline import runner
-        from nsparq.pipeline.progress import State
-        from nsparq.pipeline.reading import parse
+        from nsparq.pipeline.execute import runner
+        from nsparq.pipeline.execute.progress import State
+        from nsparq.pipeline.file.reading import parse
 
         file = parse(text, path)
         failures = 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
-from nsparq.spark.session import build_session
+from nsparq.spark.session.build import build_session
 from tests.soak.exactly_once_publisher import DIGITS
 
 

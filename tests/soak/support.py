@@ -150,7 +150,7 @@ def kill(*pids: int) -> None:
             pass
 
 
-DAEMONS = ("pyspark.daemon", "nsparq.spark.daemon")
+DAEMONS = ("pyspark.daemon", "nsparq.spark.session.daemon")
 
 
 def kind_of(process: Process, all_of_them: dict[int, Process]) -> str | None:

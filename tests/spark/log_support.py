@@ -12,8 +12,8 @@ from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import StructType
 
 from nsparq.spark.datasource import SCHEMA, NsqDataSource
-from nsparq.spark.log_reader import LogPartition, LogStreamReader
 from nsparq.spark.options import NsqOptions, Use
+from nsparq.spark.source.stream import LogPartition, LogStreamReader
 
 Offset = dict[str, Any]
 Logs = dict[str, dict[str, list[Any]]]

@@ -13,8 +13,8 @@ from pyspark.sql.streaming.datasource import ReadLimit
 
 from nsparq.spark.datasource import SCHEMA
 from nsparq.spark.options import NsqOptions, Use
-from nsparq.spark.queue_reader import QueueStreamReader
-from nsparq.spark.queue_task import QueuePartition
+from nsparq.spark.queue.reader import QueueStreamReader
+from nsparq.spark.queue.task import QueuePartition
 from tests.support import REFERENCE, TestBroker
 
 TIMEOUT = "3s" if REFERENCE else "30s"

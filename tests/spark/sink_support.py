@@ -13,9 +13,9 @@ import pytest
 from pyspark.sql.datasource import WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from nsparq.spark import sink
 from nsparq.spark.options import NsqOptions, Use
-from nsparq.spark.sink import NsqStreamWriter, NsqWriter, Task
+from nsparq.spark.sink import writers as sink
+from nsparq.spark.sink.writers import NsqStreamWriter, NsqWriter, Task
 from nsparq.storage.decode import iter_batches
 
 SCHEMA = StructType().add("body", "binary")

@@ -12,7 +12,7 @@ import pytest
 import nsparq.spark
 from nsparq.spark.datasource import SCHEMA
 from nsparq.spark.options import NsqOptions, Use
-from nsparq.spark.session import settings
+from nsparq.spark.session.build import settings
 from nsparq.tools.main import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "spark.md").read_text(encoding="utf-8")

@@ -10,9 +10,10 @@ from collections import Counter
 
 import pytest
 
-from nsparq.spark import log_source, peers
-from nsparq.spark.api import Access, Client, Refused, Unreachable
-from nsparq.spark.range_reader import close_idle
+from nsparq.spark.cluster import peers
+from nsparq.spark.cluster.http_client import Access, Client, Refused, Unreachable
+from nsparq.spark.source import driver as log_source
+from nsparq.spark.source.range_reader import close_idle
 from tests.spark.log_support import Query
 from tests.support import BrokerProcess
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from nsparq.spark import log_source, peers
-from nsparq.spark.api import Client
+from nsparq.spark.cluster import peers
+from nsparq.spark.cluster.http_client import Client
 from nsparq.spark.errors import NoAnswer
-from nsparq.spark.range_reader import close_idle
+from nsparq.spark.source import driver as log_source
+from nsparq.spark.source.range_reader import close_idle
 from nsparq.testing import Broker, FaultProxy, run_broker, run_lookupd
 from tests.spark.log_support import Query, bodies, numbered, read_batch
 from tests.support import wait_until

@@ -123,7 +123,7 @@ def test_what_a_source_needs() -> None:
 
 
 def test_a_secret_is_neither_in_an_error_nor_in_the_representation_of_what_travels() -> None:
-    from nsparq.spark.api import Access
+    from nsparq.spark.cluster.http_client import Access
 
     assert "hush" not in repr(Access.of(parse(authToken="hush")))
     assert "hush" not in repr(parse(authToken="hush"))

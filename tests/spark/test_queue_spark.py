@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nsparq.spark.datasource import NsqDataSource
-from nsparq.spark.queue_reader import QueueStreamReader
+from nsparq.spark.queue.reader import QueueStreamReader
 from tests.support import TestBroker, start_broker, wait_until
 from tests.support.file_sink import committed_rows
 
@@ -64,7 +64,7 @@ def crashing(index: int, flag: Path) -> type[NsqDataSource]:
 
     class Reader(QueueStreamReader):
         def read(self, partition: Any) -> Any:
-            from nsparq.spark.staging import Slot
+            from nsparq.spark.queue.staging import Slot
 
             publish = Slot.publish
 

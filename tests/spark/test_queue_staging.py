@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from nsparq.spark import staging as module
-from nsparq.spark.queue_client import nothing
-from nsparq.spark.staging import CHUNK_SCHEMA, Chunk, Lost, Staging, StagingError, TooLate, keys_of
+from nsparq.spark.queue import staging as module
+from nsparq.spark.queue.client import nothing
+from nsparq.spark.queue.staging import CHUNK_SCHEMA, Chunk, Lost, Staging, StagingError, TooLate, keys_of
 
 from .queue_support import Crash
 

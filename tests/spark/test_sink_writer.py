@@ -14,11 +14,11 @@ from pyspark.sql.types import StructType
 
 from nsparq.server import http_endpoints
 from nsparq.server.auth_policy import hash_generated
-from nsparq.spark import sink
-from nsparq.spark.api import Refused
+from nsparq.spark.cluster.http_client import Refused
 from nsparq.spark.options import NsqOptions, OptionError, Use
-from nsparq.spark.sink import NsqWriter, PublishedRows, StagedRows, Task
-from nsparq.spark.sink_rows import RowError, SchemaError
+from nsparq.spark.sink import writers as sink
+from nsparq.spark.sink.rows import RowError, SchemaError
+from nsparq.spark.sink.writers import NsqWriter, PublishedRows, StagedRows, Task
 from tests.spark.sink_support import (
     QUERY,
     SCHEMA,

@@ -14,8 +14,8 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from nsparq.spark import doctor
-from nsparq.spark.doctor import State
+from nsparq.spark.session import doctor
+from nsparq.spark.session.doctor import State
 from nsparq.testing import Broker, run_broker
 
 CAN_STREAM = importlib.util.find_spec("pyspark.sql.streaming.datasource") is not None

@@ -34,9 +34,9 @@ LOADED = (
     "pyspark.sql.worker.write_into_data_source",
     "pyspark.sql.connect.conversion",
     "nsparq.spark.datasource",
-    "nsparq.spark.log_batch",
-    "nsparq.spark.log_reader",
-    "nsparq.spark.sink",
+    "nsparq.spark.source.batch",
+    "nsparq.spark.source.stream",
+    "nsparq.spark.sink.writers",
 )
 
 # Without the site module and with few imports it starts in a hundredth of a second.

@@ -38,7 +38,7 @@ FAST = {
 def spark_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """The session itself. Tests take `spark`, which also cleans up."""
     pytest.importorskip("pyspark")
-    from nsparq.spark.session import build_session
+    from nsparq.spark.session.build import build_session
 
     warehouse = tmp_path_factory.mktemp("warehouse")
     conf = {**FAST, "spark.sql.warehouse.dir": str(warehouse)}

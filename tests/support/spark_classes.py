@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nsparq.spark.session import build_session
+from nsparq.spark.session.build import build_session
 from tests.support.spark import CLASSES, FAST, STARTS_FAST
 
 if TYPE_CHECKING:

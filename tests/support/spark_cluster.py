@@ -14,7 +14,7 @@ import subprocess
 from pathlib import Path
 from types import TracebackType
 
-from nsparq.spark.session import environment
+from nsparq.spark.session.build import environment
 
 from .polling import wait_until
 from .spark import FAST, FAST_JAVA

@@ -11,23 +11,23 @@ from pathlib import Path
 
 from nsparq import logs
 from nsparq.addresses import join_address, split_address
-from nsparq.admin.actions import Actions, Refused, audit
-from nsparq.admin.api import JsonApi
-from nsparq.admin.cluster import Cluster
-from nsparq.admin.endpoints import api_endpoints, daemon_endpoints
-from nsparq.admin.forms import Forms, Notes
-from nsparq.admin.graphite import Graphite
+from nsparq.admin.change.actions import Actions, Refused, audit
+from nsparq.admin.change.notify import Notifier
+from nsparq.admin.change.operations import Operations
+from nsparq.admin.collect.cluster import Cluster
+from nsparq.admin.collect.graphite import Graphite
+from nsparq.admin.collect.pipelines import Pipelines
+from nsparq.admin.collect.upstream import TlsFiles, Upstream
+from nsparq.admin.collect.watch import Watch
 from nsparq.admin.health import Problem, find_problems
-from nsparq.admin.more_api import MoreApi, more_endpoints
-from nsparq.admin.notify import Notifier
-from nsparq.admin.operations import Operations
 from nsparq.admin.options import NsqadminOptions, clean_base_path
-from nsparq.admin.pages import Pages
-from nsparq.admin.pipelines import Pipelines
-from nsparq.admin.routing import AdminApi
 from nsparq.admin.security import CHANGES, Guard
-from nsparq.admin.upstream import TlsFiles, Upstream
-from nsparq.admin.watch import Watch
+from nsparq.admin.show.api import JsonApi
+from nsparq.admin.show.endpoints import api_endpoints, daemon_endpoints
+from nsparq.admin.show.forms import Forms, Notes
+from nsparq.admin.show.more_api import MoreApi, more_endpoints
+from nsparq.admin.show.pages import Pages
+from nsparq.admin.show.routing import AdminApi
 from nsparq.errors import StartError
 from nsparq.http.api import ApiError, Request, Response
 from nsparq.http.hosts import HostNames

@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from nsparq.admin.pipelines import readers
-from nsparq.admin.watch import Watch
+from nsparq.admin.collect.pipelines import readers
+from nsparq.admin.collect.watch import Watch
 from nsparq.names import is_ephemeral
 
 __all__ = ["Problem", "Severity", "find_problems"]

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
-from nsparq.admin.actor import Actor
-from nsparq.admin.routing import path_values
+from nsparq.admin.change.actor import Actor
+from nsparq.admin.show.routing import path_values
 from nsparq.http.api import ApiError, Endpoint, Request
 from nsparq.server.auth import AuthFailed, Grant, Permission, TokenCache, secret_from_header
 

@@ -11,7 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from nsparq.pipeline.builder import (
+    from nsparq.pipeline.errors import PipelineError
+    from nsparq.pipeline.execute.runner import build_session, run
+    from nsparq.pipeline.file.builder import (
         Keys,
         Value,
         decoding,
@@ -23,10 +25,8 @@ if TYPE_CHECKING:
         table,
         watermark,
     )
-    from nsparq.pipeline.errors import PipelineError
-    from nsparq.pipeline.reading import load
-    from nsparq.pipeline.runner import build_session, run
-    from nsparq.pipeline.spec import PipelineFile, SpecError
+    from nsparq.pipeline.file.reading import load
+    from nsparq.pipeline.file.spec import PipelineFile, SpecError
 
 __all__ = [
     "Keys",
@@ -49,15 +49,15 @@ __all__ = [
 
 _ELSEWHERE: Final = {
     "PipelineError": "errors",
-    "PipelineFile": "spec",
-    "SpecError": "spec",
-    "build_session": "runner",
-    "load": "reading",
-    "run": "runner",
+    "PipelineFile": "file.spec",
+    "SpecError": "file.spec",
+    "build_session": "execute.runner",
+    "load": "file.reading",
+    "run": "execute.runner",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE.get(name, 'builder')}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE.get(name, 'file.builder')}"), name)

@@ -8,23 +8,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nsparq.spark.quiet import hush, in_spark_process
+from nsparq.spark.session.quiet import hush, in_spark_process
 
 if TYPE_CHECKING:
     from nsparq.spark.datasource import NsqDataSource as NsqDataSource
-    from nsparq.spark.session import build_session as build_session
-    from nsparq.spark.session import configure as configure
-    from nsparq.spark.session import register as register
-    from nsparq.spark.session import session_environment as session_environment
+    from nsparq.spark.session.build import build_session as build_session
+    from nsparq.spark.session.build import configure as configure
+    from nsparq.spark.session.build import register as register
+    from nsparq.spark.session.build import session_environment as session_environment
 
 __all__ = ["NsqDataSource", "build_session", "configure", "register", "session_environment"]
 
 _HOME = {
     "NsqDataSource": "datasource",
-    "build_session": "session",
-    "configure": "session",
-    "register": "session",
-    "session_environment": "session",
+    "build_session": "session.build",
+    "configure": "session.build",
+    "register": "session.build",
+    "session_environment": "session.build",
 }
 
 

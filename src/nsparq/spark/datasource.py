@@ -33,17 +33,17 @@ class NsqDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         if mode_of(self.options) == "queue":
             raise OptionError("option mode: queue is for streams only; a batch reads the log")
-        from nsparq.spark.log_batch import FilteredBatchReader, LogBatchReader
+        from nsparq.spark.source.batch import FilteredBatchReader, LogBatchReader
 
         options = self._parsed(schema, Use.LOG_BATCH)
         return (FilteredBatchReader if options.push_filters else LogBatchReader)(schema, options)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         if mode_of(self.options) == "queue":
-            from nsparq.spark.queue_reader import QueueStreamReader
+            from nsparq.spark.queue.reader import QueueStreamReader
 
             return QueueStreamReader(schema, self._parsed(schema, Use.QUEUE_STREAM))
-        from nsparq.spark.log_reader import LogStreamReader
+        from nsparq.spark.source.stream import LogStreamReader
 
         return LogStreamReader(schema, self._parsed(schema, Use.LOG_STREAM))
 
@@ -54,12 +54,12 @@ class NsqDataSource(DataSource):
         return options
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        from nsparq.spark.sink import NsqWriter
+        from nsparq.spark.sink.writers import NsqWriter
 
         return NsqWriter(schema, NsqOptions.parse(self.options, Use.SINK_BATCH), overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
-        from nsparq.spark.sink import NsqStreamWriter
+        from nsparq.spark.sink.writers import NsqStreamWriter
 
         options = NsqOptions.parse(self.options, Use.SINK_STREAM)
         return NsqStreamWriter(schema, options, overwrite, self.options.get("checkpointLocation", ""))

@@ -17,9 +17,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from nsparq.pipeline.reading import load
-from nsparq.pipeline.samples import Sample
-from nsparq.pipeline.spec import Pipeline, PipelineFile
+from nsparq.pipeline.decode.samples import Sample
+from nsparq.pipeline.file.reading import load
+from nsparq.pipeline.file.spec import Pipeline, PipelineFile
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -108,9 +108,9 @@ def try_pipeline(
     Raises PipelineError as the pipeline would fail, also for a message that does not decode if there is
     neither `dead_letters` nor `on_error = "drop"`; SpecError for a wrong file.
     """
-    from nsparq.pipeline import runner
     from nsparq.pipeline.errors import PipelineError
-    from nsparq.pipeline.trial import DEAD_LETTER, FAIL, QUICK, try_out
+    from nsparq.pipeline.execute import runner
+    from nsparq.pipeline.execute.trial import DEAD_LETTER, FAIL, QUICK, try_out
 
     if not isinstance(file, PipelineFile):
         file = load(file)
@@ -141,8 +141,8 @@ def try_pipeline(
 def local_session() -> SparkSession:
     """The Spark session of this process. If there is none yet, it is one for short tests: one core, no web
     pages."""
-    from nsparq.pipeline.trial import QUICK
-    from nsparq.spark.session import build_session
+    from nsparq.pipeline.execute.trial import QUICK
+    from nsparq.spark.session.build import build_session
 
     conf = {**UTC_TIME, **QUICK, **QUICK_JAVA}
     return build_session("nsparq tests", master="local[1]", ui_port=None, conf=conf)

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from nsparq.errors import NsparqError, StartError
-from nsparq.pipeline import starter
 from nsparq.pipeline.errors import PipelineError
-from nsparq.pipeline.progress import Figures, State
-from nsparq.pipeline.reading import DEFAULT_NSQD, load
-from nsparq.pipeline.spec import Pipeline, PipelineFile, Source, SpecError, Trigger, describe
-from nsparq.pipeline.status import FILE_NAME, read_status
-from nsparq.pipeline.view import HEADINGS, cells
+from nsparq.pipeline.execute.progress import Figures, State
+from nsparq.pipeline.execute.status import FILE_NAME, read_status
+from nsparq.pipeline.execute.view import HEADINGS, cells
+from nsparq.pipeline.file import starter
+from nsparq.pipeline.file.reading import DEFAULT_NSQD, load
+from nsparq.pipeline.file.spec import Pipeline, PipelineFile, Source, SpecError, Trigger, describe
 from nsparq.tools import pipeline_ready, pipeline_try
 from nsparq.tools.pipeline_common import FAILED, OK, WRONG, add_running, chosen, configure_logs, run_file
 
@@ -155,7 +155,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _check_with_spark(file: PipelineFile) -> None:
-    from nsparq.pipeline import queries, runner
+    from nsparq.pipeline.execute import queries, runner
 
     # The master of the file may be a cluster; to look at SQL this machine will do.
     spark = runner.build_session(replace(file, spark=replace(file.spark, ui_port=0)), "local[1]")

@@ -16,10 +16,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from nsparq import logs
-from nsparq.pipeline.progress import State
-from nsparq.pipeline.spec import Console, Pipeline, PipelineFile, SpecError
-from nsparq.pipeline.tables import did_you_mean
-from nsparq.pipeline.view import LogView, TerminalView, View
+from nsparq.pipeline.execute.progress import State
+from nsparq.pipeline.execute.view import LogView, TerminalView, View
+from nsparq.pipeline.file.spec import Console, Pipeline, PipelineFile, SpecError
+from nsparq.pipeline.file.tables import did_you_mean
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -130,7 +130,7 @@ class Stopping:
 
 @contextlib.contextmanager
 def session(file: PipelineFile, arguments: argparse.Namespace, stopping: Stopping) -> Iterator[SparkSession]:
-    from nsparq.spark.session import activate, is_connect
+    from nsparq.spark.session.build import activate, is_connect
 
     spark = _started(file, arguments, stopping)
     if not is_connect(spark):
@@ -144,7 +144,7 @@ def session(file: PipelineFile, arguments: argparse.Namespace, stopping: Stoppin
 def _started(file: PipelineFile, arguments: argparse.Namespace, stopping: Stopping) -> SparkSession:
     """Built in a thread: a signal need not wait for it, and Spark, which has a handler for SIGINT of its own,
     leaves ours alone."""
-    from nsparq.pipeline import runner
+    from nsparq.pipeline.execute import runner
 
     logger.info("starting Spark (%s)", arguments.master or file.spark.master)
     built: Future[SparkSession] = Future()
@@ -169,7 +169,7 @@ def run_file(file: PipelineFile, arguments: argparse.Namespace, *, fail_fast: bo
         file = replace(file, run=replace(file.run, metrics_address=arguments.metrics_address))
     stopping = Stopping(file.run.stop_grace + END_S)
     with session(file, arguments, stopping) as spark:
-        from nsparq.pipeline import runner
+        from nsparq.pipeline.execute import runner
 
         with _view(file, arguments.plain) as view:
             done = runner.run(spark, file, stopping.event, watch=view.show, fail_fast=fail_fast)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.errors import StartError
-from nsparq.pipeline import ready
-from nsparq.pipeline.reading import DEFAULT_NSQD, parse
-from nsparq.pipeline.spec import SpecError
+from nsparq.pipeline.file import ready
+from nsparq.pipeline.file.reading import DEFAULT_NSQD, parse
+from nsparq.pipeline.file.spec import SpecError
 from nsparq.tools.pipeline_common import END_S, OK, Stopping, add_running, add_spark, run_file, session
 
 if TYPE_CHECKING:
@@ -157,8 +157,8 @@ def archive(arguments: argparse.Namespace) -> int:
 
 
 def compact(arguments: argparse.Namespace) -> int:
-    from nsparq.pipeline.commits import Directory
-    from nsparq.pipeline.compact import compact
+    from nsparq.pipeline.write.commits import Directory
+    from nsparq.pipeline.write.compact import compact
 
     if not arguments.directory.is_dir():
         raise StartError(f"{arguments.directory} is no directory")
@@ -197,7 +197,7 @@ def stats(arguments: argparse.Namespace) -> int:
 
 
 def _stats_now(topics: ready.Topics, arguments: argparse.Namespace) -> int:
-    from nsparq.pipeline import batch
+    from nsparq.pipeline.execute import batch
 
     file = batch.file_of(topics)
     # Nothing is written: there is nothing to wait for.
@@ -226,9 +226,9 @@ def _cell(value: Any) -> str:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    from nsparq.pipeline import batch
-    from nsparq.pipeline.replay import Publisher
-    from nsparq.pipeline.replay import replay as publish
+    from nsparq.pipeline.execute import batch
+    from nsparq.pipeline.execute.replay import Publisher
+    from nsparq.pipeline.execute.replay import replay as publish
 
     topics = _topics(arguments)
     file, stopping = batch.file_of(topics), Stopping(END_S)

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.errors import StartError
+from nsparq.pipeline.decode.samples import Sample
 from nsparq.pipeline.errors import PipelineError, retry_helps
-from nsparq.pipeline.reading import load
-from nsparq.pipeline.samples import Sample
-from nsparq.pipeline.spec import Pipeline, PipelineFile, SpecError, describe
+from nsparq.pipeline.file.reading import load
+from nsparq.pipeline.file.spec import Pipeline, PipelineFile, SpecError, describe
 from nsparq.tools.pipeline_common import FAILED, OK, chosen
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from nsparq.pipeline.trial import Trial, Undecoded
+    from nsparq.pipeline.execute.trial import Trial, Undecoded
 
 __all__ = ["add_command"]
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     pipelines = chosen(file, arguments.only)
     given = _given(pipelines, arguments.messages, arguments.count) if arguments.messages else None
 
-    from nsparq.pipeline import queries, runner, trial
+    from nsparq.pipeline.execute import queries, runner, trial
 
     show = _show_json if arguments.json else _show
     problems, fails = [], False
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, count: int) -> list[Sample]:
     """The first of each source. Raises PipelineError."""
-    from nsparq.pipeline import queries
+    from nsparq.pipeline.execute import queries
 
     if any(source.is_queue for source in pipeline.sources):
         raise PipelineError(

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from nsparq.errors import NsparqError
-from nsparq.spark.doctor import Finding, State, examine, try_session
+from nsparq.spark.session.doctor import Finding, State, examine, try_session
 
 __all__ = ["main"]
 
@@ -89,7 +89,7 @@ def _print(head: str, text: str, indent: int) -> None:
 
 
 def warm(arguments: argparse.Namespace) -> int:
-    from nsparq.spark.startup import make_archive
+    from nsparq.spark.session.startup import make_archive
 
     print("A session for practice is running; this takes a minute.", file=sys.stderr)
     began = time.monotonic()
@@ -99,7 +99,7 @@ def warm(arguments: argparse.Namespace) -> int:
 
 
 def package(arguments: argparse.Namespace) -> int:
-    from nsparq.spark.package import package_file
+    from nsparq.spark.session.package import package_file
 
     print(package_file())
     return 0

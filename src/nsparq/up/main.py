@@ -162,7 +162,7 @@ def _check_pipelines(files: Sequence[Path]) -> None:
         return
     if len(files) > MAX_PIPELINES:
         raise StartError(f"--pipeline: {MAX_PIPELINES} files at the most; a file may have many pipelines")
-    from nsparq.pipeline.reading import load
+    from nsparq.pipeline.file.reading import load
 
     for file in files:
         load(file)

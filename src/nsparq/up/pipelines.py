@@ -15,8 +15,8 @@ from pathlib import Path
 
 from nsparq import logs
 from nsparq.errors import NsparqError
-from nsparq.pipeline.reading import load
-from nsparq.pipeline.spec import PipelineFile, SpecError
+from nsparq.pipeline.file.reading import load
+from nsparq.pipeline.file.spec import PipelineFile, SpecError
 from nsparq.tools.pipeline_common import FAILED, WRONG, configure_logs, run_file
 
 __all__ = ["main", "moved"]

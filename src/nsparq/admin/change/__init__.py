@@ -1,0 +1,1 @@
+"""What nsqadmin changes in the cluster."""

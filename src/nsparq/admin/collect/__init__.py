@@ -1,0 +1,1 @@
+"""What nsqadmin knows of the cluster: asking the daemons, merging, history."""

@@ -1,0 +1,1 @@
+"""What nsqadmin shows: pages, forms and the JSON API."""

@@ -1,0 +1,1 @@
+"""Message bodies into columns."""

@@ -1,0 +1,218 @@
+"""The bytes of messages into columns, and those that are no such thing apart.
+
+Every message ends up in exactly one of `good_rows` and `dead_letters`, whichever query asks: both use the
+same expression for "does not decode". It is stricter than Spark's own readers, which would, for one, take the
+first of two objects in a message and say nothing. JSON and CSV are read by Spark itself, other formats in
+Python; see `bodies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import Final
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import IntegerType, StringType, StructField, StructType
+
+from nsparq.pipeline.decode.avro import Avro
+from nsparq.pipeline.decode.bodies import (
+    FRAME_BYTES,
+    BodyFormat,
+    SchemaFileError,
+    Undecodable,
+    frame_beginning,
+    without_frame,
+)
+from nsparq.pipeline.decode.functions import ERROR, ROW, decoded, violations
+from nsparq.pipeline.decode.json_schema import JsonSchema
+from nsparq.pipeline.decode.protobuf import Protobuf
+from nsparq.pipeline.decode.reasons import dead_letter, why_not
+from nsparq.pipeline.decode.samples import quoted
+from nsparq.pipeline.execute.progress import DECODED
+from nsparq.pipeline.file.spec import Decode
+from nsparq.pipeline.write.layout import NAMES, ORIGIN
+
+__all__ = ["ORIGIN", "dead_letters", "declared_columns", "good_rows"]
+
+# Names that no field of a message has.
+_BAD: Final = "__nsparq_bad"
+_CORRUPT: Final = "__nsparq_corrupt"
+_END: Final = "__nsparq_end"
+_REASON: Final = "__nsparq_reason"
+_ROW: Final = "__nsparq_row"
+
+
+def declared_columns(decode: Decode) -> str:
+    """The columns that a pipeline file declares, as in CREATE TABLE; empty if they have to be inferred.
+    Raises SchemaFileError."""
+    format, json_schema = _body_format(decode), _json_schema(decode)
+    if format is not None:
+        return format.columns()
+    if json_schema is None:
+        return decode.schema
+    json_schema.validator()
+    return decode.schema or json_schema.columns()
+
+
+def _body_format(decode: Decode) -> BodyFormat | None:
+    """Of messages that Spark does not read by itself."""
+    if decode.format == "avro":
+        return Avro(_text(decode.definition), decode.framing)
+    if decode.format == "protobuf":
+        return Protobuf(decode.definition, decode.message, decode.framing)
+    return None
+
+
+def _json_schema(decode: Decode) -> JsonSchema | None:
+    return JsonSchema(_text(decode.definition), decode.framing) if decode.json_schema else None
+
+
+def _text(definition: bytes) -> str:
+    try:
+        return definition.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SchemaFileError(f"is no UTF-8 text: {error}") from error
+
+
+def good_rows(
+    messages: DataFrame, decode: Decode, schema: StructType, *, bad: str, observed: str = DECODED
+) -> DataFrame:
+    """The decoded columns, and _topic, _node, _offset, _timestamp, _attempts and _id. With the format
+    `message` these have their own names.
+
+    `bad` says what becomes of the other messages: `drop` leaves them out, and somebody else may care for
+    them; `fail` ends the query at the first. They are counted in either case, by the observation `observed`.
+    """
+    if decode.format in NAMES:
+        return messages.select(*(F.col(of).alias(name) for name, of in NAMES[decode.format].items()))
+    origin = [F.col(name).alias(f"_{name}") for name in ORIGIN]
+    marked = _marked(messages, decode, schema)
+    # The observation also keeps Spark from decoding twice, once to filter and once to select.
+    counted = marked.observe(observed, F.count(F.lit(1)).alias("rows"), F.count_if(F.col(_BAD)).alias("bad"))
+    if bad == "fail":
+        refusal = F.raise_error(
+            F.format_string(
+                "message %d of topic %s at %s does not decode as %s%s; with dead_letters = \"TOPIC\" such "
+                "messages are set aside",
+                F.col("offset"), F.col("topic"), F.col("node"), F.lit(decode.format),
+                F.coalesce(F.concat(F.lit(": "), F.col(_REASON)), F.lit("")),
+            )
+        )  # fmt: skip
+        fits = F.when(F.col(_BAD), refusal.cast("boolean")).otherwise(True)
+    else:
+        fits = ~F.col(_BAD)
+    columns = [F.col(_ROW)[name].alias(name) for name in schema.names]
+    if decode.format == "text":
+        columns = [F.col("body").cast("string").alias("text")]
+    return counted.where(fits).select(*columns, *origin)
+
+
+def dead_letters(
+    messages: DataFrame, decode: Decode, schema: StructType, *, pipeline: str, channel: str
+) -> DataFrame:
+    """A column `body`: a JSON object for each message that does not decode, with the reason and its
+    origin."""
+    format, options, framing, described = decode.format, dict(decode.options), decode.framing, schema.json()
+
+    @F.udf(returnType=StringType(), useArrow=False)
+    def letter(
+        topic: str,
+        node: str,
+        offset: int,
+        timestamp_ns: int,
+        attempts: int,
+        id: str,
+        body: bytes,
+        reason: str,
+    ) -> str:
+        origin = {
+            "topic": topic,
+            "channel": channel,
+            "id": id,
+            "timestamp_ns": timestamp_ns,
+            "attempts": attempts,
+            "pipeline": pipeline,
+            "node": node,
+            "offset": offset,
+        }
+        return dead_letter(origin, bytes(body), reason or found_reason(bytes(body)))
+
+    def found_reason(body: bytes) -> str:
+        import json
+
+        fields = StructType.fromJson(json.loads(described))
+        try:
+            return why_not(without_frame(body, framing), format, fields, options)
+        except Undecodable as error:
+            return str(error)
+
+    published = (F.unix_micros("timestamp") * 1000).alias("timestamp_ns")
+    bad = _marked(messages, decode, schema).where(_BAD)
+    origin = ("topic", "node", "offset", published, "attempts", "id")
+    return bad.select(letter(*origin, "body", _REASON).alias("body"))
+
+
+def _marked(messages: DataFrame, decode: Decode, schema: StructType) -> DataFrame:
+    """The message, what it decodes to, whether it does not, and why if that is known already."""
+    format = _body_format(decode)
+    if format is not None:
+        both = messages.withColumn(_ROW, decoded("body", format, schema))
+        read = both.withColumns({_REASON: F.col(_ROW)[ERROR], _ROW: F.col(_ROW)[ROW]})
+        return read.withColumn(_BAD, F.col(_ROW).isNull())
+    json_schema = _json_schema(decode)
+    reason = F.lit(None).cast("string") if json_schema is None else violations("body", json_schema)
+    text = F.expr(_text_of(decode))
+    marks = [~F.is_valid_utf8(text)]
+    if decode.format == "text":
+        return messages.withColumn(_REASON, reason).withColumn(_BAD, marks[0])
+    is_json = decode.format == "json"
+    row = _json(schema, decode) if is_json else _csv(text, schema, decode.options)
+    read = messages.withColumns({_ROW: row, _REASON: reason})
+    marks += [F.col(_REASON).isNotNull(), F.col(_ROW).isNull(), F.col(_ROW)[_CORRUPT].isNotNull()]
+    if is_json:
+        marks += [~F.expr(_trimmed(decode)).endswith("}"), F.col(_ROW)[_END].isNull()]
+    if decode.framing:
+        beginning = frame_beginning(decode.framing).hex()
+        marks.append(F.expr(f"length(body) < {FRAME_BYTES} OR NOT startswith(body, X'{beginning}')"))
+    marks += [F.col(_ROW)[one.name].isNull() for one in schema.fields if not one.nullable]
+    return read.withColumn(_BAD, F.coalesce(reduce(Column.__or__, marks), F.lit(True)))
+
+
+_BLANKS: Final = r"' \t\r\n'"
+
+
+def _text_of(decode: Decode) -> str:
+    """The text of a message in SQL, without what comes before it; see `without_frame`."""
+    return f"CAST({f'substring(body, {FRAME_BYTES + 1})' if decode.framing else 'body'} AS STRING)"
+
+
+def _trimmed(decode: Decode) -> str:
+    return f"trim(TRAILING {_BLANKS} FROM {_text_of(decode)})"
+
+
+def _json(schema: StructType, decode: Decode) -> Column:
+    """Spark stops at the end of the first object. So a last member is added to what should be the only one:
+    if it is not found, that object ended earlier, and something follows it."""
+    trimmed = _trimmed(decode)
+    opened = f"left({trimmed}, length({trimmed}) - 1)"
+    is_empty = F.expr(f"endswith(trim(TRAILING {_BLANKS} FROM {opened}), '{{')")
+    end = F.when(is_empty, f'"{_END}":1}}').otherwise(f',"{_END}":1}}')
+    return F.from_json(F.concat(F.expr(opened), end), _read_as(schema, _END), _permissive(decode.options))
+
+
+def _csv(text: Column, schema: StructType, options: Mapping[str, str]) -> Column:
+    fields = _read_as(schema).fields
+    described = ", ".join(f"{quoted(one.name)} {one.dataType.simpleString()}" for one in fields)
+    return F.from_csv(text, described, _permissive(options))
+
+
+def _permissive(options: Mapping[str, str]) -> dict[str, str]:
+    return {**options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
+
+
+def _read_as(schema: StructType, *more: str) -> StructType:
+    fields = [StructField(one.name, one.dataType) for one in schema.fields]
+    ends = [StructField(name, IntegerType()) for name in more]
+    return StructType([*fields, *ends, StructField(_CORRUPT, StringType())])

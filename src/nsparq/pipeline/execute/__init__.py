@@ -1,0 +1,1 @@
+"""Running pipelines: queries, steps, progress, status."""

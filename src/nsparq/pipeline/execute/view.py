@@ -1,0 +1,144 @@
+"""Running pipelines on a screen: a table that changes on a terminal, now and then a line in a log
+otherwise."""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+from nsparq.pipeline.execute.progress import Figures, State
+from nsparq.pipeline.execute.status import Status
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+__all__ = ["LogView", "TerminalView", "View", "cells", "describe", "picture"]
+
+logger = logging.getLogger(__name__)
+
+LOG_S: Final = 10.0
+UNKNOWN: Final = "unknown"
+HEADINGS: Final = ("pipeline", "state", "rows/s", "lag", "rows", "batch", "took", "dead letters", "failures")
+_STYLES: Final = {
+    State.RUNNING: "green",
+    State.STARTING: "yellow",
+    State.WAITING: "yellow",
+    State.FAILED: "bold red",
+}
+
+
+def cells(one: Figures) -> tuple[str, ...]:
+    """A line of the table, as texts."""
+    letters = one.dead_letters or one.undecodable
+    return (
+        one.name,
+        str(one.state),
+        f"{one.rows_per_second:,.0f}",
+        UNKNOWN if one.lag is None else f"{one.lag:,}",
+        f"{one.rows:,}",
+        "" if one.batch is None else str(one.batch),
+        f"{one.batch_seconds:.2f} s" if one.batches else "",
+        f"{letters:,}" if letters else "",
+        f"{one.failures:,}" if one.failures else "",
+    )
+
+
+def describe(one: Figures) -> str:
+    """The same as a sentence."""
+    parts = [f"{one.rows:,} rows ({one.rows_per_second:,.0f}/s)"]
+    parts.append(f"lag {UNKNOWN if one.lag is None else format(one.lag, ',')}")
+    if one.batches:
+        parts.append(f"batch {one.batch} took {one.batch_seconds:.2f} s")
+    if one.undecodable:
+        parts.append(f"{one.undecodable:,} did not decode")
+    if one.dead_letters:
+        parts.append(f"{one.dead_letters:,} dead letters")
+    if one.late:
+        parts.append(f"{one.late:,} too late for the watermark")
+    if one.failures:
+        parts.append(f"{one.failures:,} failures")
+    return f"{one.name}: {one.state}, {', '.join(parts)}"
+
+
+class View:
+    """Told by the runner how things are."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def show(self, status: Status) -> None:
+        raise NotImplementedError
+
+
+class LogView(View):
+    """A line for each pipeline whenever some time has passed and something has happened."""
+
+    def __init__(self, every: float = LOG_S) -> None:
+        self._every = every
+        self._next = time.monotonic() + every
+        self._said: dict[str, str] = {}
+
+    def show(self, status: Status) -> None:
+        now = time.monotonic()
+        if now < self._next and status.is_running:
+            return
+        self._next = now + self._every
+        for one in status.pipelines:
+            text = describe(one)
+            if self._said.get(one.name) != text:
+                logger.info("%s", text)
+                self._said[one.name] = text
+
+
+class TerminalView(View):
+    """Raises ModuleNotFoundError without rich."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(stderr=True)
+        self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, status: Status) -> None:
+        self._live.update(picture(status), refresh=True)
+
+
+def picture(status: Status) -> Group:
+    """For rich. What needs a look stands out."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for heading in HEADINGS:
+        is_text = heading in ("pipeline", "state")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    for one in status.pipelines:
+        name, state, *numbers, letters, failures = cells(one)
+        styled = Text(state, _STYLES.get(one.state, ""))
+        table.add_row(name, styled, *numbers, Text(letters, "yellow"), Text(failures, "red"))
+    lines: list[Text] = [
+        Text(f"{one.name}: {one.error}", "red", no_wrap=True, overflow="ellipsis")
+        for one in status.pipelines
+        if one.error and one.state in (State.FAILED, State.WAITING)
+    ]
+    where = {"Spark": status.ui, "metrics": status.address and f"http://{status.address}/metrics"}
+    shown = "   ".join(f"{name}: {address}" for name, address in where.items() if address)
+    return Group(table, *lines, Text(shown, "dim"))

@@ -1,0 +1,1 @@
+"""What a pipeline file says: reading it, checking it, building it from Python."""

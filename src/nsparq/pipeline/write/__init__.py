@@ -1,0 +1,1 @@
+"""Sinks: files, Delta tables, databases."""

@@ -1,0 +1,320 @@
+"""A Delta table as a sink, through the package deltalake: no JAR, and each micro-batch is one transaction.
+
+Tasks write Parquet files to where they are to stay, with pyarrow, through deltalake's own access to local
+directories and object stores. Nobody sees a file until the driver adds it to the table's log, together with
+the query, the number of the batch, and its fingerprint. A batch that is there already is not added again; its
+files stay behind unseen until `vacuum`.
+
+An upsert is deltalake's `merge`, which the driver does: it holds the batch in memory, reads the files that
+may have one of the keys, and writes those anew that have one. The same commit has the number of the batch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import unquote
+from uuid import uuid4
+
+from pyspark.sql.types import StructType
+
+from nsparq.pipeline.errors import PipelineError
+from nsparq.pipeline.file.spec import is_local
+from nsparq.pipeline.write.parts import GROUP_ROWS, MAX_OPEN, NULL_VALUE, Part, Values, sync
+from nsparq.spark.checkpoint import LENGTH, check_batch
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from deltalake import CommitProperties, DeltaTable, Field, Schema
+
+    from nsparq.pipeline.write.upsert import Upsert
+
+    Rows = TypeVar("Rows", pa.RecordBatch, pa.Table)
+
+__all__ = ["DeltaFiles", "is_installed"]
+
+logger = logging.getLogger(__name__)
+
+COMPRESSION: Final = "zstd"
+NEW, OLD = "batch", "present"
+"""What SQL calls the rows of a batch and those of the table."""
+
+
+def is_installed() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("deltalake") is not None
+
+
+class DeltaFiles:
+    def __init__(self, uri: str, columns: Sequence[str], storage: Mapping[str, str] | None = None) -> None:
+        """`uri` is a directory, or what deltalake knows: `s3://…`, `gs://…`, `az://…`, `abfss://…`. `storage`
+        are its options for an object store."""
+        self._uri, self._columns, self._storage = uri, [*columns], dict(storage or {})
+
+    def __str__(self) -> str:
+        return f"the table {self._uri}"
+
+    # tasks
+
+    def write(self, batches: Iterator[pa.RecordBatch], query: str, batch: int) -> list[Part]:
+        import pyarrow.dataset as ds
+        from deltalake.fs import DeltaStorageHandler
+        from pyarrow.fs import PyFileSystem
+
+        if is_local(self._uri):
+            Path(self._uri).mkdir(parents=True, exist_ok=True)
+        rows = (self._without_empty(one) for one in batches if one.num_rows)
+        first = next(rows, None)
+        if first is None:
+            return []
+        by = first.select(self._columns).schema
+        written: list[Any] = []
+        ds.write_dataset(
+            _chain(first, rows),
+            "",
+            schema=first.schema,
+            format="parquet",
+            filesystem=PyFileSystem(DeltaStorageHandler(self._uri, self._storage or None)),
+            partitioning=ds.partitioning(by, flavor="hive") if self._columns else None,
+            basename_template=f"{uuid4().hex}-{{i}}.parquet",
+            file_options=ds.ParquetFileFormat().make_write_options(compression=COMPRESSION),
+            file_visitor=written.append,
+            existing_data_behavior="overwrite_or_ignore",
+            use_threads=False,
+            max_open_files=MAX_OPEN,
+            min_rows_per_group=GROUP_ROWS,
+            max_rows_per_group=GROUP_ROWS,
+        )
+        if is_local(self._uri):
+            for one in written:
+                sync(Path(self._uri) / one.path)
+        return [Part(one.path, _values(one.path), one.metadata.num_rows, one.size) for one in written]
+
+    def _without_empty(self, rows: Rows) -> Rows:
+        """An empty text is no value of a partition column: Hive, Spark and Delta read it as null."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        for name in self._columns:
+            column = rows.column(name)
+            if pa.types.is_string(column.type):
+                column = pc.if_else(pc.equal(column, ""), pa.scalar(None, column.type), column)
+                rows = rows.set_column(rows.schema.get_field_index(name), name, column)
+        return rows
+
+    # the driver
+
+    def check(self, schema: StructType) -> None:
+        """Whether rows of this schema can be added to the table, if there is one. Raises PipelineError."""
+        table = self._open()
+        if table is not None:
+            self._new_columns(table, schema)
+
+    def commit(
+        self, query: str, batch: int, parts: Sequence[Part], schema: StructType, planned: str = ""
+    ) -> None:
+        from deltalake.transaction import AddAction, RemoveAction
+
+        table = self._ready(query, batch, planned, schema if parts else None)
+        if table is None:
+            return
+        now = int(time.time() * 1000)
+        actions: list[AddAction | RemoveAction] = [
+            AddAction(
+                path=part.path,
+                size=part.size,
+                partition_values=dict(part.values),
+                modification_time=now,
+                data_change=True,
+                stats=json.dumps({"numRecords": part.rows}),
+            )
+            for part in parts
+        ]
+        with self._committing(table, query, batch, planned) as properties:
+            table.create_write_transaction(
+                actions, "append", table.schema(), partition_by=self._columns, commit_properties=properties
+            )
+
+    def has(self, query: str, batch: int, planned: str = "") -> bool:
+        """Raises CheckpointBehind."""
+        table = self._open()
+        return table is not None and self._has(table, query, batch, planned)
+
+    def merge(
+        self, query: str, batch: int, rows: pa.Table, schema: StructType, upsert: Upsert, planned: str = ""
+    ) -> None:
+        """Rows of which no two have the same key, and none has a key that is null. Raises CheckpointBehind,
+        PipelineError."""
+        table = self._ready(query, batch, planned, schema if rows.num_rows else None)
+        if table is None:
+            return
+        source = self._without_empty(rows.cast(_arrow_schema(schema)))
+        columns = {_quoted(name): _new(name) for name in rows.column_names}
+        others = {_quoted(name): _new(name) for name in rows.column_names if name not in upsert.key}
+        with self._committing(table, query, batch, planned) as properties:
+            merger = table.merge(
+                source,
+                " AND ".join(f"{_old(name)} = {_new(name)}" for name in upsert.key),
+                source_alias=NEW,
+                target_alias=OLD,
+                # From rows in memory deltalake learns the range of the keys, and skips files outside of it.
+                streamed_exec=False,
+                commit_properties=properties,
+            ).when_not_matched_insert(columns)
+            if others:
+                merger = merger.when_matched_update(others, upsert.is_later(_new, _old) or None)
+            merger.execute()
+
+    def _ready(self, query: str, batch: int, planned: str, schema: StructType | None) -> DeltaTable | None:
+        """The table, with all columns of rows of this schema. None if there is nothing to do: it has the
+        batch, or the batch has no rows, and therefore no schema. Raises CheckpointBehind, PipelineError."""
+        table = self._open()
+        if table is None:
+            if schema is None:
+                return None
+            table = self._create(schema)
+        if self._has(table, query, batch, planned) or schema is None:
+            return None
+        added = self._new_columns(table, schema)
+        if added:
+            # A commit of its own: after a crash the table has a column of nulls, and the batch comes again.
+            logger.info("%s gets new columns: %s", self, ", ".join(one.name for one in added))
+            table.alter.add_columns(added)
+        return table
+
+    @contextmanager
+    def _committing(
+        self, table: DeltaTable, query: str, batch: int, planned: str
+    ) -> Iterator[CommitProperties]:
+        """What makes a commit that of this batch. A commit that fails because the batch is there is none."""
+        from deltalake import CommitProperties, Transaction
+        from deltalake.exceptions import CommitFailedError
+
+        versions = [Transaction(query, batch), Transaction(_planned(query), int(planned or "0", 16))]
+        try:
+            yield CommitProperties(app_transactions=versions)
+        except CommitFailedError:
+            # Delta lets one of two commits of the same query through.
+            table.update_incremental()
+            if not self._has(table, query, batch, planned):
+                raise
+
+    def _open(self) -> DeltaTable | None:
+        from deltalake import DeltaTable
+
+        if not DeltaTable.is_deltatable(self._uri, self._storage or None):
+            return None
+        table = DeltaTable(self._uri, storage_options=self._storage or None)
+        found = table.metadata().partition_columns
+        if found != self._columns:
+            raise PipelineError(
+                f"{self} is partitioned by {found or 'nothing'}, and the pipeline by "
+                f"{self._columns or 'nothing'}: a table keeps its columns. Set partition_by to what it was, "
+                "or write to another table"
+            )
+        return table
+
+    def _create(self, schema: StructType) -> DeltaTable:
+        from deltalake import DeltaTable
+
+        return DeltaTable.create(
+            self._uri,
+            _wanted(schema),
+            mode="ignore",
+            partition_by=self._columns,
+            storage_options=self._storage or None,
+        )
+
+    def _has(self, table: DeltaTable, query: str, batch: int, planned: str) -> bool:
+        """Raises CheckpointBehind. Delta keeps a version for each application: the number of a query's last
+        batch, and its fingerprint, which is missing if the batch was written before there were any."""
+        last, last_planned = table.transaction_version(query), table.transaction_version(_planned(query))
+        known = f"{last_planned:0{LENGTH}x}" if last_planned else ""
+        return check_batch(str(self), batch, planned, -1 if last is None else last, known)
+
+    def _new_columns(self, table: DeltaTable, schema: StructType) -> list[Field]:
+        """Those that the table has yet to get. Raises PipelineError for rows that it cannot take."""
+        known = {one.name: one for one in table.schema().fields}
+        by_case = {name.lower(): name for name in known}
+        can_be_null = {one.name for one in schema.fields if one.nullable}
+        added = []
+        for one in _wanted(schema).fields:
+            has = known.pop(one.name, None)
+            if has is None:
+                other = by_case.get(one.name.lower())
+                if other is not None:
+                    raise PipelineError(
+                        f"{self} has a column {other!r}, and the rows {one.name!r}: use the same case"
+                    )
+                added.append(one)
+            elif has.type != one.type:
+                raise PipelineError(
+                    f"the column {one.name!r} of {self} is {_shown(has)}, and that of the rows is "
+                    f"{_shown(one)}: cast it to the type of the table, give it another name, or write to "
+                    "another table"
+                )
+            elif not has.nullable and one.name in can_be_null:
+                raise _may_be_null(self, one.name)
+        for name, one in known.items():
+            if not one.nullable:
+                raise _may_be_null(self, name)
+        return added
+
+    def abort(self, query: str, batch: int, parts: Sequence[Part]) -> None:
+        """Nothing: whether a failed commit has come to be is not certain, and nobody sees the files."""
+
+
+def _chain(first: pa.RecordBatch, rest: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield first
+    yield from rest
+
+
+def _values(path: str) -> Values:
+    """Of the partition columns, as the names of the directories have them."""
+    pairs = (segment.partition("=") for segment in path.split("/")[:-1] if "=" in segment)
+    return tuple((name, None if text == NULL_VALUE else unquote(text)) for name, _, text in pairs)
+
+
+def _quoted(name: str) -> str:
+    return f"`{name}`"
+
+
+def _new(name: str) -> str:
+    return f"{NEW}.{_quoted(name)}"
+
+
+def _old(name: str) -> str:
+    return f"{OLD}.{_quoted(name)}"
+
+
+def _planned(query: str) -> str:
+    return f"{query}/planned"
+
+
+def _wanted(schema: StructType) -> Schema:
+    """Columns of a Delta table for these rows."""
+    from deltalake import Schema
+
+    return Schema.from_arrow(_arrow_schema(schema))
+
+
+def _arrow_schema(schema: StructType) -> pa.Schema:
+    """All columns may be null, as in tables that Spark writes."""
+    import pyarrow as pa
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    return pa.schema([one.with_nullable(True) for one in to_arrow_schema(schema, timezone="UTC")])
+
+
+def _may_be_null(table: DeltaFiles, column: str) -> PipelineError:
+    return PipelineError(f"the column {column!r} of {table} is NOT NULL, and that of the rows may be null")
+
+
+def _shown(field: Field) -> str:
+    return str(json.loads(field.to_json())["type"]).upper()

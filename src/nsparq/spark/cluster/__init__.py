@@ -1,0 +1,1 @@
+"""What Spark's processes ask of nsqd and nsqlookupd, over HTTP."""

@@ -1,0 +1,1 @@
+"""Spark sessions: finding Java and Spark, setting them up, checking them."""

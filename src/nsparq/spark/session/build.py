@@ -1,0 +1,274 @@
+"""Spark sessions that know format("nsq") and are set up for streaming: `build_session()`.
+
+Nothing has to be installed, exported or configured before: Java is found, Spark's worker processes use this
+Python, a local session listens on the loopback interface only, executors elsewhere get the connector sent.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from threading import RLock
+from typing import Final
+from urllib.parse import urlsplit
+
+from pyspark.sql import SparkSession
+
+from nsparq.spark.session.cache import cache_directory, digest, make_once
+from nsparq.spark.session.home import home_version, linked_home, named_home
+from nsparq.spark.session.java import find_java, launcher_home
+from nsparq.spark.session.package import package_file
+from nsparq.spark.session.startup import archive_options
+
+__all__ = ["CHECKPOINT_MANAGER", "build_session", "configure", "register", "session_environment", "settings"]
+
+CHECKPOINT_MANAGER: Final = (
+    "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+)
+"""Writes a checkpoint's files with a rename, and starts no process for each: right on a local disk only."""
+
+UI_PORT: Final = 4040
+LOOPBACK: Final = "127.0.0.1"
+
+ALWAYS_SET: Final = {
+    "SPARK_AUTH_SOCKET_TIMEOUT": "15",
+    "SPARK_BUFFER_SIZE": "65536",
+    "SPARK_LOCAL_DIRS": "",
+    "SPARK_PYTHON_RUNTIME": "PYTHON_WORKER",
+}
+"""Variables that Spark enters into the environment of a data source when a stream starts: a HashMap that all
+streams of the session share. Two that start at once can spoil it, and then no task of theirs can be
+deserialised any more. To replace what is there already does no harm, so they are there from the beginning."""
+
+# What Spark says at every start, while a query has nothing to do, or when one that was asked to stop does so.
+CHATTER: Final = (
+    r"Abort(ing|ed) commit for partition .*",
+    r"Aborting task",
+    # The source waits for messages up to a second, which Spark takes for a batch that is late. Whether a
+    # query falls behind is seen from its channel's depth.
+    r"Current batch is falling behind\..*",
+    r"Data source write support .* (is aborting|aborted)\.",
+    r"Failed to cancel job group .*",
+    r"Lost task .* TaskKilled .*",
+    r"Service 'SparkUI' could not bind on port .*",
+    # Nsq is registered although Spark has found it: it finds none if another package is broken.
+    r"The data source nsq replaced .*",
+    r"Unable to load native-hadoop library .*",
+    r"spark\.sql\.adaptive\.enabled is not supported in streaming .*",
+)
+
+LOGGING: Final = """\
+# Warnings and errors on standard error, without the usual chatter.
+rootLogger.level = warn
+rootLogger.appenderRef.stderr.ref = stderr
+appender.stderr.type = Console
+appender.stderr.name = stderr
+appender.stderr.target = SYSTEM_ERR
+appender.stderr.layout.type = PatternLayout
+appender.stderr.layout.pattern = %d{{yyyy-MM-dd HH:mm:ss}} %p %c{{1}}: %m%n%ex
+appender.stderr.filter.chatter.type = RegexFilter
+appender.stderr.filter.chatter.regex = {chatter}
+appender.stderr.filter.chatter.onMatch = DENY
+appender.stderr.filter.chatter.onMismatch = NEUTRAL
+""".format(chatter=rf"(?s)(\[.*?\] )*({'|'.join(CHATTER)})".replace("\\", 2 * "\\"))
+
+_environment_lock = RLock()
+
+
+def build_session(
+    app_name: str = "nsparq",
+    *,
+    master: str = "local[*]",
+    ui_port: int | None = UI_PORT,
+    conf: Mapping[str, str | None] | None = None,
+) -> SparkSession:
+    """The session of this process, made if there is none yet.
+
+    `conf` holds further settings; they win over ours, and None leaves one of ours at Spark's own default.
+    `ui_port` is where Spark's web pages are (the next free port, if that is taken); None turns them off.
+    A session that is there already only takes those of `conf` that can be changed while it runs.
+
+    Where SPARK_REMOTE names a server of Spark Connect, it is a session of that server. Then the server
+    decides about `master`, `ui_port` and our own settings.
+    """
+    if os.environ.get("SPARK_REMOTE"):
+        return _connect(app_name, conf or {})
+    active = SparkSession.getActiveSession() or _session_of_another_thread()
+    if active is not None:
+        for name, value in (conf or {}).items():
+            if value is not None and active.conf.isModifiable(name):
+                active.conf.set(name, value)
+        register(active)
+        return active
+    builder = configure(SparkSession.builder.appName(app_name), master=master, ui_port=ui_port, conf=conf)
+    with session_environment(master):
+        spark = builder.getOrCreate()
+    register(spark)
+    return spark
+
+
+def _connect(app_name: str, conf: Mapping[str, str | None]) -> SparkSession:
+    builder = SparkSession.builder.appName(app_name)
+    for name, value in conf.items():
+        if value is not None:
+            builder = builder.config(name, value)
+    spark = builder.getOrCreate()
+    register(spark)
+    return spark
+
+
+def is_connect(spark: SparkSession) -> bool:
+    """Whether it is a session of a Spark Connect server: there is no JVM in this process then."""
+    return type(spark).__module__.startswith("pyspark.sql.connect.")
+
+
+def _session_of_another_thread() -> SparkSession | None:
+    made = SparkSession._instantiatedSession
+    return made if made is not None and made.sparkContext._jsc is not None else None
+
+
+def register(spark: SparkSession) -> None:
+    """Make format("nsq") known to a session, in the thread that calls this, and the connector to executors.
+
+    Other threads that are to start a stream into it have to call it too: for that Spark looks only in the
+    session that is the active one of the thread, and a new thread has none.
+
+    With Spark Connect the server's Python needs nsparq too: nothing is sent there.
+    """
+    from nsparq.spark.datasource import NsqDataSource
+
+    if is_connect(spark):
+        spark.dataSource.register(NsqDataSource)
+        return
+    activate(spark)
+    context = spark.sparkContext
+    if not _is_local(context.master or "") and package_file().name not in (context._python_includes or ()):
+        context.addPyFile(str(package_file()))
+    for name, value in ALWAYS_SET.items():
+        context.environment.setdefault(name, value)
+    spark.dataSource.register(NsqDataSource)
+
+
+def activate(spark: SparkSession) -> None:
+    """Make it the active session of this thread."""
+    SparkSession._get_j_spark_session_class(spark._jvm).setActiveSession(spark._jsparkSession)
+
+
+def configure(
+    builder: SparkSession.Builder,
+    *,
+    master: str = "local[*]",
+    ui_port: int | None = UI_PORT,
+    conf: Mapping[str, str | None] | None = None,
+) -> SparkSession.Builder:
+    """Our settings, for a session that somebody else builds; see `session_environment` and `register` too."""
+    merged: dict[str, str | None] = {**settings(master, ui_port=ui_port)}
+    for name, value in (conf or {}).items():
+        if name.endswith("JavaOptions") and value is not None and merged.get(name):
+            value = f"{merged[name]} {value}"
+        merged[name] = value
+    for name, value in merged.items():
+        if value is not None:
+            builder = builder.config(name, value)
+    return builder
+
+
+def settings(master: str, *, ui_port: int | None = UI_PORT) -> dict[str, str]:
+    """What we set, and Spark's defaults would have otherwise."""
+    chosen = {
+        "spark.master": master,
+        # Without it Python workers wait some 40 ms for each exchange with the JVM.
+        "spark.python.unix.domain.socket.enabled": "true",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.ui.enabled": "true" if ui_port is not None else "false",
+        "spark.driver.extraJavaOptions": " ".join(_java_options()),
+    }
+    if ui_port is not None:
+        chosen["spark.ui.port"] = str(ui_port)
+    if _is_loopback(master):
+        chosen["spark.driver.bindAddress"] = chosen["spark.driver.host"] = LOOPBACK
+    if _is_local(master):
+        chosen["spark.python.daemon.module"] = "nsparq.spark.session.daemon"
+        chosen["spark.sql.shuffle.partitions"] = str(_cores(master))
+        chosen["spark.sql.streaming.checkpointFileManagerClass"] = CHECKPOINT_MANAGER
+    return chosen
+
+
+def _java_options() -> list[str]:
+    logging = make_once(
+        cache_directory() / f"log4j2-{digest(LOGGING)}.properties",
+        lambda path: _write(path, LOGGING),
+    )
+    return [f"-Dlog4j2.configurationFile=file:{logging}", *archive_options(find_java())]
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def session_environment(master: str = "local[*]") -> Iterator[None]:
+    """The environment variables that Spark's JVM has to be started with. Afterwards they are as they were."""
+    with _environment_lock:
+        chosen = environment(master)
+        before = {name: os.environ.get(name) for name in chosen}
+        os.environ.update(chosen)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def environment(master: str) -> dict[str, str]:
+    """What `session_environment` sets. What the user has set stays, except for a Java that does not work.
+    Raises BrokenHome."""
+    chosen = {"JAVA_HOME": str(launcher_home(find_java()))}
+    home, named = linked_home(), named_home()
+    if named is not None:
+        # With a wrong one Spark fails later, and does not say why.
+        home_version(named)
+    # YARN wants the pyspark.zip that we leave out.
+    elif home is not None and not master.startswith("yarn"):
+        chosen["SPARK_HOME"] = str(home)
+    if "PYSPARK_PYTHON" not in os.environ and _is_loopback(master):
+        # Elsewhere this path may not exist: there it is for the user to say.
+        chosen["PYSPARK_PYTHON"] = sys.executable
+    if "SPARK_LOCAL_IP" not in os.environ and _is_loopback(master):
+        chosen["SPARK_LOCAL_IP"] = LOOPBACK
+    if not _is_local(master):
+        # The process in which a stream's driver side runs gets none of the files that are sent to executors,
+        # and its Python, named for the executors' sake, need not be this one.
+        before = os.environ.get("PYTHONPATH")
+        chosen["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(package_file())]))
+    return chosen
+
+
+def _is_local(master: str) -> bool:
+    return re.match(r"local($|\[)", master) is not None
+
+
+def _is_loopback(master: str) -> bool:
+    """Everything of this session happens on this machine."""
+    if _is_local(master) or master.startswith("local-cluster"):
+        return True
+    host = urlsplit(master).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _cores(master: str) -> int:
+    given = re.match(r"local\[\s*(\d+)", master)
+    if given:
+        return max(1, int(given[1]))
+    return (os.cpu_count() or 1) if "*" in master else 1

@@ -1,0 +1,1 @@
+"""Writing rows to topics: tasks stage them, the driver commits them."""

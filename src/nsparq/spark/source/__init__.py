@@ -1,0 +1,1 @@
+"""Log mode: reading topics as batches and streams, exactly once."""

@@ -1,0 +1,215 @@
+"""Raw batches as record batches: every message once and in order, whatever they are like; in both builds."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql.pandas.types import to_arrow_schema
+
+from nsparq import kernel
+from nsparq.spark.datasource import SCHEMA
+from nsparq.spark.source import arrow
+from nsparq.spark.source.arrow import RowBuilder, unpack
+from nsparq.storage.batch import encode_head
+from nsparq.storage.decode import CorruptRange
+
+ARROW_SCHEMA = to_arrow_schema(SCHEMA, timezone="UTC")
+COMPILED = kernel.unpack_batches
+BUILDS = ["python"] if COMPILED is None else ["python", "compiled"]
+T0 = 1_700_000_000_000_000_000
+
+Batches = list[tuple[int, list[bytes]]]
+"""Of each the first number and the bodies."""
+
+
+@pytest.fixture(params=BUILDS)
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(kernel, "unpack_batches", COMPILED if request.param == "compiled" else None)
+    return str(request.param)
+
+
+def encoded(base: int, bodies: list[bytes], stamp: int = T0, due: int = 0) -> bytes:
+    lengths = array("I", map(len, bodies))
+    data = b"".join(bodies)
+    return encode_head(base, stamp, due, lengths, data) + data
+
+
+def raw(batches: Batches) -> bytes:
+    return b"".join(encoded(base, bodies, T0 + base * 1000) for base, bodies in batches)
+
+
+def rows(
+    buffer: bytes, start: int = 0, end: int = 1 << 60, gaps: list[tuple[int, int]] | None = None
+) -> list[tuple[int, bytes]]:
+    builder = RowBuilder(ARROW_SCHEMA, "t", "n:1", 5 << 54)
+    found = []
+    for batch in builder.build(buffer, start, end, gaps or []):
+        batch.validate(full=True)
+        assert batch.schema.equals(ARROW_SCHEMA)
+        found += [*zip(batch["offset"].to_pylist(), batch["body"].to_pylist(), strict=True)]
+    return found
+
+
+def expected(batches: Batches) -> list[tuple[int, bytes]]:
+    return [(base + i, body) for base, bodies in batches for i, body in enumerate(bodies)]
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> Batches:
+    at = draw(st.integers(0, 50))
+    batches = []
+    for _ in range(draw(st.integers(0, 8))):
+        bodies = draw(st.lists(st.binary(max_size=20), min_size=1, max_size=6))
+        batches.append((at, bodies))
+        at += len(bodies) + draw(st.sampled_from([0, 0, 0, 7]))
+    return batches
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@given(
+    logs(),
+    st.integers(0, 60),
+    st.integers(0, 110),
+    st.lists(st.tuples(st.integers(0, 110), st.integers(1, 9)), max_size=3),
+)
+def test_any_part_of_any_log_gives_its_messages(
+    build: str, batches: Batches, start: int, end: int, holes: list[tuple[int, int]]
+) -> None:
+    gaps = sorted({low: (low, low + width) for low, width in holes}.values())
+    gaps = [gap for i, gap in enumerate(gaps) if i == 0 or gap[0] >= gaps[i - 1][1]]
+    wanted = [
+        (number, body)
+        for number, body in expected(batches)
+        if start <= number < end and not any(low <= number < high for low, high in gaps)
+    ]
+    before, kernel.unpack_batches = kernel.unpack_batches, COMPILED if build == "compiled" else None
+    try:
+        assert rows(raw(batches), start, end, gaps) == wanted
+    finally:
+        kernel.unpack_batches = before
+
+
+def test_every_column_says_what_it_should(build: str) -> None:
+    body = bytes(range(256))
+    builder = RowBuilder(ARROW_SCHEMA, "orders", "10.0.0.5:4151", 1023 << 54)
+    (batch,) = builder.build(encoded(77, [b"", body], T0 + 123_456_789), 0, 1 << 54)
+    first, second = batch.to_pylist()
+    assert first == {
+        "topic": "orders",
+        "node": "10.0.0.5:4151",
+        "offset": 77,
+        "timestamp": datetime.fromtimestamp(T0 // 10**9, UTC).replace(microsecond=123_456),
+        "attempts": 0,
+        "id": f"{(1023 << 54) + 77:016x}",
+        "body": b"",
+    }
+    assert second["id"] == f"{(1023 << 54) + 78:016x}" and second["body"] == body
+    assert builder.reached == 79
+
+
+def test_a_schema_names_the_columns_and_their_order(build: str) -> None:
+    schema = pa.schema([ARROW_SCHEMA.field("body"), ARROW_SCHEMA.field("id")])
+    (batch,) = RowBuilder(schema, "t", "n", 0).build(encoded(1, [b"x"]), 0, 9)
+    assert batch.to_pylist() == [{"body": b"x", "id": "0000000000000001"}]
+    (batch,) = RowBuilder(pa.schema([ARROW_SCHEMA.field("topic")]), "t", "n", 0).build(
+        encoded(1, [b"x"]), 0, 9
+    )
+    assert batch.to_pylist() == [{"topic": "t"}]
+
+
+def sizes(buffer: bytes) -> list[int]:
+    return [len(batch) for batch in RowBuilder(ARROW_SCHEMA, "t", "n", 0).build(buffer, 0, 1 << 54)]
+
+
+def test_small_batches_are_joined_and_big_ones_are_cut(build: str) -> None:
+    assert sizes(raw([(i, [b"x"]) for i in range(25_000)])) == [10_000, 10_000, 5000]
+    assert sizes(raw([(0, [b"x"] * 25_000)])) == [10_000, 10_000, 5000]
+
+
+def test_record_batches_of_long_bodies_have_fewer_rows(build: str) -> None:
+    megabyte = b"x" * (1 << 20)
+    assert sizes(raw([(i, [megabyte]) for i in range(20)])) == [8, 8, 4]
+    assert sizes(raw([(0, [megabyte] * 20)])) == [8, 8, 4]
+    assert sizes(raw([(0, [megabyte * 9, b"y"])])) == [1, 1]
+
+
+def test_nothing_is_no_batch(build: str) -> None:
+    assert rows(b"") == []
+    assert rows(raw([(5, [b"x"])]), 6) == []
+    assert rows(raw([(5, [b"x"])]), 0, 5) == []
+
+
+def damaged() -> Iterator[tuple[bytes, int]]:
+    """Buffers, and how many messages come before the damage."""
+    whole = raw([(0, [b"aaaa", b"bb"]), (2, [b"cc"]), (3, [b"dd"])])
+    first = len(encoded(0, [b"aaaa", b"bb"]))
+    second = first + len(encoded(2, [b"cc"]))
+    for position in (0, 4, 8, 17, 40, 44, 49, first - 1):
+        yield whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :], 0
+        at = second + min(position, len(whole) - second - 1)
+        yield whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], 3
+    yield whole[:-1], 3
+    yield whole[: second + 10], 3
+    yield whole + b"N", 4
+
+
+def test_damage_is_found_after_what_comes_before_it(build: str) -> None:
+    for buffer, good in damaged():
+        builder = RowBuilder(ARROW_SCHEMA, "t", "n", 0)
+        found = 0
+        with pytest.raises(CorruptRange):
+            for batch in builder.build(buffer, 0, 1 << 54):
+                found += len(batch)
+        assert found == good
+        assert builder.reached == good
+
+
+def test_lengths_that_do_not_add_up_are_damage_though_the_checksum_is_right(build: str) -> None:
+    lengths = array("I", [5, 5])
+    for data in (b"too short", b"much too long for that"):
+        buffer = encode_head(0, T0, 0, lengths, data) + data
+        with pytest.raises(CorruptRange, match="the lengths do not add up"):
+            rows(buffer)
+
+
+@pytest.mark.skipif(COMPILED is None, reason="the kernel is not built")
+def test_the_kernel_refuses_what_it_cannot_work_with() -> None:
+    assert COMPILED is not None
+    with pytest.raises(TypeError):
+        COMPILED(b"", 0, 0, 0, 0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        COMPILED("text", 0, 0, 0, 0, 0)
+    with pytest.raises(ValueError):
+        COMPILED(b"", -1, 0, 0, 0, 0)
+    assert COMPILED(b"", 5, 0, 0, 0, 0) == (b"", b"\0\0\0\0", b"", 5)
+    assert COMPILED(memoryview(raw([(1, [b"x"])])), 0, 0, 9, 1, 1)[2] == b"x"
+
+
+@pytest.mark.skipif(COMPILED is None, reason="the kernel is not built")
+@given(st.binary(max_size=300), st.integers(0, 300))
+def test_the_kernel_takes_any_bytes(junk: bytes, at: int) -> None:
+    assert COMPILED is not None
+    good = raw([(1, [b"x", b"yy"])])
+    for buffer in (junk, good + junk, good[:at] + junk, b"NQB1" + junk):
+        heads, offsets, data, position = COMPILED(buffer, 0, 0, 1 << 60, 10, 10)
+        assert 0 <= position <= len(buffer)
+        assert len(offsets) == 4 * (int(np.frombuffer(heads, np.int64)[3::4].sum()) + 1)
+        assert np.frombuffer(offsets, np.int32)[-1] == len(data)
+
+
+def test_more_than_a_column_can_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "unpack_batches", None)
+
+    class Small:
+        max = 5
+
+    monkeypatch.setattr(arrow.np, "iinfo", lambda _: Small)
+    with pytest.raises(OverflowError, match="more than a column of Spark can hold"):
+        unpack(raw([(0, [b"123456"])]), 0, 0, 9)
