@@ -13,10 +13,9 @@ import pytest
 
 from nsparq.spark.datasource import NsqDataSource
 from nsparq.spark.queue.reader import QueueStreamReader
+from tests.spark.queue_support import TIMEOUT, address, numbered
 from tests.support import TestBroker, start_broker, wait_until
 from tests.support.file_sink import committed_rows
-
-from .queue_support import TIMEOUT, address, numbered
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

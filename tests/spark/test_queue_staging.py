@@ -14,8 +14,7 @@ import pytest
 from nsparq.spark.queue import staging as module
 from nsparq.spark.queue.client import nothing
 from nsparq.spark.queue.staging import CHUNK_SCHEMA, Chunk, Lost, Staging, StagingError, TooLate, keys_of
-
-from .queue_support import Crash
+from tests.spark.queue_support import Crash
 
 ABOUT = {"topics": ["t"], "channel": "c"}
 

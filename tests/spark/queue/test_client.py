@@ -16,11 +16,10 @@ from nsparq.spark.options import OptionError
 from nsparq.spark.queue.client import Away, QueueConnection, QueueError, _decode
 from nsparq.spark.queue.reader import taking
 from nsparq.testing.proxy import FaultProxy
+from tests.spark.queue_support import address, options, tcp
 from tests.support import RawConnection, TestBroker, start_broker, wait_until
 from tests.support.auth_server import AuthServer, entry, unused_port
 from tests.support.certificates import certificates
-
-from .queue_support import address, options, tcp
 
 CONFIG = Config(msg_timeout=1.0, output_buffer_timeout=0.025)
 

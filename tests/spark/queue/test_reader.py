@@ -25,11 +25,10 @@ from nsparq.spark.queue import task as queue_task
 from nsparq.spark.queue.client import QueueConnection
 from nsparq.spark.queue.reader import Backlog, QueueStreamReader, share, tcp_address
 from nsparq.spark.queue.staging import StagingError
+from tests.spark.queue_support import Query, address, numbered, options, tcp
 from tests.support import BrokerThread, TestBroker, start_broker, start_process, wait_until
 from tests.support.auth_server import unused_port
 from tests.support.lookupd import LookupdThread
-
-from .queue_support import Query, address, numbered, options, tcp
 
 
 @pytest.fixture(scope="module")

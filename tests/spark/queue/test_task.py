@@ -20,9 +20,8 @@ from nsparq.spark.queue.client import QueueConnection, QueueError
 from nsparq.spark.queue.reader import taking
 from nsparq.spark.queue.staging import Lost, Slot, Staging
 from nsparq.spark.queue.task import fill, rows_of
+from tests.spark.queue_support import Crash, Query, address, numbered, options
 from tests.support import RawConnection, TestBroker, start_broker, start_process, wait_until
-
-from .queue_support import Crash, Query, address, numbered, options
 
 
 @pytest.fixture(scope="module")
