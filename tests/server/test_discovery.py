@@ -173,6 +173,23 @@ def test_a_subscription_does_not_wait_for_nsqlookupd(start: Start, lookupd: Scri
         wait_until(lambda: channels(broker, "t") == {"mine": 0, "other": 1})
 
 
+def test_a_channel_deleted_while_nsqlookupd_is_asked_does_not_come_back(
+    start: Start, lookupd: ScriptedLookupd
+) -> None:
+    lookupd.http.answer({"channels": ["deleted", "kept", "made again"]})
+    lookupd.http.stalled.set()
+    broker = start(lookupd)
+    broker.control("create", "t")
+    wait_until(lambda: lookupd.asked == ["/channels?topic=t"])
+    for name in ("deleted", "made again"):
+        broker.control("create", "t", name)
+        broker.control("delete", "t", name)
+    broker.control("create", "t", "made again")
+    lookupd.http.stalled.clear()
+    wait_until(lambda: not is_held(broker, "t"))
+    assert channels(broker, "t").keys() == {"kept", "made again"}
+
+
 def test_ephemeral_and_impossible_names_are_not_created(start: Start, lookupd: ScriptedLookupd) -> None:
     names = [
         "good",

@@ -97,6 +97,8 @@ class Topic:
         """Who needs everything from a sequence number on for a while: nothing behind that is let go."""
         self.discovery_start = -1
         """Where channels begin that nsqlookupd knows of, while it has still to be asked for them; else -1."""
+        self.deleted_in_discovery: set[str] = set()
+        """Channels deleted since then: an answer of nsqlookupd from before must not bring them back."""
         self.settings = TopicSettings()
         self.is_synchronous = False
         """Whether publishers wait for an fsync."""
@@ -235,6 +237,7 @@ class Topic:
         """Nobody has to be asked for this topic's channels any more. The next round of maintenance writes
         that down; after a crash before that they are asked once more."""
         self.discovery_start = -1
+        self.deleted_in_discovery.clear()
         self.holds.pop(DISCOVERY, None)
         if not self.is_exiting:
             self._is_state_stale = True
@@ -376,6 +379,8 @@ class Topic:
     def delete_channel(self, name: str) -> None:
         """Raises KeyError. An ephemeral topic goes with its last channel."""
         channel = self.channels[name]
+        if self.discovery_start >= 0:
+            self.deleted_in_discovery.add(name)
         self._end_channel(channel)
         if not self.channels:
             self.origin = self.visible_end

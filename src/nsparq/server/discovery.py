@@ -49,7 +49,7 @@ class Discovery:
             await self._peers.settled()
             asked = [self._ask(address, topic.name) for address in self._peers.http_addresses]
             names = {name for found in await asyncio.gather(*asked) for name in found}
-            for name in sorted(names - topic.channels.keys()):
+            for name in sorted(names - topic.channels.keys() - topic.deleted_in_discovery):
                 if (
                     not topic.is_exiting
                     and is_valid_name(name.encode("utf-8", "replace"))
