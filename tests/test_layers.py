@@ -15,10 +15,10 @@ import nsparq
 SOURCE = Path(nsparq.__file__).parent
 
 # What each package or module directly under nsparq may import from the others.
-BASE = {"chance", "errors", "names", "packed", "version"}
+BASE = {"private_random", "errors", "names", "packed", "version"}
 DAEMON = {"addresses", "http", "listening", "logs", "option_table", "process"}
 MAY_IMPORT = {
-    "chance": set(),
+    "private_random": set(),
     "errors": set(),
     "names": set(),
     "kernel": {"_kernel"},
@@ -251,4 +251,4 @@ def test_the_command_line_needs_no_package_of_an_extra() -> None:
 
 def test_random_choices_are_drawn_from_our_own_source() -> None:
     users = {module_name(path) for path in modules() if "random" in roots(path)}
-    assert users <= {"nsparq.chance", "nsparq.demo.events"}
+    assert users <= {"nsparq.private_random", "nsparq.demo.events"}

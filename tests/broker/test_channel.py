@@ -10,8 +10,8 @@ import pytest
 
 from nsparq.broker.delivery import MAX_WRITE
 from nsparq.broker.scan import SLICE
-from nsparq.chance import chance
 from nsparq.errors import ClientError, Exiting, SubscribeRefused
+from nsparq.private_random import private_random
 from tests.broker.rig import MILLISECOND, NODE_ID, SECOND, FakeClient, Rig, bodies, counts
 
 MakeRig = Callable[..., Rig]
@@ -250,7 +250,7 @@ def test_redeliveries_come_in_the_order_in_which_they_came_back(rig: Rig):
 def test_a_sampling_client_gets_about_its_share_and_the_rest_is_gone(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(chance, "randrange", random.Random(1).randrange)
+    monkeypatch.setattr(private_random, "randrange", random.Random(1).randrange)
     client = rig.subscribe(rdy=2500, sample_rate=30)
     rig.publish("t", *bodies(2000))
     got = len(client.messages)
@@ -261,7 +261,7 @@ def test_a_sampling_client_gets_about_its_share_and_the_rest_is_gone(
 
 def test_a_sampling_client_samples_redeliveries_too(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     draws = iter([0, 0, 0, 99, 0, 99])
-    monkeypatch.setattr(chance, "randrange", lambda limit: next(draws))
+    monkeypatch.setattr(private_random, "randrange", lambda limit: next(draws))
     client = rig.subscribe(rdy=10, sample_rate=50)
     rig.publish("t", *bodies(3))
     client.channel.requeue(client, client.messages[0].id, 0, rig.clock())
@@ -278,7 +278,7 @@ def test_a_sampling_client_sees_message_times_and_ids_like_any_other(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     draws = iter([99, 0, 99, 0])
-    monkeypatch.setattr(chance, "randrange", lambda limit: next(draws))
+    monkeypatch.setattr(private_random, "randrange", lambda limit: next(draws))
     client = rig.subscribe(rdy=10, sample_rate=50)
     rig.publish("t", *bodies(4))
     one, three = client.take()

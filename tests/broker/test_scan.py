@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from nsparq.broker.scan import SLICE, QueueScan
-from nsparq.chance import chance
+from nsparq.private_random import private_random
 
 
 class FakeChannel:
@@ -180,7 +180,7 @@ def test_more_than_a_quarter_dirty_means_another_round_at_once():
 def test_a_quarter_dirty_or_less_ends_the_scan_and_the_rest_is_looked_at_next_time(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(chance, "sample", lambda population, count: population[:count])
+    monkeypatch.setattr(private_random, "sample", lambda population, count: population[:count])
     scan = make_scan(selection=4)
     channels = [FakeChannel(scan, at_ns=100, due=int(number == 0)) for number in range(6)]
     run(scan, 100)

@@ -246,7 +246,7 @@ def test_nsqlookupd_is_asked_at_once_and_then_regularly() -> None:
 
 
 def test_the_first_interval_is_longer_by_a_random_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsparq.client.discovery.chance.uniform", lambda low, high: high)
+    monkeypatch.setattr("nsparq.client.discovery.private_random.uniform", lambda low, high: high)
 
     async def main() -> None:
         world = World(has_lookupd=True, lookupd_poll_interval=0.05, lookupd_poll_jitter=1)

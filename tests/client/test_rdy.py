@@ -461,14 +461,14 @@ def test_a_new_connection_gets_nothing_in_backoff() -> None:
 def test_with_full_jitter_a_drawn_pause_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(max_in_flight=1, backoff_strategy="full_jitter", max_backoff_duration=3)
     rig.add()
-    monkeypatch.setattr("nsparq.client.config.chance.uniform", lambda low, high: high)
+    monkeypatch.setattr("nsparq.client.config.private_random.uniform", lambda low, high: high)
     rig.signal(BACKOFF)
     assert rig.distribution.backoff_count == 1
     rig.advance(3)
     rig.signal(BACKOFF)
     assert rig.distribution.backoff_count == 1, "4 s drawn, which is more than the maximum"
     rig.advance(3)
-    monkeypatch.setattr("nsparq.client.config.chance.uniform", lambda low, high: 0.5)
+    monkeypatch.setattr("nsparq.client.config.private_random.uniform", lambda low, high: 0.5)
     rig.signal(BACKOFF)
     assert rig.distribution.backoff_count == 2
     assert rig.distribution.next_event() == rig.now + 0.5

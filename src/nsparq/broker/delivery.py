@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from nsparq.broker.client import Client
 from nsparq.broker.inflight import Run
-from nsparq.chance import chance
+from nsparq.private_random import private_random
 from nsparq.storage.batch import Batch
 from nsparq.storage.segment import Cold
 from nsparq.wire.message import build_frames, with_attempts
@@ -272,7 +272,7 @@ class Delivery:
         deadline_ns = now_ns + client.msg_timeout_ns
         frames: list[bytes] = []
         for i in range(index, index + number):
-            if chance.randrange(100) > client.identity.sample_rate:
+            if private_random.randrange(100) > client.identity.sample_rate:
                 continue
             sequence = batch.base + i
             frames.append(buffer[offsets[i] : offsets[i + 1]])
@@ -308,7 +308,7 @@ class Delivery:
                 channel.dropped_count += 1
                 logger.error("%s: message %d is lost to a damaged log", channel, sequence)
                 continue
-            if client.identity.sample_rate and chance.randrange(100) > client.identity.sample_rate:
+            if client.identity.sample_rate and private_random.randrange(100) > client.identity.sample_rate:
                 continue
             frame, timestamp_ns = found
             frames.append(frame if attempts == 1 else with_attempts(frame, attempts))

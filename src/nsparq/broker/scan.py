@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count, islice
 from typing import TYPE_CHECKING
 
-from nsparq.chance import chance
+from nsparq.private_random import private_random
 
 if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
@@ -62,7 +62,7 @@ class QueueScan:
         """Serve the channels whose time has come, in rounds. Yields wherever a break is in order."""
         candidates = self._take_due(now_ns)
         while candidates:
-            chosen = chance.sample(candidates, min(self._selection_count, len(candidates)))
+            chosen = private_random.sample(candidates, min(self._selection_count, len(candidates)))
             remaining = set(chosen)
             candidates = [channel for channel in candidates if channel not in remaining]
             dirty = yield from self._round(chosen, now_ns)

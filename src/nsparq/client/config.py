@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from nsparq.addresses import split_address
-from nsparq.chance import chance
 from nsparq.client.errors import reason_of
 from nsparq.errors import NsparqError
 from nsparq.flags import parse_bool, parse_duration
+from nsparq.private_random import private_random
 from nsparq.secret_scope import SecretScope
 from nsparq.version import __version__
 
@@ -180,7 +180,7 @@ class Config:
     def backoff(self, attempt: int) -> float:
         """How long to pause at the given depth of back-off."""
         longest = self.backoff_multiplier * 2.0 ** min(attempt, 64)
-        return longest if self.backoff_strategy == "exponential" else chance.uniform(0, longest)
+        return longest if self.backoff_strategy == "exponential" else private_random.uniform(0, longest)
 
     def requeue_delay(self, attempts: int) -> float:
         return min(self.default_requeue_delay * attempts, self.max_requeue_delay)

@@ -11,11 +11,11 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Final
 
-from nsparq.chance import chance
 from nsparq.client.config import Config
 from nsparq.client.connection import Connection, checked_addresses
 from nsparq.client.errors import ClientError, ConnectFailed
 from nsparq.client.lookup import Lookup, LookupFailed
+from nsparq.private_random import private_random
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class Discovery:
                 if clock() - began >= STEADY_S:
                     delay = config.reconnect_delay
             # Not all consumers of a broker that was restarted at the same moment.
-            await asyncio.sleep(chance.uniform(delay / 2, delay))
+            await asyncio.sleep(private_random.uniform(delay / 2, delay))
             delay = min(max(delay, 0.01) * 2, max(config.max_reconnect_delay, config.reconnect_delay))
 
     async def _poll(self) -> None:
@@ -150,7 +150,7 @@ class Discovery:
         config = self._config
         interval, first = config.lookupd_poll_interval, config.reconnect_delay or 0.01
         # Consumers that were started together need not ask together for ever.
-        regular = interval + chance.uniform(0, config.lookupd_poll_jitter * interval)
+        regular = interval + private_random.uniform(0, config.lookupd_poll_jitter * interval)
         hurry = 0.0
         while True:
             self._is_worth_asking.clear()
@@ -162,7 +162,7 @@ class Discovery:
             else:
                 hurry = min(hurry * 2 or first, max(config.max_reconnect_delay, first), interval)
             try:
-                async with asyncio.timeout(chance.uniform(hurry / 2, hurry) if hurry else regular):
+                async with asyncio.timeout(private_random.uniform(hurry / 2, hurry) if hurry else regular):
                     await self._is_worth_asking.wait()
             except TimeoutError:
                 regular = regular if hurry else interval

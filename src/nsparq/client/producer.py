@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from time import monotonic
 from typing import Final
 
-from nsparq.chance import chance
 from nsparq.client.config import Config, milliseconds
 from nsparq.client.connection import checked_addresses
 from nsparq.client.errors import ConnectFailed, PublishFailed, PublishTimeout, Stopped, reason_of
@@ -23,6 +22,7 @@ from nsparq.client.lookup import Lookup, LookupFailed
 from nsparq.client.message import check_delay
 from nsparq.client.pipeline import SLACK_S, NotReached, Outcome, Pipeline
 from nsparq.names import is_valid_name
+from nsparq.private_random import private_random
 from nsparq.wire import client as wire
 
 __all__ = ["Producer"]
@@ -306,7 +306,7 @@ class Producer:
                 logger.warning("%s", error)
             else:
                 # Producers are to spread over them.
-                chance.shuffle(discovered)
+                private_random.shuffle(discovered)
                 found += discovered
         since = monotonic() - AVOID_S
         self._failed = {address: at for address, at in self._failed.items() if at > since}

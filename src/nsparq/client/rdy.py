@@ -18,8 +18,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final, Protocol
 
-from nsparq.chance import chance
 from nsparq.client.config import Config
+from nsparq.private_random import private_random
 
 RETRY_S: Final = 5.0
 """How long a connection without RDY waits when there was none left for it."""
@@ -65,7 +65,9 @@ class _Share:
 class Distribution:
     """RDY of all connections of one consumer. Call tick() when next_event() says so."""
 
-    def __init__(self, config: Config, *, choose: Callable[[list[Peer]], Peer] = chance.choice) -> None:
+    def __init__(
+        self, config: Config, *, choose: Callable[[list[Peer]], Peer] = private_random.choice
+    ) -> None:
         self._config = config
         self.max_in_flight = 1 if config.max_in_flight is None else config.max_in_flight
         self.backoff_count = 0

@@ -24,9 +24,9 @@ from enum import StrEnum
 from typing import Any, Final, Protocol
 from urllib.parse import urlencode, urlsplit
 
-from nsparq.chance import chance
 from nsparq.errors import NsparqError
 from nsparq.fetch import Answer, FetchError, fetch, without_secrets
+from nsparq.private_random import private_random
 from nsparq.server.auth_patterns import BadPattern, Pattern, compile_pattern
 
 __all__ = [
@@ -227,7 +227,7 @@ class AuthServers:
         return await loop.run_in_executor(self._executor, self._ask_all, fields)
 
     def _ask_all(self, fields: Mapping[str, bytes]) -> Grant:
-        first = chance.randrange(len(self._urls))
+        first = private_random.randrange(len(self._urls))
         for url in self._urls[first:] + self._urls[:first]:
             try:
                 return self._ask(url, fields)

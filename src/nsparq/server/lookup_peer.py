@@ -17,8 +17,8 @@ from itertools import islice
 from typing import Final, Literal
 
 from nsparq.addresses import join_address, split_address
-from nsparq.chance import chance
 from nsparq.errors import NsparqError
+from nsparq.private_random import private_random
 from nsparq.wire import lookup as wire
 from nsparq.wire.lookup import BadReply, PeerInfo, ReplyDecoder
 
@@ -162,7 +162,7 @@ class _Peer:
             self.tried.set()
             failures = 0 if loop.time() - started > LAST_RETRY_S else failures + 1
             delay = min(FIRST_RETRY_S * 2.0 ** min(failures, 30), LAST_RETRY_S)
-            await asyncio.sleep(delay * chance.uniform(0.5, 1.0))
+            await asyncio.sleep(delay * private_random.uniform(0.5, 1.0))
 
     async def _converse(self) -> None:
         """One connection from beginning to end, which is an exception."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from nsparq.chance import chance
+from nsparq.private_random import private_random
 
 __all__ = ["EpsilonGreedy", "HostPool", "RoundRobin", "make_pool"]
 
@@ -79,7 +79,7 @@ class HostPool(RoundRobin):
 class EpsilonGreedy(HostPool):
     """Mostly the host that has answered fastest of late, sometimes any other, to see how that one does."""
 
-    def __init__(self, hosts: Iterable[str], draw: Callable[[], float] = chance.random) -> None:
+    def __init__(self, hosts: Iterable[str], draw: Callable[[], float] = private_random.random) -> None:
         super().__init__(hosts)
         self._draw = draw
         self._began: float | None = None

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from nsparq.chance import chance
 from nsparq.client import Consumer, Message
 from nsparq.option_table import BOOL, INT, STRING, STRINGS, OptionError, opt
+from nsparq.private_random import private_random
 from nsparq.tools.common import (
     Ending,
     ToolTable,
@@ -35,7 +35,7 @@ STUCK_MS: Final = 1000
 
 
 def _random_channel() -> str:
-    return f"tail{chance.randrange(999_999):06d}#ephemeral"
+    return f"tail{private_random.randrange(999_999):06d}#ephemeral"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from time import monotonic
 from typing import Final
 from urllib.parse import quote_plus
 
-from nsparq.chance import chance
 from nsparq.client import Consumer, Message, Requeue
 from nsparq.fetch import without_secrets
 from nsparq.option_table import INT, STRING, STRINGS, OptionError, opt
+from nsparq.private_random import private_random
 from nsparq.tools.common import (
     FLOAT,
     Ending,
@@ -155,7 +155,7 @@ class Forwarder:
             logger.warning("there is no mode %s: every address gets every message", options.mode)
 
     async def handle(self, message: Message) -> None:
-        if self._sample < 1 and chance.random() >= self._sample:
+        if self._sample < 1 and private_random.random() >= self._sample:
             return
         if self._pool is None:
             for address in self._addresses:
