@@ -1,4 +1,4 @@
-"""What the documentation names is there: pages, headings, commands, targets, flags, modules, tests."""
+"""Everything that the documentation names exists: pages, headings, commands, flags, tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LINK = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(([^()\s]+)\)")
 PICTURE = re.compile(r"!\[[^\[\]]*\]\(([^()\s]+)\)")
 IMAGE = re.compile(r"""<img\s[^>]*src=["']([^"']+)["']""")
 SPAN = re.compile(r"(`+)(.+?)\1", re.DOTALL)
-# Where things are on any machine, and where an example may put its own.
+# Paths that exist on any machine, and paths for examples.
 ALLOWED = re.compile(
     r"/(etc|proc)(/|$)|/var/(lib|cache|backups)(/|$)|/opt/nsparq(/|$)|/data/|/bin/(sh|kill)$|/usr/lib/sysusers\.d/"
 )
@@ -66,7 +66,7 @@ def blocks(page: Path, *kinds: str) -> list[str]:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """Of headings, made as the sites do that show them."""
+    """Anchors of headings, as GitHub makes them."""
     found: Counter[str] = Counter()
     names = set()
     for heading in re.findall(r"^#+ +(.*?) *#*$", prose(page), re.MULTILINE):
@@ -127,7 +127,7 @@ def test_the_readme_leads_to_the_index() -> None:
 
 
 def test_what_the_readme_shows_is_part_of_an_example() -> None:
-    """Which other tests run."""
+    """Commands that other tests run."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = re.findall(r"<!-- (examples/\S+) -->\n```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert len(shown) == 2
@@ -136,7 +136,7 @@ def test_what_the_readme_shows_is_part_of_an_example() -> None:
 
 
 def test_links_and_headings_are_understood(tmp_path: Path) -> None:
-    """What this file rests on."""
+    """The parsing that this file relies on."""
     page = tmp_path / "page.md"
     page.write_text(
         "# A `b` c's!\n## A `b` c's!\n## PUT /x/y\n```sh\n# no heading\n[no](link)\n```\n"
@@ -170,7 +170,7 @@ def first_words(page: Path, program: str) -> Iterator[str]:
 
 @each_page
 def test_every_command_exists(page: Path) -> None:
-    """Those whose names are NSQ's or ours."""
+    """Programs of NSQ and of ours."""
     for command in commands(page):
         if found := re.match(r"(?:\S*/)?(nsqd|nsqlookupd|nsqadmin|nsparq|to_nsq|nsq_\w+)(?= |$)", command):
             assert found[1] in scripts() or hasattr(plugin, found[1]), command  # fixtures look alike
@@ -200,7 +200,7 @@ def test_every_module_to_be_run_exists(page: Path) -> None:
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Of every program of ours, the benchmarks included."""
+    """The flags of all our programs, including benchmarks."""
     found = {flag for table in (*DAEMONS.values(), *TABLES) for flag in table_flags(table)}
     for folder in ("src", "benchmarks", "tests/soak"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -209,7 +209,7 @@ def known_flags() -> frozenset[str]:
             switches = re.findall(r'"--([\w-]+)",\s+action=argparse\.BooleanOptionalAction', text)
             found |= {f"--no-{name}" for name in switches}
             if folder == "benchmarks":
-                # The fields of their parameters are flags of the same name.
+                # The fields of their parameter classes are flags.
                 fields = re.findall(r"^    (\w+): \w+ = ", text, re.MULTILINE)
                 found |= {f"--{name.replace('_', '-')}" for name in fields}
     return frozenset(found)
@@ -243,7 +243,7 @@ def test_every_flag_named_alone_is_known_to_some_program(page: Path) -> None:
 
 
 @each_page
-def test_no_path_of_some_machine(page: Path) -> None:
+def test_docs_have_no_path_of_a_machine(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     found = [match for match in ABSOLUTE.findall(text) if not ALLOWED.match(match)]
     assert not found

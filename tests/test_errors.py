@@ -1,4 +1,4 @@
-"""The lists of errors are complete: a newcomer finds there what can be raised, and where it is defined."""
+"""The lists of errors are complete and name the module of each error."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import nsparq.errors
 
 SOURCE = Path(nsparq.__file__).parent
 ELSEWHERE = {"admin", "spark", "pipeline"}
-"""Packages with errors of their own, which stand in no list."""
+"""Packages whose errors are in no list."""
 LINE = re.compile(r"^[│ ]*[├└]── (\w+) +(?:([a-z_.]+): )?\S")
 
 
 @cache
 def defined() -> dict[str, set[tuple[str, str]]]:
-    """By the root of their tree: the name of every public error and its module. Not found by import:
-    some modules need packages that need not be there."""
+    """Name and module of every public error, by the root of its tree. Parsed, not imported: some
+    modules need optional packages."""
     bases: dict[tuple[str, str], list[str]] = {}
     for path in SOURCE.rglob("*.py"):
         parts = path.relative_to(SOURCE).with_suffix("").parts
@@ -36,7 +36,7 @@ def defined() -> dict[str, set[tuple[str, str]]]:
         if (name, module) in (("ClientError", "client.errors"), ("NsparqError", "errors")):
             return module
         for base in bases.get((name, module), ()):
-            # The one of the same package, if there are two of a name.
+            # If two have the same name, the one of the same package.
             places = [place for named, place in bases if named == base]
             near = [place for place in places if place.partition(".")[0] == module.partition(".")[0]]
             for place in near or places:
@@ -73,6 +73,6 @@ def test_the_errors_of_the_client_can_be_imported_from_it() -> None:
     assert wanted | {"ClientError", "ConfigError"} <= set(nsparq.client.__all__)
 
 
-def test_whatever_the_client_exports_says_what_it_is() -> None:
+def test_every_export_of_the_client_has_a_docstring() -> None:
     for name in nsparq.client.__all__:
         assert inspect.getdoc(getattr(nsparq.client, name))

@@ -1,4 +1,4 @@
-"""Every example is run as a user would, and what the documentation shows is what was run."""
+"""Every example runs as a user would run it, and the documentation shows the same text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def no_topics(broker: Broker) -> Iterator[None]:
 
 
 class Program:
-    """A running example. Its text is the one in the documentation, but for the addresses."""
+    """A running example. Its text is that of the documentation, except the addresses."""
 
     def __init__(
         self,
@@ -101,13 +101,13 @@ class Program:
         return line.decode()
 
     def end(self, stdin: str = "", errors: str = "") -> str:
-        """Wait for it to end by itself, which must go well. The rest of its output."""
+        """Wait until it ends with status 0. Returns the rest of its output."""
         output, said = self.process.communicate(stdin.encode(), timeout=PATIENCE_S)
         assert (self.process.returncode, re.sub("<.*>", "<…>", said.decode())) == (0, errors)
         return (self._output + output).decode()
 
     def interrupt(self, errors: str = "") -> None:
-        """Ctrl-C, upon which it must end well."""
+        """Send Ctrl-C; it must end with status 0."""
         self.process.send_signal(signal.SIGINT)
         assert self.end(errors=errors) == ""
 
@@ -147,7 +147,7 @@ def run_pytest(directory: Path, *names: str) -> None:
 
 
 def test_the_tutorial_works_as_written(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:
-    # Nobody has subscribed yet: the messages wait for the first who does.
+    # Nobody has subscribed yet: the messages wait for the first channel.
     with Program(tmp_path, "tutorial/order.py", addresses) as order:
         assert order.end() == "ordered 1\nordered 2\nordered 3\n"
     with Program(tmp_path, "tutorial/bill.py", addresses) as bill:
@@ -222,7 +222,7 @@ def test_dead_letters(tmp_path: Path, broker: Broker, addresses: dict[str, str])
     broker.create("payments", "ledger")
     broker.publish("payments", b'{"account": "a", "cents": 5}')
     broker.publish("payments", b'{"account": "a", "cents": 0}', b'{"account": "a", "cents": "5"}')
-    # It says on stderr what it gives up on.
+    # It logs the messages that it gives up.
     with Program(tmp_path, "dead_letters.py", addresses) as program:
         program.expect(
             "booked 5",
@@ -299,7 +299,7 @@ def test_tests_with_faults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["coming_from_pynsq/reader_pynsq.py", "coming_from_pynsq/reader.py"])
-def test_readers_old_and_new_do_the_same(
+def test_old_and_new_readers_do_the_same(
     tmp_path: Path, broker: Broker, addresses: dict[str, str], name: str
 ) -> None:
     broker.create("events", "print")
@@ -310,7 +310,7 @@ def test_readers_old_and_new_do_the_same(
 
 
 @pytest.mark.parametrize("name", ["coming_from_pynsq/writer_pynsq.py", "coming_from_pynsq/writer.py"])
-def test_writers_old_and_new_do_the_same(
+def test_old_and_new_writers_do_the_same(
     tmp_path: Path, broker: Broker, addresses: dict[str, str], name: str
 ) -> None:
     with Program(tmp_path, name, addresses, warnings="ignore") as program:
@@ -335,7 +335,7 @@ def test_every_example_is_run_and_shown(name: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_shows_is_what_was_run(page: str) -> None:
+def test_pages_show_the_tested_examples(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
     blocks = re.findall(r"(?:<!-- examples/(\S+) -->\n)?```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == text.count("```python")

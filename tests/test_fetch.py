@@ -1,4 +1,4 @@
-"""The blocking HTTP client: whole answers or a clear error, within the time given."""
+"""The blocking HTTP client: complete answers or a clear error, within the time limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ certificates = pytest.importorskip("tests.support.certificates")
 
 @contextmanager
 def server(serve: Callable[[socket.socket], None]) -> Iterator[str]:
-    """One connection is accepted, its request read, and the rest left to `serve`."""
+    """Accept one connection, read its request, and let `serve` do the rest."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def run() -> None:
@@ -112,11 +112,11 @@ def test_name_and_password_in_the_address_become_basic_credentials_and_stay_out_
         ("h:1", "h:1"),
     ],
 )
-def test_what_may_stand_in_a_log(url: str, shown: str) -> None:
+def test_urls_in_logs_have_no_secrets(url: str, shown: str) -> None:
     assert without_secrets(url) == shown
 
 
-def test_nobody_there() -> None:
+def test_a_refused_connection_is_an_error() -> None:
     url = f"http://127.0.0.1:{unused_port()}/x"
     assert fails(url) == f"GET {url}: Connection refused"
 
@@ -125,11 +125,11 @@ def test_nobody_there() -> None:
     "url",
     ["", "host:80", "ftp://host/", "http://", "http:///x", "http://host:x/", "http://a b/", "http://[/"],
 )
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     assert fails(url).startswith(f"GET {url}: ")
 
 
-def test_a_control_character_in_an_address_reaches_nobody() -> None:
+def test_a_control_character_in_an_address_is_refused() -> None:
     with AuthServer() as auth:
         fails(f"http://{auth.address}/a b")
         fails(f"http://{auth.address}/a\x00x")
@@ -151,7 +151,7 @@ def test_a_control_character_in_an_address_reaches_nobody() -> None:
     ],
     ids=["nothing", "nonsense", "status", "short", "short chunk", "bad chunk", "many headers", "long header"],
 )
-def test_what_is_no_answer_is_an_error(reply: bytes) -> None:
+def test_an_invalid_answer_is_an_error(reply: bytes) -> None:
     with server(answering(reply)) as url:
         assert fails(url).startswith(f"GET {url}: ")
 
@@ -191,7 +191,7 @@ def test_the_deadline_is_for_the_whole_answer_however_slowly_it_drips(head: byte
 def test_a_host_that_does_not_answer_takes_the_time_for_connecting_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A listener whose queue is full leaves further connections hanging.
+    # With a full accept queue, more connections hang.
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         address = listener.getsockname()
         waiting = [socket.socket() for _ in range(4)]

@@ -72,7 +72,7 @@ def test_every_occurrence_of_a_repeated_flag_is_reported_in_order() -> None:
         (("--=v",), "bad flag syntax: --=v"),
     ],
 )
-def test_mistakes_are_told_in_the_words_of_go(arguments: tuple[str, ...], text: str) -> None:
+def test_errors_have_the_text_of_go(arguments: tuple[str, ...], text: str) -> None:
     with pytest.raises(FlagError) as caught:
         scan(*arguments)
     assert str(caught.value) == text

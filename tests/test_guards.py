@@ -1,4 +1,4 @@
-"""The guards of conftest.py do catch what they are there for."""
+"""The guards of conftest.py catch leftovers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder says what the code may know: imports point down, and each layer keeps to its means."""
+"""Each folder imports only lower layers, and only the modules that its layer may use."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ MAY_IMPORT = {
         "wire",
     },
     "lookup": BASE | DAEMON | {"wire"},
-    # Of the server it knows the policy file, by which both decide who may do what.
+    # It uses the server's policy file, which has the permissions for both.
     "admin": BASE | DAEMON | {"fetch", "flags", "secret_scope", "server", "storage"},
     "testing": BASE
     | {"addresses", "broker", "client", "lookup", "options", "pipeline", "process", "server", "spark"},
-    # Runs in Spark's processes: it talks to daemons, and knows how a batch of the log looks.
+    # Runs in Spark's processes: it talks to daemons, and knows the format of the log.
     "spark": BASE
     | {
         "addresses",
@@ -90,7 +90,7 @@ MAY_IMPORT = {
         "server",
         "spark",
     },
-    # Starts the others as processes; it knows the pipeline files that it hands on.
+    # Starts the others as processes; it reads the pipeline files that it passes on.
     "up": BASE | {"addresses", "fetch", "flags", "listening", "logs", "pipeline", "tools"},
     "demo": BASE | {"addresses", "client", "fetch", "up"},
 }
@@ -189,15 +189,16 @@ def test_storage_touches_the_disk_through_its_files_module_only() -> None:
 
 
 def test_only_the_connector_and_what_builds_on_it_know_spark() -> None:
-    # The tools and `testing` do for their annotations' sake; whether they work without is tested with them.
+    # `tools` and `testing` import it for annotations; their tests check that they work without.
     spark = {"pandas", "py4j", "pyarrow", "pyspark"}
     users = {layer(path) for path in modules() if roots(path) & spark}
-    # The demo looks at its own result.
+    # The demo reads its own result.
     assert users <= {"spark", "pipeline", "testing", "tools", "demo"}
 
 
 def run_by_import(node: ast.AST) -> Iterator[ast.AST]:
-    """The parts of a module that run when it is imported: all but functions, types and what __main__ does."""
+    """The parts of a module that run on import: not functions, TYPE_CHECKING and __main__
+    blocks."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return
     skipped = isinstance(node, ast.If) and ast.unparse(node.test) in (
@@ -210,13 +211,13 @@ def run_by_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def parents(name: str) -> set[str]:
-    """The packages that a module is in. Importing it imports them first."""
+    """The packages of a module, which are imported first."""
     parts = name.split(".")
     return {".".join(parts[:count]) for count in range(1, len(parts))}
 
 
 def test_imports_form_no_cycle() -> None:
-    """So every module can be imported alone: none needs another to be imported before it."""
+    """Every module can be imported alone."""
     paths = {module_name(path): path for path in modules()}
     known = {*paths, "nsparq._kernel"}
     needs: dict[str, set[str]] = {}
@@ -224,7 +225,7 @@ def test_imports_form_no_cycle() -> None:
         names = imported(path, run_by_import(tree(path)))
         targets = {name if name in known else name.rpartition(".")[0] for name in names} & known
         packages = {package for target in targets for package in parents(target)}
-        # A module may be imported by its own package's __init__, as long as it takes nothing from there.
+        # A package's __init__ may import its modules, if they import nothing from it.
         needs[module] = targets | (packages - parents(module) - {module})
     TopologicalSorter(needs).prepare()
 

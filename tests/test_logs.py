@@ -1,4 +1,4 @@
-"""The shape of log lines, which test harnesses of client libraries parse."""
+"""The format of log lines, which test suites of client libraries parse."""
 
 from __future__ import annotations
 

@@ -56,11 +56,11 @@ def test_letters_digits_dot_dash_and_underscore_are_valid_up_to_64(name: bytes) 
         "１".encode(),
     ],
 )
-def test_everything_else_is_not(name: bytes) -> None:
+def test_other_names_are_invalid(name: bytes) -> None:
     assert not is_valid_name(name)
 
 
-def test_every_single_byte_is_judged_by_the_rule() -> None:
+def test_every_byte_is_valid_or_invalid_by_the_rule() -> None:
     allowed = b".-_0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
     assert bytes(byte for byte in range(256) if is_valid_name(bytes([byte]))) == bytes(sorted(allowed))
 
@@ -134,5 +134,5 @@ def test_valid_and_invalid_bytes_mix() -> None:
     assert quote(b"a\xc3\xa9\xc3b\xff") == '"aé\\xc3b\\xff"'
 
 
-def test_a_line_full_of_invalid_bytes_is_quoted_in_moderate_time() -> None:
+def test_a_line_of_invalid_bytes_is_quoted_in_linear_time() -> None:
     assert len(quote(b"\xf0" * 16_000)) == 4 * 16_000 + 2

@@ -1,4 +1,5 @@
-"""The options of nsqd: flags, file, defaults, validation, and the generated copies in docs/reference."""
+"""The options of nsqd: flags, file, defaults, validation, and the generated copies in
+docs/reference."""
 
 from __future__ import annotations
 
@@ -246,7 +247,7 @@ def test_help_is_status_0_and_names_every_flag() -> None:
 # The file
 
 
-def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
+def test_a_flag_overrides_the_file_and_the_file_the_default(tmp_path: Path) -> None:
     options = parse_file(tmp_path, "sync_every = 5\nmsg_timeout = '2s'\n", "--sync-every=6")
     assert (options.sync_every, options.msg_timeout, options.max_rdy_count) == (6, 2.0, 2500)
 
@@ -385,11 +386,11 @@ def test_any_client_certificate_policy_turns_tls_required_on() -> None:
         ("tcp-https", TlsRequired.EXCEPT_HTTP),
     ],
 )
-def test_a_program_may_say_tls_required_as_a_bool_or_a_text(given: Any, expected: TlsRequired) -> None:
+def test_tls_required_may_be_a_bool_or_a_text(given: Any, expected: TlsRequired) -> None:
     assert NsqdOptions(tls_required=given).tls_required is expected
 
 
-def test_a_program_may_not_say_anything_else() -> None:
+def test_tls_required_may_be_nothing_else() -> None:
     with pytest.raises(OptionError, match="--tls-required must be true, false or tcp-https"):
         NsqdOptions(tls_required="perhaps")  # type: ignore[arg-type]  # that is the point
 

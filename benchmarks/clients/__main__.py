@@ -1,16 +1,18 @@
 """Python clients for NSQ side by side, each in a process of its own, against the same broker.
 
-    python -m benchmarks.clients [--messages 48000] [--rounds 5] [--only …] [--loop uvloop] [--command …]
+    python -m benchmarks.clients [--messages 48000] [--rounds 5] [--only …] [--loop uvloop]
+    [--command …]
 
-publish N           single messages, N calls at a time, each acknowledged
-publish by N        batches of N (MPUB), 16 calls at a time; 4 where N is 200, unless it says 16
-consume             single messages to a handler that does nothing, from a full topic, 200 in flight
-consume by 200      the same in batches, 400 in flight; compared to single ones, which is all the others have
+publish N           single messages, N calls at a time, each acknowledged publish by N
+batches of N (MPUB), 16 calls at a time; 4 where N is 200, unless it says 16 consume
+single messages to a handler that does nothing, from a full topic, 200 in flight consume by 200
+the same in batches, 400 in flight; compared to single ones, which is all the others have
 
-Rounds alternate over the libraries, each row of a round with a broker of its own; shown are medians. Beside
-the rate stands the processor time per message of the client, and of the broker while it served it. Where the
-broker is the limit the rates say little, and that of the client says what is left for the program. Libraries
-on asyncio run on the --loop that is asked for; gnsq brings its own.
+Rounds alternate over the libraries, each row of a round with a broker of its own; shown are
+medians. Beside the rate stands the processor time per message of the client, and of the broker
+while it served it. Where the broker is the limit the rates say little, and that of the client says
+what is left for the program. Libraries on asyncio run on the --loop that is asked for; gnsq brings
+its own.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ OTHERS = ("pynsq", "gnsq", "ansq")
 
 
 class Row(NamedTuple):
-    """A part of the table: what is done, with what numbers, and how many times `--messages`."""
+    """One section of the table: the load, its parameters, and its number of messages."""
 
     what: str
     settings: dict[str, int]
@@ -61,7 +63,7 @@ class Figures(NamedTuple):
 
 
 async def fill(load: Load) -> None:
-    """Have the channel full before the consumer comes."""
+    """Fill the channel before the consumer starts."""
     async with Producer(load.address) as producer:
         for _ in range(load.count // 1000):
             await producer.publish_many(load.topic, [load.body] * 1000)
@@ -107,13 +109,14 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=sorted(ROWS))
     arguments = parser.parse_args()
     rows = {title: row for title, row in ROWS.items() if not arguments.only or title in arguments.only}
-    # What every number of calls and every size of batches divides.
+    # Divisible by every number of calls and every batch size.
     count = max(arguments.messages // 16_000, 1) * 16_000
     print(f"{count:,} messages of 100 bytes, {arguments.rounds} rounds, broker: {arguments.command}")
     figures: dict[str, dict[str, list[Figures]]] = defaultdict(lambda: defaultdict(list))
     for number in range(arguments.rounds):
         for title, row in rows.items():
-            # A broker for each, so that what the last one left to write is not in the way of the next.
+            # A new broker for each, so that unwritten data of the last one does not disturb the
+            # next.
             with Spawned(arguments.command, [], None) as broker:
                 address = f"{broker.address[0]}:{broker.address[1]}"
                 for library in ("nsparq", *row.others):

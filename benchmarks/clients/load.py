@@ -1,4 +1,4 @@
-"""One run of one client library, in a process of its own: what to do, and how long it took."""
+"""One run of one client library in its own process: the load and its duration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass
 class Load:
-    """Passed to a driver as JSON on its command line; its figures come back as JSON on stdout."""
+    """The load, as JSON on the driver's command line; the driver prints its figures as JSON."""
 
     what: str
     address: str
@@ -35,7 +35,7 @@ class Load:
         return json.dumps({name: value for name, value in asdict(self).items() if not name.startswith("_")})
 
     def run(self, work: Callable[[Load], Awaitable[None]]) -> None:
-        """On the event loop that is asked for; what is written for another one takes no notice."""
+        """Run on the requested event loop; libraries with their own loop ignore it."""
 
         async def main() -> None:
             await work(self)
@@ -63,7 +63,7 @@ class Load:
         self._began, self._cpu = time.perf_counter(), time.process_time()
 
     def received(self, body: bytes) -> bool:
-        """Whether that was the last one."""
+        """Whether that was the last message."""
         assert len(body) == self.size
         self._seen += 1
         return self._seen == self.count

@@ -12,7 +12,7 @@ from benchmarks.clients.load import Load
 
 async def connected(load: Load) -> nsq.Writer:
     writer = nsq.Writer([load.address])
-    # pynsq does not say when it is connected.
+    # pynsq does not report when it is connected.
     await asyncio.sleep(0.3)
     assert writer.conns
     return writer

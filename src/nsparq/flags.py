@@ -1,6 +1,6 @@
-"""Go's command line syntax, because scripts and client test suites written for NSQ use all of it.
+"""Go's command line syntax, which scripts and test suites for NSQ use in full.
 
-Splits arguments into flags and reads single values: booleans, integers, durations. Knows no particular flag.
+Splits arguments into flags, and parses values: booleans, integers, durations.
 """
 
 import re
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class FlagError(Exception):
-    """The command line is wrong; the text is what Go's flag package would say."""
+    """The command line is wrong; the text is that of Go's flag package."""
 
 
 class HelpWanted(Exception):
@@ -30,8 +30,8 @@ class HelpWanted(Exception):
 def scan_flags(arguments: Sequence[str], is_boolean: Mapping[str, bool]) -> Iterator[tuple[str, str]]:
     """Yield (name, value) for each flag, up to `--` or the first argument that is not a flag.
 
-    `is_boolean` has an entry for every flag there is. A boolean takes a value only with `=`; any other flag
-    takes the next argument, whatever that looks like.
+    `is_boolean` has an entry for every known flag. A boolean takes a value only with `=`; any other
+    flag takes the next argument, even if it looks like a flag.
     """
     remaining = iter(arguments)
     for argument in remaining:
@@ -92,13 +92,13 @@ _UNITS_NS: Final = {
     "h": 3_600_000_000_000,
 }
 MAX_DURATION_S: Final = 100 * 365 * 86400.0
-"""The longest duration that an option may have, a hundred years. Added to the time of day, in nanoseconds, it
+"""The longest duration of an option, a hundred years. In nanoseconds, added to the present time, it
 still fits into 64 bits."""
 _DURATION_PART: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a duration such as `250ms`, `1.5s` or `2h45m`; nanoseconds are counted exactly, as in Go."""
+    """Seconds of a duration such as `250ms`, `1.5s` or `2h45m`, exact to the nanosecond."""
     unsigned = text[1:] if text[:1] in ("+", "-") else text
     if unsigned == "0":
         return 0.0
@@ -112,7 +112,7 @@ def parse_duration(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """The shortest duration text that parse_duration reads as `seconds` (to the nanosecond)."""
+    """The shortest text that parse_duration reads as `seconds`, to the nanosecond."""
     ns = round(seconds * 1e9)
     if ns == 0:
         return "0s"

@@ -1,4 +1,5 @@
-"""Topic and channel names: what is valid, which are ephemeral, how an invalid one is shown."""
+"""Topic and channel names: which are valid, which are ephemeral, and how to quote an invalid
+one."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _ESCAPES = {7: r"\a", 8: r"\b", 9: r"\t", 10: r"\n", 11: r"\v", 12: r"\f", 13: r
 
 
 def is_valid_name(name: bytes) -> bool:
-    """The one rule for topics and channels; the suffix counts towards the length."""
+    """The rule for topics and channels; the `#ephemeral` suffix counts towards the length."""
     return len(name) <= MAX_NAME_LENGTH and _VALID.fullmatch(name) is not None
 
 
@@ -21,7 +22,7 @@ def is_ephemeral(name: str) -> bool:
 
 
 def quote(raw: bytes) -> str:
-    """`raw` in double quotes the way Go's %q prints it: clients compare these texts."""
+    """`raw` in double quotes, as Go's %q prints it: clients compare these texts."""
     out = ['"']
     position = 0
     while position < len(raw):

@@ -1,8 +1,8 @@
-"""One dataclass field is one option: its flag, file key, default, help, bounds and documentation.
+"""Options of a daemon: one dataclass field for each, with its flag, file key, default, help and
+bounds.
 
-A daemon declares a frozen dataclass whose fields are made with `opt()`; an `OptionTable` over it reads the
-command line and the TOML file and writes the help text, the reference page and the example file. Knows no
-daemon.
+A daemon declares a frozen dataclass with fields made by `opt()`. An `OptionTable` of it reads the
+command line and the TOML file, and writes the help text, the reference page and the example file.
 """
 
 import json
@@ -50,24 +50,24 @@ T = TypeVar("T")
 
 
 class OptionError(StartError):
-    """A value that the daemon cannot start with; the text names the flag or the file key."""
+    """An invalid value; the text names the flag or the file key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind(Generic[T]):
-    """How the values of one type are read and shown."""
+    """How to read and print the values of one type."""
 
-    name: str  # stands for the value in the help text; empty for booleans, which need none
-    from_text: Callable[[str], T]  # one flag's value; ValueError if it is none
-    from_file: Callable[[Any], T]  # what TOML made of the file's value; ValueError if it is none
+    name: str  # placeholder for the value in the help text; empty for booleans
+    from_text: Callable[[str], T]  # from the value of a flag; raises ValueError
+    from_file: Callable[[Any], T]  # from a value of the TOML file; raises ValueError
     to_toml: Callable[[T], str]
-    combine: Callable[[list[T]], T] = lambda values: values[-1]  # of a repeated flag
+    combine: Callable[[list[T]], T] = lambda values: values[-1]  # for a repeated flag
     is_boolean: bool = False
     is_list: bool = False
 
 
 def _quote(text: str) -> str:
-    # A JSON string is a TOML basic string too.
+    # A JSON string is also a valid TOML string.
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -103,7 +103,7 @@ def _duration_from_file(value: Any) -> float:
         except ValueError:
             pass
     elif isinstance(value, int | str) and not isinstance(value, bool):
-        # Beyond any bound, however large: check_bounds() says so.
+        # A larger number is out of bounds too: check_bounds() reports it.
         return min(int(value), 1 << 63) / 1000
     raise ValueError('must be a duration such as "250ms", or an integer in milliseconds')
 
@@ -178,7 +178,7 @@ NUMBERS: Final[Kind[tuple[float, ...]]] = Kind(
 
 
 def choice(*names: str, empty: str | None = None) -> Kind[str]:
-    """One of the names, in any case; an empty value means `empty`, if that is given."""
+    """One of the names, in upper or lower case; an empty value means `empty`, if that is given."""
 
     def from_text(text: str) -> str:
         lowered = text.lower()
@@ -199,7 +199,7 @@ Bound = Literal["positive", "not negative"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandFlag:
-    """A flag that is not an option: it stands on the command line only."""
+    """A flag that is not an option: it has no file key."""
 
     flag: str
     kind: Kind[Any]
@@ -207,19 +207,19 @@ class CommandFlag:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be said about every flag of this sort, after its help."""
+        """Notes after the help text that apply to every flag of this kind."""
         return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option(CommandFlag):
-    """What is known about one field of an options class."""
+    """One field of an options class."""
 
     attribute: str
     file_key: str
     default: Any
-    default_text: str  # what the default depends on; empty when it is the same everywhere
-    heading: str  # opens a group of options in help and documentation
+    default_text: str  # describes a default that depends on the machine; otherwise empty
+    heading: str  # starts a group of options in help and documentation
     bound: Bound | None
 
     @property
@@ -266,13 +266,13 @@ _PAGE_HEAD = """\
 
 Generated from the source by `make docs`; do not edit.
 
-Flags follow Go's syntax: `-flag value`, `--flag value` and `--flag=value` are the same; a boolean may stand
-alone and takes a value only with `=`. The last of a repeated flag counts, except for lists, which collect.
+Flags follow Go's syntax: `-flag value`, `--flag value` and `--flag=value` are the same. A boolean flag may
+stand alone and takes a value only with `=`. If a flag is repeated, the last one counts; lists collect all.
 Durations are written like `250ms`, `1.5s` or `2h45m`, with the units `ns us µs ms s m h`.
 
-`--config` names a TOML file with the keys below. In it a duration may also be an integer in milliseconds, and
-a list also one string with commas. A flag wins over the file, the file over the default. Unknown keys are
-reported in the log and otherwise ignored.
+`--config` names a TOML file with the keys below. In the file, a duration may also be an integer in
+milliseconds, and a list may also be one string with commas. A flag overrides the file, and the file overrides
+the default. Unknown keys are logged and ignored.
 
 ## Command line only
 
@@ -281,7 +281,7 @@ reported in the log and otherwise ignored.
 
 
 class CommandLineExit(Exception):
-    """Nothing to start: show the text and leave, with status 0 if that was asked for, 2 after a mistake."""
+    """Print the text and exit: status 0 for help, 2 for a wrong command line."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -289,7 +289,7 @@ class CommandLineExit(Exception):
 
 
 class OptionTable(Generic[T]):
-    """Every way of giving a value to the fields of one options class, and of describing them."""
+    """Reads the values of one options class, and describes its options."""
 
     def __init__(self, program: str, options_class: type[T], command_flags: Sequence[CommandFlag]) -> None:
         self.program = program
@@ -298,8 +298,8 @@ class OptionTable(Generic[T]):
         self.options = tuple(map(_option, fields(options_class)))  # type: ignore[arg-type]  # a dataclass
 
     def read_command_line(self, arguments: Sequence[str]) -> tuple[T, list[str]]:
-        """The options (flag over file over default), not yet validated, and what an operator should be
-        warned of. Knows the command flags `version` and `config`.
+        """The options (flag over file over default), not yet validated, and warnings for the
+        operator. Handles the command flags `version` and `config`.
 
         Raises CommandLineExit, or OptionError if the config file cannot be used.
         """
@@ -320,7 +320,7 @@ class OptionTable(Generic[T]):
         return self._options_class(**values), warnings
 
     def read_flags(self, arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The command flags by flag name and the options by attribute, those that were given.
+        """The given command flags by flag name, and the given options by attribute.
 
         Raises FlagError, or HelpWanted.
         """
@@ -342,7 +342,7 @@ class OptionTable(Generic[T]):
         }
 
     def read_file(self, path: Path) -> tuple[dict[str, Any], list[str]]:
-        """The options by attribute that the TOML file gives, and its unknown keys. Raises OptionError."""
+        """The options in the TOML file, by attribute, and its unknown keys. Raises OptionError."""
         try:
             content = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -369,7 +369,7 @@ class OptionTable(Generic[T]):
                 raise OptionError(f"--{option.flag} must be at most {MAX_DURATION_S / 3600:.0f}h (100 years)")
 
     def usage(self) -> str:
-        """The help text, each flag in the shape that Go gives it."""
+        """The help text, with flags formatted as Go does."""
         lines = [f"Usage of {self.program}:"]
         for flag in (*self.command_flags, *self.options):
             notes = flag.notes
@@ -384,7 +384,7 @@ class OptionTable(Generic[T]):
         return "\n".join(lines) + "\n"
 
     def print_page(self, arguments: Sequence[str]) -> None:
-        """What `python -m` of an options module does: write one of the checked-in pages to stdout."""
+        """The main function of an options module: print one of the checked-in pages."""
         pages = {"--markdown": self.markdown, "--toml": self.toml}
         if len(arguments) != 1 or arguments[0] not in pages:
             module = getattr(sys.modules["__main__"].__spec__, "name", "")
@@ -411,7 +411,7 @@ class OptionTable(Generic[T]):
             yield f"| `--{option.flag}` | `{option.file_key}` | {default} | {meaning} |"
 
     def toml(self) -> str:
-        """The example file: every key with its default, those that depend on the machine commented out."""
+        """The example file; defaults that depend on the machine are comments."""
         lines = [
             f"# Options of {self.program}, with their defaults: {self.program} --config <this file>",
             "# Generated from the source by `make docs`; do not edit.",

@@ -1,6 +1,7 @@
-"""The options of nsqd: the one table behind its flags, its TOML file, its help and its reference page.
+"""The options of nsqd: one table for flags, TOML file, help and reference page.
 
-`python -m nsparq.options --markdown` (or `--toml`) prints the checked-in copies under docs/reference.
+`python -m nsparq.options --markdown` (or `--toml`) prints the checked-in copies under
+docs/reference.
 """
 
 import hashlib
@@ -34,11 +35,11 @@ NODE_IDS: Final = 1024
 
 
 class TlsRequired(StrEnum):
-    """Who must use TLS. False in a condition when nobody must."""
+    """Which clients must use TLS. False in a condition if none must."""
 
     NO = "false"
     YES = "true"
-    EXCEPT_HTTP = "tcp-https"  # TCP clients must; plain HTTP stays open
+    EXCEPT_HTTP = "tcp-https"  # TCP clients only; plain HTTP stays open
 
     def __bool__(self) -> bool:
         return self is not TlsRequired.NO
@@ -67,26 +68,26 @@ TLS_REQUIRED: Final[Kind[TlsRequired]] = Kind(
 
 
 def default_node_id(hostname: str) -> int:
-    """The node id of a machine that was not given one: NSQ's, so that ids stay the same after a migration."""
+    """The default node id of a host: NSQ's, so that it stays after a migration."""
     digest = hashlib.md5(hostname.encode(), usedforsecurity=False).digest()
     return zlib.crc32(digest) % NODE_IDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NsqdOptions:
-    """Everything nsqd can be told. Durations are seconds, lists are tuples."""
+    """All options of nsqd. Durations are in seconds, lists are tuples."""
 
     log_level: str = opt(
         "info",
-        "least severe level that is logged: debug, info, warn, error, fatal",
+        "lowest level to log: debug, info, warn, error, fatal",
         choice("debug", "info", "warn", "error", "fatal"),
         heading="Logging",
     )
-    log_prefix: str = opt("[nsqd] ", "start of every log line", STRING)
+    log_prefix: str = opt("[nsqd] ", "prefix of every log line", STRING)
 
     node_id: int = opt(
         lambda: default_node_id(socket.gethostname()),
-        "part of every message id, unique in the cluster, 0 to 1023",
+        "number of this node, 0 to 1023, unique in the cluster; part of every message id",
         INT,
         file_key="id",
         default_text="from the hostname",
@@ -94,49 +95,45 @@ class NsqdOptions:
     )
     tcp_address: str = opt(
         "0.0.0.0:4150",
-        "`host:port` for TCP clients, or the path of a Unix socket; `0.0.0.0` and `[::]` mean every address "
-        "of the machine, IPv4 and IPv6",
+        "`host:port` for TCP clients, or the path of a Unix socket; `0.0.0.0` and `[::]` mean all IPv4 and "
+        "IPv6 addresses of the machine",
         STRING,
     )
     http_address: str = opt(
         "0.0.0.0:4151",
-        "`host:port` for HTTP clients, or the path of a Unix socket; empty disables",
+        "`host:port` for HTTP clients, or the path of a Unix socket; empty disables HTTP",
         STRING,
     )
     https_address: str = opt(
-        "0.0.0.0:4152",
-        "`host:port` for HTTPS clients, with TLS configured; empty disables",
-        STRING,
+        "0.0.0.0:4152", "`host:port` for HTTPS clients, if TLS is configured; empty disables HTTPS", STRING
     )
     broadcast_address: str = opt(
         socket.gethostname,
-        "address that nsqlookupd tells consumers to connect to",
+        "address that nsqd registers with nsqlookupd, for clients to connect to",
         STRING,
         default_text="the hostname",
     )
     broadcast_tcp_port: int = opt(
         0,
-        "TCP port that nsqlookupd tells consumers; 0 means the real one",
+        "TCP port that nsqd registers with nsqlookupd; 0 means the port of --tcp-address",
         INT,
         bound="not negative",
     )
     broadcast_http_port: int = opt(
         0,
-        "HTTP port that nsqlookupd tells consumers; 0 means the real one",
+        "HTTP port that nsqd registers with nsqlookupd; 0 means the port of --http-address",
         INT,
         bound="not negative",
     )
     lookupd_tcp_address: tuple[str, ...] = opt(
-        (),
-        "`host:port` of an nsqlookupd to register with",
-        STRINGS,
-        file_key="nsqlookupd_tcp_addresses",
+        (), "`host:port` of an nsqlookupd to register with", STRINGS, file_key="nsqlookupd_tcp_addresses"
     )
     allowed_host: tuple[str, ...] = opt(
         (),
-        "host name under which browsers may use the HTTP API, besides IP addresses, our own names, and names "
-        "that only a private network has. Others are refused, so that no foreign page can reach us through a "
-        "name of its own; programs may use any, and so may everybody with `--auth-policy-file`",
+        "host name under which browsers may use the HTTP API, besides IP addresses, names of this machine "
+        "and names of private networks. Other names are refused, so that a foreign web page cannot reach "
+        "nsqd by a name of its own. Programs other than browsers may use any name, and so may everybody "
+        "with `--auth-policy-file`",
         STRINGS,
         file_key="allowed_hosts",
     )
@@ -145,102 +142,109 @@ class NsqdOptions:
 
     data_path: str = opt(
         "",
-        "directory for messages and metadata, which must exist; empty means the current directory",
+        "existing directory for messages and metadata; empty means the current directory",
         STRING,
         heading="Storage",
     )
     durability: str = opt(
         "os",
-        "when a publish is acknowledged: `os` once the operating system has it (survives a killed process), "
-        "`fsync` once it is on disk (survives a power cut), `memory` at once (only overflow and a clean stop "
-        "write to disk)",
+        "when a publish is acknowledged: `os` when the operating system has it (survives a killed process), "
+        "`fsync` when it is on disk (survives a power cut), `memory` at once (messages are written to disk "
+        "only on overflow and at a clean stop)",
         choice("os", "fsync", "memory"),
     )
     mem_queue_size: int = opt(
         10_000,
-        "newest messages of a topic kept in memory too; the most an ephemeral one holds",
+        "newest messages of a topic to keep in memory too; an ephemeral topic holds no others",
         INT,
         bound="not negative",
     )
     mem_queue_bytes: int = opt(
         64 * 1024 * 1024,
-        "bytes of recent messages kept in memory, for the whole daemon; all ephemeral topics together may "
-        "hold as much again",
+        "limit in bytes for recent messages in memory, for all topics together; ephemeral topics may hold "
+        "the same amount in addition",
         INT,
         bound="not negative",
     )
     max_bytes_per_file: int = opt(
-        100 * 1024 * 1024, "bytes of a log file before the next is begun", INT, bound="positive"
+        100 * 1024 * 1024, "size in bytes at which a new log file is started", INT, bound="positive"
     )
     sync_every: int = opt(
-        2500, "messages per fsync of a topic's log, which happens ten times a second at the most", INT,
+        2500,
+        "fsync a topic's log after this many messages, but at most ten times a second",
+        INT,
         bound="positive",
-    )  # fmt: skip
+    )
     sync_timeout: float = opt(
-        2.0, "longest time between fsyncs while messages arrive", DURATION, bound="positive"
+        2.0, "longest time between two fsyncs while messages arrive", DURATION, bound="positive"
     )
     checkpoint_interval: float = opt(
         1.0,
-        "time between writes of channel states; a crash redelivers what was finished since",
+        "time between two checkpoints of a channel; after a crash, messages finished since are redelivered",
         DURATION,
         bound="positive",
     )
     retention_age: float = opt(
         0.0,
-        "how long messages are kept after every channel has passed them; 0 means not at all",
+        "how long to keep messages that all channels have finished; 0 means not at all",
         DURATION,
         bound="not negative",
     )
     retention_bytes: int = opt(
         0,
-        "bytes per topic that are kept after every channel has passed them; 0 means none",
+        "bytes per topic of messages to keep that all channels have finished; 0 means none",
         INT,
         bound="not negative",
     )
     transaction_timeout: float = opt(
         3600.0,
-        "how long a transaction that is neither prepared nor committed is kept after its last message",
+        "how long to keep a transaction after its last message if it is neither prepared nor committed",
         DURATION,
         bound="positive",
     )
     transaction_retention: float = opt(
         7 * 86400.0,
-        "how long a prepared transaction is kept, and how long after a producer's last one it is remembered "
-        "what it has committed",
+        "how long to keep a prepared transaction, and to remember a producer's commits after its last one",
         DURATION,
         bound="positive",
     )
     max_staged_bytes: int = opt(
         32 << 30,
-        "bytes of messages staged for all transactions together; a request counts as 16 KiB at least",
+        "limit in bytes for messages staged by all transactions; a request counts as at least 16 KiB",
         INT,
         bound="not negative",
     )
     max_staged_bytes_per_producer: int = opt(
-        16 << 30, "the same for the transactions of one producer", INT, bound="not negative"
+        16 << 30, "the same limit for the transactions of one producer", INT, bound="not negative"
     )
 
     queue_scan_worker_pool_max: int = opt(
-        4, "most workers looking for timed out and due messages", INT, heading="Queue scan", bound="positive"
+        4,
+        "limit of workers that find timed-out and due messages",
+        INT,
+        heading="Queue scan",
+        bound="positive",
     )
-    queue_scan_selection_count: int = opt(20, "channels looked at per scan", INT, bound="positive")
+    queue_scan_selection_count: int = opt(20, "channels to check per scan", INT, bound="positive")
 
     msg_timeout: float = opt(
         60.0,
-        "time before an unanswered message is requeued",
+        "time after which an unanswered message is requeued",
         DURATION,
         heading="Messages and commands",
         bound="positive",
     )
     max_msg_timeout: float = opt(
-        900.0, "longest timeout that a client may ask for or reach by TOUCH", DURATION, bound="positive"
+        900.0, "longest timeout that a client may request or reach by TOUCH", DURATION, bound="positive"
     )
-    max_msg_size: int = opt(1024 * 1024, "bytes of one message", INT, bound="positive")
-    max_body_size: int = opt(5 * 1024 * 1024, "bytes of one command body", INT, bound="positive")
+    max_msg_size: int = opt(1024 * 1024, "limit in bytes for one message", INT, bound="positive")
+    max_body_size: int = opt(
+        5 * 1024 * 1024, "limit in bytes for the body of one command", INT, bound="positive"
+    )
     max_unfinished_bytes: int = opt(
         256 * 1024 * 1024,
-        "bytes of commands that have arrived in part, over all TCP clients; a command that does not fit is "
-        "refused. At least --max-body-size is allowed",
+        "limit in bytes for commands that have arrived in part, over all TCP clients; a command beyond it is "
+        "refused. The limit is at least --max-body-size",
         INT,
         bound="positive",
     )
@@ -250,102 +254,95 @@ class NsqdOptions:
 
     max_heartbeat_interval: float = opt(
         60.0,
-        "longest heartbeat interval that a client may ask for",
+        "longest heartbeat interval that a client may request",
         DURATION,
         heading="Clients",
         bound="positive",
     )
-    max_rdy_count: int = opt(2500, "highest RDY count of a client", INT, bound="positive")
+    max_rdy_count: int = opt(2500, "highest RDY count that a client may set", INT, bound="positive")
     max_output_buffer_size: int = opt(
-        64 * 1024, "largest output buffer, in bytes, that a client may ask for", INT, bound="positive"
+        64 * 1024, "largest output buffer, in bytes, that a client may request", INT, bound="positive"
     )
     max_output_buffer_timeout: float = opt(
-        30.0, "longest output buffer timeout that a client may ask for", DURATION, bound="positive"
+        30.0, "longest output buffer timeout that a client may request", DURATION, bound="positive"
     )
     min_output_buffer_timeout: float = opt(
-        0.025, "shortest output buffer timeout that a client may ask for", DURATION, bound="positive"
+        0.025, "shortest output buffer timeout that a client may request", DURATION, bound="positive"
     )
     output_buffer_timeout: float = opt(
-        0.25, "output buffer timeout of a client that does not ask for one", DURATION, bound="positive"
+        0.25, "output buffer timeout of a client that requests none", DURATION, bound="positive"
     )
-    max_channel_consumers: int = opt(0, "clients per channel; 0 means any number", INT, bound="not negative")
+    max_channel_consumers: int = opt(
+        0, "limit of clients per channel; 0 means no limit", INT, bound="not negative"
+    )
 
     e2e_processing_latency_percentile: tuple[float, ...] = opt(
         (),
-        "fraction (0 < p <= 1) at which the time from publish to FIN is reported; several with commas",
+        "percentile (0 < p <= 1) of the time from publish to FIN to report; several with commas",
         NUMBERS,
         file_key="e2e_processing_latency_percentiles",
         heading="End-to-end latency",
     )
     e2e_processing_latency_window_time: float = opt(
-        600.0, "time that the latency figures look back", DURATION, bound="positive"
+        600.0, "time window of the latency figures", DURATION, bound="positive"
     )
 
     statsd_address: str = opt(
-        "", "UDP `host:port` of a statsd daemon; empty means none", STRING, heading="statsd"
+        "", "UDP `host:port` of a statsd daemon; empty disables statsd", STRING, heading="statsd"
     )
-    statsd_interval: float = opt(60.0, "time between pushes to statsd", DURATION, bound="positive")
-    statsd_mem_stats: bool = opt(True, "push memory and garbage collector figures too", BOOL)
-    statsd_prefix: str = opt("nsq.%s", "prefix of statsd keys; %s becomes the node's name", STRING)
-    statsd_udp_packet_size: int = opt(508, "bytes of one statsd packet", INT, bound="positive")
+    statsd_interval: float = opt(60.0, "time between two pushes to statsd", DURATION, bound="positive")
+    statsd_mem_stats: bool = opt(True, "also push memory and garbage collector figures", BOOL)
+    statsd_prefix: str = opt("nsq.%s", "prefix of statsd keys; %s is replaced by the node's name", STRING)
+    statsd_udp_packet_size: int = opt(508, "size in bytes of a statsd packet", INT, bound="positive")
     statsd_exclude_ephemeral: bool = opt(False, "leave out ephemeral topics and channels", BOOL)
 
     tls_cert: str = opt("", "path of the certificate file", STRING, heading="TLS")
     tls_key: str = opt("", "path of the key file", STRING)
-    tls_root_ca_file: str = opt("", "path of the certificate authorities file", STRING)
+    tls_root_ca_file: str = opt("", "path of the file with certificate authorities", STRING)
     tls_client_auth_policy: str = opt(
         "",
-        "`require` a client certificate, or `require-verify` a valid one; implies --tls-required",
+        "`require` any client certificate, or `require-verify` a valid one; implies --tls-required",
         STRING,
     )
     tls_required: TlsRequired = opt(
-        TlsRequired.NO,
-        "require TLS: true, false, or tcp-https to leave plain HTTP open",
-        TLS_REQUIRED,
+        TlsRequired.NO, "require TLS: true, false, or tcp-https to still allow plain HTTP", TLS_REQUIRED
     )
     tls_min_version: str = opt(
         "tls1.0",
-        "oldest version accepted: tls1.0, tls1.1, tls1.2, tls1.3",
+        "oldest TLS version to accept: tls1.0, tls1.1, tls1.2, tls1.3",
         choice("tls1.0", "tls1.1", "tls1.2", "tls1.3", empty="tls1.0"),
     )
 
-    deflate: bool = opt(True, "let clients ask for deflate compression", BOOL, heading="Compression")
-    max_deflate_level: int = opt(6, "highest deflate level that a client may ask for, 1 to 9", INT)
-    snappy: bool = opt(True, "let clients ask for snappy compression", BOOL)
+    deflate: bool = opt(True, "allow clients to use deflate compression", BOOL, heading="Compression")
+    max_deflate_level: int = opt(6, "highest deflate level that a client may request, 1 to 9", INT)
+    snappy: bool = opt(True, "allow clients to use snappy compression", BOOL)
 
     auth_http_address: tuple[str, ...] = opt(
-        (),
-        "`host:port` or URL of an auth server",
-        STRINGS,
-        file_key="auth_http_addresses",
-        heading="Auth",
+        (), "`host:port` or URL of an auth server", STRINGS, file_key="auth_http_addresses", heading="Auth"
     )
     auth_policy_file: str = opt(
         "",
-        "path of a file that says which secrets may do what; guards the HTTP API as well. See docs/auth.md",
+        "path of a file with secrets and their permissions; it also protects the HTTP API. See docs/auth.md",
         STRING,
     )
-    auth_http_request_method: str = opt("get", "how the auth server is asked: get or post", STRING)
+    auth_http_request_method: str = opt("get", "HTTP method for the auth server: get or post", STRING)
     http_client_connect_timeout: float = opt(
-        2.0, "time to connect to auth servers and nsqlookupds", DURATION, bound="not negative"
+        2.0, "time limit for a connection to an auth server or nsqlookupd", DURATION, bound="not negative"
     )
     http_client_request_timeout: float = opt(
-        5.0,
-        "time for a request to auth servers and nsqlookupds",
-        DURATION,
-        bound="not negative",
+        5.0, "time limit for a request to an auth server or nsqlookupd", DURATION, bound="not negative"
     )
 
     enable_experiment: tuple[str, ...] = opt(
         (),
-        "name of an experiment to switch on: `topology-aware-consumption` serves clients of the same zone, "
-        "then of the same region, before others",
+        "name of an experiment to enable: `topology-aware-consumption` prefers clients of the same zone, "
+        "then of the same region",
         STRINGS,
         heading="Experiments",
     )
 
     def __post_init__(self) -> None:
-        # True and "true" mean YES here too: a program that says so must not get plain HTTP all the same.
+        # Programs may pass True or "true": plain HTTP must not stay open then.
         try:
             object.__setattr__(self, "tls_required", _tls_required_from_text(str(self.tls_required)))
         except ValueError as error:
@@ -354,7 +351,7 @@ class NsqdOptions:
             object.__setattr__(self, "tls_required", TlsRequired.YES)
 
     def validate(self) -> None:
-        """Raise OptionError, in NSQ's words where it has some, for a value that nsqd cannot start with."""
+        """Raise OptionError for an invalid value, with NSQ's text where it has one."""
         if not 1 <= self.max_deflate_level <= 9:
             raise OptionError("--max-deflate-level must be [1,9]")
         if not 0 <= self.node_id < NODE_IDS:
@@ -379,8 +376,8 @@ TABLE: Final = OptionTable(
     (
         CommandFlag(flag="version", kind=BOOL, help="print the version and exit"),
         CommandFlag(flag="config", kind=STRING, help="path of a TOML file with options"),
-        CommandFlag(flag="verbose", kind=BOOL, help="accepted for old scripts, no effect; see --log-level"),
-        CommandFlag(flag="worker-id", kind=BOOL, help="accepted for old scripts, no effect; see --node-id"),
+        CommandFlag(flag="verbose", kind=BOOL, help="no effect, accepted for old scripts; see --log-level"),
+        CommandFlag(flag="worker-id", kind=BOOL, help="no effect, accepted for old scripts; see --node-id"),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""A producer looks for its answer for a moment before it sleeps."""
+"""A producer polls briefly for its answer before it sleeps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOOK_S = 0.01
 
 
 class Looks:
-    """How often the event loop looked for an answer instead of waiting for it."""
+    """How often the event loop polled for an answer instead of waiting."""
 
     count = 0
 
@@ -43,7 +43,7 @@ async def publish_in_vain(config: Config) -> None:
             await producer.publish("t", b"m")
 
 
-def test_it_looks_for_the_answer_and_then_sleeps(looks: Looks) -> None:
+def test_it_polls_for_the_answer_and_then_sleeps(looks: Looks) -> None:
     async def main() -> None:
         config = Config(publish_timeout=1, busy_poll=LOOK_S)
         async with ScriptedNsqd(publish=None) as nsqd, Producer(nsqd.address, config=config) as producer:
@@ -60,7 +60,7 @@ def test_it_looks_for_the_answer_and_then_sleeps(looks: Looks) -> None:
     run(main())
 
 
-def test_it_looks_no_longer_than_until_the_answer_is_there(looks: Looks) -> None:
+def test_it_stops_polling_when_the_answer_arrives(looks: Looks) -> None:
     async def main() -> None:
         async with (
             ScriptedNsqd() as nsqd,
@@ -75,7 +75,7 @@ def test_it_looks_no_longer_than_until_the_answer_is_there(looks: Looks) -> None
     run(main())
 
 
-def test_it_need_not(looks: Looks) -> None:
+def test_polling_can_be_disabled(looks: Looks) -> None:
     run(publish_in_vain(Config(publish_timeout=0.05, busy_poll=0)))
     assert not looks.count
 

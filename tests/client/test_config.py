@@ -1,4 +1,4 @@
-"""What a client can be told, by what names, and within which limits."""
+"""The options of a client: names, values and limits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_negative_heartbeat_interval_is_sent_as_minus_one(text: str) -> None:
     assert option(f"heartbeat_interval,{text}").identify()["heartbeat_interval"] == -1
 
 
-def test_texts_win_over_what_is_given_besides() -> None:
+def test_texts_override_keyword_arguments() -> None:
     config = Config.from_strings(["max_attempts,2"], max_attempts=9, user_agent="mine")
     assert (config.max_attempts, config.user_agent) == (2, "mine")
 
@@ -88,7 +88,7 @@ def test_an_error_of_the_configuration_is_a_value_error() -> None:
 
 
 def test_the_reference_s_name_for_authorization_at_nsqlookupd_is_known() -> None:
-    """There, too, true means that the secret is sent."""
+    """In the reference client, too, true means that the secret is sent."""
     assert option("skip_lookupd_authorization,true").lookupd_authorization is True
     assert option("skip-lookupd-authorization,0").lookupd_authorization is False
 
@@ -134,7 +134,7 @@ def test_values_within_the_limits_of_the_reference_are_taken_others_are_not(
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_refused(value: float) -> None:
+def test_values_that_are_not_numbers_are_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="invalid dial_timeout"):
         Config(dial_timeout=value)
 
@@ -183,7 +183,7 @@ def test_a_heartbeat_may_not_be_longer_than_the_read_timeout() -> None:
         ({"local_addr": "127.0.0.1"}, "local_addr is not host:port"),
     ],
 )
-def test_what_does_not_go_together_is_refused(values: dict[str, Any], text: str) -> None:
+def test_contradicting_options_are_refused(values: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         Config(**values)
 
@@ -193,7 +193,7 @@ def test_a_copy_is_checked_too() -> None:
         replace(Config(), read_timeout=1000)
 
 
-def test_snappy_without_its_packages_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snappy_without_its_packages_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="snappy needs the packages cramjam and crc32c"):
         Config(snappy=True)
@@ -204,7 +204,7 @@ def test_the_secret_is_not_shown() -> None:
     assert "xyzzy" not in repr(Config(auth_secret="xyzzy"))
 
 
-# What follows from it
+# Derived values
 
 
 @pytest.mark.parametrize(("depth", "seconds"), [(0, 1), (1, 2), (3, 8), (5, 32)])

@@ -1,4 +1,4 @@
-"""A consumer against a scripted nsqd: what it answers, when, and that it ends in order."""
+"""A consumer against a scripted nsqd: its answers, their order, and its end."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from tests.support.aio import run, until
 from tests.support.polling import DEADLINE
 from tests.support.scripted_nsqd import Peer, ScriptedNsqd, message_frame, message_id
 
-# Where the order of callbacks, threads or sockets matters. tests/client/test_connection.py has the rest.
+# For tests where the order of callbacks, threads or sockets matters; the others are in
+# test_connection.py.
 any_loop = pytest.mark.usefixtures("any_loop")
 
 M1, M2, M3 = (message_id(name) for name in ("m1", "m2", "m3"))
-# Failures are not to slow the tests down, unless they are about that.
+# No back-off by default: failures must not slow the tests down.
 CALM = {"max_backoff_duration": 0.0, "reconnect_delay": 0.01}
 
 
@@ -34,7 +35,7 @@ async def consuming(
     config: dict[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[Consumer, ScriptedNsqd, Peer]]:
-    """A consumer that is connected and has RDY."""
+    """A connected consumer with RDY."""
     async with nsqd or ScriptedNsqd() as made:
         settings = Config(**{**CALM, **(config or {})})
         options = {"max_in_flight": 10, **options}
@@ -43,13 +44,13 @@ async def consuming(
             try:
                 yield consumer, made, await made.peer()
             except BaseException:
-                # What went wrong is to be seen at once, not after all handlers have ended.
+                # Show a failure at once, not after all handlers have ended.
                 await consumer.stop(0)
                 raise
 
 
 class Handler:
-    """Keeps messages until it is told to go on."""
+    """Keeps messages until it is released."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -88,18 +89,18 @@ async def ignore(message: Message) -> None:
         (("t", "ch"), {"max_in_flight": -1}, "invalid max_in_flight"),
         (("t", "ch"), {"dead_letter": "t"}, "its own dead letters"),
         (("t", "ch"), {"dead_letter": "no good"}, "invalid topic name 'no good'"),
-        (("t", "ch"), {"nsqd": ["localhost"]}, "no address of an nsqd"),
+        (("t", "ch"), {"nsqd": ["localhost"]}, "is not host:port"),
         (("t", "ch"), {"nsqlookupd": ["localhost"]}, "needs a port"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(
+def test_invalid_arguments_are_refused_at_once(
     arguments: tuple[Any, ...], options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
         Consumer(*arguments, **options)
 
 
-def test_max_in_flight_is_what_is_said_last_or_what_the_handlers_need() -> None:
+def test_max_in_flight_has_an_order_of_precedence() -> None:
     def most(**options: Any) -> int:
         return Consumer("t", "ch", **options).max_in_flight
 
@@ -160,7 +161,7 @@ def test_a_message_is_requeued_when_its_handler_raises(error: BaseException, del
 
 
 @pytest.mark.parametrize("delay", [-1, float("nan"), float("inf"), 1e10])
-def test_a_delay_that_cannot_be_is_the_handler_s_error(delay: float) -> None:
+def test_an_impossible_delay_is_an_error_of_the_handler(delay: float) -> None:
     async def main() -> None:
         async def fail(message: Message) -> None:
             if message.body == b"raise":
@@ -213,7 +214,7 @@ def test_a_handler_may_leave_the_answer_to_others() -> None:
     run(main())
 
 
-def test_so_many_handlers_run_at_a_time() -> None:
+def test_concurrency_limits_the_running_handlers() -> None:
     async def main() -> None:
         handler = Handler()
         async with consuming(handler, concurrency=3) as (_, nsqd, peer):
@@ -290,7 +291,7 @@ def test_a_plain_function_runs_in_a_thread_and_may_answer_from_there() -> None:
     run(main())
 
 
-def test_a_blocked_function_holds_nothing_up() -> None:
+def test_a_blocked_function_delays_nothing_else() -> None:
     async def main() -> None:
         release = threading.Event()
 
@@ -310,7 +311,7 @@ def test_a_blocked_function_holds_nothing_up() -> None:
     run(main())
 
 
-def test_a_function_that_gives_something_to_await_is_awaited() -> None:
+def test_an_awaitable_result_of_a_plain_function_is_awaited() -> None:
     async def main() -> None:
         seen = []
 
@@ -414,8 +415,8 @@ def test_a_batch_is_handled_when_its_time_is_up() -> None:
     run(main())
 
 
-def test_a_batch_does_not_wait_for_what_cannot_come() -> None:
-    """The server has sent nearly all that it may: more comes only when some are answered."""
+def test_a_batch_does_not_wait_for_messages_that_cannot_come() -> None:
+    """The server has sent nearly all it may. More messages come only after some answers."""
 
     async def main() -> None:
         handler = BatchHandler()
@@ -427,7 +428,7 @@ def test_a_batch_does_not_wait_for_what_cannot_come() -> None:
     run(main())
 
 
-def test_a_batch_that_fails_is_requeued_as_a_whole_but_for_what_was_answered() -> None:
+def test_a_failed_batch_is_requeued_except_answered_messages() -> None:
     async def main() -> None:
         handler = BatchHandler()
         handler.error = ValueError("no")
@@ -444,7 +445,7 @@ def test_a_batch_that_fails_is_requeued_as_a_whole_but_for_what_was_answered() -
     run(main())
 
 
-def test_a_batch_of_several_brokers_is_finished_with_each_but_for_what_is_answered_elsewhere() -> None:
+def test_a_batch_is_finished_at_each_of_its_brokers() -> None:
     async def main() -> None:
         def later(message: Message) -> None:
             message.auto_response = False
@@ -512,7 +513,7 @@ def test_messages_that_are_given_up_do_not_reach_a_batch() -> None:
             peer.send_message("m3")
             await nsqd.told(f"FIN {M2}", f"FIN {M1}", f"FIN {M3}")
             assert (handler.batches, given_up) == ([["m1", "m3"]], [M2])
-            # And if there is nothing else, there is no batch.
+            # Without other messages there is no batch.
             for name in ("m1", "m2", "m3"):
                 peer.send_message(name, attempts=6)
             await nsqd.told(f"FIN {M1}", f"FIN {M2}", f"FIN {M3}")
@@ -540,7 +541,7 @@ def test_a_rejected_batch_is_given_up() -> None:
     run(main())
 
 
-def test_stop_has_what_is_collected_handled_at_once() -> None:
+def test_stop_handles_a_partial_batch_at_once() -> None:
     async def main() -> None:
         handler = BatchHandler()
         async with consuming(batch_handler=handler, batch_timeout=60) as (consumer, nsqd, peer):
@@ -781,7 +782,7 @@ def test_cancelled_while_waiting_for_a_message_nothing_is_lost() -> None:
             waiting = asyncio.ensure_future(anext(aiter(consumer)))
             await asyncio.sleep(0.01)
             peer.send_message("m1")
-            # Arrived, but the task has not been woken yet, or just so.
+            # It has arrived, but the task may not run yet.
             await until(lambda: consumer.messages_received)
             waiting.cancel()
             await asyncio.wait({waiting})
@@ -814,7 +815,7 @@ def test_several_loops_share_the_messages() -> None:
     run(main())
 
 
-def test_hopeless_messages_do_not_reach_a_loop() -> None:
+def test_messages_out_of_attempts_do_not_reach_a_loop() -> None:
     async def main() -> None:
         async with consuming(dead_letter=lambda message: None) as (consumer, nsqd, peer):
             peer.send_message("m1", attempts=6)
@@ -908,8 +909,8 @@ def test_leaving_a_loop_and_the_context_is_quick() -> None:
 
 @any_loop
 @pytest.mark.parametrize("how", ["break", "raise", "stop", "cancel"])
-def test_what_is_given_back_at_the_end_does_not_come_back(how: str) -> None:
-    """A server that still took us for ready would send it at once, and count another attempt."""
+def test_messages_requeued_at_the_end_do_not_come_back(how: str) -> None:
+    """A server that still had our RDY would send it again at once, as another attempt."""
 
     async def main() -> None:
         async with ScriptedNsqd() as nsqd:
@@ -947,7 +948,7 @@ async def consumer_left(consumer: Consumer) -> AsyncIterator[None]:
         await consumer.__aexit__(None, None, None)
 
 
-def test_an_iterator_that_is_kept_does_not_keep_the_context_from_ending() -> None:
+def test_an_open_iterator_does_not_block_the_end_of_the_context() -> None:
     async def main() -> None:
         async with consuming() as (consumer, nsqd, peer):
             peer.send_message("m1")
@@ -1038,7 +1039,7 @@ def test_touching_can_be_switched_off() -> None:
     run(main())
 
 
-def test_a_message_that_has_timed_out_all_the_same_is_not_touched_again() -> None:
+def test_a_message_that_timed_out_is_not_touched_again() -> None:
     async def main() -> None:
         handler = Handler()
         async with consuming(handler, nsqd=ScriptedNsqd({"msg_timeout": 150})) as (_, nsqd, peer):
@@ -1063,7 +1064,7 @@ def test_thousands_of_held_messages_are_touched_in_little_time() -> None:
             for number in range(5000):
                 peer.send_message(str(number))
             await until(lambda: consumer.messages_received == 5000)
-            # Of the processor: the machine may have other things to do.
+            # Processor time: the machine may be busy.
             longest, before = 0.0, time.thread_time()
             while len(nsqd.commands) < 3 + 5000:
                 await asyncio.sleep(0)
@@ -1091,7 +1092,7 @@ def test_a_connection_that_was_lost_is_made_again() -> None:
     run(main())
 
 
-def test_messages_of_a_lost_connection_are_another_s() -> None:
+def test_messages_of_a_lost_connection_are_forgotten() -> None:
     async def main() -> None:
         handler = Handler()
         async with consuming(handler) as (_, nsqd, peer):
@@ -1111,7 +1112,7 @@ def test_messages_of_a_lost_connection_are_another_s() -> None:
     run(main())
 
 
-def test_brokers_that_are_not_there_are_tried_again_and_again() -> None:
+def test_unreachable_brokers_are_tried_again_and_again() -> None:
     async def main() -> None:
         async with ScriptedNsqd() as nsqd:
             nsqd.refuse()
@@ -1167,7 +1168,7 @@ def test_connecting_by_hand() -> None:
     run(main())
 
 
-def test_connecting_by_hand_to_nobody_is_an_error_and_is_not_tried_again() -> None:
+def test_a_failed_connect_by_hand_is_not_tried_again() -> None:
     async def main() -> None:
         async with ScriptedNsqd() as nsqd, Consumer("t", "ch", ignore, config=Config(**CALM)) as consumer:
             nsqd.refuse()
@@ -1231,7 +1232,7 @@ def test_disconnecting_waits_for_what_is_in_flight() -> None:
             await until(lambda: handler.messages)
             await consumer.disconnect(nsqd.address)
             await nsqd.told("CLS")
-            # Sent before the server knew; they are taken all the same.
+            # Sent before the server got RDY 0; they are handled all the same.
             peer.send_message("m2")
             await asyncio.sleep(0.02)
             assert not peer.is_ended
@@ -1256,7 +1257,7 @@ def test_what_a_disconnected_broker_had_is_given_to_the_others() -> None:
     run(main())
 
 
-def test_late_answers_are_told_but_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+def test_late_answers_are_logged_and_harmless(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with consuming(ignore) as (_, nsqd, peer):
             peer.send_error(f"E_FIN_FAILED FIN {M1} failed ID not in flight")
@@ -1303,7 +1304,7 @@ def test_a_server_s_limit_is_kept() -> None:
     run(main())
 
 
-def test_starved_when_nearly_all_that_may_come_has_come() -> None:
+def test_starved_means_nearly_all_messages_are_in_flight() -> None:
     async def main() -> None:
         handler = Handler()
         async with consuming(handler, max_in_flight=2) as (consumer, _, peer):
@@ -1337,7 +1338,7 @@ def test_a_failing_handler_backs_off_and_recovers() -> None:
     run(main())
 
 
-def test_a_backoff_without_pauses_goes_on_at_once() -> None:
+def test_a_backoff_without_pauses_continues_at_once() -> None:
     async def main() -> None:
         async def fail(message: Message) -> None:
             if message.attempts < 5:
@@ -1361,10 +1362,10 @@ def test_a_backoff_without_pauses_goes_on_at_once() -> None:
     run(main())
 
 
-def test_a_worker_that_dies_all_the_same_is_replaced(
+def test_a_worker_that_fails_is_replaced(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsparq.client.consumer.WORKER_RETRY_S", 0.01)
+    monkeypatch.setattr("nsparq.client.consume.workers.RESTART_S", 0.01)
     is_broken = False
 
     def clock() -> float:
@@ -1372,7 +1373,7 @@ def test_a_worker_that_dies_all_the_same_is_replaced(
             raise ZeroDivisionError
         return time.monotonic()
 
-    monkeypatch.setattr("nsparq.client.handling.monotonic", clock)
+    monkeypatch.setattr("nsparq.client.consume.workers.monotonic", clock)
 
     async def main() -> None:
         nonlocal is_broken
@@ -1410,7 +1411,7 @@ def test_stop_finishes_what_is_in_flight() -> None:
     run(main())
 
 
-def test_what_was_sent_before_the_server_knew_of_the_stop_is_handled_too() -> None:
+def test_messages_sent_before_the_server_got_cls_are_handled() -> None:
     async def main() -> None:
         nsqd = ScriptedNsqd(cls=None)
         async with consuming(ignore, nsqd=nsqd) as (consumer, _, peer):
@@ -1424,7 +1425,7 @@ def test_what_was_sent_before_the_server_knew_of_the_stop_is_handled_too() -> No
     run(main())
 
 
-def test_in_a_loop_what_was_sent_before_the_server_knew_of_the_stop_is_given_back() -> None:
+def test_in_a_loop_messages_sent_before_the_server_got_cls_are_requeued() -> None:
     async def main() -> None:
         nsqd = ScriptedNsqd(cls=None)
         async with consuming(nsqd=nsqd) as (consumer, _, peer):
@@ -1463,7 +1464,7 @@ def test_messages_are_touched_while_stop_waits_for_them() -> None:
     run(main())
 
 
-def test_what_takes_longer_than_the_grace_is_left_to_the_server() -> None:
+def test_messages_beyond_the_grace_are_left_to_the_server() -> None:
     async def main() -> None:
         handler = Handler()
         async with consuming(handler) as (consumer, nsqd, peer):
@@ -1497,7 +1498,7 @@ def test_a_thread_that_takes_longer_than_the_grace_is_left_behind() -> None:
     run(main())
 
 
-def test_a_handler_that_cannot_be_cancelled_is_not_waited_for_for_ever(
+def test_a_handler_that_cannot_be_cancelled_does_not_block_stop(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nsparq.client.consumer.CANCEL_S", 0.1)
@@ -1521,7 +1522,7 @@ def test_a_handler_that_cannot_be_cancelled_is_not_waited_for_for_ever(
             await asyncio.sleep(0.05)
 
     run(main())
-    assert "do not let themselves be cancelled" in caplog.text
+    assert "handlers still run after they were cancelled" in caplog.text
 
 
 def test_stop_from_a_handler_returns_at_once_and_its_message_is_finished() -> None:
@@ -1573,7 +1574,7 @@ def test_a_second_stop_with_less_grace_holds() -> None:
 
 
 @any_loop
-def test_a_stop_that_is_cancelled_is_cut_short_and_leaves_nothing() -> None:
+def test_a_cancelled_stop_leaves_nothing_open() -> None:
     async def main() -> None:
         handler = Handler()
         async with consuming(handler) as (consumer, _, peer):
@@ -1645,7 +1646,7 @@ def test_stop_while_the_server_goes_away_does_not_hang() -> None:
 
 @any_loop
 @pytest.mark.parametrize("turns", range(0, 40, 5))
-def test_leaving_the_context_at_any_moment_leaves_nothing(turns: int) -> None:
+def test_leaving_the_context_at_any_moment_leaves_nothing_open(turns: int) -> None:
     async def main() -> None:
         handler = Handler()
         async with ScriptedNsqd() as nsqd:

@@ -1,4 +1,4 @@
-"""What a program that only talks to a broker has to install: nothing."""
+"""A program that uses only the client needs no other package."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print("nsparq.server" in sys.modules, "nsparq.broker" in sys.modules, "nsparq.st
 
 
 def test_it_works_without_the_packages_of_the_extras() -> None:
-    """Over TLS and deflate too; snappy says what it needs."""
+    """Also with TLS and deflate; snappy names the packages it needs."""
     code = f"""
 import asyncio, sys
 sys.modules.update(dict.fromkeys({HEAVY}))
@@ -92,7 +92,7 @@ sys.exit({tool}.main(["--version"]))
     assert run(code).startswith(f"{tool} v")
 
 
-def test_what_is_public_is_there() -> None:
+def test_every_public_name_exists() -> None:
     assert sorted(nsparq.client.__all__) == nsparq.client.__all__
     assert all(hasattr(nsparq.client, name) for name in nsparq.client.__all__)
     assert {"Config", "Consumer", "Message", "Producer", "Reject", "Requeue"} <= set(nsparq.client.__all__)

@@ -83,7 +83,7 @@ def letters(broker: Broker, topic: str) -> list[DeadLetter]:
     return [DeadLetter(**json.loads(message.body)) for message in broker.peek(f"{topic}.dead")]
 
 
-# what a handler gets
+# parameters of a handler
 
 
 @pytest.mark.parametrize("kind", [Order, OrderModel, OrderStruct], ids=lambda kind: kind.__name__)
@@ -113,7 +113,7 @@ def test_the_annotation_says_the_type(app: Subscriptions, broker: Broker, topic:
     assert seen == [Order(1, "tea")]
 
 
-def test_a_type_of_the_function_around_is_found(app: Subscriptions, broker: Broker, topic: str) -> None:
+def test_types_of_the_enclosing_function_are_found(app: Subscriptions, broker: Broker, topic: str) -> None:
     @dataclass
     class Line:
         count: int
@@ -203,9 +203,7 @@ class Handler:
 
 
 @pytest.mark.parametrize("which", ["method", "object", "partial"])
-def test_whatever_can_be_called_is_a_handler(
-    app: Subscriptions, broker: Broker, topic: str, which: str
-) -> None:
+def test_any_callable_is_a_handler(app: Subscriptions, broker: Broker, topic: str, which: str) -> None:
     handler = Handler()
     called: Any = {
         "method": handler.method,
@@ -234,11 +232,11 @@ def test_concurrency_is_how_many_run_at_a_time(app: Subscriptions, broker: Broke
     assert most == 3
 
 
-# mistakes are seen when a handler is declared
+# errors in the declaration of a handler
 
 
-def test_a_handler_says_what_its_payload_is(app: Subscriptions) -> None:
-    with pytest.raises(TypeError, match="handle does not say what its payload is: annotate 'order'"):
+def test_a_handler_must_annotate_its_payload(app: Subscriptions) -> None:
+    with pytest.raises(TypeError, match="handle has no type for its payload: annotate 'order'"):
 
         @app.subscribe("t", "ch")
         async def handle(order):  # type: ignore[no-untyped-def]
@@ -247,7 +245,7 @@ def test_a_handler_says_what_its_payload_is(app: Subscriptions) -> None:
     assert app.subscriptions == []
 
 
-def test_a_handler_takes_a_payload_and_a_message_at_the_most(app: Subscriptions) -> None:
+def test_a_handler_takes_at_most_a_payload_and_a_message(app: Subscriptions) -> None:
     async def none() -> None: ...
     async def three(order: Order, message: Message, more: int) -> None: ...
     async def keyword(order: Order, *, more: int) -> None: ...
@@ -257,14 +255,14 @@ def test_a_handler_takes_a_payload_and_a_message_at_the_most(app: Subscriptions)
             app.subscribe("t", "ch")(handler)
 
 
-def test_an_annotation_that_does_not_resolve_is_said(app: Subscriptions) -> None:
+def test_an_annotation_that_does_not_resolve_is_an_error(app: Subscriptions) -> None:
     with pytest.raises(TypeError, match="'Unknown' cannot be resolved"):
 
         @app.subscribe("t", "ch")
         async def handle(order: Unknown) -> None: ...
 
 
-def test_a_type_that_json_has_no_form_for_is_said(app: Subscriptions) -> None:
+def test_a_type_without_a_json_form_is_an_error(app: Subscriptions) -> None:
     with pytest.raises(TypeError, match="complex"):
 
         @app.subscribe("t", "ch")
@@ -331,7 +329,7 @@ def test_an_undecodable_payload_goes_to_the_dead_letter_topic_and_not_to_the_han
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_a_hook_gets_the_message_and_what_was_wrong(
+def test_a_dead_letter_function_gets_the_message_and_the_error(
     app: Subscriptions, broker: Broker, topic: str, is_async: bool
 ) -> None:
     seen = []
@@ -353,7 +351,7 @@ def test_a_hook_gets_the_message_and_what_was_wrong(
     assert isinstance(error, DecodeFailed) and error.path == "number"
 
 
-def test_without_a_place_for_them_undecodable_payloads_are_logged(
+def test_without_a_dead_letter_topic_undecodable_payloads_are_logged(
     app: Subscriptions, broker: Broker, topic: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     @app.subscribe(topic, "ch")
@@ -388,7 +386,7 @@ def test_a_dead_letter_can_be_subscribed_to(app: Subscriptions, broker: Broker, 
     assert seen == [BAD, b"\xff\x00", "Grüße".encode()]
 
 
-def test_half_a_character_does_not_keep_a_dead_letter_from_being_written(
+def test_a_lone_surrogate_does_not_break_a_dead_letter(
     app: Subscriptions, broker: Broker, topic: str
 ) -> None:
     @app.subscribe(topic, "ch", dead_letter=f"{topic}.dead")
@@ -400,7 +398,7 @@ def test_half_a_character_does_not_keep_a_dead_letter_from_being_written(
     assert "\ud800" in letter.error and letter.body == rb'{"number": "\ud800"}'
 
 
-def test_a_message_too_big_for_a_dead_letter_is_kept_as_it_was(topic: str) -> None:
+def test_a_message_too_large_for_a_dead_letter_is_published_unchanged(topic: str) -> None:
     body = b"x" * 200
     with run_broker(max_msg_size=200) as broker:
         broker.create(topic, "ch")
@@ -501,7 +499,7 @@ def test_a_failed_last_attempt_counts_for_the_back_off(broker: Broker, topic: st
     assert backoffs == [True]
 
 
-def test_without_a_place_for_dead_letters_a_message_has_the_attempts_of_nsq(
+def test_without_a_dead_letter_topic_attempts_are_as_in_nsq(
     app: Subscriptions, broker: Broker, topic: str
 ) -> None:
     attempts = []
@@ -581,7 +579,7 @@ def test_a_batch_handler_takes_a_list(app: Subscriptions) -> None:
         async def handle(order: Order) -> None: ...
 
 
-# life
+# start and stop
 
 
 def test_several_subscriptions_run_side_by_side(app: Subscriptions, broker: Broker, topic: str) -> None:
@@ -688,7 +686,7 @@ print("over")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_run_works_until_a_signal_and_ends_in_order(broker: Broker, topic: str, signum: int) -> None:
+def test_run_ends_cleanly_after_a_signal(broker: Broker, topic: str, signum: int) -> None:
     broker.publish(topic, b'{"number": 5}')
     command = [sys.executable, "-W", "error", "-c", PROGRAM, broker.tcp_address, topic]
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as process:
@@ -713,7 +711,7 @@ def test_a_second_signal_ends_run_at_once(broker: Broker, topic: str) -> None:
     assert (output, process.returncode) == ("", -signal.SIGTERM)
 
 
-def test_run_belongs_to_the_main_thread(app: Subscriptions) -> None:
+def test_run_needs_the_main_thread(app: Subscriptions) -> None:
     errors = []
 
     def run() -> None:
@@ -725,4 +723,4 @@ def test_run_belongs_to_the_main_thread(app: Subscriptions) -> None:
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert errors == ["run() waits for signals, which only the main thread gets: use `async with`"]
+    assert errors == ["run() needs the main thread, for signals: use `async with` here"]

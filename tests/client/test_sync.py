@@ -28,7 +28,7 @@ def broker() -> Iterator[Broker]:
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
-    """The general guard looks at threads that would keep a process from ending; these are not among them."""
+    """Checks daemon threads, which the general guard does not."""
     yield
     gc.collect()
     wait_until(lambda: not client_threads(), what=client_threads())
@@ -46,7 +46,7 @@ def bodies(broker: Broker, topic: str) -> list[bytes]:
 # producer
 
 
-def test_what_was_published_is_there_when_the_call_returns(broker: Broker) -> None:
+def test_a_publish_is_stored_when_the_call_returns(broker: Broker) -> None:
     topic = unique_name("sync")
     with Producer(broker.tcp_address) as producer:
         producer.publish(topic, b"one")
@@ -63,7 +63,7 @@ def test_a_deferred_message_waits(broker: Broker) -> None:
     assert [message.state for message in broker.peek(topic, "ch")] == ["deferred"]
 
 
-def test_one_thread_works_for_a_producer_and_ends_with_it(broker: Broker) -> None:
+def test_a_producer_has_one_thread_that_ends_with_it(broker: Broker) -> None:
     producer = Producer(broker.tcp_address)
     producer.connect()
     assert client_threads() == ["nsq-producer"]
@@ -88,7 +88,7 @@ def test_several_threads_may_share_a_producer(broker: Broker) -> None:
     assert broker.stats(topic)["topics"][0]["message_count"] == 150
 
 
-def test_a_closed_producer_says_so(broker: Broker) -> None:
+def test_a_closed_producer_raises_stopped(broker: Broker) -> None:
     producer = Producer(broker.tcp_address)
     producer.close()
     for call in (lambda: producer.publish("t", b"x"), producer.connect):
@@ -96,7 +96,7 @@ def test_a_closed_producer_says_so(broker: Broker) -> None:
             call()
 
 
-def test_mistakes_are_seen_before_anything_starts(broker: Broker) -> None:
+def test_wrong_arguments_raise_before_anything_starts(broker: Broker) -> None:
     with pytest.raises(ValueError, match="needs the address"):
         Producer()
     assert client_threads() == []
@@ -107,7 +107,7 @@ def test_mistakes_are_seen_before_anything_starts(broker: Broker) -> None:
             producer.publish("t", b"")
 
 
-def test_the_brokers_refusal_is_raised_with_its_words() -> None:
+def test_a_refusal_is_raised_with_the_text_of_the_broker() -> None:
     with run_broker(max_msg_size=10) as broker, Producer(broker.tcp_address) as producer:
         with pytest.raises(PublishFailed, match="PUB message too big 11 > 10") as caught:
             producer.publish("t", b"x" * 11)
@@ -123,7 +123,7 @@ def test_no_broker_is_an_error_and_not_a_wait() -> None:
             producer.connect()
 
 
-def test_a_silent_broker_is_waited_for_only_so_long(broker: Broker) -> None:
+def test_a_silent_broker_is_a_timeout(broker: Broker) -> None:
     config = Config(publish_timeout=0.2)
     with FaultProxy(broker.tcp_address) as proxy:
         proxy.stall()
@@ -159,7 +159,7 @@ def test_a_producer_finds_a_broker_by_nsqlookupd() -> None:
 # consume
 
 
-def test_messages_come_one_by_one_and_are_finished_by_asking_for_the_next(broker: Broker) -> None:
+def test_a_message_is_finished_when_the_next_is_requested(broker: Broker) -> None:
     topic = unique_name("sync")
     broker.create(topic, "ch")
     broker.publish(topic, b"a", b"b", b"c")
@@ -200,11 +200,11 @@ def test_a_message_whose_loop_is_left_is_sent_again_at_once(broker: Broker, leav
         next(messages)
         del messages
     assert client_threads() == []
-    # Those fetched ahead come back too, and none is deferred.
+    # Messages fetched ahead are requeued too, without a delay.
     found = broker.peek(topic, "ch")
     assert {message.body for message in found} == {b"a", b"b", b"c"}
     assert {message.state for message in found} <= {"ready", "requeued"}
-    # Given back to others, and not sent here once more.
+    # Requeued for others, and not sent here again.
     assert {message.attempts for message in found} == {1}
 
 
@@ -247,11 +247,11 @@ def test_a_broker_that_comes_back_is_found_again() -> None:
             elif seen.count(b"a") == 2 and b"b" in seen:
                 message.finish()
                 break
-        # What was in flight at the restart comes again: its answer went nowhere.
+        # The message in flight at the restart comes again: its answer was lost.
         broker.wait_empty("t", "ch")
 
 
-def test_hopeless_messages_go_to_the_hook_and_not_to_the_loop(broker: Broker) -> None:
+def test_messages_out_of_attempts_go_to_the_hook_not_to_the_loop(broker: Broker) -> None:
     topic = unique_name("sync")
     broker.create(topic, "ch")
     broker.publish(topic, b"bad")
@@ -273,7 +273,7 @@ def test_hopeless_messages_go_to_the_hook_and_not_to_the_loop(broker: Broker) ->
     assert bodies(broker, f"{topic}.dead") == [b"bad"]
 
 
-def test_wrong_names_are_seen_before_the_loop_begins(broker: Broker) -> None:
+def test_wrong_names_raise_before_the_loop_begins(broker: Broker) -> None:
     with pytest.raises(ValueError, match="invalid topic name"):
         consume("no blanks", "ch", nsqd=[broker.tcp_address])
     assert client_threads() == []
@@ -291,7 +291,7 @@ def test_an_idle_timeout_of_a_channel_without_messages_ends_the_loop(broker: Bro
     assert time.monotonic() - began >= 0.1
 
 
-# a process of its own
+# in another process
 
 
 WAIT_FOR_EVER = """
@@ -308,7 +308,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("body", ["pass", "threading.Event().wait()"], ids=["waiting", "in the body"])
-def test_an_interrupt_leaves_cleanly(broker: Broker, body: str) -> None:
+def test_an_interrupt_ends_cleanly(broker: Broker, body: str) -> None:
     topic = unique_name("sync")
     broker.create(topic, "ch")
     broker.publish(topic, b"hello", b"world")
@@ -415,16 +415,16 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 """
 
 
-def test_a_producer_goes_on_in_parent_and_child_after_a_fork(broker: Broker) -> None:
+def test_a_producer_works_in_parent_and_child_after_a_fork(broker: Broker) -> None:
     topic = unique_name("sync")
     broker.create(topic, "ch")
     command = [sys.executable, "-W", "error", "-c", FORKING, broker.tcp_address, topic]
     result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
     assert (result.stderr, result.returncode) == ("", 0)
-    # The parent's loop over messages goes on as well.
+    # The parent's loop over messages continues too.
     assert result.stdout.strip() in {f"{who}{number}" for who in ("parent", "child") for number in range(3)}
     found = [message.body for message in broker.peek(topic)]
     assert sorted(found) == sorted(
         [b"before", b"after", *(b"%s%d" % (who, n) for who in (b"parent", b"child") for n in range(3))]
-        + [b"after fork() the loop over messages is the parent's: begin another one"]
+        + [b"the loop over messages belongs to the parent of the fork: start another one"]
     )

@@ -1,5 +1,5 @@
-"""P. Our client library, as the reference's own tests demand it of theirs: against a real nsqd, and where it
-is about the commands themselves, against a scripted one."""
+"""P. Our client library, with the cases of the reference client's tests: against a real nsqd, or a
+scripted one for sequences of commands."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ async def judge(message: Message) -> None:
 
 
 class Conversation:
-    """A consumer and its peer; messages have no attempts, so that they are requeued with a delay of 0."""
+    """A consumer and its peer; messages have 0 attempts, so they are requeued without delay."""
 
     def __init__(self, nsqd: ScriptedNsqd, consumer: Consumer) -> None:
         self.nsqd, self.consumer = nsqd, consumer
         self._count = 0
 
     async def send(self, body: bytes, *expected: str) -> None:
-        """Send a message; what comes back is this, with `id` for its id."""
+        """Send a message, and expect these commands, with `id` for its id."""
         self._count += 1
         name = str(self._count)
         peer: Peer = await self.nsqd.peer(len(self.nsqd.peers))
@@ -152,7 +152,7 @@ def test_case_212_requeue_without_backoff() -> None:
             await talk.nsqd.told("IDENTIFY", "SUB t ch", "RDY 1")
             await talk.send(BAD, "RDY 0", "REQ id 0", "RDY 1")
             await talk.send(BAD_WITHOUT_BACKOFF, "RDY 0", "REQ id 0", "RDY 1")
-            # It has RDY 1 already: leaving the back-off needs no command.
+            # It already has RDY 1: the end of the back-off needs no command.
             await talk.send(GOOD, "FIN id")
             await talk.nsqd.told_nothing_more()
             assert not talk.consumer.is_in_backoff
@@ -208,7 +208,7 @@ def own_certificate() -> dict[str, Any]:
 
 
 def strict_flags() -> dict[str, Any]:
-    """Of a broker that wants certificates of its clients, over TCP at least."""
+    """Flags of a broker that requires client certificates, at least over TCP."""
     found = certificates()
     return found.server_flags(
         tls_client_auth_policy="require-verify",
@@ -232,7 +232,7 @@ TRANSPORTS: dict[str, Callable[[], dict[str, Any]]] = {
 def transport(
     request: pytest.FixtureRequest, shared_broker: Callable[..., TestBroker]
 ) -> tuple[TestBroker, dict[str, Any]]:
-    """A broker, and what a client has to be told to speak to it like that."""
+    """A broker, and the client options for this transport."""
     name: str = request.param
     flags: dict[str, Any] = {}
     if name == "client certificate":
@@ -369,7 +369,7 @@ def test_case_213_auth(topic: str, shared_broker: Callable[..., TestBroker]) -> 
             async with Consumer(topic, "ch", handle, nsqd=[address(broker)], config=config):
                 await until(lambda: received == [b"hello"])
             async with Producer(address(broker)) as producer:
-                with pytest.raises(ConnectFailed, match="asks for AUTH, and auth_secret is not set"):
+                with pytest.raises(ConnectFailed, match="requires AUTH, but auth_secret is not set"):
                     await producer.publish(topic, b"hello")
             server.answer(b"", status=403)
             async with Producer(address(broker), config=config) as producer:
@@ -383,7 +383,9 @@ def test_case_213_auth(topic: str, shared_broker: Callable[..., TestBroker]) -> 
 # 214: connections
 
 
-def test_case_214_connecting_twice_and_disconnecting_what_is_unknown(broker: TestBroker, topic: str) -> None:
+def test_case_214_connecting_twice_and_disconnecting_an_unknown_address(
+    broker: TestBroker, topic: str
+) -> None:
     async def main() -> None:
         async with Consumer(topic, "ch", judge) as consumer:
             await consumer.connect(address(broker))
@@ -465,7 +467,7 @@ def test_case_216_ping(broker: TestBroker) -> None:
 def test_case_217_publishing_without_waiting_tells_each_its_own_outcome(
     small_broker: TestBroker, topic: str
 ) -> None:
-    """Ten at once; the outcome of each comes back with it. One is too large: it alone fails."""
+    """Ten at once, each with its own outcome. One is too large: only that one fails."""
 
     async def main() -> None:
         config = Config(heartbeat_interval=1, output_buffer_size=1024)
@@ -508,18 +510,16 @@ def test_case_217_heartbeats_are_answered_while_idle(broker: TestBroker, topic: 
         config = Config(heartbeat_interval=1, read_timeout=1.5)
         async with Producer(address(broker), config=config) as producer:
             await producer.publish(topic, b"first")
-            pipeline = producer._pipeline
-            # Two unanswered heartbeats would end it.
+            connection = producer._connection
+            # Two unanswered heartbeats would end the connection.
             await asyncio.sleep(3.2)
             await producer.publish(topic, b"second")
-            assert producer._pipeline is pipeline
+            assert producer._connection is connection
 
     run(main())
 
 
-def test_case_217_a_heartbeat_that_is_refused_is_told_in_the_server_s_words(
-    broker: TestBroker, topic: str
-) -> None:
+def test_case_217_a_refused_heartbeat_has_the_text_of_the_server(broker: TestBroker, topic: str) -> None:
     async def main() -> None:
         async with Producer(address(broker), config=Config(heartbeat_interval=0.1)) as producer:
             text = "E_BAD_BODY IDENTIFY heartbeat interval \\(100\\) is invalid"

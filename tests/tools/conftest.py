@@ -1,4 +1,4 @@
-"""One broker for all tests of the tools; each uses topics of its own."""
+"""One broker for all tests of the tools; each test uses its own topics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""NSQ's tools as processes, forked where that is the same; and an HTTP server that remembers its requests.
+"""NSQ's tools as processes, forked where that is the same; and an HTTP server that remembers its
+requests.
 
 Tool("nsq_tail", "--topic=t", ...)      starts it; a context manager, which ends it
     write(data) end_input()             its standard input
@@ -54,7 +55,7 @@ class Finished(NamedTuple):
 def run_tool(
     name: str, *arguments: str, input: bytes = b"", timeout: float = DEADLINE, **variables: str
 ) -> Finished:
-    """`variables` are of the environment."""
+    """`variables` are environment variables."""
     with Tool(name, *arguments, variables=variables) as tool:
         with suppress(BrokenPipeError):  # it may end before it has read all
             tool.write(input)
@@ -63,7 +64,7 @@ def run_tool(
 
 
 class Tool:
-    """Its output goes to a file unless `stdout` is another one. `more` is for Popen."""
+    """Its output goes to a file by default. `more` is passed to Popen."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ def http(broker: TestBroker) -> str:
 
 
 def consume(broker: TestBroker, topic: str, count: int, channel: str = "look") -> list[bytes]:
-    """The next messages of a channel, finished."""
+    """Read and finish the next messages of a channel."""
     with broker.connect() as connection:
         connection.identify()
         connection.sub(topic, channel, rdy=min(count, 2500))
@@ -166,7 +167,7 @@ def consume(broker: TestBroker, topic: str, count: int, channel: str = "look") -
 
 
 def wait_for_channel(broker: TestBroker, topic: str, channel: str) -> None:
-    """Until somebody is connected to it."""
+    """Wait until a consumer is connected."""
 
     def connected() -> Any:
         stats = broker.channel_stats(topic, channel)
@@ -176,7 +177,7 @@ def wait_for_channel(broker: TestBroker, topic: str, channel: str) -> None:
 
 
 def wait_until_drained(broker: TestBroker, topic: str, channel: str, count: int) -> None:
-    """Until so many messages have come to the channel and been finished."""
+    """Wait until this many messages of the channel are finished."""
 
     def drained() -> bool:
         stats = broker.channel_stats(topic, channel)
@@ -189,7 +190,7 @@ def wait_until_drained(broker: TestBroker, topic: str, channel: str, count: int)
 
 
 def free_address() -> str:
-    """Where nobody listens."""
+    """An address on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return "127.0.0.1:{}".format(*probe.getsockname()[1:])
@@ -204,8 +205,7 @@ class Request(NamedTuple):
 
 
 class WebServer:
-    """Answers `statuses` one after the other, the last one for good; each after a delay, or when `released`
-    is set."""
+    """Answers with `statuses` in turn, then always the last; after a delay, or when `released`."""
 
     def __init__(self, *statuses: int, delay: float = 0.0) -> None:
         self.requests: list[Request] = []

@@ -1,4 +1,4 @@
-"""nsparq auth: secrets made, hashed, checked; nothing secret where it does not belong."""
+"""nsparq auth: creates, hashes and checks secrets, and does not leak them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is typed at the prompts of a terminal, in order."""
+    """The inputs at the prompts of a terminal, in order."""
     lines: list[str] = []
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr(getpass, "getpass", lambda prompt: lines.pop(0))
@@ -38,7 +38,7 @@ def piped(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 
 
 def opens(tmp_path: Path, line: str, secret: bytes) -> bool:
-    """Whether a policy with this line lets the secret in, as identity `x`."""
+    """Whether a policy with this line accepts the secret, as identity `x`."""
     path = tmp_path / "made.toml"
     path.write_text(f'[[identity]]\nname = "x"\n{line}\n{ALLOW}')
     with ThreadPoolExecutor(1) as threads:
@@ -50,7 +50,7 @@ def opens(tmp_path: Path, line: str, secret: bytes) -> bool:
     return True
 
 
-def test_a_secret_comes_with_its_line_and_the_two_fit(
+def test_a_secret_is_printed_with_its_matching_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["secret"]) == 0
@@ -73,7 +73,7 @@ def test_a_password_is_asked_for_twice(
     assert "name:password" in err and "hörse" not in out + err
     typed += ["one", "two"]
     assert main(["hash"]) == 1
-    assert capsys.readouterr() == ("", "nsparq auth: the two are not the same\n")
+    assert capsys.readouterr() == ("", "nsparq auth: the two secrets differ\n")
 
 
 @pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n"])
@@ -84,7 +84,7 @@ def test_a_password_may_come_through_a_pipe(
     assert main(["hash"]) == 0
     out, err = capsys.readouterr()
     assert opens(tmp_path, out.strip(), b"x:a \xff b")
-    assert err.startswith("This is short.")
+    assert err.startswith("This password is short.")
 
 
 def test_a_generated_secret_from_elsewhere_gets_the_fast_hash(
@@ -95,7 +95,7 @@ def test_a_generated_secret_from_elsewhere_gets_the_fast_hash(
     assert capsys.readouterr() == (f'secret = "{hash_generated(b"long and random")}"\n', "")
 
 
-def test_nothing_typed_is_no_password(
+def test_an_empty_password_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     piped(monkeypatch, b"\n")
@@ -129,7 +129,7 @@ def policy_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_check_shows_who_may_do_what(policy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_prints_the_permissions(policy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(policy_file)]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines() == [
@@ -151,7 +151,7 @@ def test_a_check_of_a_bad_file_says_why(policy_file: Path, capsys: pytest.Captur
     assert "No such file or directory" in capsys.readouterr().err
 
 
-def test_who_says_whose_secret_it_is(
+def test_who_prints_the_identity_of_a_secret(
     policy_file: Path, typed: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed += ["new"]
@@ -171,7 +171,7 @@ def test_a_wrong_command_line_is_status_2(arguments: list[str], capsys: pytest.C
     assert "usage: nsparq auth" in capsys.readouterr().err
 
 
-def test_the_example_of_the_documentation_is_right(
+def test_the_example_of_the_documentation_is_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "auth.md").read_text(encoding="utf-8")

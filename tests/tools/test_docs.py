@@ -1,4 +1,4 @@
-"""docs/tools.md: its transcripts are run, and its other command lines are ones that the tools accept."""
+"""docs/tools.md: transcripts are run; other command lines must be accepted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ kill $!
 wait $!
 """
 
-# What is different every time.
+# Parts of the output that change.
 CHANGES = [
     (r"\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{6}", "TIME"),
     (r"tail\d{6}#", "tail#"),
@@ -57,7 +57,7 @@ def settled(text: str) -> str:
 
 @contextmanager
 def load(broker: TestBroker) -> Iterator[None]:
-    """Something to be watched."""
+    """A channel to watch."""
     stop = threading.Event()
     broker.control("create", "orders", "archive")
 
@@ -77,13 +77,13 @@ def load(broker: TestBroker) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shims(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the tools under their names, as an installation has it."""
+    """A directory with the tools under their names, as after installation."""
     directory = tmp_path_factory.mktemp("bin")
     for table in TABLES:
         path = directory / table.program
         path.write_text(f'#!/bin/sh\nexec {shlex.join(command(table.program))} "$@"\n')
         path.chmod(0o755)
-    # A second may be too short on a busy machine, so what is to be seen is waited for.
+    # Wait for the expected output: a second may be too short on a busy machine.
     path = directory / "timeout"
     path.write_text(ENOUGH_TIME)
     path.chmod(0o755)
@@ -97,7 +97,7 @@ def test_there_is_something_to_check() -> None:
 
 
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda text: text.split()[1])
-def test_a_transcript_is_what_one_sees(session: str, shims: Path, tmp_path: Path) -> None:
+def test_transcripts_show_the_real_output(session: str, shims: Path, tmp_path: Path) -> None:
     variables = environment()
     variables["PATH"] = f"{shims}:{variables['PATH']}"
     steps = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", session, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Which destination is next: rules by themselves, with the time as an argument."""
+"""Which destination is next, with the time as an argument."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def picks(pool: RoundRobin, count: int, now: float = 0.0) -> str:
     return "".join(pool.pick(now) for _ in range(count))
 
 
-def test_round_robin_takes_them_in_turn_whatever_happens() -> None:
+def test_round_robin_takes_hosts_in_turn_even_if_they_fail() -> None:
     pool = RoundRobin(HOSTS)
     assert picks(pool, 4) == "abca"
     pool.report("b", False, 1.0, 0.0)
     assert picks(pool, 3) == "bca"
 
 
-def test_one_that_failed_is_left_out_for_30_seconds() -> None:
+def test_a_failed_host_is_skipped_for_30_seconds() -> None:
     pool = HostPool(HOSTS)
     pool.report("b", False, 0.0, 100.0)
     assert picks(pool, 4, 100.0) == "acac"
@@ -47,7 +47,7 @@ def test_while_it_keeps_failing_the_time_doubles_up_to_15_minutes() -> None:
     assert "b" in picks(pool, 2, now + 30)
 
 
-def test_one_try_at_a_time_is_made_with_one_that_failed() -> None:
+def test_a_failed_host_gets_one_try_at_a_time() -> None:
     pool = HostPool(["a", "b"])
     pool.report("b", False, 0.0, 0.0)
     assert picks(pool, 6, 30.0).count("b") == 1
@@ -60,7 +60,7 @@ def test_when_all_have_failed_all_are_tried_again() -> None:
     assert picks(pool, 3, 1.0) == "abc"
 
 
-def test_mostly_the_fastest_is_taken_and_sometimes_another() -> None:
+def test_mostly_the_fastest_host_is_taken_and_sometimes_another() -> None:
     draws = iter([0.9] * 100)
     pool = EpsilonGreedy(HOSTS, draw=lambda: next(draws))
     for host, seconds in (("a", 0.3), ("b", 0.1), ("c", 0.2)):

@@ -77,7 +77,7 @@ async def ask(server: Any, client: HttpClient, body: bytes = b"body", **headers:
     return await client.request("POST", parse_target(server.url + "/path?x=1"), headers, body)
 
 
-def test_a_request_is_what_was_asked_for() -> None:
+def test_a_request_has_the_given_method_headers_and_body() -> None:
     async def test(server: Any, client: HttpClient) -> None:
         assert await ask(server, client, User="me") == 200
         assert await client.request("GET", parse_target(server.url), {}) == 404
@@ -105,9 +105,7 @@ def test_a_request_is_what_was_asked_for() -> None:
         (b"HTTP/1.1 302 Found\r\nLocation: /other\r\nContent-Length: 0\r\n\r\n", 302, True),
     ],
 )
-def test_the_status_counts_and_the_rest_is_read_if_it_is_worth_it(
-    answer: bytes, status: int, keeps: bool
-) -> None:
+def test_only_the_status_counts_and_a_short_body_is_read(answer: bytes, status: int, keeps: bool) -> None:
     async def test(server: Any, client: HttpClient) -> None:
         assert await ask(server, client) == status
         assert await ask(server, client) == 200
@@ -124,7 +122,7 @@ def test_an_answer_without_a_length_ends_with_its_connection() -> None:
     assert server.connections == 2
 
 
-def test_a_kept_connection_that_the_server_has_ended_is_no_failure() -> None:
+def test_an_idle_connection_that_the_server_closed_is_not_a_failure() -> None:
     async def test(server: Any, client: HttpClient) -> None:
         assert await ask(server, client) == 200
         assert await ask(server, client) == 200
@@ -133,7 +131,7 @@ def test_a_kept_connection_that_the_server_has_ended_is_no_failure() -> None:
     assert (server.connections, len(server.requests)) == (2, 3)
 
 
-def test_a_new_connection_that_ends_without_an_answer_is_one() -> None:
+def test_a_new_connection_that_ends_without_an_answer_is_a_failure() -> None:
     async def test(server: Any, client: HttpClient) -> None:
         with pytest.raises(RequestFailed):
             await ask(server, client)
@@ -153,7 +151,7 @@ def test_a_new_connection_that_ends_without_an_answer_is_one() -> None:
     ],
     ids=["another protocol", "no status", "long header", "many headers", "bad chunk", "cut off"],
 )
-def test_what_is_no_answer_is_a_failure(answer: bytes) -> None:
+def test_an_invalid_answer_is_a_failure(answer: bytes) -> None:
     async def test(server: Any, client: HttpClient) -> None:
         with pytest.raises(RequestFailed):
             await ask(server, client)
@@ -180,7 +178,7 @@ def test_everything_ends_at_the_timeout() -> None:
     serve(test, b"HTTP/1.1 200 OK\r\n", timeout=0.1, stalls=True)
 
 
-def test_nobody_there_is_a_failure_with_its_reason() -> None:
+def test_a_refused_connection_is_a_failure_with_its_reason() -> None:
     async def run() -> None:
         client = HttpClient(1.0, 1.0)
         with pytest.raises(RequestFailed, match=r"(?i)connect"):
@@ -190,7 +188,7 @@ def test_nobody_there_is_a_failure_with_its_reason() -> None:
     asyncio.run(run())
 
 
-def test_requests_at_the_same_time_have_connections_of_their_own_which_are_kept() -> None:
+def test_parallel_requests_use_separate_connections_that_are_reused() -> None:
     async def test(server: Any, client: HttpClient) -> None:
         for _ in range(3):
             statuses = await asyncio.gather(*(ask(server, client) for _ in range(5)))
@@ -199,8 +197,8 @@ def test_requests_at_the_same_time_have_connections_of_their_own_which_are_kept(
     assert serve(test, *[OK] * 15).connections == 5
 
 
-def test_a_waiting_request_takes_whichever_connection_becomes_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server with a short line for newcomers accepts one connection now and the others much later."""
+def test_a_waiting_request_takes_the_first_free_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with a short accept queue: one connection now, the others much later."""
 
     async def test(server: Any, client: HttpClient) -> None:
         connect, dialled = client._connect, 0
@@ -271,6 +269,6 @@ def test_a_name_and_password_in_the_address_are_sent_as_such() -> None:
 @pytest.mark.parametrize(
     "url", ["", "host:80", "ftp://host", "http://", "http://a b/", "http://a/\r\nX: y", "http://a:x/"]
 )
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(ValueError):
         parse_target(url)

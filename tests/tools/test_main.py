@@ -1,4 +1,4 @@
-"""The nsparq command: what a newcomer sees, and that only what is asked for is loaded."""
+"""The nsparq command: its help, and that it imports only the requested command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_help_lists_every_command_on_stdout(asked: str, capsys: pytest.CaptureFi
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_nothing_at_all_is_answered_with_the_help_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_arguments_print_the_help_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("Usage: nsparq COMMAND")
@@ -91,14 +91,14 @@ def test_a_missing_extra_is_named(
     assert capsys.readouterr().err == "nsparq nsqd: uvloop is missing: pip install 'nsparq[server]'\n"
 
 
-def test_a_mistake_of_ours_is_not_taken_for_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_error_of_ours_is_not_reported_as_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = {"Tools": (Command("x", "nsparq.tools.nowhere", ""),)}
     monkeypatch.setattr(main_module, "COMMANDS", commands)
     with pytest.raises(ModuleNotFoundError):
         main(["x"])
 
 
-def test_an_interruption_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(arguments: Sequence[str]) -> int:
         raise KeyboardInterrupt
 
@@ -106,7 +106,7 @@ def test_an_interruption_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> Non
     assert main(["auth"]) == 130
 
 
-def test_a_reader_that_leaves_is_no_traceback() -> None:
+def test_a_closed_reader_prints_no_traceback() -> None:
     code = (
         "import importlib, sys, types\n"
         "from nsparq.tools.main import main\n"

@@ -35,7 +35,7 @@ def stat(broker: TestBroker, topic: str, *arguments: str) -> tuple[str, ...]:
     return (f"--topic={topic}", "--channel=c", f"--nsqd-http-address={http(broker)}", *arguments)
 
 
-def test_a_header_and_as_many_lines_as_wanted(broker: TestBroker, topic: str) -> None:
+def test_it_prints_a_header_and_the_requested_number_of_lines(broker: TestBroker, topic: str) -> None:
     broker.control("create", topic, "c")
     broker.publish(topic, b"1", b"2", b"3", b"4", b"5")
     with broker.connect() as connection:
@@ -63,14 +63,14 @@ def test_rates_are_per_second_and_the_header_comes_again(broker: TestBroker, top
         text = tool.out().decode()
     assert text.startswith(HEADER)
     blocks = text.split(HEADER)[1:]
-    # The first poll has nothing to be compared with.
+    # The first poll has no earlier one to compare with.
     assert [block.count("\n") for block in blocks] == [24, 25, 1]
     rows = [line for block in blocks for line in block.splitlines(keepends=True)]
     assert all(ROW.fullmatch(row) for row in rows)
     assert any(int(row.split()[0]) > 0 for row in rows)
 
 
-def test_several_nsqds_are_added_up_and_found_by_nsqlookupd(topic: str) -> None:
+def test_figures_of_several_nsqds_are_summed(topic: str) -> None:
     with start_lookupd() as lookupd:
         flags = {
             "lookupd_tcp_address": ("{}:{}".format(*lookupd.address),),
@@ -107,7 +107,7 @@ def test_a_signal_ends_it_with_status_0(broker: TestBroker, topic: str, signum: 
         assert tool.wait(DEADLINE) == 0
 
 
-def test_no_such_channel_or_nobody_to_ask_is_fatal(broker: TestBroker, topic: str) -> None:
+def test_a_missing_channel_or_nsqd_is_fatal(broker: TestBroker, topic: str) -> None:
     def refused(*arguments: str) -> str:
         done = run_tool("nsq_stat", f"--topic={topic}", "--channel=c", *arguments)
         assert (done.status, done.out.decode()) == (1, HEADER)
@@ -125,7 +125,7 @@ def test_no_such_channel_or_nobody_to_ask_is_fatal(broker: TestBroker, topic: st
     assert f"no nsqd has the topic {topic}" in found
 
 
-def test_an_nsqd_that_goes_away_ends_it(topic: str) -> None:
+def test_a_lost_nsqd_ends_it(topic: str) -> None:
     with start_broker() as broker:
         broker.control("create", topic, "c")
         with Tool("nsq_stat", *stat(broker, topic, "--interval=20ms")) as tool:
@@ -135,7 +135,7 @@ def test_an_nsqd_that_goes_away_ends_it(topic: str) -> None:
             assert "FATAL: GET http://" in tool.err()
 
 
-def test_a_reader_that_leaves_is_no_traceback(broker: TestBroker, topic: str) -> None:
+def test_a_closed_reader_prints_no_traceback(broker: TestBroker, topic: str) -> None:
     broker.control("create", topic, "c")
     reading, writing = os.pipe()
     with Tool("nsq_stat", *stat(broker, topic, "--interval=10ms"), stdout=writing) as tool:
@@ -172,7 +172,7 @@ def test_a_reader_that_leaves_is_no_traceback(broker: TestBroker, topic: str) ->
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_options_are_refused(
     arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str], root_logger_restored: None
 ) -> None:
     assert nsq_stat.main(arguments) == 1
@@ -184,7 +184,7 @@ def test_what_makes_no_sense_is_refused(
 
 
 def on_a_terminal(*arguments: str, **variables: str) -> tuple[int, str]:
-    """Status, and what the terminal got."""
+    """The exit status, and the output on the terminal."""
     pid, terminal = pty.fork()
     if pid == 0:
         try:
@@ -204,7 +204,7 @@ def on_a_terminal(*arguments: str, **variables: str) -> tuple[int, str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_on_a_terminal_it_is_the_same_in_colour(broker: TestBroker, topic: str) -> None:
+def test_a_terminal_gets_the_same_lines_in_colour(broker: TestBroker, topic: str) -> None:
     broker.control("create", topic, "c")
     arguments = stat(broker, topic, "--count=1", "--interval=20ms")
     status, shown = on_a_terminal(*arguments, TERM="xterm-256color", COLUMNS="40")
@@ -226,7 +226,7 @@ def test_without_rich_a_terminal_gets_the_plain_lines(monkeypatch: pytest.Monkey
 # Figures
 
 
-def test_rates_are_cut_to_whole_numbers_and_may_be_negative() -> None:
+def test_rates_are_whole_numbers_and_may_be_negative() -> None:
     before = ChannelFigures(message_count=100, depth=10)
     now = ChannelFigures(message_count=107, depth=30, backend_depth=8)
     rates, depth, _ = nsq_stat.row(before, now, 2.0)
@@ -240,7 +240,7 @@ def test_wide_figures_do_not_run_together() -> None:
     assert nsq_stat.format_row(figures) == line
 
 
-def test_an_nsqd_that_wants_tls_is_asked_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nsqd_that_requires_tls_is_asked_over_https(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asked: list[str] = []
 
@@ -255,8 +255,8 @@ def test_an_nsqd_that_wants_tls_is_asked_there(monkeypatch: pytest.MonkeyPatch) 
     assert [url.partition("?")[0] for url in asked] == ["http://host:4151/stats", "https://host:4152/stats"]
 
 
-def test_the_secret_is_shown_to_those_that_ask_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not to a port that only says where the one with TLS is."""
+def test_only_servers_that_ask_get_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port that only names the HTTPS port does not get it."""
 
     asked: list[tuple[str, str]] = []
 
@@ -282,14 +282,14 @@ def test_the_secret_is_shown_to_those_that_ask_for_it_alone(monkeypatch: pytest.
         ("http://guarded:3", ""),
         ("http://guarded:3", "Bearer xyzzy"),
     ]
-    # The second time it is known who wants it.
+    # The second time the client knows who asks for it.
     assert asked == [*first, first[0], first[1], first[3], first[5]]
     strict = Cluster(1, 1, Config(auth_secret="xyzzy", auth_requires_tls=True))
-    with pytest.raises(AskFailed, match="status 401: it is shown no secret: tls_v1 is not set"):
+    with pytest.raises(AskFailed, match="status 401: it does not get the secret: tls_v1 is not set"):
         strict.channel(["guarded:3"], "t", "c")
     limited = Cluster(1, 1, Config(auth_secret="xyzzy", auth_secret_for=("*.example.com",)))
     asked.clear()
-    with pytest.raises(AskFailed, match="auth_secret_for does not name it .see NSQ_SECRET_FOR"):
+    with pytest.raises(AskFailed, match="auth_secret_for does not include it .see NSQ_SECRET_FOR"):
         limited.channel(["guarded:3"], "t", "c")
     assert asked == [("http://guarded:3", "")]
 
@@ -300,10 +300,10 @@ def test_the_secret_is_shown_to_those_that_ask_for_it_alone(monkeypatch: pytest.
         (500, b"", "status 500"),
         (403, b'{"message":"FORBIDDEN"}', "status 403"),
         (200, b"not json", "Expecting value"),
-        (200, b"[]", "not what NSQ would answer"),
+        (200, b"[]", "not an answer of NSQ"),
     ],
 )
-def test_an_answer_that_makes_no_sense_is_a_failure(
+def test_an_unusable_answer_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, status: int, body: bytes, reason: str
 ) -> None:
 
@@ -332,7 +332,7 @@ def test_a_server_that_never_answers_does_not_outlast_the_timeout(topic: str) ->
     assert done.status == 1 and "timed out" in done.err
 
 
-def test_an_address_of_the_tcp_port_is_told_apart(broker: TestBroker, topic: str) -> None:
+def test_the_address_of_a_tcp_port_is_recognised(broker: TestBroker, topic: str) -> None:
     done = run_tool("nsq_stat", f"--topic={topic}", "--channel=c", f"--nsqd-http-address={tcp(broker)}")
     assert done.status == 1 and f"GET http://{tcp(broker)}/stats" in done.err
 
@@ -341,8 +341,8 @@ ODD = [None, True, -1, 0.5, "a..b", "\ud800", "x@y", [], {}, [None, {}, "a"], {"
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
-def test_odd_answers_end_in_a_failure_or_are_left_out(monkeypatch: pytest.MonkeyPatch, odd: object) -> None:
-    """One node that cannot be, or says nonsense, must not end the tool with a traceback."""
+def test_invalid_answers_are_a_failure_or_left_out(monkeypatch: pytest.MonkeyPatch, odd: object) -> None:
+    """A node with an invalid address or answer must not cause a traceback."""
     good = {"broadcast_address": "good", "http_port": 4151}
     channel = {"channel_name": "c", "depth": 3}
     producers = [odd, good | {"broadcast_address": odd}, good | {"http_port": odd}, good]

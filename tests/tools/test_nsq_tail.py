@@ -1,4 +1,4 @@
-"""nsq_tail: messages on standard output, and nothing else there."""
+"""nsq_tail prints messages to standard output, and nothing else."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def test_an_interrupt_ends_it_with_status_0(broker: TestBroker, topic: str) -> N
         assert tool.wait() == 0
 
 
-def test_without_a_channel_it_reads_from_one_of_its_own_which_goes_with_it(
-    broker: TestBroker, topic: str
-) -> None:
+def test_without_a_channel_it_uses_an_ephemeral_one(broker: TestBroker, topic: str) -> None:
     broker.control("create", topic)
     with tail(broker, f"--topic={topic}") as tool:
         channels = wait_until(lambda: broker.topic_stats(topic)["channels"])  # type: ignore[index]
@@ -66,7 +64,7 @@ def test_without_a_channel_it_reads_from_one_of_its_own_which_goes_with_it(
 
 
 @pytest.mark.parametrize("most", ["", "--max-in-flight=3"])
-def test_n_ends_it_after_so_many_and_takes_no_more(broker: TestBroker, topic: str, most: str) -> None:
+def test_n_ends_it_after_this_many_messages(broker: TestBroker, topic: str, most: str) -> None:
     broker.publish(topic, *(b"%d" % number for number in range(20)))
     done = run_tool(
         "nsq_tail",
@@ -81,7 +79,7 @@ def test_n_ends_it_after_so_many_and_takes_no_more(broker: TestBroker, topic: st
     stats = broker.channel_stats(topic, "c")
     assert stats is not None
     assert (stats["depth"], stats["in_flight_count"], stats["requeue_count"]) == (13, 0, 0)
-    # Those that were printed are finished, the last one too.
+    # Printed messages are finished, also the last one.
     assert consume(broker, topic, 1, "c") == [b"7"]
 
 
@@ -99,7 +97,7 @@ def test_several_topics_each_with_its_name_and_n_of_one_of_them(broker: TestBrok
         assert sorted(tool.out().decode().splitlines()) == sorted(expected)
 
 
-def test_nsqlookupd_tells_where_the_topic_is(topic: str) -> None:
+def test_the_topic_is_found_through_nsqlookupd(topic: str) -> None:
     with start_lookupd() as lookupd:
         address = "{}:{}".format(*lookupd.address)
         with start_broker(lookupd_tcp_address=(address,), broadcast_address="127.0.0.1") as broker:
@@ -109,14 +107,14 @@ def test_nsqlookupd_tells_where_the_topic_is(topic: str) -> None:
             assert (done.status, done.out) == (0, b"found\n")
 
 
-def test_an_nsqd_that_is_not_there_is_fatal_at_the_start(topic: str) -> None:
+def test_an_unreachable_nsqd_is_fatal_at_the_start(topic: str) -> None:
     address = free_address()
     done = run_tool("nsq_tail", f"--topic={topic}", f"--nsqd-tcp-address={address}")
     assert (done.status, done.out) == (1, b"")
     assert f"FATAL: {address}: " in done.err
 
 
-def test_an_nsqd_that_goes_away_later_is_waited_for(topic: str) -> None:
+def test_an_nsqd_that_is_lost_later_is_reconnected(topic: str) -> None:
     port = free_address()
     with BrokerProcess(tcp_address=port) as broker, tail(broker, f"--topic={topic}", "--channel=c") as tool:
         wait_for_channel(broker, topic, "c")
@@ -126,7 +124,7 @@ def test_an_nsqd_that_goes_away_later_is_waited_for(topic: str) -> None:
         assert tool.terminate() == 0
 
 
-def test_whatever_a_reader_that_left_did_not_get_is_not_finished(broker: TestBroker, topic: str) -> None:
+def test_messages_that_a_closed_reader_did_not_get_are_not_finished(broker: TestBroker, topic: str) -> None:
     reading, writing = os.pipe()
     with tail(broker, f"--topic={topic}", "--channel=c", stdout=writing) as tool:
         os.close(writing)
@@ -141,7 +139,7 @@ def test_whatever_a_reader_that_left_did_not_get_is_not_finished(broker: TestBro
     assert consume(broker, topic, 1, "c") == [b"two"]
 
 
-def test_a_reader_that_does_not_read_neither_stops_heartbeats_nor_the_end(topic: str) -> None:
+def test_a_stuck_reader_stops_neither_heartbeats_nor_the_end(topic: str) -> None:
     reading, writing = os.pipe()
     try:
         with start_broker() as broker:
@@ -153,7 +151,7 @@ def test_a_reader_that_does_not_read_neither_stops_heartbeats_nor_the_end(topic:
                 wait_until(lambda: broker.channel_stats(topic, "c")["in_flight_count"] == 3)  # type: ignore[index]
                 before = broker.channel_stats(topic, "c")["clients"][0]["remote_address"]  # type: ignore[index]
                 with broker.connect() as connection:
-                    # Two heartbeats without an answer would be the end of the tool's connection.
+                    # Two unanswered heartbeats would end the tool's connection.
                     connection.identify(heartbeat_interval=1000)
                     connection.sub(topic, "other")
                     while connection.heartbeats_seen < 3:
@@ -162,7 +160,7 @@ def test_a_reader_that_does_not_read_neither_stops_heartbeats_nor_the_end(topic:
                 clients = broker.channel_stats(topic, "c")["clients"]  # type: ignore[index]
                 assert [client["remote_address"] for client in clients] == [before]
                 assert tool.terminate() == 1
-                assert "nobody reads it" in tool.err()
+                assert "the reader does not read" in tool.err()
     finally:
         os.close(reading)
         os.close(writing)
@@ -187,7 +185,7 @@ def test_options_of_the_consumer_reach_the_broker(broker: TestBroker, topic: str
         client = broker.channel_stats(topic, "c")["clients"][0]  # type: ignore[index]
         assert client["client_id"] == "me"
         assert re.match(r"nsq_tail/1\.3\.0 ", client["user_agent"])
-        # The flag wins.
+        # The flag takes precedence.
         wait_until(lambda: broker.channel_stats(topic, "c")["clients"][0]["ready_count"] == 33)  # type: ignore[index]
         assert tool.terminate() == 0
 

@@ -1,4 +1,4 @@
-"""nsq_to_file: every message is in a file before it is finished. For crashes there is a file of its own."""
+"""nsq_to_file: every message is in a file before it is finished."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from nsparq.tools import nsq_to_file
-from nsparq.tools.common import Ending
 from nsparq.tools.nsq_to_file import Archives, NsqToFileOptions
+from nsparq.tools.run import Ending
 from nsparq.tools.topic_files import TopicFiles
 from tests.support import DEADLINE, TestBroker, start_broker, unique_name, wait_until
 from tests.support.lookupd import start_lookupd
@@ -65,7 +65,7 @@ def test_messages_are_lines_of_a_file_named_after_topic_host_and_hour(
     assert content == b"one\ntwo\n\xff\x00binary\n"
 
 
-def test_messages_are_written_at_once_and_finished_at_the_end_at_the_latest(
+def test_messages_are_written_at_once_and_finished_by_the_end(
     broker: TestBroker, topic: str, tmp_path: Path
 ) -> None:
     with archive(broker, tmp_path, f"--topic={topic}", "--sync-interval=1h") as tool:
@@ -98,7 +98,7 @@ def test_a_long_sync_interval_does_not_make_messages_time_out(topic: str, tmp_pa
             assert tool.terminate() == 0
 
 
-def test_a_hangup_ends_the_file_and_the_next_message_begins_another(
+def test_sighup_closes_the_file_and_the_next_message_starts_another(
     broker: TestBroker, topic: str, tmp_path: Path
 ) -> None:
     out, work = tmp_path / "out", tmp_path / "work"
@@ -120,7 +120,7 @@ def test_a_hangup_ends_the_file_and_the_next_message_begins_another(
     ]
 
 
-def test_a_file_that_was_moved_away_is_not_written_to_after_a_hangup(
+def test_a_file_that_was_moved_away_is_not_written_to_after_sighup(
     broker: TestBroker, topic: str, tmp_path: Path
 ) -> None:
     with archive(broker, tmp_path, f"--topic={topic}", "--filename-format=log", QUICK) as tool:
@@ -194,7 +194,7 @@ def test_topics_are_found_and_new_ones_too_and_chosen_by_a_pattern(tmp_path: Pat
                 wait_until_drained(broker, "shop.refunds", "nsq_to_file", 1)
                 tool.wait_for_log("cannot archive the topic ..")
                 assert tool.terminate() == 0
-                assert "cannot look for topics" in tool.err()
+                assert "cannot look up topics" in tool.err()
     assert files(tmp_path) == {"out/shop.orders/log": b"order\n", "out/shop.refunds/log": b"refund\n"}
 
 
@@ -210,9 +210,7 @@ def test_the_pattern_also_chooses_among_given_topics(broker: TestBroker, tmp_pat
     assert broker.topic_stats(unwanted)["channels"] == []  # type: ignore[index]
 
 
-def test_a_disk_that_is_full_ends_it_and_loses_nothing(
-    broker: TestBroker, topic: str, tmp_path: Path
-) -> None:
+def test_a_full_disk_ends_it_without_loss(broker: TestBroker, topic: str, tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 
@@ -231,7 +229,7 @@ def test_a_disk_that_is_full_ends_it_and_loses_nothing(
         assert tool.terminate() == 0
     lines = (tmp_path / "log").read_bytes().split(b"\n")
     assert set(bodies) <= set(lines)
-    # The line in which the disk was full was ended, so that nothing is glued to it.
+    # The line at which the disk became full was ended, so that nothing is appended to it.
     assert len([line for line in lines if line and line not in bodies]) <= 1
 
 
@@ -253,7 +251,7 @@ def test_attempts_do_not_make_it_give_up(topic: str, tmp_path: Path) -> None:
     assert [*files(tmp_path).values()] == [b"often\n"]
 
 
-# Inside
+# Internals
 
 
 def run_inside(options: NsqToFileOptions, during: Any) -> None:
@@ -362,7 +360,7 @@ GOOD = ("--topic=t", "--nsqd-tcp-address=127.0.0.1:1")
         ((*GOOD, "--channel="), "--channel is required"),
         ((*GOOD, "--gzip-level=0"), "invalid --gzip-level value (0), should be 1-9"),
         ((*GOOD, "--topic-pattern=("), "--topic-pattern (: missing ), unterminated subpattern at position 0"),
-        ((*GOOD, "--topic-pattern=u"), "--topic-pattern matches none of the topics that were given"),
+        ((*GOOD, "--topic-pattern=u"), "--topic-pattern matches none of the given topics"),
         ((*GOOD, "--sync-interval=0s"), "--sync-interval must be positive"),
         ((*GOOD, "--filename-format=<REV><REV>"), "--filename-format has <REV> more than once"),
         *(
@@ -374,14 +372,14 @@ GOOD = ("--topic=t", "--nsqd-tcp-address=127.0.0.1:1")
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_options_are_refused(
     arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str], root_logger_restored: None
 ) -> None:
     assert nsq_to_file.main(arguments) == 1
     assert capsys.readouterr().err.endswith(f"FATAL: {text}\n")
 
 
-def test_an_output_directory_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_output_directory_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"")
     done = run_tool("nsq_to_file", *GOOD, f"--output-dir={path}")

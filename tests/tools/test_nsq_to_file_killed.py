@@ -1,5 +1,5 @@
-"""nsq_to_file is killed again and again at no particular moment: every acknowledged message is in some file,
-exactly as published. Messages may be there twice."""
+"""nsq_to_file is killed at random moments: every acknowledged message is in a file, unchanged,
+perhaps twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROUNDS = 6
 
 
 class Load:
-    """Publishes messages, each of its own, and remembers those that were acknowledged."""
+    """Publishes unique messages and records those that were acknowledged."""
 
     def __init__(self, broker: TestBroker, topic: str, seed: int) -> None:
         self._broker, self._topic = broker, topic
@@ -53,7 +53,7 @@ class Load:
 
 
 def lines_of(path: Path) -> list[bytes]:
-    """Those of a compressed file too, up to where it was cut off."""
+    """Also of a compressed file, up to where it was cut off."""
     data = path.read_bytes()
     if path.suffix == ".gz":
         whole = b""
@@ -77,7 +77,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_whatever_was_acknowledged_is_in_some_file(mode: str, tmp_path: Path) -> None:
+def test_every_acknowledged_message_is_in_a_file(mode: str, tmp_path: Path) -> None:
     topic = "t"
     out, work = tmp_path / "out", tmp_path / "work"
     seed = random.randrange(1 << 32)
@@ -107,18 +107,18 @@ def test_whatever_was_acknowledged_is_in_some_file(mode: str, tmp_path: Path) ->
     assert acknowledged <= set(found)
     strange = [line for line in found if line not in acknowledged]
     if moves:
-        # Files that were left behind were completed by the next run; what is here can be trusted.
+        # The next run has completed the files that were left, so these can be trusted.
         assert strange == []
         assert [path for path in work.rglob("*") if path.is_file()] == []
         for path in out.rglob("*.gz"):
             gzip.decompress(path.read_bytes())
     else:
-        # The last line before a crash may be the beginning of a message, which follows in full.
+        # The last line before a crash may be a partial message, which is written again in full.
         assert len(strange) <= ROUNDS
         assert all(any(body.startswith(line) for body in acknowledged) for line in strange)
 
 
-def test_an_nsqd_that_is_killed_meanwhile_costs_nothing_either(tmp_path: Path) -> None:
+def test_a_killed_nsqd_loses_nothing_either(tmp_path: Path) -> None:
     topic = "t"
     with BrokerProcess(tcp_address=free_address()) as broker:
         arguments = (f"--topic={topic}", "--channel=c", f"--nsqd-tcp-address={tcp(broker)}")

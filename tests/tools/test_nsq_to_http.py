@@ -1,4 +1,4 @@
-"""nsq_to_http: a request for every message, finished when it went well."""
+"""nsq_to_http: one request per message, which is finished after success."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 from nsparq.option_table import OptionError
 from nsparq.tools import nsq_to_http
-from nsparq.tools.nsq_to_http import parse_headers
+from nsparq.tools.nsq_to_http import FLOAT, parse_headers
 from tests.support import TestBroker, start_broker, wait_until
 from tests.support.polling import DEADLINE
 
 from .processes import Tool, WebServer, free_address, tcp, wait_until_drained
 
-# Messages that fail come again at once, and back-off takes milliseconds.
+# Failed messages are requeued without delay, and back-off takes milliseconds.
 QUICK = ("--consumer-opt=default_requeue_delay,0", "--consumer-opt=backoff_multiplier,1ms")
 
 
@@ -51,9 +51,7 @@ def test_headers_and_type_can_be_given_and_replaced(broker: TestBroker, topic: s
     assert request.headers["content-type"] == "text/plain"
 
 
-def test_a_get_carries_the_message_in_its_address_and_200_alone_counts(
-    broker: TestBroker, topic: str
-) -> None:
+def test_a_get_has_the_message_in_its_url_and_only_200_counts(broker: TestBroker, topic: str) -> None:
     with WebServer(204, 200) as server, forward(broker, topic, f"--get={server.url}/?a=%20&d=%s") as tool:
         broker.publish(topic, b"a b&c=\xff/~_.-%s")
         requests = server.wait_for(2)
@@ -63,7 +61,7 @@ def test_a_get_carries_the_message_in_its_address_and_200_alone_counts(
     assert requests[0].method == "GET" and "content-type" not in requests[0].headers
 
 
-def test_a_message_that_is_refused_comes_again_until_it_is_taken(broker: TestBroker, topic: str) -> None:
+def test_a_refused_message_is_sent_again_until_it_is_accepted(broker: TestBroker, topic: str) -> None:
     with WebServer(500, 503, 302, 200) as server, forward(broker, topic, f"--post={server.url}") as tool:
         broker.publish(topic, b"stubborn")
         server.wait_for(4)
@@ -83,7 +81,7 @@ def test_after_five_attempts_it_gives_up_and_says_so(broker: TestBroker, topic: 
     assert len(server.requests) == 5
 
 
-def test_a_destination_that_is_not_there_is_waited_for(broker: TestBroker, topic: str) -> None:
+def test_an_unreachable_destination_is_retried(broker: TestBroker, topic: str) -> None:
     address = free_address()
     more = ("--consumer-opt=max_attempts,0",)
     with forward(broker, topic, f"--post=http://{address}", *more) as tool:
@@ -137,8 +135,8 @@ def test_in_any_other_mode_every_address_gets_every_message(
             broker.publish(topic, b"x")
             wait_until_drained(broker, topic, "c", 1)
             assert tool.terminate() == 0
-            assert ("there is no mode everywhere" in tool.err()) is warns
-        # The second failed at first, and so both got it again.
+            assert ("unknown mode everywhere" in tool.err()) is warns
+        # The second failed at first, so both got it again.
         assert (len(one.requests), len(two.requests)) == (2, 2)
 
 
@@ -151,9 +149,9 @@ def test_a_share_of_the_messages_can_be_left_out(broker: TestBroker, topic: str,
         assert len(server.requests) == 0 if sample == "0" else 90 < len(server.requests) < 210
 
 
-def test_what_is_under_way_is_finished_before_the_end(topic: str) -> None:
+def test_running_requests_finish_before_the_end(topic: str) -> None:
     def state() -> int:
-        """Of the only client: 3 is subscribed, 4 is closing."""
+        """State of the only client: 3 is subscribed, 4 is closing."""
         return int(broker.channel_stats(topic, "c")["clients"][0]["state"])  # type: ignore[index]
 
     with start_broker() as broker, WebServer() as server:
@@ -171,7 +169,7 @@ def test_what_is_under_way_is_finished_before_the_end(topic: str) -> None:
         assert len(server.requests) == 2
 
 
-def test_so_many_requests_are_made_at_a_time(broker: TestBroker, topic: str) -> None:
+def test_n_limits_the_requests_at_a_time(broker: TestBroker, topic: str) -> None:
     with WebServer(delay=0.05) as server, forward(broker, topic, f"--post={server.url}", "-n=3") as tool:
         broker.publish(topic, *[b"x"] * 9)
         wait_until_drained(broker, topic, "c", 9)
@@ -194,7 +192,7 @@ def test_headers_are_names_and_values(texts: list[str], headers: dict[str, str])
 
 
 @pytest.mark.parametrize("text", ["", ":", "A", "A:", ":b", "  : b", "A b: c", "A: b\r\nC: d", "key=value"])
-def test_what_is_no_header_is_refused(text: str) -> None:
+def test_an_invalid_header_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match="should be of the form 'Name: value'"):
         parse_headers([text])
 
@@ -210,9 +208,9 @@ GOOD = ("--topic=t", "--nsqd-tcp-address=127.0.0.1:1")
         (("--topic=t", "--post=http://a"), "--nsqd-tcp-address or --lookupd-http-address required"),
         (GOOD, "--get or --post required"),
         ((*GOOD, "--post=http://a", "--get=http://a/%s"), "use --get or --post not both"),
-        ((*GOOD, "--get=http://a"), "--get http://a must have %s once, where the message goes"),
-        ((*GOOD, "--get=http://a/%s%s"), "--get http://a/%s%s must have %s once, where the message goes"),
-        ((*GOOD, "--post=a.example"), "--post a.example: not an http or https address"),
+        ((*GOOD, "--get=http://a"), "--get http://a must contain %s once, in place of the message"),
+        ((*GOOD, "--get=http://a/%s%s"), "--get http://a/%s%s must contain %s once, in place of the message"),
+        ((*GOOD, "--post=a.example"), "--post a.example: not an http or https URL"),
         ((*GOOD, "--get=http://a/%s", "--content-type=x"), "--content-type only used with --post"),
         ((*GOOD, "--post=http://a", "--content-type="), "--content-type requires a value when used"),
         ((*GOOD, "--post=http://a", "--sample=1.1"), "--sample must be between 0.0 and 1.0"),
@@ -220,8 +218,14 @@ GOOD = ("--topic=t", "--nsqd-tcp-address=127.0.0.1:1")
         ((*GOOD, "--post=http://a", "-n=0"), "--n must be positive"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_options_are_refused(
     arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str], root_logger_restored: None
 ) -> None:
     assert nsq_to_http.main(arguments) == 1
     assert capsys.readouterr().err.endswith(f"FATAL: {text}\n")
+
+
+def test_a_float_is_read_as_go_reads_it() -> None:
+    assert FLOAT.from_text("0.5") == 0.5
+    with pytest.raises(ValueError, match="parse error"):
+        FLOAT.from_text("x")

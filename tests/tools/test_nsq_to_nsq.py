@@ -1,4 +1,4 @@
-"""nsq_to_nsq: what is acknowledged elsewhere is finished here."""
+"""nsq_to_nsq: a message is finished when its destination has acknowledged it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_messages_are_copied_to_the_same_topic_elsewhere(broker: TestBroker) -> 
             assert consume(other, topic, len(bodies)) == bodies
 
 
-def test_or_to_another_topic(broker: TestBroker, topic: str) -> None:
+def test_messages_are_copied_to_another_topic(broker: TestBroker, topic: str) -> None:
     target = unique_name("target")
     with copy(broker, f"--topic={topic}", f"--destination-topic={target}", "--status-every=2") as tool:
         broker.publish(topic, b"one", b"two")
@@ -69,7 +69,7 @@ def test_several_destinations_share_the_messages(broker: TestBroker, topic: str,
         assert counts == (50, 50) if mode != "epsilon-greedy" else min(counts) > 0
 
 
-def test_a_destination_that_is_away_gets_everything_when_it_is_back(broker: TestBroker, topic: str) -> None:
+def test_a_destination_that_was_down_gets_everything_later(broker: TestBroker, topic: str) -> None:
     address = free_address()
     with copy(broker, f"--topic={topic}", "--consumer-opt=max_attempts,0", to=address) as tool:
         broker.publish(topic, *(b"%d" % number for number in range(20)))
@@ -80,7 +80,7 @@ def test_a_destination_that_is_away_gets_everything_when_it_is_back(broker: Test
             assert Counter(consume(other, topic, 20)) == Counter(b"%d" % number for number in range(20))
 
 
-def test_one_of_two_destinations_that_dies_costs_nothing(broker: TestBroker, topic: str) -> None:
+def test_one_of_two_destinations_may_die_without_loss(broker: TestBroker, topic: str) -> None:
     bodies = [b"%d" % number for number in range(2000)]
     with BrokerProcess() as dying, start_broker() as other:
         more = f"--destination-nsqd-tcp-address={tcp(other)}"
@@ -99,7 +99,7 @@ def test_one_of_two_destinations_that_dies_costs_nothing(broker: TestBroker, top
         assert found == set(bodies)
 
 
-def test_a_message_that_is_refused_does_not_hold_up_the_others(broker: TestBroker, topic: str) -> None:
+def test_a_refused_message_does_not_delay_the_others(broker: TestBroker, topic: str) -> None:
     good = [b"%d" % number for number in range(50)]
     with start_broker(max_msg_size=100) as other:
         with copy(broker, f"--topic={topic}", to=tcp(other)) as tool:
@@ -137,7 +137,7 @@ def test_json_objects_are_chosen_by_a_field_and_reduced(broker: TestBroker, topi
     assert count(broker, target) == 2
 
 
-# The filter by itself
+# The filter
 
 
 def passes(body: str, field: str = "f", value: str = "") -> bool:
@@ -165,18 +165,18 @@ def passes(body: str, field: str = "f", value: str = "") -> bool:
         ('{"f":["5"]}', "5", False),
     ],
 )
-def test_which_values_match(body: str, value: str, result: bool) -> None:
+def test_the_required_value_is_compared_by_type(body: str, value: str, result: bool) -> None:
     assert passes(body, value=value) is result
 
 
 @pytest.mark.parametrize(
     "body", ["", "x", "[1]", "5", '"f"', "null", '{"f":1', '{"f":NaN}', '{"f":1}x', "[" * 100_000]
 )
-def test_what_is_no_json_object_is_dropped(body: str) -> None:
+def test_messages_that_are_not_json_objects_are_dropped(body: str) -> None:
     assert not passes(body)
 
 
-def test_a_field_that_is_missing_where_it_should_have_a_value_is_tried_again() -> None:
+def test_a_message_without_the_required_field_is_requeued() -> None:
     with pytest.raises(Requeue):
         passes("{}", value="x")
 
@@ -198,7 +198,7 @@ def test_without_filters_anything_passes_untouched() -> None:
         ("null", "null"),
     ],
 )
-def test_what_is_kept_is_written_compactly_and_whole_numbers_as_integers(value: str, written: str) -> None:
+def test_reduced_objects_are_compact_json_with_integers(value: str, written: str) -> None:
     kept = JsonFilter("", "", ("a", "b", "a")).apply(f'{{"b": {value}, "c": 1, "a": "x"}}'.encode())
     assert kept is not None
     assert kept.decode() == f'{{"a":"x","b":{written}}}'
@@ -206,9 +206,7 @@ def test_what_is_kept_is_written_compactly_and_whole_numbers_as_integers(value: 
 
 
 GOOD = ("--topic=t", "--nsqd-tcp-address=127.0.0.1:1")
-NO_ADDRESS = (
-    "--destination-nsqd-tcp-address 'x' is no address of an nsqd: host:port, or the path of a Unix socket"
-)
+NO_ADDRESS = "--destination-nsqd-tcp-address 'x' is not host:port or the path of a Unix socket"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +220,7 @@ NO_ADDRESS = (
         ((*GOOD, "--channel=a b"), "--channel 'a b' is not a valid channel name"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_options_are_refused(
     arguments: tuple[str, ...], text: str, capsys: Any, root_logger_restored: None
 ) -> None:
     assert nsq_to_nsq.main(arguments) == 1

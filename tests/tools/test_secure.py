@@ -1,4 +1,4 @@
-"""The tools with TLS, compression, secrets and Unix sockets, by the options that users have."""
+"""The tools with TLS, compression, secrets and Unix sockets."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_tls_compression_and_a_secret_are_options_of_the_client(
 
 
 def test_the_secret_may_come_from_the_environment(guarded: BrokerThread) -> None:
-    """Where others on the machine cannot see it."""
+    """Other users of the machine cannot see it there."""
     topic = unique_name("topic")
     address, given = f"--nsqd-tcp-address={tcp(guarded)}", ("tls_v1", f"tls_root_ca_file,{CA}")
     options = [f"--producer-opt={option}" for option in given]
@@ -64,15 +64,15 @@ def test_the_secret_may_come_from_the_environment(guarded: BrokerThread) -> None
     done = run_tool("nsq_tail", f"--topic={topic}", address, *options, "-n=1", NSQ_SECRET=SECRET)
     assert (done.status, done.out) == (0, b"one\n")
     assert SECRET not in done.err
-    # What is said for this one client alone wins.
+    # The option of this client takes precedence.
     done = run_tool(
         "nsq_tail", f"--topic={topic}", address, *options, "--consumer-opt=auth_secret,no", NSQ_SECRET=SECRET
     )
     assert (done.status, "E_AUTH_FAILED" in done.err) == (1, True)
 
 
-def test_figures_are_shown_to_who_has_the_secret(guarded: BrokerThread) -> None:
-    """By an nsqd that answers over HTTPS only, and says where."""
+def test_figures_are_shown_with_the_secret(guarded: BrokerThread) -> None:
+    """By an nsqd that only answers over HTTPS and names that port."""
     topic = unique_name("topic")
     guarded.control("create", topic, "c")
     arguments = (f"--topic={topic}", "--channel=c", "--count=1", "--interval=10ms")
@@ -98,7 +98,9 @@ def test_figures_are_shown_to_who_has_the_secret(guarded: BrokerThread) -> None:
     ],
     ids=["no TLS", "unknown authority", "no secret", "wrong secret"],
 )
-def test_who_is_not_let_in_is_told_why(guarded: BrokerThread, options: tuple[str, ...], reason: str) -> None:
+def test_a_refused_client_gets_the_reason(
+    guarded: BrokerThread, options: tuple[str, ...], reason: str
+) -> None:
     given = [f"--consumer-opt={option}" for option in options]
     done = run_tool("nsq_tail", "--topic=t", f"--nsqd-tcp-address={tcp(guarded)}", *given)
     assert (done.status, done.out) == (1, b"")

@@ -1,4 +1,4 @@
-"""to_nsq: every record of the input is published, or the status says that one was not."""
+"""to_nsq: every record of the input is published, or the status is 1."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def count(broker: TestBroker, topic: str) -> int:
     return int(stats["message_count"]) if stats else 0
 
 
-def test_each_line_is_a_message_and_the_last_needs_no_end(broker: TestBroker, topic: str) -> None:
+def test_each_line_is_a_message_and_the_last_needs_no_delimiter(broker: TestBroker, topic: str) -> None:
     done = publish(broker, topic, input=b"one\n\n\ntwo\r\n\xff\x00 binary\nthree")
     assert (done.status, done.out) == (0, b"")
     assert consume(broker, topic, 4) == [b"one", b"two\r", b"\xff\x00 binary", b"three"]
@@ -45,14 +45,14 @@ def test_each_line_is_a_message_and_the_last_needs_no_end(broker: TestBroker, to
         ("\t", b"one\ttwo\nlines"),
     ],
 )
-def test_another_byte_can_be_between_them(
+def test_the_delimiter_can_be_another_byte(
     broker: TestBroker, topic: str, delimiter: str, data: bytes
 ) -> None:
     assert publish(broker, topic, f"--delimiter={delimiter}", input=data).status == 0
     assert consume(broker, topic, 2) == [b"one", b"two\nlines"]
 
 
-def test_no_input_is_nothing_to_publish_and_needs_no_broker(topic: str) -> None:
+def test_empty_input_needs_no_broker(topic: str) -> None:
     arguments = (f"--topic={topic}", f"--nsqd-tcp-address={free_address()}")
     assert run_tool("to_nsq", *arguments, input=b"").status == 0
     assert run_tool("to_nsq", *arguments, input=b"\n\n").status == 0
@@ -71,7 +71,7 @@ def test_a_line_is_published_while_the_input_is_still_open(broker: TestBroker, t
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_though_the_input_is_open(broker: TestBroker, topic: str, signum: int) -> None:
+def test_a_signal_ends_it_while_the_input_is_open(broker: TestBroker, topic: str, signum: int) -> None:
     with Tool("to_nsq", f"--topic={topic}", f"--nsqd-tcp-address={tcp(broker)}") as tool:
         tool.write(b"one\nhalf")
         assert consume(broker, topic, 1) == [b"one"]
@@ -81,7 +81,7 @@ def test_a_signal_ends_it_though_the_input_is_open(broker: TestBroker, topic: st
     assert count(broker, topic) == 1
 
 
-def test_a_file_as_input(broker: TestBroker, topic: str, tmp_path: os.PathLike[str]) -> None:
+def test_the_input_may_be_a_file(broker: TestBroker, topic: str, tmp_path: os.PathLike[str]) -> None:
     lines = [b"line %d " % number + b"x" * (number % 700) for number in range(3000)]
     path = os.path.join(tmp_path, "input")
     with open(path, "wb") as file:
@@ -102,13 +102,13 @@ def test_every_address_gets_every_message(broker: TestBroker, topic: str) -> Non
         assert consume(broker, topic, 2) == consume(second, topic, 2) == [b"one", b"two"]
 
 
-def test_an_address_that_is_not_there_is_fatal(broker: TestBroker, topic: str) -> None:
+def test_an_unreachable_address_is_fatal(broker: TestBroker, topic: str) -> None:
     done = publish(broker, topic, f"--nsqd-tcp-address={free_address()}", input=b"one\n")
     assert done.status == 1
     assert "FATAL: record 1 of the input was not published: " in done.err
 
 
-def test_what_comes_before_a_record_that_is_refused_is_published_and_nothing_after_it(topic: str) -> None:
+def test_only_records_before_a_refused_one_are_published(topic: str) -> None:
     with start_broker(max_msg_size=100) as broker:
         records = [b"%03d" % number for number in range(50)]
         lines = [*records[:20], b"x" * 101, *records[20:]]
@@ -119,7 +119,7 @@ def test_what_comes_before_a_record_that_is_refused_is_published_and_nothing_aft
         assert consume(broker, topic, 20) == records[:20]
 
 
-def test_records_of_different_sizes_that_are_too_much_for_one_command(topic: str) -> None:
+def test_records_that_do_not_fit_one_command_are_published(topic: str) -> None:
     with start_broker(max_msg_size=4000, max_body_size=5000) as broker:
         lines = [b"%d" % number * 1000 for number in range(10)]
         assert publish(broker, topic, input=b"\n".join(lines)).status == 0
@@ -169,7 +169,7 @@ def test_a_record_that_never_ends_does_not_fill_the_memory(monkeypatch: pytest.M
         async for _ in read_records(chunks(), b"\n"):
             pass
 
-    with pytest.raises(OSError, match="a record of more than 100 bytes"):
+    with pytest.raises(OSError, match="a record has more than 100 bytes"):
         asyncio.run(read())
 
 
@@ -181,7 +181,7 @@ def test_a_record_that_never_ends_does_not_fill_the_memory(monkeypatch: pytest.M
         (("--topic=b ad", "--nsqd-tcp-address=127.0.0.1:1"), "--topic 'b ad' is not a valid topic name"),
         (
             ("--topic=t", "--nsqd-tcp-address=nowhere"),
-            "--nsqd-tcp-address 'nowhere' is no address of an nsqd",
+            "--nsqd-tcp-address 'nowhere' is not host:port",
         ),
         (
             ("--topic=t", "--nsqd-tcp-address=127.0.0.1:1", "--delimiter=ab"),
@@ -194,7 +194,7 @@ def test_a_record_that_never_ends_does_not_fill_the_memory(monkeypatch: pytest.M
         (("--topic=t", "--rate=-1"), "--rate must not be negative"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_options_are_refused(
     arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str], root_logger_restored: None
 ) -> None:
     assert to_nsq.main(arguments) == 1

@@ -1,4 +1,4 @@
-"""The files of a topic by themselves: names, rotation, moves, and what a crash leaves."""
+"""The files of a topic: names, rotation, moves, and recovery after a crash."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
         self.now = now
 
         self.was_set = 0.0
-        """By how much somebody has set it."""
+        """How far the clock was set."""
 
     def __call__(self) -> float:
         return self.now + self.was_set
@@ -64,7 +64,7 @@ def make(root: Path, clock: Clock, template: str = DEFAULT, topic: str = "t", **
 
 
 def tree(path: Path) -> dict[str, bytes]:
-    """Name and content of every file; what is compressed, decompressed."""
+    """Name and decompressed content of every file."""
     found = {}
     for file in sorted(path.rglob("*")):
         if file.is_file():
@@ -101,7 +101,7 @@ def names(
     return FileNames(template, "%H", topic=topic, host="h", is_gzip=gz, has_revisions=revisions)
 
 
-def test_what_stands_for_what() -> None:
+def test_placeholders_are_replaced() -> None:
     pid = os.getpid()
     assert names().at(NOON) == "t.h.09.log"
     assert names(revisions=True).at(NOON) == "t.h<REV>.09.log"
@@ -119,7 +119,7 @@ def test_no_name_leads_out_of_the_directory(template: str, topic: str) -> None:
     assert names("<TOPIC>.log", topic="..").at(NOON) == "...log"
 
 
-def test_the_pattern_fits_names_of_all_times_and_processes_and_no_others() -> None:
+def test_the_pattern_matches_exactly_the_names_of_the_topic() -> None:
     fits = FileNames(
         "<TOPIC>/<HOST>.<PID><REV>.<DATETIME>.log",
         "%Y-%b-%d %A %p%z%%",
@@ -152,7 +152,7 @@ def test_a_message_is_a_line_and_an_existing_file_is_appended_to(tmp_path: Path,
     assert tree(tmp_path / "out") == {"t.h.2026-01-31_09.log": b"one\ntwo\nlines\nthree\n"}
 
 
-def test_what_is_written_can_be_read_before_it_is_synced(tmp_path: Path, clock: Clock) -> None:
+def test_written_messages_can_be_read_before_the_sync(tmp_path: Path, clock: Clock) -> None:
     files = make(tmp_path, clock)
     files.store([b"one"])
     assert list(tree(tmp_path / "out").values()) == [b"one\n"]
@@ -165,7 +165,7 @@ def test_the_next_hour_has_the_next_file_and_a_message_is_in_one_file_only(
     files = make(tmp_path, clock)
     files.store([b"one"])
     clock.now += HOUR
-    # The first file is done, so that everything so far is on disk.
+    # The first file is closed, so everything so far is on disk.
     assert files.store([b"two"]) is True
     files.close()
     assert tree(tmp_path / "out") == {"t.h.2026-01-31_09.log": b"one\n", "t.h.2026-01-31_10.log": b"two\n"}
@@ -181,7 +181,7 @@ def test_a_file_is_larger_than_the_size_by_one_message_at_the_most(tmp_path: Pat
     assert tree(tmp_path / "out") == {
         "t.h-000000.2026-01-31_09.log": b"12345\n1234\n",
         "t.h-000001.2026-01-31_09.log": b"x" * 50 + b"\n",
-        # Small enough to be gone on with.
+        # Small enough to be appended to.
         "t.h-000002.2026-01-31_09.log": b"y\nz\nmore\n",
     }
 
@@ -225,7 +225,7 @@ def test_at_a_tick_an_idle_topic_rotates_too(tmp_path: Path, clock: Clock) -> No
     assert tree(tmp_path / "out") == {"t.h.2026-01-31_09.log": b"", "t.h.2026-01-31_10.log": b""}
 
 
-def test_or_only_ends_its_file_where_empty_ones_are_not_wanted(tmp_path: Path, clock: Clock) -> None:
+def test_at_a_tick_the_file_is_only_closed_if_empty_files_are_skipped(tmp_path: Path, clock: Clock) -> None:
     files = make(tmp_path, clock, skip_empty_files=True)
     files.store([], tick=True)
     assert tree(tmp_path) == {} and files.path is None
@@ -266,7 +266,7 @@ def test_size_counts_before_compression(tmp_path: Path, clock: Clock) -> None:
     assert [len(content) for content in tree(tmp_path / "out").values()] == [2000, 2]
 
 
-def test_files_may_be_in_directories_which_are_made(tmp_path: Path, clock: Clock) -> None:
+def test_directories_of_files_are_created(tmp_path: Path, clock: Clock) -> None:
     files = make(tmp_path, clock, "<TOPIC>/<DATETIME>/<HOST><REV>.log", moves=True)
     files.store([b"one"])
     assert tree(tmp_path / "work") == {"t/2026-01-31_09/h-000000.log": b"one\n"}
@@ -312,7 +312,7 @@ def test_nothing_is_overwritten_by_a_move(tmp_path: Path, clock: Clock) -> None:
     assert [*tree(tmp_path / "out").values()] == [b"theirs", b"theirs", b"one\n", b"two\n"]
 
 
-def test_two_at_a_time_do_not_get_into_each_others_way(tmp_path: Path, clock: Clock) -> None:
+def test_two_writers_do_not_disturb_each_other(tmp_path: Path, clock: Clock) -> None:
     one = make(tmp_path, clock, moves=True)
     one.store([b"one"])
     two = make(tmp_path, clock, moves=True)
@@ -338,7 +338,7 @@ def test_without_revisions_two_append_to_the_same_file(tmp_path: Path, clock: Cl
 # Syncing, in the right order
 
 
-def test_directories_are_synced_before_anything_is_said_to_be_on_disk(
+def test_directories_are_synced_before_messages_are_reported_as_synced(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -365,9 +365,7 @@ def test_directories_are_synced_before_anything_is_said_to_be_on_disk(
     assert synced == [".", "out", "work"]
 
 
-def test_a_disk_that_fails_is_not_taken_for_one_that_works(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_disk_is_an_error(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(5, "Input/output error")
 
@@ -384,7 +382,7 @@ def test_a_disk_that_fails_is_not_taken_for_one_that_works(
 
 
 def leave(root: Path, clock: Clock, *batches: list[bytes], **rules: Any) -> tuple[Path, bytes]:
-    """What a process leaves that synced these and was then killed."""
+    """The state after a process synced these and was killed."""
     files = make(root, clock, moves=True, **rules)
     for batch in batches:
         files.store(batch, sync=True)
@@ -429,7 +427,7 @@ def _member_ends(data: bytes) -> list[int]:
     return ends
 
 
-def test_bytes_that_never_made_it_to_disk_are_cut_off(tmp_path: Path, clock: Clock) -> None:
+def test_bytes_that_were_not_written_are_cut_off(tmp_path: Path, clock: Clock) -> None:
     path, whole = leave(tmp_path, clock, [b"one"], [b"two"], gzip_level=6)
     path.write_bytes(whole + bytes(100))
     make(tmp_path, clock, moves=True, gzip_level=6).recover()
@@ -451,7 +449,7 @@ def test_a_long_line_without_an_end_is_cut_off_whole(tmp_path: Path, clock: Cloc
     assert tree(tmp_path / "out") == {path.name: b"one\n"}
 
 
-def test_a_move_that_was_half_done_is_not_done_again(tmp_path: Path, clock: Clock) -> None:
+def test_a_half_done_move_is_not_repeated(tmp_path: Path, clock: Clock) -> None:
     path, _ = leave(tmp_path, clock, [b"one"])
     (tmp_path / "out" / path.name).write_bytes(b"theirs")
     os.link(path, tmp_path / "out" / path.name.replace("-000000", "-000001"))
@@ -460,7 +458,7 @@ def test_a_move_that_was_half_done_is_not_done_again(tmp_path: Path, clock: Cloc
     assert sorted(tree(tmp_path / "out").values()) == [b"one\n", b"theirs"]
 
 
-def test_a_link_of_somebody_elses_does_not_hide_a_file(tmp_path: Path, clock: Clock) -> None:
+def test_a_foreign_link_does_not_hide_a_file(tmp_path: Path, clock: Clock) -> None:
     path, _ = leave(tmp_path, clock, [b"one"])
     os.link(path, tmp_path / "backup")
     make(tmp_path, clock, moves=True).recover()
@@ -487,7 +485,7 @@ def test_without_a_work_directory_there_is_nothing_to_recover(tmp_path: Path, cl
     files = make(tmp_path, clock)
     files.recover()
     assert path.read_bytes() == b"one\nhalf a li"
-    # It may be somebody else's: nothing is cut off, but no message is glued to it.
+    # It may belong to another program: nothing is cut off, but a message starts on a new line.
     files.store([b"two"])
     files.close()
     assert path.read_bytes() == b"one\nhalf a li\ntwo\n"

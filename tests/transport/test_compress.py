@@ -1,4 +1,4 @@
-"""The compressing layers: what they put on the wire, what they take from it, and what they refuse."""
+"""The compressing layers: their output, accepted input, and refused input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ contents = st.one_of(
 
 
 def decode(layer: Layer, *arrived: bytes) -> bytes:
-    """Everything the layer makes of it, piece by piece as they come."""
+    """All output of the layer, joined."""
     pieces = [piece for data in arrived for piece in layer.receive(data)]
     assert all(0 < len(piece) <= MAX_PIECE for piece in pieces)
     return b"".join(pieces)
@@ -91,7 +91,7 @@ def test_everything_sent_can_be_decoded_at_once(kind: NewLayer, sent: bytes) -> 
 
 
 @each_kind
-def test_byte_by_byte(kind: NewLayer) -> None:
+def test_bytes_may_arrive_one_by_one(kind: NewLayer) -> None:
     sent = b"some bytes, some bytes, some bytes " * 20
     assert decode(kind(), *(bytes([byte]) for byte in kind().send(sent))) == sent
 
@@ -102,7 +102,7 @@ def test_views_are_sent_as_bytes_are(kind: NewLayer) -> None:
 
 
 @each_kind
-def test_nothing_sent_is_nothing_on_the_wire(kind: NewLayer) -> None:
+def test_sending_nothing_writes_nothing(kind: NewLayer) -> None:
     layer = kind()
     assert layer.send(b"") == b""
     assert layer.take_output() == b""
@@ -142,7 +142,7 @@ def test_a_failed_layer_stays_failed(kind: NewLayer) -> None:
 
 
 @each_kind
-def test_a_reader_may_stop_and_go_on_later(kind: NewLayer) -> None:
+def test_a_reader_may_stop_and_continue_later(kind: NewLayer) -> None:
     sent = random.Random(1).randbytes(1 << 20)
     wire = kind().send(sent)
     layer = kind()
@@ -175,7 +175,7 @@ def test_a_bomb_is_expanded_piece_by_piece(kind: NewLayer) -> None:
 @each_kind
 @pytest.mark.parametrize("fails", [False, True], ids=["in use", "failed"])
 def test_a_layer_is_freed_with_its_last_reference(kind: NewLayer, fails: bool) -> None:
-    # A compressor has hundreds of kilobytes, and a busy broker collects cycles rarely.
+    # A compressor uses hundreds of kilobytes, and a busy broker rarely collects cycles.
     layer = kind()
     with freed_without_collecting(layer):
         layer.send(b"something")
@@ -242,7 +242,7 @@ def test_snappy_identifies_its_stream_once() -> None:
     assert second == stored(b"OK")
 
 
-def test_snappy_compresses_what_shrinks_and_stores_what_does_not() -> None:
+def test_snappy_stores_blocks_that_do_not_shrink() -> None:
     layer = SnappyLayer()
     layer.send(b"-")
     text, noise = b"text " * 1000, random.Random(3).randbytes(5000)
@@ -251,7 +251,7 @@ def test_snappy_compresses_what_shrinks_and_stores_what_does_not() -> None:
 
 
 @pytest.mark.parametrize("repeated", range(0, 400, 25))
-def test_snappy_stores_what_would_save_less_than_an_eighth(repeated: int) -> None:
+def test_snappy_stores_blocks_that_shrink_by_less_than_an_eighth(repeated: int) -> None:
     data = random.Random(4).randbytes(1000 - repeated) + bytes(repeated)
     layer = SnappyLayer()
     layer.send(b"-")
@@ -318,7 +318,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("wire", "reason"), REFUSED.values(), ids=REFUSED)
-def test_snappy_refuses(wire: bytes, reason: str) -> None:
+def test_snappy_refuses_invalid_streams(wire: bytes, reason: str) -> None:
     with pytest.raises(LayerError, match=reason):
         decode(SnappyLayer(), wire)
 
@@ -337,7 +337,7 @@ def test_snappy_refuses_a_chunk_by_its_header_without_waiting_for_it(header: byt
 
 
 def test_snappy_refuses_a_chunk_that_claims_to_expand_further_without_expanding_it() -> None:
-    # Correct in all but its size: 65,537 bytes. And one that claims four gigabytes.
+    # A chunk that is valid except for its size of 65,537 bytes, and one that claims 4 GiB.
     big = bytes(65_537)
     with pytest.raises(LayerError, match="expands to 65537 bytes"):
         decode(SnappyLayer(), IDENTIFIER + compressed(big))
@@ -356,7 +356,7 @@ def test_snappy_takes_the_longest_chunks() -> None:
     assert decode(SnappyLayer(), wire) == noise + noise + bytes(65_536)
 
 
-def test_snappy_hands_out_what_came_before_an_error() -> None:
+def test_snappy_returns_the_bytes_before_an_error() -> None:
     pieces = SnappyLayer().receive(IDENTIFIER + stored(b"fine, ") + compressed(b"still fine") + chunk(2, b""))
     assert next(pieces) == b"fine, still fine"
     with pytest.raises(LayerError):

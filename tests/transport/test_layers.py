@@ -1,4 +1,4 @@
-"""Layers on top of each other behave as one."""
+"""Stacked layers behave as one layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nsparq.transport.snappy import SnappyLayer
 
 
 class Spelled(Layer):
-    """A layer to look at: it puts a letter before everything, and gives its input back byte by byte."""
+    """A simple layer: it puts a letter before each message, and returns input byte by byte."""
 
     def __init__(self, letter: bytes) -> None:
         self.letter = letter
@@ -63,7 +63,7 @@ def stack_of(kinds: tuple[type[Layer], ...]) -> LayerStack:
     sent=st.lists(st.one_of(st.binary(max_size=300), st.builds(bytes, st.integers(0, 200_000))), max_size=4),
     step=st.integers(1, 5000),
 )
-def test_what_is_sent_through_a_stack_is_received(
+def test_bytes_sent_through_a_stack_are_received(
     kinds: tuple[type[Layer], ...], sent: list[bytes], step: int
 ) -> None:
     sender, receiver = stack_of(kinds), stack_of(kinds)
@@ -76,7 +76,7 @@ def test_what_is_sent_through_a_stack_is_received(
 
 
 @each_stack
-def test_a_reader_of_a_stack_may_stop_and_go_on_later(kinds: tuple[type[Layer], ...]) -> None:
+def test_a_reader_of_a_stack_may_stop_and_continue_later(kinds: tuple[type[Layer], ...]) -> None:
     sent = random.Random(1).randbytes(1 << 19) + bytes(1 << 20)
     wire = stack_of(kinds).send(sent)
     receiver = stack_of(kinds)
@@ -101,14 +101,14 @@ def test_an_upgrade_is_confirmed_once_for_each_layer_from_the_outermost_inward()
     assert LayerStack([Spelled(b"a"), Spelled(b"b")]).confirm(b"OK") == b"aOKabOK"
 
 
-def test_outer_layers_decode_no_more_than_is_asked_for() -> None:
+def test_outer_layers_decode_no_more_than_is_read() -> None:
     outer, inner = Spelled(b"a"), Spelled(b"b")
     pieces = LayerStack([outer, inner]).receive(b"twelve bytes")
     assert (next(pieces), next(pieces)) == (b"t", b"w")
     assert (outer.given, inner.given) == (2, 2)
 
 
-def test_what_an_inner_layer_says_itself_goes_through_those_around_it() -> None:
+def test_output_of_an_inner_layer_passes_the_outer_ones() -> None:
     outer, inner = Spelled(b"a"), Spelled(b"b")
     stack = LayerStack([outer, inner])
     assert stack.take_output() == b""

@@ -1,8 +1,9 @@
-"""A client for NSQ: producers and consumers for asyncio, and subscriptions by decorator. For scripts without
-asyncio there is `nsparq.client.sync`."""
+"""A client for NSQ: producers and consumers for asyncio, and subscriptions by decorator. For
+scripts without asyncio there is `nsparq.client.sync`."""
 
 from nsparq.client.config import Config, ConfigError
 from nsparq.client.consumer import Consumer
+from nsparq.client.decode.payload import DecodeFailed
 from nsparq.client.errors import (
     ClientError,
     ConnectFailed,
@@ -12,7 +13,6 @@ from nsparq.client.errors import (
     Stopped,
 )
 from nsparq.client.message import Message, Reject, Requeue
-from nsparq.client.payload import DecodeFailed
 from nsparq.client.producer import Producer
 from nsparq.client.subscription import DeadLetter, Subscription, Subscriptions
 

@@ -1,7 +1,8 @@
-"""What a producer or consumer can be told. Names, defaults and limits are those of NSQ's reference client.
+"""Options of producers and consumers. Names, defaults and limits are those of NSQ's reference
+client.
 
-Durations are seconds. `Config.from_strings` reads what the tools' `--consumer-opt` and `--producer-opt`
-give: there a plain number is milliseconds, as in the reference.
+Durations are in seconds. `Config.from_strings` reads the values of the tools' `--consumer-opt` and
+`--producer-opt`, where a plain number means milliseconds, as in the reference client.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _TLS_VERSIONS: Final = {
 
 
 class ConfigError(NsparqError, ValueError):
-    """An option that does not exist, or a value that it cannot have."""
+    """An unknown option, or an invalid value."""
 
 
 def _option(
@@ -51,38 +52,35 @@ def _seconds(default: float, low: float | None = None, high: float | None = None
     return _option(default, low=low, high=high, duration=True)
 
 
-def _short_hostname() -> str:
-    return socket.gethostname().partition(".")[0]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Checked when it is made. Copy one with `dataclasses.replace`."""
+    """Values are checked on creation. Copy and change one with `dataclasses.replace`."""
 
     dial_timeout: float = _seconds(1.0, 0)
-    """For the connection itself; 0: as long as the system likes."""
+    """Time limit for the TCP connection; 0: the system's limit."""
     handshake_timeout: float = _seconds(10.0, 0.001, 300)
-    """For what follows, IDENTIFY, TLS and AUTH together."""
+    """Time limit for IDENTIFY, TLS and AUTH together."""
     read_timeout: float = _seconds(60.0, 0.1, 300)
-    """How long a server may be silent. Without heartbeats there is no such limit."""
+    """How long a server may send nothing. Without heartbeats there is no limit."""
     write_timeout: float = _seconds(1.0, 0.1, 300)
-    """How long a server may leave our bytes unread."""
+    """How long a server may read nothing while we send."""
     publish_timeout: float = _seconds(30.0, 0.001)
-    """How long a publish may take from the call to its acknowledgement, reconnecting included."""
+    """Time limit from the call of publish to its acknowledgement, reconnects included."""
     busy_poll: float = _seconds(0.0002, 0, 0.01)
-    """How long a producer with few publishes on their way looks for the answer before its event loop sleeps.
-    One from the same machine is there by then, and sooner than if it had to wake us first. Where answers
-    take longer it is hardly ever tried, and on a single core never. 0: not at all."""
+    """How long a producer with few unanswered publishes polls for the answer before its event loop
+    sleeps. An answer from the same machine arrives within this time, and polling gets it sooner
+    than a wake-up. Where answers take longer, polling is hardly ever tried; on a single core it is
+    never used. 0: never."""
     local_addr: str = ""
-    """`host:port` at our end of connections; port 0 for any."""
+    """Local `host:port` of connections; port 0 for any."""
 
     lookupd_poll_interval: float = _seconds(60.0, 0.01, 300)
     lookupd_poll_jitter: float = _option(0.3, low=0, high=1)
     lookupd_poll_timeout: float = _seconds(60.0, 0.001)
     discovery_filter: Callable[[list[str]], Iterable[str]] | None = None
-    """Gets the addresses of nsqd that nsqlookupd has given, and gives those to be used instead."""
+    """Gets the nsqd addresses from nsqlookupd and returns those to use."""
     reconnect_delay: float = _seconds(0.2, 0, 300)
-    """Before a lost nsqd is tried again, at first; it doubles up to `max_reconnect_delay`."""
+    """First pause before a lost nsqd is tried again; it doubles up to `max_reconnect_delay`."""
     max_reconnect_delay: float = _seconds(15.0, 0, 300)
 
     max_requeue_delay: float = _seconds(900.0, 0, 3600)
@@ -99,18 +97,18 @@ class Config:
     low_rdy_timeout: float = _seconds(30.0, 1, 300)
     rdy_redistribute_interval: float = _seconds(5.0, 0.001, 5)
 
-    client_id: str = _option(_short_hostname)
+    client_id: str = _option(lambda: socket.gethostname().partition(".")[0])
     hostname: str = _option(socket.gethostname)
     user_agent: str = f"nsparq/{__version__}"
     topology_region: str = ""
     topology_zone: str = ""
     heartbeat_interval: float = _seconds(30.0)
-    """Negative: none, and then a consumer cannot subscribe."""
+    """Negative: no heartbeats; a consumer then cannot subscribe."""
     sample_rate: int = _option(0, low=0, high=99)
 
     tls_v1: bool = False
     tls_config: ssl.SSLContext | None = None
-    """Instead of the next five."""
+    """Used instead of the next five options."""
     tls_root_ca_file: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -123,20 +121,20 @@ class Config:
     output_buffer_size: int = 16 * 1024
     output_buffer_timeout: float = _seconds(0.25)
     max_in_flight: int | None = _option(None, low=0)
-    """Messages in flight over all connections. None: as many as a consumer's handlers can make use of."""
+    """Messages in flight over all connections. None: enough to keep the handlers busy."""
     msg_timeout: float = _seconds(0.0, 0)
-    """0: the server's."""
+    """0: the server's default."""
     max_msg_size: int = _option(0, low=0)
-    """Bytes of the largest frame taken from a server; 0: any."""
+    """Largest frame, in bytes, that is accepted from a server; 0: no limit."""
     auth_secret: str = dataclasses.field(default="", repr=False)
     lookupd_authorization: bool = True
-    """Whether the secret is shown to nsqlookupd too."""
+    """Whether nsqlookupd gets the secret too."""
     auth_requires_tls: bool = False
-    """Whether it is shown to nobody without TLS, be it nsqd or nsqlookupd, unless on this machine."""
+    """Send the secret only over TLS, or to this machine. For nsqd and nsqlookupd."""
     auth_secret_for: tuple[str, ...] = ("*",)
-    """Which nsqd are shown it: hosts, `host:port`, networks such as `10.1.0.0/16`, patterns such as
-    `*.nsq.example.com`; `*` is every nsqd that asks, as in NSQ's clients. Anybody who reaches nsqlookupd can
-    register an nsqd there."""
+    """Which nsqd get the secret: hosts, `host:port`, networks such as `10.1.0.0/16`, patterns such
+    as `*.nsq.example.com`; `*` is every nsqd that asks, as in NSQ's clients. Restrict it: anybody
+    who reaches nsqlookupd can register an nsqd there."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -169,7 +167,7 @@ class Config:
 
     @classmethod
     def from_strings(cls, options: Iterable[str], **more: Any) -> Config:
-        """From texts `name,value`; without a comma the value is `true`. They win over `more`."""
+        """From texts `name,value`; without a comma the value is `true`. They override `more`."""
         values: dict[str, Any] = dict(more)
         for option in options:
             name, comma, text = option.partition(",")
@@ -186,7 +184,7 @@ class Config:
         return min(self.default_requeue_delay * attempts, self.max_requeue_delay)
 
     def ssl_context(self) -> ssl.SSLContext:
-        """Raises ConfigError for files that are missing or do not hold what they should."""
+        """Raises ConfigError for files that are missing or invalid."""
         if self.tls_config is not None:
             return self.tls_config
         try:
@@ -194,7 +192,7 @@ class Config:
         except OSError as error:
             raise ConfigError(f"tls_root_ca_file {self.tls_root_ca_file}: {reason_of(error)}") from error
         with warnings.catch_warnings():
-            # Versions before 1.2 are for servers that know no other.
+            # Versions before 1.2 are deprecated, but old servers support nothing newer.
             warnings.simplefilter("ignore", DeprecationWarning)
             context.minimum_version = _TLS_VERSIONS[self.tls_min_version]
         if self.tls_cert:
@@ -209,7 +207,7 @@ class Config:
         return context
 
     def identify(self) -> dict[str, Any]:
-        """The body of IDENTIFY. The keys of old servers are sent too."""
+        """The body of IDENTIFY, with the keys for old servers too."""
         return {
             "client_id": self.client_id,
             "hostname": self.hostname,
@@ -232,12 +230,12 @@ class Config:
 
 
 _ALIASES: Final = {"skip_lookupd_authorization": "lookupd_authorization"}
-"""The reference's name for it says the opposite of what it does."""
+"""The reference client's name says the opposite of what the option does."""
 
 
 def milliseconds(seconds: float) -> int:
-    """Whole ones, as the protocol counts; anything negative is -1. Less than one is cut off: 0.57 are 570,
-    though 0.57 * 1000 is a little less."""
+    """Whole milliseconds, rounded down; -1 for any negative value. Exact to the microsecond first,
+    because 0.57 * 1000 is slightly less than 570."""
     return -1 if seconds < 0 else round(seconds * 1e6) // 1000
 
 
@@ -247,7 +245,7 @@ def _read(name: str, text: str) -> Any:
     kind = "" if field is None else "duration" if field.metadata.get("duration") else str(field.type)
     reader = _READERS.get(kind)
     if reader is None:
-        # Or it has values that no text can give.
+        # It does not exist, or its values cannot be given as text.
         raise ConfigError(f"invalid option {name}")
     try:
         return reader(text)

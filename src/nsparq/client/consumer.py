@@ -1,4 +1,4 @@
-"""A consumer: one channel of one topic, from as many nsqd as have it.
+"""A consumer: one channel of one topic, from all nsqd that have it.
 
     async def handle(message):
         print(message.body)
@@ -13,24 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from threading import get_ident
 from time import monotonic
 from typing import Any, Final
 
-from nsparq.client.config import Config, milliseconds
-from nsparq.client.connection import Connection
-from nsparq.client.dead_letters import DeadLetters, check_dead_letter
-from nsparq.client.discovery import Discovery, log_failure
+from nsparq.client.config import Config
+from nsparq.client.connect.connection import Connection
+from nsparq.client.connect.lookup import Lookup
+from nsparq.client.consume.dead_letters import GiveUp, check_dead_letter
+from nsparq.client.consume.discovery import Discovery
+from nsparq.client.consume.event_loop import Alarm, log_failure
+from nsparq.client.consume.in_flight import InFlight
+from nsparq.client.consume.rdy import Distribution, Signal
+from nsparq.client.consume.workers import Calls, Inbox, Workers
 from nsparq.client.errors import Stopped, reason_of
-from nsparq.client.handling import FATAL, Call, Calls, Inbox, Workers, is_cancelled
-from nsparq.client.lookup import Lookup
 from nsparq.client.message import Message
-from nsparq.client.rdy import Distribution, Signal
-from nsparq.client.touching import Touching
 from nsparq.names import is_valid_name
 from nsparq.wire import client as wire
 from nsparq.wire.client import Received
@@ -44,21 +42,23 @@ BatchHandler = Callable[[list[Message]], Any]
 
 STOP_S: Final = 30.0
 CANCEL_S: Final = 2.0
-"""How long handlers that were cancelled may take to end."""
-WORKER_RETRY_S: Final = 1.0
+"""How long cancelled handlers may take to end."""
 CLOSE_WAIT_S: Final = 2.0
-"""How long a server may take to confirm that it will send nothing more."""
+"""How long a server may take to confirm CLS."""
 PREFETCH: Final = 8
-"""Messages per handler at a time that are asked for when nothing is said of max_in_flight."""
+"""Default of max_in_flight, for each handler that runs at a time."""
 
 
 class Consumer:
-    """start() it, or use it as a context manager; stop() finishes what is in flight.
+    """Use start() and stop(), or `async with`. stop() waits until messages in flight are answered.
 
-    Handlers that are coroutine functions run on the event loop, others in threads. A message is finished when
-    its handler returns. If that raises, the message is requeued, and the consumer backs off: it lets one
-    message at a time through, after longer and longer pauses, until that goes well. Messages are kept from
-    timing out for as long as a handler takes, or they wait for one.
+    Coroutine functions run on the event loop, other handlers in threads. A message is finished when
+    its handler returns. If the handler raises, the message is requeued and the consumer backs off:
+    after longer and longer pauses it takes one message at a time, until one succeeds. A message
+    that waits or is being handled does not time out.
+
+    It has more than 30 methods: they are the public interface, the stop sequence, and the events of
+    its connections. Everything else is in `nsparq.client.consume`.
     """
 
     def __init__(
@@ -79,13 +79,14 @@ class Consumer:
         auto_touch: bool = True,
         config: Config | None = None,
     ) -> None:
-        """`concurrency` is how many handlers run at a time. A batch handler gets up to `batch_size` messages,
-        or fewer after `batch_timeout` seconds, or when no more can come before some are answered.
+        """`concurrency` is how many handlers run at a time. A batch handler gets up to `batch_size`
+        messages. It gets fewer after `batch_timeout` seconds, or when no more can come before some
+        are answered.
 
-        A message that was tried more than `config.max_attempts` times, or whose handler raised Reject, is
-        given up: `on_give_up` is told; then `dead_letter` gets it, which is a function, or the name of a
-        topic to which its body is published, on the nsqd that it came from. Only when both have succeeded it
-        is finished; if one of them fails it is requeued instead.
+        A message is given up after more than `config.max_attempts` attempts, or when its handler
+        raises Reject. Then `on_give_up` gets it, and after that `dead_letter`: a function, or the
+        name of a topic to which its body is published on the nsqd that sent it. If both succeed the
+        message is finished; if one fails it is requeued.
         """
         for what, name in (("topic", topic), ("channel", channel)):
             if not is_valid_name(name.encode()):
@@ -102,50 +103,51 @@ class Consumer:
             max_in_flight = concurrency * (batch_size if batch_handler else PREFETCH)
         config = replace(config, max_in_flight=max_in_flight)
         self.topic, self.channel, self.config = topic, channel, config
-        self.messages_received = 0
-        self.messages_finished = 0
-        self.messages_requeued = 0
-        self.messages_given_up = 0
-        """Of those finished."""
-        self._calls = Calls(concurrency, f"nsq-{topic}")
-        self._handler = self._prepared(handler)
-        self._batch_handler = self._prepared(batch_handler)
-        self._batch_size, self._batch_timeout = batch_size, batch_timeout
         self._concurrency = concurrency
-        self._on_give_up = self._prepared(on_give_up)
-        self._dead_topic = dead_letter if isinstance(dead_letter, str) else ""
-        self._dead_letter = None if isinstance(dead_letter, str) else self._prepared(dead_letter)
-        self._dead_letters = DeadLetters(config)
-        self._auto_touch = auto_touch
+        self._calls = Calls(concurrency, f"nsq-{topic}")
         self._distribution = Distribution(config)
+        self._rdy_alarm: Alarm | None = None
         lookup = Lookup(nsqlookupd, config)
-        self._discovery = Discovery(config, topic, lookup, nsqd, self._open, self._opened)
+        self._discovery = Discovery(
+            config, topic, lookup, nsqd, lambda address: Connection.open(address, config, self), self._opened
+        )
+        self._in_flight = InFlight(config, self._distribution, self._signal, self._close_if_idle, auto_touch)
+        self.give_up = GiveUp(str(self), config, self._calls, on_give_up, dead_letter)
         self._inbox = Inbox()
-        self._held: dict[Message, None] = {}
-        """Messages not yet answered, in the order in which they came."""
-        self._hands: dict[Message, asyncio.Task[Any] | None] = {}
-        """Those that a loop over the messages has, and the task that it runs in."""
-        self._confirmed: set[Connection] = set()
-        """Connections that will send nothing more."""
-        self._change = asyncio.Event()
-        """A connection has ended."""
-        self._workers: list[asyncio.Task[None]] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0
-        self._touching: Touching | None = None
+        function = handler if handler is not None else batch_handler
+        call = self._calls.prepare(function) if function is not None else None
+        size = batch_size if batch_handler is not None else 0
+        self._workers = Workers(self, self._inbox, self._in_flight, call, size, batch_timeout)
+        self._iterated: dict[Message, asyncio.Task[Any] | None] = {}
+        """Messages that an `async for` loop is at, and the task of the loop."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = 0
-        self._is_stopping = False
+        self.is_stopping = False
         self._is_draining = False
         self._is_hurried = False
-        """Whoever waits for the stop does not want to wait any more."""
+        """Stop without waiting any longer."""
         self._stopping: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 
-    def _prepared(self, function: Callable[[Any], Any] | None) -> Call | None:
-        return None if function is None else self._calls.prepare(function)
+    # counts
 
-    # life
+    @property
+    def messages_received(self) -> int:
+        return self._in_flight.received
+
+    @property
+    def messages_finished(self) -> int:
+        """Those that were given up included."""
+        return self._in_flight.finished
+
+    @property
+    def messages_requeued(self) -> int:
+        return self._in_flight.requeued
+
+    @property
+    def messages_given_up(self) -> int:
+        return self.give_up.count
+
+    # start and stop
 
     async def __aenter__(self) -> Consumer:
         await self.start()
@@ -153,61 +155,36 @@ class Consumer:
 
     async def __aexit__(self, *_: object) -> None:
         self._begin_stop(STOP_S)
-        # Loops over the messages in this task are over, or this would not be reached.
-        for message, task in [*self._hands.items()]:
+        # A loop over the messages in this task has ended, or this line would not be reached.
+        for message, task in [*self._iterated.items()]:
             if task is None or task is asyncio.current_task() or task.done():
                 message.requeue(0, backoff=False)
         await self._wait_for_stop()
 
     async def start(self) -> None:
-        """Begin. Brokers that cannot be reached are tried again and again."""
-        if self._is_stopping:
+        """Start consuming. Brokers that cannot be reached are tried again and again."""
+        if self.is_stopping:
             raise Stopped
         if self._loop is not None:
             raise RuntimeError("already started")
-        self._loop, self._thread = asyncio.get_running_loop(), get_ident()
-        if self._auto_touch:
-            self._touching = Touching(self._held, self._discovery.connections, self._touch)
-        for _ in range(self._concurrency):
-            self._add_worker()
+        self._loop = asyncio.get_running_loop()
+        self._rdy_alarm = Alarm(self._loop, self._tick)
+        self._in_flight.start(self._discovery.connections)
+        self._workers.start(self._concurrency)
         self._discovery.start()
 
-    def _add_worker(self) -> None:
-        if self._handler is not None:
-            work = Workers(self, self._inbox, self._handler).work()
-        elif self._batch_handler is not None:
-            workers = Workers(self, self._inbox, self._batch_handler)
-            work = workers.work_in_batches(self._batch_size, self._batch_timeout)
-        else:
-            return
-        worker = asyncio.create_task(work)
-        worker.add_done_callback(self._worker_ended)
-        self._workers.append(worker)
-
-    def _worker_ended(self, worker: asyncio.Task[None]) -> None:
-        log_failure(worker)
-        is_error = not worker.cancelled() and isinstance(worker.exception(), Exception)
-        if is_error and not self._is_stopping and self._loop is not None:
-            # It should not happen. If it does all the same, a consumer that consumes nothing is worse.
-            self._workers.remove(worker)
-            self._loop.call_later(WORKER_RETRY_S, self._replace_worker)
-
-    def _replace_worker(self) -> None:
-        if not self._is_stopping:
-            self._add_worker()
-
     async def stop(self, grace: float = STOP_S) -> None:
-        """Take no new messages, let what is in flight be answered, close. What is not answered within
-        `grace` seconds is left to the server, which sends it to another.
+        """Take no new messages, wait for answers to those in flight, and close. After `grace`
+        seconds the server requeues what is not answered.
 
-        Called from a handler, or from within a loop over the messages, it returns at once, since that is what
-        it would have to wait for. Called again, the shorter grace holds. Whoever is cancelled while waiting
-        cuts it short."""
+        Called from a handler, or inside a loop over the messages, it returns at once: it would wait
+        for its own caller. If it is called again, the shorter grace counts. If the caller is
+        cancelled while it waits, the grace is over."""
         self._begin_stop(grace)
-        if asyncio.current_task() in self._workers:
+        if asyncio.current_task() in self._workers.tasks:
             return
         if self._is_iterating_here():
-            # A loop that was just left has its iterator closed by the event loop, a few turns later.
+            # If the loop has just ended, asyncio closes its iterator a few turns later.
             for _ in range(3):
                 await asyncio.sleep(0)
             if self._is_iterating_here():
@@ -215,23 +192,23 @@ class Consumer:
         await self._wait_for_stop()
 
     async def wait_stopped(self) -> None:
-        """Until somebody has called stop() and it is done."""
+        """Wait until stop() was called and has finished."""
         await self._stopped.wait()
 
     def _begin_stop(self, grace: float) -> None:
-        self._is_stopping = True
+        self.is_stopping = True
         if self._loop is None:
             self._stopped.set()
         elif self._stopping is None:
-            # Before anything is given back: it would come here again, and lose an attempt.
+            # Before messages are given back: otherwise they would be sent to this consumer again.
             self._take_no_more()
-            if self._workers:
-                # Batches need not wait for more than there is.
+            if self._workers.tasks:
+                # Batches no longer wait to be full.
                 self._inbox.wake()
             else:
                 self._give_back()
                 self._inbox.end()
-            self._stopping = self._loop.create_task(self._wind_up(grace))
+            self._stopping = self._loop.create_task(self._finish_stop(grace))
             self._stopping.add_done_callback(log_failure)
         elif not self._stopped.is_set():
             self._loop.call_later(grace, self._hurry)
@@ -242,7 +219,6 @@ class Consumer:
             self._retire(connection)
 
     def _hurry(self) -> None:
-        """Wait for nothing any more."""
         self._is_hurried = True
         if self._is_draining and self._stopping is not None:
             self._stopping.cancel()
@@ -253,13 +229,13 @@ class Consumer:
             try:
                 await self._stopped.wait()
             except asyncio.CancelledError:
-                # The end of it takes a moment, however often that is said.
+                # The cleanup still takes a moment, also after a second cancellation.
                 is_cancelled = True
                 self._hurry()
         if is_cancelled:
             raise asyncio.CancelledError
 
-    async def _wind_up(self, grace: float) -> None:
+    async def _finish_stop(self, grace: float) -> None:
         try:
             if not self._is_hurried:
                 self._is_draining = True
@@ -272,84 +248,80 @@ class Consumer:
             await self._clean_up()
 
     async def _drain(self, grace: float) -> None:
+        """Wait until all connections have closed, after their messages were answered."""
         assert self._loop is not None
         deadline = self._loop.time() + grace
         await self._discovery.stop()
-        # One may just have been made.
+        # A connection may have been opened since.
         self._take_no_more()
         try:
             async with asyncio.timeout_at(deadline):
-                while self._discovery.connections:
-                    self._change.clear()
-                    await self._change.wait()
+                for connection in [*self._discovery.connections.values()]:
+                    await connection.closed.wait()
         except TimeoutError:
-            logger.warning("%s: %d messages were not answered in time", self, len(self._held))
+            logger.warning("%s: %d messages were not answered in time", self, len(self._in_flight))
         self._inbox.end()
-        if self._workers:
-            # They may be at messages of connections that were lost.
-            await asyncio.wait(self._workers, timeout=max(0.0, deadline - self._loop.time()))
+        if self._workers.tasks:
+            # Handlers may still be busy with messages of lost connections.
+            await asyncio.wait(self._workers.tasks, timeout=max(0.0, deadline - self._loop.time()))
 
     async def _clean_up(self) -> None:
         self._distribution.stop()
         self._inbox.end()
-        for worker in self._workers:
-            worker.cancel()
+        for task in self._workers.tasks:
+            task.cancel()
         connections = [*self._discovery.connections.values()]
         for connection in connections:
             connection.close()
         await self._discovery.stop()
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._touching is not None:
-            self._touching.stop()
-        if self._workers:
-            _, stubborn = await asyncio.wait(self._workers, timeout=CANCEL_S)
-            if stubborn:
-                logger.error("%s: %d handlers do not let themselves be cancelled", self, len(stubborn))
+        if self._rdy_alarm is not None:
+            self._rdy_alarm.set(None)
+        self._in_flight.stop_touching()
+        if self._workers.tasks:
+            _, running = await asyncio.wait(self._workers.tasks, timeout=CANCEL_S)
+            if running:
+                logger.error("%s: %d handlers still run after they were cancelled", self, len(running))
         self._calls.close()
         for connection in connections:
             await connection.closed.wait()
-        await self._dead_letters.stop()
+        await self.give_up.stop()
         self._stopped.set()
 
     def _give_back(self) -> None:
-        """What no loop over the messages will come to."""
+        """Requeue the messages that no loop over the messages will get."""
         while self._inbox.queue:
             self._inbox.queue.popleft().requeue(0, backoff=False)
 
     def _is_iterating_here(self) -> bool:
-        return asyncio.current_task() in self._hands.values()
+        return asyncio.current_task() in self._iterated.values()
 
-    # brokers
+    # connections
 
     @property
     def connections(self) -> list[str]:
-        """Addresses of the nsqd that it is connected to."""
+        """Addresses of the connected nsqd."""
         return [*self._discovery.connections]
 
     async def connect(self, address: str) -> None:
-        """Connect to one nsqd, and keep connected to it. Raises ConnectFailed if it cannot be reached now,
-        ClientError if it is connected already."""
-        if self._is_stopping:
+        """Connect to one nsqd, and reconnect whenever the connection is lost. Raises ConnectFailed
+        if it cannot be reached now, ClientError if it is already connected."""
+        if self.is_stopping:
             raise Stopped
         if self._loop is None:
             raise RuntimeError("not started")
         try:
             await self._discovery.connect(address)
         except Exception:
-            if self._is_stopping:
+            if self.is_stopping:
                 raise Stopped from None
             raise
 
     async def disconnect(self, address: str) -> None:
-        """Forget one nsqd: take no more messages of it, and close the connection when those in flight are
+        """Take no more messages from one nsqd, and close the connection when those in flight are
         answered. Raises ClientError if it is not connected."""
         connection = self._discovery.forget(address)
         if connection is not None:
             self._retire(connection)
-
-    async def _open(self, address: str) -> Connection:
-        return await Connection.open(address, self.config, self)
 
     def _opened(self, connection: Connection) -> None:
         connection.last_message = self._now()
@@ -357,11 +329,10 @@ class Consumer:
         logger.info("%s: connected to %s", self, connection)
         self._distribution.add(connection, self._now())
         self._schedule()
-        if self._touching is not None:
-            self._touching.schedule()
+        self._in_flight.schedule_touch()
 
     def _retire(self, connection: Connection) -> None:
-        """Have it send nothing more, and close it when it has nothing of ours to wait for."""
+        """Send CLS, and close the connection when its messages are answered."""
         if connection.is_closing:
             return
         assert self._loop is not None
@@ -369,141 +340,52 @@ class Consumer:
         self._distribution.remove(connection, self._now())
         self._schedule()
         connection.write(wire.CLS)
-        # It must not hang on a server that does not confirm.
-        self._loop.call_later(CLOSE_WAIT_S, self._confirm, connection)
+        # A server that does not confirm must not keep the connection open.
+        self._loop.call_later(CLOSE_WAIT_S, self._confirm_close, connection)
 
-    def _confirm(self, connection: Connection) -> None:
-        if not connection.closed.is_set():
-            self._confirmed.add(connection)
-            self._close_if_idle(connection)
+    def _confirm_close(self, connection: Connection) -> None:
+        connection.is_close_confirmed = True
+        self._close_if_idle(connection)
 
     def _close_if_idle(self, connection: Connection) -> None:
-        if connection in self._confirmed and not connection.in_flight:
+        if connection.is_close_confirmed and not connection.in_flight:
             connection.close()
 
-    # what connections report
+    # events of a connection
 
     def on_messages(self, connection: Connection, messages: Sequence[Received]) -> None:
-        now = connection.last_message = self._now()
-        connection.in_flight += len(messages)
-        self.messages_received += len(messages)
-        made = [
-            Message(
-                self, connection, received.id, received.body, received.timestamp_ns, received.attempts, now
-            )
-            for received in messages
-        ]
-        self._held.update(dict.fromkeys(made))
-        self._inbox.put(made)
-        if self._is_stopping and not self._workers:
+        self._inbox.put(self._in_flight.add(connection, messages))
+        if self.is_stopping and not self._workers.tasks:
             self._give_back()
 
     def on_response(self, connection: Connection, data: bytes, count: int) -> None:
         if data == wire.CLOSE_WAIT:
             connection.is_closing = True
-            self._confirm(connection)
+            self._confirm_close(connection)
 
     def on_error(self, connection: Connection, text: str) -> None:
-        # A FIN, REQ or TOUCH that came too late is not the end of the connection; anything else is.
+        # After a late FIN, REQ or TOUCH the connection goes on; any other error ends it.
         level = logging.WARNING if text.startswith(("E_FIN", "E_REQ", "E_TOUCH")) else logging.ERROR
         logger.log(level, "%s: %s: %s", self, connection, text)
         if text.startswith("E_TOUCH"):
-            # It has timed out all the same, and is another's by now: to touch it again would be of no use.
-            for message in self._held:
-                if message._connection is connection and message.id.decode("ascii", "replace") in text:
-                    message.touched = math.inf
+            self._in_flight.touch_failed(connection, text)
 
     def on_closed(self, connection: Connection, reason: Exception | None) -> None:
-        self._confirmed.discard(connection)
-        # The server sends them to another: whatever becomes of them here has no effect.
-        for message in [m for m in self._held if m._connection is connection]:
-            message.is_answered = True
-            del self._held[message]
+        self._in_flight.drop(connection)
         self._inbox.drop_answered()
         if not connection.is_closing or reason is not None:
             logger.warning("%s: lost %s: %s", self, connection, reason_of(reason))
         self._distribution.remove(connection, self._now())
         self._discovery.lost(connection)
-        self._change.set()
         self._schedule()
 
     def on_writable(self, connection: Connection) -> None:
-        """Answers are small, and no more than there are messages in flight: they need not wait."""
+        """Answers never wait for room: they are small, one per message in flight."""
 
-    # answers
-
-    def answer(self, message: Message, signal: Signal, delay: float | None) -> None:
-        """FIN, or REQ with a delay. A message that has its answer gets no other. From any thread."""
-        if get_ident() == self._thread:
-            self.answer_here(message, signal, delay)
-        else:
-            self._call_soon(self.answer_here, message, signal, delay)
-
-    def answer_here(self, message: Message, signal: Signal, delay: float | None) -> None:
-        """The same on the event loop."""
-        if message.is_answered:
-            return
-        message.is_answered = True
-        self._held.pop(message, None)
-        connection = message._connection
-        connection.in_flight -= 1
-        # Outside of back-off a success changes nothing.
-        if signal is not Signal.RESUME or self._distribution.backoff_count:
-            self._distribution.signal(signal, self._now())
-            self._schedule()
-        if delay is None:
-            self.messages_finished += 1
-            connection.write(wire.fin(message.id))
-        else:
-            self.messages_requeued += 1
-            connection.write(wire.req(message.id, milliseconds(delay)))
-        if connection.is_closing:
-            self._close_if_idle(connection)
-
-    def finish_all(self, messages: Sequence[Message]) -> None:
-        """FIN for those that have no answer and are not to get one from elsewhere, in one piece for each
-        connection. On the event loop."""
-        if self._distribution.backoff_count:
-            # Each may change what the next one means.
-            for message in messages:
-                if message.auto_response:
-                    self.answer_here(message, Signal.RESUME, None)
-            return
-        finished: dict[Connection, list[bytes]] = {}
-        for message in messages:
-            if message.auto_response and not message.is_answered:
-                message.is_answered = True
-                self._held.pop(message, None)
-                finished.setdefault(message._connection, []).append(message.id)
-        for connection, ids in finished.items():
-            self.messages_finished += len(ids)
-            connection.in_flight -= len(ids)
-            connection.write(wire.fin_all(ids))
-            if connection.is_closing:
-                self._close_if_idle(connection)
-
-    def touch(self, message: Message) -> None:
-        """TOUCH, unless it is answered. From any thread."""
-        if get_ident() == self._thread:
-            self._touch(message)
-        else:
-            self._call_soon(self._touch, message)
-
-    def _touch(self, message: Message) -> None:
-        if not message.is_answered:
-            message.touched = self._now()
-            message._connection.write(wire.touch(message.id))
-
-    def _call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        assert self._loop is not None
-        # A handler may outlive the loop that started it; then there is nobody left to answer to.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    # flow
+    # RDY
 
     def change_max_in_flight(self, count: int) -> None:
-        """How many messages may be in flight from now on; 0 pauses."""
+        """Set how many messages may be in flight from now on; 0 pauses."""
         if count < 0:
             raise ValueError("max_in_flight is at least 0")
         self._distribution.change_max_in_flight(count, self._now())
@@ -515,44 +397,35 @@ class Consumer:
 
     @property
     def is_starved(self) -> bool:
-        """Whether a server has sent nearly all it may: time to answer what is being collected."""
+        """Whether a server has sent nearly all it may: answer what was collected."""
         return self._distribution.is_starved
 
     @property
     def is_in_backoff(self) -> bool:
         return self._distribution.is_in_backoff
 
-    @property
-    def is_stopping(self) -> bool:
-        return self._is_stopping
+    def _signal(self, signal: Signal) -> None:
+        self._distribution.signal(signal, self._now())
+        self._schedule()
 
     def _now(self) -> float:
         return self._loop.time() if self._loop is not None else monotonic()
 
     def _schedule(self) -> None:
-        """Have the distribution looked at when it has something to do."""
-        if self._loop is None:
-            return
-        at = self._distribution.next_event()
-        if self._timer is not None:
-            if at is not None and self._timer_at <= at:
-                return
-            self._timer.cancel()
-            self._timer = None
-        if at is not None:
-            self._timer, self._timer_at = self._loop.call_at(at, self._tick), at
+        if self._rdy_alarm is not None:
+            self._rdy_alarm.set(self._distribution.next_event())
 
     def _tick(self) -> None:
-        self._timer = None
         self._distribution.tick(self._now())
         self._schedule()
 
-    # handlers
+    # iteration
 
     async def __aiter__(self) -> AsyncIterator[Message]:
-        """The messages, one by one. Each is finished when the next is asked for, unless it was answered; if
-        the loop's body raises, or is left, it is requeued at once. stop() ends the loop."""
-        if self._handler is not None or self._batch_handler is not None:
+        """The messages, one by one. A message is finished when the next one is requested. If the
+        body of the loop raises or leaves the loop, its message is requeued at once. A message that
+        was already answered gets no other answer. stop() ends the loop."""
+        if self._workers.has_handler:
             raise RuntimeError("this consumer has a handler")
         if self._loop is None:
             raise RuntimeError("not started")
@@ -560,42 +433,16 @@ class Consumer:
             if 0 < self.config.max_attempts < message.attempts:
                 await self.give_up(message)
                 continue
-            self._hands[message] = asyncio.current_task()
+            self._iterated[message] = asyncio.current_task()
             try:
                 yield message
             except BaseException:
                 message.requeue(0, backoff=False)
                 raise
             finally:
-                del self._hands[message]
+                del self._iterated[message]
             if message.auto_response:
                 message.finish()
-
-    async def give_up(self, message: Message, reason: str = "") -> None:
-        """Have `on_give_up` and `dead_letter` take a message, and finish it. If one of them fails it is
-        requeued: what nobody has is not finished."""
-        if message.is_answered:
-            return
-        why = reason or f"it has been tried {message.attempts - 1} times"
-        logger.warning("%s: giving up on %r: %s", self, message, why)
-        try:
-            if self._on_give_up is not None:
-                await self._on_give_up(message)
-            if self._dead_letter is not None:
-                await self._dead_letter(message)
-            if self._dead_topic:
-                await self._dead_letters.publish(message.address, self._dead_topic, message.body)
-        except FATAL:
-            raise
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and is_cancelled():
-                raise
-            logger.error("%s: cannot give up on %r", self, message, exc_info=error)
-            message.requeue()
-            return
-        if not message.is_answered:
-            self.messages_given_up += 1
-        message.finish()
 
     def __str__(self) -> str:
         return f"{self.topic}/{self.channel}"

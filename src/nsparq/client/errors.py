@@ -1,13 +1,13 @@
-"""What can go wrong between a program and its brokers.
+"""Errors that a producer or consumer raises.
 
 ClientError
 ├── ConnectFailed        no connection: refused, timed out, not an nsqd, TLS or AUTH failed
-├── NotConnected         the connection went away before the answer came: it is unknown what became of it
-├── PublishFailed        the broker refused; `code` and `description` are its own
+├── NotConnected         connection lost before the answer; it may have been published
+├── PublishFailed        the broker refused; `code` and `description` are from its answer
 ├── PublishTimeout       no broker acknowledged in time
 ├── Stopped              the producer or consumer has been stopped
-├── LookupFailed         client.lookup: no nsqlookupd gave a usable answer; a producer raises ConnectFailed
-└── DecodeFailed         client.payload: a body is not what a subscription declared
+├── LookupFailed         client.connect.lookup: no usable answer; a producer raises ConnectFailed
+└── DecodeFailed         client.decode.payload: a body does not have the declared type
 """
 
 from __future__ import annotations
@@ -18,14 +18,7 @@ import ssl
 
 from nsparq.errors import NsparqError
 
-__all__ = [
-    "ClientError",
-    "ConnectFailed",
-    "NotConnected",
-    "PublishFailed",
-    "PublishTimeout",
-    "Stopped",
-]
+__all__ = ["ClientError", "ConnectFailed", "NotConnected", "PublishFailed", "PublishTimeout", "Stopped"]
 
 
 class ClientError(NsparqError):
@@ -33,18 +26,18 @@ class ClientError(NsparqError):
 
 
 class ConnectFailed(ClientError):
-    """No conversation came about."""
+    """No connection could be made."""
 
 
 class NotConnected(ClientError):
-    """The connection is gone."""
+    """The connection was lost."""
 
     def __init__(self, text: str = "not connected") -> None:
         super().__init__(text)
 
 
 class PublishFailed(ClientError):
-    """The broker's own words."""
+    """The broker refused the publish; the text is its answer."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -52,25 +45,25 @@ class PublishFailed(ClientError):
 
 
 class PublishTimeout(ClientError, TimeoutError):
-    """Nothing acknowledged it in time. It may still have been published."""
+    """No broker acknowledged in time. The message may still have been published."""
 
 
 class Stopped(ClientError):
-    """Nothing more goes through here."""
+    """The producer or consumer has been stopped."""
 
     def __init__(self) -> None:
         super().__init__("stopped")
 
 
 def reason_of(error: BaseException | None) -> str:
-    """Why a connection is gone, or did not come about. In the system's words where it is the system's: those
-    of asyncio name the address again, which is known."""
+    """Why a connection was lost or could not be made. For a system error, the system's text:
+    asyncio's text repeats the address."""
     if error is None:
         return "closed"
     if isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
         if error.errno is not None and error.errno > 0:
             return os.strerror(error.errno)
-        # One for each address of a host, in one text.
+        # asyncio joins the errors for all addresses of a host in one text.
         numbers = re.findall(r"\[Errno (\d+)\]", str(error))
         if numbers:
             return ", ".join(dict.fromkeys(os.strerror(int(number)) for number in numbers))

@@ -1,25 +1,25 @@
-"""A message in the hands of a consumer. It can be answered once, from any thread."""
+"""A message that a consumer has received. It can be answered once, from any thread."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from nsparq.client.rdy import Signal
+from nsparq.client.consume.rdy import Signal
 
 if TYPE_CHECKING:
-    from nsparq.client.connection import Connection
-    from nsparq.client.consumer import Consumer
+    from nsparq.client.connect.connection import Connection
+    from nsparq.client.consume.in_flight import InFlight
 
 __all__ = ["Message", "Reject", "Requeue"]
 
 MAX_DELAY_S: Final = 1e9
-"""What fits the numbers of every broker. They cut delays down to their own limit."""
+"""Fits the integers of every broker. Brokers reduce a delay to their own limit."""
 
 
 class Requeue(Exception):
-    """Raised by a handler that wants its message back: after `delay` seconds, or as long as the number of
-    attempts suggests. Without `backoff` the consumer goes on as if nothing had happened."""
+    """Raise it in a handler to requeue the message: after `delay` seconds, or a delay that grows
+    with its attempts. Without `backoff` the consumer does not back off."""
 
     def __init__(self, delay: float | None = None, *, backoff: bool = True) -> None:
         super().__init__("requeue")
@@ -29,16 +29,16 @@ class Requeue(Exception):
 
 
 class Reject(Exception):
-    """Raised by a handler that will never manage its message, however often it comes. It is given up at once,
-    as it would be after the last attempt: `on_give_up` and `dead_letter` get it, and it is finished."""
+    """Raise it in a handler that can never process the message. The message is given up at once, as
+    after its last attempt: `on_give_up` and `dead_letter` get it, and it is finished."""
 
 
 class Message:
-    """Finished when its handler returns, requeued when that raises; or answered by hand, anywhere."""
+    """Finished when its handler returns, requeued when it raises, or answered by hand."""
 
     __slots__ = (
         "_connection",
-        "_consumer",
+        "_in_flight",
         "attempts",
         "auto_response",
         "body",
@@ -50,7 +50,7 @@ class Message:
 
     def __init__(
         self,
-        consumer: Consumer,
+        in_flight: InFlight,
         connection: Connection,
         message_id: bytes,
         body: bytes,
@@ -58,7 +58,7 @@ class Message:
         attempts: int,
         now: float,
     ) -> None:
-        self._consumer = consumer
+        self._in_flight = in_flight
         self._connection = connection
         self.id = message_id
         """16 hex digits."""
@@ -68,44 +68,47 @@ class Message:
         self.attempts = attempts
         """Deliveries, this one included."""
         self.is_answered = False
-        """Or its connection is gone: then it is another's, and an answer of ours has no effect."""
+        """Also True when the connection is lost: then an answer has no effect."""
         self.auto_response = True
-        """Set to False in a handler that will answer later, from elsewhere."""
+        """Set it to False in a handler that answers later, from elsewhere."""
         self.touched = now
         """When its timeout began, on the event loop's clock."""
 
     @property
     def address(self) -> str:
-        """Of the nsqd that it came from."""
+        """Of the nsqd that sent it."""
         return self._connection.address
 
     def json(self) -> Any:
         return json.loads(self.body)
 
     def finish(self) -> None:
-        """It is done with."""
-        self._consumer.answer(self, Signal.RESUME, None)
+        """The message is done (FIN)."""
+        self._answer(Signal.RESUME, None)
 
     def requeue(self, delay: float | None = None, *, backoff: bool = True) -> None:
-        """Send it again, to whoever is ready: after `delay` seconds, or as long as its attempts suggest."""
+        """Send it again (REQ): after `delay` seconds, or a time that grows with its attempts."""
         if delay is None:
-            delay = self._consumer.config.requeue_delay(self.attempts)
+            delay = self._in_flight.config.requeue_delay(self.attempts)
         else:
             check_delay(delay)
-        signal = Signal.BACKOFF if backoff else Signal.CONTINUE
-        self._consumer.answer(self, signal, delay)
+        self._answer(Signal.BACKOFF if backoff else Signal.CONTINUE, delay)
+
+    def _answer(self, signal: Signal, delay: float | None) -> None:
+        """FIN, or REQ with a delay, with an explicit signal for back-off."""
+        self._in_flight.answer(self, signal, delay)
 
     def touch(self) -> None:
-        """It takes longer: count its timeout anew. Consumers do this by themselves unless told otherwise."""
-        self._consumer.touch(self)
+        """Restart its timeout (TOUCH). With `auto_touch` the consumer does it."""
+        self._in_flight.touch(self)
 
     def __repr__(self) -> str:
-        # As it stands in logs: what is in the body is not theirs to know.
+        # Without the body: this text goes to logs.
         shown = self.id.decode("ascii", "backslashreplace")
         return f"<Message {shown} attempts={self.attempts} {len(self.body)} bytes>"
 
 
 def check_delay(seconds: float) -> None:
-    """Raises ValueError. The broker would end the connection over it."""
+    """Raises ValueError for a delay over which the broker would close the connection."""
     if not 0 <= seconds <= MAX_DELAY_S:
         raise ValueError(f"a message cannot be delayed by {seconds} seconds")

@@ -1,4 +1,4 @@
-"""Subscriptions by decorator: functions that get the payload of a message as the type that they declare.
+"""Subscriptions by decorator: functions that get the payload of a message as their declared type.
 
     app = Subscriptions(nsqlookupd=["127.0.0.1:4161"])
 
@@ -7,8 +7,8 @@
 
     app.run()
 
-A payload that is not what was declared never reaches the function and is not tried again: it is a dead
-letter, and so is a message whose last attempt has failed.
+A payload that does not have the declared type never reaches the function and is not retried: the
+message becomes a dead letter. So does a message whose last attempt has failed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar, get_args, get_origin
 
 from nsparq.client.config import Config
+from nsparq.client.consume.dead_letters import DeadLetters, check_dead_letter
+from nsparq.client.consume.rdy import Signal
+from nsparq.client.consume.workers import Calls, is_async
 from nsparq.client.consumer import Consumer
-from nsparq.client.dead_letters import DeadLetters, check_dead_letter
+from nsparq.client.decode.payload import DecodeFailed, payload_decoder
 from nsparq.client.errors import PublishFailed
-from nsparq.client.handling import Calls, is_async
 from nsparq.client.message import Message, Reject, Requeue
-from nsparq.client.payload import DecodeFailed, payload_decoder
-from nsparq.client.rdy import Signal
 
 __all__ = ["DeadLetter", "DecodeFailed", "Subscription", "Subscriptions"]
 
@@ -46,28 +46,28 @@ F = TypeVar("F", bound=Callable[..., Any])
 DeadLetterHook = Callable[[Message, Exception], Any]
 
 MAX_ERROR: Final = 1000
-"""Characters of an error in a dead letter."""
+"""Longest error text in a dead letter, in characters."""
 _LISTS: Final = (list, Sequence, Iterable)
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class GivenUp(Exception):
-    """Why a message is a dead letter that no handler here has just failed on: it has had its attempts."""
+    """The error in a dead letter whose attempts were used up without a failure in this process."""
 
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """What is published to a dead-letter topic, as JSON. Being a dataclass, it can be subscribed to."""
+    """Published to a dead-letter topic, as JSON. As a dataclass, it can be a handler's payload."""
 
     topic: str
     channel: str
     id: str
-    """Of the message, 16 hex digits."""
+    """Message id, 16 hex digits."""
     timestamp_ns: int
     """When the message was published."""
     attempts: int
     error: str
-    """What was wrong, with the name of the exception."""
+    """Name and text of the exception."""
     text: str | None = None
     """The body, if it is UTF-8."""
     base64: str | None = None
@@ -93,17 +93,17 @@ class DeadLetter:
 
     @property
     def body(self) -> bytes:
-        """Of the message, as it was."""
+        """The original body of the message."""
         return base64.b64decode(self.base64) if self.base64 is not None else (self.text or "").encode()
 
     def to_json(self) -> bytes:
         text = json.dumps(dataclasses.asdict(self), ensure_ascii=False)
-        # Half a character, which JSON can hold and UTF-8 cannot, stays an escape.
+        # A lone surrogate is valid in JSON but not in UTF-8: it stays an escape.
         return text.encode(errors="backslashreplace")
 
 
 class Subscriptions:
-    """A program's handlers. Declare them, then `run()`, or `async with` it."""
+    """The handlers of a program. Declare them, then call run() or use `async with`."""
 
     def __init__(
         self, *, nsqd: Iterable[str] = (), nsqlookupd: Iterable[str] = (), config: Config | None = None
@@ -130,12 +130,14 @@ class Subscriptions:
         auto_touch: bool = True,
         config: Config | None = None,
     ) -> Callable[[F], F]:
-        """Have a function called with what comes on a channel. It is given back as it was.
+        """Decorator: call a function for every message of a channel. Returns the function
+        unchanged.
 
-        Its first parameter gets the payload, as the type that it is annotated with (or `payload`); a second
-        one without a default gets the Message. With a `batch_size` it gets lists of both. Plain functions run
-        in threads. `dead_letter` is a topic, which gets DeadLetters, or a function of message and exception;
-        without it they are only logged. `config` is instead of the common one. Raises TypeError, ValueError.
+        Its first parameter gets the payload, decoded as its annotation (or as `payload`). A second
+        parameter without a default gets the Message. With a `batch_size` both are lists. Plain
+        functions run in threads. `dead_letter` is a topic that gets DeadLetters, or a function of
+        message and exception; without it, dead letters are only logged. `config` replaces the
+        common one. Raises TypeError, ValueError.
         """
         check_dead_letter(dead_letter, topic)
         if self._is_running:
@@ -162,7 +164,7 @@ class Subscriptions:
 
         return decorate
 
-    # life
+    # start and stop
 
     async def __aenter__(self) -> Subscriptions:
         await self.start()
@@ -172,7 +174,7 @@ class Subscriptions:
         await self.stop()
 
     async def start(self) -> None:
-        """Begin. Brokers that cannot be reached are tried again and again."""
+        """Start consuming. Brokers that cannot be reached are tried again and again."""
         if self._is_running:
             raise RuntimeError("already started")
         self._is_running = True
@@ -180,31 +182,31 @@ class Subscriptions:
             await subscription.start()
 
     async def stop(self) -> None:
-        """Take no new messages, let what is in flight be answered, close. May be started again."""
+        """Wait for answers to messages in flight, and close. It can be started again."""
         await asyncio.gather(*(subscription.stop() for subscription in self.subscriptions))
         await self._dead_letters.stop()
         self._is_running = False
 
     def run(self) -> None:
-        """Work until SIGINT or SIGTERM, then stop in order; a second one ends it at once. For the main
-        thread; elsewhere, and beside other coroutines, use `async with`."""
+        """Run until SIGINT or SIGTERM, then stop cleanly; a second signal ends the program at once.
+        For the main thread. Elsewhere, or beside other coroutines, use `async with`."""
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("run() waits for signals, which only the main thread gets: use `async with`")
+            raise RuntimeError("run() needs the main thread, for signals: use `async with` here")
         asyncio.run(self._run())
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        is_over = asyncio.Event()
+        is_done = asyncio.Event()
 
         def end() -> None:
             for signum in _STOP_SIGNALS:
                 loop.remove_signal_handler(signum)
-            is_over.set()
+            is_done.set()
 
         for signum in _STOP_SIGNALS:
             loop.add_signal_handler(signum, end)
         async with self:
-            await is_over.wait()
+            await is_done.wait()
 
     # for subscriptions
 
@@ -212,15 +214,17 @@ class Subscriptions:
         return Consumer(topic, channel, nsqd=self._nsqd, nsqlookupd=self._nsqlookupd, **options)
 
     async def publish_letter(self, topic: str, letter: DeadLetter, address: str) -> None:
-        """Returns when the nsqd at `address`, where the message is from, has acknowledged it."""
+        """Returns when the nsqd at `address`, which sent the message, has acknowledged it."""
         publish = self._dead_letters.publish
         try:
             await publish(address, topic, letter.to_json())
         except PublishFailed as error:
             if error.code != "E_BAD_MESSAGE":
                 raise
-            # Too big, by what we have added.
-            logger.error("%s: %s is published without what was wrong: %s", topic, letter.id, letter.error)
+            # Too large, because of the fields that we add.
+            logger.error(
+                "%s: %s is too large, published without its error: %s", topic, letter.id, letter.error
+            )
             await publish(address, topic, letter.body)
 
 
@@ -239,16 +243,16 @@ class Subscription:
     ) -> None:
         self.topic, self.channel, self.handler = topic, channel, handler
         self.undecodable_count = 0
-        """Messages that were not what the handler declares."""
+        """Messages whose payload did not have the declared type."""
         self.dead_letter_count = 0
-        """Those, and the ones whose attempts are used up."""
+        """All dead letters: undecodable, rejected, or out of attempts."""
         self._owner = owner
         self._shape = shape
         self._dead_letter = dead_letter
         self._options = options
         self._calls: Calls
         self.consumer = self._make_consumer()
-        """What is known of connections, and NSQ's counts."""
+        """The consumer, with its connections and counts."""
 
     def _make_consumer(self) -> Consumer:
         options = dict(self._options, on_give_up=self._give_up)
@@ -274,7 +278,7 @@ class Subscription:
         try:
             value = self._shape.decode(message)
         except DecodeFailed as error:
-            await self._bury_undecodable(message, error)
+            await self._handle_undecodable(message, error)
             return
         try:
             await self._call_handler(value, message)
@@ -282,7 +286,7 @@ class Subscription:
             if not self._is_final(message, error):
                 raise
             logger.exception("%s: the handler failed on %r for the last time", self, message)
-            await self._bury_failed(message, error)
+            await self._handle_failed(message, error)
 
     async def _handle_batch(self, messages: list[Message]) -> None:
         values, decoded = [], []
@@ -291,7 +295,7 @@ class Subscription:
                 values.append(self._shape.decode(message))
                 decoded.append(message)
             except DecodeFailed as error:
-                await self._bury_undecodable(message, error)
+                await self._handle_undecodable(message, error)
         if not values:
             return
         try:
@@ -299,15 +303,15 @@ class Subscription:
         except Exception as error:
             for message in decoded:
                 if self._is_final(message, error):
-                    await self._bury_failed(message, error)
-            # The others are tried again.
+                    await self._handle_failed(message, error)
+            # The others are requeued.
             raise
 
     async def _call_handler(self, value: Any, message: Message | list[Message]) -> None:
         await self._call(self.handler, *((value, message) if self._shape.takes_message else (value,)))
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """A function of the user's; in a thread unless it can be awaited."""
+        """Call a function of the user, in a thread unless it is a coroutine function."""
         if is_async(function):
             await function(*arguments)
         else:
@@ -316,30 +320,29 @@ class Subscription:
     # dead letters
 
     def _is_final(self, message: Message, error: Exception) -> bool:
-        """Whether trying again is of no use. After the last attempt the error is at hand; NSQ's clients would
-        have the message sent once more, only to throw it away."""
+        """Whether the message is a dead letter. After the last attempt it becomes one at once, with
+        the error; NSQ's clients would requeue it once more, only to give it up."""
         if self._dead_letter is None or message.is_answered or isinstance(error, Requeue):
             return False
         return isinstance(error, Reject) or 0 < self.consumer.config.max_attempts <= message.attempts
 
-    async def _bury_undecodable(self, message: Message, error: DecodeFailed) -> None:
+    async def _handle_undecodable(self, message: Message, error: DecodeFailed) -> None:
         self.undecodable_count += 1
-        logger.error("%s: %r is not what it should be: %s", self, message, error)
-        await self._bury(message, error)
+        logger.error("%s: %r cannot be decoded: %s", self, message, error)
+        await self._send_dead_letter(message, error)
         message.finish()
 
-    async def _bury_failed(self, message: Message, error: Exception) -> None:
-        await self._bury(message, error)
-        # Done with, but if things are not going well, the others must not follow as fast as they can.
-        is_fine = isinstance(error, Reject)
-        self.consumer.answer(message, Signal.RESUME if is_fine else Signal.BACKOFF, None)
+    async def _handle_failed(self, message: Message, error: Exception) -> None:
+        await self._send_dead_letter(message, error)
+        # The message is finished. But if the handler failed, the consumer should back off.
+        message._answer(Signal.RESUME if isinstance(error, Reject) else Signal.BACKOFF, None)
 
     async def _give_up(self, message: Message) -> None:
-        """Its attempts were used up elsewhere, or without an answer; the consumer finishes it."""
-        await self._bury(message, GivenUp(f"tried {message.attempts - 1} times"))
+        """Its attempts were used up elsewhere, or by timeouts. The consumer finishes it."""
+        await self._send_dead_letter(message, GivenUp(f"tried {message.attempts - 1} times"))
 
-    async def _bury(self, message: Message, error: Exception) -> None:
-        """If this fails the message stays with the broker, and comes again."""
+    async def _send_dead_letter(self, message: Message, error: Exception) -> None:
+        """If this fails, the message is requeued."""
         hook = self._dead_letter
         if isinstance(hook, str):
             letter = DeadLetter.of(self.topic, self.channel, message, error)
@@ -354,14 +357,14 @@ class Subscription:
 
 @dataclass(frozen=True)
 class _Shape:
-    """How a handler is called."""
+    """How to call a handler."""
 
     decode: Callable[[Message], Any]
     takes_message: bool
 
 
 def _shape(handler: Callable[..., Any], payload: Any, is_batch: bool, names: Mapping[str, Any]) -> _Shape:
-    """Raises TypeError for a handler that cannot be called with a payload."""
+    """Raises TypeError if the handler cannot be called with a payload."""
     shown = getattr(handler, "__qualname__", repr(handler))
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [*inspect.signature(handler).parameters.values()]
@@ -372,29 +375,25 @@ def _shape(handler: Callable[..., Any], payload: Any, is_batch: bool, names: Map
         if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     ]
     if not first or any(one not in first[:2] for one in needed):
-        raise TypeError(f"{shown} must take the payload, and may take the message behind it")
+        raise TypeError(f"{shown} must take the payload, and optionally the message after it")
     kind = payload
     if kind is None:
         if first[0].annotation is inspect.Parameter.empty:
-            raise TypeError(f"{shown} does not say what its payload is: annotate {first[0].name!r}")
+            raise TypeError(f"{shown} has no type for its payload: annotate {first[0].name!r}")
         kind = _evaluate(first[0].annotation, handler, names)
         if is_batch:
             if get_origin(kind) not in _LISTS:
                 raise TypeError(f"{shown} handles batches: annotate {first[0].name!r} as a list of something")
             kind = get_args(kind)[0]
     takes_message = len(first) > 1 and first[1] in needed
-    return _Shape(_message_decoder(kind, names), takes_message)
-
-
-def _message_decoder(kind: Any, names: Mapping[str, Any]) -> Callable[[Message], Any]:
     if kind is Message:
-        return lambda message: message
+        return _Shape(lambda message: message, takes_message)
     decode = payload_decoder(kind, names)
-    return lambda message: decode(message.body)
+    return _Shape(lambda message: decode(message.body), takes_message)
 
 
 def _evaluate(annotation: Any, handler: Callable[..., Any], names: Mapping[str, Any]) -> Any:
-    """An annotation as a type. That one alone: the others may be for the type checker's eyes only."""
+    """Evaluate one annotation only: others may be for type checkers."""
     function: Any = handler.func if isinstance(handler, functools.partial) else handler
     function = inspect.unwrap(function)
     where = getattr(function, "__globals__", None) or getattr(type(function).__call__, "__globals__", {})

@@ -6,9 +6,9 @@
     for message in consume("events", "print", nsqd=["127.0.0.1:4150"]):
         print(message.body)
 
-The asyncio client does the work, in one thread behind each producer and each loop over messages, which ends
-with it. So heartbeats are answered and messages kept from timing out however long the script thinks.
-After fork() a producer goes on in both processes, in the child on a connection of its own.
+Each producer and each loop over messages runs the asyncio client in its own thread. So heartbeats
+are answered, and messages do not time out, however long the script takes. After fork() a producer
+works in both processes; the child opens a new connection.
 """
 
 from __future__ import annotations
@@ -21,44 +21,40 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Final
 
-from nsparq.client.background import LoopThread
 from nsparq.client.config import Config
 from nsparq.client.consumer import Consumer
 from nsparq.client.errors import ConnectFailed, PublishTimeout, Stopped
+from nsparq.client.loop_thread import LoopThread
 from nsparq.client.message import Message
 from nsparq.client.producer import Producer as AsyncProducer
 
 __all__ = ["Producer", "consume"]
 
 MARGIN_S: Final = 2.0
-"""What a call may take beyond the client's own limit, which is the one that normally ends it."""
+"""How much longer a call may take than the timeout of the asyncio client."""
 STOP_S: Final = 5.0
-"""How long the end of a loop over messages may take."""
+"""How long the cleanup after a loop over messages may take."""
 
 
 class Producer:
     """Connects at the first publish. May be used from several threads."""
 
     def __init__(
-        self,
-        *nsqd: str,
-        nsqlookupd: Iterable[str] = (),
-        retry: bool = False,
-        config: Config | None = None,
+        self, *nsqd: str, nsqlookupd: Iterable[str] = (), retry: bool = False, config: Config | None = None
     ) -> None:
-        """As nsparq.client.Producer. No call takes longer than `config.publish_timeout`."""
-        # Its thread would not sleep for an answer, but keep the interpreter from the others.
+        """Like nsparq.client.Producer. No call takes longer than `config.publish_timeout`."""
+        # No busy-polling: it would keep other threads from running Python code.
         config = dataclasses.replace(config or Config(), busy_poll=0)
         self._timeout = config.publish_timeout
         lookups = tuple(nsqlookupd)
         self._make: Callable[[], AsyncProducer] = lambda: AsyncProducer(
             *nsqd, nsqlookupd=lookups, retry=retry, config=config
         )
-        # Made once before the thread is: wrong arguments are the caller's to see.
+        # Made once here, so that wrong arguments raise in the caller.
         self._make()
         self._is_closed = False
         self._threads: dict[int, LoopThread[AsyncProducer]] = {os.getpid(): self._start()}
-        """By process: after fork() the child has one of its own."""
+        """By process id: after fork() the child starts its own."""
 
     def _start(self) -> LoopThread[AsyncProducer]:
         return LoopThread(self._make, name="nsq-producer")
@@ -68,7 +64,7 @@ class Producer:
         return self._threads.get(os.getpid()) or self._start_in_child()
 
     def _start_in_child(self) -> LoopThread[AsyncProducer]:
-        """With a connection of the child's own. No lock: one that was held at the fork would stay held."""
+        """Start a thread with a new connection. No lock: one held at the fork stays locked."""
         if self._is_closed:
             raise Stopped
         for inherited in [*self._threads.values()]:
@@ -94,8 +90,9 @@ class Producer:
             raise ConnectFailed(f"not connected within {self._timeout:g} s") from error
 
     def publish(self, topic: str, body: bytes, *, defer: float = 0.0) -> None:
-        """Publish one message, to be delivered `defer` seconds from now or later. Returns when the broker has
-        acknowledged it. Raises PublishFailed, NotConnected, ConnectFailed, PublishTimeout, Stopped."""
+        """Publish one message, to be delivered after `defer` seconds. Returns when the broker has
+        acknowledged it. Raises PublishFailed, NotConnected, ConnectFailed, PublishTimeout,
+        Stopped."""
         self._publish(lambda: self._thread.resource.publish(topic, body, defer=defer))
 
     def publish_many(self, topic: str, bodies: Sequence[bytes]) -> None:
@@ -103,7 +100,7 @@ class Producer:
         self._publish(lambda: self._thread.resource.publish_many(topic, bodies))
 
     def close(self) -> None:
-        """Wait for what other threads are publishing, and end. Final; twice is safe."""
+        """Wait for publishes of other threads, then close for good. Twice is safe."""
         self._is_closed = True
         thread = self._threads.get(os.getpid())
         if thread is not None:
@@ -139,12 +136,14 @@ def consume(
     dead_letter: str | None = None,
     config: Config | None = None,
 ) -> Generator[Message, None, None]:
-    """The messages of a channel, one by one, for ever, or until none has come for `idle_timeout` seconds.
+    """The messages of a channel, one by one, forever, or until none has come for `idle_timeout`
+    seconds.
 
-    A message is finished when the next one is asked for, unless it was answered. If the body of the loop
-    raises, or is left with `break`, it is requeued at once, unless it was answered, and so are those fetched
-    ahead, of which there are up to `max_in_flight`. A message that was tried more than `config.max_attempts`
-    times goes to `on_give_up`, in another thread, and to the topic `dead_letter`, and not to the loop.
+    A message is finished when the next one is requested. If the body of the loop raises or breaks,
+    its message is requeued at once. Messages that the body already answered get no other answer. Up
+    to `max_in_flight` messages are fetched ahead; they are requeued too when the loop ends. A
+    message with more than `config.max_attempts` attempts does not reach the loop: `on_give_up` gets
+    it, in another thread, and the topic `dead_letter`.
     """
     feed = _Feed(
         topic,
@@ -165,16 +164,18 @@ def _messages(feed: _Feed, idle_timeout: float | None) -> Generator[Message, Non
         while (message := feed.next(idle_timeout)) is not None:
             yield message
             if not thread.is_ours:
-                raise RuntimeError("after fork() the loop over messages is the parent's: begin another one")
+                raise RuntimeError(
+                    "the loop over messages belongs to the parent of the fork: start another one"
+                )
             message.finish()
     finally:
-        # The message that the loop was left with is requeued there.
+        # This requeues the message at which the loop ended.
         thread.stop(STOP_S)
 
 
 class _Feed:
-    """Between the client's thread and the loop over messages. Both know it, and neither knows the generator,
-    so that one that is dropped is closed."""
+    """Between the client's thread and the loop over messages. It does not refer to the generator,
+    so that a generator that nobody uses any more is closed."""
 
     def __init__(self, topic: str, channel: str, **options: Any) -> None:
         self._consumer = Consumer(topic, channel, self._take, **options)
@@ -187,10 +188,9 @@ class _Feed:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Give back what was not finished: the message that the loop was left with, those fetched ahead, and
-        what still comes."""
+        """Requeue the message at which the loop ended, and those fetched ahead."""
         self._is_closed = True
-        # First of all, or they would come back here at once.
+        # First, or they would be sent to this consumer again.
         self._consumer.change_max_in_flight(0)
         if self._handed_out is not None:
             self._handed_out.requeue(0, backoff=False)
@@ -206,7 +206,7 @@ class _Feed:
             self._waiting.put(message)
 
     def next(self, idle_timeout: float | None) -> Message | None:
-        """The message that has waited longest; None if there is none in time."""
+        """The oldest message; None if none arrives in time."""
         deadline = None if idle_timeout is None else monotonic() + idle_timeout
         while True:
             try:
@@ -214,7 +214,7 @@ class _Feed:
                 message = self._waiting.get(timeout=left)
             except Empty:
                 return None
-            # Its connection may be gone by now, and then it is another's.
+            # If its connection was lost, nsqd sends the message to another consumer.
             if not message.is_answered:
                 self._handed_out = message
                 return message

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from nsparq.client.lookup import lookup_url
+from nsparq.client.connect.lookup import lookup_url
 from nsparq.flags import MAX_DURATION_S, format_duration, parse_duration
 from nsparq.names import is_valid_name
 from nsparq.secret_scope import SecretScope

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.addresses import join_address
-from nsparq.client.background import LoopThread
+from nsparq.client.loop_thread import LoopThread
 from nsparq.names import is_valid_name
 from nsparq.process import Daemon, load_runner
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any, Final, Literal
 
 from nsparq.addresses import join_address, split_address
-from nsparq.client.background import LoopThread
+from nsparq.client.loop_thread import LoopThread
 
 __all__ = ["FaultProxy"]
 

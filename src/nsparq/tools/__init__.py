@@ -1,1 +1,1 @@
-"""The `nsparq` command and what it offers: one module per sub-command, each with main(arguments)."""
+"""The `nsparq` command: one module per sub-command, each with main(arguments)."""

@@ -1,6 +1,6 @@
-"""`nsparq auth`: secrets for clients, their hashes for the policy file, and a look at what the file says.
+"""`nsparq auth`: create secrets for clients and their hashes, and check a policy file.
 
-Data goes to standard output, so that it can be put into a file; explanations go to standard error.
+Data goes to standard output, explanations to standard error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ The file names identities, the hash of each one's secret, and what each may do:
   topic = "^billing"
   permissions = ["publish", "subscribe"]
 
-After a change, `kill -HUP` makes nsqd read it again.
+After a change of the file, `kill -HUP` makes nsqd read it again.
 """
 
 
@@ -50,25 +50,25 @@ def main(argv: Sequence[str]) -> int:
         prog="nsparq auth", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("secret", help="make a secret that nobody can guess, and its hash")
+    command = commands.add_parser("secret", help="create a random secret, and its hash")
     command.set_defaults(run=make_secret)
     command = commands.add_parser(
         "hash",
-        help="the hash of a password that somebody chose",
+        help="print the hash of a chosen password",
         description="Asks for a password (or reads it from standard input) and prints its line for the file.",
     )
     command.add_argument(
         "--generated",
         action="store_true",
-        help="it is no password but a long random secret: use the fast hash, and no name in front of it",
+        help="it is a long random secret, not a password: use the fast hash, without a name in front",
     )
     command.set_defaults(run=hash_secret)
-    command = commands.add_parser("check", help="say whether a policy file is right, and what it permits")
+    command = commands.add_parser("check", help="check a policy file and print what it permits")
     command.add_argument("file", type=Path)
     command.set_defaults(run=check)
     command = commands.add_parser(
         "who",
-        help="say whose secret it is, and what it permits",
+        help="print the identity of a secret and what it permits",
         description="Asks for a secret (or reads it from standard input), as a client would send it.",
     )
     command.add_argument("file", type=Path)
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Refused(Exception):
-    """What was typed is of no use."""
+    """The typed secret cannot be used."""
 
 
 def make_secret(arguments: argparse.Namespace) -> int:
@@ -91,7 +91,7 @@ def make_secret(arguments: argparse.Namespace) -> int:
     print(secret)
     print(f'secret = "{hash_generated(secret.encode())}"')
     print(
-        "The first line is the client's secret; it is kept nowhere. The second is for the policy file.",
+        "The first line is the client's secret; it is stored nowhere. The second is for the policy file.",
         file=sys.stderr,
     )
     return 0
@@ -103,9 +103,9 @@ def hash_secret(arguments: argparse.Namespace) -> int:
         print(f'secret = "{hash_generated(secret)}"')
         return 0
     if len(secret) < SHORT_PASSWORD:
-        print("This is short. `nsparq auth secret` makes a better one.", file=sys.stderr)
+        print("This password is short. `nsparq auth secret` creates a better one.", file=sys.stderr)
     print(f'secret = "{hash_password(secret)}"')
-    print("As its secret the client sends name:password, with the identity's name.", file=sys.stderr)
+    print("The client's secret is name:password, with the name of the identity.", file=sys.stderr)
     return 0
 
 
@@ -132,7 +132,7 @@ def _read_secret(prompt: str, *, confirm: bool = False) -> bytes:
     else:
         typed = getpass.getpass(prompt)
         if confirm and typed != getpass.getpass("Again: "):
-            raise _Refused("the two are not the same")
+            raise _Refused("the two secrets differ")
         secret = typed.encode()
     if not secret:
         raise _Refused("nothing was typed")

@@ -1,4 +1,4 @@
-"""What nsqlookupds and nsqds say over HTTP: topics, who has one, figures of a channel. It blocks."""
+"""Blocking HTTP queries to nsqlookupds and nsqds: topics, nsqds, figures of a channel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from urllib.parse import urlencode, urlsplit
 
 from nsparq.addresses import heard_address, join_address
 from nsparq.client import Config
-from nsparq.client.lookup import lookup_url
-from nsparq.client.secret import reason_to_withhold
+from nsparq.client.connect.lookup import lookup_url
+from nsparq.client.connect.secret import reason_to_withhold
 from nsparq.errors import NsparqError
 from nsparq.fetch import Answer, FetchError, fetch
-from nsparq.tools.common import SCOPE_VARIABLE, SECRET_VARIABLE
+from nsparq.tools.options import SCOPE_VARIABLE, SECRET_VARIABLE
 
 __all__ = ["AskFailed", "ChannelFigures", "Cluster"]
 
@@ -28,12 +28,12 @@ NSQLOOKUPD, NSQD = "nsqlookupd", "nsqd"
 
 
 class AskFailed(NsparqError):
-    """There is no usable answer; the text names who was asked, and why."""
+    """No usable answer; the text says from whom, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelFigures:
-    """Of one channel on one nsqd, or on several together."""
+    """Figures of a channel on one nsqd, or summed over several."""
 
     depth: int = 0
     backend_depth: int = 0
@@ -54,14 +54,15 @@ class ChannelFigures:
 
 
 class Cluster:
-    """Asks several at a time. Every method raises AskFailed if one of those asked has no usable answer."""
+    """Asks several daemons at a time. Methods raise AskFailed if one gives no usable answer."""
 
     def __init__(self, connect_timeout: float, request_timeout: float, config: Config | None = None) -> None:
-        """`config` has the secret for those that want one, and who may sign the certificates of HTTPS."""
+        """`config` has the auth secret and the certificate authorities for HTTPS."""
         self._connect_timeout, self._request_timeout = connect_timeout, request_timeout
         self._config = config or Config()
-        self._want_secret: dict[str, str] = {}
-        """Hosts and ports that have asked for it, and why they are not shown it; nobody else is."""
+        self._secret_withheld: dict[str, str] = {}
+        """`host:port` of those that asked for the secret, and why they do not get it; empty if they
+        do. Nobody gets the secret without asking."""
 
     def topics(self, nsqlookupds: Iterable[str]) -> set[str]:
         answers = self._ask_all((lookup_url(address, "/topics") for address in nsqlookupds), NSQLOOKUPD)
@@ -69,7 +70,7 @@ class Cluster:
         return {topic for topic in found if isinstance(topic, str)}
 
     def producers(self, nsqlookupds: Iterable[str], topic: str) -> list[str]:
-        """HTTP addresses of the nsqds that have the topic; none if nobody knows it."""
+        """HTTP addresses of the nsqds that have the topic."""
         answers = self._ask_all(
             (lookup_url(address, "/lookup", topic=topic) for address in nsqlookupds), NSQLOOKUPD
         )
@@ -77,13 +78,13 @@ class Cluster:
         for producer in (one for answer in answers for one in _objects(answer, "producers")):
             address = heard_address(producer.get("broadcast_address"), producer.get("http_port"))
             if address is None:
-                logger.warning("nsqlookupd knows of an nsqd that cannot be: %.200r", producer)
+                logger.warning("nsqlookupd reported an nsqd with an invalid address: %.200r", producer)
             else:
                 found[address] = None
         return list(found)
 
     def channel(self, nsqds: Iterable[str], topic: str, channel: str) -> ChannelFigures | None:
-        """The sum over all of them; None if none has it."""
+        """The sum over all nsqds; None if none has the channel."""
         query = urlencode({"format": "json", "topic": topic, "channel": channel, "include_clients": "false"})
         answers = self._ask_all((f"http://{address}/stats?{query}" for address in nsqds), NSQD)
         found = [
@@ -110,18 +111,18 @@ class Cluster:
                 return {}
             content = json.loads(answer.body or b"{}") if answer.status in (200, 403) else {}
             if not isinstance(content, dict):
-                raise AskFailed(f"GET {url}: not what NSQ would answer")
+                raise AskFailed(f"GET {url}: not an answer of NSQ")
             if answer.status == 403 and may_redirect and "https_port" in content:
-                # This nsqd wants TLS, and says where.
+                # This nsqd requires TLS and names its HTTPS port.
                 parts = urlsplit(url)
                 port = content["https_port"]
                 if type(port) is not int or not 0 < port < 65536:
-                    raise AskFailed(f"GET {url}: not what NSQ would answer")
+                    raise AskFailed(f"GET {url}: not an answer of NSQ")
                 address = join_address(parts.hostname or "", port)
                 return self._ask(f"https://{address}{parts.path}?{parts.query}", kind, may_redirect=False)
             if answer.status != 200:
                 raise AskFailed(f"GET {url}: status {answer.status}{self._explain(url, answer.status)}")
-            # Before 1.0 the result was wrapped.
+            # Before NSQ 1.0 the result was inside `data`.
             found = content.get("data", content)
             return found if isinstance(found, dict) else {}
         except FetchError as error:
@@ -132,7 +133,7 @@ class Cluster:
     def _fetch(self, url: str, kind: str) -> Answer:
         parts, config = urlsplit(url), self._config
         headers = []
-        if config.auth_secret and self._want_secret.get(parts.netloc) == "":
+        if config.auth_secret and self._secret_withheld.get(parts.netloc) == "":
             headers.append(("Authorization", f"Bearer {config.auth_secret}"))
         answer = fetch(
             url,
@@ -145,7 +146,7 @@ class Cluster:
         host, is_encrypted = parts.hostname or "", parts.scheme == "https"
         if answer.status != 401 or headers or not config.auth_secret:
             return answer
-        reason = self._want_secret[parts.netloc] = reason_to_withhold(
+        reason = self._secret_withheld[parts.netloc] = reason_to_withhold(
             config, parts.netloc, host, is_encrypted=is_encrypted, is_nsqlookupd=kind == NSQLOOKUPD
         )
         return answer if reason else self._fetch(url, kind)
@@ -154,22 +155,22 @@ class Cluster:
         if status == 401:
             if not self._config.auth_secret:
                 return f": set {SECRET_VARIABLE}"
-            if reason := self._want_secret.get(urlsplit(url).netloc):
-                return f": it is shown no secret: {reason} (see {SCOPE_VARIABLE})"
+            if reason := self._secret_withheld.get(urlsplit(url).netloc):
+                return f": it does not get the secret: {reason} (see {SCOPE_VARIABLE})"
             return f": {SECRET_VARIABLE} is wrong"
         return ": the secret does not permit this" if status == 403 and self._config.auth_secret else ""
 
 
-# What others said, as values: what is missing or of the wrong type counts as nothing.
+# Values from answers. Missing ones, and those of a wrong type, are left out.
 
 
-def _list(said: Mapping[str, Any], name: str) -> Sequence[Any]:
-    found = said.get(name)
+def _list(answer: Mapping[str, Any], name: str) -> Sequence[Any]:
+    found = answer.get(name)
     return found if isinstance(found, list) else ()
 
 
-def _objects(said: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    return [one for one in _list(said, name) if isinstance(one, dict)]
+def _objects(answer: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    return [one for one in _list(answer, name) if isinstance(one, dict)]
 
 
 def _figures(channel: Mapping[str, Any]) -> ChannelFigures:

@@ -1,6 +1,7 @@
-"""Which of several destinations is next: in turn, in turn without those that fail, or mostly the fastest.
+"""Which of several destinations is next: in turn, in turn without those that fail, or mostly the
+fastest.
 
-Knows no network and no clock: `now` is an argument, in seconds.
+No network and no clock: `now` is an argument, in seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["EpsilonGreedy", "HostPool", "RoundRobin", "make_pool"]
 FIRST_DELAY_S: Final = 30.0
 LONGEST_DELAY_S: Final = 900.0
 MEMORY_S: Final = 300.0
-"""How long a response time counts for something."""
+"""Time constant after which old response times hardly count."""
 EXPLORE_FIRST: Final = 0.3
 EXPLORE_LEAST: Final = 0.01
 EXPLORE_DECAY_S: Final = 2.5
@@ -24,7 +25,7 @@ EXPLORE_DECAY_S: Final = 2.5
 
 
 class RoundRobin:
-    """In turn, whatever happens."""
+    """In turn, whether they fail or not."""
 
     def __init__(self, hosts: Iterable[str]) -> None:
         self.hosts = list(dict.fromkeys(hosts))
@@ -36,17 +37,17 @@ class RoundRobin:
         return host
 
     def report(self, host: str, ok: bool, seconds: float, now: float) -> None:
-        """How it went with a host that was picked."""
+        """Record the outcome of a request to a host that was picked."""
 
 
 class HostPool(RoundRobin):
-    """In turn; one that failed is left out for a time, which doubles while it keeps failing. When all have
-    failed, all are tried again."""
+    """In turn. A host that failed is skipped for a time, which doubles while it keeps failing. When
+    all have failed, all are tried again."""
 
     def __init__(self, hosts: Iterable[str]) -> None:
         super().__init__(hosts)
         self._retry_at: dict[str, float] = {}
-        """Of those that failed: when they are tried again."""
+        """When each failed host is tried again."""
         self._delay: dict[str, float] = {}
 
     def pick(self, now: float) -> str:
@@ -63,7 +64,7 @@ class HostPool(RoundRobin):
             return True
         if now < self._retry_at[host]:
             return False
-        # One try, and the next one later, unless this one works.
+        # One try now; unless it succeeds, the next one comes after a longer time.
         self._delay[host] = min(self._delay[host] * 2, LONGEST_DELAY_S)
         self._retry_at[host] = now + self._delay[host]
         return True
@@ -77,14 +78,14 @@ class HostPool(RoundRobin):
 
 
 class EpsilonGreedy(HostPool):
-    """Mostly the host that has answered fastest of late, sometimes any other, to see how that one does."""
+    """Mostly the host with the fastest recent answers, sometimes another one, to measure it."""
 
     def __init__(self, hosts: Iterable[str], draw: Callable[[], float] = private_random.random) -> None:
         super().__init__(hosts)
         self._draw = draw
         self._began: float | None = None
         self._times: dict[str, tuple[float, float, float]] = {}
-        """Sum of the response times, of their weights, and when both were so."""
+        """Weighted sum of response times, sum of the weights, and the time of both."""
 
     def pick(self, now: float) -> str:
         if self._began is None:
@@ -107,6 +108,6 @@ POOLS: Final = {"round-robin": RoundRobin, "hostpool": HostPool, "epsilon-greedy
 
 
 def make_pool(mode: str, hosts: Iterable[str]) -> RoundRobin | None:
-    """None for a mode that there is not."""
+    """None for an unknown mode."""
     pool: type[RoundRobin] | None = POOLS.get(mode)
     return pool(hosts) if pool is not None else None

@@ -1,5 +1,7 @@
-"""A small HTTP/1.1 client for asyncio that keeps its connections. What is answered is read and dropped: only
-the status counts. It follows no redirects: one that turns a POST into a GET would lose the message.
+"""A small HTTP/1.1 client for asyncio that reuses connections and returns only the status of an
+answer.
+
+It does not follow redirects: one that turns a POST into a GET would lose the message.
 """
 
 from __future__ import annotations
@@ -13,15 +15,15 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from nsparq.addresses import join_address
+from nsparq.client.connect.http_get import login_of
 from nsparq.client.errors import reason_of
-from nsparq.client.http import login_of
 from nsparq.errors import NsparqError
 
 __all__ = ["HttpClient", "RequestFailed", "Target", "parse_target"]
 
 MAX_HEAD: Final = 64 << 10
 MAX_BODY: Final = 1 << 20
-"""A longer answer is not read to its end: another connection is cheaper."""
+"""A longer answer is not read to its end: a new connection is cheaper."""
 PIECE: Final = 64 << 10
 
 
@@ -31,7 +33,7 @@ class RequestFailed(NsparqError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a request goes, taken from its URL."""
+    """The parts of a URL that a request needs."""
 
     host: str
     port: int
@@ -42,12 +44,12 @@ class Target:
 
 
 def parse_target(url: str) -> Target:
-    """Raises ValueError for what is not the address of an HTTP server."""
+    """Raises ValueError for an invalid URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url}: not an http or https address")
+        raise ValueError(f"{url}: not an http or https URL")
     if any(character <= " " or character == "\x7f" for character in url):
-        raise ValueError(f"{url}: blanks in an address are to be written %20")
+        raise ValueError(f"{url}: write blanks in a URL as %20")
     is_tls = parts.scheme == "https"
     port = parts.port or (443 if is_tls else 80)
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -59,10 +61,10 @@ class _Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self.has_answered = False
-        """Whether anything of the answer to the present request has come."""
+        """Whether a part of the answer to the current request has arrived."""
 
     async def exchange(self, request: bytes) -> tuple[int, bool]:
-        """The status, and whether the connection can be used again."""
+        """The status, and whether the connection can be reused."""
         self.has_answered = False
         self._writer.write(request)
         await self._writer.drain()
@@ -90,7 +92,7 @@ class _Connection:
         return int(rest[:3]), version, headers
 
     async def _skip_body(self, status: int, headers: Mapping[str, str]) -> bool:
-        """Read what follows the head. False if its end is the end of the connection."""
+        """Read and drop the body. False if the connection cannot be reused after it."""
         if status in (204, 304):
             return True
         if "chunked" in headers.get("transfer-encoding", "").lower():
@@ -126,14 +128,14 @@ class _Connection:
         return self._reader.at_eof() or self._writer.is_closing()
 
     def close(self) -> None:
-        # Not close(): with TLS that would wait for the other side.
+        # Not close(): with TLS it would wait for the peer.
         self._writer.transport.abort()
 
 
 class _Pool:
-    """The connections to one server. A request takes whichever connection is free first: one that another
-    request has done with, or a new one. A server that is slow to accept, because many connect at once, then
-    holds nobody up while others are answered."""
+    """The connections to one server. A request takes the first that is free: a connection that
+    another request returns, or a new one. So a server that is slow to accept does not delay a
+    request while other connections become free."""
 
     def __init__(self) -> None:
         self.idle: list[_Connection] = []
@@ -169,7 +171,7 @@ class _Pool:
             dialing.add_done_callback(self._dialled)
             raise
         if freed.done():
-            # What is dialled for this request serves another, or waits until one comes.
+            # The connection that was dialled for this request goes to another one, or becomes idle.
             dialing.add_done_callback(self._dialled)
             return freed.result(), False
         self._waiting.remove(freed)
@@ -177,7 +179,7 @@ class _Pool:
         return dialing.result(), True
 
     def put_back(self, connection: _Connection) -> None:
-        """Give it to the request that has waited longest, or keep it."""
+        """Give the connection to the request that has waited longest, or keep it."""
         while self._waiting:
             waiting = self._waiting.popleft()
             if not waiting.done():
@@ -201,7 +203,7 @@ class _Pool:
 
 
 class HttpClient:
-    """Opens as many connections as there are requests at a time, at the most."""
+    """Opens at most as many connections as there are requests at a time."""
 
     def __init__(self, connect_timeout: float, request_timeout: float) -> None:
         self._connect_timeout, self._request_timeout = connect_timeout, request_timeout
@@ -223,7 +225,7 @@ class HttpClient:
                         status, keeps = await connection.exchange(request)
                         return status
                     except (OSError, EOFError):
-                        # A kept connection may have been ended just now: that says nothing about the server.
+                        # The server may have just closed an idle connection. Try another one.
                         if is_new or connection.has_answered:
                             raise
                     finally:
@@ -250,7 +252,7 @@ class HttpClient:
         for pool in self._pools.values():
             await pool.close()
         self._pools.clear()
-        # The loop has to come round once for the sockets to be gone.
+        # The event loop closes the sockets in its next turn.
         await asyncio.sleep(0)
 
 

@@ -1,4 +1,4 @@
-"""The `nsparq` command: finds the sub-command, loads only that, and runs it."""
+"""The `nsparq` command: finds a sub-command, imports only its module, and runs it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["COMMANDS", "Command", "main"]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A sub-command: `module`.main takes the arguments behind its name and returns the exit status."""
+    """A sub-command: `module`.main takes its arguments and returns the exit status."""
 
     name: str
     module: str
     help: str
     extra: str = ""
-    """The extra of the package that it needs."""
+    """The extra of the nsparq package that it needs."""
 
 
 COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
@@ -31,28 +31,28 @@ COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
         Command("up", "nsparq.up.main", "nsqlookupd, nsqd, nsqadmin and pipelines, until Ctrl-C", "server"),
     ),
     "Daemons": (
-        Command("nsqd", "nsparq.server.main", "the broker: takes, keeps and hands out messages", "server"),
+        Command("nsqd", "nsparq.server.main", "the broker: receives, stores and delivers messages", "server"),
         Command("nsqlookupd", "nsparq.lookup.main", "the directory: which nsqd has which topic", "server"),
-        Command("nsqadmin", "nsparq.admin.main", "the pages: how it goes, what needs a person", "server"),
+        Command("nsqadmin", "nsparq.admin.main", "web pages to watch and manage the cluster", "server"),
     ),
-    "Looking and publishing": (
-        Command("tail", "nsparq.tools.nsq_tail", "print the messages of a topic as they come (nsq_tail)"),
-        Command("stat", "nsparq.tools.nsq_stat", "watch how a channel is doing (nsq_stat)"),
-        Command("publish", "nsparq.tools.to_nsq", "publish what comes in on standard input (to_nsq)"),
+    "Watch and publish": (
+        Command("tail", "nsparq.tools.nsq_tail", "print the messages of a topic as they arrive (nsq_tail)"),
+        Command("stat", "nsparq.tools.nsq_stat", "print the figures of a channel (nsq_stat)"),
+        Command("publish", "nsparq.tools.to_nsq", "publish records from standard input (to_nsq)"),
     ),
-    "Taking messages elsewhere": (
+    "Send messages elsewhere": (
         Command("to-file", "nsparq.tools.nsq_to_file", "archive topics in files (nsq_to_file)"),
-        Command("to-http", "nsparq.tools.nsq_to_http", "make HTTP requests of messages (nsq_to_http)"),
+        Command("to-http", "nsparq.tools.nsq_to_http", "send messages as HTTP requests (nsq_to_http)"),
         Command("to-nsq", "nsparq.tools.nsq_to_nsq", "copy messages to other nsqds (nsq_to_nsq)"),
     ),
     "Spark": (
         Command(
             "pipeline", "nsparq.tools.pipeline", "topics through SQL to files, tables and topics", "spark"
         ),
-        Command("spark", "nsparq.tools.spark", "whether Spark can run here; faster starts", "spark"),
+        Command("spark", "nsparq.tools.spark", "check whether Spark can run here; faster starts", "spark"),
     ),
     "Administration": (
-        Command("auth", "nsparq.tools.auth", "make secrets for clients, check a policy file"),
+        Command("auth", "nsparq.tools.auth", "create secrets for clients, check a policy file"),
     ),
 }
 
@@ -68,8 +68,8 @@ def usage() -> str:
         lines += ["", f"{heading}:", *(f"  {command.name:<12}{command.help}" for command in commands)]
     lines += [
         "",
-        "nsparq COMMAND --help    what a command does and takes",
-        "nsparq --version         the version",
+        "nsparq COMMAND --help    describe a command and its flags",
+        "nsparq --version         print the version",
         "",
         "To try it, start `nsparq nsqd` in one terminal, in a second",
         "  nsparq tail --topic=greetings --nsqd-tcp-address=127.0.0.1:4150",
@@ -80,7 +80,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Status 0 when all went well, 1 for a failure, 2 for a wrong command line."""
+    """The exit status: 0 for success, 1 for a failure, 2 for a wrong command line."""
     name, *arguments = (sys.argv[1:] if argv is None else list(argv)) or [""]
     known = {command.name: command for commands in COMMANDS.values() for command in commands}
     if name == "help" and arguments and arguments[0] in known:
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(usage())
         return 2
     if name not in known:
-        # NSQ's name of a tool, or a slip.
+        # NSQ's name of a tool, or a typing error.
         similar = [command.name for command in known.values() if f"({name})" in command.help]
         similar = similar or difflib.get_close_matches(name, known, 1)
         hint = f"did you mean `nsparq {similar[0]}`?" if similar else "`nsparq --help` lists the commands"
@@ -117,7 +117,8 @@ def _run(command: Command, arguments: list[str]) -> int:
         sys.stderr.write(f"nsparq {command.name}: {error.name} is missing: pip install '{package}'\n")
         return 1
     except BrokenPipeError:
-        # Whoever read our output has seen enough; the interpreter must not complain at its end either.
+        # The reader of our output has closed it. Python must not fail again when it flushes at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`nsq_stat`: how a channel is doing, a line every few seconds."""
+"""`nsq_stat`: prints the figures of a channel every few seconds."""
 
 from __future__ import annotations
 
@@ -7,29 +7,27 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from nsparq.option_table import DURATION, INT, STRING, STRINGS, OptionError, opt
 from nsparq.tools.cluster import AskFailed, ChannelFigures, Cluster
-from nsparq.tools.common import (
-    Ending,
+from nsparq.tools.options import (
     ToolTable,
     check_sources,
     check_topics,
     client_config,
     connect_timeout_option,
     lookupd_option,
-    on_signal,
     request_timeout_option,
-    run_tool,
-    unless_ended,
 )
+from nsparq.tools.run import Ending, on_signal, run_tool, unless_ended
 
 __all__ = ["TABLE", "NsqStatOptions", "main"]
 
 PROGRAM: Final = "nsq_stat"
 HEADER_EVERY: Final = 25
-"""Polls between two headers."""
+"""Lines between two headers."""
 
 GROUPS: Final = (
     ("rate", (("ingress", 7), ("egress", 7))),
@@ -44,13 +42,13 @@ class NsqStatOptions:
     topic: str = opt("", "topic of the channel", STRING, heading="What to watch")
     channel: str = opt("", "channel to watch", STRING)
     interval: float = opt(2.0, "time between two lines", DURATION)
-    count: int | None = opt(None, "end after so many lines", INT, default_text="no end")  # type: ignore[arg-type]  # never from a file
+    count: int | None = opt(None, "end after this many lines", INT, default_text="never")  # type: ignore[arg-type]  # never from a file
 
     nsqd_http_address: tuple[str, ...] = opt(
-        (), "`host:port` of an nsqd's HTTP API", STRINGS, heading="Whom to ask"
+        (), "`host:port` of an nsqd's HTTP API", STRINGS, heading="Where to ask"
     )
     lookupd_http_address: tuple[str, ...] = lookupd_option(
-        "`host:port` of an nsqlookupd: all nsqds of the topic"
+        "`host:port` of an nsqlookupd, to ask all nsqds of the topic"
     )
     http_client_connect_timeout: float = connect_timeout_option()
     http_client_request_timeout: float = request_timeout_option(5.0)
@@ -77,11 +75,11 @@ TABLE: Final = ToolTable(
     NsqStatOptions,
     command="stat",
     about="""
-Watches a channel, on all nsqds together: a line every two seconds, until it is interrupted.
+Prints the figures of a channel, summed over all nsqds, every two seconds until it is interrupted.
 
-  ingress, egress    messages per second that came in, and that consumers finished
-  total, mem, disk   messages waiting, and where they are
-  inflt, def         messages at consumers, and those that wait for their time
+  ingress, egress    messages per second that arrived, and that consumers finished
+  total, mem, disk   messages that wait: all, in memory, on disk
+  inflt, def         messages in flight, and deferred
   req, t-o           messages requeued and timed out so far
   msgs, clients      messages so far, and consumers connected now
 """,
@@ -94,22 +92,22 @@ Watches a channel, on all nsqds together: a line every two seconds, until it is 
 
 
 def header() -> str:
-    """Two lines: the groups between dashes, and the names of the columns."""
+    """Two lines: the names of the groups, and those of the columns."""
     names = [" ".join(f"{name:>{width}}" for name, width in columns) for _, columns in GROUPS]
     bars = []
     for place, ((group, _), text) in enumerate(zip(GROUPS, names, strict=True)):
-        # A blank on each side of a bar, none at the ends of the line.
+        # Columns are joined by " | ", so a group is one wider on each inner side.
         width = len(text) + (place > 0) + (place < len(GROUPS) - 1)
         bars.append(f"{group:-^{width}}")
     return "+".join(bars) + "\n" + " | ".join(names)
 
 
 def row(before: ChannelFigures, now: ChannelFigures, interval: float) -> list[list[int]]:
-    """The figures of one line, by group. Rates are cut to whole numbers."""
-    came = now.message_count - before.message_count
-    left = came - (now.depth - before.depth)
+    """The figures of one line, by group. Rates are rounded down."""
+    arrived = now.message_count - before.message_count
+    finished = arrived - (now.depth - before.depth)
     return [
-        [int(came / interval), int(left / interval)],
+        [int(arrived / interval), int(finished / interval)],
         [now.depth, now.memory_depth, now.backend_depth, now.in_flight_count, now.deferred_count],
         [now.requeue_count, now.timeout_count, now.message_count, now.client_count],
     ]
@@ -123,7 +121,7 @@ def format_row(figures: Sequence[Sequence[int]]) -> str:
 
 
 class PlainView:
-    """For files, pipes, and terminals without rich."""
+    """For files and pipes, and for terminals if rich is not installed."""
 
     def show_header(self) -> None:
         sys.stdout.write(header() + "\n")
@@ -135,7 +133,7 @@ class PlainView:
 
 
 class TerminalView(PlainView):
-    """The same characters: what is zero steps back, what an operator should look at stands out."""
+    """The same text in colour: zeros are dimmed, growing figures that matter are yellow."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -195,7 +193,7 @@ async def work(options: NsqStatOptions, ending: Ending) -> None:
             view.show(row(before, now, options.interval))
         before = now
         polls += 1
-        # At even times, however long a poll takes: the rates are per interval.
+        # At regular times, however long a poll takes: the rates assume the interval.
         at = max(at + options.interval, loop.time())
         if polls <= (options.count or polls) and await ending.wait(at - loop.time()):
             return
@@ -213,8 +211,7 @@ def poll(cluster: Cluster, options: NsqStatOptions) -> ChannelFigures:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool(TABLE, work, argv)
+main = partial(run_tool, TABLE, work)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`nsq_tail`: messages of topics on standard output, one a line."""
+"""`nsq_tail`: prints the messages of topics to standard output, one per line."""
 
 from __future__ import annotations
 
@@ -6,26 +6,16 @@ import asyncio
 import os
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
-from nsparq.client import Consumer, Message
+from nsparq.client import Message
 from nsparq.option_table import BOOL, INT, STRING, STRINGS, OptionError, opt
 from nsparq.private_random import private_random
-from nsparq.tools.common import (
-    Ending,
-    ToolTable,
-    check_sources,
-    check_topics,
-    client_config,
-    consumer_opt_option,
-    lookupd_option,
-    max_in_flight_option,
-    nsqd_option,
-    run_consumers,
-    run_tool,
-)
+from nsparq.tools.options import SourceOptions, ToolTable, check_topics
+from nsparq.tools.run import Ending, run_consumers, run_tool
 
 __all__ = ["TABLE", "NsqTailOptions", "main"]
 
@@ -39,30 +29,26 @@ def _random_channel() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NsqTailOptions:
+class NsqTailOptions(SourceOptions):
+    program = PROGRAM
+    # It prints every message, no matter how many attempts there were.
+    max_attempts = 0
+
     topic: tuple[str, ...] = opt((), "topic to print", STRINGS, heading="What to print")
     channel: str = opt(
         _random_channel,
-        "channel to read from; its messages are shared with whoever else reads from it",
+        "channel to consume from; other consumers of the same channel get a part of the messages",
         STRING,
-        default_text="one of its own, which is gone afterwards",
+        default_text="a new ephemeral channel",
     )
-    n: int = opt(
-        0, "end when so many messages of a topic have been printed; 0: go on", INT, bound="not negative"
-    )
-    print_topic: bool = opt(False, "put the topic before each message: `orders | body`", BOOL)
-
-    nsqd_tcp_address: tuple[str, ...] = nsqd_option("Where it comes from")
-    lookupd_http_address: tuple[str, ...] = lookupd_option()
-    max_in_flight: int = max_in_flight_option()
-    consumer_opt: tuple[str, ...] = consumer_opt_option()
+    n: int = opt(0, "end after this many messages of a topic; 0: never", INT, bound="not negative")
+    print_topic: bool = opt(False, "print the topic before each message: `orders | body`", BOOL)
 
     def validate(self) -> None:
-        check_sources(self.nsqd_tcp_address, self.lookupd_http_address)
+        SourceOptions.validate(self)
         if not self.topic:
             raise OptionError("--topic required")
         check_topics(self.topic, self.channel or None)
-        client_config(PROGRAM, self.consumer_opt)
 
 
 TABLE: Final = ToolTable(
@@ -70,9 +56,9 @@ TABLE: Final = ToolTable(
     NsqTailOptions,
     command="tail",
     about="""
-Prints the messages of one or more topics as they come, one a line, until it is interrupted.
-It reads from a channel of its own, so that it takes nothing away from other consumers; it sees
-what is published from its start on.
+Prints the messages of one or more topics as they arrive, one per line, until it is interrupted.
+By default it uses a new channel, so that it takes no messages from other consumers; it gets
+the messages that are published after it has started.
 """,
     examples=(
         "nsq_tail --topic=orders --nsqd-tcp-address=127.0.0.1:4150",
@@ -83,7 +69,7 @@ what is published from its start on.
 
 
 class Printer:
-    """Writes the messages of one topic."""
+    """Prints the messages of one topic."""
 
     def __init__(self, topic: str, options: NsqTailOptions, ending: Ending) -> None:
         self._ending = ending
@@ -92,16 +78,13 @@ class Printer:
         self._prefix = f"{topic} | ".encode() if options.print_topic else b""
         most = min(options.max_in_flight, options.n) if options.n else options.max_in_flight
         self._max_in_flight = most
-        self.consumer = Consumer(
+        self.consumer = options.consumer(
             topic,
             options.channel or _random_channel(),
             batch_handler=self._print,
             batch_size=most,
             batch_timeout=0.0,
-            nsqlookupd=options.lookupd_http_address,
             max_in_flight=most,
-            # It prints what it gets, however often that has been tried elsewhere.
-            config=client_config(PROGRAM, options.consumer_opt, max_attempts=0),
         )
 
     async def _print(self, messages: list[Message]) -> None:
@@ -113,8 +96,8 @@ class Printer:
             return
         data = b"".join(self._prefix + message.body + b"\n" for message in wanted)
         try:
-            # A pipe whose reader is slow must not keep heartbeats from being answered.
-            await asyncio.to_thread(write_all, STDOUT, data, lambda: self._ending.has_come)
+            # In a thread: a slow reader of a pipe must not delay heartbeats.
+            await asyncio.to_thread(write_all, STDOUT, data, lambda: self._ending.is_due)
         except OSError as error:
             self._has_failed = True
             self._give_back(wanted)
@@ -126,30 +109,30 @@ class Printer:
             return
         if self._remaining is not None:
             self._remaining -= len(wanted)
-            # Said before these are finished, so that no more come than will be printed.
+            # Before these are finished, so that nsqd sends no more than will be printed.
             self.consumer.change_max_in_flight(min(self._max_in_flight, self._remaining))
             if not self._remaining:
                 self._ending.end()
 
     def _give_back(self, messages: list[Message]) -> None:
         if messages:
-            # They shall go to others, not come back here.
+            # Otherwise nsqd would send them to this tool again.
             self.consumer.change_max_in_flight(0)
         for message in messages:
             message.requeue(0, backoff=False)
 
 
 def write_all(descriptor: int, data: bytes, is_ending: Callable[[], bool]) -> None:
-    """For as long as it takes; but at the end of the tool nobody waits for a reader that does not read."""
+    """Write everything, but do not wait for a stuck reader when the tool ends."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     view = memoryview(data)
     while view:
         if not poll.poll(STUCK_MS):
             if is_ending():
-                raise TimeoutError(None, "nobody reads it")
+                raise TimeoutError(None, "the reader does not read")
             continue
-        # A pipe that can be written to takes this much without blocking.
+        # poll() guarantees that a pipe takes this much without blocking.
         view = view[os.write(descriptor, view[: select.PIPE_BUF]) :]
 
 
@@ -159,8 +142,7 @@ async def work(options: NsqTailOptions, ending: Ending) -> None:
     await run_consumers(consumers, options.nsqd_tcp_address, ending)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool(TABLE, work, argv)
+main = partial(run_tool, TABLE, work)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""`nsq_to_file`: messages of topics to files. A message is finished when it is on disk, not before.
+"""`nsq_to_file`: writes the messages of topics to files. A message is finished once it is on disk.
 
-Each topic has a consumer, a file, and a task that brings the one to the other: messages are written as they
-come, and synced and finished together. Whatever touches the disk runs in threads.
+Each topic has a consumer, a file, and a task between them: messages are written as they arrive, and
+synced and finished together. Everything that touches the disk runs in threads.
 """
 
 from __future__ import annotations
@@ -13,31 +13,23 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from nsparq.client import ClientError, Config, Consumer, Message
+from nsparq.client import ClientError, Message
 from nsparq.option_table import BOOL, DURATION, INT, STRING, STRINGS, OptionError, choice, opt
 from nsparq.tools.cluster import AskFailed, Cluster
-from nsparq.tools.common import (
-    GRACE_S,
-    Ending,
+from nsparq.tools.options import (
+    SourceOptions,
     ToolTable,
-    check_sources,
     check_topics,
-    client_config,
     connect_timeout_option,
-    consumer_opt_option,
-    lookupd_option,
-    max_in_flight_option,
-    nsqd_option,
-    on_signal,
     request_timeout_option,
-    run_tool,
-    unless_ended,
 )
+from nsparq.tools.run import GRACE_S, Ending, on_signal, run_tool, unless_ended
 from nsparq.tools.topic_files import REV, FileNames, FileRules, TopicFiles, make_directories
 
 __all__ = ["TABLE", "NsqToFileOptions", "main"]
@@ -48,77 +40,76 @@ PROGRAM: Final = "nsq_to_file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NsqToFileOptions:
+class NsqToFileOptions(SourceOptions):
+    program = PROGRAM
+    # An archive must not give up messages: it would lose them.
+    max_attempts = 0
+
     topic: tuple[str, ...] = opt((), "topic to archive", STRINGS, heading="What to archive")
     topic_pattern: str = opt(
         "",
-        "regular expression: archive the topics whose name it matches somewhere, of all that the "
-        "nsqlookupds know, or of those given",
+        "regular expression that matches a part of the names of the topics to archive, among those given or, "
+        "if none are given, those that the nsqlookupds know",
         STRING,
     )
     topic_refresh: float = opt(
-        60.0, "time between two looks for new topics, where none are given", DURATION, bound="positive"
+        60.0, "time between two searches for new topics, if none are given", DURATION, bound="positive"
     )
     channel: str = opt("nsq_to_file", "channel to consume from", STRING)
+    http_client_connect_timeout: float = connect_timeout_option()
+    http_client_request_timeout: float = request_timeout_option(5.0)
 
-    output_dir: str = opt("/tmp", "directory of files that are complete", STRING, heading="Files")
+    output_dir: str = opt("/tmp", "directory for complete files", STRING, heading="Files")
     work_dir: str = opt(
         "",
-        "directory of files that are being written, on the same file system",
+        "directory for files that are being written, on the same file system",
         STRING,
         default_text="the output directory",
     )
     filename_format: str = opt(
         f"<TOPIC>.<HOST>{REV}.<DATETIME>.log",
-        f"names of files, with places for `<TOPIC>`, `<HOST>`, `<PID>`, `<DATETIME>` and `{REV}`, a number "
-        "that grows when there is such a file already",
+        f"names of files, with the placeholders `<TOPIC>`, `<HOST>`, `<PID>`, `<DATETIME>` and `{REV}`, a "
+        "number that grows when the file already exists",
         STRING,
     )
     datetime_format: str = opt(
-        "%Y-%m-%d_%H", "what stands for `<DATETIME>`, with the codes of strftime; local time", STRING
+        "%Y-%m-%d_%H", "format of `<DATETIME>`, with the codes of strftime; local time", STRING
     )
     host_identifier: str = opt(
         "",
-        "what stands for `<HOST>`; `<SHORT_HOST>` and `<HOSTNAME>` may stand in it",
+        "value of `<HOST>`; it may contain `<SHORT_HOST>` and `<HOSTNAME>`",
         STRING,
         default_text="the hostname up to its first dot",
     )
     gzip: bool = opt(False, "compress the files", BOOL)
-    gzip_level: int = opt(6, "how much, from 1 (fast) to 9 (small)", INT)
-    skip_empty_files: bool = opt(False, "no file for a time in which nothing came", BOOL)
-    rotate_size: int = opt(0, "bytes after which a new file is begun; 0: any size", INT, bound="not negative")
+    gzip_level: int = opt(6, "level of compression, from 1 (fast) to 9 (small)", INT)
+    skip_empty_files: bool = opt(False, "write no file for a period without messages", BOOL)
+    rotate_size: int = opt(0, "start a new file after so many bytes; 0: no limit", INT, bound="not negative")
     rotate_interval: float = opt(
         0.0,
-        "time after which a new file is begun; 0: when `<DATETIME>` changes",
+        "start a new file after this time; 0: only when `<DATETIME>` changes",
         DURATION,
         bound="not negative",
     )
     sync_interval: float = opt(
         30.0,
-        "time after which messages are on disk and finished at the latest; sooner when as many have come "
-        "as may be in flight",
+        "longest time until messages are synced and finished; they are synced sooner when --max-in-flight "
+        "messages have arrived",
         DURATION,
         bound="positive",
     )
 
-    nsqd_tcp_address: tuple[str, ...] = nsqd_option("Where it comes from")
-    lookupd_http_address: tuple[str, ...] = lookupd_option()
-    http_client_connect_timeout: float = connect_timeout_option()
-    http_client_request_timeout: float = request_timeout_option(5.0)
-    max_in_flight: int = max_in_flight_option()
-    consumer_opt: tuple[str, ...] = consumer_opt_option()
-
     log_level: str = opt(
         "info",
-        "least severe level that is logged: debug, info, warn, error, fatal",
+        "lowest level to log: debug, info, warn, error, fatal",
         choice("debug", "info", "warn", "error", "fatal"),
         heading="Logging",
     )
-    log_prefix: str = opt(f"[{PROGRAM}] ", "start of every log line", STRING)
+    log_prefix: str = opt(f"[{PROGRAM}] ", "prefix of every log line", STRING)
 
     def validate(self) -> None:
         check_topics(self.topic, self.channel)
-        check_sources(self.nsqd_tcp_address, self.lookupd_http_address)
+        SourceOptions.validate(self)
         if not 1 <= self.gzip_level <= 9:
             raise OptionError(f"invalid --gzip-level value ({self.gzip_level}), should be 1-9")
         if not self.topic and not self.topic_pattern:
@@ -130,12 +121,11 @@ class NsqToFileOptions:
         except re.error as error:
             raise OptionError(f"--topic-pattern {self.topic_pattern}: {error}") from None
         if self.topic and not any(map(pattern.search, self.topic)):
-            raise OptionError("--topic-pattern matches none of the topics that were given")
+            raise OptionError("--topic-pattern matches none of the given topics")
         if self.rules().need_revisions and REV not in self.filename_format:
             raise OptionError(f"missing {REV} in --filename-format when gzip, rotation, or work dir enabled")
         if self.filename_format.count(REV) > 1:
             raise OptionError(f"--filename-format has {REV} more than once")
-        self.config()
 
     def rules(self) -> FileRules:
         output = Path(self.output_dir).resolve()
@@ -161,19 +151,15 @@ class NsqToFileOptions:
             has_revisions=self.rules().need_revisions,
         )
 
-    def config(self) -> Config:
-        # An archive that gives up on a message has lost it: it is tried for ever, unless told otherwise.
-        return client_config(PROGRAM, self.consumer_opt, max_attempts=0)
-
 
 TABLE: Final = ToolTable(
     PROGRAM,
     NsqToFileOptions,
     command="to-file",
     about="""
-Archives topics: one message a line, a new file every hour (or as told), compressed if wanted.
-A message is finished only when it is safely on disk, so that nothing is lost whatever happens to
-this program; after a crash the last messages may come twice. SIGHUP ends the files being written.
+Archives topics in files: one message per line, by default a new file every hour, optionally
+compressed. A message is finished only when it is safely on disk, so a crash loses nothing; the
+last messages may then be written twice. SIGHUP closes the current files and starts new ones.
 """,
     examples=(
         "nsq_to_file --topic=orders --output-dir=/data/nsq --nsqd-tcp-address=127.0.0.1:4150",
@@ -186,25 +172,18 @@ this program; after a crash the last messages may come twice. SIGHUP ends the fi
 
 
 class Archive:
-    """One topic on its way to its files."""
+    """Writes the messages of one topic to its files."""
 
     def __init__(self, topic: str, options: NsqToFileOptions) -> None:
-        """Raises ValueError if the topic's name makes no name for a file."""
+        """Raises ValueError if the topic's name cannot be part of a file name."""
         self._nsqd = options.nsqd_tcp_address
         self._batch_size, self._interval = options.max_in_flight, options.sync_interval
         self._files = TopicFiles(options.rules(), options.names(topic))
-        self._consumer = Consumer(
-            topic,
-            options.channel,
-            self._collect,
-            nsqlookupd=options.lookupd_http_address,
-            max_in_flight=options.max_in_flight,
-            config=options.config(),
-        )
+        self._consumer = options.consumer(topic, options.channel, self._collect)
         self._arrived: list[Message] = []
-        """Not yet written."""
+        """Messages not yet written."""
         self._written: list[Message] = []
-        """Not yet synced, and so not finished."""
+        """Messages not yet synced, and so not finished."""
         self._wake = asyncio.Event()
         self._must_close = False
         self._must_stop = False
@@ -214,7 +193,7 @@ class Archive:
         self._arrived.append(message)
         self._wake.set()
 
-    def hang_up(self) -> None:
+    def close_file(self) -> None:
         """Sync, close and move the file; the next message opens another."""
         self._must_close = True
         self._wake.set()
@@ -224,7 +203,7 @@ class Archive:
         self._wake.set()
 
     async def run(self, ending: Ending) -> None:
-        """Until stop() is called or something fails."""
+        """Run until stop() is called or something fails."""
         stopping: asyncio.Task[None] | None = None
         try:
             await asyncio.to_thread(self._files.recover)
@@ -235,7 +214,8 @@ class Archive:
                 if is_tick:
                     tick_at += self._interval
                 if self._must_stop and stopping is None:
-                    # What arrives until all connections are closed is still written, and finished.
+                    # Messages that arrive before all connections are closed are still written and
+                    # finished.
                     stopping = asyncio.create_task(self._consumer.stop(GRACE_S))
                     stopping.add_done_callback(lambda _: self._wake.set())
                 await self._store(is_tick=is_tick, is_stopping=stopping is not None)
@@ -243,8 +223,8 @@ class Archive:
         except (OSError, ClientError) as error:
             ending.fail("%s: %s", self._consumer, error)
         except Exception:
-            logger.exception("%s: an unexpected error", self._consumer)
-            ending.fail("%s: cannot go on", self._consumer)
+            logger.exception("%s: unexpected error", self._consumer)
+            ending.fail("%s: stopped after an unexpected error", self._consumer)
         finally:
             if stopping is not None:
                 stopping.cancel()
@@ -258,7 +238,7 @@ class Archive:
             await self._consumer.connect(address)
 
     async def _woken(self, until: float) -> bool:
-        """Whether there is something to do before the time has come."""
+        """Whether there is something to do before the time `until`."""
         try:
             async with asyncio.timeout_at(until):
                 await self._wake.wait()
@@ -287,7 +267,7 @@ class Archive:
 
 
 class Archives:
-    """All topics: those given, or those that the nsqlookupds know, looked up again and again."""
+    """The archives of all topics: those given, or all that the nsqlookupds know."""
 
     def __init__(self, options: NsqToFileOptions, ending: Ending) -> None:
         self._options, self._ending = options, ending
@@ -296,14 +276,16 @@ class Archives:
         """None for a topic that cannot be archived."""
         self._tasks: list[asyncio.Task[None]] = []
         self._cluster = Cluster(
-            options.http_client_connect_timeout, options.http_client_request_timeout, options.config()
+            options.http_client_connect_timeout,
+            options.http_client_request_timeout,
+            options.consumer_config(),
         )
 
     async def run(self) -> None:
-        on_signal(signal.SIGHUP, self._hang_up)
-        self._begin(self._options.topic)
-        while not self._options.topic and not self._ending.has_come:
-            await self._look()
+        on_signal(signal.SIGHUP, self._close_files)
+        self._add(self._options.topic)
+        while not self._options.topic and not self._ending.is_due:
+            await self._find_topics()
             await self._ending.wait(self._options.topic_refresh)
         await self._ending.wait()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -311,7 +293,7 @@ class Archives:
             archive.stop()
         await asyncio.gather(*self._tasks)
 
-    def _begin(self, topics: Iterable[str]) -> None:
+    def _add(self, topics: Iterable[str]) -> None:
         for topic in topics:
             if topic in self._archives or not self._pattern.search(topic):
                 continue
@@ -324,22 +306,22 @@ class Archives:
             logger.info("archiving the topic %s", topic)
             self._tasks.append(asyncio.create_task(archive.run(self._ending)))
 
-    async def _look(self) -> None:
+    async def _find_topics(self) -> None:
         for address in self._options.lookupd_http_address:
-            # One by one: what one of them knows is of use though another does not answer.
+            # One by one: the answer of one is useful even if another does not answer.
             try:
                 asking = asyncio.to_thread(self._cluster.topics, [address])
-                self._begin(sorted(await unless_ended(self._ending, asking) or ()))
+                self._add(sorted(await unless_ended(self._ending, asking) or ()))
             except AskFailed as error:
-                logger.error("cannot look for topics: %s", error)
+                logger.error("cannot look up topics: %s", error)
 
     def _running(self) -> list[Archive]:
         return [archive for archive in self._archives.values() if archive is not None]
 
-    def _hang_up(self) -> None:
-        logger.info("SIGHUP: ending the files being written")
+    def _close_files(self) -> None:
+        logger.info("SIGHUP: closing the current files")
         for archive in self._running():
-            archive.hang_up()
+            archive.close_file()
 
 
 async def work(options: NsqToFileOptions, ending: Ending) -> None:
@@ -354,8 +336,7 @@ async def work(options: NsqToFileOptions, ending: Ending) -> None:
     await Archives(options, ending).run()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool(TABLE, work, argv)
+main = partial(run_tool, TABLE, work)
 
 
 if __name__ == "__main__":

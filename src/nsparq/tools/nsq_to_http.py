@@ -1,4 +1,4 @@
-"""`nsq_to_http`: a request for every message of a topic."""
+"""`nsq_to_http`: sends every message of a topic as an HTTP request."""
 
 from __future__ import annotations
 
@@ -6,33 +6,25 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote_plus
 
-from nsparq.client import Consumer, Message, Requeue
+from nsparq.client import Message, Requeue
 from nsparq.fetch import without_secrets
-from nsparq.option_table import INT, STRING, STRINGS, OptionError, opt
+from nsparq.option_table import INT, STRING, STRINGS, Kind, OptionError, format_number, opt
 from nsparq.private_random import private_random
-from nsparq.tools.common import (
-    FLOAT,
-    Ending,
-    Timings,
-    ToolTable,
-    check_sources,
-    check_topics,
-    client_config,
-    connect_timeout_option,
-    consumer_opt_option,
-    lookupd_option,
-    max_in_flight_option,
-    nsqd_option,
-    request_timeout_option,
-    run_consumers,
-    run_tool,
-)
 from nsparq.tools.hostpool import make_pool
 from nsparq.tools.http_client import HttpClient, RequestFailed, parse_target
+from nsparq.tools.options import (
+    SourceOptions,
+    ToolTable,
+    check_topics,
+    connect_timeout_option,
+    request_timeout_option,
+)
+from nsparq.tools.run import Ending, Timings, run_consumers, run_tool
 from nsparq.version import NSQ_VERSION
 
 __all__ = ["TABLE", "NsqToHttpOptions", "main", "parse_headers"]
@@ -42,39 +34,46 @@ logger = logging.getLogger(__name__)
 PROGRAM: Final = "nsq_to_http"
 CONTENT_TYPE: Final = "application/octet-stream"
 PLACE: Final = "%s"
-"""Where the message goes in the address of a GET."""
+"""Placeholder for the message in the URL of a GET."""
 EVERY_ADDRESS: Final = ("multicast", "all")
 
 
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError("parse error") from None
+
+
+FLOAT: Final[Kind[float]] = Kind(name="float", from_text=_float, from_file=_float, to_toml=format_number)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NsqToHttpOptions:
+class NsqToHttpOptions(SourceOptions):
+    program = PROGRAM
+
     topic: str = opt("", "topic to consume", STRING, heading="What to send")
     channel: str = opt("nsq_to_http", "channel to consume from", STRING)
     sample: float = opt(
-        1.0, "share of the messages that is sent, from 0 to 1; the others are finished unsent", FLOAT
+        1.0, "share of the messages to send, from 0 to 1; the others are finished without a request", FLOAT
     )
 
     post: tuple[str, ...] = opt(
-        (), "address for POST requests, with the message as their body", STRINGS, heading="Where to"
+        (), "URL for POST requests with the message as body", STRINGS, heading="Destination"
     )
-    get: tuple[str, ...] = opt((), "address for GET requests, with `%s` where the message goes", STRINGS)
+    get: tuple[str, ...] = opt((), "URL for GET requests, with `%s` in place of the message", STRINGS)
     mode: str = opt(
         "hostpool",
-        "which of several addresses gets a message: `hostpool` (in turn, without those that fail), "
+        "which of several URLs gets a message: `hostpool` (in turn, skipping those that fail), "
         "`round-robin`, `epsilon-greedy` (mostly the fastest) or `multicast` (every one)",
         STRING,
     )
-    content_type: str = opt(CONTENT_TYPE, "type of what is POSTed", STRING)
+    content_type: str = opt(CONTENT_TYPE, "content type of POST requests", STRING)
     header: tuple[str, ...] = opt((), "header of every request, as `Name: value`", STRINGS)
-    n: int = opt(100, "requests under way at a time", INT, bound="positive")
+    n: int = opt(100, "requests at a time", INT, bound="positive")
     http_client_connect_timeout: float = connect_timeout_option()
     http_client_request_timeout: float = request_timeout_option(20.0)
-    status_every: int = opt(250, "log how long requests take every so many of them; 0: never", INT)
-
-    nsqd_tcp_address: tuple[str, ...] = nsqd_option("Where it comes from")
-    lookupd_http_address: tuple[str, ...] = lookupd_option()
-    max_in_flight: int = max_in_flight_option()
-    consumer_opt: tuple[str, ...] = consumer_opt_option("; `max_attempts,0` never gives up on a message")
+    status_every: int = opt(250, "log how long requests take, after this many of them; 0: never", INT)
 
     def validate(self) -> None:
         if not self.topic or not self.channel:
@@ -84,14 +83,14 @@ class NsqToHttpOptions:
             raise OptionError("--content-type requires a value when used")
         if self.get and self.content_type != CONTENT_TYPE:
             raise OptionError("--content-type only used with --post")
-        check_sources(self.nsqd_tcp_address, self.lookupd_http_address)
+        SourceOptions.validate(self)
         if not self.get and not self.post:
             raise OptionError("--get or --post required")
         if self.get and self.post:
             raise OptionError("use --get or --post not both")
         for address in self.get:
             if address.count(PLACE) != 1:
-                raise OptionError(f"--get {address} must have {PLACE} once, where the message goes")
+                raise OptionError(f"--get {address} must contain {PLACE} once, in place of the message")
         for address in (*self.get, *self.post):
             try:
                 parse_target(address.replace(PLACE, "x"))
@@ -100,7 +99,6 @@ class NsqToHttpOptions:
         if not 0 <= self.sample <= 1:
             raise OptionError("--sample must be between 0.0 and 1.0")
         parse_headers(self.header)
-        client_config(PROGRAM, self.consumer_opt)
 
 
 TABLE: Final = ToolTable(
@@ -108,10 +106,10 @@ TABLE: Final = ToolTable(
     NsqToHttpOptions,
     command="to-http",
     about="""
-Makes an HTTP request of every message of a topic: a POST with the message as its body, or a GET
-with the message in the address. A message is finished when the answer has status 200 (any 2xx
-for a POST). Otherwise it is sent again later, each time a bit more patiently, and after five
-attempts given up.
+Sends an HTTP request for every message of a topic: a POST with the message as its body, or a GET
+with the message in the URL. A message is finished when the answer has status 200 (any 2xx for a
+POST). Otherwise it is requeued, with growing delays, and given up after five attempts (never,
+with --consumer-opt=max_attempts,0).
 """,
     examples=(
         "nsq_to_http --topic=orders --post=http://127.0.0.1:8000/orders --nsqd-tcp-address=127.0.0.1:4150",
@@ -135,7 +133,7 @@ def parse_headers(texts: Sequence[str]) -> dict[str, str]:
 
 
 class Forwarder:
-    """Sends one message after the other to where the mode says."""
+    """Sends messages to the URLs that the mode selects."""
 
     def __init__(self, options: NsqToHttpOptions) -> None:
         self._is_post = bool(options.post)
@@ -152,7 +150,7 @@ class Forwarder:
         self._headers = {name: text for name, text in headers.items() if name.lower() not in replaced} | given
         self._pool = make_pool(options.mode, self._addresses)
         if self._pool is None and options.mode not in EVERY_ADDRESS:
-            logger.warning("there is no mode %s: every address gets every message", options.mode)
+            logger.warning("unknown mode %s: every URL gets every message", options.mode)
 
     async def handle(self, message: Message) -> None:
         if self._sample < 1 and private_random.random() >= self._sample:
@@ -195,23 +193,14 @@ class Forwarder:
 
 async def work(options: NsqToHttpOptions, ending: Ending) -> None:
     forwarder = Forwarder(options)
-    consumer = Consumer(
-        options.topic,
-        options.channel,
-        forwarder.handle,
-        concurrency=options.n,
-        nsqlookupd=options.lookupd_http_address,
-        max_in_flight=options.max_in_flight,
-        config=client_config(PROGRAM, options.consumer_opt),
-    )
+    consumer = options.consumer(options.topic, options.channel, forwarder.handle, concurrency=options.n)
     try:
         await run_consumers([consumer], options.nsqd_tcp_address, ending)
     finally:
         await forwarder.close()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool(TABLE, work, argv)
+main = partial(run_tool, TABLE, work)
 
 
 if __name__ == "__main__":

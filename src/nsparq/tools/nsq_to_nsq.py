@@ -1,4 +1,4 @@
-"""`nsq_to_nsq`: messages of topics to other nsqds."""
+"""`nsq_to_nsq`: copies the messages of topics to other nsqds."""
 
 from __future__ import annotations
 
@@ -8,66 +8,57 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any, Final
 
 from nsparq.client import ClientError, Consumer, Message, Producer, PublishFailed, Requeue
 from nsparq.names import is_valid_name
 from nsparq.option_table import INT, STRING, STRINGS, OptionError, opt
-from nsparq.tools.common import (
-    Ending,
-    Timings,
+from nsparq.tools.hostpool import RoundRobin, make_pool
+from nsparq.tools.options import (
+    SourceOptions,
     ToolTable,
     check_nsqd,
-    check_sources,
     check_topics,
     client_config,
-    consumer_opt_option,
-    lookupd_option,
-    max_in_flight_option,
-    nsqd_option,
     producer_opt_option,
-    run_consumers,
-    run_tool,
 )
-from nsparq.tools.hostpool import RoundRobin, make_pool
+from nsparq.tools.run import Ending, Timings, run_consumers, run_tool
 
 __all__ = ["TABLE", "JsonFilter", "NsqToNsqOptions", "main"]
 
 logger = logging.getLogger(__name__)
 
 PROGRAM: Final = "nsq_to_nsq"
-MAX_TOGETHER: Final = 200
-MAX_BYTES_TOGETHER: Final = 1 << 20
+BATCH_SIZE: Final = 200
+BATCH_BYTES: Final = 1 << 20
 AT_A_TIME: Final = 4
-"""Batches on their way, so that one is read while another is being acknowledged."""
+"""Batches at a time, so that one is read while another waits for its acknowledgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NsqToNsqOptions:
+class NsqToNsqOptions(SourceOptions):
+    program = PROGRAM
+
     topic: tuple[str, ...] = opt((), "topic to consume", STRINGS, heading="What to copy")
     channel: str = opt("nsq_to_nsq", "channel to consume from", STRING)
-    require_json_field: str = opt("", "copy only JSON objects that have this field", STRING)
-    require_json_value: str = opt("", "and of these only those where it has this value", STRING)
+    require_json_field: str = opt("", "copy only JSON objects with this field", STRING)
+    require_json_value: str = opt("", "copy only those whose required field has this value", STRING)
     whitelist_json_field: tuple[str, ...] = opt((), "copy only this field of JSON objects", STRINGS)
 
     destination_nsqd_tcp_address: tuple[str, ...] = opt(
-        (), "`host:port` of an nsqd to publish to", STRINGS, heading="Where to"
+        (), "`host:port` of an nsqd to publish to", STRINGS, heading="Destination"
     )
-    destination_topic: str = opt("", "topic to publish to", STRING, default_text="that of the message")
+    destination_topic: str = opt("", "topic to publish to", STRING, default_text="the topic of the message")
     mode: str = opt(
         "hostpool",
-        "which of several destinations gets a message: `hostpool` (in turn, without those that fail), "
+        "which of several destinations gets a message: `hostpool` (in turn, skipping those that fail), "
         "`round-robin` or `epsilon-greedy` (mostly the fastest)",
         STRING,
     )
     producer_opt: tuple[str, ...] = producer_opt_option()
-    status_every: int = opt(250, "log how long publishes take every so many of them; 0: never", INT)
-
-    nsqd_tcp_address: tuple[str, ...] = nsqd_option("Where it comes from")
-    lookupd_http_address: tuple[str, ...] = lookupd_option()
-    max_in_flight: int = max_in_flight_option()
-    consumer_opt: tuple[str, ...] = consumer_opt_option("; `max_attempts,0` never gives up on a message")
+    status_every: int = opt(250, "log how long publishes take, after this many of them; 0: never", INT)
 
     def validate(self) -> None:
         if not self.topic or not self.channel:
@@ -75,11 +66,10 @@ class NsqToNsqOptions:
         check_topics(self.topic, self.channel)
         if self.destination_topic and not is_valid_name(self.destination_topic.encode()):
             raise OptionError("--destination-topic is invalid")
-        check_sources(self.nsqd_tcp_address, self.lookupd_http_address)
+        SourceOptions.validate(self)
         if not self.destination_nsqd_tcp_address:
             raise OptionError("--destination-nsqd-tcp-address required")
         check_nsqd("destination-nsqd-tcp-address", self.destination_nsqd_tcp_address)
-        client_config(PROGRAM, self.consumer_opt)
         client_config(PROGRAM, self.producer_opt)
 
 
@@ -89,9 +79,9 @@ TABLE: Final = ToolTable(
     command="to-nsq",
     about="""
 Copies the messages of topics to other nsqds, to the same topic or another one. A message is
-finished when its destination has acknowledged it. Otherwise it is sent again later, each time a
-bit more patiently, and after five attempts given up. On the way JSON objects can be chosen by a
-field, and reduced to some fields; what is not a JSON object is then dropped.
+finished when its destination has acknowledged it. Otherwise it is requeued, with growing delays,
+and given up after five attempts (never, with --consumer-opt=max_attempts,0). JSON objects can be
+selected by a field and reduced to some fields; messages that are not JSON objects are then dropped.
 """,
     examples=(
         "nsq_to_nsq --topic=orders --nsqd-tcp-address=127.0.0.1:4150 \\",
@@ -104,7 +94,7 @@ field, and reduced to some fields; what is not a JSON object is then dropped.
 
 
 class JsonFilter:
-    """Which messages pass, and what of them."""
+    """Selects messages by a field, and reduces them to some fields."""
 
     def __init__(self, field: str, value: str, whitelist: Sequence[str]) -> None:
         self._field, self._value = field, value
@@ -114,8 +104,7 @@ class JsonFilter:
             logger.warning("--require-json-value has no effect without --require-json-field")
 
     def apply(self, body: bytes) -> bytes | None:
-        """What is to be published; None if it is to be dropped. Raises Requeue where the field is missing
-        that was to have a value."""
+        """The body to publish; None to drop it. Raises Requeue if a required field is missing."""
         if not self._field and not self._whitelist:
             return body
         try:
@@ -124,7 +113,7 @@ class JsonFilter:
             logger.error("dropped a message that is not JSON (%s): %r", error, body[:100])
             return None
         if not isinstance(content, dict):
-            logger.error("dropped a message that is no JSON object: %r", body[:100])
+            logger.error("dropped a message that is not a JSON object: %r", body[:100])
             return None
         if self._field:
             if self._field not in content:
@@ -156,7 +145,7 @@ def _number(text: str) -> float | None:
 
 
 def _parse_float(text: str) -> float | int:
-    """Whole numbers are written as integers, however they came."""
+    """Whole numbers become integers: 1.0 is written as 1, as NSQ does."""
     number = float(text)
     return int(number) if number.is_integer() and abs(number) < 1e21 else number
 
@@ -166,7 +155,7 @@ def _refuse(name: str) -> Any:
 
 
 class Copier:
-    """Publishes messages to where the mode says, those for the same nsqd together."""
+    """Publishes messages to the nsqds that the mode selects, those for one nsqd together."""
 
     def __init__(self, options: NsqToNsqOptions) -> None:
         addresses = list(dict.fromkeys(options.destination_nsqd_tcp_address))
@@ -182,7 +171,7 @@ class Copier:
         self._destination = options.destination_topic
 
     async def copy(self, topic: str, messages: list[Message]) -> None:
-        """Messages that are to be tried again are requeued; all others can be finished."""
+        """Requeues the messages that have to be tried again; the caller can finish all others."""
         groups: dict[str, list[tuple[Message, bytes]]] = {}
         for message in messages:
             try:
@@ -201,7 +190,7 @@ class Copier:
                 await self._publish_together(address, topic, [body for _, body in part])
             except PublishFailed as error:
                 if len(part) > 1 and error.code in ("E_BAD_MESSAGE", "E_BAD_BODY"):
-                    # One of them is wrong: the others shall not suffer for it.
+                    # One message is invalid: publish the others without it.
                     for single in part:
                         await self._publish(address, topic, [single])
                 else:
@@ -231,16 +220,13 @@ class Copier:
         async def handle(messages: list[Message]) -> None:
             await self.copy(topic, messages)
 
-        return Consumer(
+        return options.consumer(
             topic,
             options.channel,
             batch_handler=handle,
-            batch_size=MAX_TOGETHER,
+            batch_size=BATCH_SIZE,
             batch_timeout=0.0,
             concurrency=AT_A_TIME,
-            nsqlookupd=options.lookupd_http_address,
-            max_in_flight=options.max_in_flight,
-            config=client_config(PROGRAM, options.consumer_opt),
         )
 
     async def close(self) -> None:
@@ -248,11 +234,11 @@ class Copier:
 
 
 def _parts(group: list[tuple[Message, bytes]]) -> Iterator[list[tuple[Message, bytes]]]:
-    """In their order, not more bytes together than any nsqd takes."""
+    """Split a group, in order, into parts small enough for any nsqd."""
     part: list[tuple[Message, bytes]] = []
     size = 0
     for message, body in group:
-        if part and size + len(body) > MAX_BYTES_TOGETHER:
+        if part and size + len(body) > BATCH_BYTES:
             yield part
             part, size = [], 0
         part.append((message, body))
@@ -269,8 +255,7 @@ async def work(options: NsqToNsqOptions, ending: Ending) -> None:
         await copier.close()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool(TABLE, work, argv)
+main = partial(run_tool, TABLE, work)
 
 
 if __name__ == "__main__":

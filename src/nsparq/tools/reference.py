@@ -1,4 +1,4 @@
-"""The reference page of the tools, made of their option tables.
+"""The reference page of the tools, generated from their option tables.
 
 `python -m nsparq.tools.reference --markdown` prints the checked-in copy under docs/reference.
 """
@@ -9,7 +9,7 @@ import sys
 from typing import Any, Final
 
 from nsparq.tools import nsq_stat, nsq_tail, nsq_to_file, nsq_to_http, nsq_to_nsq, to_nsq
-from nsparq.tools.common import ToolTable
+from nsparq.tools.options import ToolTable
 
 __all__ = ["TABLES", "markdown"]
 
@@ -27,10 +27,10 @@ HEAD: Final = """\
 
 Generated from the source by `make docs`; do not edit. [What the tools are for](../tools.md), with examples.
 
-Flags follow Go's syntax: `-flag value`, `--flag value` and `--flag=value` are the same; a boolean may stand
-alone and takes a value only with `=`. The last of a repeated flag counts, except for those that may be given
-several times. Durations are written like `250ms`, `1.5s` or `2h45m`, with the units `ns us µs ms s m h`.
-`--version` and `--help` go without saying.
+Flags follow Go's syntax: `-flag value`, `--flag value` and `--flag=value` are the same. A boolean flag may
+stand alone and takes a value only with `=`. If a flag is repeated, the last one counts, except for flags that
+may be given several times. Durations are written like `250ms`, `1.5s` or `2h45m`, with the units
+`ns us µs ms s m h`. Every tool also has `--version` and `--help`.
 """
 
 

@@ -1,4 +1,4 @@
-"""`nsparq spark`: whether Spark can run here, and what makes it start faster or carries it to a cluster."""
+"""`nsparq spark`: check whether Spark can run, make it start faster, package it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "doctor",
-        help="say what was found, what is missing, and what helps",
-        description="Looks for everything that Spark needs. The status is 1 if something of it is missing.",
+        help="report what was found, what is missing, and how to fix it",
+        description="Looks for everything that Spark needs. The exit status is 1 if something is missing.",
     )
-    command.add_argument("--run", action="store_true", help="also start a session and run jobs in it")
+    command.add_argument("--run", action="store_true", help="also start a session and run some jobs")
     command.add_argument(
         "--master", default="local[2]", help="the Spark master to run them on (default %(default)s)"
     )
@@ -40,13 +40,13 @@ def main(argv: Sequence[str]) -> int:
     command = commands.add_parser(
         "warm",
         help="make sessions on this machine start faster",
-        description="Runs a session for practice, and keeps the classes it loaded in the cache (200 MB). "
-        "Sessions of the same Java and the same Spark then start in about half the time.",
+        description="Runs a trial session and caches the classes that it loads (200 MB). Sessions with the "
+        "same Java and the same Spark then start in about half the time.",
     )
     command.set_defaults(run_command=warm)
     command = commands.add_parser(
         "package",
-        help="make a file of the connector for spark-submit --py-files, and print its path",
+        help="write the connector to a file for spark-submit --py-files, and print its path",
         description="A session that nsparq builds sends this file to its executors by itself.",
     )
     command.set_defaults(run_command=package)
@@ -64,7 +64,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     for finding in examine():
         missing += _show(finding)
     if arguments.run and missing:
-        print("\nWithout these there is no session to try.")
+        print("\nThe session was not tried, because these are missing.")
     elif arguments.run:
         for finding in try_session(arguments.master):
             missing += _show(finding)
@@ -74,7 +74,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _show(finding: Finding) -> bool:
-    """Print it; True if a session cannot do without what is missing."""
+    """Print a finding; True if something is missing that a session needs."""
     head = f"{finding.state:<9}{finding.subject:<18}"
     _print(head, finding.text, len(head))
     if finding.advice:
@@ -91,7 +91,7 @@ def _print(head: str, text: str, indent: int) -> None:
 def warm(arguments: argparse.Namespace) -> int:
     from nsparq.spark.session.startup import make_archive
 
-    print("A session for practice is running; this takes a minute.", file=sys.stderr)
+    print("Running a trial session; this takes a minute.", file=sys.stderr)
     began = time.monotonic()
     path = make_archive()
     print(f"{path}, {path.stat().st_size >> 20} MiB, after {time.monotonic() - began:.0f} s")

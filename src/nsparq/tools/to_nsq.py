@@ -1,4 +1,4 @@
-"""`to_nsq`: records from standard input to a topic."""
+"""`to_nsq`: publishes records from standard input."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Final
 
 from nsparq.client import ClientError, Producer, PublishFailed
-from nsparq.names import is_valid_name
 from nsparq.option_table import INT, STRING, STRINGS, OptionError, opt
-from nsparq.tools.common import (
-    Ending,
-    ToolTable,
-    check_nsqd,
-    client_config,
-    producer_opt_option,
-    run_tool,
-    unless_ended,
-)
+from nsparq.tools.options import ToolTable, check_nsqd, check_topics, client_config, producer_opt_option
+from nsparq.tools.run import Ending, run_tool, unless_ended
 
 __all__ = ["TABLE", "ToNsqOptions", "main"]
 
@@ -35,21 +28,19 @@ CHUNK: Final = 64 << 10
 READ_AHEAD: Final = 2
 """Chunks read while others are being published."""
 MAX_RECORD: Final = 256 << 20
-"""Input without a delimiter must not fill the memory."""
+"""Longest record: input without a delimiter must not fill the memory."""
 ESCAPES: Final = {r"\n": b"\n", r"\r": b"\r", r"\t": b"\t", r"\0": b"\0"}
-"""What is hard to type, or cannot be said in an argument at all."""
+"""Delimiters that are hard or impossible to give as an argument."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToNsqOptions:
     topic: str = opt("", "topic to publish to", STRING, heading="What to publish")
-    delimiter: str = opt(
-        "\n", r"the byte between two messages; also written `\n`, `\r`, `\t` or `\0`", STRING
-    )
-    rate: int = opt(0, "messages per second at the most; 0: as fast as it goes", INT, bound="not negative")
+    delimiter: str = opt("\n", r"byte between two messages; also written `\n`, `\r`, `\t` or `\0`", STRING)
+    rate: int = opt(0, "limit of messages per second; 0: no limit", INT, bound="not negative")
 
     nsqd_tcp_address: tuple[str, ...] = opt(
-        (), "`host:port` of an nsqd; every message goes to each of them", STRINGS, heading="Where to"
+        (), "`host:port` of an nsqd; every message is published to each", STRINGS, heading="Destination"
     )
     producer_opt: tuple[str, ...] = producer_opt_option()
 
@@ -60,8 +51,7 @@ class ToNsqOptions:
     def validate(self) -> None:
         if not self.topic:
             raise OptionError("--topic required")
-        if not is_valid_name(self.topic.encode()):
-            raise OptionError(f"--topic {self.topic!r} is not a valid topic name")
+        check_topics([self.topic])
         if len(self.delimiter_byte) != 1:
             raise OptionError("--delimiter must be a single byte")
         if not self.nsqd_tcp_address:
@@ -76,8 +66,8 @@ TABLE: Final = ToolTable(
     command="publish",
     about="""
 Publishes what it reads from standard input: each line is a message, empty lines are skipped.
-It ends with status 0 when all of the input has been acknowledged, and with 1 at the first record
-that was not, saying which one that is.
+The exit status is 0 when nsqd has acknowledged all of the input. At the first record that was not
+acknowledged it stops with status 1 and names the record.
 """,
     examples=(
         "echo 'hello' | to_nsq --topic=greetings --nsqd-tcp-address=127.0.0.1:4150",
@@ -88,8 +78,7 @@ that was not, saying which one that is.
 
 
 async def read_chunks(descriptor: int) -> AsyncIterator[bytes]:
-    """What can be read, as soon as it can. The thread that waits for it is left behind at the end: nothing
-    can wake it, and nobody has to wait for it."""
+    """Chunks of input, read in a thread that is never joined: nothing can wake it."""
     loop = asyncio.get_running_loop()
     chunks: asyncio.Queue[bytes | OSError] = asyncio.Queue()
     room = threading.Semaphore(READ_AHEAD)
@@ -116,27 +105,27 @@ async def read_chunks(descriptor: int) -> AsyncIterator[bytes]:
 
 
 async def read_records(chunks: AsyncIterator[bytes], delimiter: bytes) -> AsyncIterator[list[bytes]]:
-    """The records of each chunk, without the empty ones. The last one needs no delimiter behind it."""
-    begun: list[bytes] = []
+    """The records of each chunk, without empty ones. The last record needs no delimiter."""
+    partial: list[bytes] = []
     size = 0
     async for chunk in chunks:
         first, *rest = chunk.split(delimiter)
-        begun.append(first)
+        partial.append(first)
         size += len(first)
         if size > MAX_RECORD:
-            raise OSError(f"there is a record of more than {MAX_RECORD} bytes")
+            raise OSError(f"a record has more than {MAX_RECORD} bytes")
         if rest:
             size = len(rest[-1])
-            records = [b"".join(begun), *rest[:-1]]
-            begun = [rest[-1]]
+            records = [b"".join(partial), *rest[:-1]]
+            partial = [rest[-1]]
             if records := [record for record in records if record]:
                 yield records
-    if last := b"".join(begun):
+    if last := b"".join(partial):
         yield [last]
 
 
 class Throttle:
-    """So many a second, and up to a second's worth at once after a pause."""
+    """Limits the rate; after a pause, up to one second's worth may go at once."""
 
     def __init__(self, rate: int, now: float) -> None:
         self._rate = rate
@@ -144,7 +133,7 @@ class Throttle:
         self._since = now
 
     def take(self, wanted: int, now: float) -> tuple[int, float]:
-        """How many may go now; if none, after how many seconds one may."""
+        """How many may go now; if none, the seconds until one may."""
         if not self._rate:
             return wanted, 0.0
         self._allowed = min(self._allowed + (now - self._since) * self._rate, float(self._rate))
@@ -155,13 +144,13 @@ class Throttle:
 
 
 async def publish(producer: Producer, topic: str, records: Sequence[bytes]) -> tuple[int, ClientError | None]:
-    """Publish all of them in order. How many were acknowledged, and why no more were."""
+    """Publish records in order. Returns how many were acknowledged, and the error."""
     if len(records) > 1:
         try:
             await producer.publish_many(topic, records)
             return len(records), None
         except PublishFailed as error:
-            # One of them is wrong, and so none was taken: those before it shall be.
+            # One record is invalid, so nsqd took none. Those before it are published one by one.
             if error.code not in ("E_BAD_MESSAGE", "E_BAD_BODY"):
                 return 0, error
         except ClientError as error:
@@ -184,12 +173,12 @@ async def work(options: ToNsqOptions, ending: Ending) -> None:
 
 
 async def pump(options: ToNsqOptions, producers: Sequence[Producer], ending: Ending) -> None:
-    """Until the input or the tool ends; a publish that has begun is waited for."""
+    """Publish until the input ends or the ending is due. Waits for a publish that has begun."""
     throttle = Throttle(options.rate, monotonic())
     source = read_records(read_chunks(STDIN), options.delimiter_byte)
     published = 0
     while records := await unless_ended(ending, _next(source, ending)):
-        while records and not ending.has_come:
+        while records and not ending.is_due:
             count, pause = throttle.take(len(records), monotonic())
             if not count:
                 await ending.wait(pause)
@@ -213,8 +202,7 @@ async def _next(source: AsyncIterator[list[bytes]], ending: Ending) -> list[byte
         return None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool(TABLE, work, argv)
+main = partial(run_tool, TABLE, work)
 
 
 if __name__ == "__main__":

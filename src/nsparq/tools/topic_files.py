@@ -1,14 +1,15 @@
-"""The files of one topic of nsq_to_file: their names, rotation, compression, and how they get to their place.
+"""The files of one topic of nsq_to_file: names, rotation, compression, and the move to their
+directory.
 
-No event loop and no NSQ here: plain blocking calls, to be made from one thread at a time. A file is
+No event loop and no NSQ: plain blocking calls, from one thread at a time. A file is
 
-    opened     in the work directory (which may be the output directory), under a name that nobody uses
-    appended   message by message, each followed by a line feed; with gzip, in whole members
-    synced     after which everything written so far survives a power cut
-    closed     and, where the two directories differ, moved to the output directory, overwriting nothing
+    opened     in the work directory (which may be the output directory), under an unused name
+    appended   message by message, each followed by a line feed; with gzip, in whole members synced
+    after which everything written so far survives a power cut closed     and, if the two
+    directories differ, moved to the output directory, overwriting nothing
 
-A crash can leave a file in a separate work directory; recover() cuts off what was not written to its end and
-moves the rest. Nothing of what it cuts off had been finished, so all of it comes again.
+A crash can leave a file in a separate work directory. recover() cuts off an incomplete message at
+its end and moves the file. What it cuts off was not finished, so nsqd sends it again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -30,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 BLOCK: Final = 64 << 10
 GZIP_FORMAT: Final = 31
-"""zlib's number for a member with gzip's header and checksum."""
+"""zlib's `wbits` for a member with gzip's header and checksum."""
 
-# What each strftime code can look like; others are no codes here, but stand for themselves.
+# Patterns of the supported strftime codes. Other codes are not replaced.
 CODES: Final = {
     **dict.fromkeys("mdHIMSy", r"\d\d"),
     **dict.fromkeys("BbAa", r"[^\W\d]+"),
@@ -53,7 +54,7 @@ def format_time(text: str, seconds: float) -> str:
 
 
 class FileNames:
-    """How the files of one topic are called, relative to their directory."""
+    """The names of one topic's files, relative to their directory."""
 
     def __init__(
         self,
@@ -65,8 +66,8 @@ class FileNames:
         is_gzip: bool,
         has_revisions: bool,
     ) -> None:
-        """`template` has places for <TOPIC>, <HOST>, <PID>, <DATETIME> and <REV>. Where files have no
-        revisions, the last is taken out. Raises ValueError if the names lead out of the directory."""
+        """`template` has placeholders <TOPIC>, <HOST>, <PID>, <DATETIME> and <REV>. Without
+        revisions, <REV> is removed. Raises ValueError if the names lead out of the directory."""
         self._datetime_format = datetime_format
         if is_gzip and not template.endswith(".gz"):
             template += ".gz"
@@ -81,15 +82,15 @@ class FileNames:
         self._name = ""
 
     def at(self, now: float) -> str:
-        """The name at this time, with a place for the revision."""
+        """The name at this time, still with <REV>."""
         if int(now) != self._second:
             self._second = int(now)
             self._name = self._own.replace("<DATETIME>", format_time(self._datetime_format, now))
         return self._name
 
     def pattern(self) -> re.Pattern[str]:
-        """Any name that the topic's files can have, at any time and in any process; the groups are what is
-        before and behind the revision."""
+        """Matches every name that the topic's files can have, at any time and in any process. The
+        groups are the parts before and after the revision."""
         parts = {
             "<PID>": r"\d+",
             "<DATETIME>": "".join(
@@ -108,7 +109,7 @@ def with_revision(name: str, revision: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRules:
-    """What holds for the files of every topic."""
+    """Settings for the files of all topics."""
 
     output_dir: Path
     work_dir: Path
@@ -124,7 +125,7 @@ class FileRules:
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether a file that exists is left alone; otherwise it is appended to."""
+        """Whether an existing file is never appended to."""
         return bool(self.gzip_level or self.rotate_interval)
 
     @property
@@ -133,7 +134,7 @@ class FileRules:
 
 
 class TopicFiles:
-    """One file at a time. Any OSError is the end: what was not synced is to be had again from the broker."""
+    """Writes one file at a time. It cannot be used any more after an OSError."""
 
     def __init__(
         self,
@@ -142,34 +143,34 @@ class TopicFiles:
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Files are named after the wall clock; the monotonic one says when their time is over."""
+        """The wall clock names the files; the monotonic clock limits their time."""
         self._rules, self._names = rules, names
         self._wall, self._monotonic = wall, monotonic
         self._descriptor: int | None = None
         self._name = ""
-        """Of the present or latest file, with a place for the revision."""
+        """Name of the current or last file, still with <REV>."""
         self._revision = -1
         self._path = Path()
         self._opened = 0.0
         self._size = 0
         """Bytes before compression."""
         self._lines: list[bytes] = []
-        """Not yet handed to the operating system."""
+        """Lines not yet written."""
         self._member: zlib._Compress | None = None
         self._is_synced = True
-        self._is_entered = True
-        """Whether its directory has been synced since it was created."""
+        self._is_directory_synced = True
+        """Whether the directory was synced after the file was created."""
 
     @property
     def path(self) -> Path | None:
-        """The file being written."""
+        """The current file."""
         return self._path if self._descriptor is not None else None
 
     # writing
 
     def store(self, bodies: Sequence[bytes], *, sync: bool = False, tick: bool = False) -> bool:
-        """Write messages; with `sync`, or when a file is done, see that all of them are on disk, and say so.
-        A tick also ends a file whose time is over though nothing comes."""
+        """Write messages. True if all messages so far are synced: with `sync`, or when a file was
+        closed. A tick also closes a file whose time is over when no messages arrive."""
         has_rotated = False
         for body in bodies:
             now = self._wall()
@@ -218,8 +219,7 @@ class TopicFiles:
             view = view[os.write(self._descriptor, view) :]
 
     def sync(self) -> None:
-        """Everything written survives a power cut from here on. A gzip member ends: what is on disk can be
-        decompressed."""
+        """Fsync everything. Ends the gzip member, so that the file can be decompressed."""
         self._write_lines()
         if self._descriptor is None:
             return
@@ -229,19 +229,19 @@ class TopicFiles:
         if not self._is_synced:
             os.fsync(self._descriptor)
             self._is_synced = True
-        if not self._is_entered:
+        if not self._is_directory_synced:
             # A new file outlives a power cut only once its directory is synced too.
             sync_directory(self._path.parent)
-            self._is_entered = True
+            self._is_directory_synced = True
 
     def close(self) -> None:
-        """Sync, close and move. Without a file nothing happens."""
+        """Sync, close and move the file, if there is one."""
         if self._descriptor is None:
             return
         self.sync()
         if self._rules.moves:
             self._revision = self._move(self._path, self._name, self._revision)
-        # Closed last: until then the lock says that it is in use.
+        # Closed last: until then the lock shows that the file is in use.
         os.close(self._descriptor)
         self._descriptor = None
 
@@ -257,7 +257,7 @@ class TopicFiles:
         logger.info("opened %s", self._path)
 
     def _try(self, name: str) -> int | None:
-        """A descriptor of the file, if it may be written to."""
+        """Open a file; None if it must not be written to."""
         rules = self._rules
         path = rules.work_dir / name
         if rules.moves and (rules.output_dir / name).exists():
@@ -275,17 +275,17 @@ class TopicFiles:
                 os.close(descriptor)
                 return None
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                # A crash in the middle of a message; or somebody else's, and then not ours to cut off.
+                # A crash may have cut a message, or another program wrote it: do not truncate.
                 size += os.write(descriptor, b"\n")
         except BaseException:
             os.close(descriptor)
             raise
         self._path, self._size = path, size
-        self._is_entered = self._is_synced = False
+        self._is_directory_synced = self._is_synced = False
         return descriptor
 
     def _move(self, path: Path, name: str, revision: int) -> int:
-        """To the output directory, under the first revision that is free there, which is returned."""
+        """Move a file to the output directory, under the first free revision, which is returned."""
         while True:
             target = self._rules.output_dir / with_revision(name, revision)
             make_directories(target.parent)
@@ -303,12 +303,11 @@ class TopicFiles:
     # after a crash
 
     def recover(self) -> None:
-        """Complete what earlier runs have left in a separate work directory. What another process is writing
-        is left alone."""
+        """Complete files of earlier runs in the work directory, unless another process has them."""
         if not self._rules.moves:
             return
         pattern = self._names.pattern()
-        for path in sorted(_files(self._rules.work_dir)):
+        for path in sorted(path for path in self._rules.work_dir.rglob("*") if not path.is_dir()):
             found = pattern.fullmatch(path.relative_to(self._rules.work_dir).as_posix())
             if found is None:
                 continue
@@ -328,7 +327,7 @@ class TopicFiles:
         size = os.fstat(descriptor).st_size
         end = _end_of_members(descriptor) if self._rules.gzip_level else _end_of_lines(descriptor, size)
         if end < size:
-            logger.warning("%s: cut off %d bytes that were not written to their end", path, size - end)
+            logger.warning("%s: removed %d bytes of an incomplete message", path, size - end)
             os.ftruncate(descriptor, end)
         if not end:
             os.unlink(path)
@@ -337,7 +336,7 @@ class TopicFiles:
         self._move(path, name, revision)
 
     def _is_moved(self, descriptor: int, name: str, revision: int) -> bool:
-        """Whether all that is missing of a move is that the old name goes."""
+        """Whether the file was already moved and only its old name is left."""
         own = os.fstat(descriptor)
         if own.st_nlink == 1:
             return False
@@ -352,17 +351,12 @@ class TopicFiles:
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """Whether it is ours from here on, and still what the path leads to."""
+    """Lock a file; False if another process has it, or if the path no longer leads to it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except (BlockingIOError, FileNotFoundError):
         return False
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    for folder, _, names in os.walk(directory):
-        yield from (Path(folder, name) for name in names)
 
 
 def _end_of_lines(descriptor: int, size: int) -> int:
@@ -396,7 +390,7 @@ def _end_of_members(descriptor: int) -> int:
 
 
 def make_directories(path: Path) -> None:
-    """Those that are missing, to last."""
+    """Create missing directories, synced."""
     missing = []
     while not path.is_dir():
         missing.append(path)

@@ -1,1 +1,1 @@
-"""Transport layers of a connection: bytes into bytes, no socket. Shared by server and client."""
+"""Transport layers of a connection: TLS and compression without sockets, for server and client."""

@@ -1,8 +1,8 @@
-"""Deflate for either side of a connection. A piece of output has at most MAX_PIECE bytes, and the next one is
-made only when it is asked for: expansion is bounded.
+"""Deflate for either side of a connection. Expansion is bounded: a piece of output has at most
+MAX_PIECE bytes, and is decoded only when it is read.
 
-Where ISA-L is installed (it comes with the server) it does the work: eight times as fast as zlib at level 6,
-for a stream that is a twentieth longer. Above that level zlib is taken at its word.
+If ISA-L is installed (it comes with the server), it is used up to level 6: it is eight times as
+fast as zlib at that level, and its stream is 5 % longer. Higher levels use zlib.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ except ImportError:
 
 _ERRORS: Final[Any] = (zlib.error,) if isal_zlib is None else (zlib.error, isal_zlib.error)
 _SLOW_FROM: Final = 7
-"""The levels from which on size matters more than speed."""
+"""From this level on, size matters more than speed."""
 
 
 def _compressor(level: int) -> Any:
@@ -37,7 +37,7 @@ class DeflateLayer(Layer):
         self._decompressor: Any = (isal_zlib or zlib).decompressobj(-zlib.MAX_WBITS)
         self._input = b""
         self._has_more = False
-        """Whether there is input, or output that did not fit the last piece."""
+        """Whether there is more input, or output that did not fit into the last piece."""
 
     def send(self, data: bytes | memoryview) -> bytes:
         if not data:

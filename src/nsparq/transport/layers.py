@@ -1,7 +1,8 @@
-"""Transport layers of a connection: what they have in common, and how they stack.
+"""Transport layers of a connection: their interface, and how they stack.
 
-A layer turns bytes into bytes and knows no socket. The caller hands it what arrived and what is to be sent,
-and is told what to put on the wire. Bytes of the peer's that are not of the layer end as LayerError.
+A layer turns bytes into bytes and has no socket. The caller gives it the bytes that arrived and
+those to send, and gets the bytes for the wire. Bytes of the peer that a layer cannot read raise
+LayerError.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Final, Protocol
 from nsparq.errors import NsparqError
 
 MAX_PIECE: Final = 262_144
-"""No piece that a layer hands out is longer, however far its input expands. As long as what the event loop
-reads at a time: shorter pieces cut MPUBs of a usual size in two, and those cost twice as much to read."""
+"""Longest piece that a layer returns, however much its input expands. The same as one read of the
+event loop: shorter pieces would split MPUBs of the usual size, which then take twice as long to
+parse."""
 
 
 class LayerError(NsparqError):
-    """The peer sent what this layer cannot read. take_output() may have a last word for it: an alert."""
+    """The peer sent unreadable bytes. take_output() may have an alert for it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -26,36 +28,36 @@ class LayerError(NsparqError):
 
 
 class Layer(Protocol):
-    """One direction is decoded, the other encoded; the two know nothing of each other."""
+    """Decodes one direction and encodes the other, independently."""
 
     is_established: bool = True
-    """Whether send() may be called: a layer with a handshake finishes that first, inside receive()."""
+    """Whether send() may be called. A handshake has to finish first, inside receive()."""
     is_ended: bool = False
-    """Whether the peer has said inside the layer that nothing follows; to be taken as end of stream."""
+    """Whether the peer has ended the stream inside the layer."""
 
     def receive(self, data: bytes) -> Iterator[bytes]:
-        """Take what arrived; the decoded pieces come one by one, each decoded only when it is asked for.
+        """Take the bytes that arrived, and decode them piece by piece as the iterator is read.
 
-        The bytes are kept at once. So a caller may stop before the end and go on later, with the same
+        The layer keeps the bytes. So the caller may stop early and continue later, with the same
         iterator or with receive(b""). Pieces are never empty.
         """
         ...
 
     def send(self, data: bytes | memoryview) -> bytes:
-        """Encode, so that the peer can decode all of it at once. One large call beats many small ones."""
+        """Encode and flush. One large call is faster than many small ones."""
         ...
 
     def take_output(self) -> bytes:
-        """What the layer itself has to say: handshake, alerts. Ask after each receive() and after close()."""
+        """The layer's own bytes (handshake, alerts), after each receive() and after close()."""
         return b""
 
     def close(self) -> None:
-        """Nothing more will be sent; take_output() then has the farewell, if the layer knows one."""
+        """End the sending direction; take_output() then has the closing bytes, if any."""
         return None
 
 
 class LayerStack:
-    """Layers on top of each other, behaving as one. The outermost comes first: it is the one on the wire."""
+    """Several layers as one. The first one is the outermost: its bytes are on the wire."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         assert layers
@@ -83,7 +85,7 @@ class LayerStack:
         return bytes(data)
 
     def confirm(self, frame: bytes) -> bytes:
-        """The frame once for each layer, inside it and those around it: how NSQ confirms its upgrades."""
+        """The frame once for each layer, encoded by it and those around it, as in NSQ."""
         confirmed = []
         for depth in range(len(self.layers)):
             data = frame
@@ -95,7 +97,7 @@ class LayerStack:
     def take_output(self) -> bytes:
         data = b""
         for layer in self._outward:
-            # What it said itself, before the rest is sent through it.
+            # Its own bytes come before those of the inner layers.
             own = layer.take_output()
             data = own + layer.send(data) if data else own
         return data
@@ -106,5 +108,5 @@ class LayerStack:
 
 
 def _decode_through(layer: Layer, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    # First what an earlier run, not followed to its end, left in the layer.
+    # First the bytes that an earlier iterator, not read to its end, left in the layer.
     return chain(layer.receive(b""), chain.from_iterable(map(layer.receive, pieces)))

@@ -1,7 +1,7 @@
 """Snappy for either side of a connection.
 
-Expansion is bounded: a piece of output has at most MAX_PIECE bytes, and the next one is made only when it is
-asked for. What is kept of the input is less than one chunk, whatever length it claims.
+Expansion is bounded: a piece of output has at most MAX_PIECE bytes, and is decoded only when it is
+read. Less than one chunk of input is kept, whatever length the chunk claims.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 #   0         1                         4              8
 #   | type    | length, little endian   | checksum     | contents, length - 4 bytes |
 #
-# The checksum is a masked CRC-32C of the uncompressed contents. Chunks other than data have none.
+# The checksum is a masked CRC-32C of the uncompressed contents. Only data chunks have one.
 COMPRESSED: Final = 0x00
 UNCOMPRESSED: Final = 0x01
 SKIPPABLE: Final = 0x80
-"""This type and those above may be passed over; padding (0xfe) is one of them."""
+"""This type and those above may be skipped; padding (0xfe) is one of them."""
 IDENTIFIER: Final = 0xFF
 STREAM_IDENTIFIER: Final = b"\xff\x06\x00\x00sNaPpY"
 MAX_CHUNK: Final = 65_536
 MAX_ENCODED_CHUNK: Final = 76_490
-"""The longest that 65,536 bytes can become by compression."""
+"""Largest compressed form of 65,536 bytes."""
 _CHUNK_HEADER: Final = struct.Struct("<II")
 
 _compress = cramjam.snappy.compress_raw
@@ -54,19 +54,19 @@ class SnappyLayer(Layer):
 
     def __init__(self) -> None:
         self._is_identified = False
-        """Whether our stream identifier is sent."""
+        """Whether our stream identifier was sent."""
         self._peer_is_identified = False
         self._input = memoryview(b"")
         self._arrived: list[bytes | memoryview] = []
-        """Input behind the above, joined to it only when it completes a chunk."""
+        """Input after `_input`, joined to it only when a chunk is complete."""
         self._held = 0
-        """Bytes in both."""
+        """Number of bytes in `_input` and `_arrived`."""
         self._wanted = 4
-        """Bytes needed for the next step: a chunk's header, or all of it."""
+        """Bytes needed for the next step: the header of a chunk, or the whole chunk."""
         self._to_skip = 0
-        """Bytes still to come of a chunk that is passed over."""
+        """Bytes still to arrive of a chunk that is skipped."""
         self._failure = ""
-        """Why nothing more can be read. Not the error itself: its traceback would keep the layer alive."""
+        """Why nothing more can be read. A text: an error's traceback would keep the layer alive."""
 
     def send(self, data: bytes | memoryview) -> bytes:
         if not data:
@@ -96,8 +96,7 @@ class SnappyLayer(Layer):
         return iter(self._read, b"")
 
     def _read(self) -> bytes:
-        """The contents of as many whole chunks as make one piece. Small ones are common: a client flushes
-        after each command."""
+        """Join complete chunks into one piece. Clients flush often, so chunks are small."""
         if self._failure:
             raise LayerError(self._failure)
         if self._held < self._wanted:
@@ -124,7 +123,7 @@ class SnappyLayer(Layer):
             while end - position >= 4:
                 kind = data[position]
                 length = data[position + 1] | data[position + 2] << 8 | data[position + 3] << 16
-                # Checked before its bytes are waited for: a chunk that we refuse need not be kept.
+                # Check it before its bytes arrive: a refused chunk need not be kept.
                 self._check_header(kind, length)
                 stop = position + 4 + length
                 if SKIPPABLE <= kind < IDENTIFIER:
@@ -152,7 +151,7 @@ class SnappyLayer(Layer):
                 position = stop
         finally:
             self._held = end - position
-            # A view would keep all of the input alive for the sake of its last bytes.
+            # Copy a short rest: a view would keep all of the input alive.
             self._input = (
                 data[position:] if self._held >= self._wanted else memoryview(bytes(data[position:]))
             )
@@ -172,7 +171,7 @@ class SnappyLayer(Layer):
 
 
 def _contents_length(compressed: Buffer) -> int:
-    """What a chunk claims to become, which is known before it becomes so."""
+    """The uncompressed length that a chunk claims, read before decompression."""
     try:
         size: int = _decompressed_length(compressed)
     except cramjam.DecompressionError as error:

@@ -1,4 +1,4 @@
-"""TLS from the client's side, on the standard library's memory buffers: it checks the server's name."""
+"""TLS for the client, with the standard library's memory buffers. It checks the server's name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RECORDS: Final = 65_536
 
 
 class TlsClientLayer(Layer):
-    """take_output() begins the handshake; it is up when is_established says so."""
+    """take_output() starts the handshake, which ends when is_established is True."""
 
     def __init__(self, context: ssl.SSLContext, server_hostname: str) -> None:
         self._incoming = ssl.MemoryBIO()
@@ -21,9 +21,9 @@ class TlsClientLayer(Layer):
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=name)
         self.is_established = False
         self.is_ended = False
-        self._shake()
+        self._continue_handshake()
 
-    def _shake(self) -> None:
+    def _continue_handshake(self) -> None:
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -41,7 +41,7 @@ class TlsClientLayer(Layer):
 
     def _read(self) -> bytes:
         if not self.is_established:
-            self._shake()
+            self._continue_handshake()
             if not self.is_established:
                 return b""
         try:
@@ -73,5 +73,5 @@ class TlsClientLayer(Layer):
         try:
             self._tls.unwrap()
         except (ssl.SSLError, ValueError):
-            # Our farewell is written; the peer's need not be waited for.
+            # Our closing message is written; do not wait for the peer's.
             pass

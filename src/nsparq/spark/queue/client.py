@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from nsparq.addresses import split_address
 from nsparq.client.config import Config
-from nsparq.client.secret import reason_to_withhold
+from nsparq.client.connect.secret import reason_to_withhold
 from nsparq.errors import NsparqError
 from nsparq.spark.queue.staging import CHUNK_SCHEMA
 from nsparq.transport.layers import Layer, LayerError, LayerStack

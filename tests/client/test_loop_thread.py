@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from nsparq.client import background
-from nsparq.client.background import LoopThread
+from nsparq.client import loop_thread
+from nsparq.client.loop_thread import LoopThread
 from tests.support import wait_until
 
 
@@ -19,7 +19,7 @@ def no_thread_left() -> Iterator[None]:
 
 
 class Resource:
-    """Notes what happens to it."""
+    """Records its events."""
 
     def __init__(self, opening: Exception | None = None, closing: Exception | None = None) -> None:
         self.opening, self.closing = opening, closing
@@ -44,7 +44,7 @@ def start(resource: Resource) -> LoopThread[Resource]:
     return LoopThread(resource, name="test-loop")
 
 
-def test_what_is_made_is_open_until_stop() -> None:
+def test_the_resource_is_open_until_stop() -> None:
     resource = Resource()
     thread = start(resource)
     assert thread.resource is resource
@@ -56,12 +56,12 @@ def test_what_is_made_is_open_until_stop() -> None:
     thread.stop()
 
 
-def test_what_opening_raises_is_raised() -> None:
+def test_an_error_of_opening_is_raised() -> None:
     with pytest.raises(ValueError, match="no"):
         start(Resource(opening=ValueError("no")))
 
 
-def test_what_closing_raises_is_raised_once() -> None:
+def test_an_error_of_closing_is_raised_once() -> None:
     thread = start(Resource(closing=ValueError("no")))
     with pytest.raises(ValueError, match="no"):
         thread.stop()
@@ -126,7 +126,7 @@ def test_stop_from_its_own_thread_does_not_wait_for_itself() -> None:
     assert resource.history == ["opened", "closed"]
 
 
-def test_a_slow_end_is_not_waited_for_longer_than_wanted() -> None:
+def test_stop_waits_no_longer_than_its_timeout() -> None:
     release = asyncio.Event()
 
     @asynccontextmanager
@@ -141,8 +141,8 @@ def test_a_slow_end_is_not_waited_for_longer_than_wanted() -> None:
     thread.stop()
 
 
-def test_whoever_is_interrupted_while_it_opens_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "START_S", 0.02)
+def test_an_interrupt_while_opening_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_thread, "START_S", 0.02)
     ends = []
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Asking nsqlookupd over HTTP: who has a topic, and which nsqd there are."""
+"""Queries to nsqlookupd over HTTP: which nsqd have a topic, and which nsqd there are."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from nsparq.addresses import heard_address
 from nsparq.client.config import Config
-from nsparq.client.connection import checked_addresses
+from nsparq.client.connect.connection import checked_addresses
+from nsparq.client.connect.http_get import GetFailed, get
+from nsparq.client.connect.secret import reason_to_withhold
 from nsparq.client.errors import ClientError
-from nsparq.client.http import GetFailed, get
-from nsparq.client.secret import reason_to_withhold
 
 logger = logging.getLogger(__name__)
 
@@ -27,34 +27,32 @@ class LookupFailed(ClientError):
 
 
 def lookup_url(address: str, path: str, **parameters: str) -> str:
-    """The URL of a question; `address` is `host:port` or itself a URL, whose path and parameters stay. Raises
-    ValueError."""
+    """A query's URL. `address` is `host:port`, or a URL that keeps its path. Raises ValueError."""
     parts = urlsplit(address if "://" in address else f"http://{address}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{address!r} is no address of an nsqlookupd")
+        raise ValueError(f"{address!r} is not the address of an nsqlookupd")
     if parts.port is None:
         raise ValueError(f"{address}: the address of an nsqlookupd needs a port")
     query = urlencode([*parse_qsl(parts.query, keep_blank_values=True), *parameters.items()])
     own_path = parts.path if parts.path not in ("", "/") else path
     if own_path.endswith("/lookup"):
-        # Given for lookups; other questions are answered beside it.
+        # The URL was given for lookups; the other endpoints are beside it.
         own_path = own_path.removesuffix("/lookup") + path
     return urlunsplit((parts.scheme, parts.netloc, own_path, query, ""))
 
 
 class Lookup:
-    """A set of nsqlookupds. All are asked, and what they say is put together: each may know a part only."""
+    """Asks a set of nsqlookupds and joins their answers: each may know a part only."""
 
     def __init__(self, addresses: Iterable[str], config: Config) -> None:
-        """Raises ValueError for what is no address."""
+        """Raises ValueError for an invalid address."""
         self.addresses = list(dict.fromkeys(addresses))
         self._config = config
         for address in self.addresses:
             lookup_url(address, "/lookup")
 
     async def producers(self, topic: str) -> list[str]:
-        """Addresses of the nsqd that have the topic, by all nsqlookupds together. Raises LookupFailed when
-        none of them answers; a topic that they do not know has none."""
+        """Addresses of the nsqd that have the topic. Raises LookupFailed if nobody answers."""
         return await self._ask("/lookup", topic=topic)
 
     async def nodes(self) -> list[str]:
@@ -80,7 +78,7 @@ class Lookup:
             raise LookupFailed(f"the discovery_filter failed: {error!r}") from error
 
     async def _get(self, url: str) -> list[str] | None:
-        """What one of them says; None if it cannot be asked."""
+        """The answer of one nsqlookupd; None if it gave none."""
         config = self._config
         headers = {"Accept": "application/vnd.nsq; version=1.0", "User-Agent": config.user_agent}
         if config.auth_secret and config.lookupd_authorization:
@@ -103,14 +101,14 @@ class Lookup:
             if status != 200:
                 raise GetFailed(f"status {status}")
             content = json.loads(body)
-            # Before 1.0 the result was wrapped.
+            # Before NSQ 1.0 the result was inside `data`.
             return [*_addresses(content.get("data", content)["producers"])]
         except (GetFailed, ValueError, LookupError, TypeError, AttributeError) as error:
             logger.warning("%s: %s", _shown(url), error)
             return None
 
     def _context(self) -> ssl.SSLContext:
-        """What the system trusts, and what was given for nsqd: the two are often of the same house."""
+        """Trusts the system's authorities and `tls_root_ca_file`, which nsqd often shares."""
         context = ssl.create_default_context()
         if self._config.tls_root_ca_file:
             context.load_verify_locations(self._config.tls_root_ca_file)
@@ -123,9 +121,9 @@ def _addresses(producers: list[dict[str, Any]]) -> Iterable[str]:
         if address is not None:
             yield address
         else:
-            logger.warning("nsqlookupd knows of an nsqd that cannot be: %.200r", producer)
+            logger.warning("nsqlookupd reported an nsqd with an invalid address: %.200r", producer)
 
 
 def _shown(url: str) -> str:
-    """As it may stand in a log: without a name and password."""
+    """For logs: without user name and password."""
     return url.rpartition("@")[2] if "@" in url else url

@@ -1,4 +1,4 @@
-"""Which nsqd a consumer looks for, how often, and what becomes of those that are lost."""
+"""Which nsqd a consumer connects to, how often it tries, and lost connections."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from nsparq.client.config import Config
-from nsparq.client.discovery import Discovery
+from nsparq.client.connect.lookup import LookupFailed
+from nsparq.client.consume.discovery import Discovery
 from nsparq.client.errors import ClientError, ConnectFailed
-from nsparq.client.lookup import LookupFailed
 from tests.support import aio
 from tests.support.aio import until
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    # Nothing here is real, and so the time need not be either.
+    # Nothing here is real, so time is simulated too.
     aio.run(work, timeless=True)
 
 
@@ -38,12 +38,12 @@ class FakeConnection:
 
 
 class World:
-    """Brokers and nsqlookupds as they are at the moment."""
+    """The present state of brokers and nsqlookupds."""
 
     def __init__(self, *named: str, has_lookupd: bool = False, **options: Any) -> None:
         self.addresses = ["lookupd:1"] if has_lookupd else []
         self.known: list[str] | None = []
-        """What nsqlookupd says; None while it is away."""
+        """The answer of nsqlookupd; None while it is down."""
         self.asked: list[float] = []
         self.refusing: set[str] = set()
         self.stalled: set[str] = set()
@@ -91,10 +91,10 @@ class World:
             await self.discovery.stop()
 
 
-# Those that are named
+# Named addresses
 
 
-def test_named_brokers_are_connected_and_connected_again() -> None:
+def test_named_brokers_are_reconnected() -> None:
     async def main() -> None:
         world = World("a:1", "b:1")
         async with world.running():
@@ -107,7 +107,7 @@ def test_named_brokers_are_connected_and_connected_again() -> None:
     run(main())
 
 
-def test_a_broker_that_refuses_is_tried_less_and_less_often_up_to_a_limit() -> None:
+def test_the_reconnect_delay_grows_up_to_a_limit() -> None:
     async def main() -> None:
         world = World("a:1", reconnect_delay=0.01, max_reconnect_delay=0.05)
         world.refusing = {"a:1"}
@@ -137,7 +137,7 @@ def test_a_connection_that_does_not_last_counts_as_a_failure() -> None:
 
 
 def test_a_connection_that_lasted_is_replaced_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsparq.client.discovery.STEADY_S", 0.02)
+    monkeypatch.setattr("nsparq.client.consume.discovery.STEADY_S", 0.02)
 
     async def main() -> None:
         world = World("a:1", reconnect_delay=0.005, max_reconnect_delay=10)
@@ -153,7 +153,7 @@ def test_a_connection_that_lasted_is_replaced_soon(monkeypatch: pytest.MonkeyPat
     run(main())
 
 
-def test_connecting_by_hand_tells_how_it_went_and_then_keeps() -> None:
+def test_connect_reports_its_outcome_and_then_keeps_the_connection() -> None:
     async def main() -> None:
         world = World()
         async with world.running() as discovery:
@@ -173,7 +173,7 @@ def test_connecting_by_hand_tells_how_it_went_and_then_keeps() -> None:
     run(main())
 
 
-def test_what_is_forgotten_is_not_connected_again() -> None:
+def test_a_forgotten_address_is_not_reconnected() -> None:
     async def main() -> None:
         world = World("a:1", "b:1")
         world.refusing = {"b:1"}
@@ -196,7 +196,7 @@ def test_what_is_forgotten_is_not_connected_again() -> None:
     run(main())
 
 
-def test_forgotten_while_it_is_being_connected() -> None:
+def test_an_address_can_be_forgotten_while_it_connects() -> None:
     async def main() -> None:
         world = World()
         world.stalled = {"a:1"}
@@ -228,7 +228,7 @@ def test_a_connect_that_is_cancelled_at_any_moment_leaves_no_connection(turns: i
     run(main())
 
 
-# Those that nsqlookupd knows
+# Addresses from nsqlookupd
 
 
 def test_nsqlookupd_is_asked_at_once_and_then_regularly() -> None:
@@ -246,7 +246,7 @@ def test_nsqlookupd_is_asked_at_once_and_then_regularly() -> None:
 
 
 def test_the_first_interval_is_longer_by_a_random_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsparq.client.discovery.private_random.uniform", lambda low, high: high)
+    monkeypatch.setattr("nsparq.client.consume.discovery.private_random.uniform", lambda low, high: high)
 
     async def main() -> None:
         world = World(has_lookupd=True, lookupd_poll_interval=0.05, lookupd_poll_jitter=1)
@@ -271,7 +271,7 @@ def test_nsqlookupd_is_asked_again_when_a_connection_is_lost() -> None:
     run(main())
 
 
-def test_a_lost_broker_is_looked_for_until_it_is_back() -> None:
+def test_a_lost_broker_is_searched_until_it_is_back() -> None:
     async def main() -> None:
         world = World(has_lookupd=True)
         world.known = ["a:1"]
@@ -286,7 +286,7 @@ def test_a_lost_broker_is_looked_for_until_it_is_back() -> None:
     run(main())
 
 
-def test_a_broker_that_stays_away_is_not_looked_for_for_ever() -> None:
+def test_a_broker_that_stays_away_is_not_searched_forever() -> None:
     async def main() -> None:
         world = World(has_lookupd=True, reconnect_delay=0.005, max_reconnect_delay=0.02)
         world.known = ["a:1"]
@@ -315,7 +315,8 @@ def test_a_loss_while_nsqlookupd_is_being_asked_is_not_overlooked() -> None:
             async def slow(topic: str) -> list[str]:
                 found = await ask(topic)
                 if len(world.asked) == 2:
-                    # One more is lost while this answer is on its way, and another is found.
+                    # Another connection is lost while this answer arrives, and another nsqd is
+                    # found.
                     world.lose("b:1")
                     world.refusing = {"b:1"}
                 return found
@@ -329,7 +330,7 @@ def test_a_loss_while_nsqlookupd_is_being_asked_is_not_overlooked() -> None:
     run(main())
 
 
-def test_when_nobody_answers_it_is_asked_again_soon() -> None:
+def test_without_an_answer_nsqlookupd_is_asked_again_soon() -> None:
     async def main() -> None:
         world = World(has_lookupd=True)
         world.known = None
@@ -344,7 +345,7 @@ def test_when_nobody_answers_it_is_asked_again_soon() -> None:
     run(main())
 
 
-def test_one_that_stalls_does_not_keep_the_others_from_being_found() -> None:
+def test_a_stalled_broker_does_not_delay_the_others() -> None:
     async def main() -> None:
         world = World(has_lookupd=True, lookupd_poll_interval=0.02)
         world.known, world.stalled = ["slow:1", "a:1"], {"slow:1"}
@@ -373,7 +374,7 @@ def test_a_broker_that_is_named_and_known_is_connected_once() -> None:
     run(main())
 
 
-def test_stop_ends_all_of_it() -> None:
+def test_stop_ends_all_tasks() -> None:
     async def main() -> None:
         world = World("a:1", "slow:1", has_lookupd=True, lookupd_poll_interval=0.01)
         world.known, world.stalled = ["slower:1"], {"slow:1", "slower:1"}
@@ -387,7 +388,7 @@ def test_stop_ends_all_of_it() -> None:
     run(main())
 
 
-def test_what_should_not_happen_is_at_least_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         world = World("a:1")
 

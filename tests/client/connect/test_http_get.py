@@ -1,4 +1,4 @@
-"""One GET request on the event loop: answers of every kind, and those that never come."""
+"""One GET request on the event loop: all kinds of answers, and none."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from nsparq.client.http import GetFailed, get
+from nsparq.client.connect.http_get import GetFailed, get
 from tests.support.aio import run, until
 from tests.support.certificates import certificates
 
 
 class Server:
-    """Says the same to everybody, in the pieces given, and remembers what it was asked."""
+    """Sends the same answer to every request, in the given pieces, and records the requests."""
 
     def __init__(self, pieces: list[bytes], *, stays_open: bool) -> None:
         self.requests: list[bytes] = []
@@ -128,7 +128,7 @@ def test_headers_and_a_login_in_the_address_are_sent() -> None:
         ((b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 10_001,), "the answer has more than 10000 bytes"),
     ],
 )
-def test_what_is_no_answer_is_told(pieces: tuple[bytes, ...], text: str) -> None:
+def test_an_invalid_answer_is_an_error(pieces: tuple[bytes, ...], text: str) -> None:
     async def main() -> None:
         async with server(*pieces) as one:
             assert text in await failure(one.url)
@@ -144,7 +144,7 @@ def test_silence_ends_with_the_request_timeout() -> None:
     run(main())
 
 
-def test_cancelled_it_leaves_nothing_open() -> None:
+def test_a_cancelled_request_leaves_nothing_open() -> None:
     async def main() -> None:
         async with server(stays_open=True) as one:
             asking = asyncio.create_task(ask(one.url))
@@ -156,14 +156,14 @@ def test_cancelled_it_leaves_nothing_open() -> None:
     run(main())
 
 
-def test_nobody_there_is_a_failure() -> None:
+def test_a_refused_connection_is_a_failure() -> None:
     assert "Connection refused" in run(failure("http://127.0.0.1:1"))
 
 
-def test_a_line_break_in_a_header_goes_nowhere() -> None:
+def test_a_line_break_in_a_header_is_refused() -> None:
     async def main() -> None:
         async with server() as one:
-            with pytest.raises(GetFailed, match="a line break where none may be"):
+            with pytest.raises(GetFailed, match="line break in a header or URL"):
                 await ask(one.url, {"Authorization": "Bearer x\r\nHost: elsewhere"})
             assert one.requests == []
 

@@ -1,5 +1,5 @@
-"""One GET request on the event loop, as nsqlookupd is asked. Not in a thread: a consumer that stops must not
-have to wait for an nsqlookupd that says nothing."""
+"""One HTTP GET on the event loop, for nsqlookupd. Not in a thread: a consumer that stops must not
+have to wait for an nsqlookupd that does not answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PIECE: Final = 1 << 16
 
 
 class GetFailed(NsparqError):
-    """There is no answer; the text says why."""
+    """No answer; the text says why."""
 
 
 async def get(
@@ -33,8 +33,8 @@ async def get(
     max_bytes: int,
     make_context: Callable[[], ssl.SSLContext] = ssl.create_default_context,
 ) -> tuple[int, bytes]:
-    """Status and body. `request_timeout` bounds all of it. Redirects are not followed: the request may carry
-    a secret. Raises GetFailed."""
+    """Status and body. `request_timeout` is for the whole request. Redirects are not followed: the
+    request may carry a secret. Raises GetFailed."""
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(request_timeout):
@@ -55,12 +55,12 @@ def _request(parts: SplitResult, headers: Mapping[str, str]) -> bytes:
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     lines = [f"GET {target} HTTP/1.1", *(f"{name}: {value}" for name, value in sent.items())]
     if any("\r" in line or "\n" in line for line in lines):
-        raise ValueError("a line break where none may be")
+        raise ValueError("line break in a header or URL")
     return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
 
 
 def login_of(parts: SplitResult) -> str:
-    """What a name and a password in an address become; nothing without them."""
+    """The Authorization header for a user name and password in the URL; empty without them."""
     if parts.username is None:
         return ""
     login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
@@ -74,7 +74,7 @@ async def _exchange(
     max_bytes: int,
     make_context: Callable[[], ssl.SSLContext],
 ) -> bytes:
-    """Everything that came, head and body."""
+    """All bytes of the answer, head and body."""
     is_https = parts.scheme == "https"
     context = await asyncio.to_thread(make_context) if is_https else None
     async with asyncio.timeout(connect_timeout):
@@ -97,7 +97,7 @@ async def _exchange(
 
 
 def _end(data: bytearray) -> int:
-    """How long the answer will be, if it says so; 0 if it ends with the connection."""
+    """Length of the whole answer, from its Content-Length; 0 without one."""
     head, blank_line, _ = data.partition(b"\r\n\r\n")
     for line in head.lower().split(b"\r\n") if blank_line else ():
         if line.startswith(b"content-length:"):
@@ -106,7 +106,7 @@ def _end(data: bytearray) -> int:
 
 
 class _Source(io.BytesIO):
-    """What http.client takes for a socket."""
+    """Looks like a socket to http.client."""
 
     def makefile(self, mode: str) -> io.BytesIO:
         return self

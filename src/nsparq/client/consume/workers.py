@@ -1,5 +1,5 @@
-"""From a consumer's connections to its handlers: the queue between them, the tasks that take from it, and the
-threads in which handlers run that do not await."""
+"""From a consumer's connections to its handlers: the queue of messages, the tasks that take from
+it, and the threads that run handlers which are not coroutine functions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import inspect
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from time import monotonic
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
-from nsparq.client.config import Config
+from nsparq.client.consume.event_loop import is_cancelled, log_failure
+from nsparq.client.consume.rdy import Signal
 from nsparq.client.message import Message, Reject, Requeue
-from nsparq.client.rdy import Signal
+
+if TYPE_CHECKING:
+    from nsparq.client.consume.in_flight import InFlight
+    from nsparq.client.consumer import Consumer
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +29,14 @@ Call = Callable[[Any], Awaitable[Any]]
 
 SLICE_S: Final = 0.01
 """How long handlers that never wait may keep the event loop."""
+RESTART_S: Final = 1.0
+"""Pause before a worker that failed is replaced."""
 FATAL: Final = (GeneratorExit, KeyboardInterrupt, SystemExit)
-"""The end of the task or of the program. Whatever else a handler raises is about its message."""
+"""These end the task or the program. Any other exception of a handler concerns its message only."""
 
 
 class Inbox:
-    """Messages that no handler has yet, in the order in which they came."""
+    """Messages that no handler has yet, in order of arrival."""
 
     def __init__(self) -> None:
         self.queue: deque[Message] = deque()
@@ -42,7 +48,7 @@ class Inbox:
         self._arrival.set()
 
     async def get(self) -> Message | None:
-        """The one that has waited longest; None when there will be no more."""
+        """The oldest message; None when no more will come."""
         queue = self.queue
         while not queue:
             if self.is_ended:
@@ -51,17 +57,17 @@ class Inbox:
         return queue.popleft()
 
     async def change(self) -> None:
-        """Until something has come, or will not, or wake() is called."""
+        """Wait for put(), end() or wake()."""
         self._arrival.clear()
         await self._arrival.wait()
 
     def end(self) -> None:
-        """Nothing will follow what is there."""
+        """No more messages will come."""
         self.is_ended = True
         self._arrival.set()
 
     def wake(self) -> None:
-        """Have those that wait for more see whether it is still worth it."""
+        """Make those that wait in change() check whether to go on."""
         self._arrival.set()
 
     def drop_answered(self) -> None:
@@ -70,35 +76,58 @@ class Inbox:
         self.queue.extend(left)
 
 
-class Owner(Protocol):
-    """What workers know of their consumer."""
-
-    config: Config
-
-    @property
-    def is_starved(self) -> bool: ...
-    @property
-    def is_stopping(self) -> bool: ...
-    def answer_here(self, message: Message, signal: Signal, delay: float | None) -> None: ...
-    def finish_all(self, messages: Sequence[Message]) -> None: ...
-    async def give_up(self, message: Message, reason: str = "") -> None: ...
-
-
 class Workers:
-    """Tasks that take messages, singly or in batches, call the handler and answer by how it went."""
+    """The tasks that take messages, call the handler, and answer by its outcome."""
 
-    def __init__(self, owner: Owner, inbox: Inbox, call: Call) -> None:
-        self._owner, self._inbox, self._call = owner, inbox, call
-        self._max_attempts = owner.config.max_attempts or math.inf
+    def __init__(
+        self,
+        consumer: Consumer,
+        inbox: Inbox,
+        in_flight: InFlight,
+        call: Call | None,
+        batch_size: int,
+        batch_timeout: float,
+    ) -> None:
+        """`call` is the handler; it gets lists unless `batch_size` is 0."""
+        self.tasks: list[asyncio.Task[None]] = []
+        self._consumer, self._inbox, self._in_flight = consumer, inbox, in_flight
+        self._call = call
+        self._batch_size, self._batch_timeout = batch_size, batch_timeout
+        self._max_attempts = consumer.config.max_attempts or math.inf
 
-    async def work(self) -> None:
-        """One message after the other, until there are no more."""
-        call, answer = self._call, self._owner.answer_here
+    @property
+    def has_handler(self) -> bool:
+        return self._call is not None
+
+    def start(self, count: int) -> None:
+        for _ in range(count):
+            self._add()
+
+    def _add(self) -> None:
+        if self._call is None or self._consumer.is_stopping:
+            return
+        work = self._work_in_batches(self._call) if self._batch_size else self._work(self._call)
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        self.tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        log_failure(task)
+        is_error = not task.cancelled() and isinstance(task.exception(), Exception)
+        if is_error and not self._consumer.is_stopping:
+            # This should never happen. But a consumer that silently consumes nothing would be
+            # worse.
+            self.tasks.remove(task)
+            asyncio.get_running_loop().call_later(RESTART_S, self._add)
+
+    async def _work(self, call: Call) -> None:
+        """Handle one message after the other, until no more come."""
+        answer = self._in_flight.answer_here
         queue, get = self._inbox.queue, self._inbox.get
         until = monotonic() + SLICE_S
         while (message := queue.popleft() if queue else await get()) is not None:
             if message.attempts > self._max_attempts:
-                await self._owner.give_up(message)
+                await self._consumer.give_up(message)
                 continue
             try:
                 await call(message)
@@ -113,45 +142,44 @@ class Workers:
                 await asyncio.sleep(0)
                 until = monotonic() + SLICE_S
 
-    async def work_in_batches(self, size: int, wait_s: float) -> None:
-        """Up to `size` messages at a time, or those of `wait_s` seconds."""
-        while (batch := await self._next_batch(size, wait_s)) is not None:
+    async def _work_in_batches(self, call: Call) -> None:
+        while (batch := await self._next_batch()) is not None:
             if not batch:
                 continue
             try:
-                await self._call(batch)
+                await call(batch)
             except FATAL:
                 raise
             except BaseException as error:
                 await self._fail(batch, error)
             else:
-                self._owner.finish_all(batch)
+                self._in_flight.finish_all(batch)
 
-    async def _next_batch(self, size: int, wait_s: float) -> list[Message] | None:
-        """Messages until the batch is full, its time is up, or no more can come before some are answered.
-        None when there will be no more at all."""
-        owner, inbox = self._owner, self._inbox
+    async def _next_batch(self) -> list[Message] | None:
+        """Collect messages until the batch is full, its time is up, or no more can come before some
+        are answered. None when no more will come at all."""
+        consumer, inbox = self._consumer, self._inbox
         message = await inbox.get()
         if message is None:
             return None
         batch = [message]
         with suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                while len(batch) < size:
+            async with asyncio.timeout(self._batch_timeout):
+                while len(batch) < self._batch_size:
                     if inbox.queue:
                         batch.append(inbox.queue.popleft())
-                    elif owner.is_stopping or owner.is_starved or inbox.is_ended:
+                    elif consumer.is_stopping or consumer.is_starved or inbox.is_ended:
                         break
                     else:
                         await inbox.change()
         for message in batch:
             if message.attempts > self._max_attempts and not message.is_answered:
-                await owner.give_up(message)
-        # Those of connections that were lost meanwhile are another's.
+                await self._consumer.give_up(message)
+        # Leave out the messages of connections that were lost in the meantime.
         return [message for message in batch if not message.is_answered]
 
     async def _fail(self, messages: list[Message], error: BaseException) -> None:
-        """A handler has raised something."""
+        """The handler raised `error`."""
         if isinstance(error, asyncio.CancelledError) and is_cancelled():
             raise error
         if isinstance(error, Requeue):
@@ -160,24 +188,18 @@ class Workers:
         elif isinstance(error, Reject):
             for message in messages:
                 if not message.is_answered:
-                    await self._owner.give_up(message, str(error))
+                    await self._consumer.give_up(message, str(error))
         else:
-            # Perhaps a task of the handler's own was cancelled: that is not the end of this one.
+            # A CancelledError gets here when a task inside the handler was cancelled, not this one.
             what = messages[0] if len(messages) == 1 else f"{len(messages)} messages"
-            logger.error("%s: the handler failed on %s", self._owner, what, exc_info=error)
+            logger.error("%s: the handler failed on %s", self._consumer, what, exc_info=error)
             for message in messages:
                 message.requeue()
 
 
-def is_cancelled() -> bool:
-    """Whether it is this task that is to end, not just something that it waited for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 class Calls:
-    """Makes functions of the user's awaitable. Those that are not coroutine functions run in threads, so that
-    one that blocks keeps neither heartbeats nor other handlers from running."""
+    """Makes the user's functions awaitable. Those that are not coroutine functions run in threads,
+    so that one that blocks does not delay heartbeats or other handlers."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads, self._name = threads, name
@@ -192,13 +214,13 @@ class Calls:
                 self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=self._name)
             loop, context = asyncio.get_running_loop(), contextvars.copy_context()
             result = await loop.run_in_executor(self._pool, context.run, _run, function, argument)
-            # A function may give something to await without saying so, a lambda for one.
+            # A plain function, such as a lambda, may return an awaitable.
             return await result if inspect.isawaitable(result) else result
 
         return call
 
     def close(self) -> None:
-        """A call that still runs cannot be ended, but nothing waits for it."""
+        """Does not wait for calls that still run: threads cannot be ended."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -207,11 +229,11 @@ def _run(function: Callable[[Any], Any], argument: Any) -> Any:
     try:
         return function(argument)
     except StopIteration as error:
-        # A future cannot carry it: whoever waits would wait for ever.
+        # A future cannot carry StopIteration: its waiter would wait forever.
         raise RuntimeError("a handler raised StopIteration") from error
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives something to await."""
+    """Whether a call of it returns an awaitable."""
     call = getattr(function, "__call__", None)  # noqa: B004  # an object with an async __call__ counts too
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)

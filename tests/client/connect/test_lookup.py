@@ -1,4 +1,4 @@
-"""Asking nsqlookupd: which URLs, which headers, what its answers mean and what becomes of bad ones."""
+"""Queries to nsqlookupd: URLs, headers, good and bad answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nsparq.client.config import Config
-from nsparq.client.lookup import Lookup, LookupFailed, lookup_url
+from nsparq.client.connect.lookup import Lookup, LookupFailed, lookup_url
 from tests.support.aio import run, until
 from tests.support.auth_server import AuthServer, unused_port
 
@@ -43,7 +43,7 @@ def test_an_address_may_be_a_url_with_a_path_and_parameters(address: str, url: s
     assert lookup_url(address, "/lookup", topic="t") == url
 
 
-def test_other_questions_are_asked_beside_a_path_for_lookups() -> None:
+def test_other_queries_use_a_path_beside_that_of_lookups() -> None:
     assert lookup_url("http://h:1/nsq/lookup", "/nodes") == "http://h:1/nsq/nodes"
     assert lookup_url("h:1", "/nodes") == "http://h:1/nodes"
 
@@ -55,7 +55,7 @@ def test_the_topic_is_quoted() -> None:
 @pytest.mark.parametrize(
     "address", ["127.0.0.1", "http://h", "", "h:many", "ftp://h:1", "http://:1", "h:99999"]
 )
-def test_an_address_that_cannot_be_asked_is_refused_at_once(address: str) -> None:
+def test_an_invalid_address_is_refused_at_once(address: str) -> None:
     with pytest.raises(ValueError):
         Lookup([address], Config())
 
@@ -79,14 +79,14 @@ def test_before_1_0_the_result_was_wrapped() -> None:
         assert ask(server) == ["127.0.0.1:4150"]
 
 
-def test_nodes_are_asked_for_by_their_own_question() -> None:
+def test_nodes_have_their_own_query() -> None:
     with AuthServer() as server:
         server.answer({"producers": [producer("n", 9)]})
         assert run(Lookup([server.address], Config()).nodes()) == ["n:9"]
         assert server.queries[0].path == "/nodes"
 
 
-def test_all_are_asked_and_what_they_know_is_put_together() -> None:
+def test_all_are_asked_and_their_answers_are_joined() -> None:
     with AuthServer() as one, AuthServer() as other:
         one.answer({"producers": [producer("a"), producer("b")]})
         other.answer({"producers": [producer("b"), producer("c")]})
@@ -120,7 +120,7 @@ def test_one_that_answers_is_enough() -> None:
         (b"{}", 301),
     ],
 )
-def test_an_answer_of_no_use_is_no_answer(body: bytes, status: int) -> None:
+def test_an_unusable_answer_counts_as_none(body: bytes, status: int) -> None:
     with AuthServer() as server:
         server.answer(body, status=status)
         with pytest.raises(LookupFailed, match=f"none of {server.address} answered"):
@@ -141,7 +141,7 @@ def test_an_answer_of_no_use_is_no_answer(body: bytes, status: int) -> None:
         {},
     ],
 )
-def test_a_producer_that_cannot_be_is_left_out(bad: dict[str, Any]) -> None:
+def test_a_producer_with_an_invalid_address_is_left_out(bad: dict[str, Any]) -> None:
     with AuthServer() as server:
         server.answer({"producers": [bad, producer("good")]})
         assert ask(server) == ["good:4150"]
@@ -150,7 +150,7 @@ def test_a_producer_that_cannot_be_is_left_out(bad: dict[str, Any]) -> None:
 # Authorization
 
 
-def test_the_secret_is_shown_to_nsqlookupd_unless_that_is_switched_off() -> None:
+def test_nsqlookupd_gets_the_secret_unless_disabled() -> None:
     with AuthServer() as server:
         server.answer({"producers": []})
         ask(server, auth_secret="xyzzy")
@@ -160,28 +160,30 @@ def test_the_secret_is_shown_to_nsqlookupd_unless_that_is_switched_off() -> None
         assert sent == ["Bearer xyzzy", None, None]
 
 
-def test_a_secret_without_tls_is_warned_of_or_not_shown(
+def test_a_secret_without_tls_is_warned_of_or_withheld(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Another test may have warned of a server that had the same port.
-    monkeypatch.setattr("nsparq.client.secret._warned_of", set())
+    # Another test may have warned about a server with the same port.
+    monkeypatch.setattr("nsparq.client.connect.secret._warned_of", set())
     with AuthServer() as server:
         server.answer({"producers": []})
         ask(server, auth_secret="xyzzy", auth_requires_tls=True)
-        monkeypatch.setattr("nsparq.client.secret._is_here", lambda host: False)
+        monkeypatch.setattr("nsparq.client.connect.secret._is_local", lambda host: False)
         ask(server, auth_secret="xyzzy", auth_requires_tls=True)
         ask(server, auth_secret="xyzzy")
         ask(server, auth_secret="xyzzy")
         sent = [query.headers.get("authorization") for query in server.queries]
         assert sent == ["Bearer xyzzy", None, "Bearer xyzzy", "Bearer xyzzy"]
         warned = [record.getMessage() for record in caplog.records if "secret" in record.getMessage()]
-        assert warned == [f"{server.address}: without TLS whoever is on the way can read the secret"]
+        assert warned == [
+            f"{server.address}: the auth secret is sent without TLS and can be read on the network"
+        ]
 
 
 # The filter
 
 
-def test_a_filter_has_the_last_word_on_what_was_found() -> None:
+def test_a_filter_decides_which_addresses_are_used() -> None:
     def local(addresses: list[str]) -> Iterable[str]:
         return (f"127.0.0.1:{address.rpartition(':')[2]}" for address in addresses if "a" in address)
 
@@ -192,7 +194,7 @@ def test_a_filter_has_the_last_word_on_what_was_found() -> None:
 
 
 @pytest.mark.parametrize("broken", [lambda _: 1 / 0, lambda _: None, lambda _: ["nowhere"]])
-def test_a_filter_that_fails_is_no_answer(broken: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_filter_counts_as_no_answer(broken: Any, caplog: pytest.LogCaptureFixture) -> None:
     with AuthServer() as server:
         server.answer({"producers": [producer("a", 1)]})
         with pytest.raises(LookupFailed, match="the discovery_filter failed"):
@@ -200,10 +202,10 @@ def test_a_filter_that_fails_is_no_answer(broken: Any, caplog: pytest.LogCapture
         assert "Traceback" in caplog.text
 
 
-# Those that say nothing
+# Silent servers
 
 
-def test_one_that_stalls_is_left_after_its_time_and_no_thread_waits_for_it() -> None:
+def test_a_stalled_nsqlookupd_times_out_without_a_thread() -> None:
     with AuthServer() as server:
         server.stalled.set()
         threads = threading.active_count()
@@ -212,7 +214,7 @@ def test_one_that_stalls_is_left_after_its_time_and_no_thread_waits_for_it() -> 
             lookup = Lookup([server.address], Config(lookupd_poll_timeout=0.2))
             asking = asyncio.create_task(lookup.producers("t"))
             await until(lambda: server.queries)
-            # The server's own thread for the request, and no other.
+            # Only the server's thread for the request.
             assert threading.active_count() == threads + 1
             with pytest.raises(LookupFailed):
                 await asking

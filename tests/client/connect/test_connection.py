@@ -1,4 +1,4 @@
-"""One connection to an nsqd: what is agreed on, what it reports, and every way in which it can end."""
+"""One connection to an nsqd: the handshake, the events it reports, and all ways it can end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from nsparq.client.config import Config
-from nsparq.client.connection import MANY, Connection, checked_addresses
+from nsparq.client.connect.connection import MANY, Connection, checked_addresses
+from nsparq.client.connect.secret import reason_to_withhold
 from nsparq.client.errors import ConnectFailed, reason_of
-from nsparq.client.secret import reason_to_withhold
 from nsparq.wire import client as wire
 from nsparq.wire.client import Received
 from tests.support import aio
@@ -29,7 +29,7 @@ HEARTBEAT = frame(RESPONSE, b"_heartbeat_")
 
 
 class Recorder:
-    """A listener."""
+    """A listener that records."""
 
     def __init__(self) -> None:
         self.messages: list[Received] = []
@@ -67,7 +67,7 @@ async def ended(connection: Connection) -> None:
 
 
 async def refusal(address: str, **options: Any) -> str:
-    """Why it cannot be connected."""
+    """The error of a failed connect."""
     recorder = Recorder()
     with pytest.raises(ConnectFailed) as caught:
         await Connection.open(address, Config(**options), recorder)
@@ -79,7 +79,7 @@ async def refusal(address: str, **options: Any) -> str:
 # Set-up
 
 
-def test_it_introduces_itself_and_takes_what_the_server_says() -> None:
+def test_it_sends_identify_and_uses_the_reply() -> None:
     async def main() -> None:
         reply = {"max_rdy_count": 7, "msg_timeout": 1500, "version": "1.2.1"}
         async with ScriptedNsqd(reply) as nsqd:
@@ -87,7 +87,6 @@ def test_it_introduces_itself_and_takes_what_the_server_says() -> None:
             assert peer.commands == ["IDENTIFY"]
             assert json.loads(peer.bodies[0]) == Config(client_id="me", msg_timeout=1.5).identify()
             assert (connection.max_rdy_count, connection.msg_timeout) == (7, 1.5)
-            assert connection.server_version == "1.2.1"
             assert str(connection) == nsqd.address
             await ended(connection)
 
@@ -95,7 +94,7 @@ def test_it_introduces_itself_and_takes_what_the_server_says() -> None:
 
 
 @pytest.mark.parametrize("value", [None, "many", -1, 0, [], 1.5])
-def test_numbers_that_make_no_sense_are_not_taken(value: object) -> None:
+def test_invalid_numbers_in_the_reply_are_ignored(value: object) -> None:
     async def main() -> None:
         async with ScriptedNsqd({"max_rdy_count": value, "msg_timeout": value}) as nsqd:
             connection, _ = await connect(nsqd)
@@ -105,7 +104,7 @@ def test_numbers_that_make_no_sense_are_not_taken(value: object) -> None:
     run(main())
 
 
-def test_a_server_that_does_not_negotiate_is_taken_as_it_is() -> None:
+def test_a_server_without_negotiation_is_accepted() -> None:
     async def main() -> None:
         async with ScriptedNsqd(b"OK") as nsqd:
             connection, _ = await connect(nsqd, deflate=True, msg_timeout=5)
@@ -124,7 +123,7 @@ def test_a_server_without_tls_is_refused_if_tls_is_wanted(reply: Any) -> None:
     run(main())
 
 
-def test_a_refusal_is_told_in_the_server_s_words() -> None:
+def test_a_refusal_has_the_text_of_the_server() -> None:
     async def main() -> None:
         async with ScriptedNsqd("E_BAD_BODY IDENTIFY heartbeat interval (100) is invalid") as nsqd:
             text = await refusal(nsqd.address)
@@ -133,10 +132,10 @@ def test_a_refusal_is_told_in_the_server_s_words() -> None:
     run(main())
 
 
-def test_an_answer_that_is_not_json_is_shown() -> None:
+def test_a_reply_that_is_not_json_is_in_the_error() -> None:
     async def main() -> None:
         async with ScriptedNsqd(b"{oops") as nsqd:
-            assert "IDENTIFY was answered with b'{oops'" in await refusal(nsqd.address)
+            assert "invalid reply to IDENTIFY: b'{oops'" in await refusal(nsqd.address)
 
     run(main())
 
@@ -146,12 +145,12 @@ def test_an_answer_that_is_not_json_is_shown() -> None:
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "unexpected HTTP response, a nsqd TCP endpoint is required"),
         (b"SSH-2.0-OpenSSH_9.2p1\r\n", "a frame of type"),
-        (message_frame("1"), "a message before IDENTIFY was answered"),
+        (message_frame("1"), "a message before the reply to IDENTIFY"),
         (b"", "the server closed the connection"),
         (frame(RESPONSE, b"OK")[:6], "the server closed the connection"),
     ],
 )
-def test_what_is_no_nsqd_is_recognised(data: bytes, text: str) -> None:
+def test_servers_other_than_nsqd_are_recognised(data: bytes, text: str) -> None:
     async def main() -> None:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read(1000)
@@ -165,7 +164,7 @@ def test_what_is_no_nsqd_is_recognised(data: bytes, text: str) -> None:
     run(main())
 
 
-def test_heartbeats_are_answered_during_set_up() -> None:
+def test_heartbeats_are_answered_during_the_handshake() -> None:
     async def main() -> None:
         async with ScriptedNsqd(lambda _: None) as nsqd:
             opening = asyncio.create_task(Connection.open(nsqd.address, Config(), Recorder()))
@@ -178,7 +177,7 @@ def test_heartbeats_are_answered_during_set_up() -> None:
     run(main())
 
 
-def test_frames_right_behind_the_set_up_are_not_lost() -> None:
+def test_frames_directly_after_the_handshake_are_not_lost() -> None:
     async def main() -> None:
         recorder = Recorder()
         async with ScriptedNsqd(lambda _: None) as nsqd:
@@ -194,7 +193,7 @@ def test_frames_right_behind_the_set_up_are_not_lost() -> None:
     run(main())
 
 
-def test_garbage_right_behind_the_set_up_ends_it_in_order() -> None:
+def test_garbage_directly_after_the_handshake_ends_the_connection() -> None:
     async def main() -> None:
         recorder = Recorder()
         async with ScriptedNsqd(lambda _: None) as nsqd:
@@ -216,12 +215,12 @@ def test_a_port_where_nobody_listens() -> None:
     run(main())
 
 
-def test_a_connection_that_does_not_come_about_ends_with_dial_timeout() -> None:
+def test_connecting_ends_after_dial_timeout() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
             address = "{}:{}".format(*server.getsockname())
-            # The queue of those not yet accepted is full: nobody is let in, nobody refused.
+            # The accept queue is full: connections are neither accepted nor refused.
             crowd = [socket.socket() for _ in range(3)]
             for one in crowd:
                 one.setblocking(False)
@@ -237,7 +236,7 @@ def test_a_connection_that_does_not_come_about_ends_with_dial_timeout() -> None:
     run(main())
 
 
-def test_a_server_that_says_nothing_is_left_after_handshake_timeout() -> None:
+def test_a_silent_server_fails_after_handshake_timeout() -> None:
     async def main() -> None:
         async with ScriptedNsqd(lambda _: None) as nsqd:
             assert await refusal(nsqd.address, handshake_timeout=0.1) == f"{nsqd.address}: timed out"
@@ -246,7 +245,7 @@ def test_a_server_that_says_nothing_is_left_after_handshake_timeout() -> None:
     run(main())
 
 
-def test_cancelled_during_set_up_it_leaves_nothing_open() -> None:
+def test_cancelled_during_the_handshake_it_leaves_nothing_open() -> None:
     async def main() -> None:
         async with ScriptedNsqd(auth=lambda _: None, identify={"auth_required": True}) as nsqd:
             for turns in range(12):
@@ -270,7 +269,7 @@ def test_cancelled_during_set_up_it_leaves_nothing_open() -> None:
         ("/nowhere/nsqd.sock", "No such file or directory"),
     ],
 )
-def test_an_address_that_cannot_be_is_a_failure_like_any_other(address: str, text: str) -> None:
+def test_an_impossible_address_is_a_connect_failure(address: str, text: str) -> None:
     assert text in run(refusal(address))
 
 
@@ -281,7 +280,7 @@ def test_addresses_are_host_and_port_or_a_path() -> None:
         "/run/nsqd.sock",
     ]
     for wrong in ("localhost", "", "127.0.0.1:", "http:", ":4150", "h:0", "h:65536"):
-        with pytest.raises(ValueError, match="is no address of an nsqd"):
+        with pytest.raises(ValueError, match="is not host:port"):
             checked_addresses([wrong])
 
 
@@ -298,7 +297,7 @@ def test_a_unix_socket_is_connected_to_by_its_path(tmp_path: Path) -> None:
     run(main())
 
 
-def test_the_local_address_is_kept_to() -> None:
+def test_the_local_address_is_used() -> None:
     async def main() -> None:
         async with ScriptedNsqd() as nsqd:
             connection, peer = await connect(nsqd, local_addr="127.0.0.2:0")
@@ -333,13 +332,13 @@ def test_the_secret_is_not_sent_if_the_server_does_not_ask() -> None:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if servers were not on this machine, and none had been warned of: ports are used again."""
-    monkeypatch.setattr("nsparq.client.secret._is_here", lambda host: False)
-    monkeypatch.setattr("nsparq.client.secret._warned_of", set())
+    """Treat all servers as remote, and forget earlier warnings: ports are reused."""
+    monkeypatch.setattr("nsparq.client.connect.secret._is_local", lambda host: False)
+    monkeypatch.setattr("nsparq.client.connect.secret._warned_of", set())
 
 
 def warnings_of_secrets(caplog: pytest.LogCaptureFixture) -> int:
-    return sum("can read the secret" in record.getMessage() for record in caplog.records)
+    return sum("auth secret is sent without TLS" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -357,18 +356,18 @@ def test_a_secret_without_tls_is_warned_of_once(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_secret_may_be_kept_from_those_without_tls() -> None:
+def test_a_secret_can_be_withheld_without_tls() -> None:
     async def main() -> None:
         async with ScriptedNsqd({"auth_required": True}) as nsqd:
             text = await refusal(nsqd.address, auth_secret="xyzzy", auth_requires_tls=True)
-            assert "asks for AUTH, and tls_v1 is not set" in text
+            assert "requires AUTH, but tls_v1 is not set" in text
             assert nsqd.commands == ["IDENTIFY"]
 
     run(main())
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_with_tls_the_secret_is_shown_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_with_tls_the_secret_is_sent_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with ScriptedNsqd({"auth_required": True}, tls=server_context()) as nsqd:
             for requires in (False, True):
@@ -409,17 +408,17 @@ def test_on_this_machine_a_secret_needs_no_tls(caplog: pytest.LogCaptureFixture)
         ("nsqd.example", False),
     ],
 )
-def test_what_is_on_this_machine(host: str, is_here: bool) -> None:
+def test_local_hosts_are_recognised(host: str, is_here: bool) -> None:
     config = Config(auth_requires_tls=True)
     assert bool(reason_to_withhold(config, f"{host}:4150", host, is_encrypted=False)) is not is_here
 
 
-def test_only_the_servers_that_are_named_are_shown_the_secret() -> None:
+def test_only_named_servers_get_the_secret() -> None:
     async def main() -> None:
         async with ScriptedNsqd({"auth_required": True}) as nsqd:
             for scope in ((), ("10.0.0.0/8", "*.example.com")):
                 text = await refusal(nsqd.address, auth_secret="xyzzy", auth_secret_for=scope)
-                assert "asks for AUTH, and auth_secret_for does not name it" in text
+                assert "requires AUTH, but auth_secret_for does not include it" in text
             assert set(nsqd.commands) == {"IDENTIFY"}
             connection, peer = await connect(nsqd, auth_secret="xyzzy", auth_secret_for=("127.0.0.1",))
             assert peer.commands[-2:] == ["IDENTIFY", "AUTH"]
@@ -428,15 +427,15 @@ def test_only_the_servers_that_are_named_are_shown_the_secret() -> None:
     run(main())
 
 
-def test_without_a_secret_it_says_what_is_missing() -> None:
+def test_without_a_secret_the_error_names_the_option() -> None:
     async def main() -> None:
         async with ScriptedNsqd({"auth_required": True}) as nsqd:
-            assert "asks for AUTH, and auth_secret is not set" in await refusal(nsqd.address)
+            assert "requires AUTH, but auth_secret is not set" in await refusal(nsqd.address)
 
     run(main())
 
 
-def test_a_refused_secret_is_told_in_the_server_s_words() -> None:
+def test_a_refused_secret_has_the_text_of_the_server() -> None:
     async def main() -> None:
         async with ScriptedNsqd({"auth_required": True}, auth="E_AUTH_FAILED AUTH failed") as nsqd:
             text = await refusal(nsqd.address, auth_secret="no")
@@ -564,18 +563,18 @@ def test_frames_are_reported_in_order_and_heartbeats_are_answered() -> None:
     run(main())
 
 
-def test_commands_of_a_turn_leave_together() -> None:
+def test_commands_of_a_turn_are_sent_together() -> None:
     async def main() -> None:
         async with ScriptedNsqd() as nsqd:
             connection, peer = await connect(nsqd)
             sent: list[bytes] = []
-            send_now = connection._send_now
+            send_now = connection.send_now
 
             def note(data: bytes) -> None:
                 sent.append(data)
                 send_now(data)
 
-            connection._send_now = note  # type: ignore[method-assign]
+            connection.send_now = note  # type: ignore[method-assign]
             for count in range(5):
                 connection.send_rdy(count)
             assert sent == []
@@ -614,7 +613,7 @@ def test_the_end_is_reported_once_with_its_reason() -> None:
             await until(lambda: recorder.ends)
             assert "the server closed the connection" in str(recorder.ends[0])
             assert connection.is_closing and connection.closed.is_set()
-            # All of this is of no consequence any more.
+            # None of this has an effect any more.
             connection.write(wire.NOP)
             connection.close()
             connection.abort()
@@ -642,7 +641,7 @@ def test_an_end_in_the_middle_of_a_frame_is_an_end(with_reset: bool) -> None:
     run(main())
 
 
-def test_a_silent_server_is_left_after_read_timeout() -> None:
+def test_a_silent_server_is_disconnected_after_read_timeout() -> None:
     async def main() -> None:
         async with ScriptedNsqd() as nsqd:
             recorder = Recorder()
@@ -653,7 +652,7 @@ def test_a_silent_server_is_left_after_read_timeout() -> None:
             peer.send_bytes(HEARTBEAT)
             await until(lambda: recorder.ends)
             assert 1.5 < loop.time() - began < 6
-            assert str(recorder.ends[0]) == "nothing was heard for 1 s"
+            assert str(recorder.ends[0]) == "the server sent nothing for 1 s"
 
     run(main())
 
@@ -670,7 +669,7 @@ def test_without_heartbeats_a_server_may_be_silent() -> None:
     run(main())
 
 
-def test_a_server_that_reads_nothing_is_left_after_write_timeout() -> None:
+def test_a_server_that_reads_nothing_is_disconnected_after_write_timeout() -> None:
     async def main() -> None:
         async with ScriptedNsqd() as nsqd:
             recorder = Recorder()
@@ -684,12 +683,12 @@ def test_a_server_that_reads_nothing_is_left_after_write_timeout() -> None:
             began = asyncio.get_running_loop().time()
             await until(lambda: recorder.ends)
             assert asyncio.get_running_loop().time() - began < 6
-            assert str(recorder.ends[0]) == "nothing was taken for 0.2 s"
+            assert str(recorder.ends[0]) == "the server read nothing for 0.2 s"
 
     run(main())
 
 
-def test_a_server_that_reads_slowly_is_not_left() -> None:
+def test_a_server_that_reads_slowly_stays_connected() -> None:
     async def main() -> None:
         async with ScriptedNsqd() as nsqd:
             recorder = Recorder()
@@ -713,7 +712,7 @@ def test_a_server_that_reads_slowly_is_not_left() -> None:
     run(main())
 
 
-def test_close_lets_everything_leave_that_was_written() -> None:
+def test_close_sends_everything_that_was_written() -> None:
     async def main() -> None:
         async with ScriptedNsqd() as nsqd:
             recorder = Recorder()
@@ -754,7 +753,7 @@ def test_close_does_not_wait_for_a_server_that_reads_nothing() -> None:
         (OSError(113, "Connect call failed ('10.0.0.1', 4150)"), "No route to host"),
         (ConnectionResetError(104, "Connection reset by peer"), "Connection reset by peer"),
         (
-            # What asyncio says of a host with several addresses.
+            # asyncio's error for a host with several addresses.
             OSError(
                 "Multiple exceptions: [Errno 111] Connect call failed ('::1', 1, 0, 0), "
                 "[Errno 111] Connect call failed ('127.0.0.1', 1), "
@@ -769,11 +768,11 @@ def test_close_does_not_wait_for_a_server_that_reads_nothing() -> None:
         (ValueError("no"), "no"),
     ],
 )
-def test_a_reason_is_told_in_the_words_of_the_system(error: Exception | None, text: str) -> None:
+def test_a_reason_has_the_text_of_the_system(error: Exception | None, text: str) -> None:
     assert reason_of(error) == text
 
 
-def test_a_host_with_several_addresses_is_refused_in_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_error_of_several_addresses_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         found = [

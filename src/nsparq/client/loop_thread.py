@@ -1,5 +1,5 @@
-"""An event loop in a thread of its own, for code that does not await: it keeps one thing open and lets other
-threads call into it."""
+"""An event loop in its own thread, for code that does not use asyncio. It keeps one resource open
+and lets other threads call functions on the loop."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ CALL_S: Final = 30.0
 
 
 class LoopThread(Generic[R]):
-    """Opens what `make` gives, on a loop in a thread, and closes it at stop(). The thread is a daemon: a
-    program that forgets stop() still ends, and what is open is closed at its end.
+    """Enters the context manager that `make` returns, on a loop in a thread, and exits it at
+    stop(). The thread is a daemon: a program that forgets stop() still ends, and atexit closes the
+    resource.
 
-    After fork() it is the parent's: the child has neither the thread nor a right to what is open, whose
-    sockets both processes hold. There nothing runs, and stop() does nothing."""
+    After fork() it belongs to the parent. In the child there is no thread, and the sockets are
+    shared with the parent, so nothing runs there and stop() does nothing."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class LoopThread(Generic[R]):
         run: Run = asyncio.run,
         on_loop_error: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        """Raises what opening raises, with nothing left over."""
+        """Raises what opening the resource raises; then nothing is left open."""
         self.loop: asyncio.AbstractEventLoop
         self.resource: R
         self._make = make
@@ -50,20 +51,20 @@ class LoopThread(Generic[R]):
         self._failure: BaseException | None = None
         self._task: asyncio.Task[None] | None = None
         self._pid = os.getpid()
-        self._is_unwanted = False
-        """The caller has gone before it was open."""
+        self._is_abandoned = False
+        """The caller gave up before the resource was open."""
         self._thread = threading.Thread(target=self._work, args=(run,), name=name, daemon=True)
         self._thread.start()
         try:
             self._opened.result(START_S)
         except BaseException:
-            # It failed, is too slow, or the caller was interrupted while waiting.
+            # Opening failed or took too long, or the caller was interrupted.
             self._abandon()
             raise
         _live.add(self)
 
     def _abandon(self) -> None:
-        self._is_unwanted = True
+        self._is_abandoned = True
         if self._task is not None:
             self.post(self._task.cancel)
         self._thread.join(STOP_S)
@@ -84,7 +85,7 @@ class LoopThread(Generic[R]):
             self.loop.set_exception_handler(lambda _, context: report(context))
         self._stopping = asyncio.Event()
         self._task = asyncio.current_task()
-        if self._is_unwanted:
+        if self._is_abandoned:
             return
         async with self._make() as self.resource:
             self._opened.set_result(None)
@@ -96,16 +97,16 @@ class LoopThread(Generic[R]):
 
     @property
     def is_ours(self) -> bool:
-        """False in a child of the process that has started it."""
+        """False in a child of the process that started it."""
         return self._pid == os.getpid()
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout: float = CALL_S) -> Any:
-        """The result of a function, or of the coroutine that it gives, called on the loop. Raises
-        TimeoutError; whoever is interrupted while waiting leaves nothing running."""
+        """Call a function on the loop and return its result, awaited if it is awaitable. Raises
+        TimeoutError. If the caller is interrupted, the call is cancelled."""
         if not self.is_running:
             raise RuntimeError(f"{self._thread.name} has been stopped")
         if self._thread is threading.current_thread():
-            raise RuntimeError("called from the thread that would have to answer")
+            raise RuntimeError("called from the thread of the event loop itself")
 
         async def work() -> Any:
             result = function(*arguments)
@@ -119,19 +120,19 @@ class LoopThread(Generic[R]):
             raise
 
     def post(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Have a function called on the loop, soon. Without effect once the loop has ended."""
+        """Call a function on the loop soon. Does nothing once the loop has ended."""
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
     def stop(self, timeout: float = STOP_S) -> None:
-        """Close, and wait for the end of the thread. Raises what closing raised; twice is safe."""
+        """Close the resource and join the thread. Raises what closing raised. Twice is safe."""
         if not self.is_ours:
-            # Even to wake the loop would be to wake the parent's.
+            # Waking the loop would wake the parent's loop.
             return
         _live.discard(self)
         self.post(self._stopping.set)
         if self._thread is threading.current_thread():
-            # The collector found us here; the thread ends by itself.
+            # Called by the garbage collector in this thread; the thread ends by itself.
             return
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -145,7 +146,7 @@ _live: weakref.WeakSet[LoopThread[Any]] = weakref.WeakSet()
 
 
 _of_the_parent: list[LoopThread[Any]] = []
-"""Kept in a child for good: collecting a loop would undo what the parent's loop waits for; they share it."""
+"""Kept forever in a child: closing a loop would change the epoll that the parent shares."""
 
 
 def _leave_to_parent() -> None:
@@ -158,7 +159,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 @atexit.register
 def _stop_all() -> None:
-    """Daemon threads do not outlive the interpreter's last moments: what they have open is closed before."""
+    """Close everything while daemon threads still run: the interpreter stops them at its end."""
     for thread in [*_live]:
         with suppress(Exception):
             thread.stop(5)

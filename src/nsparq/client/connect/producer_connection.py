@@ -1,7 +1,7 @@
-"""Publishes on one connection: sent one behind the other, without waiting, and answered in that order.
+"""A producer's connection to one nsqd. Publishes are sent without waiting for earlier ones, and
+nsqd answers them in order.
 
-A pipeline knows nothing of other brokers and never sends anything twice. What became of a publish is for the
-producer to judge.
+It never sends a publish twice and knows no other nsqd: the producer decides what a failure means.
 """
 
 from __future__ import annotations
@@ -14,71 +14,72 @@ from typing import Final
 
 from nsparq.busy_poll import BusyPoll
 from nsparq.client.config import Config
-from nsparq.client.connection import Connection
+from nsparq.client.connect.connection import Connection
 from nsparq.client.errors import NotConnected, PublishFailed, PublishTimeout, reason_of
 from nsparq.wire import client as wire
 from nsparq.wire.client import Received
 
 FEW: Final = 8
-"""Publishes on their way. With more of them there is always something to do, and no need to stay awake."""
+"""With more unanswered publishes than this, the loop always has work: no busy-polling."""
 LEAVE_SHARE: Final = 0.75
-"""Part of the publish timeout for which a broker that let a publish time out may have said nothing at all:
-some of the time may have gone into connecting to it."""
+"""A publish timed out. If the broker was silent for this part of the timeout, the connection is
+closed. Not for all of it: a part may have been spent on connecting."""
 SLACK_S: Final = 0.002
-"""Timers of event loops are about as exact as this."""
+"""How exact the timers of an event loop are."""
 
 
 class NotReached(Exception):
-    """The broker has refused an earlier publish and ended the connection: it never looked at this one."""
+    """The broker refused an earlier publish and closed: it never processed this one."""
 
 
 Outcome = PublishFailed | NotConnected | PublishTimeout | NotReached | None
-"""What became of a publish; None if it was acknowledged. It is a future's result, not its exception: whoever
-waited may have been cancelled in the same moment, and an exception that nobody looks at is complained of."""
+"""The outcome of a publish; None if it was acknowledged. It is the result of a future, not its
+exception: if the waiting task was just cancelled, asyncio would complain about an exception that
+nobody retrieved."""
 
 
-class Pipeline:
-    """open() one; send() until it is closing. `on_room` is called when more may be sent, `on_end` once."""
+class ProducerConnection:
+    """open() it, then send(). `on_room` is called when more can be sent, `on_end` at the end."""
 
-    connection: Connection
+    raw: Connection
 
     def __init__(
         self,
         config: Config,
         max_pending: int,
         on_room: Callable[[], object],
-        on_end: Callable[[Pipeline, Exception | None], None],
+        on_end: Callable[[ProducerConnection, Exception | None], None],
     ) -> None:
         self.has_refused = False
-        """The last answer was a refusal: the broker looks at nothing that came behind."""
+        """The last answer was an error after which the broker processes no later publish."""
         self._timeout = config.publish_timeout
         self._max_pending = max_pending
         self._on_room, self._on_end = on_room, on_end
         self._loop = asyncio.get_running_loop()
         self._pending: deque[tuple[asyncio.Future[Outcome], float]] = deque()
-        """Publishes that are not answered, the oldest first, each with its deadline. Those that nobody waits
-        for any more keep their place: the answers come in order."""
+        """Unanswered publishes with their deadlines, the oldest first. A publish that nobody waits
+        for any more keeps its place, because answers come in order."""
         self._busy_poll = BusyPoll(self._loop, config.busy_poll)
         self._depth = 0
-        """How many are on their way at a time, of late."""
+        """How many publishes were recently unanswered at a time."""
         self._silent_since = 0.0
-        """The last answer, or when there began to be something to answer."""
-        self._is_left = False
-        """We have ended it ourselves, because it acknowledges nothing."""
+        """Time of the last answer, or of the first publish after a time without any."""
+        self._is_given_up = False
+        """We closed the connection, because the broker acknowledged nothing."""
         self._timer: asyncio.TimerHandle | None = None
-        """For the deadline of the oldest: one for all of them."""
+        """One timer for all publishes: the deadline of the oldest."""
 
     async def open(self, address: str, config: Config) -> None:
-        """Raises ConnectFailed, with nothing left open."""
-        self.connection = await Connection.open(address, config, self)
+        """Raises ConnectFailed, and then leaves nothing open."""
+        self.raw = await Connection.open(address, config, self)
 
     @property
     def is_closing(self) -> bool:
-        return self.connection.is_closing
+        return self.raw.is_closing
 
     def send(self, command: bytes, deadline: float) -> asyncio.Future[Outcome] | None:
-        """Put a publish on its way. None if there is no room for it now."""
-        connection, pending = self.connection, self._pending
+        """Send a publish. None if there is no room for it now."""
+        connection, pending = self.raw, self._pending
         if len(pending) >= self._max_pending or not connection.is_writable or connection.is_closing:
             return None
         if not pending:
@@ -90,53 +91,54 @@ class Pipeline:
         pending.append((answer, deadline))
         if len(pending) > self._depth:
             self._depth = len(pending)
-        # Those of a turn leave together, but half of what is on its way does not wait for the rest: the
-        # broker is at the one half while we are at the other, and neither waits for the other.
+        # Publishes of one turn are sent together, but not all of them at the end of the turn: once
+        # half of the usual number has gathered, it is sent at once. The broker then works on it
+        # while we prepare the other half.
         connection.write(command, at_once=2 * connection.unsent_count + 2 >= self._depth)
         return answer
 
     async def settle(self) -> None:
-        """Until all that was sent has its outcome. That takes no longer than the publish timeout."""
+        """Wait until every publish has its outcome, which takes at most the publish timeout."""
         while waiting := [answer for answer, _ in self._pending if not answer.done()]:
             await asyncio.wait(waiting)
 
     async def close(self) -> None:
-        self.connection.close()
-        await self.connection.closed.wait()
+        self.raw.close()
+        await self.raw.closed.wait()
 
     # time
 
     def expire(self) -> None:
-        """Tell those that are out of time, and leave a broker that acknowledges nothing."""
+        """Time out overdue publishes, and close if the broker acknowledges nothing."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not self._pending or self._is_left:
+        if not self._pending or self._is_given_up:
             return
         now = monotonic() + SLACK_S
         silence = now - self._silent_since
         wake_at = self._silent_since + self._timeout
-        patience = self._timeout
-        # The deadline of one that was sent again may be earlier than that of those before it; whoever waits
-        # for it has a timer of its own.
+        allowed_silence = self._timeout
+        # A publish that was sent again may have an earlier deadline than those before it. Its
+        # caller has its own timer.
         for answer, deadline in self._pending:
             if deadline > now:
                 wake_at = min(wake_at, deadline)
                 break
-            patience = self._timeout * LEAVE_SHARE
+            allowed_silence = self._timeout * LEAVE_SHARE
             if not answer.done():
                 answer.set_result(PublishTimeout(f"not acknowledged within {self._timeout:g} s"))
-        if silence >= patience:
-            # It reads, perhaps, but that is all. Better another broker, or a new connection, for the next.
-            self._is_left = True
-            self.connection.fail(TimeoutError(f"nothing was acknowledged for {silence:.1f} s"))
+        if silence >= allowed_silence:
+            # The next publish should use another broker, or a new connection.
+            self._is_given_up = True
+            self.raw.fail(TimeoutError(f"the server acknowledged nothing for {silence:.1f} s"))
         else:
             self._timer = self._loop.call_later(wake_at - now + SLACK_S, self.expire)
 
-    # what the connection reports
+    # events of the connection
 
     def on_messages(self, connection: Connection, messages: Sequence[Received]) -> None:
-        connection.fail(ConnectionError("it sends messages to a producer"))
+        connection.fail(ConnectionError("the server sent messages to a producer"))
 
     def on_response(self, connection: Connection, data: bytes, count: int) -> None:
         pending = self._pending
@@ -150,7 +152,7 @@ class Pipeline:
             if not answer.done():
                 answer.set_result(outcome)
         if known < count:
-            connection.fail(ConnectionError(f"it answers {data[:100]!r} to nothing"))
+            connection.fail(ConnectionError(f"unexpected response {data[:100]!r}"))
         if not pending:
             self._busy_poll.stop()
         elif self._depth <= FEW:
@@ -158,10 +160,10 @@ class Pipeline:
         self._on_room()
 
     def on_error(self, connection: Connection, text: str) -> None:
-        """The oldest publish was refused, and the broker ends the connection. What came behind it was not
-        looked at if the command was at fault; if the broker was, it may have been."""
+        """The broker refused the oldest publish and closes the connection. If the command was
+        wrong, the broker processed none of the later ones; if the broker failed, it may have."""
         if not self._pending:
-            connection.fail(ConnectionError(f"it answers {text[:100]!r} to nothing"))
+            connection.fail(ConnectionError(f"unexpected error {text[:100]!r}"))
             return
         self.has_refused = not text.partition(" ")[0].endswith("PUB_FAILED")
         answer, _ = self._pending.popleft()
@@ -181,9 +183,9 @@ class Pipeline:
     def _unanswered(self, connection: Connection, reason: Exception | None) -> Outcome:
         if self.has_refused:
             return NotReached()
-        if self._is_left:
+        if self._is_given_up:
             return PublishTimeout(f"{connection}: {reason}")
-        return NotConnected(f"{connection} is gone: {reason_of(reason)}")
+        return NotConnected(f"lost {connection}: {reason_of(reason)}")
 
     def on_writable(self, connection: Connection) -> None:
         self._on_room()

@@ -1,4 +1,4 @@
-"""RDY over connections and back-off, rule by rule, with a clock of our own and connections that record."""
+"""RDY distribution and back-off, rule by rule, with a fake clock and fake connections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nsparq.client.config import Config
-from nsparq.client.rdy import PROBE_RETRY_S, RETRY_S, Distribution, Signal
+from nsparq.client.consume.rdy import PROBE_RETRY_S, RETRY_S, Distribution, Signal
 from tests.support.examples import examples
 
 RESUME, BACKOFF, CONTINUE = Signal.RESUME, Signal.BACKOFF, Signal.CONTINUE
@@ -28,7 +28,7 @@ class FakePeer:
 
     @property
     def rdy(self) -> int:
-        """As the server knows it."""
+        """The RDY that the server has."""
         return self.sent[-1] if self.sent else 0
 
     def send_rdy(self, count: int) -> None:
@@ -42,13 +42,13 @@ class FakePeer:
 
 
 class Rig:
-    """A distribution, its connections and its time."""
+    """A distribution, its connections and its clock."""
 
     def __init__(self, **options: Any) -> None:
         self.now = 1000.0
         self.peers: list[FakePeer] = []
         self.choices: list[int] = []
-        """Which of the possible ones to choose next; the first if nothing is said."""
+        """Indexes of the next choices; the first one by default."""
         self.config = Config(**{"max_in_flight": 1, **options})
         self.distribution = Distribution(self.config, choose=self._choose)  # type: ignore[arg-type]
 
@@ -75,7 +75,7 @@ class Rig:
         self.distribution.change_max_in_flight(max_in_flight, self.now)
 
     def advance(self, seconds: float, *, busy: bool = False) -> None:
-        """Let time pass; with `busy` every connection that may send does so all the time."""
+        """Let time pass. With `busy`, every connection with RDY sends messages all the time."""
         until = self.now + seconds
         while (at := self.distribution.next_event()) is not None and at <= until:
             self.now = max(at, self.now)
@@ -205,7 +205,7 @@ def test_a_lower_limit_reaches_the_probe_of_a_backoff_and_a_higher_one_brings_it
 
 
 def test_a_paused_consumer_in_backoff_probes_when_it_is_resumed() -> None:
-    """The probe finds no room: that must not be taken for a probe that was sent."""
+    """A probe that found no room does not count as sent."""
     rig = Rig(max_in_flight=5)
     (peer,) = rig.add()
     rig.signal(BACKOFF)
@@ -220,7 +220,7 @@ def test_a_paused_consumer_in_backoff_probes_when_it_is_resumed() -> None:
 # Lost connections
 
 
-def test_what_a_lost_connection_had_is_given_to_the_others_with_the_next_redistribution() -> None:
+def test_rdy_of_a_lost_connection_is_redistributed() -> None:
     rig = Rig(max_in_flight=10)
     first, second = rig.add(2)
     rig.lose(second)
@@ -229,7 +229,7 @@ def test_what_a_lost_connection_had_is_given_to_the_others_with_the_next_redistr
     assert first.rdy == 10
 
 
-def test_the_loss_of_one_of_more_connections_than_there_is_rdy_for_frees_it_for_another() -> None:
+def test_with_more_connections_than_rdy_a_lost_one_frees_its_rdy() -> None:
     rig = Rig(max_in_flight=2)
     rig.add(3)
     assert rig.rdys == [1, 1, 0]
@@ -261,7 +261,7 @@ def test_losing_all_connections_in_backoff_leaves_the_next_one_to_probe() -> Non
     assert again.sent == [1]
 
 
-def test_losing_an_unknown_connection_is_of_no_consequence() -> None:
+def test_losing_an_unknown_connection_has_no_effect() -> None:
     rig = Rig()
     rig.distribution.remove(FakePeer(rig), rig.now)
     assert rig.distribution.next_event() is None
@@ -295,7 +295,7 @@ def test_nothing_is_redistributed_while_everybody_has_some() -> None:
     assert [peer.sent for peer in rig.peers] == [[4, 2], [2]]
 
 
-def test_in_backoff_the_probe_goes_round_if_it_finds_nothing() -> None:
+def test_in_backoff_an_idle_probe_moves_to_another_connection() -> None:
     rig = Rig(max_in_flight=10)
     rig.add(3)
     rig.signal(BACKOFF)
@@ -320,10 +320,10 @@ def test_nothing_is_redistributed_in_the_pause_of_a_backoff() -> None:
     choices=st.lists(st.integers(0, 8), max_size=300),
     busy=st.booleans(),
 )
-def test_no_connection_starves_however_unlucky_the_choices(
+def test_no_connection_starves_whatever_is_chosen(
     count: int, max_in_flight: int, choices: list[int], busy: bool
 ) -> None:
-    """With more connections than max_in_flight each has RDY again within a known time."""
+    """With more connections than max_in_flight, each gets RDY again within a known time."""
     rig = Rig(max_in_flight=max_in_flight)
     rig.choices = choices
     rig.add(count)
@@ -530,8 +530,7 @@ def test_stop_ends_a_pause() -> None:
 
 
 class AnyCourseOfEvents(RuleBasedStateMachine):
-    """Connections come and go, messages and failures come, limits change, time passes. FakePeer checks every
-    RDY that is sent."""
+    """Random connections, messages, failures, limits and times. FakePeer checks every RDY."""
 
     rig: Rig
 
@@ -596,7 +595,7 @@ class AnyCourseOfEvents(RuleBasedStateMachine):
         assert at is None or rig.peers or rig.distribution.is_in_backoff
 
     def teardown(self) -> None:
-        """However it went: with time, successes and connections that work, all get their share."""
+        """In the end, with time, successes and working connections, all get their share."""
         if not hasattr(self, "rig"):
             return
         rig = self.rig

@@ -1,15 +1,15 @@
-"""Who may send how much: RDY over a consumer's connections, and what a failing handler does to it.
+"""The distribution of RDY over a consumer's connections, and back-off when handlers fail.
 
-The rules of NSQ's reference client as a state machine without I/O: connections, answers and times come in,
-`RDY n` per connection comes out. Two numbers are kept at all times: no connection has more than the server
-allows it, and all together never more than `max_in_flight`. Where the reference would break that, or leave
-something lying, we go further than it does:
+The rules of NSQ's reference client as a state machine without I/O: connections, answers and times
+go in, `RDY n` for each connection comes out. Two limits always hold: no connection gets more than
+its server allows, and all together never get more than `max_in_flight`. Where the reference client
+breaks a limit, or leaves RDY unused, this one does more:
 
-- a lower `max_in_flight` takes RDY from some connections where one for each is too much already, and it
-  reaches the probe of a back-off too
-- what has become free by the loss of a connection is given to the others at the next redistribution, and the
-  probe of a back-off to the next connection that is made
-- where RDY goes round, the one that has waited longest is next, not just any
+- If `max_in_flight` is lowered below the number of connections, some of them get RDY 0. A back-off
+  probe obeys the lower limit too.
+- The RDY of a lost connection goes to the others at the next redistribution. A lost back-off probe
+  goes to the next connection that is opened.
+- When RDY rotates, the connection that has waited longest is next, not a random one.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from nsparq.client.config import Config
 from nsparq.private_random import private_random
 
 RETRY_S: Final = 5.0
-"""How long a connection without RDY waits when there was none left for it."""
+"""When no RDY was left for a connection, it is tried again after this time."""
 PROBE_RETRY_S: Final = 1.0
-"""The same for the probe of a back-off that found no connection."""
+"""The same for a back-off probe that found no connection."""
 STARVED_SHARE: Final = 0.85
 
 
 class Signal(Enum):
-    """What an answer to a message says about how things are going."""
+    """What an answer to a message means for back-off."""
 
-    RESUME = "resume"  # finished
-    BACKOFF = "backoff"  # requeued
-    CONTINUE = "continue"  # requeued, and nobody's fault
+    RESUME = "resume"  # finished: leave back-off step by step
+    BACKOFF = "backoff"  # requeued after a failure
+    CONTINUE = "continue"  # requeued, no change
 
 
 class Peer(Protocol):
-    """A connection as seen from here. send_rdy() puts the command on its way."""
+    """A connection."""
 
     max_rdy_count: int
     in_flight: int
     is_closing: bool
     last_message: float
-    """When the latest message came, on the clock of `now`."""
+    """When the latest message arrived, on the clock of `now`."""
 
     def send_rdy(self, count: int) -> None: ...
 
 
 class _Share:
-    """What is known of one connection."""
+    """The RDY of one connection."""
 
     __slots__ = ("last_rdy", "rdy", "retry_at", "waits_since")
 
     def __init__(self, now: float) -> None:
         self.rdy = 0
         self.last_rdy = now
-        """When it was last set to more than 0."""
+        """When RDY was last set to more than 0."""
         self.waits_since = now
-        """Since when it is 0, if it is."""
+        """When RDY became 0, if it is."""
         self.retry_at: float | None = None
 
 
 class Distribution:
-    """RDY of all connections of one consumer. Call tick() when next_event() says so."""
+    """RDY of all connections of one consumer. Call tick() at the time of next_event()."""
 
     def __init__(
         self, config: Config, *, choose: Callable[[list[Peer]], Peer] = private_random.choice
@@ -71,26 +71,26 @@ class Distribution:
         self._config = config
         self.max_in_flight = 1 if config.max_in_flight is None else config.max_in_flight
         self.backoff_count = 0
-        """How deep in back-off; 0 outside of it."""
+        """The level of back-off; 0 outside of it."""
         self._choose = choose
         self._shares: dict[Peer, _Share] = {}
         self._pause_until: float | None = None
-        """While it runs nothing is let through, and answers do not count."""
-        self._is_lopsided = False
-        """A connection with RDY was lost: what it had is to be given to another."""
+        """Until then all RDY is 0, and answers have no effect on back-off."""
+        self._must_redistribute = False
+        """A connection with RDY was lost: its RDY has to go to another."""
         self._redistribute_at: float | None = None
         self.is_stopping = False
 
     # connections
 
     def add(self, peer: Peer, now: float) -> None:
-        """A connection has subscribed."""
+        """Add a connection that has subscribed."""
         self._shares[peer] = _Share(now)
         if self._redistribute_at is None:
             self._redistribute_at = now + self._config.rdy_redistribute_interval
         if self.is_in_backoff:
             if self._pause_until is None and not self.total:
-                # The one that was to let a message through is gone.
+                # The connection with the probe was lost.
                 self._probe(now)
             return
         for other in [*self._shares]:
@@ -99,14 +99,14 @@ class Distribution:
         self._update(peer, now)
 
     def remove(self, peer: Peer, now: float) -> None:
-        """It is gone, with what it was allowed."""
+        """Forget a connection, and its RDY."""
         share = self._shares.pop(peer, None)
         if share is None:
             return
         left = len(self._shares)
         had = share.rdy > 0 or share.retry_at is not None
         if had and (left == self.max_in_flight or self.is_in_backoff):
-            self._is_lopsided = True
+            self._must_redistribute = True
         if not left:
             self._redistribute_at = None
 
@@ -122,13 +122,13 @@ class Distribution:
         for peer, share in self._shares.items():
             if share.rdy > self.per_connection:
                 self._update(peer, now)
-        # Then those that can have more, or must do without where one for each is too much.
+        # Then raise the others, or set some to 0 if there are more connections than RDY.
         for peer in self._shares:
             self._update(peer, now)
         self._fill(now)
 
     def stop(self) -> None:
-        """Nothing further is let through."""
+        """Send no more RDY."""
         self.is_stopping = True
         self._pause_until = self._redistribute_at = None
         for share in self._shares.values():
@@ -144,13 +144,13 @@ class Distribution:
 
     @property
     def per_connection(self) -> int:
-        """The share of each."""
+        """The equal share of each connection."""
         count = len(self._shares)
         return min(max(1, self.max_in_flight // count), self.max_in_flight) if count else self.max_in_flight
 
     @property
     def is_starved(self) -> bool:
-        """Whether some connection has sent nearly all it may: time to answer what is being collected."""
+        """Whether a connection has sent nearly all it may: answer what was collected."""
         return any(
             not peer.is_closing and peer.in_flight > 0 and peer.in_flight >= int(STARVED_SHARE * share.rdy)
             for peer, share in self._shares.items()
@@ -163,7 +163,7 @@ class Distribution:
         return self.backoff_count > 0
 
     def signal(self, signal: Signal, now: float) -> None:
-        """A message has been answered. To be told before the answer itself is sent."""
+        """A message is about to be answered. Call it before the answer is sent."""
         config = self._config
         if self._pause_until is not None or not config.max_backoff_duration or self.is_stopping:
             return
@@ -183,7 +183,7 @@ class Distribution:
     # time
 
     def next_event(self) -> float | None:
-        """When tick() has something to do."""
+        """When tick() has to be called next."""
         times = [share.retry_at for share in self._shares.values()]
         times += (self._pause_until, self._redistribute_at)
         return min((at for at in times if at is not None), default=None)
@@ -202,21 +202,21 @@ class Distribution:
             self._redistribute(now)
 
     def _probe(self, now: float) -> None:
-        """The pause is over: one message is let through, to see how it goes."""
+        """End the pause: let one message through, to see whether it succeeds."""
         self._pause_until = None
         open_peers = [peer for peer in self._shares if not peer.is_closing]
         if not open_peers or not self._set(self._choose(open_peers), 1, now):
             self._pause_until = now + PROBE_RETRY_S
 
     def _redistribute(self, now: float) -> None:
-        """Where not every connection can have RDY, let it go round."""
+        """Rotate RDY if there is not enough for every connection."""
         count = len(self._shares)
         if self._pause_until is not None or not count:
             return
-        if not (self._is_lopsided or count > self.max_in_flight or (self.is_in_backoff and count > 1)):
+        if not (self._must_redistribute or count > self.max_in_flight or (self.is_in_backoff and count > 1)):
             self._fill(now)
             return
-        self._is_lopsided = False
+        self._must_redistribute = False
         config = self._config
         for peer, share in self._shares.items():
             is_idle = now - peer.last_message >= config.low_rdy_idle_timeout
@@ -238,7 +238,7 @@ class Distribution:
             self._set(peer, 0, now)
 
     def _fill(self, now: float) -> None:
-        """Give what is left to those that have less than their share."""
+        """Give unused RDY to connections that have less than their share."""
         for peer, share in self._shares.items():
             if share.rdy < self.per_connection:
                 self._update(peer, now)
@@ -248,7 +248,7 @@ class Distribution:
             self._set(peer, self.per_connection, now)
 
     def _set(self, peer: Peer, count: int, now: float) -> bool:
-        """Set a connection's RDY as far as there is room. False if it is closing, or if there is none."""
+        """Set RDY, at most to what is left. False if nothing is left, or it is closing."""
         if peer.is_closing or self.is_stopping:
             return False
         share = self._shares[peer]
@@ -256,7 +256,7 @@ class Distribution:
         share.retry_at = None
         room = max(0, self.max_in_flight - self.total + share.rdy)
         if count < share.rdy:
-            # Less is always possible, though others may still have too much.
+            # Lowering is always possible, even while others still have too much.
             room = max(room, count)
         is_refused = count > 0 and not room
         if is_refused:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsparq.client.payload import DecodeFailed, payload_decoder
+from nsparq.client.decode.payload import DecodeFailed, payload_decoder
 
 
 class Currency(Enum):
@@ -105,7 +105,7 @@ ORDER = {
 }
 
 
-# what is not JSON
+# bodies that are not JSON
 
 
 def test_bytes_are_the_body_itself() -> None:
@@ -119,7 +119,7 @@ def test_text_is_utf_8() -> None:
 
 
 @pytest.mark.parametrize("kind", [Order, Model, Struct], ids=str)
-def test_what_is_no_json_is_an_error_for_every_decoder(kind: Any) -> None:
+def test_invalid_json_is_an_error_for_every_decoder(kind: Any) -> None:
     for body in (b"", b"{", b"\xff", b"NaN", b"-Infinity", b"1" * 5000):
         with pytest.raises(DecodeFailed):
             payload_decoder(kind)(body)
@@ -133,7 +133,7 @@ def test_json_nested_without_end_is_an_error_too(kind: Any) -> None:
 
 
 def test_a_tree_that_is_too_deep_is_an_error() -> None:
-    # 200 levels are fine; what exceeds the interpreter's stack is said, not raised through.
+    # 200 levels are fine; what exceeds the interpreter's stack is a DecodeFailed.
     def tree(depth: int) -> bytes:
         return b'{"value":1,"children":[' * depth + b'{"value":1}' + b"]}" * depth
 
@@ -185,11 +185,11 @@ def test_defaults_are_not_shared() -> None:
         ({"number": "x" * 100}, f'number: expected an integer, got "{"x" * 40}…"'),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(change: dict[str, Any], text: str) -> None:
+def test_an_error_has_its_place(change: dict[str, Any], text: str) -> None:
     assert refuse(Order, ORDER | change) == text
 
 
-def test_a_missing_field_is_said_with_its_place() -> None:
+def test_a_missing_field_is_reported_with_its_place() -> None:
     assert refuse(Order, {key: value for key, value in ORDER.items() if key != "placed"}) == "placed: missing"
 
 
@@ -199,7 +199,7 @@ def test_the_error_has_place_and_reason_apart() -> None:
     assert (caught.value.path, caught.value.reason) == ("items[0].price", "missing")
 
 
-def test_what_is_not_an_object_is_no_dataclass() -> None:
+def test_a_dataclass_needs_an_object() -> None:
     assert refuse(Order, [1]) == "expected an object, got a list"
     assert refuse(Order, None) == "expected an object, got null"
 
@@ -217,7 +217,7 @@ def test_the_checks_of_a_dataclass_count() -> None:
     assert refuse(list[Positive], [{"value": 1}, {"value": 0}]) == "[1]: value must be positive"
 
 
-def test_types_of_the_function_around_are_found_by_name() -> None:
+def test_types_of_the_enclosing_function_are_found_by_name() -> None:
     @dataclass
     class Inner:
         value: int
@@ -333,7 +333,7 @@ def test_a_value_that_does_not_fit(kind: Any, value: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [complex, type, Page[int], list[complex], Salted, range], ids=str)
-def test_a_type_that_json_has_no_form_for_is_refused_when_it_is_declared(kind: Any) -> None:
+def test_a_type_without_a_json_form_is_refused_when_it_is_declared(kind: Any) -> None:
     with pytest.raises(TypeError):
         payload_decoder(kind)
 
@@ -349,7 +349,7 @@ def test_models_of_other_packages_decode_the_body(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Model, Struct], ids=str)
-def test_what_is_wrong_in_them_has_its_place_too(kind: Any) -> None:
+def test_errors_of_other_packages_have_their_place_too(kind: Any) -> None:
     with pytest.raises(DecodeFailed) as caught:
         decode(kind, {"name": "a", "sizes": [1, "x"]})
     assert caught.value.path == "sizes[1]"
@@ -387,7 +387,7 @@ def test_neither_package_is_needed() -> None:
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['pydantic', 'msgspec']))\n"
         "from dataclasses import dataclass\n"
-        "from nsparq.client.payload import payload_decoder\n"
+        "from nsparq.client.decode.payload import payload_decoder\n"
         "@dataclass\n"
         "class A:\n"
         "    x: int\n"
@@ -401,7 +401,7 @@ def test_neither_package_is_needed() -> None:
 
 @given(st.binary(max_size=200))
 @pytest.mark.parametrize("kind", [Order, Model, Struct], ids=str)
-def test_any_bytes_decode_or_fail_in_the_one_way(kind: Any, body: bytes) -> None:
+def test_any_bytes_decode_or_raise_decode_failed(kind: Any, body: bytes) -> None:
     try:
         payload_decoder(kind)(body)
     except DecodeFailed:
@@ -420,7 +420,7 @@ JSON = st.recursive(
 @pytest.mark.parametrize(
     "kind", [Order, Tree, list[Item], dict[str, list[Tree]] | Item | int, Mixed], ids=str
 )
-def test_any_json_decodes_or_fails_in_the_one_way(kind: Any, value: Any) -> None:
+def test_any_json_decodes_or_raises_decode_failed(kind: Any, value: Any) -> None:
     body = json.dumps(value).encode()
     try:
         payload_decoder(kind)(body)

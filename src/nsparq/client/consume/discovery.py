@@ -1,7 +1,8 @@
-"""Which nsqd a consumer is connected to, and how it stays so.
+"""Which nsqd a consumer connects to.
 
-Those that were named are kept: connected, and connected again whenever they were lost. Those that nsqlookupd
-knows are connected when they are found, and looked for again when they were lost.
+An nsqd that was given by address is reconnected whenever its connection is lost. An nsqd that
+nsqlookupd reported is connected when it is found; when its connection is lost, nsqlookupd is asked
+again.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Final
 
 from nsparq.client.config import Config
-from nsparq.client.connection import Connection, checked_addresses
+from nsparq.client.connect.connection import Connection, checked_addresses
+from nsparq.client.connect.lookup import Lookup, LookupFailed
+from nsparq.client.consume.event_loop import log_failure
 from nsparq.client.errors import ClientError, ConnectFailed
-from nsparq.client.lookup import Lookup, LookupFailed
 from nsparq.private_random import private_random
 
 logger = logging.getLogger(__name__)
 
 STEADY_S: Final = 5.0
-"""A connection that lasted this long was a good one: if it is lost, it is tried again soon."""
+"""After a connection that lasted this long, the reconnect delay starts again at its minimum."""
 
 
 class Discovery:
-    """`connections` are those that are open, by address. lost() must be told of their end."""
+    """`connections` are the open ones, by address. Call lost() when one ends."""
 
     def __init__(
         self,
@@ -43,22 +45,22 @@ class Discovery:
         self._open_connection = open_connection
         self._on_open = on_open
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Who sees to an address: one at a time, for as long as it is wanted or until it is connected."""
+        """At most one per address, which keeps it connected or connects it once."""
         self._poller: asyncio.Task[None] | None = None
         self._missing: set[str] = set()
-        """Those that were lost, and that nobody sees to."""
-        self._is_worth_asking = asyncio.Event()
-        """One was lost: nsqlookupd may know more."""
+        """Addresses of lost connections that have no task."""
+        self._is_lookup_due = asyncio.Event()
+        """A connection was lost: nsqlookupd may know a replacement."""
 
     def start(self) -> None:
         for address in self._named:
-            self._see_to(address, self._keep(address))
+            self._start_task(address, self._keep(address))
         if self._lookup.addresses:
             self._poller = asyncio.create_task(self._poll())
             self._poller.add_done_callback(log_failure)
 
     async def stop(self) -> None:
-        """Look for no more. Connections that are open stay so."""
+        """End all tasks. Open connections stay open."""
         tasks = [*self._tasks.values(), *filter(None, [self._poller])]
         for task in tasks:
             task.cancel()
@@ -70,16 +72,16 @@ class Discovery:
             del self.connections[connection.address]
         if connection.address not in self._tasks:
             self._missing.add(connection.address)
-            self._is_worth_asking.set()
+            self._is_lookup_due.set()
 
     async def connect(self, address: str) -> None:
-        """Connect to one nsqd, and keep connected to it. Raises ConnectFailed if it cannot be reached now,
-        ClientError if it is connected already, or being connected."""
+        """Connect to one nsqd and keep it connected. Raises ConnectFailed if it cannot be reached
+        now, ClientError if it is connected or being connected."""
         checked_addresses([address])
         if address in self.connections or address in self._tasks:
             raise ClientError(f"{address}: already connected")
         outcome: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        keeper = self._see_to(address, self._keep(address, outcome))
+        keeper = self._start_task(address, self._keep(address, outcome))
         try:
             ends: set[asyncio.Future[Any]] = {keeper, outcome}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -93,8 +95,7 @@ class Discovery:
             raise ConnectFailed(failure)
 
     def forget(self, address: str) -> Connection | None:
-        """See to an address no longer. Its connection is the caller's to close. Raises ClientError if it is
-        neither connected nor to be."""
+        """End the task of an address. The caller closes the connection. Raises ClientError."""
         task, connection = self._tasks.get(address), self.connections.get(address)
         if task is None and connection is None:
             raise ClientError(f"{address}: not connected")
@@ -103,7 +104,7 @@ class Discovery:
             del self._tasks[address]
         return connection
 
-    def _see_to(self, address: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, address: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._tasks[address] = asyncio.create_task(work)
 
         def done(_: object) -> None:
@@ -122,7 +123,8 @@ class Discovery:
         return connection
 
     async def _keep(self, address: str, outcome: asyncio.Future[str | None] | None = None) -> None:
-        """Stay connected. Whoever waits for the first outcome gets it, and if it is none, that is all."""
+        """Keep an address connected. `outcome` gets the result of the first attempt, an error text
+        or None; if that attempt fails, the task ends."""
         config, clock = self._config, asyncio.get_running_loop().time
         delay = config.reconnect_delay
         while True:
@@ -140,39 +142,38 @@ class Discovery:
                 await connection.closed.wait()
                 if clock() - began >= STEADY_S:
                     delay = config.reconnect_delay
-            # Not all consumers of a broker that was restarted at the same moment.
+            # Random: not all consumers of a restarted broker at the same moment.
             await asyncio.sleep(private_random.uniform(delay / 2, delay))
             delay = min(max(delay, 0.01) * 2, max(config.max_reconnect_delay, config.reconnect_delay))
 
     async def _poll(self) -> None:
-        """Ask nsqlookupd now, then regularly; and soon after a connection was lost or nobody answered, then
-        less and less often."""
+        """Ask nsqlookupd now, then regularly. After a lost connection, or if no nsqlookupd
+        answered, ask sooner, with growing pauses."""
         config = self._config
         interval, first = config.lookupd_poll_interval, config.reconnect_delay or 0.01
-        # Consumers that were started together need not ask together for ever.
+        # Random: consumers that were started together do not ask together forever.
         regular = interval + private_random.uniform(0, config.lookupd_poll_jitter * interval)
-        hurry = 0.0
+        pause = 0.0
         while True:
-            self._is_worth_asking.clear()
+            self._is_lookup_due.clear()
             is_answered = await self._discover()
-            if is_answered and (not self._missing or hurry >= config.max_reconnect_delay):
-                # What is still missing is gone for good, as far as we can tell.
+            if is_answered and (not self._missing or pause >= config.max_reconnect_delay):
+                # What is still missing after the longest pause is probably gone for good.
                 self._missing.clear()
-                hurry = 0.0
+                pause = 0.0
             else:
-                hurry = min(hurry * 2 or first, max(config.max_reconnect_delay, first), interval)
+                pause = min(pause * 2 or first, max(config.max_reconnect_delay, first), interval)
             try:
-                async with asyncio.timeout(private_random.uniform(hurry / 2, hurry) if hurry else regular):
-                    await self._is_worth_asking.wait()
+                async with asyncio.timeout(private_random.uniform(pause / 2, pause) if pause else regular):
+                    await self._is_lookup_due.wait()
             except TimeoutError:
-                regular = regular if hurry else interval
+                regular = regular if pause else interval
             else:
-                # Whoever ended it needs a moment, to be back or to be forgotten.
-                await asyncio.sleep(min(hurry or first, interval))
+                # Give the nsqd time to come back, or nsqlookupd time to forget it.
+                await asyncio.sleep(min(pause or first, interval))
 
     async def _discover(self) -> bool:
-        """Connect to what nsqlookupd knows and we do not have. Nothing waits for one that does not answer.
-        False if nobody could be asked."""
+        """Connect to every new nsqd that nsqlookupd reports. False if none answered."""
         try:
             found = await self._lookup.producers(self._topic)
         except LookupFailed as error:
@@ -180,7 +181,7 @@ class Discovery:
             return False
         for address in found:
             if address not in self.connections and address not in self._tasks:
-                self._see_to(address, self._try(address))
+                self._start_task(address, self._try(address))
         return True
 
     async def _try(self, address: str) -> None:
@@ -188,9 +189,3 @@ class Discovery:
             await self._open(address)
         except ConnectFailed as error:
             logger.warning("%s", error)
-
-
-def log_failure(task: asyncio.Task[Any]) -> None:
-    """For tasks that nobody awaits: what they should not have raised is at least seen."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("%s failed", task.get_coro(), exc_info=error)

@@ -1,27 +1,18 @@
-"""What all tools share: NSQ's flags, help for newcomers, exit status, timings."""
+"""The options of all tools: NSQ's flags, help, reference page, and the checks they share."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib
-import logging
 import re
-import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nsparq.client import ConnectFailed
-from nsparq.option_table import INT, OptionError, opt
-from nsparq.tools import common
-from nsparq.tools.common import Ending, Timings, ToolTable, run_tool, unless_ended
 from nsparq.tools.main import COMMANDS
 from nsparq.tools.reference import TABLES, markdown
-from tests.support.polling import DEADLINE
 
 from .processes import environment
 
@@ -29,7 +20,8 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 CONSUMER = {"nsqd-tcp-address": (), "lookupd-http-address": (), "max-in-flight": 200, "consumer-opt": ()}
 HTTP = {"http-client-connect-timeout": 2.0, "http-client-request-timeout": 5.0}
 
-# Every flag of NSQ's tools with its default, as NSQ documents them; `...` for what depends on the machine.
+# Every flag of NSQ's tools with its default, as NSQ documents them; `...` for what depends on the
+# machine.
 NSQ_FLAGS: dict[str, dict[str, Any]] = {
     "nsq_tail": {**CONSUMER, "topic": (), "channel": ..., "n": 0, "print-topic": False},
     "nsq_stat": {
@@ -109,7 +101,7 @@ def test_every_flag_of_nsq_is_there_with_its_default_and_no_other(program: str) 
 
 @pytest.mark.parametrize("program", NSQ_FLAGS)
 @pytest.mark.parametrize("asked", ["-h", "-help", "--help"])
-def test_help_is_on_stdout_and_begins_with_what_a_newcomer_wants_to_know(
+def test_help_is_on_stdout_and_begins_with_the_description(
     program: str, asked: str, capsys: pytest.CaptureFixture[str], root_logger_restored: None
 ) -> None:
     assert main_of(program)([asked]) == 0
@@ -143,7 +135,7 @@ def test_examples_in_the_help_are_command_lines_that_are_accepted(program: str) 
 
 
 @pytest.mark.parametrize("program", NSQ_FLAGS)
-def test_the_version_is_that_of_nsq_with_ours_behind_it(
+def test_the_version_is_that_of_nsq_followed_by_ours(
     program: str, capsys: pytest.CaptureFixture[str], root_logger_restored: None
 ) -> None:
     assert main_of(program)(["--version"]) == 0
@@ -180,7 +172,7 @@ def test_sources_are_checked_the_same_way_everywhere(
     nsqd, lookupd = "--nsqd-tcp-address=127.0.0.1:1", "--lookupd-http-address=127.0.0.1:1"
     assert "--nsqd-tcp-address or --lookupd-http-address required" in refused()
     assert "use --nsqd-tcp-address or --lookupd-http-address not both" in refused(nsqd, lookupd)
-    assert "--nsqd-tcp-address 'nowhere' is no address" in refused("--nsqd-tcp-address=nowhere")
+    assert "--nsqd-tcp-address 'nowhere' is not host:port" in refused("--nsqd-tcp-address=nowhere")
     assert "--lookupd-http-address nowhere: " in refused("--lookupd-http-address=nowhere")
     assert "--channel 'a b' is not a valid channel name" in refused(nsqd, "--channel=a b")
     assert "--max-in-flight must be positive" in refused(nsqd, "--max-in-flight=0")
@@ -208,115 +200,8 @@ def test_the_reference_page_has_a_row_for_every_flag() -> None:
         assert set(flags) == {option.flag for option in TOOLS[program].options}
 
 
-def test_every_tool_is_a_command_of_nsparq_under_the_name_that_its_help_says() -> None:
+def test_every_tool_is_a_command_of_nsparq_as_its_help_says() -> None:
     commands = {command.name: command for group in COMMANDS.values() for command in group}
     for table in TABLES:
         assert commands[table.command].module == f"nsparq.tools.{table.program}"
         assert commands[table.command].help.endswith(f"({table.program})")
-
-
-# How a tool runs
-
-
-@dataclass(frozen=True)
-class Options:
-    number: int = opt(1, "a number", INT, bound="positive", heading="All")
-
-    def validate(self) -> None:
-        if self.number == 13:
-            raise OptionError("not this one")
-
-
-TABLE = ToolTable("tool", Options, command="tool", about="A tool.", examples=["tool"])
-
-
-@pytest.mark.usefixtures("root_logger_restored", "signals_restored")
-class TestRunning:
-    def test_status_0_when_the_work_is_done(self) -> None:
-        async def work(options: Options, ending: Ending) -> None:
-            assert options.number == 5
-
-        assert run_tool(TABLE, work, ["-number=5"]) == 0
-
-    def test_status_1_and_one_line_after_a_failure(self, capsys: pytest.CaptureFixture[str]) -> None:
-        async def work(options: Options, ending: Ending) -> None:
-            ending.fail("%s is broken", "it")
-            ending.fail("and this follows from it")
-            assert await ending.wait()
-
-        assert run_tool(TABLE, work, []) == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert re.fullmatch(r"\[tool\] \d{4}/\S+ \S+ FATAL: it is broken", line)
-
-    @pytest.mark.parametrize("error", [OptionError("no"), ConnectFailed("no")])
-    def test_what_the_work_raises_is_a_line_too(
-        self, error: Exception, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        async def work(options: Options, ending: Ending) -> None:
-            raise error
-
-        assert run_tool(TABLE, work, []) == 1
-        assert capsys.readouterr().err.endswith(" FATAL: no\n")
-
-    def test_options_are_checked_first(self, capsys: pytest.CaptureFixture[str]) -> None:
-        async def work(options: Options, ending: Ending) -> None:
-            raise AssertionError("not reached")
-
-        assert run_tool(TABLE, work, ["-number=0"]) == 1
-        assert run_tool(TABLE, work, ["-number=13"]) == 1
-        texts = [line.partition("FATAL: ")[2] for line in capsys.readouterr().err.splitlines()]
-        assert texts == ["--number must be positive", "not this one"]
-
-    @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-    def test_a_signal_is_an_ending_with_status_0(self, signum: signal.Signals) -> None:
-        async def work(options: Options, ending: Ending) -> None:
-            signal.raise_signal(signum)
-            assert await ending.wait(DEADLINE)
-
-        assert run_tool(TABLE, work, []) == 0
-
-
-def test_work_is_cut_short_by_the_ending() -> None:
-    async def run() -> None:
-        ending = Ending()
-
-        async def give() -> int:
-            return 5
-
-        async def fail() -> None:
-            raise ValueError("no")
-
-        cancelled = []
-
-        async def wait() -> None:
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                cancelled.append(True)
-                raise
-
-        assert await unless_ended(ending, give()) == 5
-        with pytest.raises(ValueError):
-            await unless_ended(ending, fail())
-        asyncio.get_running_loop().call_later(0.01, ending.end)
-        assert await unless_ended(ending, wait()) is None
-        assert cancelled == [True]
-
-    asyncio.run(run())
-
-
-def test_timings_are_logged_every_so_many(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    timings, silent = Timings(4, "things"), Timings(0, "things")
-    for milliseconds in (1, 2, 3, 10, 5):
-        timings.add(milliseconds / 1000)
-        silent.add(milliseconds / 1000)
-    assert [record.getMessage() for record in caplog.records] == [
-        "4 things: average 4.0 ms, 50 % within 3.0 ms, 95 % within 10.0 ms, 99 % within 10.0 ms"
-    ]
-
-
-def test_a_float_is_read_as_go_reads_it() -> None:
-    assert common.FLOAT.from_text("0.5") == 0.5
-    with pytest.raises(ValueError, match="parse error"):
-        common.FLOAT.from_text("x")

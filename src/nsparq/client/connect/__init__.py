@@ -1,0 +1,1 @@
+"""How the client reaches nsqd and nsqlookupd: connections, their handshake, lookups, secrets."""

@@ -1,0 +1,1 @@
+"""The parts of a consumer: discovery, RDY, messages in flight, workers, dead letters."""
