@@ -1,4 +1,4 @@
-"""Brokers for the conformance cases: one per set of flags for the whole run, fresh topic names per test."""
+"""Brokers for the conformance cases: one per set of flags, with new topic names per test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support import REFERENCE, TestBroker, start_broker, start_process, un
 
 SharedBroker = Callable[..., TestBroker]
 
-# Small limits, as the reference's own tests have them.
+# Small limits, like those of the reference's tests.
 LIMITS: dict[str, Any] = {
     "max_msg_size": 100,
     "max_body_size": 1000,
@@ -64,13 +64,13 @@ def broker(shared_broker: SharedBroker) -> TestBroker:
 
 @pytest.fixture(scope="session")
 def small_broker(shared_broker: SharedBroker) -> TestBroker:
-    """Every limit set small."""
+    """All limits are small."""
     return shared_broker(**LIMITS)
 
 
 @pytest.fixture
 def own_broker() -> Iterator[Callable[..., TestBroker]]:
-    """own_broker(**flags): a broker for this test alone, for restarts and looks at its files."""
+    """own_broker(**flags): a broker for this test alone, for restarts and checks of its files."""
     with ExitStack() as stack:
         yield lambda **flags: stack.enter_context(start_broker(**flags))
 

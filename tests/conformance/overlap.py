@@ -1,4 +1,4 @@
-"""Tests that mostly wait, waiting at the same time."""
+"""Runs tests that mostly wait at the same time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Scenario = Callable[[TestBroker], None]
 class Overlap:
     """Decorator for tests that take the one fixture `broker` (shared at least by the module).
 
-    When the first of them is run, all start, each in a thread; each test then reports its own outcome.
+    When the first of them is run, all start, each in a thread; each test then reports its own
+    outcome.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Group B: IDENTIFY, its fields, their limits, and what the reply says."""
+"""Group B: IDENTIFY, its fields, their limits, and the reply."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_case_021_heartbeat_limit_follows_its_flag(small_broker):
     refuses(small_broker, "heartbeat interval (5001) is invalid", heartbeat_interval=5001)
 
 
-# Case 22 is in test_g_heartbeat.py: it needs the passing of time.
+# Case 22 is in test_g_heartbeat.py: time has to pass.
 
 
 def test_case_023_sub_without_heartbeats_is_refused(broker, topic, channel):

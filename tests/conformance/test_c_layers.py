@@ -45,7 +45,7 @@ COMBINATIONS = {
 
 @pytest.fixture(scope="session")
 def tls_broker(shared_broker):
-    """With a certificate; nobody has to use it."""
+    """With a certificate; TLS is optional."""
     return shared_broker(**certificates().server_flags())
 
 
@@ -80,7 +80,7 @@ def upgrade(connection, *, tls=False, **layers):
 
 
 def is_refused(broker, context: ssl.SSLContext) -> bool:
-    """Whether the handshake, or what follows it, fails. In TLS 1.3 a client learns of a refusal only then."""
+    """Whether the handshake fails, or the first read: in TLS 1.3 a refusal arrives after it."""
     with connect(broker) as connection:
         assert connection.identify(tls_v1=True)["tls_v1"] is True
         try:
@@ -92,7 +92,7 @@ def is_refused(broker, context: ssl.SSLContext) -> bool:
 
 
 def works(connection, topic: str) -> None:
-    """Publish and get it back on the same connection."""
+    """Publish a message and receive it on the same connection."""
     connection.sub(topic, "ch", rdy=1)
     connection.pub(topic, b"there and back")
     message = connection.read_message()
@@ -149,12 +149,12 @@ def test_case_036_the_server_proves_who_it_is(tls_broker):
 
 
 @pytest.mark.parametrize("spoken", [b"NOP\n" * 10, bytes(100), b"\x16\x03\x01\x02\x00" + b"\xff" * 512])
-def test_case_036_what_is_no_handshake_ends_the_connection(tls_broker, topic, spoken):
+def test_case_036_bytes_other_than_a_handshake_end_the_connection(tls_broker, topic, spoken):
     with connect(tls_broker) as connection, connect(tls_broker) as bystander:
         bystander.upgrade(tls=client_context())
         connection.identify(tls_v1=True)
         connection.send_wire(spoken)
-        # What the last bytes are depends on how far it came: an alert, an error frame in the clear, both.
+        # The last bytes depend on its progress: an alert, a plain error frame, or both.
         with suppress(ConnectionResetError):
             while connection.socket.recv(1 << 16):
                 pass
@@ -190,7 +190,7 @@ def test_case_037_snappy_is_announced_and_confirmed_inside(broker, topic):
         connection.expect_ok()
         assert connection.wire == IDENTIFIER + snappy_chunk(1, snappy_checksum(OK_FRAME) + OK_FRAME)
         works(connection, topic)
-        # The identifier came once.
+        # The identifier arrived once.
         assert [kind for kind, _ in connection.snappy.chunks].count(0xFF) == 1
 
 
@@ -203,7 +203,7 @@ def test_case_037_a_message_of_128000_bytes_arrives_intact(broker, topic, channe
         upgrade(publisher, snappy=True)
         publisher.pub(topic, body)
         assert consumer.read_message().body == body
-        # What does not shrink is stored as it is.
+        # Data that does not shrink is stored uncompressed.
         kinds = {kind for kind, contents in consumer.snappy.chunks if len(contents) > 10_000}
         assert kinds == ({1} if noise else {0})
 
@@ -293,7 +293,7 @@ def test_case_040_identify_without_tls_is_answered_and_the_rest_refused(strict_b
         connection.expect_fatal("E_INVALID cannot NOP in current state (TLS required)")
 
 
-def test_case_040_compression_does_not_stand_in_for_tls(strict_broker):
+def test_case_040_compression_does_not_replace_tls(strict_broker):
     with connect(strict_broker) as connection:
         upgrade(connection, snappy=True)
         connection.command("PUB", "t", body=b"body")
@@ -346,7 +346,7 @@ def test_case_043_a_policy_alone_requires_tls(shared_broker, policy):
         connection.expect_fatal("E_INVALID cannot PUB in current state (TLS required)")
 
 
-# What a snappy reader takes
+# Accepted snappy streams
 
 
 def test_case_044_a_stream_identifier_with_every_write_is_accepted(broker, topic):
@@ -391,14 +391,14 @@ NOT_SNAPPY = {
 
 
 @pytest.mark.parametrize("spoken", NOT_SNAPPY.values(), ids=NOT_SNAPPY)
-def test_case_045_what_is_not_snappy_ends_the_connection(broker, topic, spoken):
+def test_case_045_invalid_snappy_ends_the_connection(broker, topic, spoken):
     with connect(broker) as connection:
         upgrade(connection, snappy=True)
         connection.send_wire(spoken)
         connection.expect_closed()
 
 
-def test_case_038_what_is_not_deflate_ends_the_connection(broker):
+def test_case_038_invalid_deflate_ends_the_connection(broker):
     with connect(broker) as connection:
         upgrade(connection, deflate=True)
         connection.send_wire(b"\xff" * 100)
@@ -427,7 +427,7 @@ def test_case_046_versions_below_the_minimum_are_refused(shared_broker, topic, o
         works(connection, topic)
 
 
-def test_case_046_ssl3_is_no_version(own_process):
+def test_case_046_ssl3_is_not_a_version(own_process):
     with pytest.raises(BrokerDied) as died:
         own_process(**certificates().server_flags(tls_min_version="ssl3.0"))
     assert died.value.status
@@ -487,7 +487,7 @@ def identify_for(*layers: str) -> bytes:
 
 @pytest.mark.deviation("NSQ throws away what came behind IDENTIFY")
 @pytest.mark.parametrize("kind", [Snappy, Deflate])
-def test_compressed_commands_right_behind_identify_are_not_lost(broker, topic, kind):
+def test_compressed_commands_directly_after_identify_are_not_lost(broker, topic, kind):
     with connect(broker) as connection:
         layer = kind()
         command = b"PUB " + topic.encode() + b"\n" + sized(b"early")
@@ -502,7 +502,7 @@ def test_compressed_commands_right_behind_identify_are_not_lost(broker, topic, k
 
 @pytest.mark.deviation("NSQ throws away what came behind IDENTIFY")
 @pytest.mark.parametrize("inner", ["", "snappy"])
-def test_a_tls_handshake_right_behind_identify_is_not_lost(tls_broker, topic, inner):
+def test_a_tls_handshake_directly_after_identify_is_not_lost(tls_broker, topic, inner):
     with connect(tls_broker) as connection:
         tls = Tls(client_context(), "localhost")
         hello, _ = tls.shake(b"")

@@ -1,4 +1,4 @@
-"""The table in README.md and the tests agree, and no case of the groups is forgotten."""
+"""The table in README.md and the tests agree, and no case is missing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def table() -> dict[str, Row]:
 
 
 def cases_tested() -> dict[int, set[str]]:
-    """Files with a test of the case, by its number in the name: test_case_007_…, test_cases_024_and_025_…"""
+    """Files with a test of the case, by its number in the name: test_case_007_…,
+    test_cases_024_and_025_…"""
     found: dict[int, set[str]] = {}
     for path in HERE.glob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -55,7 +55,7 @@ def test_case_051_invalid_names_for_topics_and_channels(broker, name):
 
 
 @pytest.mark.parametrize("params", [("t", "c"), ("t!",)])
-def test_case_052_second_sub_is_fatal_whatever_it_says(broker, topic, channel, params):
+def test_case_052_second_sub_is_fatal_with_any_parameters(broker, topic, channel, params):
     with broker.connect() as connection:
         connection.sub(topic, channel)
         connection.command("SUB", *params)
@@ -90,7 +90,7 @@ def test_case_054_sub_creates_topic_and_channel(broker, topic, channel):
 
 
 def plain(topic: dict) -> dict:
-    """A topic of the metadata file without whatever we keep there beyond NSQ's keys."""
+    """A topic of the metadata file, with NSQ's keys only."""
     channels = [{key: channel[key] for key in ("name", "paused")} for channel in topic["channels"]]
     return {"name": topic["name"], "paused": topic["paused"], "channels": channels}
 

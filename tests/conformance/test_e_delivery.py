@@ -9,7 +9,7 @@ import pytest
 from tests.support import DEADLINE, unique_name, wait_until
 
 HELD_MS = 30_000
-"""The longest that a client may ask for its messages to be held back."""
+"""The longest output buffer timeout that a client may request."""
 
 
 def bodies(count: int) -> list[bytes]:
@@ -72,7 +72,7 @@ def test_case_058_rdy_up_to_the_maximum(small_broker, topic, channel):
 
 
 @pytest.mark.parametrize("count", ["-1", "abc"])
-def test_case_059_rdy_that_is_no_number_is_fatal(broker, topic, channel, count):
+def test_case_059_rdy_that_is_not_a_number_is_fatal(broker, topic, channel, count):
     with broker.connect() as connection:
         connection.sub(topic, channel)
         connection.command("RDY", count)
@@ -153,7 +153,7 @@ def test_case_064_id_and_timestamp_stay_the_same_over_redeliveries(broker, topic
 
 
 def receive_a_lone_message(broker, topic, channel, rdy: int, **fields) -> None:
-    """One message is published and arrives at a waiting consumer long before anything else would flush it."""
+    """A published message reaches a waiting consumer long before anything else flushes it."""
     with broker.connect() as connection:
         connection.identify(heartbeat_interval=60_000, **fields)
         connection.sub(topic, channel, rdy=rdy)

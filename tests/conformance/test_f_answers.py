@@ -1,4 +1,4 @@
-"""Group F: FIN, REQ, TOUCH, as far as no time must pass."""
+"""Group F: FIN, REQ, TOUCH, where no time has to pass."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_case_072_an_id_is_its_very_bytes_not_a_number(shared_broker, topic, cha
         connection.sub(topic, channel, rdy=32)
         for message in connection.read_messages(32):
             text = message.id.decode()
-            # What a careless parser takes for the same number.
+            # A careless parser reads these as the same number.
             looks = {text.upper(), "+" + text[1:], "0x" + text[2:], " " + text[1:], text[0] + "_" + text[2:]}
             for other in sorted(look for look in looks if look != text and " " not in look):
                 connection.fin(other.encode())
@@ -207,7 +207,7 @@ def test_case_077_requeued_message_goes_to_another_client_when_its_owner_is_not_
 
 
 @pytest.mark.parametrize("timeout", ["-1", "x", "1.5", "1s"])
-def test_case_080_req_timeout_that_is_no_number_is_fatal(delivered, timeout):
+def test_case_080_req_timeout_that_is_not_a_number_is_fatal(delivered, timeout):
     connection, message = delivered
     connection.command("REQ", message.id, timeout)
     connection.expect_fatal(f"E_INVALID REQ could not parse timeout {timeout}")
@@ -234,7 +234,7 @@ def test_case_086_messages_of_a_lost_client_are_requeued_at_once(broker, topic, 
 
 
 def write_attempts(broker: BrokerThread, attempts: int) -> None:
-    """Have a stopped broker's file say so, which spares us as many deliveries."""
+    """Write it into a stopped broker's file, to save as many deliveries."""
     broker.stop()
     path = broker.data_path / "topics" / "topic.topic" / "channel.channel"
     state = read_channel_state(Files(), path)

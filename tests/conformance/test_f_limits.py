@@ -1,4 +1,4 @@
-"""Group F: timeouts that meet their limits; small limits, waiting at the same time."""
+"""Group F: limits of timeouts, with small values; the tests wait at the same time."""
 
 from __future__ import annotations
 

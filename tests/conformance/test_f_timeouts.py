@@ -1,4 +1,4 @@
-"""Groups E, F, H and L: what happens when time passes. All these tests wait at the same time."""
+"""Groups E, F, H and L: timeouts and deferred messages. The tests wait at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .overlap import Overlap
 together = Overlap()
 
 TIMEOUT_MS = 3000
-"""Long enough for a few commands before it ends, also on a busy machine."""
+"""Long enough for a few commands, even on a busy machine."""
 LEAST_S = TIMEOUT_MS / 1000 - 0.05
 
 
@@ -199,7 +199,7 @@ def test_case_100_deferred_publish_reaches_every_channel(broker):
 
 
 def has(stats, **expected):
-    """The stats if they hold these values, for wait_until."""
+    """The stats if they have these values, for wait_until."""
     return stats if stats and all(stats[key] == value for key, value in expected.items()) else None
 
 
@@ -229,5 +229,5 @@ def test_case_173_first_timeout_of_a_new_channel_is_not_late(broker):
         connection.req(deferred.id, 30_000)
         again = connection.read_message()
         assert time.monotonic() - start >= LEAST_S
-        # NSQ may look at a new channel five seconds late.
+        # NSQ may check a new channel five seconds late.
         assert broker.is_reference or again.id == slow.id

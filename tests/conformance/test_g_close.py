@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def closing(broker, topic, channel):
-    """A connection after CLS that still holds four messages of six, and those messages."""
+    """A connection after CLS with four of six messages in flight, and those messages."""
     broker.publish(topic, *(b"%d" % number for number in range(6)))
     with broker.connect() as connection:
         connection.sub(topic, channel, rdy=4)
@@ -40,7 +40,7 @@ def test_case_088_after_cls_messages_are_still_answered(broker, topic, channel, 
 
 
 @pytest.mark.parametrize("count", ["5", "abc"])
-def test_case_088_after_cls_rdy_is_ignored_whatever_it_says(closing, count):
+def test_case_088_after_cls_rdy_is_ignored_with_any_count(closing, count):
     connection, _ = closing
     connection.command("RDY", count)
     connection.barrier()

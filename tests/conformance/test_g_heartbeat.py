@@ -1,4 +1,4 @@
-"""Groups B and G: heartbeats and read deadlines. All these tests wait at the same time."""
+"""Groups B and G: heartbeats and read deadlines. The tests wait at the same time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERVAL = 1.0
 
 
 def watch(connection, seconds: float = DEADLINE, *, answer: bool) -> tuple[list[float], float | None]:
-    """When heartbeats were seen within so many seconds, and when the end of stream, if it came."""
+    """Times of the heartbeats within this many seconds, and of the end of the stream, if any."""
     start = time.monotonic()
     beats: list[float] = []
     while (remaining := start + seconds - time.monotonic()) > 0:
@@ -34,7 +34,7 @@ def watch(connection, seconds: float = DEADLINE, *, answer: bool) -> tuple[list[
 
 
 def answer_heartbeats(connection, count: int, start: float) -> None:
-    """So many heartbeats come, none before its time, and each is answered. `start` is before IDENTIFY."""
+    """This many heartbeats arrive, none too early; each is answered. `start` is before IDENTIFY."""
     for number in range(1, count + 1):
         assert connection.read_raw_frame() == (RESPONSE, HEARTBEAT)
         assert time.monotonic() - start >= number * INTERVAL - 0.1
@@ -92,7 +92,7 @@ def test_case_092_the_deadline_covers_a_body_that_does_not_come(broker):
             connection.send(b".")
         with pytest.raises((ConnectionClosed, ConnectionResetError, AssertionError)):
             while True:
-                # A frame that tells of the failed read may come first.
+                # An error frame about the failed read may come first.
                 frame = connection.read_raw_frame()
                 assert frame in (
                     (RESPONSE, HEARTBEAT),

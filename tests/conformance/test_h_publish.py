@@ -12,7 +12,7 @@ from tests.support.polling import DEADLINE
 
 
 def depth(broker, topic) -> int:
-    """Messages the topic holds for its first channel; 0 while it does not exist."""
+    """Messages that the topic keeps for its first channel; 0 if it does not exist."""
     stats = broker.topic_stats(topic)
     return stats["depth"] if stats else 0
 
@@ -110,7 +110,7 @@ def test_case_099_pub_errors_after_sub_are_the_same(small_broker, topic, channel
         connection.expect_fatal("E_BAD_MESSAGE PUB message too big 105 > 100")
 
 
-# Case 100 is in test_f_timeouts.py: it needs the passing of time.
+# Case 100 is in test_f_timeouts.py: time has to pass.
 
 
 def test_case_101_deferred_publish_up_to_the_maximum(broker, topic, channel):
@@ -133,7 +133,7 @@ def test_case_101_deferred_publish_of_0_ms_is_an_ordinary_one(broker, topic, cha
 
 
 @pytest.mark.parametrize("time", ["-1", "x", "1.5"])
-def test_case_102_deferral_that_is_no_number_is_fatal(broker, topic, time):
+def test_case_102_deferral_that_is_not_a_number_is_fatal(broker, topic, time):
     with broker.connect() as connection:
         connection.command("DPUB", topic, time, body=b"body")
         connection.expect_fatal(f"E_INVALID DPUB could not parse timeout {time}")

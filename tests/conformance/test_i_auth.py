@@ -1,4 +1,4 @@
-"""Group I: AUTH: what an auth server is asked, what is an answer, what it permits and for how long."""
+"""Group I: AUTH: queries to the auth server, its answers, permissions and their end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def server() -> Iterator[AuthServer]:
 
 @pytest.fixture(scope="session")
 def guarded(server: AuthServer, shared_broker: Callable[..., TestBroker]) -> TestBroker:
-    """A broker that asks the auth server, with a small limit for bodies."""
+    """A broker with the auth server, and a small limit for bodies."""
     return shared_broker(auth_http_address=(server.address,), max_body_size=5000)
 
 
@@ -85,7 +85,7 @@ def test_case_113_names_and_sizes_are_checked_before(guarded):
         connection.expect_fatal('E_BAD_CHANNEL SUB channel name "bad!" is not valid')
 
 
-def test_case_113_what_concerns_nothing_needs_no_auth(guarded):
+def test_case_113_commands_without_a_topic_need_no_auth(guarded):
     with guarded.connect() as connection:
         connection.identify()
         connection.nop()
@@ -203,7 +203,7 @@ def test_case_116_over_a_unix_socket_there_is_no_remote_address(server, own_brok
     assert server.queries[0].fields["remote_ip"] == ""
 
 
-def test_case_117_over_tls_the_question_says_so_and_names_the_certificate(server, own_broker):
+def test_case_117_over_tls_the_query_says_so_and_names_the_certificate(server, own_broker):
     from tests.support.certificates import certificates
     from tests.support.layered import LayeredConnection
 
@@ -232,7 +232,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_case_118_an_answer_of_no_use_is_a_failure(name, guarded, server):
+def test_case_118_an_unusable_answer_is_a_failure(name, guarded, server):
     server.answer(*UNUSABLE[name])
     refused(guarded, "E_AUTH_FAILED AUTH failed")
 
@@ -252,7 +252,7 @@ def test_case_118_the_next_auth_server_is_asked(server, own_broker):
                 authenticate(connection)
 
 
-def test_case_118_an_auth_server_that_says_nothing_is_a_failure(own_broker):
+def test_case_118_a_silent_auth_server_is_a_failure(own_broker):
     with AuthServer() as stalled:
         stalled.stalled.set()
         broker = own_broker(auth_http_address=(stalled.address,), http_client_request_timeout=0.5)
@@ -344,7 +344,7 @@ def test_case_121_publishing_needs_a_channel_pattern_that_matches_nothing(verb, 
 
 
 def publish_until_asked(connection, server, topic):
-    """Publish until the permission has run out and is asked for again."""
+    """Publish until the permission has expired and the server is asked again."""
     known = len(server.queries)
 
     def asked_again():

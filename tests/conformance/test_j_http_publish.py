@@ -25,13 +25,13 @@ def mpub(broker, topic, body, **query):
 
 
 def depth(broker, topic):
-    """Messages the topic holds for its first channel; None while it does not exist."""
+    """Messages that the topic keeps for its first channel; None if it does not exist."""
     stats = broker.topic_stats(topic)
     return stats["depth"] if stats else None
 
 
 def consume(broker, topic, count):
-    """The bodies of what the topic holds, which must be exactly so many."""
+    """The bodies that the topic keeps, exactly this many."""
     assert depth(broker, topic) == count
     with broker.connect() as connection:
         connection.sub(topic, "c", rdy=max(count, 1))
@@ -247,7 +247,7 @@ def test_case_130_nothing_but_newlines_stores_nothing_and_is_ok(broker, topic, b
 
 @pytest.mark.parametrize("value", ["true", "", "False", "2"])
 def test_case_131_mpub_binary_takes_the_body_of_the_tcp_command(broker, topic, value):
-    """true and 1 select it, and so does anything that is not false or 0."""
+    """Everything but false and 0 selects it."""
     bodies = [b"one", b"two\nlines", b"\0", b"\n", b"five"]
     mpub(broker, topic, multi(bodies), binary=value).expect_ok()
     assert consume(broker, topic, 5) == bodies
@@ -365,7 +365,7 @@ def test_case_132_mpub_ignores_defer(broker, topic, channel):
 
 
 def test_case_133_answers_carry_the_header_of_nsq(broker, topic):
-    """Checked by every other case too; /ping is the one that does without."""
+    """Every other case checks it too; only /ping lacks it."""
     for method, target, body in (
         ("POST", f"/pub?topic={topic}", b"x"),
         ("POST", f"/mpub?topic={topic}", b"x"),

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import wait_until
 
-# By key: the flag to give (empty for none), and what GET says then. Text is bare, the rest is JSON.
+# By key: the flag to set (empty for none), and the answer to GET. Texts are bare, others JSON.
 GIVEN = {
     "log_level": (("log_level", "debug"), 1),
     "log_prefix": (("log_prefix", "[some prefix] "), "[some prefix] "),
@@ -54,7 +54,7 @@ GIVEN = {
     "max_deflate_level": (("max_deflate_level", 5), 5),
     "snappy": (("snappy", False), False),
 }
-# What a broker says that was told nothing.
+# Answers of a broker without flags.
 DEFAULTS = {
     "log_level": 2,
     "log_prefix": "[nsqd] ",
@@ -121,13 +121,13 @@ def told_broker(shared_broker):
     return shared_broker(**dict(flag for flag, _ in GIVEN.values()))
 
 
-def test_case_147_get_says_what_the_flag_said(told_broker):
+def test_case_147_get_returns_the_value_of_the_flag(told_broker):
     with told_broker.http_connect() as connection:
         for key, (_, value) in GIVEN.items():
             expect_value(connection.request("GET", f"/config/{key}"), value)
 
 
-def test_case_147_get_says_the_default(broker):
+def test_case_147_get_returns_the_default(broker):
     with broker.http_connect() as connection:
         for key, value in DEFAULTS.items():
             expect_value(connection.request("GET", f"/config/{key}"), value)
@@ -205,7 +205,7 @@ def test_case_147_put_lookupd_addresses(own_broker):
     broker = own_broker()
     path = "/config/nsqlookupd_tcp_addresses"
     expect_value(broker.request("GET", path), [])
-    # Nobody listens there, which is no reason to refuse it.
+    # Nothing listens there, but that is no reason to refuse it.
     for addresses in (["127.0.0.1:1"], ["127.0.0.1:1", "127.0.0.1:2"], ["127.0.0.1:2"], []):
         expect_value(broker.request("PUT", path, json.dumps(addresses).encode()), addresses)
         expect_value(broker.request("GET", path), addresses)
@@ -214,14 +214,14 @@ def test_case_147_put_lookupd_addresses(own_broker):
         broker.request("PUT", path, bad).expect_error(400, "INVALID_VALUE")
     broker.request("PUT", path, b"").expect_error(413, "INVALID_VALUE")
     expect_value(broker.request("GET", path), ["127.0.0.1:1"])
-    # No list at all is an empty one, which NSQ shows as it was given.
+    # A missing list counts as empty; NSQ returns it as given.
     shown = None if broker.is_reference else []
     expect_value(broker.request("PUT", path, b"null"), shown)
     expect_value(broker.request("GET", path), shown)
 
 
 class Lookupd(threading.Thread):
-    """An nsqlookupd as far as an nsqd can tell: says OK to everything, and remembers who is there."""
+    """A fake nsqlookupd: answers OK to everything, and records its clients."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -301,7 +301,7 @@ def test_case_148_lookupd_peers_follow_the_list(own_broker, topic):
         expect()
         expect(one)
         expect(two, three)
-        # Those that stayed hear of what is new.
+        # The remaining ones get the new registrations.
         broker.control("create", "new_topic")
         for lookupd in (two, three):
             wait_until(lambda lookupd=lookupd: "REGISTER new_topic" in lookupd.commands)

@@ -42,7 +42,7 @@ def test_case_134_create_a_topic(broker, topic):
     post(broker, "topic", "create", topic=topic).expect_empty()
     stats = broker.topic_stats(topic)
     assert (stats["depth"], stats["channels"], stats["paused"]) == (0, [], False)
-    # And again, with something in it.
+    # Again, with a message in it.
     broker.publish(topic, b"x")
     post(broker, "topic", "create", topic=topic).expect_empty()
     assert broker.topic_stats(topic)["depth"] == 1
@@ -107,7 +107,7 @@ def test_case_138_delete_a_topic(broker, topic, channel):
         connection.expect_closed()
     assert broker.topic_stats(topic) is None
     post(broker, "topic", "delete", topic=topic).expect_error(404, "TOPIC_NOT_FOUND")
-    # A topic of that name starts anew.
+    # A topic of that name starts empty.
     broker.publish(topic, b"new")
     assert broker.topic_stats(topic)["message_count"] == 1
 
@@ -117,7 +117,7 @@ def test_case_138_empty_a_topic(broker, topic, channel):
     post(broker, "topic", "empty", topic=topic).expect_empty()
     stats = broker.topic_stats(topic)
     assert (stats["depth"], stats["message_count"]) == (0, 2)
-    # What has reached a channel is not the topic's any more.
+    # Messages that reached a channel no longer belong to the topic.
     broker.control("create", topic, channel)
     broker.publish(topic, b"three")
     wait_until(lambda: broker.channel_stats(topic, channel)["depth"] == 1)
@@ -135,7 +135,7 @@ def test_case_135_a_paused_topic_keeps_its_messages(broker, topic, channel):
         connection.expect_silence(0.2)
     stats = broker.topic_stats(topic)
     assert (stats["depth"], stats["channels"][0]["depth"], stats["paused"]) == (1, 0, True)
-    # Twice is as good as once.
+    # A second time has no effect.
     post(broker, "topic", "pause", topic=topic).expect_empty()
     assert broker.topic_stats(topic)["paused"]
 
@@ -256,7 +256,7 @@ def test_case_145_info_has_every_key_in_order(shared_broker):
     )
     info = broker.request("GET", "/info").expect_json()
     known = [key for key in INFO if key in info]
-    # NSQ 1.3.0 as released knows nothing of topologies yet.
+    # The released NSQ 1.3.0 has no topologies yet.
     assert known == [key for key in INFO if key in info or not (broker.is_reference and key in NEWER_INFO)]
     assert [key for key in info if key in INFO] == known
     assert {key: type(info[key]) for key in known} == {key: INFO[key] for key in known}
@@ -291,7 +291,7 @@ def test_case_146_ping(broker):
 
 
 def break_disk(broker):
-    """Every write that needs a new or a longer file fails."""
+    """Every write to a new or longer file fails."""
     if broker.is_reference:
         # Its files are opened as they are needed.
         shutil.move(broker.data_path, f"{broker.data_path}.away")
@@ -330,7 +330,7 @@ def test_case_146_ping_and_stats_tell_of_a_failed_write_until_the_next_good_one(
         assert f"\nHealth: {ping.body.decode()}\n".encode() in text.body
     finally:
         mend_disk(broker)
-    # Nothing has been tried since, so nothing is better yet.
+    # Nothing was written since, so it still fails.
     assert broker.request("GET", "/ping").status == 500 or not broker.is_reference
     broker.request("POST", pub, b"fine").expect_ok()
     wait_until(lambda: broker.request("GET", "/ping").body == b"OK")

@@ -1,4 +1,4 @@
-"""Group K, what holds for every HTTP request: paths, methods, redirects, and the manners of HTTP/1.1."""
+"""Group K: paths, methods, redirects, and the rules of HTTP/1.1."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_case_140_another_method_is_not_allowed(broker):
 
 
 @pytest.mark.parametrize("method", ["FOO", "get"])
-def test_case_140_a_method_that_nobody_knows_is_not_allowed_or_not_http(broker, method):
+def test_case_140_an_unknown_method_is_not_allowed_or_not_http(broker, method):
     """They are case-sensitive."""
     assert broker.request(method, "/ping").status in (400, 405)
 
@@ -113,7 +113,7 @@ def test_case_152_get_is_redirected_to_the_proper_path(broker):
 @pytest.mark.parametrize("target", ["/PUB?topic=t", "/pub/?topic=t", "//pub?topic=t"])
 def test_case_152_other_methods_are_redirected_with_their_method(broker, target):
     answer = broker.request("POST", target, b"x")
-    # 307 or 308, according to what NSQ was built with.
+    # 307 or 308, depending on the build of NSQ.
     assert answer.status == 308 or (answer.status == 307 and broker.is_reference)
     assert answer.header("Location") == "/pub?topic=t"
     assert answer.header("X-NSQ-Content-Type") is None
@@ -139,7 +139,7 @@ def test_case_152_a_redirected_request_has_done_nothing(broker, topic):
     ],
 )
 def test_case_152_a_redirect_leads_nowhere_else(broker, target):
-    """Neither into the headers of the answer, nor to another host."""
+    """It reaches neither the headers of the answer nor another host."""
     answer = broker.request("GET", target)
     assert answer.status in (301, 404)
     assert answer.header("X-Injected") is None
@@ -147,7 +147,7 @@ def test_case_152_a_redirect_leads_nowhere_else(broker, target):
     assert location.startswith("/ping") and "\r" not in location and "\n" not in location
 
 
-# The manners of HTTP/1.1: no numbered case, but clients rely on them. More in tests/http/test_server.py.
+# Rules of HTTP/1.1 without a case number. More in tests/http/test_server.py.
 
 
 def test_chunks_may_have_extensions_and_trailers(broker, topic):
@@ -223,7 +223,7 @@ def test_another_major_version_is_refused(broker, line):
     [b"zz\r\nabc\r\n0\r\n\r\n", b"3\r\nabcX\r\n0\r\n\r\n", b"-3\r\nabc\r\n0\r\n\r\n", b"f" * 17 + b"\r\n"],
     ids=["no number", "no end", "negative", "too large"],
 )
-def test_a_chunked_body_that_makes_no_sense_stores_nothing(broker, topic, body):
+def test_an_invalid_chunked_body_stores_nothing(broker, topic, body):
     head = b"POST /pub?topic=%b HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" % topic.encode()
     with broker.http_connect() as connection:
         connection.send(head + body)

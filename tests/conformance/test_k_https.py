@@ -1,4 +1,4 @@
-"""Group K: HTTPS, and what the plain port says while TLS is required."""
+"""Group K: HTTPS, and the plain port while TLS is required."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def https(broker, pair=None):
 
 
 def verifying(broker_of):
-    """A broker that wants certificates of our authority, and so requires TLS."""
+    """A broker that requires certificates of our authority, and so TLS."""
     return broker_of(tls_client_auth_policy="require-verify", tls_root_ca_file=str(certificates().ca.cert))
 
 
@@ -48,7 +48,7 @@ def test_case_149_plain_http_is_refused_while_tls_is_required(tls_broker, method
         for body in (None, b"x" * 1000):
             answer = connection.request(method, target, body)
             assert answer.status == 403
-            # With these very blanks.
+            # With exactly these blanks.
             text = '{"message": "TLS_REQUIRED", "https_port": %d}'
             assert answer.body.decode() == text % broker.https_address[1]
             assert answer.header("Content-Type") == JSON
@@ -118,12 +118,12 @@ def test_case_150_plain_http_stays_open_with_tcp_https_and_a_policy(tls_broker):
             connection.request("GET", "/ping")
 
 
-def test_plain_http_on_the_https_port_is_told_so_or_closed(tls_broker):
+def test_plain_http_on_the_https_port_is_answered_or_closed(tls_broker):
     broker = tls_broker()
     with broker.http_connect(https=True) as connection:
         connection.send(b"GET /ping HTTP/1.1\r\nHost: h\r\n\r\n")
         said = connection.read_to_end()
-        # NSQ says 400 in plain text; an alert of TLS or nothing at all will do too.
+        # NSQ answers 400 in plain text; a TLS alert or nothing is accepted too.
         assert said.startswith(b"HTTP/1.0 400 ") or said[:1] in (b"", b"\x15")
 
 

@@ -92,7 +92,7 @@ def test_case_141_json_of_an_empty_broker(own_broker):
         rb'\{"version":"[\d.]+","health":"OK","start_time":\d+,"topics":\[\],"memory":\{"heap_objects":\d+,',
         body,
     )
-    # NSQ's keys, and behind them one of ours.
+    # NSQ's keys, then one of ours.
     assert body.endswith(b',"producers":null}' if REFERENCE else b',"producers":null,"corrupt_files":0}')
 
 
@@ -180,7 +180,7 @@ def test_case_141_topic_channel_and_client_field_by_field(broker, topic, channel
         "tls_negotiated_protocol_is_mutual": False,
     }
     assert re.fullmatch(r"127\.0\.0\.1:\d+", client["remote_address"])
-    # Left out while they say nothing.
+    # Left out while they are empty.
     assert not {"authed", "auth_identity", "auth_identity_url", "pub_counts"} & client.keys()
     # Counted by the topology experiment only; NSQ's sources of 1.3.0 count some without it.
     assert not {"zone_local_msg_count", "region_local_msg_count"} & in_channel.keys()
@@ -270,7 +270,7 @@ def test_case_143_filters(broker):
     assert found(f"&channel={shared}") == {first: [shared], second: [shared]}
     # Empty filters are none.
     assert {first, second, bare} <= found("&topic=&channel=").keys()
-    # Unknown things: null for a topic, an empty list for a channel.
+    # Unknown names: null for a topic, an empty list for a channel.
     assert stats(broker, "&topic=no_such_topic")["topics"] is None
     assert stats(broker, f"&topic=no_such_topic&channel={shared}")["topics"] is None
     assert stats(broker, f"&topic={second}&channel={single}")["topics"] == []
@@ -278,7 +278,7 @@ def test_case_143_filters(broker):
     assert stats(broker, "&channel=no_such_channel")["topics"] == []
     # Names are compared, not checked.
     assert stats(broker, "&topic=t!")["topics"] is None
-    # Exact, neither part nor pattern.
+    # Exact match, neither part nor pattern.
     assert stats(broker, f"&topic={first[:-1]}")["topics"] is None
     assert stats(broker, f"&topic={first.upper()}")["topics"] is None
 
@@ -362,7 +362,7 @@ def test_case_144_text_of_consumers(broker, topic, channel):
 
 
 def test_case_144_text_of_producers(broker, topic, channel):
-    """A client that publishes is shown as a producer, in its channel too."""
+    """A client that publishes is shown as a producer, also in its channel."""
     with broker.connect() as connection:
         connection.sub(topic, channel)
         connection.mpub(topic, [b"one", b"two", b"three"])
@@ -451,7 +451,7 @@ def test_case_151_without_a_filter_pub_counts_have_every_topic(broker, topic):
     assert re.search(rf"\] msgs: 3        topics: {topic}=1,{topic}_b=2 connected: \d+s$", line)
 
 
-def test_publishing_by_http_makes_no_producer(broker, topic):
+def test_publishing_by_http_adds_no_producer(broker, topic):
     with broker.http_connect() as connection:
         connection.request("POST", f"/pub?topic={topic}", b"x").expect_ok()
         host, port = connection.socket.getsockname()

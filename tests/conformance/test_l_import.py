@@ -1,4 +1,4 @@
-"""Group L: a data path with the disk queues of NSQ's own nsqd, written here byte by byte."""
+"""Group L: a data path with disk queues in the format of NSQ's nsqd."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.go_queue import GO_TIME_NS, GoMessage, GoQueue, go_messages, 
 
 
 def read_all(broker: TestBroker, topic: str, channel: str, count: int):
-    """Exactly so many messages, finished; none may follow."""
+    """Read and finish exactly this many messages; none may follow."""
     with broker.connect() as connection:
         connection.sub(topic, channel, rdy=100)
         messages = connection.read_messages(count, finish=True)
@@ -22,7 +22,7 @@ def read_all(broker: TestBroker, topic: str, channel: str, count: int):
 
 
 def write_directory(path: Path) -> None:
-    """A topic with three channels: one has a backlog of its own, one is half consumed, one idle."""
+    """A topic with three channels: one has a backlog, one is half consumed, one idle."""
     write_metadata(path, {"topic": ["full", "half", "idle"]})
     GoQueue(path, "topic").write(*go_messages(5, "topic ")).save()
     GoQueue(path, "topic", "full").write(*go_messages(40, "full "), GoMessage(b"tried", 3)).save()
@@ -77,7 +77,7 @@ def test_case_162_pause_flags_hold(tmp_path: Path, own_broker):
         connection.expect_silence(0.2)
         broker.control("unpause", "topic", "paused")
         connection.read_messages(3, finish=True)
-    # What a channel has already is not held up by its topic.
+    # Messages that are already in a channel are not held by its topic.
     assert {m.body for m in read_all(broker, "held", "channel", 3)} == {b"channel0", b"channel1", b"channel2"}
     broker.control("unpause", "held")
     assert {m.body for m in read_all(broker, "held", "channel", 3)} == {b"0", b"1", b"2"}

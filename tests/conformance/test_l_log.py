@@ -1,4 +1,4 @@
-"""Group L, cases of NSQ's disk queue, on the log that stands in its place: `topics/<topic>.topic/*.log`."""
+"""Group L: cases of NSQ's disk queue, on our log: `topics/<topic>.topic/*.log`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sizes(broker: TestBroker) -> list[int]:
 
 
 def drain(broker: TestBroker, count: int) -> list[bytes]:
-    """Exactly so many messages of topic and channel, finished, in the order they came; none may follow."""
+    """Read and finish exactly this many messages of a channel, in order; none may follow."""
     with broker.connect() as connection:
         connection.sub("topic", "channel", rdy=min(2500, max(1, count)))
         messages = connection.read_messages(count, finish=True)
@@ -65,7 +65,7 @@ def test_case_163_a_torn_tail_is_cut_off_and_the_rest_is_kept(own_broker, caplog
     assert drain(broker, 14) == bodies(0, 9) + bodies(10, 15)
 
 
-def test_case_163_garbage_behind_the_last_message_is_cut_off(own_broker):
+def test_case_163_garbage_after_the_last_message_is_cut_off(own_broker):
     broker = own_broker()
     broker.control("create", "topic", "channel")
     publish_singly(broker, bodies(0, 10))
@@ -196,7 +196,8 @@ def test_case_168_concurrent_writers_and_readers_over_restarts_get_every_message
                             acknowledged.extend(batch)
                         del waiting[:10]
                 except (ConnectionClosed, OSError):
-                    # Stored or not: publish them again under other names, so that each stays unique.
+                    # They may be stored or not: publish them again with other names, so that each
+                    # is unique.
                     waiting = [body + b"'" for body in waiting[:10]] + waiting[10:]
 
     def read() -> None:
@@ -250,7 +251,7 @@ def test_case_168_concurrent_writers_and_readers_over_restarts_get_every_message
     assert len(acknowledged) == per_writer * writers
     assert len(set(acknowledged)) == len(acknowledged)
     assert again == []
-    # A FIN that the broker handled just before it stopped has no witness, so `seen` is what must be complete.
+    # A FIN just before the stop may be unknown here, so `seen` must be complete.
     assert seen >= set(acknowledged)
 
 

@@ -1,4 +1,4 @@
-"""Group L: which channel gets what, pause, empty, delete."""
+"""Group L: which channel gets which messages, pause, empty, delete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support import unique_name, wait_until
 
 
 def received(broker, topic, channel, count: int) -> list[bytes]:
-    """Bodies of exactly so many messages of the channel, finished, in the order they came."""
+    """Bodies of exactly this many messages of the channel, finished, in order."""
     with broker.connect() as connection:
         connection.sub(topic, channel, rdy=max(1, count))
         messages = connection.read_messages(count, finish=True)
@@ -80,14 +80,14 @@ def test_case_159_empty_clears_queue_in_flight_and_deferred(broker, topic, chann
             connection.fin(message.id)
             connection.expect_error(f"E_FIN_FAILED FIN {message.id.decode()} failed ID not in flight")
 
-        # Its clients are ready again without a word.
+        # Its clients get messages again without a new RDY.
         publisher.mpub(topic, [b"a", b"b", b"c", b"d"])
         assert sorted(message.body for message in connection.read_messages(3)) == [b"a", b"b", b"c"]
         connection.expect_silence(0.1)
 
 
 def has(stats, **expected):
-    """The stats if they hold these values, for wait_until."""
+    """The stats if they have these values, for wait_until."""
     return stats if stats and all(stats[key] == value for key, value in expected.items()) else None
 
 
@@ -125,14 +125,14 @@ def test_case_160_deleted_topic_leaves_the_metadata_and_its_files(broker, topic,
     wait_until(lambda: topic in names(broker))
     broker.control("delete", topic)
     if broker.is_reference:
-        # It may write the metadata just before the topic is gone; any other change puts that right.
+        # NSQ may write the metadata just before the topic is removed; any other change corrects it.
         broker.control("create", unique_name("another"))
     wait_until(lambda: topic not in names(broker))
     wait_until(lambda: not any(topic in path for path in paths_below(broker.data_path)))
 
 
 def paths_below(directory) -> list[str]:
-    # Not rglob, which fails when a directory goes while it looks.
+    # Not rglob, which fails if a directory is removed meanwhile.
     walk = os.walk(directory)
     return [f"{path}/{name}" for path, directories, files in walk for name in directories + files]
 

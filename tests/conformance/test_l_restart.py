@@ -1,4 +1,4 @@
-"""Group L: what a restart keeps."""
+"""Group L: what is kept over a restart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support import BrokerDied, start_process, wait_until
 
 
 def drain(broker, topic, channel, count: int, timeout: float = 10.0):
-    """Exactly so many messages, finished; none may follow."""
+    """Read and finish exactly this many messages; none may follow."""
     with broker.connect() as connection:
         connection.sub(topic, channel, rdy=min(2500, max(1, count)))
         messages = connection.read_messages(count, timeout, finish=True)
@@ -74,7 +74,8 @@ def test_case_157_metadata_lists_topics_and_channels(own_broker):
     assert shape(broker) == expected
     broker.control("delete", "topic", "one")
     if broker.is_reference:
-        # It may write the metadata just before the channel is gone; any other change puts that right.
+        # NSQ may write the metadata just before the channel is removed; any other change corrects
+        # it.
         broker.control("pause", "alone")
     wait_until(lambda: shape(broker)["topic"] == (False, {"two": False}))
 
@@ -187,7 +188,7 @@ def test_case_161_a_clean_stop_keeps_memory_in_flight_deferred_and_topic_message
         publisher.dpub("topic", 1500, b"deferred")
         connection.barrier()
         process.signal(number)
-        # No farewell frame.
+        # No last frame.
         connection.expect_closed()
     assert process.wait() == 0
     process.start()
@@ -214,7 +215,8 @@ def test_case_161_due_times_and_attempts_survive(own_process, crash):
         publisher.dpub("topic", 2500, b"deferred")
         connection.barrier()
         if crash:
-            # The requeue is in the checkpoint that is written every second; the publish was safe with its OK.
+            # The requeue is in the checkpoint that is written every second; the publish was stored
+            # at its OK.
             connection.expect_silence(1.5)
     if crash:
         process.kill()
@@ -275,7 +277,7 @@ def test_case_170_second_daemon_on_the_same_data_path_refuses_to_start(own_proce
         "resource temporarily unavailable (possibly in use by another instance of nsqd)"
     )
     assert expected in str(error)
-    # The first one goes on, and after its end the path is free.
+    # The first one keeps running, and after its end the path is free.
     process.publish("topic", b"body")
     process.restart()
     assert len(drain(process, "topic", "channel", 2)) == 2

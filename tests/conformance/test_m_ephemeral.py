@@ -182,7 +182,8 @@ def test_case_176_sub_right_after_the_last_client_left_works(broker, topic, chan
         with broker.connect() as connection:
             connection.command("SUB", name, channel)
             frame = connection.read_frame()
-            # The reference tries again for one of the two moments of a disappearing channel, not the other.
+            # NSQ retries in one of the two race conditions with a disappearing channel, not in the
+            # other.
             if not (broker.is_reference and frame.data == b"E_SUB_FAILED SUB failed exiting"):
                 assert frame == (RESPONSE, b"OK")
     wait_until(lambda: broker.channel_stats(durable, channel) is None)

@@ -1,6 +1,7 @@
 """Group N: nsqlookupd, and nsqd together with it.
 
-NSPARQ_TEST_NSQLOOKUPD=/path/to/nsqlookupd runs these against another one; what is ours alone is then skipped.
+NSPARQ_TEST_NSQLOOKUPD=/path/to/nsqlookupd runs these against another one; what is ours alone is
+then skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def lookupd() -> Iterator[TestLookupd]:
 
 @pytest.fixture(scope="module")
 def brief_lookupd() -> Iterator[TestLookupd]:
-    """One on which producers become inactive and tombstones end soon."""
+    """An nsqlookupd on which producers become inactive and tombstones end soon."""
     with start_lookupd(inactive_producer_timeout=INACTIVE, tombstone_lifetime=LIFETIME) as lookupd:
         yield lookupd
 
@@ -60,7 +61,7 @@ def host() -> str:
 
 
 def addresses(lookupd: TestLookupd, topic: str) -> list[str]:
-    """Where the topic is produced, by broadcast address."""
+    """Broadcast addresses of the topic's producers."""
     return [producer["broadcast_address"] for producer in lookupd.lookup(topic)["producers"]]
 
 
@@ -148,7 +149,7 @@ def test_case_180_an_unregistered_channel_stays_listed_and_the_topic_produced(
     assert f"channel:{topic}:c" not in lookupd.debug()
 
 
-def test_case_180_an_unregistered_topic_is_produced_no_more_nor_are_its_channels(
+def test_case_180_an_unregistered_topic_has_no_producers_nor_have_its_channels(
     lookupd: TestLookupd, peer: Peer, topic: str
 ) -> None:
     connection = peer(lookupd)
@@ -255,7 +256,7 @@ def test_case_183_nodes_keep_tombstoned_producers_with_a_mark_for_the_topic(
     wait_until(lambda: marks() == {topic: False, other: False})
 
 
-def test_case_184_a_silent_nsqd_is_listed_no_more(
+def test_case_184_a_silent_nsqd_is_no_longer_listed(
     brief_lookupd: TestLookupd, peer: Peer, topic: str, host: str
 ) -> None:
     connection = peer(brief_lookupd, broadcast_address=host)
@@ -294,7 +295,7 @@ def test_case_185_ping_is_answered_before_identify(lookupd: TestLookupd) -> None
         connection.ping()
 
 
-# What is wrong on the wire
+# Errors on the wire
 
 
 @pytest.mark.parametrize(
@@ -331,7 +332,7 @@ MISSING = [
 ]
 
 
-def test_case_187_identify_without_what_is_needed(lookupd: TestLookupd) -> None:
+def test_case_187_identify_without_required_fields(lookupd: TestLookupd) -> None:
     for change in MISSING:
         fields = {name: value for name, value in {**NSQD, **change}.items() if value is not None}
         with lookupd.connect() as connection:
@@ -469,7 +470,7 @@ def test_case_191_tombstone_needs_a_topic_and_a_node(lookupd: TestLookupd) -> No
 
 
 @ours_only
-def test_case_191_a_star_is_no_topic(lookupd: TestLookupd, peer: Peer, topic: str, host: str) -> None:
+def test_case_191_a_star_is_not_a_topic(lookupd: TestLookupd, peer: Peer, topic: str, host: str) -> None:
     peer(lookupd, broadcast_address=host).register(topic, "c")
     for method, target in (
         ("GET", "/lookup?topic=*"),
@@ -634,14 +635,14 @@ def test_commands_may_be_sent_together_and_in_pieces(lookupd: TestLookupd, topic
 
 @pytest.fixture
 def nsqd(lookupd: TestLookupd, own_process: Callable[..., Any], host: str) -> TestBroker:
-    """An nsqd that has introduced itself."""
+    """An nsqd that has identified itself."""
     started = own_process(**nsqd_flags(lookupd, host))
     wait_until(lambda: node(lookupd, host), what="the nsqd among the nodes")
     return started
 
 
 def soon(fact: Callable[[], Any]) -> None:
-    """NSQ's own tests give it 350 ms; a machine that has other things to do needs some more."""
+    """NSQ's tests allow 350 ms; a busy machine needs more."""
     wait_until(fact)
 
 
@@ -722,7 +723,7 @@ def test_case_199_an_nsqd_registers_again_after_nsqlookupd_was_away(
         wait_until(lambda: lookupd.channels(topic) == ["ch"])
         lookupd.restart()
         nsqd.publish(topic, b"goes on meanwhile")
-        # NSQ's nsqd notices at its next ping and connects at the one after that.
+        # NSQ's nsqd notices at its next ping and reconnects at the one after that.
         wait_until(lambda: node(lookupd, host), 40 if REFERENCE else 15)
         wait_until(lambda: topic in lookupd.topics())
         assert addresses(lookupd, topic) == [host]

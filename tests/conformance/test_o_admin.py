@@ -1,6 +1,7 @@
 """Group O: nsqadmin's JSON API, in front of nsqlookupd and nsqds.
 
-NSPARQ_TEST_NSQADMIN=/path/to/nsqadmin runs these against another one; what is ours alone is then skipped.
+NSPARQ_TEST_NSQADMIN=/path/to/nsqadmin runs these against another one; what is ours alone is then
+skipped.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def admin(cluster: Cluster) -> TestAdmin:
 
 @pytest.fixture(scope="module")
 def direct(cluster: Cluster) -> TestAdmin:
-    """One that is told the nsqds, and knows no nsqlookupd."""
+    """An nsqadmin with the addresses of nsqds, without nsqlookupd."""
     return cluster.admin(lookupd_http_address=(), nsqd_http_address=tuple(cluster.addresses))
 
 
@@ -84,7 +85,7 @@ def publish(cluster: Cluster, topic: str, *bodies: bytes) -> None:
 
 
 def start_and_fail(*arguments: str) -> str:
-    """What it says when it cannot start."""
+    """Its error when it cannot start."""
     command = [REFERENCE_ADMIN] if REFERENCE_ADMIN else [sys.executable, "-m", "nsparq.admin.main"]
     result = subprocess.run(
         [*command, "--http-address=127.0.0.1:0", *arguments], capture_output=True, text=True, timeout=DEADLINE
@@ -125,7 +126,7 @@ def test_case_200_what_cannot_work_is_refused_at_the_start(arguments: tuple[str,
     assert f"failed to instantiate nsqadmin - {expected}" in said
 
 
-# Looking
+# Reading
 
 
 def test_case_201_ping(admin: TestAdmin) -> None:
@@ -189,7 +190,7 @@ def test_case_201_a_topic_in_total_and_per_node(cluster: Cluster, either: TestAd
 
 
 def _settled(found: dict[str, Any], count: int) -> dict[str, Any] | None:
-    """Once what was published has come to the channels; a Go nsqd takes a moment for that."""
+    """After the messages have reached the channels, which takes a moment in NSQ."""
     channels = found["channels"] or []
     return found if channels and all(one["message_count"] == count for one in channels) else None
 
@@ -198,7 +199,7 @@ def _settled(found: dict[str, Any], count: int) -> dict[str, Any] | None:
 def test_case_201_the_total_of_a_channel_is_a_total_and_the_parts_are_parts(
     cluster: Cluster, admin: TestAdmin, topic: str
 ) -> None:
-    """NSQ's adds up in the figures of the first node, which are then wrong."""
+    """NSQ adds all figures to those of the first node, which are then wrong."""
     cluster.add(topic, "c")
     publish(cluster, topic, b"a")
     found = wait_until(lambda: _settled(admin.get(f"/api/topics/{topic}"), 2))
@@ -338,10 +339,10 @@ def test_case_201_some_daemons_away_is_a_warning_and_all_away_an_error(cluster: 
 
 
 @ours_only
-def test_case_201_what_is_not_there_is_404(
+def test_case_201_a_missing_topic_channel_or_node_is_404(
     cluster: Cluster, admin: TestAdmin, direct: TestAdmin, topic: str
 ) -> None:
-    """NSQ's says that the nsqlookupds have failed, or says nothing."""
+    """NSQ answers that the nsqlookupds have failed, or nothing."""
     cluster.add(topic)
     idle = unique_name("idle")
     cluster.lookupd.post("/topic/create", topic=idle)
@@ -366,7 +367,7 @@ def test_case_201_routing_and_compression(cluster: Cluster, admin: TestAdmin) ->
     assert admin.call("GET", "/api/topics").header("Content-Encoding") is None
 
 
-def test_case_201_all_paths_stand_below_the_base_path(cluster: Cluster) -> None:
+def test_case_201_all_paths_are_below_the_base_path(cluster: Cluster) -> None:
     based = cluster.admin(base_path="some/place/")
     assert based.call("GET", "/some/place/ping").body == b"OK"
     assert based.call("GET", "/some/place/api/nodes").status == 200
@@ -407,7 +408,7 @@ def test_case_202_names_and_bodies_are_checked(admin: TestAdmin, topic: str) -> 
 def test_case_202_without_nsqlookupds_the_nsqds_create_it(
     cluster: Cluster, direct: TestAdmin, topic: str, channel: str
 ) -> None:
-    """NSQ's does nothing and reports success, or fails with the channel."""
+    """NSQ does nothing and reports success, or fails for the channel."""
     assert is_done(direct.call("POST", "/api/topics", {"topic": topic, "channel": channel}))
     assert all(nsqd.channel_stats(topic, channel) for nsqd in cluster.nsqds)
 
@@ -435,7 +436,7 @@ def test_case_203_a_channel_is_deleted_everywhere(cluster: Cluster, either: Test
     assert all(nsqd.channel_stats(topic, "d") for nsqd in cluster.nsqds)
 
 
-def test_case_203_deleting_what_is_not_there_is_a_warning(
+def test_case_203_deleting_a_missing_name_is_a_warning(
     cluster: Cluster, admin: TestAdmin, topic: str
 ) -> None:
     cluster.add(topic)
@@ -477,8 +478,8 @@ def test_case_203_actions_are_checked(cluster: Cluster, admin: TestAdmin, topic:
 
 
 @ours_only
-def test_case_203_changing_what_is_not_there_is_404(cluster: Cluster, admin: TestAdmin, topic: str) -> None:
-    """NSQ's says 502, or 200 with a warning."""
+def test_case_203_changing_a_missing_name_is_404(cluster: Cluster, admin: TestAdmin, topic: str) -> None:
+    """NSQ answers 502, or 200 with a warning."""
     cluster.add(topic)
     pause = {"action": "pause"}
     admin.call("POST", "/api/topics/nowhere", pause).expect_error(404, "TOPIC_NOT_FOUND")
@@ -641,7 +642,7 @@ def test_case_208_every_change_is_notified(cluster: Cluster, topic: str) -> None
             headers = {"Host": "admin.test", "Authorization": "Basic Ym9iOng=", "User-Agent": "ua/1"}
             assert admin.call(method, target, body, headers).status == 200
             if method == "DELETE" and body:
-                # The nsqd that has lost the topic tells nsqlookupd in its own time.
+                # The nsqd that lost the topic unregisters it a little later.
                 wait_until(lambda: len(cluster.lookupd.lookup(topic)["producers"]) == 1)
             expected += [(action, target) for action in actions]
         queries = wait_until(lambda: len(endpoint.queries) >= len(expected) and endpoint.queries)
@@ -659,10 +660,10 @@ def test_case_208_every_change_is_notified(cluster: Cluster, topic: str) -> None
 
 
 @ours_only
-def test_case_208_what_failed_is_not_notified_and_a_dead_endpoint_does_no_harm(
+def test_case_208_failures_are_not_notified_and_a_dead_endpoint_is_harmless(
     cluster: Cluster, topic: str
 ) -> None:
-    """NSQ's notifies before it tries, and ends when the endpoint cannot be reached."""
+    """NSQ notifies before it tries, and exits if the endpoint cannot be reached."""
     cluster.add(topic)
     with AuthServer() as endpoint:
         endpoint.answer(b"", 500)
@@ -679,7 +680,7 @@ def test_case_208_what_failed_is_not_notified_and_a_dead_endpoint_does_no_harm(
 # IPv6
 
 
-def test_case_209_ipv6_addresses_stand_in_brackets(cluster: Cluster, admin: TestAdmin, topic: str) -> None:
+def test_case_209_ipv6_addresses_are_in_brackets(cluster: Cluster, admin: TestAdmin, topic: str) -> None:
     with cluster.lookupd.peer(broadcast_address="::1", tcp_port=2, http_port=1) as peer:
         peer.register(topic)
         answer = admin.call("GET", "/api/nodes/[::1]:1")

@@ -125,7 +125,7 @@ def test_case_223_stat_repeats_the_header_every_25_polls(broker, topic):
 
 
 @pytest.mark.parametrize("flag", ["--count=0", "--interval=0s", "--channel=other"])
-def test_case_223_stat_refuses_what_makes_no_sense(broker, topic, flag):
+def test_case_223_stat_refuses_invalid_options(broker, topic, flag):
     broker.control("create", topic, "c")
     arguments = (f"--topic={topic}", "--channel=c", f"--nsqd-http-address={http(broker)}")
     assert run_tool("nsq_stat", *arguments, flag).status == 1
@@ -194,7 +194,7 @@ def test_case_224_a_hangup_syncs_and_ends_the_file(broker, topic, tmp_path):
 
 
 @ours_only
-def test_case_224_after_a_hangup_the_next_message_begins_another_file(broker, topic, tmp_path):
+def test_case_224_after_sighup_the_next_message_starts_another_file(broker, topic, tmp_path):
     out, work = tmp_path / "out", tmp_path / "work"
     with archive(broker, topic, out, f"--work-dir={work}", "--sync-interval=50ms") as tool:
         broker.publish(topic, b"one")

@@ -1,4 +1,4 @@
-"""Q227: topology-aware consumption, an experiment of NSQ's that its released 1.3.0 may lack."""
+"""Q227: topology-aware consumption, an experiment that the released NSQ 1.3.0 may lack."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Coroutines in tests: run to the end within a time, and leave nothing running behind.
+"""Coroutines in tests: run them with a time limit, and check that they leave no tasks.
 
-run(coroutine)                     its result; AssertionError if tasks are left over
-run(coroutine, timeless=True)       where it would wait, the clock jumps: for what has neither sockets nor
-                                    threads. However busy the machine is, times are exact
-await until(fact)                  poll, with turns of the loop in between; the value of fact()
+run(coroutine)                     its result; AssertionError if tasks are left over run(coroutine,
+timeless=True)      instead of waiting, the clock jumps, so times are exact however busy the machine
+is. For code without sockets and threads await until(fact)                  poll until fact() is
+truthy; its value
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .polling import DEADLINE
 
 T = TypeVar("T")
 
-# Another event loop to run them on.
+# Set to run them on another event loop.
 LOOP_FACTORY: Callable[[], asyncio.AbstractEventLoop] | None = None
 
 
 class _JumpingLoop(asyncio.SelectorEventLoop):
-    """Its clock stands still while something is to be done, and jumps to when there is next."""
+    """Its clock stands still while callbacks are ready, and then jumps to the next timer."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -44,7 +44,7 @@ def run(work: Coroutine[Any, Any, T], *, within: float = 3 * DEADLINE, timeless:
     async def main() -> T:
         async with asyncio.timeout(within):
             result = await work
-        # What is about to end may do so: sockets that were closed, tasks that were cancelled.
+        # Let closed sockets and cancelled tasks end.
         for _ in range(5):
             await asyncio.sleep(0)
         left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -56,7 +56,8 @@ def run(work: Coroutine[Any, Any, T], *, within: float = 3 * DEADLINE, timeless:
 
 
 async def until(fact: Callable[[], T], *, within: float = DEADLINE, what: object = "") -> T:
-    """Poll until fact() is truthy and return that value; AssertionError with the last value otherwise."""
+    """Poll until fact() is truthy and return that value; AssertionError with the last value
+    otherwise."""
     clock = asyncio.get_running_loop().time
     deadline = clock() + within
     while True:

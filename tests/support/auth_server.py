@@ -1,11 +1,11 @@
-"""An auth server that says what a test wants, on a thread.
+"""An auth server in a thread, with answers that the test chooses.
 
 with AuthServer() as server:            AuthServer(tls=context) speaks HTTPS
-    server.grant(entry("^t$", "publish"), ttl=60, identity="me")      what every further query gets
-    server.answer(b"no", status=500)                                  any other answer
-    server.address, server.url          for --auth-http-address
-    server.queries                      what was asked: Query(method, path, fields, headers, body)
-    server.stalled.set()                accept connections and say nothing until it is cleared
+server.grant(entry("^t$", "publish"), ttl=60, identity="me")      the answer to all further queries
+server.answer(b"no", status=500)                                  any other answer server.address,
+server.url          for --auth-http-address server.queries                      the queries:
+Query(method, path, fields, headers, body) server.stalled.set()                accept connections
+but do not answer until it is cleared
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from urllib.parse import parse_qs, urlsplit
 class Query(NamedTuple):
     method: str
     path: str
-    """With the query string, as it came."""
+    """With the query string, not decoded."""
     headers: dict[str, str]
     body: bytes
 
     @property
     def fields(self) -> dict[str, str]:
-        """What was asked, by GET or by POST."""
+        """The fields of the query, by GET or POST."""
         listed = json.loads(self.body) if self.body else parse_qs(urlsplit(self.path).query, True)
         assert all(len(values) == 1 for values in listed.values()), listed
         return {name: values[0] for name, values in listed.items()}
@@ -68,12 +68,13 @@ class AuthServer:
             daemon_threads = False
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """A client that left: not of interest."""
+                """A client has disconnected. Ignored."""
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self.port: int = self._server.server_address[1]
         if tls is not None:
-            # The handshake belongs to the request's thread, or a plain client would hold up everybody.
+            # The handshake runs in the thread of the request: otherwise a client without TLS would
+            # block all others.
             self._server.socket = tls.wrap_socket(
                 self._server.socket, server_side=True, do_handshake_on_connect=False
             )
@@ -103,7 +104,7 @@ class AuthServer:
 
 
 def unused_port() -> int:
-    """A port where nobody listens, for a moment at least."""
+    """A port on which nothing listens at present."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

@@ -35,7 +35,7 @@ ADDRESSES = ("tcp_address", "http_address", "https_address")
 
 
 class BrokerDied(Exception):
-    """The process did not come up; the text holds its stderr, status its exit status if it ended."""
+    """The process did not start; the text has its stderr, `status` its exit status if it ended."""
 
     def __init__(self, text: str, status: int | None) -> None:
         super().__init__(text)
@@ -43,7 +43,7 @@ class BrokerDied(Exception):
 
 
 class TestBroker:
-    """What every broker under test can do, however it runs. Flags are given in snake_case.
+    """What every broker under test can do, in a thread or as a process. Flags are in snake_case.
 
     Flag values are Python values: a float is a duration in seconds, a tuple a repeated flag.
     """
@@ -66,10 +66,10 @@ class TestBroker:
         self.close()
 
     def busy_s(self) -> float:
-        """How long its event loop has computed so far, in seconds of processor time."""
+        """Processor time of its event loop so far, in seconds."""
         raise NotImplementedError
 
-    # Lifetime, filled in below
+    # Start and stop, implemented by the subclasses
 
     def start(self) -> None:
         raise NotImplementedError
@@ -84,20 +84,20 @@ class TestBroker:
         self.start()
 
     def close(self) -> None:
-        """Stop, and remove the data path if it was ours."""
+        """Stop, and remove the data path if it was created here."""
         try:
             self.stop()
         finally:
             if self._own_directory:
                 shutil.rmtree(self._own_directory, ignore_errors=True)
 
-    # Talking to it
+    # Requests
 
     def connect(self, **arguments: Any) -> RawConnection:
         return RawConnection(self.address, **arguments)
 
     def publish(self, topic: str, *bodies: bytes) -> None:
-        """Publish on a connection of its own, in MPUBs of at most 1,000 messages."""
+        """Publish on a new connection, in MPUBs of at most 1,000 messages."""
         with self.connect() as connection:
             for start in range(0, len(bodies), 1000):
                 connection.mpub(topic, bodies[start : start + 1000])
@@ -116,7 +116,7 @@ class TestBroker:
         body: bytes | Iterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        """One HTTP request on a connection of its own, and its answer, whatever it is."""
+        """One HTTP request on a new connection, and its answer with any status."""
         with self.http_connect() as connection:
             return connection.request(method, target, body, headers)
 
@@ -144,7 +144,7 @@ class TestBroker:
         raise NotImplementedError
 
     def metadata(self) -> dict[str, Any]:
-        """What nsqd.dat says now; empty lists in place of null."""
+        """The present content of nsqd.dat; empty lists in place of null."""
         path = self.data_path / "nsqd.dat"
         content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"topics": []}
         content["topics"] = content["topics"] or []
@@ -172,8 +172,11 @@ class BrokerThread(TestBroker):
         from nsparq.server.daemon import Nsqd
 
         options = NsqdOptions(**{**self.flags, "data_path": str(self.data_path)})
+        self._start_thread(partial(Nsqd, files=self._files), options)
+        self.https_address = self.nsqd.https_address or None
+
+    def _start_thread(self, factory: Callable[[Any], Any], options: Any) -> None:
         started: Future[None] = Future()
-        factory = partial(Nsqd, files=self._files)
         self._thread = threading.Thread(target=self._run, args=(factory, options, started), daemon=True)
         self._thread.start()
         try:
@@ -183,7 +186,6 @@ class BrokerThread(TestBroker):
             raise
         self.address = self.nsqd.tcp_address
         self.http_address = self.nsqd.http_address or None
-        self.https_address = self.nsqd.https_address or None
 
     def _run(self, factory: Callable[[Any], Any], options: Any, started: Future[None]) -> None:
         async def serve() -> None:
@@ -225,16 +227,15 @@ class BrokerThread(TestBroker):
 
     def call(self, function: Callable[[Any], T]) -> T:
         """Run function(nsqd.broker) in the event loop thread and return its result."""
-        result: Future[T] = Future()
+        return self.call_daemon(lambda nsqd: function(nsqd.broker))
 
-        def run() -> None:
-            try:
-                result.set_result(function(self.nsqd.broker))
-            except BaseException as error:
-                result.set_exception(error)
+    def call_daemon(self, function: Callable[[Any], T]) -> T:
+        """The same with the daemon itself."""
 
-        self.loop.call_soon_threadsafe(run)
-        return result.result(DEADLINE)
+        async def run() -> T:
+            return function(self.nsqd)
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(DEADLINE)
 
     def stats(self, topic: str = "", channel: str = "", include_clients: bool = True) -> dict[str, Any]:
         found = self.call(
@@ -264,10 +265,11 @@ class BrokerThread(TestBroker):
 
 
 class BrokerProcess(TestBroker):
-    """`python -m nsparq.server.main` (or the command given) as a real process; see forked.py for how.
+    """`python -m nsparq.server.main` (or the given command) as a real process, started by
+    forked.py.
 
-    stats() and control() use its HTTP API. stderr goes to the file `log`, and to this process's stderr at
-    stop, where pytest shows it for failed tests only.
+    stats() and control() use its HTTP API. stderr goes to the file `log`, and at close() to our
+    stderr, where pytest shows it for failed tests.
     """
 
     def __init__(
@@ -299,7 +301,8 @@ class BrokerProcess(TestBroker):
         return found
 
     def launch(self) -> subprocess.Popen[bytes] | ForkedProcess:
-        """Start the process without waiting for anything; for tests of starts that must fail."""
+        """Start the process without waiting until it listens; for tests of starts that must
+        fail."""
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(SOURCE), environment.get("PYTHONPATH")))
@@ -326,7 +329,7 @@ class BrokerProcess(TestBroker):
             self.https_address = self._await_address("HTTPS", offset, deadline)
 
     def _await_address(self, kind: str, offset: int, deadline: float) -> Address:
-        """Where the process says it listens, in the log from here on."""
+        """The address on which the process listens, from its log after `offset`."""
         assert self.process is not None
         while not (found := re.search(rf" {kind}: listening on (\S+)", self._log_since(offset))):
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -341,7 +344,7 @@ class BrokerProcess(TestBroker):
             return log.read().decode(errors="replace")
 
     def stderr_text(self) -> str:
-        """Everything the process has written to stderr, over all its lives."""
+        """Everything the process wrote to stderr, over all restarts."""
         return self._log_since(0)
 
     def busy_s(self) -> float:
@@ -363,12 +366,12 @@ class BrokerProcess(TestBroker):
             raise AssertionError(f"still running after {timeout} s:\n{self.stderr_text()}") from None
 
     def terminate(self, timeout: float = STOP_TIMEOUT) -> int:
-        """SIGTERM, wait; the exit status."""
+        """Send SIGTERM and wait; the exit status."""
         self.signal(signal.SIGTERM)
         return self.wait(timeout)
 
     def kill(self) -> None:
-        """SIGKILL, as a crash; the data path stays for restart()."""
+        """Send SIGKILL, like a crash; the data path stays for restart()."""
         if self.alive():
             self.signal(signal.SIGKILL)
             self.wait()
@@ -390,7 +393,7 @@ class BrokerProcess(TestBroker):
             sys.stderr.write(self.stderr_text()[-20_000:])
             self.log.unlink(missing_ok=True)
 
-    # By the HTTP API
+    # HTTP API
 
     def stats(self, topic: str = "", channel: str = "", include_clients: bool = True) -> dict[str, Any]:
         query = {"format": "json", "include_mem": "false", "include_clients": str(include_clients).lower()}
@@ -444,7 +447,8 @@ def _parse_address(text: str) -> Address:
 
 
 def _is_race_of_uvloop(context: dict[str, Any]) -> bool:
-    """uvloop answers a TLS peer that hangs up, also when the socket has been closed meanwhile."""
+    """A defect of uvloop: it answers a TLS peer that closes, even when the socket is already
+    closed."""
     is_closed = "the handler is closed" in str(context.get("exception"))
     return is_closed and context.get("message") == "Fatal error on SSL protocol"
 

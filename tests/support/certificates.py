@@ -1,13 +1,13 @@
-"""Certificates for tests, made when first asked for and once per process.
+"""Certificates for tests, created on first use, once per process.
 
-certificates() -> Certificates      paths of PEM files, in a directory that goes at the end of the process
+certificates() -> Certificates      paths of PEM files, in a directory that is removed at exit
 
     ca.pem                          the authority
     server.pem server.key           for localhost and 127.0.0.1, signed by it
     client.pem client.key           common name `client`, signed by it
-    foreign.pem foreign.key         common name `foreign`, signed by an authority of its own
+    foreign.pem foreign.key         common name `foreign`, signed by another authority
 
-issue(directory, name, ...)         further ones, for reloads and odd cases
+issue(directory, name, ...)         more certificates, for reloads and special cases
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Key = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
 
 @dataclass(frozen=True)
 class Pair:
-    """A certificate and its key: paths for programs, objects for signing others."""
+    """A certificate and its key: paths for programs, objects to sign others."""
 
     cert: Path
     key: Path
@@ -54,11 +54,11 @@ class Certificates:
     foreign: Pair
 
     def server_flags(self, **more: object) -> dict[str, object]:
-        """What makes an nsqd speak TLS."""
+        """The flags that enable TLS in nsqd."""
         return {"tls_cert": str(self.server.cert), "tls_key": str(self.server.key), **more}
 
     def client_context(self, pair: Pair | None = None) -> ssl.SSLContext:
-        """A client that trusts our server, and shows the certificate given."""
+        """A client context that trusts our server and presents the given certificate."""
         context = ssl.create_default_context(cafile=self.ca.cert)
         if pair is not None:
             context.load_cert_chain(pair.cert, pair.key)
@@ -90,7 +90,8 @@ def issue(
     use_rsa: bool = False,
     passphrase: bytes = b"",
 ) -> Pair:
-    """Write name.pem and name.key. Without a signer it signs itself; hosts make it a server's."""
+    """Write name.pem and name.key. Without a signer it is self-signed; with hosts it is for a
+    server."""
     key: Key = rsa.generate_private_key(65_537, 2048) if use_rsa else ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name(
         [

@@ -1,6 +1,6 @@
-"""A V2 connection that hides nothing: what a test sends are bytes, what it reads are frames.
+"""A raw V2 connection: tests send bytes and read frames.
 
-It shares no code with the package under test, so that a mistake in our own codec cannot hide itself.
+It shares no code with the package under test, so that a mistake in our codec cannot hide itself.
 Every read has a deadline.
 """
 
@@ -32,7 +32,7 @@ def family_of(address: Address) -> socket.AddressFamily:
 
 
 def wait_readable(connection: socket.socket, seconds: float) -> bool:
-    """poll, not select: with a thousand connections open, descriptors are beyond what select takes."""
+    """With poll: select cannot handle descriptors above 1023."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
@@ -59,7 +59,7 @@ def as_bytes(value: bytes | str | int) -> bytes:
 
 
 def sized(body: bytes) -> bytes:
-    """The body with its 32-bit length in front."""
+    """The body after its 32-bit length."""
     return struct.pack(">i", len(body)) + body
 
 
@@ -75,7 +75,7 @@ def parse_message(data: bytes) -> Message:
 
 
 class RawConnection:
-    """One blocking connection; see the package docstring for what it offers."""
+    """One blocking connection; the package docstring lists its methods."""
 
     def __init__(self, address: Address, *, magic: bytes = MAGIC, timeout: float = DEADLINE) -> None:
         self.timeout = timeout
@@ -133,14 +133,14 @@ class RawConnection:
         self.command("NOP")
 
     def end_of_stream(self) -> None:
-        """Half close: the server sees end of stream, we can still read its last words."""
+        """Half close: the server sees the end of the stream, and we can still read its answers."""
         self.socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self.socket.close()
 
     def abort(self) -> None:
-        """Close with a reset, as a vanishing process does."""
+        """Close with a reset, as a killed process may."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
@@ -181,9 +181,9 @@ class RawConnection:
         self.expect_response(b"CLOSE_WAIT")
 
     def barrier(self) -> None:
-        """Return once the server has handled everything sent so far (subscribed connections only).
+        """Return once the server has executed everything sent so far (subscribed connections only).
 
-        FIN of an id that cannot exist is answered and harmless. Frames that came first are kept for later.
+        FIN of an impossible id is answered with an error and is harmless. Earlier frames are kept.
         """
         self.fin(UNKNOWN_ID)
         wanted = Frame(ERROR, b"E_FIN_FAILED FIN " + UNKNOWN_ID + b" failed ID not in flight")
@@ -195,7 +195,8 @@ class RawConnection:
     # Reading
 
     def read_raw_frame(self, timeout: float | None = None) -> Frame:
-        """The next frame, heartbeats included and unanswered. Raises TimeoutError or ConnectionClosed."""
+        """The next frame, heartbeats included and unanswered. Raises TimeoutError or
+        ConnectionClosed."""
         if self._frames:
             return self._frames.popleft()
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
@@ -209,7 +210,7 @@ class RawConnection:
         return Frame(kind, data)
 
     def read_frame(self, timeout: float | None = None) -> Frame:
-        """The next frame that is no heartbeat; those are counted and answered with NOP."""
+        """The next frame that is not a heartbeat; heartbeats are counted and answered with NOP."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         while True:
             frame = self.read_raw_frame(max(0.0, deadline - time.monotonic()))
@@ -226,7 +227,8 @@ class RawConnection:
     def read_messages(
         self, count: int, timeout: float | None = None, *, finish: bool = False
     ) -> list[Message]:
-        """Exactly count messages within timeout together; with finish, each is answered with FIN."""
+        """Exactly count messages within timeout together; with finish, each is answered with
+        FIN."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         messages: list[Message] = []
         while len(messages) < count:
@@ -247,17 +249,17 @@ class RawConnection:
         self.expect_response(b"OK", timeout)
 
     def expect_error(self, text: bytes | str, timeout: float | None = None) -> None:
-        """This very error frame; the connection may go on."""
+        """Exactly this error frame; the connection may stay open."""
         frame = self.read_frame(timeout)
         assert frame == (ERROR, as_bytes(text)), f"expected error {text!r}, got {frame}"
 
     def expect_fatal(self, text: bytes | str, timeout: float | None = None) -> None:
-        """This very error frame, then end of stream."""
+        """Exactly this error frame, then end of stream."""
         self.expect_error(text, timeout)
         self.expect_closed(timeout)
 
     def expect_closed(self, timeout: float | None = None) -> None:
-        """End of stream (or a reset) without any further frame, heartbeats apart."""
+        """End of stream (or a reset) without another frame, except heartbeats."""
         try:
             frame = self.read_frame(timeout)
         except (ConnectionClosed, ConnectionResetError, BrokenPipeError):
@@ -275,7 +277,7 @@ class RawConnection:
         raise AssertionError(f"expected silence, got {frame}")
 
     def _fill(self, count: int, deadline: float) -> None:
-        """Have at least count bytes of input; what was read stays there when the deadline passes."""
+        """Read at least `count` bytes of input. They are kept if the deadline passes."""
         while len(self._input) < count:
             remaining = max(0.0, deadline - time.monotonic())
             if not wait_readable(self.socket, remaining):

@@ -1,5 +1,5 @@
-"""How many examples a property is tried with: few in an ordinary run, since each run draws others, and all of
-them with NSPARQ_THOROUGH=1 in the environment, for whoever has changed the code behind a property."""
+"""How many examples a property test tries: a third in an ordinary run, because each run draws
+others, and all with NSPARQ_THOROUGH=1 in the environment, after a change of the code under test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 IS_THOROUGH = os.environ.get("NSPARQ_THOROUGH", "") not in ("", "0")
 SHARE = 3
-"""One example in so many is tried in an ordinary run."""
+"""An ordinary run tries one example in this many."""
 
 
 def examples(count: int) -> int:

@@ -1,7 +1,7 @@
-"""What Spark's file sink has committed, read without Spark.
+"""Reads what Spark's file sink has committed, without Spark.
 
-The directory also holds files of batches that were never finished; which ones count is in the sink's log,
-a file per batch, with every tenth one holding all entries before it.
+The directory also has files of unfinished batches. The sink's log says which files count: one log
+file for each batch, and every tenth one repeats all earlier entries.
 """
 
 from __future__ import annotations

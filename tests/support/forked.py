@@ -1,10 +1,12 @@
-"""Daemons and tools as processes that start quickly: a process that has loaded their modules forks them.
+"""Starts daemons and tools quickly: it forks them from a process that has already imported their
+modules.
 
-forked() does what Popen of `python -m nsparq.server.main ...` would do: the same main() is called with the
-same arguments, in a process of its own, which ends as any Python process does. But its modules have been
-loaded already, which is three quarters of a start's processor time.
+forked() does the same as Popen of `python -m nsparq.server.main ...`: it calls main() with the same
+arguments in a new process, which ends like any Python process. Imports are three quarters of the
+processor time of a start, and here they are already done.
 
-The process that forks is started on demand, once for each process that runs tests, and ends with it.
+The process that forks is started on first use, once for each process that runs tests, and ends with
+it.
 """
 
 from __future__ import annotations
@@ -31,16 +33,16 @@ LOADED = {
     "nsparq.lookup.main": "nsparq.lookup.daemon",
     "nsparq.admin.main": "nsparq.admin.daemon",
 }
-"""Daemons' modules with a main(), and what that imports late."""
+"""Modules of daemons with a main(), and the modules that main() imports."""
 TOOLS = [
     f"nsparq.tools.{name}" for name in ("nsq_stat", "nsq_tail", "nsq_to_file", "nsq_to_http", "nsq_to_nsq")
 ]
 TOOLS.append("nsparq.tools.to_nsq")
-LONGEST_WISH = 1 << 17
+MAX_REQUEST = 1 << 17
 
 
 def _variables() -> dict[str, str]:
-    """Those of the environment that may matter to a daemon. pytest sets the one, load_runner() the other."""
+    """The environment without the variables that pytest and load_runner() set."""
     ignored = ("PYTEST_CURRENT_TEST", "OPENBLAS_NUM_THREADS")
     return {name: value for name, value in os.environ.items() if name not in ignored}
 
@@ -49,7 +51,7 @@ USUAL = _variables()
 
 
 class ForkedProcess:
-    """As much of a subprocess.Popen as the tests use."""
+    """The part of subprocess.Popen that the tests use."""
 
     def __init__(self, parent: _Parent, pid: int, args: list[str]) -> None:
         self.pid = pid
@@ -83,13 +85,14 @@ class ForkedProcess:
 
 
 class _Parent:
-    """The process that forks. It says in lines of JSON whom it has forked, and how each of them ended."""
+    """The process that forks. It reports in lines of JSON which processes it forked, and how they
+    ended."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__], stdin=_taken, stdout=subprocess.PIPE, env=environment
+            [sys.executable, "-P", __file__], stdin=_requests_end, stdout=subprocess.PIPE, env=environment
         )
-        _taken.close()
+        _requests_end.close()
         assert self._process.stdout is not None
         self._output = self._process.stdout
         self._lock = threading.Lock()
@@ -99,15 +102,16 @@ class _Parent:
         atexit.register(self.close)
 
     def fork(self, module: str, arguments: list[str], is_strict: bool, files: Sequence[int]) -> ForkedProcess:
-        wish = {"module": module, "arguments": arguments, "is_strict": is_strict, "directory": os.getcwd()}
+        request = {"module": module, "arguments": arguments, "is_strict": is_strict, "directory": os.getcwd()}
         with self._lock:
-            socket.send_fds(_wishes, [json.dumps(wish).encode()], files)
+            socket.send_fds(_requests, [json.dumps(request).encode()], files)
             while not self._forked:
                 self._listen(1.0)
             return ForkedProcess(self, self._forked.pop(), [module, *arguments])
 
     def status(self, pid: int, timeout: float) -> int | None:
-        """As Popen.returncode: minus the signal's number if one has ended it, None while it runs."""
+        """Like Popen.returncode: minus the number of the signal that ended it, None while it
+        runs."""
         with self._lock:
             if pid not in self._ended:
                 self._listen(timeout)
@@ -120,23 +124,23 @@ class _Parent:
         assert read, "the process that forks others has ended"
         *lines, self._unread = (self._unread + read).split(b"\n")
         for line in lines:
-            said = json.loads(line)
-            if "status" in said:
-                self._ended[said["pid"]] = said["status"]
+            report = json.loads(line)
+            if "status" in report:
+                self._ended[report["pid"]] = report["status"]
             else:
-                self._ended.pop(said["pid"], None)  # of one that had this number before
-                self._forked.append(said["pid"])
+                self._ended.pop(report["pid"], None)  # an earlier process with the same pid
+                self._forked.append(report["pid"])
 
     def close(self) -> None:
-        _wishes.close()
+        _requests.close()
         self._output.close()
         self._process.wait()
 
 
-# Made here, since a test that left a socket of its own would fail.
-_wishes, _taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-atexit.register(_wishes.close)
-atexit.register(_taken.close)
+# Created at import: the guards would report a socket that a test creates and leaves.
+_requests, _requests_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+atexit.register(_requests.close)
+atexit.register(_requests_end.close)
 _parents: list[_Parent] = []
 _lock = threading.Lock()
 
@@ -144,9 +148,9 @@ _lock = threading.Lock()
 def forked(
     command: Sequence[str], arguments: list[str], files: Sequence[int], environment: Mapping[str, str]
 ) -> ForkedProcess | None:
-    """The command as a forked process; `files` are its standard input, output and error. None if it has to be
-    started in the ordinary way: for another program, for a terminal, or for an environment on which what is
-    loaded may depend."""
+    """The command as a forked process; `files` are its standard input, output and error. None if it
+    has to be started with Popen: another program, a terminal, or a changed environment on which
+    imports may depend."""
     module = command[-1]
     is_daemon = module in LOADED and [*command] == [sys.executable, "-m", module]
     is_tool = module in TOOLS and [*command] == [sys.executable, "-W", "error", "-m", module]
@@ -167,39 +171,39 @@ def main() -> None:
         load_runner(partial(importlib.import_module, late))
     for module in TOOLS:
         importlib.import_module(module)
-    _wishes.close()
-    _taken.close()
-    wishes = socket.socket(fileno=0)
+    _requests.close()
+    _requests_end.close()
+    requests = socket.socket(fileno=0)
     wake, woken = os.pipe()
     for end in (wake, woken):
         os.set_blocking(end, False)
     signal.set_wakeup_fd(woken)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # Whoever stops the tests from a terminal sends it to all; this process ends with its input.
+    # Ctrl-C in a terminal goes to all processes; this one ends when its input ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        ready = select.select([wishes, wake], [], [])[0]
+        ready = select.select([requests, wake], [], [])[0]
         if wake in ready:
             os.read(wake, 1 << 16)
-            _tell_who_ended()
-        if wishes in ready:
-            wish, files, _, _ = socket.recv_fds(wishes, LONGEST_WISH, 3)
-            if not wish:
+            _report_ended()
+        if requests in ready:
+            request, files, _, _ = socket.recv_fds(requests, MAX_REQUEST, 3)
+            if not request:
                 return
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 os.close(wake)
                 os.close(woken)
-                wishes.detach()
-                _become(**json.loads(wish), files=files)
+                requests.detach()
+                _become(**json.loads(request), files=files)
             for file in files:
                 os.close(file)
-            _say(pid=pid)
+            _report(pid=pid)
 
 
 def _become(module: str, arguments: list[str], is_strict: bool, directory: str, files: list[int]) -> None:
-    """The daemon or tool itself, which ends as any program does. A strict one has warnings as errors."""
+    """Run the daemon or tool in the forked process. If it is strict, warnings are errors."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, file in enumerate(files):
@@ -212,7 +216,7 @@ def _become(module: str, arguments: list[str], is_strict: bool, directory: str, 
     sys.exit(sys.modules[module].main())
 
 
-def _tell_who_ended() -> None:
+def _report_ended() -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -220,10 +224,10 @@ def _tell_who_ended() -> None:
             return
         if not pid:
             return
-        _say(pid=pid, status=os.waitstatus_to_exitcode(status))
+        _report(pid=pid, status=os.waitstatus_to_exitcode(status))
 
 
-def _say(**facts: int) -> None:
+def _report(**facts: int) -> None:
     os.write(1, json.dumps(facts).encode() + b"\n")
 
 

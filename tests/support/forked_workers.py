@@ -1,10 +1,11 @@
-"""Python processes of Spark's that start quickly: a process that has loaded their modules forks them.
+"""Starts Spark's Python processes quickly: it forks them from a process that has imported their
+modules.
 
-Spark starts a Python process for each stream, and others that plan what is read and written. Loading pyspark,
-NumPy and Arrow is most of their processor time. python_for_spark() gives the path of a program that Spark
-takes for its Python. If it is to run a module, it hands its arguments, environment, directory and standard
-files to the process that forks, and stands for the forked process until that ends. Whoever ends the program
-ends the forked process.
+Spark starts a Python process for each stream, and others that plan reads and writes. Importing
+pyspark, NumPy and Arrow is most of their processor time. python_for_spark() returns the path of a
+program that Spark uses as its Python. To run a module, the program sends its arguments,
+environment, directory and standard files to the process that forks, and waits until the forked
+process ends. If the program is ended, so is the forked process.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LOADED = (
     "nsparq.spark.sink.writers",
 )
 
-# Without the site module and with few imports it starts in a hundredth of a second.
+# It starts in a hundredth of a second: without the site module and with few imports.
 PROGRAM = """\
 #!{starter} -IS
 import _socket, marshal, os, sys
@@ -56,7 +57,7 @@ os._exit((forking.recv(1) or b"\\1")[0])
 
 @contextmanager
 def python_for_spark(directory: Path, python: str = sys.executable) -> Iterator[Path]:
-    """The path of the program, which stands for `python` and works as long as the block lasts."""
+    """The path of the program, which replaces `python` and works inside the block."""
     program, address = directory / "python", str(directory / "forking")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -65,7 +66,7 @@ def python_for_spark(directory: Path, python: str = sys.executable) -> Iterator[
             [python, __file__, str(listener.fileno())],
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
-            # The threads of NumPy's linear algebra would be missing in what is forked.
+            # Threads of NumPy's linear algebra would not exist in forked processes.
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         )
     program.write_text(PROGRAM.format(starter=sys.executable, python=python, address=address))
@@ -80,15 +81,16 @@ def python_for_spark(directory: Path, python: str = sys.executable) -> Iterator[
 
 
 def main() -> None:
-    # Not the directory of this file: modules in it have names that others have too.
+    # Not the directory of this file: its modules have the same names as others.
     sys.path[0] = os.getcwd()
     for module in LOADED:
-        # If it cannot be loaded, with an older Spark or without nsparq, whoever needs it will say so.
+        # An import may fail with an older Spark or without nsparq. If a test needs it, the test
+        # will fail.
         with suppress(Exception):
             importlib.import_module(module)
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    # Whoever stops the tests from a terminal sends it to all; this process ends with its input.
+    # Ctrl-C in a terminal goes to all processes; this one ends when its input ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         while 0 not in select.select([0, listener], [], [])[0]:
@@ -100,7 +102,7 @@ def main() -> None:
 
 
 def _become(connection: socket.socket) -> None:
-    """What the program would have been, if it were Python."""
+    """Run the module in the forked process, as the program's Python would."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _, standard, _, _ = socket.recv_fds(connection, 1, 3)
@@ -114,7 +116,7 @@ def _become(connection: socket.socket) -> None:
     os.chdir(directory)
     sys.path[:1] = [directory, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = [module, *arguments]
-    # If the program ends, its end of the connection is closed, and this process gets the signal.
+    # When the program ends, the connection closes and this process gets SIGTERM.
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGTERM)
     fcntl.fcntl(connection, fcntl.F_SETFL, os.O_ASYNC)

@@ -1,9 +1,9 @@
-"""Data directories as NSQ's own nsqd leaves them: nsqd.dat and disk queues, written byte by byte.
+"""Writes data directories in the format of NSQ's nsqd: nsqd.dat and disk queues.
 
 queue = GoQueue(path, "topic", "channel")
 queue.write(GoMessage(b"one"), GoMessage(b"two", attempts=3), max_bytes=100)    rolls like NSQ
-queue.consume(1)            moves the read side, and removes files read to their end
-queue.save()                writes the state, as a clean stop does
+queue.consume(1)            moves the read position, and removes files that were read to the end
+queue.save()                writes the state, like a clean stop
 write_metadata(path, {"topic": ["channel"]}, paused=["topic:channel"])
 """
 
@@ -49,7 +49,7 @@ class GoQueue:
         self.read_side = (0, 0)
         self.write_side = (0, 0)
         self._ends: list[tuple[int, int]] = []
-        """The side behind each record not yet consumed."""
+        """The position after each record that is not consumed."""
 
     def data_path(self, number: int) -> Path:
         return self._directory / f"{self._name}.diskqueue.{number:06d}.dat"
@@ -89,7 +89,8 @@ class GoQueue:
 
 
 def write_metadata(directory: Path, topics: Mapping[str, Iterable[str]], paused: Iterable[str] = ()) -> None:
-    """nsqd.dat: topics with their channels; `paused` names topics, and channels as topic:channel."""
+    """nsqd.dat: topics with their channels; `paused` names topics, and channels as
+    topic:channel."""
     content = {
         "topics": [
             {

@@ -1,11 +1,11 @@
-"""An HTTP/1.1 client that hides nothing: what a test sends are bytes, what it reads is a whole answer.
+"""A raw HTTP/1.1 client: tests send bytes and read whole answers.
 
-with HttpConnection(address) as connection:                address: (host, port) or the path of a Unix socket
-    connection.request("POST", "/pub?topic=t", b"body")    -> Answer(status, reason, headers, body)
-    connection.request("POST", "/pub?topic=t", [b"bo", b"dy"])     a list of pieces goes out chunked
-    connection.send(b"GET /ping HTTP/1.1\r\n")             raw bytes, in any pieces
-    connection.read_answer(), connection.expect_closed()
-HttpConnection(address, tls=context) speaks TLS. Connections are kept alive unless a test says otherwise.
+with HttpConnection(address) as connection:                address: (host, port) or the path of a
+Unix socket connection.request("POST", "/pub?topic=t", b"body")    -> Answer(status, reason,
+headers, body) connection.request("POST", "/pub?topic=t", [b"bo", b"dy"])     a list of pieces goes
+out chunked connection.send(b"GET /ping HTTP/1.1\r\n")             raw bytes, in any pieces
+connection.read_answer(), connection.expect_closed() HttpConnection(address, tls=context) speaks
+TLS. Connections are kept alive by default.
 
 It shares no code with the package under test and corrects nothing. Every read has a deadline.
 """
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
     body: bytes
 
     def header(self, name: str) -> str | None:
-        """The value, None if there is no such header; a header that stands twice fails the test."""
+        """The value; None if the header is missing. A repeated header fails the test."""
         found = [value for known, value in self.headers if known.lower() == name.lower()]
         assert len(found) < 2, self.headers
         return found[0] if found else None
@@ -46,13 +46,13 @@ class Answer(NamedTuple):
         return json.loads(self.body)
 
     def expect_error(self, status: int, code: str) -> None:
-        """NSQ's JSON error, to the byte, with its headers."""
+        """Exactly NSQ's JSON error, with its headers."""
         assert (self.status, self.body) == (status, b'{"message":"%b"}' % code.encode()), self
         assert self.header("Content-Type") == JSON
         assert self.header("X-NSQ-Content-Type") == NSQ_HEADER
 
     def expect_text(self, text: str) -> None:
-        """Status 200 with this text, as it is; an empty one has no type."""
+        """Status 200 with exactly this text; an empty text has no Content-Type."""
         assert (self.status, self.body) == (200, text.encode()), self
         assert self.header("Content-Type") == (TEXT if text else None)
         assert self.body or self.header("Content-Length") == "0"
@@ -83,7 +83,8 @@ def encode_request(
     body: bytes | Iterable[bytes] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> bytes:
-    """One request: body bytes go with Content-Length, pieces go chunked. Headers given replace ours."""
+    """One request. Bytes are sent with Content-Length, a list of pieces is sent chunked. `headers`
+    replace ours."""
     fields = {"Host": "test"}
     if isinstance(body, bytes):
         fields["Content-Length"] = str(len(body))
@@ -136,12 +137,12 @@ class HttpConnection:
         self.socket.close()
 
     def abort(self) -> None:
-        """Close with a reset, as a vanishing process does."""
+        """Close with a reset, as a killed process may."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
     def end_of_stream(self) -> None:
-        """Half close: the server sees end of stream, we can still read its answers."""
+        """Half close: the server sees the end of the stream, and we can still read its answers."""
         self.socket.shutdown(socket.SHUT_WR)
 
     # Sending
@@ -208,7 +209,7 @@ class HttpConnection:
         return self.read_to_end(max(0.0, deadline - time.monotonic()))
 
     def read_to_end(self, timeout: float | None = None) -> bytes:
-        """Whatever comes until the server closes (or resets) the connection."""
+        """All bytes until the server closes (or resets) the connection."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         try:
             while True:
@@ -219,7 +220,7 @@ class HttpConnection:
             return found
 
     def expect_closed(self, timeout: float | None = None) -> None:
-        """End of stream (or a reset) without any further byte."""
+        """End of stream (or a reset) without another byte."""
         try:
             rest = self.read_to_end(timeout)
         except TimeoutError:
@@ -233,13 +234,13 @@ class HttpConnection:
         return taken
 
     def _take_until(self, end: bytes, deadline: float) -> bytes:
-        """Up to the end given, which is taken too but not returned."""
+        """The bytes up to `end`, which is removed but not returned."""
         while (position := self._input.find(end)) < 0:
             self._fill(len(self._input) + 1, deadline)
         return self._take(position + len(end), deadline)[: -len(end)]
 
     def _fill(self, count: int, deadline: float) -> None:
-        """Have at least count bytes of input; what was read stays there when the deadline passes."""
+        """Read at least `count` bytes of input. They are kept if the deadline passes."""
         while len(self._input) < count:
             remaining = max(0.0, deadline - time.monotonic())
             pending = isinstance(self.socket, ssl.SSLSocket) and self.socket.pending()
@@ -248,7 +249,7 @@ class HttpConnection:
             self.socket.settimeout(max(0.05, remaining))
             try:
                 received = self.socket.recv(1 << 20)
-            except ssl.SSLEOFError:  # an end of stream without TLS's own goodbye
+            except ssl.SSLEOFError:  # the stream ended without close_notify
                 received = b""
             if not received:
                 raise ConnectionClosed(f"stream ended after {bytes(self._input[:200])!r}")

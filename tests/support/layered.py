@@ -1,12 +1,12 @@
-"""A V2 connection with transport layers, by means of its own: it shares no code with the package under test.
+"""A raw V2 connection with TLS, snappy and deflate. It shares no code with the package under test.
 
-with LayeredConnection(address) as connection:
-    reply = connection.upgrade(tls=context, snappy=True)    IDENTIFY, each layer begun, each OK awaited
-    connection.pub(...)                                     everything else as with RawConnection
+with LayeredConnection(address) as connection: reply = connection.upgrade(tls=context, snappy=True)
+IDENTIFY, start each layer, wait for each OK connection.pub(...)
+everything else like RawConnection
 
-connection.begin_tls(context, server_name)  begin_snappy()  begin_deflate()     the steps, one by one
-connection.wire                             every byte that came from the socket since the first layer began
-connection.snappy.chunks                    (type, contents) of the chunks received
+connection.begin_tls(context, server_name)  begin_snappy()  begin_deflate()     the steps, one by
+one connection.wire                             every byte that came from the socket since the first
+layer began connection.snappy.chunks                    (type, contents) of the chunks received
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def snappy_chunk(kind: int, body: bytes) -> bytes:
 
 
 class Snappy:
-    """The framing format. Clients differ in what they send, so that can be chosen."""
+    """The framing format. Clients differ in what they send, so it can be chosen."""
 
     def __init__(self, *, identify_always: bool = False, stored: bool = False, before: bytes = b"") -> None:
         self.identify_always = identify_always
@@ -102,10 +102,10 @@ class Tls:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=server_name)
         self.is_ended = False
-        """Whether the server said so inside TLS, before it closed."""
+        """Whether the server sent close_notify before it closed."""
 
     def shake(self, data: bytes) -> tuple[bytes, bool]:
-        """What to send next, and whether that is all."""
+        """The bytes to send next, and whether the handshake is done."""
         self._incoming.write(data)
         try:
             self.tls.do_handshake()
@@ -132,7 +132,7 @@ class Tls:
 
 
 class LayeredConnection(RawConnection):
-    """See above."""
+    """See the module docstring."""
 
     tls: Tls | None = None
     snappy: Snappy | None = None
@@ -170,9 +170,10 @@ class LayeredConnection(RawConnection):
     def begin_tls(
         self, context: ssl.SSLContext, server_name: str = "localhost", *, begun: Tls | None = None
     ) -> None:
-        """The handshake; raises ssl.SSLError, or ConnectionClosed if the server just went.
+        """The handshake. Raises ssl.SSLError, or ConnectionClosed if the server closed the
+        connection.
 
-        With `begun` its first bytes are on their way already.
+        With `begun` its first bytes were already sent.
         """
         layer = begun or Tls(context, server_name)
         if begun is None:
@@ -201,7 +202,7 @@ class LayeredConnection(RawConnection):
 
     def _begin(self, layer: Coding) -> None:
         self._codings.append(layer)
-        # What came behind the last frame is of the new layer already.
+        # Bytes after the last frame already belong to the new layer.
         rest, self._input = bytes(self._input), bytearray()
         if len(self._codings) == 1:
             self.wire += rest
@@ -213,7 +214,7 @@ class LayeredConnection(RawConnection):
         super().send(data)
 
     def send_wire(self, data: bytes) -> None:
-        """Bytes as they are, past the layers."""
+        """Send bytes without the layers."""
         super().send(data)
 
     def _fill(self, count: int, deadline: float) -> None:

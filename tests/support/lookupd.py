@@ -1,19 +1,18 @@
-"""nsqlookupd for tests, in a thread of this process or as a real process, and a raw connection to it.
+"""nsqlookupd for tests, in a thread of this process or as a real process, and a raw connection to
+it.
 
-LookupdThread(**flags), LookupdProcess(**flags)     flags in snake_case, floats are seconds; context managers
-    start() stop() restart() close()        as BrokerThread and BrokerProcess
-    connect() -> LookupdConnection          a V1 connection that has said only its magic
-    peer(**fields) -> LookupdConnection     one that has identified itself as an nsqd
-    get(path, **query), post(path, **query) HTTP; the body of a 200, parsed if it is JSON
-    lookup(topic) nodes() topics() channels(topic) debug()
-    request(method, target)                 any answer
-LookupdConnection
-    identify(**fields) -> dict              with NSQD's fields unless given; None leaves one out
-    register(topic, channel="") unregister(topic, channel="") ping()        wait for OK
-    command(...) read_reply() -> bytes      expect_reply(data) expect_fatal(text) expect_closed()
+LookupdThread(**flags), LookupdProcess(**flags)     flags in snake_case, floats are seconds; context
+managers start() stop() restart() close()        like BrokerThread and BrokerProcess connect() ->
+LookupdConnection          a V1 connection that has sent only its magic peer(**fields) ->
+LookupdConnection     one that has identified itself as an nsqd get(path, **query), post(path,
+**query) HTTP; the body of a 200, parsed if it is JSON lookup(topic) nodes() topics()
+channels(topic) debug() request(method, target)                 the answer, with any status
+LookupdConnection identify(**fields) -> dict              with NSQD's fields unless given; None
+leaves one out register(topic, channel="") unregister(topic, channel="") ping()        wait for OK
+command(...) read_reply() -> bytes      expect_reply(data) expect_fatal(text) expect_closed()
 
-start_lookupd(**flags), start_lookupd_process(**flags)      ours, or the nsqlookupd named by the environment
-    variable NSPARQ_TEST_NSQLOOKUPD=/path/to/nsqlookupd (is_reference is then True).
+start_lookupd(**flags), start_lookupd_process(**flags)      ours, or the nsqlookupd named by the
+environment variable NSPARQ_TEST_NSQLOOKUPD=/path/to/nsqlookupd (is_reference is then True).
 """
 
 from __future__ import annotations
@@ -22,17 +21,12 @@ import json
 import os
 import struct
 import sys
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
-from .brokers import START_TIMEOUT, BrokerProcess, BrokerThread, TestBroker
+from .brokers import BrokerProcess, BrokerThread, TestBroker
 from .connection import Address, ConnectionClosed, RawConnection, as_bytes
 from .polling import DEADLINE
-
-T = TypeVar("T")
 
 # Another nsqlookupd to run the conformance suite against; empty means ours.
 REFERENCE_LOOKUPD = os.environ.get("NSPARQ_TEST_NSQLOOKUPD", "")
@@ -70,7 +64,7 @@ class LookupdConnection(RawConnection):
         self.expect_reply(b"OK", timeout)
 
     def expect_fatal(self, text: bytes | str, timeout: float | None = None) -> None:
-        """This very error, then end of stream."""
+        """Exactly this error, then end of stream."""
         self.expect_reply(text, timeout)
         self.expect_closed(timeout)
 
@@ -103,7 +97,7 @@ class LookupdConnection(RawConnection):
 
 
 class TestLookupd(TestBroker):
-    """What every nsqlookupd under test can do, however it runs."""
+    """What every nsqlookupd under test can do, in a thread or as a process."""
 
     __test__ = False
 
@@ -146,44 +140,23 @@ class TestLookupd(TestBroker):
 
 
 class LookupdThread(TestLookupd, BrokerThread):
-    """Our nsqlookupd on an event loop in a background thread of this process; `lookupd` is the daemon."""
+    """Our nsqlookupd on an event loop in a background thread of this process; `lookupd` is the
+    daemon."""
 
     def start(self) -> None:
         from nsparq.lookup.daemon import Nsqlookupd
         from nsparq.lookup.options import NsqlookupdOptions
 
         options = NsqlookupdOptions(**{**FLAGS, **_without_https(self.flags)})
-        started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(Nsqlookupd, options, started), daemon=True)
-        self._thread.start()
-        try:
-            started.result(START_TIMEOUT)
-        except BaseException:
-            self._thread = None
-            raise
-        self.address = self.lookupd.tcp_address
-        self.http_address = self.lookupd.http_address
+        self._start_thread(Nsqlookupd, options)
 
     @property
     def lookupd(self) -> Any:
         return self.nsqd
 
-    def call_daemon(self, function: Callable[[Any], T]) -> T:
-        """Run function(lookupd) in the event loop thread and return its result."""
-        result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(function(self.nsqd))
-            except BaseException as error:
-                result.set_exception(error)
-
-        self.loop.call_soon_threadsafe(run)
-        return result.result(10)
-
 
 class LookupdProcess(TestLookupd, BrokerProcess):
-    """`python -m nsparq.lookup.main` (or the command given) as a real process."""
+    """`python -m nsparq.lookup.main` (or the given command) as a real process."""
 
     def __init__(self, *, command: tuple[str, ...] = (), **flags: Any) -> None:
         command = command or (sys.executable, "-m", "nsparq.lookup.main")

@@ -1,4 +1,4 @@
-"""What is freed at once, and what would wait for the garbage collector."""
+"""Checks that objects are freed at once, without the garbage collector."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .polling import wait_until
 
 @contextmanager
 def freed_without_collecting(thing: object) -> Iterator[None]:
-    """The block drops the last reference to the thing, and that is the end of it."""
+    """The block drops the last reference to the object, which must then be freed."""
     watch = weakref.ref(thing)
     del thing
     gc.disable()
@@ -25,7 +25,7 @@ def freed_without_collecting(thing: object) -> Iterator[None]:
 
 @contextmanager
 def all_freed_without_collecting(kind: type) -> Iterator[None]:
-    """The block makes objects of this class, at least one. All of them are freed after it, or soon after."""
+    """The block creates objects of this class, at least one. All must be freed soon after it."""
     made: list[weakref.ref[object]] = []
     build = kind.__init__
 

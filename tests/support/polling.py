@@ -1,8 +1,8 @@
 """Waiting for a fact instead of sleeping, and names that no other test uses.
 
-Tests judge by counts, by order, or by a clock that they pass in. How long something took on this machine
-says nothing, because the machine may be busy with other things. So every wait has the same far DEADLINE, a
-safety net. `busy_s` tells how long a thread has computed, however long it had to wait for a processor.
+Tests judge by counts, by order, or by a clock that they pass in, not by elapsed time, because the
+machine may be busy. Every wait has the same long DEADLINE as a safety net. `busy_s` is the
+processor time of a thread, which does not include waiting for a processor.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ T = TypeVar("T")
 _numbers = itertools.count(1)
 
 DEADLINE = 60.0
-"""Seconds until a test gives up waiting. Less than pytest's limit for a test, so that the test itself can say
-what it has been waiting for."""
+"""Seconds until a test gives up waiting. Less than pytest's limit for a test, so that the test can
+report what it waited for."""
 
 
 def wait_until(
     fact: Callable[[], T], timeout: float = DEADLINE, *, interval: float = 0.01, what: object = ""
 ) -> T:
-    """Poll until fact() is truthy and return that value; AssertionError with the last value otherwise. It
-    names `what`; a function is asked for that then.
+    """Poll until fact() is truthy and return its value. Otherwise raise AssertionError with the
+    last value and `what`, which may be a function.
 
-    The interval grows to a tenth of the time waited so far, up to 50 ms: often a daemon is asked here,
-    and each question costs processor time.
+    The interval grows to a tenth of the time waited so far, up to 50 ms: a poll often asks a
+    daemon, which costs processor time.
     """
     started = time.monotonic()
     while True:
@@ -44,13 +44,12 @@ def wait_until(
 
 
 def busy_s(pid: int | None = None, thread: int | None = None) -> float:
-    """Processor time of a thread: of the main thread unless another is named, and of this process unless
-    another is named."""
+    """Processor time of a thread, by default the main thread of this process."""
     pid = pid or os.getpid()
     spent_ns = Path(f"/proc/{pid}/task/{thread or pid}/schedstat").read_text().split()[0]
     return int(spent_ns) / 1e9
 
 
 def unique_name(prefix: str = "t") -> str:
-    """A topic or channel name that is fresh within this test process."""
+    """A topic or channel name that is new in this test process."""
     return f"{prefix}_{next(_numbers)}"

@@ -1,16 +1,16 @@
-"""A disk that remembers every call, and what a power cut at any moment may have left of it.
+"""Records every call to the disk, and builds the states that a power cut may leave.
 
-RecordedFiles works on a real directory and notes what is written, named and synced. cut() builds, somewhere
-else, one of the states in which the machine may find that directory when it comes up again. By POSIX alone
-(STRICT):
+RecordedFiles works on a real directory and records writes, changes of names and syncs. cut()
+builds, in another directory, one of the states that may be found after a power cut. With POSIX
+alone (STRICT):
 
-- The bytes of a file are there as far as it was synced. What was written since may be there or not, whole,
-  torn, or page by page in any order.
-- A name is there, or gone, or renamed, as its directory was synced. Changes since may have happened or not,
-  in any order. What a directory holds is gone if its own name is.
+- Synced bytes of a file are kept. Later writes may be kept or lost: whole, torn, or page by page in
+  any order.
+- Names are as they were when their directory was synced. Later changes may be kept or lost, in any
+  order. If the name of a directory is lost, so is its content.
 
-A file system like ext4 (JOURNAL) does more: names change in one order for the whole disk, every sync makes
-those before it last, and a rename over another file takes the bytes along.
+A file system like ext4 (JOURNAL) guarantees more: names change in one order for the whole disk,
+every sync makes all earlier changes durable, and a rename over another file also syncs the bytes.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ MODELS = (STRICT, JOURNAL)
 _PAGE = 4096
 
 Change = list[tuple[str, "Node | None"]]
-"""Names of a directory and what they stand for from now on; None for a name that is gone. All at once."""
+"""Names in a directory and their new nodes; None for a removed name. They change together."""
 
 
 class File:
-    """What was written to one file, with the number of each call."""
+    """The writes to one file, with the number of each call."""
 
     def __init__(self) -> None:
         self.writes: list[tuple[int, int, bytes | None]] = []
-        """Number, position and bytes; None where the file was cut at the position."""
+        """Number, position and bytes; None if the file was truncated at the position."""
         self.syncs: list[int] = []
         self.replaced: list[int] = []
-        """When it was renamed to a name that another file had."""
+        """Numbers of the renames of this file over another one."""
 
 
 class Directory:
     def __init__(self) -> None:
         self.names: dict[str, Node] = {}
-        """As they are now."""
+        """At present."""
         self.changes: list[tuple[int, Change]] = []
         self.syncs: list[int] = []
 
@@ -54,14 +54,14 @@ Node = File | Directory
 
 
 class RecordedFiles(Files):
-    """The data path as a running nsqd has it. Nothing is really synced: that only costs time here."""
+    """The files of a running nsqd. Syncs are only recorded, to save time."""
 
     def __init__(self, root: Path, clock: Callable[[], int]) -> None:
         super().__init__()
         self.root = root
         self.tree = Directory()
         self.times: list[int] = []
-        """When each call was made."""
+        """The time of each call."""
         self._clock = clock
         self._open: dict[int, File] = {}
 
@@ -74,7 +74,7 @@ class RecordedFiles(Files):
         return len(self.times)
 
     def _directory(self, path: Path) -> Directory | None:
-        """None for what lies outside."""
+        """None for a path outside of the root."""
         if path != self.root and self.root not in path.parents:
             return None
         node: Node = self.tree
@@ -265,7 +265,7 @@ class Cut:
         return bytes(content)
 
     def _put_torn(self, content: bytearray, pending: list[tuple[int, bytes | None]]) -> None:
-        """The first writes, and the beginning of one."""
+        """The first writes, and the beginning of the next one."""
         count = self._chance.randint(0, len(pending))
         for position, data in pending[:count]:
             _put(content, position, data)
@@ -275,7 +275,7 @@ class Cut:
                 _put(content, position, torn[: self._chance.randrange(len(torn))])
 
     def _put_pages(self, content: bytearray, pending: list[tuple[int, bytes | None]]) -> None:
-        """Any pages; the others are as they were, or empty."""
+        """Some of the pages; the others are unchanged, or zero."""
         for position, data in pending:
             if data is None:
                 if self._chance.random() < 0.5:
@@ -299,7 +299,7 @@ def _put(content: bytearray, position: int, data: bytes | None) -> None:
 
 
 def _all_syncs(directory: Directory) -> list[int]:
-    """Of everything that was ever there."""
+    """Of all files and directories that ever existed."""
     found, seen, waiting = [], set(), [directory]
     while waiting:
         one = waiting.pop()
@@ -317,5 +317,5 @@ def _all_syncs(directory: Directory) -> list[int]:
 
 
 def cut(record: RecordedFiles, moment: int, model: str, chance: random.Random, target: Path) -> None:
-    """Build at `target` what a power cut behind the call number `moment` may have left."""
+    """Build at `target` a state that a power cut after the call number `moment` may leave."""
     Cut(record, moment, model, chance).write(target)

@@ -1,4 +1,4 @@
-"""An S3 server of our own, in a process of its own: deltalake holds Python's lock while it waits for one."""
+"""An S3 server in its own process: deltalake holds Python's lock while it waits for an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sys.stdin.read()
 
 @contextmanager
 def run_s3(bucket: str) -> Iterator[dict[str, str]]:
-    """deltalake's options for a server that has this bucket."""
+    """Starts a server with this bucket; deltalake's options for it."""
     command = [sys.executable, "-c", SERVER]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:

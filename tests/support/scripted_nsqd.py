@@ -1,22 +1,19 @@
-"""An nsqd that does what a test tells it to, on the test's own event loop, and records what it is told.
+"""A fake nsqd on the test's event loop. It replies as the test says and records all commands.
 
-async with ScriptedNsqd() as nsqd:
-    nsqd.address                        for the client
-    nsqd.commands                       every command of every connection, in order: "IDENTIFY", "SUB t ch",
-                                        "RDY 5", "FIN 000…1", "PUB t"; NOP is left out
-    await nsqd.told("RDY 5", "FIN x")   until the commands after those asked for before are exactly these
-    peer = await nsqd.peer()            the connection, or peer(2): the second one there ever was
-    peer.send_message("m1", b"body", attempts=1)    ids are filled up to 16 characters, see message_id()
-    peer.send_response(b"…") peer.send_error("E_…") peer.send_bytes(b"…")
-    peer.commands peer.bodies           of this connection alone; bodies of IDENTIFY, AUTH and publishes
-    peer.is_reading = False             from now on nothing is read
-    peer.close() peer.abort()           end of stream; reset
-    nsqd.refuse() await nsqd.listen()   refuse connections; take them again, on the same port
+async with ScriptedNsqd() as nsqd: nsqd.address                        for the client nsqd.commands
+every command of every connection, in order: "IDENTIFY", "SUB t ch", "RDY 5", "FIN 000…1", "PUB t";
+NOP is left out await nsqd.told("RDY 5", "FIN x")   wait until the next commands are exactly these
+peer = await nsqd.peer()            the first connection; peer(2) is the second one
+peer.send_message("m1", b"body", attempts=1)    ids are padded to 16 characters, see message_id()
+peer.send_response(b"…") peer.send_error("E_…") peer.send_bytes(b"…") peer.commands peer.bodies
+of this connection alone; bodies of IDENTIFY, AUTH and publishes peer.is_reading = False
+stop reading peer.close() peer.abort()           end of stream; reset nsqd.refuse() await
+nsqd.listen()   refuse connections; accept them again, on the same port
 
-ScriptedNsqd(identify={…}, **replies)   what is different in the reply to IDENTIFY; bytes for no JSON
-    `sub`, `cls`, `publish`, `auth`     the replies to these: bytes for a response, a text for an error, None
-                                        for silence, or a function of the command that gives one of them
-    tls=context                         an SSL context: announced, and begun after IDENTIFY
+ScriptedNsqd(identify={…}, **replies)   changed fields of the reply to IDENTIFY; bytes for another
+reply `sub`, `cls`, `publish`, `auth`     the replies to these: bytes for a response, a text for an
+error, None for no reply, or a function of the command that returns one of them tls=context
+an SSL context: offered, and started after IDENTIFY
 """
 
 from __future__ import annotations
@@ -174,7 +171,8 @@ class ScriptedNsqd:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        # Connections that were just accepted are known after a few turns; until then the server is needed.
+        # A connection that was just accepted is known after a few turns; until then keep the server
+        # open.
         for _ in range(20):
             await asyncio.sleep(0)
         self.refuse()
@@ -209,7 +207,7 @@ class ScriptedNsqd:
             self._tasks.discard(task)
 
     async def peer(self, number: int = 1, *, within: float = 15.0) -> Peer:
-        """The connection of this number, when it has subscribed, or said what it is for."""
+        """The connection of this number, once it has sent a command."""
         await until(lambda: len(self.peers) >= number, within=within, what=f"connection {number}")
         peer = self.peers[number - 1]
         await until(lambda: peer.commands, within=within, what=f"IDENTIFY of connection {number}")

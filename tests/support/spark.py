@@ -1,4 +1,4 @@
-"""One Spark session for all tests of a run: starting its JVM costs more than most of them."""
+"""One Spark session for all tests of a run: starting a JVM takes longer than most tests."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 CLASSES = Path(sys.prefix) / ".spark-classes.jsa"
-"""What `tests.support.spark_classes` writes; `make test` calls it."""
+"""The archive that `tests.support.spark_classes` writes; `make test` runs it."""
 
-# Short jobs on little data: compile fast rather than well, trust the classes, plan without looking back.
+# For short jobs on little data: compile quickly, do not verify classes, do not replan.
 STARTS_FAST = (
     "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
 )
@@ -52,7 +52,8 @@ def spark_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSes
 
 @pytest.fixture
 def spark(spark_session: SparkSession) -> Iterator[SparkSession]:
-    """A local[2] session with format("nsq"). After the test its queries and settings are gone."""
+    """A local[2] session with format("nsq"). After the test, its queries and settings are
+    removed."""
     before = spark_session.conf.getAll
     yield spark_session
     for query in spark_session.streams.active:
@@ -67,7 +68,7 @@ def spark(spark_session: SparkSession) -> Iterator[SparkSession]:
 
 @contextmanager
 def connect_server(spark: SparkSession) -> Iterator[str]:
-    """Spark Connect in the JVM of the session; its address. Tables are seen from both sides."""
+    """Starts Spark Connect in the JVM of the session; its address. Both share tables."""
     jvm: Any = spark._jvm
     from tests.support.auth_server import unused_port
 

@@ -1,7 +1,8 @@
-"""Writes an archive of the classes that Spark loads, with which the JVMs of the tests start much faster.
+"""Writes an archive of the classes that Spark loads. With it, the JVMs of the tests start much
+faster.
 
-`python -m tests.support.spark_classes` loads what most tests use, and the JVM writes the archive as it ends.
-A JVM that the archive does not fit (another version, other libraries) ignores it.
+`python -m tests.support.spark_classes` loads the classes that most tests use; the JVM writes the
+archive when it ends. A JVM of another version or with other libraries ignores it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> None:
         ).awaitTermination()
         spark.read.parquet(copy).groupBy("value").count().orderBy("value").collect()
         spark.stop()
-        # It ends with its input.
+        # The JVM ends when its input ends.
         jvm.stdin.close()
         jvm.wait()
     unfinished.replace(CLASSES)

@@ -1,8 +1,9 @@
-"""A real Spark cluster on the loopback interface: a standalone master and a worker, each its own process.
+"""A real Spark cluster on the loopback interface: a standalone master and a worker, each its own
+process.
 
-with SparkCluster(tmp_path) as cluster:
-    build_session(master=cluster.url, conf=cluster.conf)      in another process: a process has one session
-    cluster.executors()             the processes that run tasks, by their pid; to be killed, for instance
+with SparkCluster(tmp_path) as cluster: build_session(master=cluster.url, conf=cluster.conf)      in
+another process: one session per process cluster.executors()             pids of the processes that
+run tasks, for example to kill them
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STARTING = re.compile(r"Starting Spark master at (spark://\S+)")
 
 
 class SparkCluster:
-    """A session on it gets so many `executors`: processes with one core each."""
+    """A session on it gets this many `executors`: processes with one core each."""
 
     def __init__(self, directory: Path, *, executors: int = 2) -> None:
         self.directory = directory
@@ -67,7 +68,7 @@ class SparkCluster:
                 process.wait()
 
     def executors(self) -> list[int]:
-        """Every executor that is alive. Its command line names the work directory of ours that it runs in."""
+        """Every running executor, found by its command line and its working directory."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:

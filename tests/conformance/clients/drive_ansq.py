@@ -19,8 +19,9 @@ async def publish(writer: ansq.tcp.writer.Writer, command: str, *args: object) -
 async def connect_writer(run: scenario.Scenario) -> ansq.tcp.writer.Writer:
     """A new writer, as soon as the broker answers.
 
-    ansq reconnects by itself too, but a command that it sends before it has noticed the loss keeps waiting
-    at the head of its queue, and takes the answer to the IDENTIFY of the next connection for its own.
+    ansq reconnects by itself too, but a command that it sends before it has noticed the loss keeps
+    waiting at the head of its queue, and takes the answer to the IDENTIFY of the next connection
+    for its own.
     """
     while True:
         try:
@@ -61,7 +62,7 @@ async def main() -> None:
     run.published("DPUB", [scenario.DEFERRED])
 
     reader = await ansq.create_reader(run.topic, scenario.CHANNEL, [run.address], connection_options=OPTIONS)
-    # The reader itself asks for one message at a time.
+    # The reader requests one message at a time.
     await reader.connections[0].rdy(scenario.MAX_IN_FLIGHT)
     consumer = asyncio.create_task(consume(run, reader))
     await scenario.until(lambda: run.worked)

@@ -11,14 +11,14 @@ from gnsq.errors import NSQException
 
 
 def publish_until_acknowledged(producer: gnsq.Producer, *bodies: str, defer: int | None = None) -> None:
-    """Several bodies go as MPUB, one as PUB, or as DPUB when deferred."""
+    """Publish several bodies as MPUB, one as PUB, a deferred one as DPUB."""
     while True:
         try:
             if len(bodies) > 1:
                 producer.multipublish(run.topic, [body.encode() for body in bodies])
             else:
                 producer.publish(run.topic, bodies[0].encode(), defer=defer)
-        # KeyError: gnsq forgets a lost connection's queue of answers before it stops handing it out.
+        # KeyError: gnsq removes the answer queue of a lost connection while it is still in use.
         except (NSQException, KeyError):
             gevent.sleep(0.05)
         else:

@@ -16,7 +16,7 @@ from gevent.fileobject import FileObject
 def upgrade_to_tls(
     self: gnsq.stream.stream.Stream, ca_certs: str, certfile: str = "", keyfile: str = ""
 ) -> None:
-    """gnsq makes an SSLSocket without a context, which Python does not do any more."""
+    """gnsq creates an SSLSocket without a context, which Python no longer allows."""
     context = gevent.ssl.SSLContext(gevent.ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(ca_certs)
     if certfile:
@@ -25,7 +25,7 @@ def upgrade_to_tls(
 
 
 class Producer(gnsq.Producer):
-    """gnsq's own takes the OK of an upgrade for the answer to a publish, of which there is none yet."""
+    """gnsq treats the OK of an upgrade as the answer to a publish."""
 
     def handle_response(self, conn: gnsq.NsqdTCPClient, response: bytes) -> None:
         if conn in self._response_queues:

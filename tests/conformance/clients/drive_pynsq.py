@@ -40,7 +40,7 @@ async def publish(writer: nsq.Writer, command: str, *args: object) -> bool:
 
 
 async def publish_until_acknowledged(writer: nsq.Writer, command: str, *args: object) -> None:
-    """Until pynsq has connected, or has connected again."""
+    """Wait until pynsq is connected or reconnected."""
     while not await publish(writer, command, *args):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 

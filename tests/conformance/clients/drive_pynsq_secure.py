@@ -14,8 +14,8 @@ from nsq.snappy_socket import SnappySocket
 
 
 def receive(self: DeflateSocket | SnappySocket, size: int, read: Callable[[int], bytes]) -> bytes:
-    """In place of pynsq's own, which gives up on a chunk that comes in parts: its "would block" is an error
-    that Tornado does not take for one."""
+    """Replaces pynsq's, which fails on a chunk that arrives in parts: Tornado does not know its
+    "would block" error."""
     data, self._bootstrapped = self._bootstrapped, None
     while not data and (chunk := read(size)):
         data = self._decompressor.decompress(chunk)
@@ -26,7 +26,7 @@ DeflateSocket._recv = SnappySocket._recv = receive
 
 
 async def publish(writer: nsq.Writer, command: str, *args: object) -> None:
-    """Until pynsq has connected and the broker said OK."""
+    """Wait until pynsq is connected and the broker has answered OK."""
     while True:
         answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 

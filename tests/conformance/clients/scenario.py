@@ -1,7 +1,8 @@
 """What every published client is put through, whatever its event loop.
 
-A driver script publishes the bodies below with its client, asks `Scenario.action` what to do with a message
-that arrives, and prints what happened as JSON lines. It asserts nothing: a driver reports, the test judges.
+A driver script publishes the bodies below with its client, asks `Scenario.action` what to do with a
+message that arrives, and prints what happened as JSON lines. It asserts nothing: a driver reports,
+the test judges.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ AFTER: Final = "after"
 
 CHANNEL: Final = "work"
 MAX_IN_FLIGHT: Final = 5
-# The broker's message timeout. The touched message is held past it, with one TOUCH on the way.
+# The broker's message timeout. The touched message is held longer, with one TOUCH.
 MSG_TIMEOUT_MS: Final = 2000
 TOUCH_AFTER: Final = 1.2
 FINISH_TOUCHED_AFTER: Final = 2.6
 
 
 class Scenario:
-    """Decides, records and reports; knows nothing of the client that it drives."""
+    """Decides, records and reports, independently of the client library."""
 
     def __init__(self) -> None:
         self.host, port, self.topic = sys.argv[1:4]
@@ -41,7 +42,7 @@ class Scenario:
         self.finished: set[str] = set()
         self.held: set[str] = set()
         self.kept_acknowledged = False
-        # Set when the test says on stdin that the broker has been killed and started again.
+        # Set when the test reports on stdin that the broker was killed and restarted.
         self.restarted = threading.Event()
         threading.Thread(target=self._await_restart, daemon=True).start()
 
@@ -62,12 +63,12 @@ class Scenario:
             self._report_holding()
 
     def _report_holding(self) -> None:
-        # Only what was acknowledged must survive, so the broker is not to be killed before it has answered.
+        # Only acknowledged messages must survive, so the broker is killed after it has answered.
         if self.kept_acknowledged and len(self.held) >= MAX_IN_FLIGHT:
             self.report("holding", bodies=sorted(self.held))
 
     def action(self, body: bytes, attempts: int) -> str:
-        """One of finish, requeue, touch (see the times above, then finish), hold (answer nothing)."""
+        """One of finish, requeue, touch (and finish later), hold (no answer)."""
         text = body.decode()
         self.report("message", body=text, attempts=attempts)
         if text == REQUEUED and attempts == 1:
@@ -94,6 +95,6 @@ class Scenario:
 
 
 async def until(fact: Callable[[], bool]) -> None:
-    """For the drivers on asyncio. Facts change in callbacks and threads alike, so this polls."""
+    """For drivers on asyncio. It polls, because facts change in callbacks and threads."""
     while not fact():  # noqa: ASYNC110
         await asyncio.sleep(0.02)

@@ -1,8 +1,10 @@
-"""What the published clients are put through over TLS, compression and AUTH, whatever their event loop.
+"""What the published clients are put through over TLS, compression and AUTH, whatever their event
+loop.
 
-A driver script (`drive_…_secure.py HOST CONNECTIONS`) goes through the kinds of connections that it is given
-as JSON, each with a topic of its own, publishes the bodies below and finishes what it receives. It prints
-what happened as JSON lines, and asserts nothing. At the end it keeps its connections until a line on stdin.
+A driver script (`drive_…_secure.py HOST CONNECTIONS`) goes through the kinds of connections that it
+is given as JSON, each with a topic of its own, publishes the bodies below and finishes what it
+receives. It prints what happened as JSON lines, and asserts nothing. At the end it keeps its
+connections until a line on stdin.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ LARGE_NOISE: Final = random.Random(1).randbytes(100_000)
 
 @dataclass(frozen=True)
 class Connections:
-    """One kind of connection: its layers, and what proves who we are."""
+    """One kind of connection: its layers and credentials."""
 
     name: str
     port: int
@@ -39,7 +41,7 @@ class Connections:
     secret: str = ""
 
     def options(self) -> dict[str, Any]:
-        """As pynsq and gnsq call them."""
+        """Options, with the names of pynsq and gnsq."""
         options: dict[str, Any] = {"tls_v1": self.tls, "snappy": self.snappy, "deflate": self.deflate}
         if self.cert:
             options["tls_options"] = {"certfile": self.cert, "keyfile": self.key}
@@ -55,12 +57,12 @@ def host_and_connections() -> tuple[str, list[Connections]]:
 
 
 def digest(body: bytes) -> str:
-    """Stands for a body in what is reported."""
+    """A short text for a body, in reports."""
     return hashlib.sha256(body).hexdigest()[:16]
 
 
 class Run:
-    """What happened over one kind of connection."""
+    """The results of one kind of connection."""
 
     def __init__(self, connections: Connections) -> None:
         self.name = connections.name

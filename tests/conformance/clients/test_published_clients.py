@@ -1,8 +1,8 @@
 """Published NSQ clients do their work against our nsqd, and get over its death.
 
-Each client runs in a process of its own (event loops and monkey patches do not mix) through the scenario of
-`scenario.py`. They all run at once against one broker, which is killed and started again in the middle; the
-tests then read what each of them reported.
+Each client runs in a process of its own (event loops and monkey patches do not mix) through the
+scenario of `scenario.py`. They all run at once against one broker, which is killed and started
+again in the middle; the tests then read what each of them reported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Event = dict[str, Any]
 
 
 class Driver:
-    """One client at work: the process, and what it has reported so far."""
+    """A running client: the process and its reports so far."""
 
     def __init__(self, name: str, command: list[str], address: tuple[str, int]) -> None:
         self.topic = f"clients_{name}"
@@ -67,7 +67,7 @@ class Driver:
         return [found for found in tuple(self.events) if found["event"] == event]
 
     def await_event(self, event: str, deadline: float) -> None:
-        """Until it is reported, the client gave up, or time is over: the tests will tell these apart."""
+        """Wait for a report, or until the client ends or time is up; the tests check which."""
         while not self.of(event) and self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
 
@@ -113,7 +113,7 @@ def broker() -> Iterator[BrokerProcess]:
 
 @pytest.fixture(scope="module")
 def drivers(broker: BrokerProcess) -> Iterator[dict[str, Driver]]:
-    """Every client that is installed, at the end of its scenario (or stuck in it)."""
+    """Every installed client, at the end of its scenario (or stuck in it)."""
     deadline = time.monotonic() + DEADLINE
     host, port = broker.address
     started: dict[str, Driver] = {}
@@ -124,7 +124,7 @@ def drivers(broker: BrokerProcess) -> Iterator[dict[str, Driver]]:
         for driver in started.values():
             driver.await_event("holding", deadline - DEADLINE / 2)
         broker.kill()
-        # The clients know one address, so the broker has to come back to it.
+        # The clients have one address, so the broker has to reuse it.
         broker.flags["tcp_address"] = f"{host}:{port}"
         broker.start()
         for driver in started.values():
@@ -170,7 +170,7 @@ def test_receives_and_finishes_everything_published(client: Driver) -> None:
 def test_a_deferred_message_arrives_when_due(client: Driver) -> None:
     published = next(event for event in client.of("published") if event["command"] == "DPUB")
     received = next(event for event in client.of("message") if event["body"] == scenario.DEFERRED)
-    # Its clock starts after ours has reported, if the machine is busy.
+    # On a busy machine, its clock may start after ours.
     assert scenario.DEFER_MS / 1000 - 0.1 <= received["at"] - published["at"] < 5
 
 
@@ -183,7 +183,7 @@ def test_a_touched_message_does_not_time_out(client: Driver) -> None:
     finished = next(event for event in client.of("finished") if event["body"] == scenario.TOUCHED)
     deliveries = [event for event in client.of("message") if event["body"] == scenario.TOUCHED]
     assert finished["at"] - deliveries[0]["at"] > scenario.MSG_TIMEOUT_MS / 1000
-    # The crash that follows soon after may well repeat it.
+    # The crash soon after it may repeat it.
     assert len([event for event in deliveries if event["at"] < finished["at"]]) == 1
 
 
@@ -199,7 +199,7 @@ def test_reconnects_to_a_killed_broker_and_loses_no_acknowledged_message(
     holding = client.of("holding")[0]["at"]
     finished_after = bodies([event for event in client.of("finished") if event["at"] > holding])
     assert finished_after >= {*scenario.KEPT, scenario.AFTER}
-    # A crash may repeat what was finished since the last checkpoint, which is about every second.
+    # A crash may repeat messages finished since the last checkpoint, about one second.
     long_ago = bodies([event for event in client.of("finished") if event["at"] < holding - 2])
     assert not finished_after & long_ago
     assert client.of("done")

@@ -1,8 +1,9 @@
-"""Published NSQ clients over TLS, snappy, deflate and their combinations, with client certificates and AUTH.
+"""Published NSQ clients over TLS, snappy, deflate and their combinations, with client certificates
+and AUTH.
 
-Each client library runs in a process of its own, through the scenario of `secure_scenario.py` over all kinds
-of connections at once; the tests then read what it reported, and what the brokers know of its connections.
-(ansq has none of these.)
+Each client library runs in a process of its own, through the scenario of `secure_scenario.py` over
+all kinds of connections at once; the tests then read what it reported, and what the brokers know of
+its connections. (ansq has none of these.)
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CLIENTS = {
     "gnsq": python_command("gnsq", "drive_gnsq_secure.py"),
     "nsqjs": nsqjs_command() and [*nsqjs_command()[:1], str(NSQJS / "drive_nsqjs_secure.js")],
 }
-# By name: the layers, and whether the broker wants to know who is there (certificate, and AUTH inside TLS).
+# By name: the layers, and whether credentials are required (certificate, and AUTH inside TLS).
 KINDS = {
     "tls": ({"tls"}, False),
     "snappy": ({"snappy"}, False),
@@ -49,7 +50,7 @@ Event = dict[str, Any]
 
 
 class AuthServer(ThreadingHTTPServer):
-    """Lets those in who know the secret and have the right certificate, and remembers who asked."""
+    """Accepts clients with the secret and the right certificate, and records the queries."""
 
     daemon_threads = False
 
@@ -91,7 +92,7 @@ class AuthHandler(BaseHTTPRequestHandler):
 
 
 class Driver:
-    """One client library at work."""
+    """A running client library."""
 
     def __init__(self, command: list[str], connections: list[dict[str, Any]]) -> None:
         self.process = subprocess.Popen(
@@ -104,7 +105,7 @@ class Driver:
         self.events: list[Event] = []
         self.errors: list[str] = []
         self.clients: dict[str, list[dict[str, Any]]] = {}
-        """What the broker knows of the connections, by their kind."""
+        """The broker's stats of the connections, by kind."""
         self._readers = [
             threading.Thread(target=self._read_events),
             threading.Thread(target=self._read_errors),
@@ -127,7 +128,7 @@ class Driver:
         ]
 
     def await_done(self, deadline: float) -> None:
-        """Until all kinds are through, the client gave up, or time is over: the tests tell these apart."""
+        """Wait until all kinds are done, the client ends, or time is up; the tests check which."""
         while not all(self.of(kind, "done") for kind in KINDS):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 return
@@ -159,7 +160,7 @@ def auth_server() -> Iterator[AuthServer]:
 
 @pytest.fixture(scope="module")
 def drivers(auth_server: AuthServer) -> Iterator[dict[str, Driver]]:
-    """Every client that is installed, at the end of its scenario (or stuck in it)."""
+    """Every installed client, at the end of its scenario (or stuck in it)."""
     found = certificates()
     strict = found.server_flags(
         tls_client_auth_policy="require-verify",
@@ -236,6 +237,6 @@ def test_the_layers_are_really_there(client: Driver, kind: str) -> None:
 
 def test_the_auth_server_is_told_who_asks(client: Driver, auth_server: AuthServer) -> None:
     wanted = {"remote_ip": "127.0.0.1", "tls": "true", "secret": SECRET, "common_name": "client"}
-    # Three kinds of connections, a publisher and a consumer each, of every client there is.
+    # Three kinds of connections, each with a publisher and a consumer, for every client.
     installed = sum(command is not None for command in CLIENTS.values())
     assert auth_server.asked == [wanted] * (6 * installed)
