@@ -1,4 +1,4 @@
-"""Consume with a handler, found by nsqlookupd, until told to stop."""
+"""Consume with a handler, from all nsqd that nsqlookupd knows, until it is stopped."""
 
 import asyncio
 
@@ -19,8 +19,8 @@ async def store(body: bytes) -> None:
 
 async def handle(message: Message) -> None:
     if message.body == b"not yet":
-        raise Requeue(delay=5, backoff=False)  # nobody's fault: the others go on as before
-    await store(message.body)  # raises: back to the queue, and all slow down until it goes well
+        raise Requeue(delay=5, backoff=False)  # not a failure: no back-off
+    await store(message.body)  # if it raises: requeued, and the consumer backs off
 
 
 async def main(stop: asyncio.Event) -> None:

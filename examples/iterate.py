@@ -1,4 +1,4 @@
-"""Consume without a handler: a message is finished when the next one is asked for."""
+"""Consume without a handler: a message is finished when the next one is requested."""
 
 import asyncio
 

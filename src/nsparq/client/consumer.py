@@ -123,7 +123,7 @@ class Consumer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.is_stopping = False
         self._is_draining = False
-        self._is_hurried = False
+        self._is_cut_short = False
         """Stop without waiting any longer."""
         self._stopping: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
@@ -201,7 +201,7 @@ class Consumer:
             self._stopped.set()
         elif self._stopping is None:
             # Before messages are given back: otherwise they would be sent to this consumer again.
-            self._take_no_more()
+            self._retire_all()
             if self._workers.tasks:
                 # Batches no longer wait to be full.
                 self._inbox.wake()
@@ -211,15 +211,15 @@ class Consumer:
             self._stopping = self._loop.create_task(self._finish_stop(grace))
             self._stopping.add_done_callback(log_failure)
         elif not self._stopped.is_set():
-            self._loop.call_later(grace, self._hurry)
+            self._loop.call_later(grace, self._cut_short)
 
-    def _take_no_more(self) -> None:
+    def _retire_all(self) -> None:
         self._distribution.stop()
         for connection in [*self._discovery.connections.values()]:
             self._retire(connection)
 
-    def _hurry(self) -> None:
-        self._is_hurried = True
+    def _cut_short(self) -> None:
+        self._is_cut_short = True
         if self._is_draining and self._stopping is not None:
             self._stopping.cancel()
 
@@ -231,17 +231,17 @@ class Consumer:
             except asyncio.CancelledError:
                 # The cleanup still takes a moment, also after a second cancellation.
                 is_cancelled = True
-                self._hurry()
+                self._cut_short()
         if is_cancelled:
             raise asyncio.CancelledError
 
     async def _finish_stop(self, grace: float) -> None:
         try:
-            if not self._is_hurried:
+            if not self._is_cut_short:
                 self._is_draining = True
                 await self._drain(grace)
         except asyncio.CancelledError:
-            if not self._is_hurried:
+            if not self._is_cut_short:
                 raise
         finally:
             self._is_draining = False
@@ -253,7 +253,7 @@ class Consumer:
         deadline = self._loop.time() + grace
         await self._discovery.stop()
         # A connection may have been opened since.
-        self._take_no_more()
+        self._retire_all()
         try:
             async with asyncio.timeout_at(deadline):
                 for connection in [*self._discovery.connections.values()]:

@@ -175,7 +175,7 @@ class Producer:
                 outcome = await answer
                 if outcome is None:
                     return
-                self._judge(outcome)
+                self._raise_if_final(outcome)
         left = deadline - monotonic()
         if left <= SLACK_S:
             raise self._timed_out()
@@ -191,7 +191,7 @@ class Producer:
             raise self._timed_out() from error
 
     async def _send_in_turn(self, command: bytes, deadline: float) -> None:
-        """Wait for a connection and for room on it, and send again if _judge() allows it."""
+        """Wait for a connection and for room on it, and send again if _raise_if_final() allows it."""
         while True:
             self._waiting += 1
             try:
@@ -201,7 +201,7 @@ class Producer:
             outcome = await answer
             if outcome is None:
                 return
-            self._judge(outcome)
+            self._raise_if_final(outcome)
 
     async def _sent(self, command: bytes, deadline: float) -> asyncio.Future[Outcome]:
         """Send a command as soon as there is a connection with room."""
@@ -218,7 +218,7 @@ class Producer:
                     self._room.clear()
                     await self._room.wait()
 
-    def _judge(self, outcome: Outcome) -> None:
+    def _raise_if_final(self, outcome: Outcome) -> None:
         """Returns if the command may be sent again; raises otherwise."""
         if isinstance(outcome, NotReached):
             if self._is_stopped:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nsparq.client.config import Config
-from nsparq.client.connect.connection import MANY, Connection, checked_addresses
+from nsparq.client.connect.connection import FLUSH_COMMANDS, Connection, checked_addresses
 from nsparq.client.connect.secret import reason_to_withhold
 from nsparq.client.errors import ConnectFailed, reason_of
 from nsparq.wire import client as wire
@@ -580,7 +580,7 @@ def test_commands_of_a_turn_are_sent_together() -> None:
             assert sent == []
             await until(lambda: len(peer.commands) == 6)
             assert len(sent) == 1
-            for count in range(MANY):
+            for count in range(FLUSH_COMMANDS):
                 connection.send_rdy(count)
             assert len(sent) == 2, "so many do not wait for the end of the turn"
             await ended(connection)

@@ -24,8 +24,8 @@ DEFAULT_MSG_TIMEOUT_S: Final = 60.0
 """For a server that does not negotiate."""
 WRITE_HIGH: Final = 256 << 10
 CLOSE_S: Final = 1.0
-MANY: Final = 128
-LARGE: Final = 64 << 10
+FLUSH_COMMANDS: Final = 128
+FLUSH_BYTES: Final = 64 << 10
 """This many commands, or bytes of commands, are sent without waiting for the end of the turn."""
 READ_SIZE: Final = 256 << 10
 
@@ -261,7 +261,7 @@ class Connection(asyncio.BufferedProtocol):
         outgoing = self._outgoing
         outgoing.append(command)
         self._outgoing_size += len(command)
-        if at_once or len(outgoing) >= MANY or self._outgoing_size >= LARGE:
+        if at_once or len(outgoing) >= FLUSH_COMMANDS or self._outgoing_size >= FLUSH_BYTES:
             self._flush()
         elif not self._is_flushing:
             self._flush_soon()

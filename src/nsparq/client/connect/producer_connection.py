@@ -19,9 +19,9 @@ from nsparq.client.errors import NotConnected, PublishFailed, PublishTimeout, re
 from nsparq.wire import client as wire
 from nsparq.wire.client import Received
 
-FEW: Final = 8
+BUSY_POLL_DEPTH: Final = 8
 """With more unanswered publishes than this, the loop always has work: no busy-polling."""
-LEAVE_SHARE: Final = 0.75
+SILENT_SHARE: Final = 0.75
 """A publish timed out. If the broker was silent for this part of the timeout, the connection is
 closed. Not for all of it: a part may have been spent on connecting."""
 SLACK_S: Final = 0.002
@@ -125,7 +125,7 @@ class ProducerConnection:
             if deadline > now:
                 wake_at = min(wake_at, deadline)
                 break
-            allowed_silence = self._timeout * LEAVE_SHARE
+            allowed_silence = self._timeout * SILENT_SHARE
             if not answer.done():
                 answer.set_result(PublishTimeout(f"not acknowledged within {self._timeout:g} s"))
         if silence >= allowed_silence:
@@ -155,7 +155,7 @@ class ProducerConnection:
             connection.fail(ConnectionError(f"unexpected response {data[:100]!r}"))
         if not pending:
             self._busy_poll.stop()
-        elif self._depth <= FEW:
+        elif self._depth <= BUSY_POLL_DEPTH:
             self._busy_poll.start()
         self._on_room()
 
