@@ -32,7 +32,7 @@ readline.createInterface({input: process.stdin}).on('line', (line) => {
   if (line.trim() === 'restarted') restarted = true
 })
 
-// nsqjs leaves it to its user to connect a writer again.
+// nsqjs does not reconnect a writer by itself.
 const connectWriter = () =>
   new Promise((resolve) => {
     const writer = new nsq.Writer(host, Number(port))
@@ -55,7 +55,7 @@ const finish = (message, body) => {
   report('finished', {body})
 }
 
-// Only what was acknowledged must survive, so the broker is not to be killed before it has answered.
+// Only acknowledged messages must survive, so the broker is killed after it has answered.
 const reportHolding = () => {
   if (keptAcknowledged && held.size >= MAX_IN_FLIGHT) report('holding', {bodies: [...held].sort()})
 }
@@ -87,7 +87,7 @@ async function main() {
   await publish(writer, DEFERRED, DEFER_MS)
   report('published', {command: 'DPUB', bodies: [DEFERRED]})
 
-  // Its own poll for lost connections runs every lookupdPollInterval, without nsqlookupd too.
+  // Its check for lost connections runs every lookupdPollInterval, also without nsqlookupd.
   const reader = new nsq.Reader(topic, CHANNEL, {
     nsqdTCPAddresses: `${host}:${port}`,
     lookupdPollInterval: 1,
