@@ -12,6 +12,7 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Generic, Literal, TypeVar
 
@@ -31,6 +32,7 @@ from nsparq.version import version_line
 __all__ = [
     "BOOL",
     "DURATION",
+    "FLOAT",
     "INT",
     "NUMBERS",
     "STRING",
@@ -135,10 +137,6 @@ def _numbers_from_file(value: Any) -> tuple[float, ...]:
     return tuple(_number(item) for item in items)
 
 
-def _numbers_from_flags(values: list[tuple[float, ...]]) -> tuple[float, ...]:
-    return tuple(sorted((number for value in values for number in value), reverse=True))
-
-
 def format_number(number: float) -> str:
     """0.99 as 0.99, but 1.0 as 1."""
     return repr(number).removesuffix(".0")
@@ -151,6 +149,7 @@ BOOL: Final[Kind[bool]] = Kind(
     to_toml=lambda value: "true" if value else "false",
     is_boolean=True,
 )
+FLOAT: Final[Kind[float]] = Kind(name="float", from_text=_number, from_file=_number, to_toml=format_number)
 INT: Final[Kind[int]] = Kind(name="int", from_text=parse_int, from_file=_int_from_file, to_toml=str)
 STRING: Final[Kind[str]] = Kind(name="string", from_text=str, from_file=_string_from_file, to_toml=_quote)
 DURATION: Final[Kind[float]] = Kind(
@@ -172,7 +171,7 @@ NUMBERS: Final[Kind[tuple[float, ...]]] = Kind(
     from_text=lambda text: tuple(map(_number, _split(text))),
     from_file=_numbers_from_file,
     to_toml=lambda values: "[" + ", ".join(map(repr, values)) + "]",
-    combine=_numbers_from_flags,
+    combine=lambda values: tuple(sorted(chain.from_iterable(values), reverse=True)),
     is_list=True,
 )
 

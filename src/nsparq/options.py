@@ -54,15 +54,11 @@ def _tls_required_from_text(text: str) -> TlsRequired:
         raise ValueError("must be true, false or tcp-https") from None
 
 
-def _tls_required_to_toml(value: TlsRequired) -> str:
-    return f'"{value}"' if value is TlsRequired.EXCEPT_HTTP else str(value)
-
-
 TLS_REQUIRED: Final[Kind[TlsRequired]] = Kind(
     name="value",
     from_text=_tls_required_from_text,
     from_file=lambda value: _tls_required_from_text(str(value)),
-    to_toml=_tls_required_to_toml,
+    to_toml=lambda value: f'"{value}"' if value is TlsRequired.EXCEPT_HTTP else str(value),
     is_boolean=True,
 )
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote_plus
 
 from nsparq.client import Message, Requeue
 from nsparq.fetch import without_secrets
-from nsparq.option_table import INT, STRING, STRINGS, Kind, OptionError, format_number, opt
+from nsparq.option_table import FLOAT, INT, STRING, STRINGS, OptionError, opt
 from nsparq.private_random import private_random
 from nsparq.tools.hostpool import make_pool
 from nsparq.tools.http_client import HttpClient, RequestFailed, parse_target
@@ -36,16 +36,6 @@ CONTENT_TYPE: Final = "application/octet-stream"
 PLACE: Final = "%s"
 """Placeholder for the message in the URL of a GET."""
 EVERY_ADDRESS: Final = ("multicast", "all")
-
-
-def _float(value: Any) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError("parse error") from None
-
-
-FLOAT: Final[Kind[float]] = Kind(name="float", from_text=_float, from_file=_float, to_toml=format_number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

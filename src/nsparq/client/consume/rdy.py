@@ -138,10 +138,6 @@ class Distribution:
     def total(self) -> int:
         return sum(share.rdy for share in self._shares.values())
 
-    def rdy_of(self, peer: Peer) -> int:
-        share = self._shares.get(peer)
-        return share.rdy if share else 0
-
     @property
     def per_connection(self) -> int:
         """The equal share of each connection."""

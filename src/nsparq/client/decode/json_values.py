@@ -78,15 +78,9 @@ def _float(value: Any) -> float:
         raise WrongValue("a number that is too large") from None
 
 
-def _anything(value: Any) -> Any:
-    return value
-
-
 SIMPLE: Final[dict[Any, Decode]] = {
-    Any: _anything,
-    object: _anything,
-    None: _exactly(types.NoneType, "null"),
-    types.NoneType: _exactly(types.NoneType, "null"),
+    **dict.fromkeys((Any, object), lambda value: value),
+    **dict.fromkeys((None, types.NoneType), _exactly(types.NoneType, "null")),
     bool: _exactly(bool, "true or false"),
     int: _exactly(int, "an integer"),
     float: _float,
