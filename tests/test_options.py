@@ -239,7 +239,7 @@ def test_help_is_status_0_and_names_every_flag() -> None:
     for flag in (*TABLE.command_flags, *TABLE.options):
         assert f"\n  -{flag.flag}" in leave.text
     assert (
-        '\n  -msg-timeout duration\n    \ttime before an unanswered message is requeued (default "1m")\n'
+        '\n  -msg-timeout duration\n    \ttime after which an unanswered message is requeued (default "1m")\n'
         in leave.text
     )
 
