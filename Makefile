@@ -96,7 +96,7 @@ bench: venv
 docs: venv
 	$(BIN)/python -m nsparq.options --markdown > docs/reference/nsqd-options.md
 	$(BIN)/python -m nsparq.options --toml > docs/reference/nsqd.example.toml
-	$(BIN)/python -m nsparq.server.http_api --markdown > docs/reference/nsqd-http.md
+	$(BIN)/python -m nsparq.server.api.table --markdown > docs/reference/nsqd-http.md
 	$(BIN)/python -m nsparq.lookup.options --markdown > docs/reference/nsqlookupd-options.md
 	$(BIN)/python -m nsparq.lookup.options --toml > docs/reference/nsqlookupd.example.toml
 	$(BIN)/python -m nsparq.lookup.http_api --markdown > docs/reference/nsqlookupd-http.md

@@ -19,7 +19,7 @@ import pytest
 
 from nsparq.client import Config
 from nsparq.options import TlsRequired
-from nsparq.server.auth_policy import hash_generated
+from nsparq.server.auth.policy_file import hash_generated
 from nsparq.testing import Broker, Lookupd, run_broker, run_lookupd
 from nsparq.version import __version__
 from tests.support import wait_until

@@ -22,10 +22,10 @@ NsparqError
 ├── WrongPosition        broker.transactions: the writer expects another length of the part
 ├── StartError           the daemon cannot start; the text is for the operator
 │   ├── OptionError      option_table: a wrong flag or file key
-│   └── PolicyError      server.auth_policy: a wrong policy file
+│   └── PolicyError      server.auth.policy_file: a wrong policy file
 ├── StopError            the daemon could not save everything; the text is for the operator
-├── AuthFailed           server.auth: no permissions; logged, answered E_AUTH_FAILED or 401
-├── BadPattern           server.auth_patterns: an invalid regular expression in a policy
+├── AuthFailed           server.auth.grants: no permissions; logged, answered E_AUTH_FAILED or 401
+├── BadPattern           server.auth.patterns: an invalid regular expression in a policy
 ├── ApiError             http.api: the answer to an HTTP request, with status and code
 ├── LineTooLong          wire.server: the connection ends without an answer
 ├── LayerError           transport.layers: unreadable bytes of TLS or compression; it ends

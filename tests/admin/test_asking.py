@@ -12,7 +12,7 @@ import pytest
 
 from nsparq.pipeline.execute.progress import Figures, State
 from nsparq.pipeline.execute.status import Endpoint, Status
-from nsparq.server.auth_policy import hash_generated, hash_password
+from nsparq.server.auth.policy_file import hash_generated, hash_password
 from tests.admin.support import REFERENCE_ADMIN, AdminThread, Cluster, join, start_admin
 from tests.support import TestBroker, start_broker, unique_name, wait_until
 from tests.support.auth_server import AuthServer

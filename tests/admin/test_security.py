@@ -17,7 +17,7 @@ import pytest
 
 from nsparq.admin.security import CHANGES
 from nsparq.admin.show.forms import ACTIONS
-from nsparq.server.auth_policy import hash_generated
+from nsparq.server.auth.policy_file import hash_generated
 from tests.admin.support import REFERENCE_ADMIN, AdminThread
 from tests.support import Answer
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from nsparq.server.auth_policy import hash_generated
+from nsparq.server.auth.policy_file import hash_generated
 from tests.admin.support import AdminProcess, Cluster
 from tests.browser.visitor import Visitor
 from tests.support import TestBroker, unique_name, wait_until

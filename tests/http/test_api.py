@@ -1,4 +1,4 @@
-"""Endpoints in a table: which one a request is for, what it asks, what becomes of what a handler gives."""
+"""The table of endpoints: routing, parameters, and the responses for what handlers return."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from nsparq.http.api import (
     Request,
     Response,
     Result,
+    endpoints_of,
     error_response,
     parse_query,
     to_response,
@@ -57,7 +58,7 @@ def routed(method: str, path: str, query: str = "") -> tuple[Response | None, Re
 
 
 @pytest.mark.parametrize("entry", TABLE[:6], ids=lambda entry: f"{entry.method} {entry.path}")
-def test_a_method_on_a_path_is_its_endpoint(entry: Endpoint) -> None:
+def test_a_method_and_a_path_select_the_endpoint(entry: Endpoint) -> None:
     refusal, asked = routed(entry.method, entry.path)
     assert refusal is None and asked.endpoint is entry and asked.path_value == ""
 
@@ -74,26 +75,26 @@ def test_a_method_on_a_path_is_its_endpoint(entry: Endpoint) -> None:
         ("/config/..", ".."),
     ],
 )
-def test_the_open_end_of_a_path_takes_anything_without_a_slash(path: str, value: str) -> None:
+def test_the_placeholder_of_a_path_matches_any_text_without_a_slash(path: str, value: str) -> None:
     refusal, asked = routed("PUT", path)
     assert refusal is None and asked.endpoint is TABLE[7] and asked.path_value == value
 
 
 @pytest.mark.parametrize("path", ["/config/a/b", "/config/a%2Fb", "/config//", "/config/", "/config"])
-def test_it_takes_no_further_part_and_is_not_empty(path: str) -> None:
+def test_the_placeholder_matches_one_part_that_is_not_empty(path: str) -> None:
     refusal, asked = routed("GET", path)
     assert refusal is not None and refusal.status == 404 and asked.endpoint is None
 
 
 @pytest.mark.parametrize("path", ["/", "", "/nope", "/ping/x", "/topic", "/p%", "/pi\xffng", "*"])
-def test_a_path_that_is_not_there_is_not_found(path: str) -> None:
+def test_an_unknown_path_is_not_found(path: str) -> None:
     refusal, asked = routed("GET", path)
     assert refusal is not None and asked.endpoint is None
     assert (refusal.status, refusal.body) == (404, b'{"message":"NOT_FOUND"}')
     assert refusal.nsq_header and refusal.content_type == JSON_TYPE
 
 
-def test_an_escaped_path_is_the_path_that_it_means() -> None:
+def test_an_escaped_path_is_decoded() -> None:
     refusal, asked = routed("GET", "/%70ing")
     assert refusal is None and asked.endpoint is TABLE[0]
 
@@ -107,7 +108,7 @@ def test_an_escaped_path_is_the_path_that_it_means() -> None:
         ("POST", "/config/x", "GET, OPTIONS, PUT"),
     ],
 )
-def test_another_method_is_told_which_there_are(method: str, path: str, allowed: str) -> None:
+def test_a_wrong_method_gets_the_list_of_methods(method: str, path: str, allowed: str) -> None:
     refusal, asked = routed(method, path)
     assert refusal is not None and asked.endpoint is None
     assert (refusal.status, refusal.body) == (405, b'{"message":"METHOD_NOT_ALLOWED"}')
@@ -115,12 +116,12 @@ def test_another_method_is_told_which_there_are(method: str, path: str, allowed:
 
 
 @pytest.mark.parametrize(("path", "allowed"), [("/ping", "GET, OPTIONS"), ("/config/x", "GET, OPTIONS, PUT")])
-def test_options_tells_the_methods_of_a_path(path: str, allowed: str) -> None:
+def test_options_lists_the_methods_of_a_path(path: str, allowed: str) -> None:
     refusal, _ = routed("OPTIONS", path)
     assert refusal == Response(headers=(("Allow", allowed),), nsq_header=False)
 
 
-def test_options_of_everything_is_merely_answered() -> None:
+def test_options_of_everything_gets_an_empty_response() -> None:
     assert routed("OPTIONS", "*")[0] == Response(nsq_header=False)
 
 
@@ -137,7 +138,7 @@ def test_options_of_everything_is_merely_answered() -> None:
         ("PUT", "/topic/settings/", "", 308, "/topic/settings"),
     ],
 )
-def test_a_path_that_is_merely_spelled_otherwise_is_led_to_the_proper_one(
+def test_a_path_with_wrong_case_or_slashes_is_redirected(
     method: str, path: str, query: str, status: int, location: str
 ) -> None:
     refusal, asked = routed(method, path, query)
@@ -145,7 +146,64 @@ def test_a_path_that_is_merely_spelled_otherwise_is_led_to_the_proper_one(
     assert asked.endpoint is None
 
 
-# What is asked
+# Endpoints as decorators
+
+
+class Letters:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def topics(self, request: Request) -> set[str]:
+        return {request.query * self.size}
+
+    def is_owner(self, request: Request) -> bool:
+        return len(request.query) == self.size
+
+    @Endpoint(
+        method="POST",
+        path="/z",
+        summary="",
+        topics=topics,
+        is_owner=is_owner,
+        body_help="letters",
+        max_body_of=lambda api: api.size,
+        success_schema={"type": "string"},
+    )
+    def last(self, request: Request) -> Result:
+        return "z" * self.size
+
+    @Endpoint(method="GET", path="/a", summary="", group="Own")
+    def first(self, request: Request) -> Result:
+        return "a" * self.size
+
+
+def test_decorated_methods_are_endpoints_bound_to_their_object() -> None:
+    for size in (2, 3):
+        last, first = endpoints_of(Letters(size))
+        asked = request("POST", "/z", "ab")
+        assert last.handler(asked) == "z" * size and first.handler(asked) == "a" * size
+        assert last.topics is not None and last.is_owner is not None
+        assert (last.topics(asked), last.is_owner(asked), last.max_body) == ({"ab" * size}, size == 2, size)
+        assert (last.group, first.group, first.topics, first.is_owner) == ("", "Own", None, None)
+    assert {one.group for one in endpoints_of(Letters(1), "Letters")} == {"Letters"}
+
+
+def test_a_body_with_a_description_is_kept_and_a_schema_means_json() -> None:
+    last, first = endpoints_of(Letters(1))
+    assert (last.keeps_body, last.success_type) == (True, JSON_TYPE)
+    assert (first.keeps_body, first.success_type) == (False, "")
+    assert (
+        Endpoint(method="GET", path="/", summary="", success_type="x", success_schema={"a": 1}).success_type
+        == "x"
+    )
+
+
+def test_an_endpoint_without_a_handler_is_a_bug() -> None:
+    with pytest.raises(NotImplementedError, match="no handler"):
+        Endpoint(method="GET", path="/", summary="").handler(request("GET", "/"))
+
+
+# Parameters and headers
 
 
 @pytest.mark.parametrize(
@@ -167,19 +225,19 @@ def test_a_path_that_is_merely_spelled_otherwise_is_led_to_the_proper_one(
         ("a?b=c", {"a?b": "c"}),
     ],
 )
-def test_a_query_is_names_and_values(query: str, expected: dict[str, str]) -> None:
+def test_a_query_consists_of_names_and_values(query: str, expected: dict[str, str]) -> None:
     assert parse_query(query) == expected
     assert request("GET", "/", query).parameters == expected
 
 
 @pytest.mark.parametrize("query", ["a=1;b=2", "a=%", "a=%2", "a=%zz", "%=a", "a=1&b=%g0"])
-def test_a_query_that_cannot_be_parsed_is_refused(query: str) -> None:
+def test_a_malformed_query_is_refused(query: str) -> None:
     with pytest.raises(ApiError) as caught:
         parse_query(query)
     assert (caught.value.status, caught.value.code) == (400, "INVALID_REQUEST")
 
 
-def test_a_parameter_that_must_be_there_is_asked_for_by_its_own_code() -> None:
+def test_a_missing_required_parameter_has_its_own_error_code() -> None:
     assert request("GET", "/", "topic=a").parameter("topic", "MISSING") == "a"
     for query in ("", "topic=", "topics=a"):
         with pytest.raises(ApiError, match="^400 MISSING$"):
@@ -190,20 +248,22 @@ def test_a_parameter_that_must_be_there_is_asked_for_by_its_own_code() -> None:
     ("value", "expected"),
     [("true", True), ("1", True), ("false", False), ("0", False), ("yes", None), ("", None), ("TRUE", None)],
 )
-def test_a_flag_says_yes_or_no_and_anything_else_is_its_default(value: str, expected: bool | None) -> None:
+def test_a_flag_is_true_or_false_and_any_other_value_is_the_default(
+    value: str, expected: bool | None
+) -> None:
     asked = request("GET", "/", f"flag={value}")
     for default in (True, False):
         assert asked.flag("flag", default) is (default if expected is None else expected)
         assert asked.flag("another", default) is default
 
 
-def test_a_header_is_found_in_any_case_and_the_first_counts() -> None:
+def test_header_names_ignore_case_and_the_first_value_counts() -> None:
     headers = [(b"HOST", b"a"), (b"X-one", b"1"), (b"x-ONE", b"2"), (b"Odd", b"\xff")]
     asked = request("GET", "/", headers=headers)
     assert [asked.header(name) for name in ("Host", "X-One", "odd", "None")] == ["a", "1", "\xff", ""]
 
 
-# What handlers give
+# Results of handlers
 
 
 @pytest.mark.parametrize(
@@ -219,18 +279,18 @@ def test_a_header_is_found_in_any_case_and_the_first_counts() -> None:
         ({"a": [1, None], "ä": "\ud800"}, '{"a":[1,null],"ä":"?"}'.encode(), JSON_TYPE),
     ],
 )
-def test_nothing_is_empty_a_text_is_itself_and_the_rest_is_json(
+def test_none_is_empty_a_text_is_sent_as_it_is_and_other_values_as_json(
     result: Result, body: bytes, content_type: str
 ) -> None:
     assert to_response(result) == Response(body=body, content_type=content_type)
 
 
-def test_a_response_goes_out_as_it_is() -> None:
+def test_a_response_object_is_sent_unchanged() -> None:
     response = Response(status=299, body=b"x", headers=(("A", "b"),), nsq_header=False)
     assert to_response(response) is response
 
 
-def test_an_error_is_its_code_and_what_stands_beside_it() -> None:
+def test_an_error_response_has_its_code_and_further_keys() -> None:
     found = error_response(410, "OFFSET_GONE", (("A", "b"),), earliest=7, reason="gone")
     assert (found.status, found.content_type, found.headers) == (410, JSON_TYPE, (("A", "b"),))
     assert json.loads(found.body) == {"message": "OFFSET_GONE", "earliest": 7, "reason": "gone"}
@@ -251,14 +311,14 @@ def guarded(
     return api, asked
 
 
-def test_a_guard_that_has_nothing_to_say_lets_the_request_pass_at_once() -> None:
+def test_a_guard_without_objection_lets_the_request_pass_at_once() -> None:
     seen = []
     api, asked = guarded(lambda *about: seen.append(about))
     assert api.handle(asked) == "done"
     assert seen == [(asked, api.endpoints[0])]
 
 
-def test_a_guard_that_refuses_keeps_the_handler_from_being_asked() -> None:
+def test_a_guard_that_refuses_prevents_the_call_of_the_handler() -> None:
     def refuse(*_: object) -> None:
         raise ApiError(403, "NO")
 
@@ -267,8 +327,8 @@ def test_a_guard_that_refuses_keeps_the_handler_from_being_asked() -> None:
         api.handle(asked)
 
 
-def test_a_guard_may_take_its_time() -> None:
-    """And the handler may be of any kind: it gives the answer, waits for it, or gives it later."""
+def test_a_guard_may_be_asynchronous() -> None:
+    """With every kind of handler: it returns the result, awaits it, or answers later."""
 
     async def slow(request: Request) -> str:
         await asyncio.sleep(0)
@@ -320,7 +380,7 @@ def test_a_guard_may_take_its_time() -> None:
         asyncio.run(ask(lambda _: pytest.fail("was asked"), ApiError(401, "WHO")))
 
 
-def test_an_answer_that_nobody_waits_for_any_more_is_dropped() -> None:
+def test_an_answer_after_the_request_was_cancelled_is_dropped() -> None:
     async def scenario() -> None:
         asked_for = []
 
@@ -343,5 +403,5 @@ def test_an_answer_that_nobody_waits_for_any_more_is_dropped() -> None:
     asyncio.run(scenario())
 
 
-def test_an_answer_without_anybody_to_tell_is_no_error() -> None:
+def test_an_answer_without_a_connection_is_not_an_error() -> None:
     request("GET", "/").answer("OK")

@@ -1,4 +1,4 @@
-"""The table as OpenAPI and as a page: nothing of it is left out, and the document is valid."""
+"""The OpenAPI document and the reference page: complete and valid."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from nsparq.http.api import JSON_TYPE, TEXT_TYPE, Api, Endpoint, Param
 from nsparq.http.describe import markdown, openapi
 from nsparq.lookup.http_api import describe as describe_lookupd
 from nsparq.options import NsqdOptions
+from nsparq.server.api.table import NsqdApi
 from nsparq.server.daemon import Nsqd
-from nsparq.server.http_api import HttpApi
 
 PLAIN = Endpoint(
     group="Watching", method="GET", path="/ping", handler=lambda _: None, summary="Whether it is well."
@@ -49,7 +49,7 @@ API = Api(title="things", version="1.2", endpoints=[PLAIN, FULL])
 
 
 def nsqd_api() -> Api:
-    return HttpApi(Nsqd(NsqdOptions())).api
+    return NsqdApi(Nsqd(NsqdOptions()))
 
 
 APIS = {"things": API, "nsqd": nsqd_api(), "nsqlookupd": describe_lookupd()}
@@ -60,12 +60,12 @@ def test_the_description_is_an_openapi_document(name: str) -> None:
     document = openapi(APIS[name])
     assert document["openapi"].startswith("3.1.")
     assert json.loads(json.dumps(document)) == document
-    # It has the official schema of such documents.
+    # The validator has the official schema of OpenAPI documents.
     schemathesis.openapi.from_dict(document).validate()
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_every_schema_in_it_is_one(name: str) -> None:
+def test_every_schema_in_the_description_is_valid(name: str) -> None:
     found = 0
 
     def walk(part: Any) -> None:
@@ -84,7 +84,7 @@ def test_every_schema_in_it_is_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_every_operation_has_a_name_of_its_own(name: str) -> None:
+def test_every_operation_has_a_unique_name(name: str) -> None:
     document = openapi(APIS[name])
     ids = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]
     assert len(ids) == len(set(ids)) == len(APIS[name].endpoints)
@@ -137,7 +137,7 @@ def test_every_error_is_listed_under_its_status() -> None:
     assert all(responses[status]["content"][JSON_TYPE]["schema"] == error for status in told)
 
 
-def test_an_endpoint_that_gives_and_takes_nothing_says_nothing_of_it() -> None:
+def test_an_endpoint_without_body_and_result_describes_neither() -> None:
     operation = openapi(API)["paths"]["/ping"]["get"]
     assert not {"requestBody", "description"} & operation.keys()
     assert operation["parameters"] == []
@@ -145,7 +145,7 @@ def test_an_endpoint_that_gives_and_takes_nothing_says_nothing_of_it() -> None:
     assert "404" not in operation["responses"]
 
 
-def test_an_error_that_is_a_text_is_described_as_one() -> None:
+def test_a_plain_text_error_is_described_as_text() -> None:
     endpoint = Endpoint(
         method="GET", path="/", handler=lambda _: None, summary="", errors=((507, "NOK - …"),)
     )
@@ -153,7 +153,7 @@ def test_an_error_that_is_a_text_is_described_as_one() -> None:
     assert responses["507"]["content"] == {TEXT_TYPE: {"schema": {"type": "string"}}}
 
 
-def test_the_page_says_the_same() -> None:
+def test_the_page_has_the_same_facts() -> None:
     assert (
         markdown(API, "\n# Things\n\nAbout them.\n")
         == """\
@@ -182,7 +182,7 @@ At once.
 | `size` | how large (required) |
 | `colour` | any |
 
-Body: the thing, 1,234,567 bytes at the most by default.
+Body: the thing, 1,234,567 bytes at most by default.
 
 200: the thing (`application/json; charset=utf-8` or `text/plain; charset=utf-8`)
 
@@ -197,7 +197,7 @@ Permission: `admin`
     )
 
 
-def test_a_heading_stands_once_for_the_endpoints_under_it() -> None:
+def test_endpoints_of_a_group_share_one_heading() -> None:
     def endpoint(group: str, path: str) -> Endpoint:
         return Endpoint(group=group, method="GET", path=path, handler=lambda _: None, summary="s")
 

@@ -1,4 +1,4 @@
-"""Under which names browsers are answered, and that programs may use any."""
+"""Browsers may use only our host names. Programs may use any."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def is_refused(
 
 
 @pytest.mark.parametrize("headers", BROWSERS)
-def test_a_browser_is_answered_under_our_names_alone(hosts: HostNames, headers: dict[str, str]) -> None:
+def test_a_browser_is_answered_only_under_our_names(hosts: HostNames, headers: dict[str, str]) -> None:
     for _ in range(2):
         assert [host for host in OURS if is_refused(hosts, host, **headers)] == []
         assert [host for host in THEIRS if not is_refused(hosts, host, **headers)] == []
@@ -72,7 +72,7 @@ def test_a_browser_is_answered_under_our_names_alone(hosts: HostNames, headers: 
 @pytest.mark.parametrize("headers", PROGRAMS)
 def test_a_program_may_use_any_name(hosts: HostNames, headers: dict[str, str]) -> None:
     assert [host for host in OURS + THEIRS if is_refused(hosts, host, **headers)] == []
-    # And does not open the door to browsers by it.
+    # And that does not let browsers in.
     assert is_refused(hosts, THEIRS[0], **BROWSERS[0])
 
 
@@ -94,7 +94,7 @@ def daemon(request: pytest.FixtureRequest) -> Iterator[TestBroker]:
         yield daemon
 
 
-def test_every_daemon_has_the_rule(daemon: TestBroker) -> None:
+def test_every_daemon_checks_host_names(daemon: TestBroker) -> None:
     if daemon.is_reference:
         pytest.skip("ours only")
     for method, path in (("GET", "/ping"), ("POST", "/topic/create?topic=t"), ("POST", "/api/topics")):

@@ -1,4 +1,4 @@
-"""Connections: answers in order, what a client can make us keep, the end, and a layer underneath."""
+"""HTTP connections: order of responses, limits, closing, and a layer below."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run() -> Run:
 
 
 class Client:
-    """Bytes out, whole answers in."""
+    """A client that sends bytes and reads whole responses."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -70,7 +70,7 @@ class Client:
         return [(await self.answer()).body for _ in range(count)]
 
     async def ended(self) -> bool:
-        """Whether nothing more comes; waits until that is known."""
+        """Wait for the end of the connection or for more bytes. True at the end."""
         try:
             return await self.reader.read(1) == b""
         except ConnectionResetError:
@@ -80,7 +80,7 @@ class Client:
         self.writer.write_eof()
 
     def abort(self) -> None:
-        """With a reset: a mere close looks like a client that only is done sending."""
+        """Reset the connection. After a plain close the client could still read."""
         raw = self.writer.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
@@ -119,13 +119,13 @@ async def conversation(server: HttpServer) -> AsyncIterator[Client]:
 
 
 async def until(fact: Callable[[], object]) -> None:
-    """The deadline is that of the scenario."""
+    """The scenario has the deadline."""
     while not fact():  # noqa: ASYNC110  # nothing tells of it
         await asyncio.sleep(0.001)
 
 
 class Desk:
-    """Handlers that do as the test says, and what they were asked."""
+    """Handlers under the test's control, and a record of their requests."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -174,7 +174,7 @@ class Desk:
         return f"slow{request.query}"
 
     def held(self, request: Request) -> Later:
-        """Answered by the test."""
+        """The test answers it."""
         return LATER
 
     def bug(self, request: Request) -> str:
@@ -197,7 +197,7 @@ def post(path: str, body: Any = b"", **headers: str) -> bytes:
 # Order
 
 
-def test_pipelined_requests_are_answered_one_after_the_other_in_their_order(run: Run) -> None:
+def test_pipelined_requests_are_answered_in_order(run: Run) -> None:
     async def scenario() -> None:
         desk = Desk()
         async with conversation(HttpServer(desk.api)) as client:
@@ -214,7 +214,7 @@ def test_pipelined_requests_are_answered_one_after_the_other_in_their_order(run:
     run(scenario)
 
 
-def test_a_long_pipeline_gives_others_their_turn_and_keeps_its_order(
+def test_a_long_pipeline_does_not_block_others_and_keeps_its_order(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "PUMP_S", 1e-5)
@@ -235,7 +235,7 @@ def test_a_long_pipeline_gives_others_their_turn_and_keeps_its_order(
 
 
 @pytest.mark.parametrize("kind", ["now", "later", "slow"])
-def test_a_client_that_is_done_sending_gets_all_its_answers(run: Run, kind: str) -> None:
+def test_a_client_that_has_closed_its_side_gets_all_its_responses(run: Run, kind: str) -> None:
     async def scenario() -> None:
         desk = Desk()
         async with conversation(HttpServer(desk.api)) as client:
@@ -252,7 +252,7 @@ def test_a_client_that_is_done_sending_gets_all_its_answers(run: Run, kind: str)
 
 
 @pytest.mark.parametrize("kind", ["now", "later", "slow"])
-def test_what_is_wrong_in_the_middle_is_said_after_the_answers_before_it(run: Run, kind: str) -> None:
+def test_an_error_comes_after_the_responses_to_earlier_requests(run: Run, kind: str) -> None:
     async def scenario() -> None:
         desk = Desk()
         async with conversation(HttpServer(desk.api)) as client:
@@ -270,7 +270,7 @@ def test_what_is_wrong_in_the_middle_is_said_after_the_answers_before_it(run: Ru
     run(scenario)
 
 
-def test_the_last_request_of_a_connection_is_the_last(run: Run) -> None:
+def test_requests_after_the_last_one_of_a_connection_are_ignored(run: Run) -> None:
     async def scenario() -> None:
         desk = Desk()
         server = HttpServer(desk.api)
@@ -285,7 +285,7 @@ def test_the_last_request_of_a_connection_is_the_last(run: Run) -> None:
     run(scenario)
 
 
-def test_a_second_answer_is_not_taken_for_that_to_the_next_request(run: Run) -> None:
+def test_a_second_answer_is_not_used_for_the_next_request(run: Run) -> None:
     async def scenario() -> None:
         desk = Desk()
         async with conversation(HttpServer(desk.api)) as client:
@@ -301,7 +301,7 @@ def test_a_second_answer_is_not_taken_for_that_to_the_next_request(run: Run) -> 
 # Handlers that fail
 
 
-def test_a_bug_is_told_to_us_and_not_to_the_client(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_is_logged_and_not_shown_to_the_client(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with conversation(HttpServer(Desk().api)) as client:
             answer = await client.ask("POST", "/bug?topic=t")
@@ -315,7 +315,7 @@ def test_a_bug_is_told_to_us_and_not_to_the_client(run: Run, caplog: pytest.LogC
     assert record.exc_info is not None and "secret detail" in str(record.exc_info[1])
 
 
-def test_a_refusal_has_its_headers_and_what_stands_beside_its_code(run: Run) -> None:
+def test_an_api_error_has_its_headers_and_further_keys(run: Run) -> None:
     async def scenario() -> None:
         async with conversation(HttpServer(Desk().api)) as client:
             answer = await client.ask("POST", "/refused")
@@ -325,7 +325,7 @@ def test_a_refusal_has_its_headers_and_what_stands_beside_its_code(run: Run) -> 
     run(scenario)
 
 
-def test_a_handler_is_told_when_its_client_has_left(run: Run) -> None:
+def test_a_handler_is_cancelled_when_its_client_disconnects(run: Run) -> None:
     async def scenario() -> None:
         desk = Desk()
         server = HttpServer(desk.api)
@@ -337,7 +337,7 @@ def test_a_handler_is_told_when_its_client_has_left(run: Run) -> None:
                 await until(lambda: desk.cancelled)
             await until(lambda: not server.connections)
             assert desk.asked == ["/slow"]
-            # And an answer that comes too late does no harm.
+            # A late answer does no harm.
             async with connected(address) as client:
                 client.send(post("/held", b"x" * 1000))
                 await until(lambda: "/held" in desk.asked)
@@ -351,10 +351,12 @@ def test_a_handler_is_told_when_its_client_has_left(run: Run) -> None:
     run(scenario)
 
 
-# What a client can make us keep
+# Limits on memory
 
 
-def test_a_client_that_runs_ahead_is_not_read_from(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_with_too_many_queued_requests_is_not_read_from(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "MAX_QUEUED", 4)
     one = post("/now?x", X="y" * 1000)
     count = 5_000
@@ -367,7 +369,7 @@ def test_a_client_that_runs_ahead_is_not_read_from(run: Run, monkeypatch: pytest
             await until(lambda: server.connections)
             (connection,) = server.connections
             await until(lambda: not connection._is_reading)
-            # One read may go beyond the limit; the rest stays with the sender.
+            # One read may exceed the limit. The rest stays with the sender.
             assert 4 <= len(connection._queue) <= 4 + (256 << 10) // len(one)
             desk.gate.set()
             assert await client.bodies(1 + count) == [b"slow", *[b"nowx"] * count]
@@ -375,7 +377,9 @@ def test_a_client_that_runs_ahead_is_not_read_from(run: Run, monkeypatch: pytest
     run(scenario)
 
 
-def test_large_bodies_that_wait_count_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_with_too_many_queued_bytes_is_not_read_from(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "MAX_QUEUED_BYTES", 100_000)
     body = b"x" * 60_000
     count = 100
@@ -396,7 +400,7 @@ def test_large_bodies_that_wait_count_too(run: Run, monkeypatch: pytest.MonkeyPa
     run(scenario)
 
 
-def test_every_byte_that_is_kept_is_let_go_again(run: Run) -> None:
+def test_every_gathered_byte_is_released_again(run: Run) -> None:
     async def scenario() -> None:
         desk = Desk()
         server = HttpServer(desk.api)
@@ -404,7 +408,7 @@ def test_every_byte_that_is_kept_is_let_go_again(run: Run) -> None:
         async with serving(server) as address:
             ways: list[Callable[[Client], None]] = [Client.abort, Client.half_close]
             for leave in ways:
-                # In the middle of a body, with one being worked on and others waiting.
+                # In the middle of a body, while one request is handled and others are queued.
                 async with connected(address) as client:
                     client.send(part)
                     await until(lambda: server.gathered == 3000)
@@ -420,14 +424,14 @@ def test_every_byte_that_is_kept_is_let_go_again(run: Run) -> None:
                 client.send(post("/body", [b"x" * 1000, b"y" * 1000]))
                 assert len((await client.answer()).body) == 2000
                 assert server.gathered == 0
-                # Nobody keeps these.
+                # These bodies are dropped.
                 for path in ("/size", "/nope", "/now"):
                     client.send(post(path, b"x" * 5000)[:-1])
                     await asyncio.sleep(0.01)
                     assert server.gathered == 0
                     client.send(b"x")
                     await client.answer()
-                # Too long, as is seen only on the way.
+                # Too long, but without a declared length.
                 client.send(post("/body", [b"x" * 700_000, b"y" * 700_000]))
                 (await client.answer()).expect_error(413, "BODY_TOO_BIG")
                 assert server.gathered == 0
@@ -436,7 +440,7 @@ def test_every_byte_that_is_kept_is_let_go_again(run: Run) -> None:
     run(scenario)
 
 
-def test_too_many_bodies_at_once_are_refused_but_only_those(
+def test_bodies_above_the_total_limit_are_refused_and_others_are_not(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "MAX_GATHERED", 10_000)
@@ -448,7 +452,7 @@ def test_too_many_bodies_at_once_are_refused_but_only_those(
             async with connected(address) as first, connected(address) as second, connected(address) as third:
                 first.send(post("/body", b"x" * 9_000)[:-1])
                 await until(lambda: server.gathered == 8_999)
-                # Declared, or found out on the way.
+                # With and without a declared length.
                 for body in (b"y" * 2_000, [b"y" * 2_000]):
                     async with connected(address) as refused:
                         answer = await refused.ask("POST", "/body", body)
@@ -464,7 +468,7 @@ def test_too_many_bodies_at_once_are_refused_but_only_those(
     run(scenario)
 
 
-def test_while_too_many_answers_are_unread_there_are_no_others(
+def test_while_too_many_responses_are_unread_requests_get_503(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "MAX_UNREAD", 4 << 20)
@@ -491,7 +495,7 @@ def test_while_too_many_answers_are_unread_there_are_no_others(
     run(scenario)
 
 
-def test_a_reader_that_is_slow_gets_everything(run: Run) -> None:
+def test_a_slow_reader_gets_everything(run: Run) -> None:
     async def scenario() -> None:
         server = HttpServer(Desk().api)
         async with conversation(server) as client:
@@ -506,7 +510,7 @@ def test_a_reader_that_is_slow_gets_everything(run: Run) -> None:
 # Time
 
 
-def test_work_may_take_longer_than_a_client(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_may_take_longer_than_a_client_may(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HEAD_S", "BODY_S", "IDLE_S"):
         monkeypatch.setattr(limits, name, 0.2)
     monkeypatch.setattr(limits, "SWEEP_S", 0.02)
@@ -527,9 +531,7 @@ def test_work_may_take_longer_than_a_client(run: Run, monkeypatch: pytest.Monkey
     run(scenario)
 
 
-def test_the_watch_over_connections_rests_while_there_are_none(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sweeper_stops_while_there_are_no_connections(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SWEEP_S", 0.01)
 
     async def scenario() -> None:
@@ -545,11 +547,11 @@ def test_the_watch_over_connections_rests_while_there_are_none(
     run(scenario)
 
 
-# What goes over the wire
+# Bytes on the wire
 
 
 @pytest.mark.parametrize("body", [b"hello", [b"he", b"", b"llo"][::2], [b"h", b"e", b"l", b"l", b"o"]])
-def test_a_body_is_put_together_however_it_arrives(run: Run, body: Any) -> None:
+def test_a_body_may_arrive_in_any_pieces(run: Run, body: Any) -> None:
     async def scenario() -> None:
         async with conversation(HttpServer(Desk().api)) as client:
             assert (await client.ask("POST", "/body", body)).body == b"hello"
@@ -561,7 +563,7 @@ def test_a_body_is_put_together_however_it_arrives(run: Run, body: Any) -> None:
     run(scenario)
 
 
-def test_an_answer_has_a_status_a_date_and_its_length(run: Run) -> None:
+def test_a_response_has_a_status_a_date_and_its_length(run: Run) -> None:
     async def scenario() -> None:
         async with conversation(HttpServer(Desk().api)) as client:
             answer = await client.ask("POST", "/teapot")
@@ -573,20 +575,20 @@ def test_an_answer_has_a_status_a_date_and_its_length(run: Run) -> None:
     run(scenario)
 
 
-def test_trailers_are_no_headers(run: Run) -> None:
+def test_trailers_are_ignored(run: Run) -> None:
     async def scenario() -> None:
         async with conversation(HttpServer(Desk().api)) as client:
             head = b"POST /headers HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
             client.send(head, b"1\r\nx\r\n0\r\nAuthorization: Bearer s\r\n\r\n")
             answer = await client.answer()
             assert answer.json() == {"Host": "h", "Transfer-Encoding": "chunked"}
-            # And the next request has none of them.
+            # The next request has no trailers.
             assert (await client.ask("POST", "/headers")).json() == {"Host": "test", "Content-Length": "0"}
 
     run(scenario)
 
 
-def test_a_client_that_asks_first_is_told_to_go_on_only_if_it_may(run: Run) -> None:
+def test_expect_continue_is_answered_only_if_the_body_is_wanted(run: Run) -> None:
     expect = {"Expect": "100-continue"}
 
     def head(path: str, length: int = 5) -> bytes:
@@ -600,7 +602,7 @@ def test_a_client_that_asks_first_is_told_to_go_on_only_if_it_may(run: Run) -> N
                 assert (await client.answer()).status == 100
                 client.send(b"hello")
                 assert (await client.answer()).body == b"hello"
-                # An answer that is still to come goes first.
+                # A pending response goes first.
                 client.send(post("/slow?"), head("/body"))
                 await until(lambda: "/slow" in desk.asked)
                 desk.gate.set()
@@ -615,11 +617,11 @@ def test_a_client_that_asks_first_is_told_to_go_on_only_if_it_may(run: Run) -> N
     run(scenario)
 
 
-# Requests that are met again
+# Known heads
 
 
-def test_a_request_that_is_met_again_is_taken_for_what_it_is_now(run: Run) -> None:
-    """The head is known then; the body, the connection and the time are others."""
+def test_a_request_with_a_known_head_has_its_own_body(run: Run) -> None:
+    """Only the head is the same: body, connection and time differ."""
 
     async def scenario() -> None:
         desk = Desk()
@@ -646,7 +648,7 @@ def test_a_request_that_is_met_again_is_taken_for_what_it_is_now(run: Run) -> No
                 assert await client.bodies(2) == [b"hello", b"again"]
                 client.send(b"o", b"\r\n\r\n", one)
                 assert await client.bodies(2) == [b"hello", b"hello"]
-                # Behind one that takes its time, too.
+                # Behind a slow one, too.
                 client.send(post("/slow?"))
                 await until(lambda: "/slow" in desk.asked)
                 for _ in range(3):
@@ -675,7 +677,7 @@ def test_a_request_that_is_met_again_is_taken_for_what_it_is_now(run: Run) -> No
     ],
     ids=lambda data: repr(data[:30]),
 )
-def test_what_is_not_plain_in_every_way_is_not_remembered(run: Run, request_bytes: bytes) -> None:
+def test_only_plain_heads_are_remembered(run: Run, request_bytes: bytes) -> None:
     async def scenario() -> None:
         server = HttpServer(Desk().api)
         async with serving(server) as address:
@@ -692,7 +694,7 @@ def test_what_is_not_plain_in_every_way_is_not_remembered(run: Run, request_byte
     run(scenario)
 
 
-def test_only_so_many_heads_are_remembered(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_remembered_heads_is_limited(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_HEADS", 10)
 
     async def scenario() -> None:
@@ -705,7 +707,7 @@ def test_only_so_many_heads_are_remembered(run: Run, monkeypatch: pytest.MonkeyP
     run(scenario)
 
 
-def test_what_refuses_everything_refuses_what_was_met_before(run: Run) -> None:
+def test_refuse_all_also_refuses_requests_with_known_heads(run: Run) -> None:
     async def scenario() -> None:
         reason: list[Response] = []
         server = HttpServer(Desk().api, refuse_all=lambda: reason[0] if reason else None)
@@ -720,7 +722,7 @@ def test_what_refuses_everything_refuses_what_was_met_before(run: Run) -> None:
     run(scenario)
 
 
-def test_the_guard_is_asked_about_every_request(run: Run) -> None:
+def test_the_guard_checks_every_request(run: Run) -> None:
     allowed = {"Authorization": "Bearer yes"}
     known = {b"Bearer yes"}
 
@@ -763,8 +765,10 @@ REQUESTS = [
     wanted=st.lists(st.sampled_from(REQUESTS), min_size=1, max_size=12),
     cuts=st.lists(st.integers(0, 2000), max_size=12),
 )
-def test_memory_makes_no_difference(wanted: list[bytes], cuts: list[int]) -> None:
-    """Whatever is sent, and in whatever pieces: the answers are those of a server that remembers nothing."""
+def test_requests_are_answered_the_same_with_and_without_known_heads(
+    wanted: list[bytes], cuts: list[int]
+) -> None:
+    """For any bytes in any pieces, the responses equal those of a server without memory."""
     stream = b"".join(wanted)
     places = sorted({0, *(cut for cut in cuts if cut < len(stream))})
     pieces = [stream[a:b] for a, b in zip(places, [*places[1:], len(stream)], strict=True)]
@@ -822,12 +826,12 @@ class RecordingTransport(asyncio.Transport):
         return default
 
 
-# Offers
+# Upgrade offers
 
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
-def test_an_offer_to_speak_something_else_is_passed_over(run: Run, protocol: str) -> None:
-    """As some clients make it with the first request of each connection, whatever that is."""
+def test_an_upgrade_offer_is_ignored(run: Run, protocol: str) -> None:
+    """Some clients offer an upgrade with the first request of each connection."""
     offer = {
         "Connection": "Upgrade, HTTP2-Settings",
         "Upgrade": protocol,
@@ -855,7 +859,7 @@ def test_an_offer_to_speak_something_else_is_passed_over(run: Run, protocol: str
     run(scenario)
 
 
-def test_a_tunnel_is_not_dug(run: Run) -> None:
+def test_connect_is_refused(run: Run) -> None:
     async def scenario() -> None:
         async with conversation(HttpServer(Desk().api)) as client:
             client.send(b"CONNECT example.com:80 HTTP/1.1\r\nHost: h\r\n\r\n", post("/now"))
@@ -865,7 +869,7 @@ def test_a_tunnel_is_not_dug(run: Run) -> None:
     run(scenario)
 
 
-def test_the_peer_is_known_by_its_host_alone(run: Run, tmp_path: Path) -> None:
+def test_the_peer_is_the_host_without_the_port(run: Run, tmp_path: Path) -> None:
     async def scenario() -> None:
         for address, peer in ((("127.0.0.1", 0), b"127.0.0.1"), (str(tmp_path / "http.sock"), b"")):
             async with serving(HttpServer(Desk().api), address) as bound, connected(bound) as client:
@@ -874,7 +878,7 @@ def test_the_peer_is_known_by_its_host_alone(run: Run, tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_one_answer_may_be_given_to_everything(run: Run) -> None:
+def test_refuse_all_answers_every_request(run: Run) -> None:
     async def scenario() -> None:
         desk = Desk()
         reason: list[Response] = [Response(status=403, body=b"no")]
@@ -889,10 +893,10 @@ def test_one_answer_may_be_given_to_everything(run: Run) -> None:
     run(scenario)
 
 
-# The end
+# Closing
 
 
-def test_what_is_under_way_is_answered_before_the_end(run: Run) -> None:
+def test_requests_under_way_are_answered_before_the_server_closes(run: Run) -> None:
     async def scenario() -> None:
         desk = Desk()
         server = HttpServer(desk.api)
@@ -919,7 +923,7 @@ def test_what_is_under_way_is_answered_before_the_end(run: Run) -> None:
     run(scenario)
 
 
-def test_the_end_does_not_wait_for_ever(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_ever(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DRAIN_S", 0.05)
 
     async def scenario() -> None:
@@ -936,7 +940,7 @@ def test_the_end_does_not_wait_for_ever(run: Run, monkeypatch: pytest.MonkeyPatc
     run(scenario)
 
 
-def test_a_server_that_nobody_used_closes_at_once(run: Run) -> None:
+def test_an_unused_server_closes_at_once(run: Run) -> None:
     async def scenario() -> None:
         await HttpServer(Desk().api).close()
         server = HttpServer(Desk().api)
@@ -949,7 +953,7 @@ def test_a_server_that_nobody_used_closes_at_once(run: Run) -> None:
     run(scenario)
 
 
-# A layer underneath
+# A layer below HTTP
 
 
 class LayerFailed(NsparqError):
@@ -957,7 +961,7 @@ class LayerFailed(NsparqError):
 
 
 class Mirror:
-    """A layer that turns every byte over. It begins with HELLO from both sides and ends with BYE."""
+    """A layer that inverts every byte. Both sides begin with HELLO and end with BYE."""
 
     def __init__(self) -> None:
         self.is_ended = False
@@ -1030,7 +1034,7 @@ def test_everything_goes_through_the_layer(run: Run) -> None:
     run(scenario)
 
 
-def test_the_layer_takes_its_leave_when_the_connection_ends(run: Run) -> None:
+def test_the_layer_is_closed_when_the_connection_ends(run: Run) -> None:
     async def scenario() -> None:
         async with mirrored(Desk()) as (client, made, _):
             client.send(b"HELLO", Mirror.turn(post("/now?", Connection="close")))
@@ -1042,7 +1046,7 @@ def test_the_layer_takes_its_leave_when_the_connection_ends(run: Run) -> None:
 
 
 @pytest.mark.parametrize("kind", ["now", "slow"])
-def test_an_end_inside_the_layer_is_an_end_of_stream(run: Run, kind: str) -> None:
+def test_closing_the_layer_is_an_end_of_stream(run: Run, kind: str) -> None:
     async def scenario() -> None:
         desk = Desk()
         async with mirrored(desk) as (client, _, server):
@@ -1057,7 +1061,9 @@ def test_an_end_inside_the_layer_is_an_end_of_stream(run: Run, kind: str) -> Non
     run(scenario)
 
 
-def test_what_is_not_of_the_layer_ends_the_connection(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_bytes_that_the_layer_cannot_decode_end_the_connection(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""The options of nsqlookupd: NSQ's flags, keys and defaults, and what is refused."""
+"""The options of nsqlookupd: NSQ's flags, keys and defaults, and invalid values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path)
         ({"max_registrations": 0}, "--max-registrations must be positive"),
     ],
 )
-def test_what_cannot_work_is_refused_by_flag(values: dict[str, Any], text: str) -> None:
+def test_an_invalid_value_is_refused_with_the_name_of_its_flag(values: dict[str, Any], text: str) -> None:
     NsqlookupdOptions().validate()
     with pytest.raises(OptionError, match=f"^{text}$"):
         NsqlookupdOptions(**values).validate()

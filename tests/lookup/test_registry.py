@@ -1,4 +1,4 @@
-"""The rules of nsqlookupd's data, with time passed in."""
+"""The rules of nsqlookupd's registry, with time passed in."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def nsqd(registry: Registry, number: int = 1, now_ns: int = NOW) -> Producer:
 
 
 def hosts(registry: Registry, topic: str, now_ns: int = NOW) -> list[str] | None:
-    """Who is found, by host; None if the topic is not known."""
+    """Hosts of the producers found. None if the topic is unknown."""
     found = registry.lookup_json(topic, now_ns)
     return None if found is None else [producer["hostname"] for producer in json.loads(found)["producers"]]
 
@@ -95,13 +95,13 @@ def test_registering_again_changes_nothing(registry: Registry) -> None:
     assert first.registrations == 2
 
 
-def test_every_nsqd_of_a_topic_is_found(registry: Registry) -> None:
+def test_a_lookup_finds_every_nsqd_of_a_topic(registry: Registry) -> None:
     for number in (1, 2, 3):
         registry.register(nsqd(registry, number), "t")
     assert hosts(registry, "t") == ["host1", "host2", "host3"]
 
 
-def test_one_nsqd_may_register_only_so_much() -> None:
+def test_the_number_of_registrations_of_one_nsqd_is_limited() -> None:
     registry = make_registry(max_registrations=3)
     first, second = nsqd(registry, 1), nsqd(registry, 2)
     registry.register(first, "a", "c")
@@ -128,7 +128,7 @@ def test_unregistering_a_channel_leaves_the_topic_and_the_name(registry: Registr
     assert list(json.loads(registry.debug_json())) == ["client::", "topic:t:"]
 
 
-def test_unregistering_a_topic_takes_the_nsqd_out_of_its_channels_too(registry: Registry) -> None:
+def test_unregistering_a_topic_removes_the_nsqd_from_its_channels(registry: Registry) -> None:
     first, second = nsqd(registry, 1), nsqd(registry, 2)
     for producer in (first, second):
         registry.register(producer, "t", "c")
@@ -143,7 +143,7 @@ def test_unregistering_a_topic_takes_the_nsqd_out_of_its_channels_too(registry: 
     assert first.registrations == 2
 
 
-def test_unregistering_what_was_not_registered_does_nothing(registry: Registry) -> None:
+def test_unregistering_an_unknown_name_does_nothing(registry: Registry) -> None:
     first, second = nsqd(registry, 1), nsqd(registry, 2)
     registry.register(first, "t", "c")
     for names in (("t", ""), ("t", "c"), ("t", "none"), ("none", "c"), ("none", "")):
@@ -174,13 +174,13 @@ def test_an_ephemeral_topic_goes_with_its_last_nsqd_and_its_channels_stay(regist
     assert json.loads(registry.lookup_json("t#ephemeral", NOW) or b"")["channels"] == ["c", "d#ephemeral"]
 
 
-def test_an_ephemeral_name_that_only_http_created_goes_when_it_is_unregistered(registry: Registry) -> None:
+def test_an_ephemeral_name_created_over_http_goes_when_it_is_unregistered(registry: Registry) -> None:
     registry.create("t", "c#ephemeral")
     assert not registry.unregister(nsqd(registry), "t", "c#ephemeral")
     assert channels(registry, "t") == []
 
 
-def test_a_lost_connection_leaves_the_names_ephemeral_ones_too(registry: Registry) -> None:
+def test_a_lost_connection_leaves_all_names_even_ephemeral_ones(registry: Registry) -> None:
     first = nsqd(registry)
     registry.register(first, "t#ephemeral", "c#ephemeral")
     registry.register(first, "u", "c")
@@ -217,7 +217,7 @@ def test_deleting_a_topic_deletes_its_channels_and_entries(registry: Registry) -
     assert nodes(registry) == {"host1": {"u": False, "t": False}}
 
 
-def test_deleting_a_topic_deletes_channels_whose_topic_is_not_known(registry: Registry) -> None:
+def test_deleting_a_topic_deletes_channels_of_an_unknown_topic(registry: Registry) -> None:
     first = nsqd(registry)
     registry.register(first, "t#ephemeral", "c")
     registry.unregister(first, "t#ephemeral")
@@ -226,7 +226,7 @@ def test_deleting_a_topic_deletes_channels_whose_topic_is_not_known(registry: Re
 
 
 @pytest.mark.parametrize("topic", ["", "*", "no such", "\udcff"])
-def test_deleting_or_tombstoning_what_is_not_there_does_nothing(registry: Registry, topic: str) -> None:
+def test_deleting_or_tombstoning_an_unknown_name_does_nothing(registry: Registry, topic: str) -> None:
     registry.register(nsqd(registry), "t", "c")
     registry.delete_topic(topic)
     assert registry.tombstone(topic, "b1:4151", NOW) == 0
@@ -248,7 +248,7 @@ def test_deleting_a_channel_leaves_the_topic(registry: Registry) -> None:
     assert first.registrations == 0
 
 
-def test_only_so_many_names_without_producers_are_remembered() -> None:
+def test_the_number_of_names_without_producers_is_limited() -> None:
     registry = make_registry(max_unused=3)
     first = nsqd(registry)
     registry.register(first, "kept", "c")
@@ -287,7 +287,7 @@ def test_a_ping_keeps_an_nsqd_active_or_brings_it_back(registry: Registry) -> No
     assert nodes(registry, late) == {"host1": {"t": False}}
 
 
-def test_registering_is_no_sign_of_life(registry: Registry) -> None:
+def test_registering_does_not_make_an_nsqd_active(registry: Registry) -> None:
     first = nsqd(registry)
     registry.register(first, "t")
     registry.register(first, "u")
@@ -309,7 +309,7 @@ def test_a_tombstone_hides_an_nsqd_from_that_topic_until_it_ends(registry: Regis
     assert nodes(registry, NOW + LIFETIME)["host1"] == {"t": False, "u": False}
 
 
-def test_a_second_tombstone_starts_anew(registry: Registry) -> None:
+def test_a_second_tombstone_restarts_the_time(registry: Registry) -> None:
     registry.register(nsqd(registry), "t")
     registry.tombstone("t", "b1:4151", NOW)
     assert nodes(registry) == {"host1": {"t": True}}
@@ -325,7 +325,7 @@ def test_a_tombstone_needs_the_exact_node(registry: Registry, node: str) -> None
     assert hosts(registry, "t") == ["host1"]
 
 
-def test_a_tombstone_is_for_every_connection_of_the_node(registry: Registry) -> None:
+def test_a_tombstone_hides_every_connection_of_the_node(registry: Registry) -> None:
     for _ in range(2):
         registry.register(nsqd(registry), "t")
     assert registry.tombstone("t", "b1:4151", NOW) == 2
@@ -342,10 +342,10 @@ def test_a_tombstone_ends_with_its_entry(registry: Registry) -> None:
     assert hosts(registry, "t") == ["host1"]
 
 
-# Shapes
+# Responses
 
 
-def test_answers_are_as_documented(registry: Registry) -> None:
+def test_responses_have_the_documented_keys(registry: Registry) -> None:
     first = nsqd(registry)
     registry.register(first, "t", "c")
     producer = (
@@ -367,7 +367,7 @@ def test_empty_lists_are_never_null(registry: Registry) -> None:
     assert registry.nodes_json(NOW).endswith(b',"tombstones":[],"topics":[]}]}')
 
 
-def test_debug_tells_everything_by_registration(registry: Registry) -> None:
+def test_debug_lists_everything_by_registration(registry: Registry) -> None:
     first = nsqd(registry)
     registry.register(first, "t", "c")
     registry.create("unused")
@@ -393,7 +393,7 @@ def test_debug_tells_everything_by_registration(registry: Registry) -> None:
     assert list(found["topic:t:"][0]) == sorted(entry)
 
 
-def test_text_of_a_peer_cannot_break_the_json(registry: Registry) -> None:
+def test_texts_of_a_peer_cannot_break_the_json(registry: Registry) -> None:
     peer = PeerInfo(remote_address="a", hostname='"},{\\\n', broadcast_address="é", tcp_port=1, http_port=1)
     registry.register(registry.identify(peer, NOW), "t")
     assert hosts(registry, "t") == ['"},{\\\n']
@@ -404,7 +404,7 @@ def test_text_of_a_peer_cannot_break_the_json(registry: Registry) -> None:
 # Cost
 
 
-def test_nodes_are_put_together_again_only_after_a_change(registry: Registry) -> None:
+def test_nodes_are_encoded_again_only_after_a_change(registry: Registry) -> None:
     first, second = nsqd(registry, 1), nsqd(registry, 2)
     registry.register(first, "t")
     whole = registry.nodes_json(NOW)
@@ -418,7 +418,7 @@ def test_nodes_are_put_together_again_only_after_a_change(registry: Registry) ->
     assert second.node_json is part
 
 
-def test_the_list_of_topics_is_made_again_only_after_a_change(registry: Registry) -> None:
+def test_the_list_of_topics_is_encoded_again_only_after_a_change(registry: Registry) -> None:
     first = nsqd(registry)
     registry.register(first, "t")
     whole = registry.topics_json()

@@ -1,4 +1,4 @@
-"""Any sequence of operations: the indexed, cached registry answers what a plain map of entries would."""
+"""After any sequence of operations, the registry answers like a plain map of entries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Entry:
 
 
 class RegistryMachine(RuleBasedStateMachine):
-    """The model is NSQ's description word for word: a map from registration to producers."""
+    """The model follows NSQ's description: a map from registrations to producers."""
 
     producers = Bundle("producers")
 

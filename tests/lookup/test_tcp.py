@@ -1,4 +1,4 @@
-"""A connection on an event loop: turns, slow readers, silence, and what is logged."""
+"""TCP connections of nsqlookupd: turns, slow readers, silent peers, and log lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lookupd() -> Iterator[LookupdThread]:
         yield lookupd
 
 
-def test_a_peer_with_many_commands_lets_others_have_their_turn(
+def test_a_peer_with_many_commands_does_not_block_others(
     lookupd: LookupdThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns: list[int] = []
@@ -52,7 +52,7 @@ def test_a_peer_with_many_commands_lets_others_have_their_turn(
     assert max(turns) <= tcp.COMMANDS_PER_TURN
 
 
-def test_an_error_comes_after_the_answers_before_it(lookupd: LookupdThread) -> None:
+def test_an_error_comes_after_the_replies_to_earlier_commands(lookupd: LookupdThread) -> None:
     with lookupd.peer() as peer:
         peer.send(b"PING\n" * 1000 + b"REGISTER t c\nREGISTER bad!\n")
         for _ in range(1001):
@@ -63,7 +63,7 @@ def test_an_error_comes_after_the_answers_before_it(lookupd: LookupdThread) -> N
 
 def test_a_peer_that_does_not_read_is_not_read_from(lookupd: LookupdThread) -> None:
     with lookupd.connect() as peer:
-        # The system holds megabytes otherwise, of answers of a few bytes.
+        # Otherwise the system buffers megabytes of small replies.
         for buffer in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             peer.socket.setsockopt(socket.SOL_SOCKET, buffer, 1 << 16)
         peer.socket.setblocking(False)
@@ -80,7 +80,7 @@ def test_a_peer_that_does_not_read_is_not_read_from(lookupd: LookupdThread) -> N
         assert connection._transport.get_write_buffer_size() < 2 * tcp.WRITE_HIGH
         with lookupd.peer() as other:
             other.ping()
-        # Once it reads, it gets every answer.
+        # When it reads, it gets every reply.
         peer.socket.settimeout(DEADLINE)
         answers = 0
         while answers < sent // 5 * len(OK):
@@ -89,10 +89,10 @@ def test_a_peer_that_does_not_read_is_not_read_from(lookupd: LookupdThread) -> N
             answers += len(received)
 
 
-def test_a_silent_peer_is_let_go(
+def test_a_silent_peer_is_closed(
     lookupd: LookupdThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whether it has identified itself or not, and even if it dribbles half a command."""
+    """With or without IDENTIFY, and even if it sends half a command."""
     caplog.set_level(logging.WARNING)
     with lookupd.peer() as identified, lookupd.connect() as unknown, lookupd.peer() as lively:
         identified.register("t")
@@ -108,7 +108,7 @@ def test_a_silent_peer_is_let_go(
         unknown.expect_closed()
         lively.ping()
     wait_until(lambda: not lookupd.lookup("t")["producers"])
-    assert caplog.text.count("said nothing for") == 2
+    assert caplog.text.count("no command for") == 2
 
 
 def test_the_idle_limit_is_never_shorter_than_twice_the_inactive_timeout() -> None:
@@ -118,7 +118,7 @@ def test_the_idle_limit_is_never_shorter_than_twice_the_inactive_timeout() -> No
         assert lookupd.lookupd.idle_limit_s == daemon.IDLE_S
 
 
-def test_the_system_watches_over_silent_connections(lookupd: LookupdThread) -> None:
+def test_tcp_keep_alive_is_on(lookupd: LookupdThread) -> None:
     with lookupd.connect() as peer:
         peer.ping()
         (connection,) = lookupd.lookupd.connections
@@ -128,7 +128,7 @@ def test_the_system_watches_over_silent_connections(lookupd: LookupdThread) -> N
 
 
 @pytest.mark.parametrize("field", ["broadcast_address", "hostname", "version", "topology_zone"])
-def test_a_text_that_would_bloat_every_answer_is_refused(lookupd: LookupdThread, field: str) -> None:
+def test_a_long_text_in_identify_is_refused(lookupd: LookupdThread, field: str) -> None:
     body = json.dumps({**NSQD, field: "x" * (tcp.MAX_FIELD + 1)}).encode()
     with lookupd.connect() as peer:
         peer.command("IDENTIFY", body=body)
@@ -143,7 +143,7 @@ def test_too_many_registrations_end_the_connection() -> None:
         peer.expect_fatal("E_INVALID REGISTER too many registrations")
 
 
-def test_a_mistake_of_ours_ends_one_connection_only(
+def test_an_internal_error_ends_only_one_connection(
     lookupd: LookupdThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -157,7 +157,7 @@ def test_a_mistake_of_ours_ends_one_connection_only(
     assert "internal error" in caplog.text
 
 
-def test_a_peer_that_half_closes_gets_its_answers_and_is_not_waited_for(
+def test_a_peer_that_half_closes_gets_its_replies_and_is_closed(
     lookupd: LookupdThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lookupd.peer() as polite:
@@ -170,7 +170,7 @@ def test_a_peer_that_half_closes_gets_its_answers_and_is_not_waited_for(
     with lookupd.peer() as rude:
         rude.socket.setblocking(False)
         quiet_since = time.monotonic()
-        while time.monotonic() - quiet_since < 0.3:  # until it is held back
+        while time.monotonic() - quiet_since < 0.3:  # until it is not read from
             try:
                 rude.socket.send(b"PING\n" * 10_000)
                 quiet_since = time.monotonic()
@@ -181,7 +181,7 @@ def test_a_peer_that_half_closes_gets_its_answers_and_is_not_waited_for(
         wait_until(lambda: not lookupd.lookupd.connections)
 
 
-def test_a_peer_that_resets_leaves_its_names_and_nothing_else(lookupd: LookupdThread) -> None:
+def test_a_peer_that_resets_leaves_only_its_names(lookupd: LookupdThread) -> None:
     peer = lookupd.peer()
     peer.register("t", "c")
     peer.send(b"IDENTIFY\n" + struct.pack(">i", 100))

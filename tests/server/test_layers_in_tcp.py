@@ -17,8 +17,8 @@ import pytest
 
 from nsparq.options import NsqdOptions
 from nsparq.server import connection as connection_module
-from nsparq.server.auth import AuthFailed, Authorization, Grant, Permission, Validity
-from nsparq.server.auth_patterns import Pattern
+from nsparq.server.auth.grants import AuthFailed, Authorization, Grant, Permission, Validity
+from nsparq.server.auth.patterns import Pattern
 from nsparq.server.daemon import Nsqd
 from nsparq.server.outbox import MAX_UNANSWERED
 from nsparq.transport.layers import MAX_PIECE

@@ -11,6 +11,7 @@ from nsparq.broker.channel import Channel
 from nsparq.broker.client import Client
 from nsparq.broker.topic import Topic
 from nsparq.http.connection import HttpConnection
+from nsparq.http.reading import RequestReader
 from nsparq.lookup.registry import Producer
 from nsparq.lookup.tcp import Connection as LookupConnection
 from nsparq.server.connection import Connection
@@ -19,7 +20,8 @@ from tests.support import BrokerThread, wait_until
 from tests.support.lookupd import LookupdThread
 
 COUNTED = (
-    Channel, Client, Topic, HttpConnection, Producer, LookupConnection, Connection, ServerProtocol,
+    Channel, Client, Topic, HttpConnection, RequestReader, Producer, LookupConnection, Connection,
+    ServerProtocol,
     asyncio.TimerHandle, asyncio.Task,
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""nsqd and its nsqlookupds: what they are told and when, and what becomes of those that fail."""
+"""nsqd and its nsqlookupds: registrations, changes, and failures."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def agree(command: Command) -> bytes | None:
 
 
 def spelled(command: Command) -> str:
-    """As it was sent. Commands are tuples, and a REGISTER would equal an UNREGISTER."""
+    """The command as it was sent: as tuples, a REGISTER would equal an UNREGISTER."""
     verb = type(command).__name__.upper()
     return " ".join(filter(None, (verb, *command))) if verb.endswith("REGISTER") else verb
 
 
 class FakeLookupd:
-    """An nsqlookupd that does as it is told: `answer` gives the reply to each command, None for none."""
+    """A scripted nsqlookupd: `answer` gives the reply to each command, or None."""
 
     def __init__(self, answer: Answer = agree) -> None:
         self.answer = answer
         self.told: list[str] = []
-        """What was said on the present connection."""
+        """Commands of the current connection."""
         self.peer: PeerInfo | None = None
         self.connections = 0
         self.open = 0
@@ -121,13 +121,13 @@ class FakeLookupd:
             self.open -= 1
             self._writers.discard(writer)
             writer.close()
-            # At the end of a test the loop cancels what still runs, and its streams make an error of that.
+            # At the end of a test the loop cancels its tasks, which the streams report as an error.
             with suppress(ConnectionError, asyncio.CancelledError):
                 await writer.wait_closed()
 
 
 class Broker:
-    """As much of one as the peers ask for."""
+    """The parts of nsqd that the peers need."""
 
     def __init__(self, *registrations: tuple[str, str]) -> None:
         self.registrations = [*registrations]
@@ -168,10 +168,10 @@ def run() -> Run:
     return uvloop.run  # type: ignore[return-value]  # the daemon's event loop
 
 
-# what a peer is told
+# registrations and changes
 
 
-def test_a_peer_is_told_who_we_are_and_then_everything_there_is(run: Run) -> None:
+def test_a_peer_gets_identify_and_then_all_registrations(run: Run) -> None:
     async def scenario() -> None:
         lookupd = FakeLookupd()
         broker = Broker(("lonely", ""), ("t", "a"), ("t", "b#ephemeral"))
@@ -204,7 +204,7 @@ def test_changes_follow_in_order_and_at_once(run: Run) -> None:
     run(scenario())
 
 
-def test_what_changes_during_the_registration_comes_after_it(run: Run) -> None:
+def test_changes_during_the_registration_come_after_it(run: Run) -> None:
     async def scenario() -> None:
         lookupd = FakeLookupd()
         await lookupd.start()
@@ -225,7 +225,7 @@ def test_what_changes_during_the_registration_comes_after_it(run: Run) -> None:
     run(scenario())
 
 
-def test_a_change_while_a_peer_is_away_costs_nothing_and_is_not_forgotten(run: Run) -> None:
+def test_a_change_while_a_peer_is_disconnected_is_part_of_the_next_registration(run: Run) -> None:
     async def scenario() -> None:
         lookupd = FakeLookupd()
         await lookupd.start()
@@ -277,7 +277,7 @@ def test_pings_are_regular_and_go_on_between_changes(run: Run) -> None:
 # peers that fail
 
 
-def test_a_peer_that_comes_back_is_told_everything_within_seconds(run: Run) -> None:
+def test_a_peer_that_comes_back_gets_everything_within_seconds(run: Run) -> None:
     async def scenario() -> None:
         lookupd = FakeLookupd()
         await lookupd.start()
@@ -293,7 +293,7 @@ def test_a_peer_that_comes_back_is_told_everything_within_seconds(run: Run) -> N
     run(scenario())
 
 
-def test_a_lost_connection_is_noticed_without_anything_to_say(run: Run) -> None:
+def test_a_lost_connection_is_noticed_without_a_change(run: Run) -> None:
     async def scenario() -> None:
         lookupd = FakeLookupd()
         await lookupd.start()
@@ -305,9 +305,7 @@ def test_a_lost_connection_is_noticed_without_anything_to_say(run: Run) -> None:
     run(scenario())
 
 
-def test_a_peer_that_closes_between_two_questions_is_no_surprise(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_peer_may_close_between_two_commands(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         lookupd = FakeLookupd()
         await lookupd.start()
@@ -327,7 +325,7 @@ def test_a_peer_that_closes_between_two_questions_is_no_surprise(
 
 
 @pytest.mark.parametrize("mute", [Identify, Register, Ping])
-def test_a_peer_that_owes_a_reply_for_a_second_is_given_up(run: Run, mute: type) -> None:
+def test_a_peer_without_a_reply_for_a_second_is_disconnected(run: Run, mute: type) -> None:
     async def scenario() -> None:
         lookupd = FakeLookupd(lambda command: None if isinstance(command, mute) else agree(command))
         await lookupd.start()
@@ -350,7 +348,7 @@ def test_a_peer_that_owes_a_reply_for_a_second_is_given_up(run: Run, mute: type)
     ],
     ids=["E_INVALID", "E_BAD_BODY", "OK", "list", "oversize"],
 )
-def test_an_identify_reply_that_is_no_introduction_closes_the_peer(run: Run, reply: bytes) -> None:
+def test_an_invalid_identify_reply_ends_the_connection(run: Run, reply: bytes) -> None:
     async def scenario() -> None:
         lookupd = FakeLookupd(lambda command: encode_reply(reply))
         await lookupd.start()
@@ -363,7 +361,7 @@ def test_an_identify_reply_that_is_no_introduction_closes_the_peer(run: Run, rep
     run(scenario())
 
 
-def test_a_refused_registration_is_told_with_its_text(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_registration_is_logged_with_its_text(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         lookupd = FakeLookupd()
         await lookupd.start()
@@ -372,17 +370,17 @@ def test_a_refused_registration_is_told_with_its_text(run: Run, caplog: pytest.L
 
     run(scenario())
     (text,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "disconnected - it said \"E_BAD_TOPIC REGISTER topic name 'bad!' is not valid\"" in text
+    assert "disconnected - it replied \"E_BAD_TOPIC REGISTER topic name 'bad!' is not valid\"" in text
 
 
 @pytest.mark.parametrize("unasked", [OK, b"\xff\xff\xff\xff", b"\x7f\0\0\0"], ids=["OK", "negative", "huge"])
-def test_a_peer_that_speaks_unasked_is_closed(run: Run, unasked: bytes) -> None:
+def test_a_reply_without_a_command_ends_the_connection(run: Run, unasked: bytes) -> None:
     async def scenario() -> None:
         lookupd = FakeLookupd()
         await lookupd.start()
         async with running(lookupd, Broker(("t", "c")).peers(lookupd.address)):
             await until(lambda: lookupd.registered())
-            await asyncio.sleep(0.05)  # until it owes nothing more
+            await asyncio.sleep(0.05)  # until no reply is pending
             lookupd.say(unasked)
             await until(lambda: lookupd.connections == 2 and lookupd.registered())
 
@@ -403,7 +401,7 @@ def test_replies_to_registrations_are_read_and_ignored(run: Run) -> None:
     run(scenario())
 
 
-def test_a_peer_that_is_far_behind_is_told_everything_anew(run: Run) -> None:
+def test_a_peer_that_is_far_behind_is_registered_again(run: Run) -> None:
     async def scenario() -> None:
         lookupd = FakeLookupd()
         await lookupd.start()
@@ -441,7 +439,7 @@ def test_a_silent_peer_delays_neither_the_others_nor_the_loop(
     run(scenario())
 
 
-def test_a_name_that_takes_long_to_resolve_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_name_lookup_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve, go_on = socket.getaddrinfo, threading.Event()
 
     def slow(host: str, *arguments: int, **options: int) -> object:
@@ -547,9 +545,7 @@ def test_an_address_that_was_removed_and_added_again_is_connected_once(run: Run)
     run(scenario())
 
 
-def test_an_address_without_a_port_is_a_failure_like_any_other(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_address_without_a_port_is_logged_as_a_failure(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with running(peers := Broker().peers("localhost")):
             await asyncio.wait_for(peers.settled(), DEADLINE)

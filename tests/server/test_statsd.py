@@ -1,4 +1,4 @@
-"""What is pushed to statsd: names, kinds, order, increases, and the packets it travels in."""
+"""Pushes to statsd: names, kinds, order, increases, and packets."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def lines_of(lines: _Lines, rig: Rig, topic: str = "t") -> dict[str, str]:
 # lines
 
 
-def test_a_topics_lines_come_in_nsqs_order_and_kinds(tmp_path: Path) -> None:
+def test_the_lines_of_a_topic_have_nsqs_order_and_kinds(tmp_path: Path) -> None:
     rig = Rig(tmp_path, e2e_processing_latency_percentile=(0.5, 0.95, 0.999))
     try:
         consumer = rig.subscribe("t", "b", rdy=1)
@@ -113,7 +113,7 @@ def test_counters_are_the_increase_since_the_last_push(rig: Rig) -> None:
     assert second.attempts == 1
 
 
-def test_what_was_deleted_and_created_again_begins_at_zero(rig: Rig) -> None:
+def test_a_topic_that_was_deleted_and_created_again_starts_at_zero(rig: Rig) -> None:
     lines = _Lines("", False)
     rig.topic("t").get_channel("c")
     rig.publish("t", b"1", b"2", b"3")
@@ -181,7 +181,7 @@ def test_lines_are_packed_whole_and_as_many_as_fit() -> None:
     assert [*pack([], 12)] == []
 
 
-def test_a_line_longer_than_a_packet_travels_alone() -> None:
+def test_a_line_longer_than_a_packet_gets_its_own_packet() -> None:
     long = b"x" * 20 + b"\n"
     assert [*pack([b"a\n", long, b"b\n", b"c\n"], 10)] == [b"a\n", long, b"b\nc\n"]
 
@@ -197,7 +197,7 @@ def run() -> Run:
 
 
 class Listener(asyncio.DatagramProtocol):
-    """A statsd daemon that keeps what it is sent, and when."""
+    """A statsd daemon that records packets and their times."""
 
     def __init__(self) -> None:
         self.packets: list[bytes] = []
@@ -290,7 +290,7 @@ def test_packets_keep_to_their_size_and_are_spread_over_the_interval(run: Run, r
         assert len(listener.packets) > 10
         assert all(400 < len(packet) <= 508 for packet in listener.packets[:-1])
         assert all(packet.endswith(b"\n") for packet in listener.packets)
-        # Half a second, evenly; the last packet leaves a step before its end.
+        # Evenly over half a second. The last packet leaves one step before its end.
         step = 0.5 / len(listener.packets)
         assert listener.times[-1] - listener.times[0] == pytest.approx(0.5 - step, abs=0.25)
         middle = listener.times[len(listener.times) // 2] - listener.times[0]
@@ -325,7 +325,9 @@ def test_stopping_before_the_first_push_sends_nothing(run: Run, rig: Rig) -> Non
     run(scenario())
 
 
-def test_nobody_listening_is_no_concern_of_ours(run: Run, rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_push_without_a_listener_is_not_an_error(
+    run: Run, rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -339,7 +341,7 @@ def test_nobody_listening_is_no_concern_of_ours(run: Run, rig: Rig, caplog: pyte
 
 
 @pytest.mark.parametrize("address", ["nowhere", "255.255.255.255:8125", ":0"])
-def test_an_address_that_leads_nowhere_is_logged_once_and_tried_again(
+def test_an_unreachable_address_is_logged_once_and_tried_again(
     run: Run, rig: Rig, caplog: pytest.LogCaptureFixture, address: str
 ) -> None:
     async def scenario() -> None:
@@ -357,7 +359,7 @@ def test_an_address_that_leads_nowhere_is_logged_once_and_tried_again(
     assert texts[1].startswith("STATSD: pushing stats to 127.0.0.1:")
 
 
-def test_a_push_of_many_topics_does_not_hold_up_the_loop(run: Run, rig: Rig) -> None:
+def test_a_push_of_many_topics_does_not_block_the_loop(run: Run, rig: Rig) -> None:
     for number in range(400):
         rig.topic(f"t{number:03}#ephemeral").get_channel("c")
 
@@ -367,7 +369,7 @@ def test_a_push_of_many_topics_does_not_hold_up_the_loop(run: Run, rig: Rig) -> 
             while not listener.packets:
                 turns += 1
                 await asyncio.sleep(0)
-                # A topic that goes while its figures are gathered is left out.
+                # A topic deleted while figures are gathered is left out.
                 rig.broker.topics.pop("t399#ephemeral", None)
             assert turns > 400 // 50
 

@@ -1,4 +1,4 @@
-"""The TLS layer against the standard library's client, and the contexts it takes its certificates from."""
+"""The TLS layer against the standard library's client, and contexts with certificates."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Client:
         self.tls = context.wrap_bio(self.incoming, self.outgoing, server_hostname="localhost")
 
     def shake_hands(self, layer: TlsLayer, step: int = 1 << 20) -> None:
-        """Until both have nothing more to say."""
+        """Exchange bytes until both sides have nothing to send."""
         for _ in range(5):
             try:
                 self.tls.do_handshake()
@@ -164,7 +164,7 @@ def test_what_is_sent_arrives_in_both_directions(sent: list[bytes], step: int) -
     assert all(0 < len(piece) <= MAX_PIECE for piece in pieces)
 
 
-def test_views_are_sent_as_bytes_are() -> None:
+def test_memoryviews_are_sent_like_bytes() -> None:
     layer, client = connected()
     assert client.decrypt(layer.send(memoryview(b"--contents--")[2:-2])) == b"contents"
     assert layer.send(b"") == b""
@@ -212,7 +212,7 @@ def test_compression_inside_tls(inner: type[SnappyLayer | DeflateLayer]) -> None
     assert b"".join(peer.receive(client.decrypt(stack.send(b"frame")))) == b"frame"
 
 
-def test_close_says_goodbye_inside_tls() -> None:
+def test_close_sends_close_notify() -> None:
     layer, client = connected()
     last = layer.send(b"last words")
     layer.close()
@@ -222,7 +222,7 @@ def test_close_says_goodbye_inside_tls() -> None:
     layer.close()
 
 
-def test_goodbye_of_the_client_is_end_of_stream() -> None:
+def test_close_notify_of_the_client_is_end_of_stream() -> None:
     layer, client = connected()
     wire = client.encrypt(b"last words")
     with pytest.raises(ssl.SSLWantReadError):
@@ -244,7 +244,7 @@ def test_nothing_is_sent_before_the_handshake_is_done() -> None:
 
 
 def test_an_established_connection_does_not_renegotiate() -> None:
-    # The standard library's client cannot ask for it.
+    # The standard library's client cannot request it.
     context = SSL.Context(SSL.TLS_CLIENT_METHOD)
     context.set_max_proto_version(SSL.TLS1_2_VERSION)
     client, layer = SSL.Connection(context, None), TlsLayer(server_context())
@@ -306,7 +306,7 @@ def test_a_damaged_handshake_gives_no_connection(data: st.DataObject) -> None:
     assert not layer.is_established
 
 
-def test_a_damaged_record_ends_it_after_what_came_before() -> None:
+def test_a_damaged_record_fails_after_the_records_before_it() -> None:
     layer, client = connected()
     good, bad = client.encrypt(b"good"), bytearray(client.encrypt(b"bad"))
     bad[-1] ^= 1
@@ -370,12 +370,12 @@ def test_cipher_suites_have_the_names_that_nsq_shows(rsa_server: Pair, name: str
     assert (layer.version, layer.cipher_suite) == ("TLS1.2", shown)
 
 
-def test_a_suite_that_is_not_ours_is_refused(rsa_server: Pair) -> None:
+def test_an_unknown_cipher_suite_is_refused(rsa_server: Pair) -> None:
     client = Client(version="tls1.2", ciphers="DHE-RSA-AES256-GCM-SHA384")
     refuse(client, server_context(rsa_server), "TLS: no shared cipher", "alert handshake failure")
 
 
-def test_protocols_a_client_offers_are_not_chosen_from() -> None:
+def test_no_protocol_is_negotiated() -> None:
     layer, client = connected(Client(protocols=("h2", "http/1.1")))
     assert layer.negotiated_protocol == ""
     assert client.tls.selected_alpn_protocol() is None
@@ -384,7 +384,7 @@ def test_protocols_a_client_offers_are_not_chosen_from() -> None:
 # Client certificates
 
 
-def test_without_a_policy_no_certificate_is_asked_for() -> None:
+def test_without_a_policy_no_certificate_is_requested() -> None:
     layer, _ = connected(Client(certificates().client))
     assert layer.common_name == ""
 
@@ -431,7 +431,9 @@ def test_require_verify_refuses_an_expired_certificate(tmp_path: Path) -> None:
     refuse(Client(expired), context, "certificate verify failed", "alert certificate expired")
 
 
-def test_require_verify_without_an_authority_asks_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_verify_without_an_authority_uses_those_of_the_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = certificates()
     refuse(Client(found.client), server_context(policy="require-verify"), "verify failed", "unknown ca")
     monkeypatch.setenv("SSL_CERT_FILE", str(found.ca.cert))
@@ -439,7 +441,7 @@ def test_require_verify_without_an_authority_asks_the_system(monkeypatch: pytest
     assert layer.common_name == "client"
 
 
-def test_an_unknown_policy_asks_for_nothing() -> None:
+def test_an_unknown_policy_requests_no_certificate() -> None:
     layer, _ = connected(Client(certificates().client), server_context(policy="something"))
     assert layer.common_name == ""
 
@@ -454,7 +456,7 @@ def test_common_name_of_odd_certificates(tmp_path: Path, names: tuple[str, ...],
 # Contexts
 
 
-def test_a_new_context_serves_new_connections_and_old_ones_go_on(tmp_path: Path) -> None:
+def test_a_new_context_is_for_new_connections_only(tmp_path: Path) -> None:
     other_ca = issue(tmp_path, "other-ca", is_authority=True)
     other = issue(tmp_path, "server", signer=other_ca, hosts=("localhost",))
     old_layer, old_client = connected()
@@ -487,8 +489,8 @@ def test_files_that_cannot_be_used_are_named_with_their_flag(tmp_path: Path) -> 
     assert refused_start(missing, key) == f"--tls-cert: {missing}: No such file or directory"
     assert refused_start(cert, missing) == f"--tls-key: {missing}: No such file or directory"
     assert refused_start(tmp_path, key) == f"--tls-cert: {tmp_path}: Is a directory"
-    assert refused_start(empty, key).startswith(f"--tls-cert: {empty}: no certificate in PEM format")
-    assert refused_start(cert, empty) == f"--tls-key: {empty}: no private key in PEM format"
+    assert refused_start(empty, key).startswith(f"--tls-cert: {empty}: not a certificate in PEM format")
+    assert refused_start(cert, empty) == f"--tls-key: {empty}: not a private key in PEM format"
     assert refused_start(cert, found.client.key) == f"--tls-key: {found.client.key}: not the key of {cert}"
     for policy in ("", "require", "require-verify"):
         rules = {"policy": policy, "root_ca_file": empty}
@@ -497,10 +499,10 @@ def test_files_that_cannot_be_used_are_named_with_their_flag(tmp_path: Path) -> 
         assert refused_start(cert, key, **rules).startswith(f"--tls-root-ca-file: {missing}: No such file")
 
 
-def test_a_key_with_a_passphrase_is_refused_and_not_asked_for(tmp_path: Path) -> None:
+def test_a_key_with_a_passphrase_is_refused_without_a_prompt(tmp_path: Path) -> None:
     locked = issue(tmp_path, "locked", hosts=("localhost",), passphrase=b"secret")
     text = refused_start(locked.cert, locked.key)
-    assert text == f"--tls-key: {locked.key}: a key with a passphrase cannot be used"
+    assert text == f"--tls-key: {locked.key}: the key has a passphrase, which is not supported"
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["in use", "failed"])

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import StructType
 
-from nsparq.server import http_endpoints
-from nsparq.server.auth_policy import hash_generated
+from nsparq.server.api import table
+from nsparq.server.auth.policy_file import hash_generated
 from nsparq.spark.cluster.http_client import Refused
 from nsparq.spark.options import NsqOptions, OptionError, Use
 from nsparq.spark.sink import writers as sink
@@ -259,7 +259,7 @@ def test_nsqd_without_transactions_gets_every_row_at_least_once(
     topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(http_endpoints, "transaction_endpoints", lambda *_: [])
+        patch.setattr(table, "SUBJECTS", [one for one in table.SUBJECTS if one[0] != "Transactions"])
         broker = BrokerThread()
     with broker:
         writer = stream_writer(address(broker), topic=topic)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from nsparq.server.auth import AuthFailed, Permission
-from nsparq.server.auth_policy import StaticPolicy, hash_generated
+from nsparq.server.auth.grants import AuthFailed, Permission
+from nsparq.server.auth.policy import StaticPolicy
+from nsparq.server.auth.policy_file import hash_generated
 from nsparq.tools.auth import main
 
 ALLOW = '[[identity.allow]]\ntopic = "^billing"\npermissions = ["publish", "subscribe"]\n'
@@ -139,13 +140,13 @@ def test_a_check_prints_the_permissions(policy_file: Path, capsys: pytest.Captur
         "idle         password                                 nothing",
         "(anonymous)  none         .*        .*                read",
     ]
-    assert err == "warning: identity 'idle' may do nothing: it has no allow\n"
+    assert err == "warning: identity 'idle' has no permissions: it has no allow\n"
 
 
 def test_a_check_of_a_bad_file_says_why(policy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy_file.write_text("[[identity]]\n")
     assert main(["check", str(policy_file)]) == 1
-    expected = f"nsparq auth: {policy_file}: identity 1: name must be a text without a colon\n"
+    expected = f"nsparq auth: {policy_file}: identity 1: name must be a string without a colon\n"
     assert capsys.readouterr() == ("", expected)
     assert main(["check", str(policy_file.parent / "none")]) == 1
     assert "No such file or directory" in capsys.readouterr().err

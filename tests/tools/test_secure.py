@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nsparq.options import TlsRequired
-from nsparq.server.auth_policy import hash_generated
+from nsparq.server.auth.policy_file import hash_generated
 from tests.support import BrokerThread, start_broker, unique_name
 from tests.support.certificates import certificates
 

@@ -33,8 +33,8 @@ from nsparq.http.api import ApiError, Request, Response
 from nsparq.http.hosts import HostNames
 from nsparq.http.server import HttpServer
 from nsparq.process import raise_file_limit
-from nsparq.server.auth import TokenCache
-from nsparq.server.auth_policy import StaticPolicy
+from nsparq.server.auth.policy import StaticPolicy
+from nsparq.server.auth.tokens import TokenCache
 from nsparq.version import NSQ_VERSION, version_line
 
 __all__ = ["Nsqadmin", "describe"]

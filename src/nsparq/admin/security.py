@@ -20,7 +20,8 @@ from urllib.parse import parse_qs, urlsplit
 from nsparq.admin.change.actor import Actor
 from nsparq.admin.show.routing import path_values
 from nsparq.http.api import ApiError, Endpoint, Request
-from nsparq.server.auth import AuthFailed, Grant, Permission, TokenCache, secret_from_header
+from nsparq.server.auth.grants import AuthFailed, Grant, Permission
+from nsparq.server.auth.tokens import TokenCache, secret_from_header
 
 __all__ = ["CHANGES", "EVERYTHING", "PAGE_HEADERS", "Access", "Guard", "Sessions", "cookie"]
 

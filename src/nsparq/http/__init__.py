@@ -1,1 +1,1 @@
-"""HTTP/1.1 for the daemons: endpoints declared in a table, served by a thin protocol on a C parser."""
+"""HTTP/1.1 for the daemons: tables of endpoints, and a server on a parser in C."""

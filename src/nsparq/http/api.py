@@ -1,6 +1,6 @@
-"""What an HTTP API is, apart from sockets: requests, answers, and the table of endpoints they are routed by.
+"""An HTTP API without sockets: requests, responses, and the table of endpoints.
 
-The table is the one description: routing, the OpenAPI document and the reference page all come from it.
+Routing, the OpenAPI document and the reference page all come from that table.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Final
+from types import MethodType
+from typing import Any, Final, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from nsparq.errors import NsparqError
@@ -19,14 +20,14 @@ from nsparq.errors import NsparqError
 JSON_TYPE: Final = "application/json; charset=utf-8"
 TEXT_TYPE: Final = "text/plain; charset=utf-8"
 DEFAULT_MAX_BODY: Final = 1 << 20
-"""Bytes of a request's body where the endpoint says nothing: it is read and dropped."""
+"""Limit on a request's body, in bytes, for endpoints that set none. Such a body is dropped."""
 
 _BAD_ESCAPE = re.compile(r"%(?![0-9a-fA-F]{2})")
 _SLASHES = re.compile("/+")
 
 
 class ApiError(NsparqError):
-    """An answer other than success: a status and a code, for a machine to read."""
+    """A response other than success: a status, and a code for programs."""
 
     def __init__(
         self, status: int, code: str, headers: tuple[tuple[str, str], ...] = (), **more: str | int
@@ -34,11 +35,11 @@ class ApiError(NsparqError):
         super().__init__(f"{status} {code}")
         self.status, self.code, self.headers = status, code, headers
         self.more = more
-        """Said beside the code."""
+        """Further keys of the JSON body."""
 
 
 class Later:
-    """The handler's word that it will call `request.answer()` itself."""
+    """A handler returns it to say that it will call `request.answer()` later."""
 
 
 LATER: Final = Later()
@@ -46,14 +47,14 @@ LATER: Final = Later()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """An answer in full. Most handlers give something simpler: see Api.encode."""
+    """A complete response. Most handlers return something simpler: see to_response()."""
 
     status: int = 200
     body: bytes = b""
     content_type: str = ""
     headers: tuple[tuple[str, str], ...] = ()
     nsq_header: bool = True
-    """Whether it says `X-NSQ-Content-Type`, by which clients tell NSQ's present format from its first one."""
+    """Send `X-NSQ-Content-Type`. Clients tell NSQ's current JSON format from the old one by it."""
 
 
 OK: Final = Response(body=b"OK", content_type=TEXT_TYPE)
@@ -61,7 +62,7 @@ EMPTY: Final = Response()
 
 
 class Request:
-    """One request. `body` is complete."""
+    """One complete request."""
 
     __slots__ = (
         "_answer",
@@ -70,7 +71,7 @@ class Request:
         "endpoint",
         "headers",
         "identity",
-        "is_old",
+        "is_http_1_0",
         "method",
         "path",
         "path_value",
@@ -85,47 +86,47 @@ class Request:
         self.path = path
         self.query = query
         self.headers = headers
-        """As received; see header()."""
+        """As received. See header()."""
         self.body: bytes = b""
         self.peer = ""
         """The client's address without its port; empty for a Unix socket."""
         self.peer_port = 0
         self.secure: Any = None
-        """The TLS layer that it came through."""
+        """The TLS layer of the connection, if it has one."""
         self.identity: str | None = None
-        """Who asks, where the API is guarded; empty for whoever shows no secret."""
-        self.is_old = False
-        """Whether it is of HTTP/1.0, which must be told that a connection is kept."""
+        """The client's identity if the API is guarded. Empty for an anonymous client."""
+        self.is_http_1_0 = False
+        """HTTP/1.0 clients must be told that the connection stays open."""
         self.endpoint: Endpoint | None = None
         self.path_value = ""
-        """What stands in place of `{…}` in the endpoint's path."""
+        """The part of the path that matches `{…}` in the endpoint's path."""
         self._parameters: Mapping[str, str] | None = None
         self._answer: Callable[[Result | Exception], None] | None = None
 
     @property
     def parameters(self) -> Mapping[str, str]:
-        """The query's parameters, of a repeated one the first. Raises ApiError."""
+        """The query parameters. Of a repeated one, the first. Raises ApiError."""
         if self._parameters is None:
             query = self.query
-            # A publisher asks the same thing over and over.
-            self._parameters = _parse_known(query) if len(query) <= 256 else parse_query(query)
+            # A publisher sends the same query with every request.
+            self._parameters = _parse_cached(query) if len(query) <= 256 else parse_query(query)
         return self._parameters
 
     def parameter(self, name: str, missing: str) -> str:
-        """A parameter that must be there and not empty. Raises ApiError(400, missing)."""
+        """A parameter that must not be missing or empty. Raises ApiError(400, missing)."""
         value = self.parameters.get(name)
         if not value:
             raise ApiError(400, missing)
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """A parameter that says yes or no; anything else counts as its default."""
+        """A boolean parameter. Any other value counts as the default."""
         return {"true": True, "1": True, "false": False, "0": False}.get(
             self.parameters.get(name, ""), default
         )
 
     def header(self, name: str) -> str:
-        """The first header of that name, or nothing."""
+        """The first header of that name, or an empty text."""
         wanted = name.lower().encode()
         for key, value in self.headers:
             if key.lower() == wanted:
@@ -133,20 +134,20 @@ class Request:
         return ""
 
     def answer(self, result: Result | Exception) -> None:
-        """For a handler that gave LATER. An exception is an answer too."""
+        """Send the response of a handler that returned LATER. An exception becomes an error."""
         if self._answer is not None:
             self._answer(result)
 
 
 Result = None | str | bool | int | dict[str, Any] | list[Any] | Response
-"""Nothing (an empty body), a text, anything else as JSON, or a whole response."""
+"""What a handler returns: None (an empty body), a text, a value for JSON, or a Response."""
 
 Handler = Callable[[Request], Result | Later | Awaitable[Result]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
-    """A query parameter, as documented."""
+    """A query parameter and its description."""
 
     name: str
     help: str
@@ -154,54 +155,95 @@ class Param:
     schema: Mapping[str, Any] = field(default_factory=lambda: {"type": "string"})
 
 
+H = TypeVar("H", bound=Callable[..., Any])
+
+
+def _no_handler(request: Request) -> Result:
+    raise NotImplementedError("the endpoint has no handler: see endpoints_of()")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One method on one path. `{name}` as the path's last part stands for anything without a slash."""
+    """One method on one path. `{name}` as the last part of the path matches any text without a
+    slash.
+
+    As a decorator it describes the method that handles its requests. endpoints_of() then gives the
+    endpoints of an object. `topics`, `is_owner` and `max_body_of` are methods of that object, too.
+    """
 
     method: str
     path: str
     path_schema: Mapping[str, Any] = field(default_factory=lambda: {"type": "string", "minLength": 1})
-    """What `{name}` may be, if the path has one."""
-    handler: Handler
+    """The schema of `{name}`, if the path has one."""
+    handler: Handler = _no_handler
     summary: str
     details: str = ""
     params: tuple[Param, ...] = ()
     group: str = ""
-    """The heading it stands under in the reference."""
+    """The heading in the reference page."""
     permission: str = ""
-    """What a client must be allowed to do, where the API is guarded."""
-    topics: Callable[[Request], Collection[str]] | None = None
-    """The topics that it must be allowed to do that with, if there is no parameter that says so; with any, if
-    there are none."""
-    is_owner: Callable[[Request], bool] | None = None
-    """Whether what the request names belongs to its identity, or to nobody; asked after the permission."""
+    """The permission that a client needs if the API is guarded."""
+    topics: Callable[..., Collection[str]] | None = None
+    """The topics of a request that need the permission, if no parameter names the topic. If there
+    are none, the permission for any topic is enough."""
+    is_owner: Callable[..., bool] | None = None
+    """Whether the client owns what the request names, or nobody does."""
     checks_names: bool = False
-    """Whether its handler checks the permission itself, for names that only the body has: whoever has the
-    permission for any topic gets as far as that. Only nsqadmin's guard asks."""
+    """The handler checks the permission for the names in the body. The guard only checks that the
+    client has the permission for some topic. Used by nsqadmin's guard alone."""
     keeps_body: bool = False
-    """Whether the handler looks at the body; otherwise it is read and dropped."""
+    """The handler reads the body. Otherwise the body is dropped. True if there is `body_help`."""
     max_body: int = DEFAULT_MAX_BODY
+    max_body_of: Callable[[Any], int] | None = None
+    """Gives `max_body` if it is an option of the daemon."""
     too_big: str = "BODY_TOO_BIG"
-    """The code of the 413 that answers a longer body."""
+    """The code of the 413 for a longer body."""
     needs_body: bool = True
-    """Whether there must be one, if it is looked at."""
+    """The body is required, if the handler reads it."""
     body_help: str = ""
     body_type: str = "application/octet-stream"
     body_schema: Mapping[str, Any] | None = None
     success: str = "empty"
-    """What a 200 brings, in words."""
+    """Description of the body of a 200."""
     success_type: str = ""
+    """The default is JSON if there is a schema."""
     success_schema: Mapping[str, Any] | None = None
     other_types: tuple[str, ...] = ()
-    """In which it may come as well."""
+    """Other content types that a 200 may have."""
     success_headers: tuple[tuple[str, str], ...] = ()
-    """Headers of its own, and what they say."""
+    """Special headers of a 200, with their descriptions."""
     errors: tuple[tuple[int, str], ...] = ()
-    """Status and code of every answer but success, and those that any endpoint may give."""
+    """Status and code of each error, without those that any endpoint may give."""
+
+    def __post_init__(self) -> None:
+        if self.body_help:
+            object.__setattr__(self, "keeps_body", True)
+        if self.success_schema and not self.success_type:
+            object.__setattr__(self, "success_type", JSON_TYPE)
+
+    def __call__(self, handler: H) -> H:
+        handler.__dict__["endpoint"] = self
+        return handler
+
+
+def endpoints_of(api: object, group: str = "") -> list[Endpoint]:
+    """The endpoints that decorate an object's methods. `group` replaces their own group."""
+    return [
+        replace(
+            found,
+            group=group or found.group,
+            handler=MethodType(method, api),
+            topics=found.topics and MethodType(found.topics, api),
+            is_owner=found.is_owner and MethodType(found.is_owner, api),
+            max_body=found.max_body_of(api) if found.max_body_of else found.max_body,
+        )
+        for method in vars(type(api)).values()
+        if isinstance(found := getattr(method, "endpoint", None), Endpoint)
+    ]
 
 
 class Api:
-    """A table of endpoints, and what is said where none fits."""
+    """A table of endpoints, and the routing of requests."""
 
     def __init__(
         self,
@@ -216,26 +258,26 @@ class Api:
         self.version = version
         self.endpoints = tuple(endpoints)
         self.guard = guard
-        """Asked before each handler; raises ApiError to refuse."""
+        """Called before each handler. Raises ApiError to refuse the request."""
         self._check_host = check_host
-        """Asked before the guard, in the same way; see nsparq.http.hosts."""
+        """Called before the guard, in the same way. See nsparq.http.hosts."""
         self._exact: dict[tuple[str, str], Endpoint] = {}
         self._methods: dict[str, list[str]] = {}
-        self._proper: dict[str, str] = {}
+        self._by_lower_case: dict[str, str] = {}
         """Each path by its lower case."""
-        self._open: dict[str, str] = {}
-        """Paths that end in `{…}`, by what stands before it."""
+        self._patterns_by_stem: dict[str, str] = {}
+        """Paths that end in `{…}`, by the part before it."""
         for endpoint in self.endpoints:
             self._exact[endpoint.method, endpoint.path] = endpoint
             self._methods.setdefault(endpoint.path, []).append(endpoint.method)
             stem, brace, _ = endpoint.path.partition("{")
             if brace:
-                self._open[stem] = endpoint.path
+                self._patterns_by_stem[stem] = endpoint.path
             else:
-                self._proper[endpoint.path.lower().rstrip("/")] = endpoint.path
+                self._by_lower_case[endpoint.path.lower().rstrip("/")] = endpoint.path
 
     def route(self, request: Request) -> Response | None:
-        """Find the request's endpoint; or say at once why there is none."""
+        """Set the request's endpoint, or give the response if there is none."""
         endpoint = self._exact.get((request.method, request.path))
         if endpoint is not None and "{" not in request.path:
             request.endpoint = endpoint
@@ -261,13 +303,13 @@ class Api:
         if path in self._methods and "{" not in path:
             return path, ""
         stem, _, value = path.rpartition("/")
-        pattern = self._open.get(stem + "/")
+        pattern = self._patterns_by_stem.get(stem + "/")
         return (pattern, value) if pattern and value else (None, "")
 
     def _redirect(self, request: Request, path: str) -> Response:
-        """To the proper path where only its spelling is off: a slash too many, or upper case."""
+        """A redirect if only slashes or upper case are wrong. Otherwise a 404."""
         tidy = "/" + _SLASHES.sub("/", path).strip("/")
-        proper = self._proper.get(tidy.lower())
+        proper = self._by_lower_case.get(tidy.lower())
         if proper is None or proper == path:
             return error_response(404, "NOT_FOUND")
         location = f"{proper}?{request.query}" if request.query else proper
@@ -275,7 +317,7 @@ class Api:
         return Response(status=status, headers=(("Location", location),), nsq_header=False)
 
     def handle(self, request: Request) -> Result | Later | Awaitable[Result]:
-        """Have the request that was routed answered."""
+        """Call the handler of a routed request."""
         endpoint = request.endpoint
         assert endpoint is not None
         if self._check_host is not None:
@@ -306,8 +348,8 @@ class Api:
 
 
 def parse_query(query: str) -> Mapping[str, str]:
-    """Parameters by name; the first of a repeated one. Bytes that are not UTF-8 become lone surrogates, which
-    no name check lets pass. Raises ApiError for what cannot be parsed."""
+    """Parameters by name. Of a repeated one, the first. Bytes that are not UTF-8 become lone
+    surrogates, which no valid name contains. Raises ApiError for a malformed query."""
     found: dict[str, str] = {}
     if not query:
         return found
@@ -320,7 +362,7 @@ def parse_query(query: str) -> Mapping[str, str]:
     return found
 
 
-_parse_known = lru_cache(1024)(parse_query)
+_parse_cached = lru_cache(1024)(parse_query)
 
 
 def _unquote(text: str) -> str:
@@ -337,7 +379,7 @@ def error_response(
 
 
 def to_response(result: Result) -> Response:
-    """What a handler gave, as it goes out."""
+    """The response for what a handler returned."""
     if result == "OK":
         return OK
     if isinstance(result, Response):

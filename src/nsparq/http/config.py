@@ -1,4 +1,4 @@
-"""What a request to /config may set, whichever daemon it is for."""
+"""Values of /config, for all daemons."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from typing import Final
 
 from nsparq.http.api import ApiError
-
-__all__ = ["LOG_LEVELS", "parse_addresses", "parse_log_level"]
 
 LOG_LEVELS: Final = ("debug", "info", "warn", "error", "fatal")
 
@@ -21,7 +19,7 @@ def parse_log_level(body: bytes) -> str:
 
 
 def parse_addresses(body: bytes) -> tuple[str, ...]:
-    """A JSON array of texts, or null for none. Raises ApiError."""
+    """A JSON array of strings, or null for an empty one. Raises ApiError."""
     try:
         wanted = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,7 +1,10 @@
-"""An API described for programs (OpenAPI) and for people (Markdown), both from its table of endpoints."""
+"""Descriptions of an API from its table of endpoints: OpenAPI for programs, Markdown for people."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from nsparq.http.api import JSON_TYPE, TEXT_TYPE, Api, Endpoint, Param
@@ -25,7 +28,7 @@ def openapi(api: Api) -> dict[str, Any]:
             "schemas": {"Error": ERROR_SCHEMA},
             "securitySchemes": {"secret": {"type": "http", "scheme": "bearer"}},
         },
-        # A secret is needed only where the daemon has been told to guard its API.
+        # The secret is optional: it is needed only if the API is guarded.
         "security": [{}, {"secret": []}],
         "paths": paths,
     }
@@ -84,8 +87,8 @@ def _responses(endpoint: Endpoint) -> dict[str, Any]:
         }
     responses: dict[str, Any] = {"200": success}
     by_status: dict[int, list[str]] = {}
-    nowhere = [(404, "NOT_FOUND")] if "{" in endpoint.path else []
-    for status, code in (*endpoint.errors, *nowhere, *_ANYWHERE, (413, endpoint.too_big)):
+    not_found = [(404, "NOT_FOUND")] if "{" in endpoint.path else []
+    for status, code in (*endpoint.errors, *not_found, *_COMMON_ERRORS, (413, endpoint.too_big)):
         by_status.setdefault(status, []).append(code)
     for status, codes in sorted(by_status.items()):
         is_plain = all(" " in code for code in codes)
@@ -98,14 +101,14 @@ def _responses(endpoint: Endpoint) -> dict[str, Any]:
     return responses
 
 
-_ANYWHERE = (
+_COMMON_ERRORS = (
     (400, "INVALID_REQUEST"),
     (401, "AUTH_REQUIRED"),
     (403, "UNAUTHORIZED"),
     (500, "INTERNAL_ERROR"),
     (503, "OVERLOADED"),
 )
-"""What any endpoint may answer: to unparsable queries, where the API is guarded, and in trouble."""
+"""Errors of every endpoint."""
 
 
 def markdown(api: Api, introduction: str) -> str:
@@ -126,7 +129,7 @@ def markdown(api: Api, introduction: str) -> str:
                 lines.append(f"| `{param.name}` | {param.help}{needed} |")
             lines.append("")
         if endpoint.keeps_body:
-            lines += [f"Body: {endpoint.body_help}, {endpoint.max_body:,} bytes at the most by default.", ""]
+            lines += [f"Body: {endpoint.body_help}, {endpoint.max_body:,} bytes at most by default.", ""]
         types = " or ".join(f"`{name}`" for name in (endpoint.success_type, *endpoint.other_types) if name)
         lines += [f"200: {endpoint.success}" + (f" ({types})" if types else "")]
         if endpoint.success_headers:
@@ -139,3 +142,14 @@ def markdown(api: Api, introduction: str) -> str:
             lines += ["", f"Permission: `{endpoint.permission}`"]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def print_description(module: str, api: Callable[[], Api], introduction: str) -> None:
+    """The main of a module with an API: print the page or the document."""
+    forms = {
+        "--markdown": lambda: markdown(api(), introduction),
+        "--openapi": lambda: json.dumps(openapi(api()), indent=2) + "\n",
+    }
+    if len(sys.argv) != 2 or sys.argv[1] not in forms:
+        sys.exit(f"usage: python -m {module} {'|'.join(forms)}")
+    sys.stdout.write(forms[sys.argv[1]]())

@@ -1,17 +1,18 @@
-"""Under which host names a daemon answers browsers.
+"""The host names under which a daemon answers browsers.
 
-Anybody can have a name of their own lead to our address (DNS rebinding). A page that a browser has loaded
-under that name may then ask us anything, as if it were our own: neither the browser nor a firewall stops it.
-But its requests name that host, and a script can change neither this nor what else gives a browser away.
+An attacker can point a DNS name at our address (DNS rebinding). A page that a browser loaded under
+that name may then send us any request, as if it were our own page: neither the browser nor a
+firewall stops it. But the Host header has that name, and a script can change neither it nor the
+headers by which we recognize a browser.
 
-So whoever is not a browser may call us anything, and a browser may use
-- an IP address, which no DNS answer can stand for,
-- a name that nobody can register: one without a dot, such as `localhost` or `nsqd`, and one under a suffix
-  that is kept for private networks, such as `nsqd.default.svc.cluster.local`,
+So programs may use any name, and browsers may use
+- an IP address, because DNS is not involved,
+- a name that nobody can register: one without a dot, such as `localhost` or `nsqd`, or one under a
+  suffix for private networks, such as `nsqd.default.svc.cluster.local`,
 - our own names: the host name, the broadcast address, and those of `--allowed-host`.
 
-TLS needs no such check, since the name must be in our certificate. Nor does an API that wants a secret with
-every request, since the page has none.
+TLS needs no such check, because the name must be in our certificate. An API with secrets needs
+none, because the page does not have a secret.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from typing import Final
 
 from nsparq.http.api import ApiError, Request
 
-__all__ = ["HostNames", "host_of"]
-
 PRIVATE_SUFFIXES: Final = (
     "localhost",
     "local",
@@ -35,12 +34,12 @@ PRIVATE_SUFFIXES: Final = (
     "svc",
     "test",
 )
-"""Reserved, or used by private networks and not in the public DNS. `cluster.local` is among them."""
+"""Suffixes that are reserved, or only used in private networks."""
 BROWSER_HEADERS: Final = frozenset(
     (b"origin", b"referer", b"cookie", b"accept-language", b"sec-fetch-site", b"sec-fetch-mode")
 )
-"""A browser sends one of these with every request, whatever a script does: Accept-Language with a GET, Origin
-with anything else."""
+"""A browser sends at least one of these, and a script cannot prevent it: Accept-Language with a
+GET, Origin with other methods."""
 MAX_KNOWN: Final = 1024
 
 
@@ -52,10 +51,10 @@ class HostNames:
         own = (socket.gethostname(), *names, *allowed)
         self._own = frozenset(host_of(name) for name in own)
         self._good: set[bytes] = {b""}
-        """Values of Host that were found to be good: a publisher sends the same one over and over."""
+        """Values of Host that have passed the check: most clients always send the same one."""
 
     def check(self, request: Request) -> None:
-        """Raise ApiError for a browser that calls us by a name that may be somebody else's."""
+        """Raise ApiError for a browser that uses a name which may be an attacker's."""
         host = b""
         for name, value in request.headers:
             if len(name) == 4 and name.lower() == b"host":

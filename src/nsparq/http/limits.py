@@ -1,36 +1,41 @@
-"""What a client may make an HTTP server keep, and for how long. Looked up where they are used."""
+"""Limits on what a client can make an HTTP server keep, and for how long.
+
+Code reads them from this module at each use, so that tests can change them.
+"""
 
 from typing import Final
 
 MAX_HEAD: Final = 64 << 10
 """Bytes of a request line with its headers."""
 MAX_KNOWN: Final = 1 << 10
-"""Longer heads are not remembered."""
+"""Longest head that the server remembers, in bytes."""
 MAX_HEADS: Final = 1 << 10
+"""Heads that the server remembers."""
 MAX_PARTIAL: Final = 4 * MAX_HEAD
-"""Bytes that may arrive of one before it is whole."""
+"""Bytes that may arrive of a head before it is complete."""
 MAX_QUEUED: Final = 32
-"""Pipelined requests that may wait before the client is not read from."""
+"""Pipelined requests that may wait. With more, the client is not read from."""
 MAX_QUEUED_BYTES: Final = 1 << 20
-"""And the bytes of their bodies."""
+"""Bytes of their bodies."""
 MAX_GATHERED: Final = 256 << 20
-"""Bytes of bodies, over all connections of a server, at which further ones are refused."""
+"""Bytes of bodies over all connections of a server. Further ones are refused."""
 MAX_DROPPED: Final = 1 << 20
-"""Bytes of a body that nobody wants which are read all the same, so that the connection can go on."""
+"""Bytes of an unwanted body that are read, so that the connection can stay open."""
 LARGE: Final = 64 << 10
-"""Bodies of this size are sent apart from their head, which saves a copy."""
+"""Bodies of this size are written separately from their head, which saves a copy."""
 MAX_UNREAD: Final = 256 << 20
-"""Bytes of answers that clients have not read yet at which nothing further is answered but that."""
+"""Bytes of responses that slow clients have not read. With more, requests get 503."""
 WRITE_HIGH: Final = 1 << 20
+"""Bytes of responses of one client above which it is not read from."""
 HEAD_S: Final = 10.0
-"""How long a request's headers may take."""
+"""Time for the headers of a request."""
 BODY_S: Final = 60.0
-"""How long its body may take, and how long a client may leave an answer unread."""
+"""Time for the body of a request, and for a client to read a response."""
 IDLE_S: Final = 300.0
-"""How long a connection is kept for the next request."""
+"""Time that a connection waits for the next request."""
 PUMP_S: Final = 0.005
-"""How long the pipelined requests of one client are answered before the others have their turn."""
+"""Time for the pipelined requests of one client before others are served."""
 LINGER_S: Final = 2.0
-"""How long a refused client may go on sending before the connection ends under it."""
+"""Time that a refused client may go on sending before its connection is closed."""
 SWEEP_S: Final = 1.0
 DRAIN_S: Final = 2.0

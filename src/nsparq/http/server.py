@@ -1,4 +1,4 @@
-"""An HTTP listener: accepts connections, watches the clock over them, encodes their answers, ends them."""
+"""An HTTP server: accepts connections, encodes responses, and ends slow connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Final
 
 from nsparq.http import limits
 from nsparq.http.api import OK, Api, Request, Response
-from nsparq.http.connection import Head, HttpConnection, Layer
+from nsparq.http.connection import HttpConnection, Layer
+from nsparq.http.reading import Head
 from nsparq.listening import Address, bound_address, listen_on, serve_on
 
 __all__ = ["HttpServer", "Layer"]
@@ -22,8 +23,6 @@ NSQ_HEADER: Final = b"X-NSQ-Content-Type: nsq; version=1.0\r\n"
 
 
 class HttpServer:
-    """One listener: accepts, watches the clock over its connections, and ends them."""
-
     def __init__(
         self,
         api: Api,
@@ -31,35 +30,35 @@ class HttpServer:
         layer: Callable[[], Layer] | None = None,
         refuse_all: Callable[[], Response | None] = lambda: None,
     ) -> None:
-        """`refuse_all` may give the one answer that every request gets."""
+        """`refuse_all` may give a response that every request gets."""
         self.api = api
         self.layer = layer
         self.refuse_all = refuse_all
         self.connections: set[HttpConnection] = set()
         self.gathered = 0
-        """Bytes of bodies that are kept: arriving, waiting, or being worked on."""
+        """Bytes of bodies in memory: arriving, queued, or with a handler."""
         self.slow: set[HttpConnection] = set()
-        """Those with a full buffer of what they have not read."""
+        """Connections with a full write buffer."""
         self.date = b""
         self._date_s = 0
         self._ok = b""
-        """What most publishers are told, ready to be sent."""
+        """The encoded OK that most publishers get."""
         self.heads: dict[bytes, Head] = {}
-        """Heads that have been parsed before: a publisher sends the same one over and over."""
+        """Parsed heads by their bytes: a publisher sends the same head with every request."""
         self._servers: list[asyncio.AbstractServer] = []
         self._sweeper: asyncio.TimerHandle | None = None
         self._all_gone = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop
 
     async def listen(self, address: Address) -> Address:
-        """Serve on host and port, or on a Unix socket; gives the address bound. Raises OSError."""
+        """Serve on host and port, or on a Unix socket. Gives the bound address. Raises OSError."""
         sockets = listen_on(address)
         bound = bound_address(sockets)
         await self.serve(sockets)
         return bound
 
     async def serve(self, sockets: Sequence[socket.socket]) -> None:
-        """Serve on sockets that listen, which are ours from here on."""
+        """Serve on listening sockets. The server closes them."""
         self._loop = asyncio.get_running_loop()
         self._servers = await serve_on(sockets, lambda: HttpConnection(self))
 
@@ -69,7 +68,7 @@ class HttpServer:
             server.close()
 
     async def close(self) -> None:
-        """Stop accepting, let what is under way be answered, end the connections."""
+        """Stop accepting, answer the requests under way, and end the connections."""
         self.close_listener()
         for connection in [*self.connections]:
             connection.finish()
@@ -98,21 +97,21 @@ class HttpServer:
         return bool(self.slow) and sum(connection.unread for connection in self.slow) > limits.MAX_UNREAD
 
     def _sweep(self) -> None:
-        """End the connections whose time is up. One timer for all: most requests take far less."""
+        """End the connections whose deadline has passed. One timer for all of them is cheaper."""
         now = self._loop.time()
         for connection in [c for c in self.connections if c.deadline < now]:
             connection.expire()
         self._sweeper = self._loop.call_later(limits.SWEEP_S, self._sweep) if self.connections else None
 
     def encode(self, response: Response, request: Request, keep_alive: bool) -> bytes:
-        """The answer as it goes out, but for a body that is large: that is not copied."""
+        """The bytes of a response, without a large body, which the caller writes itself."""
         now_s = int(time.time())
         if now_s != self._date_s:
             self._date_s = now_s
             self.date = b"Date: " + formatdate(now_s, usegmt=True).encode() + b"\r\n"
             self._ok = b""
-        is_usual = response is OK and keep_alive and not request.is_old and request.method != "HEAD"
-        if is_usual and self._ok:
+        is_plain_ok = response is OK and keep_alive and not request.is_http_1_0 and request.method != "HEAD"
+        if is_plain_ok and self._ok:
             return self._ok
         status = response.status
         parts = [_STATUS_LINES.get(status) or _status_line(status)]
@@ -125,13 +124,13 @@ class HttpServer:
         parts.append(self.date)
         if not keep_alive:
             parts.append(b"Connection: close\r\n")
-        elif request.is_old:
+        elif request.is_http_1_0:
             parts.append(b"Connection: keep-alive\r\n")
         parts.append(b"Content-Length: %d\r\n\r\n" % len(response.body))
         if request.method != "HEAD" and len(response.body) < limits.LARGE:
             parts.append(response.body)
         encoded = b"".join(parts)
-        if is_usual:
+        if is_plain_ok:
             self._ok = encoded
         return encoded
 

@@ -1,1 +1,1 @@
-"""nsqlookupd: the directory of who produces which topic."""
+"""nsqlookupd: the directory of topics and the nsqds that have them."""

@@ -1,4 +1,4 @@
-"""The JSON of nsqlookupd's answers, put together from parts that are already JSON."""
+"""The JSON of nsqlookupd's responses, joined from parts that are already JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 from nsparq.wire.lookup import PeerInfo
 
 GO_ZERO_TIME_NS: Final = -6795364578871345152
-"""What Go makes of a time that was never set; NSQ shows it for an entry that was never tombstoned."""
+"""Go's value of a time that is not set. NSQ shows it for an entry without a tombstone."""
 
 
 def _encode(value: Any) -> bytes:
@@ -33,7 +33,7 @@ def producer(peer: PeerInfo) -> bytes:
 
 
 def node(producer_json: bytes, tombstones: Sequence[bool], topics: Sequence[str]) -> bytes:
-    """An nsqd in /nodes: the same, and at equal positions its topics and whether they are tombstoned."""
+    """An nsqd in /nodes: the same, with two parallel lists of its topics and their tombstones."""
     more = _encode({"tombstones": tombstones, "topics": topics})
     return producer_json[:-1] + b"," + more[1:]
 
@@ -51,7 +51,7 @@ def names(key: str, found: Iterable[str]) -> bytes:
 
 
 def debug_entry(peer: PeerInfo, last_update_ns: int, tombstoned_ns: int) -> bytes:
-    """A producer of one registration in /debug, keys sorted. `tombstoned_ns` is 0 if it never was."""
+    """A producer of one registration in /debug. `tombstoned_ns` is 0 without a tombstone."""
     return _encode(
         {
             "broadcast_address": peer.broadcast_address,
@@ -70,7 +70,7 @@ def debug_entry(peer: PeerInfo, last_update_ns: int, tombstoned_ns: int) -> byte
 
 
 def debug(registrations: Mapping[str, Sequence[bytes]]) -> bytes:
-    """By `category:topic:channel`, sorted; those without producers are left out."""
+    """Registrations with producers, sorted by `category:topic:channel`."""
     found = [
         _encode(key) + b":[" + b",".join(registrations[key]) + b"]"
         for key in sorted(registrations)

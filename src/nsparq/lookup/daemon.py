@@ -1,4 +1,4 @@
-"""nsqlookupd as a running thing: the registry, its two listeners, and their clean end."""
+"""The nsqlookupd daemon: the registry and its two listeners, from start to stop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nsparq.errors import StartError
 from nsparq.http.hosts import HostNames
 from nsparq.http.server import HttpServer
 from nsparq.listening import bound_address, listen_on, serve_on
-from nsparq.lookup.http_api import HttpApi
+from nsparq.lookup.http_api import LookupApi
 from nsparq.lookup.options import NsqlookupdOptions
 from nsparq.lookup.registry import Registry
 from nsparq.lookup.tcp import Connection
@@ -26,15 +26,15 @@ from nsparq.wire.lookup import encode_identify_reply
 logger = logging.getLogger(__name__)
 
 IDLE_S: Final = 600.0
-"""A connection without a command for so long, or for twice the inactive-producer-timeout if that is more, is
-ended. An nsqd says something every 15 seconds; NSQ's nsqlookupd would wait for ever."""
+"""Longest time without a command before a connection is closed. Twice --inactive-producer-timeout
+if that is longer. An nsqd sends a command every 15 seconds. NSQ's nsqlookupd has no such limit."""
 SWEEP_S: Final = 10.0
 DRAIN_S: Final = 2.0
-"""How long closing connections may take at shutdown."""
+"""Time for connections to close at shutdown."""
 
 
 class Nsqlookupd:
-    """One daemon. start() and stop() once each; everything runs on the loop that start() is called on."""
+    """One daemon. Call start() and stop() once. Everything runs on the loop of start()."""
 
     def __init__(self, options: NsqlookupdOptions, *, clock: Callable[[], int] | None = None) -> None:
         self.options = options
@@ -65,7 +65,7 @@ class Nsqlookupd:
         http_address = _host_and_port(self.options.http_address)
         options = self.options
         hosts = HostNames(options.broadcast_address, options.http_address, allowed=options.allowed_host)
-        self._http = HttpServer(HttpApi(self.registry, self.clock, hosts.check).api)
+        self._http = HttpServer(LookupApi(self.registry, self.clock, hosts.check))
         try:
             sockets = listen_on(tcp_address)
         except (OSError, OverflowError) as error:
@@ -92,7 +92,7 @@ class Nsqlookupd:
         logger.info("HTTP: listening on %s", join_address(*self.http_address))
 
     async def stop(self) -> None:
-        """Stop accepting, end the connections. Calling it again does nothing."""
+        """Stop accepting and end the connections. Calling it again does nothing."""
         if not self._servers:
             return
         servers, self._servers = self._servers, []
@@ -113,7 +113,7 @@ class Nsqlookupd:
         await self._http.close()
 
     def reload(self) -> None:
-        """SIGHUP: there is nothing to reread, but it must not end the daemon."""
+        """SIGHUP. There is nothing to read again, but the signal must not end the daemon."""
         logger.info("SIGHUP: nothing to reload")
 
     def connection_ended(self, connection: Connection) -> None:
@@ -122,20 +122,20 @@ class Nsqlookupd:
             self._all_gone.set()
 
     def _sweep(self) -> None:
-        """End the connections that have been silent for too long, identified or not."""
+        """Close the connections that have sent no command for too long."""
         silent_since_s = self._loop.time() - self.idle_limit_s
         for connection in [*self.connections]:
             if connection.last_command_s < silent_since_s:
                 logger.warning(
-                    "client(%s): said nothing for %.0f s; closing", connection.address, self.idle_limit_s
+                    "client(%s): no command for %.0f s; closing", connection.address, self.idle_limit_s
                 )
                 connection.abort()
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 
 
 def steady_clock() -> Callable[[], int]:
-    """Unix time in nanoseconds, as it was at this call and moving evenly since: a machine whose clock is set
-    must not lose all its producers for that."""
+    """Unix time in nanoseconds, read once and then advanced by the monotonic clock: setting the
+    machine's clock must not make all producers inactive."""
     offset = time.time_ns() - time.monotonic_ns()
     return lambda: time.monotonic_ns() + offset
 
@@ -147,7 +147,7 @@ def _ns(seconds: float) -> int:
 def _host_and_port(address: str) -> tuple[str, int]:
     found = split_address(address)
     if found is None:
-        raise StartError(f"listen ({address}) failed - not of the form host:port")
+        raise StartError(f"listen ({address}) failed - not host:port")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The `nsqlookupd` command. See nsparq.process for what it does with the command line and with signals."""
+"""The `nsqlookupd` command. See nsparq.process for its command line and signals."""
 
 import sys
 from collections.abc import Sequence

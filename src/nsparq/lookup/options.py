@@ -1,6 +1,6 @@
-"""The options of nsqlookupd: the one table behind its flags, its TOML file, its help and its reference page.
+"""The options of nsqlookupd: flags, TOML keys, help and reference page come from this table.
 
-`python -m nsparq.lookup.options --markdown` (or `--toml`) prints the checked-in copies under docs/reference.
+`python -m nsparq.lookup.options --markdown` (or `--toml`) prints the copies in docs/reference.
 """
 
 import socket
@@ -10,58 +10,56 @@ from typing import Final
 
 from nsparq.option_table import BOOL, DURATION, INT, STRING, STRINGS, CommandFlag, OptionTable, choice, opt
 
-__all__ = ["TABLE", "NsqlookupdOptions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NsqlookupdOptions:
-    """What an operator can set. Durations are in seconds."""
+    """Durations are in seconds."""
 
     log_level: str = opt(
         "info",
-        "least severe level that is logged: debug, info, warn, error, fatal",
+        "least severe level to log: debug, info, warn, error, fatal",
         choice("debug", "info", "warn", "error", "fatal"),
         heading="Logging",
     )
     log_prefix: str = opt("[nsqlookupd] ", "start of every log line", STRING)
 
-    tcp_address: str = opt("0.0.0.0:4160", "`host:port` that nsqds register at", STRING, heading="Addresses")
+    tcp_address: str = opt("0.0.0.0:4160", "`host:port` where nsqds register", STRING, heading="Addresses")
     http_address: str = opt("0.0.0.0:4161", "`host:port` for HTTP clients", STRING)
     broadcast_address: str = opt(
         socket.gethostname,
-        "address told to nsqds, which ask there over HTTP for the channels of a new topic",
+        "address of this nsqlookupd for nsqds, which ask there over HTTP for the channels of a new topic",
         STRING,
         default_text="the hostname",
     )
 
     allowed_host: tuple[str, ...] = opt(
         (),
-        "host name under which browsers may use the HTTP API, besides IP addresses, our own names, and names "
-        "that only a private network has. Others are refused, so that no foreign page can reach us through a "
-        "name of its own; programs may use any",
+        "host name under which browsers may use the HTTP API, besides IP addresses, the daemon's own names, "
+        "and names that exist only in private networks. A foreign web page that reaches the daemon under "
+        "another name is refused. Programs may use any name",
         STRINGS,
         file_key="allowed_hosts",
     )
 
     inactive_producer_timeout: float = opt(
         300.0,
-        "time since the last sign of life of an nsqd after which it is not listed",
+        "time without a command after which an nsqd is not listed",
         DURATION,
         heading="Producers",
         bound="positive",
     )
     tombstone_lifetime: float = opt(
         45.0,
-        "time that a tombstoned nsqd stays hidden from lookups of that topic",
+        "time for which a tombstone hides an nsqd from lookups of the topic",
         DURATION,
         bound="not negative",
     )
     max_registrations: int = opt(
-        100_000, "topics and channels that one nsqd may register", INT, bound="positive"
+        100_000, "limit on topics and channels that one nsqd registers", INT, bound="positive"
     )
 
     def validate(self) -> None:
-        """Raise OptionError for a value that nsqlookupd cannot start with."""
+        """Raise OptionError for an invalid value."""
         TABLE.check_bounds(self)
 
 

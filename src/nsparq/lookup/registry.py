@@ -1,11 +1,12 @@
-"""Who produces which topic: nsqlookupd's whole state, in memory. No sockets and no clock: `now_ns` is given.
+"""All topics, channels and nsqds that nsqlookupd knows, in memory. No sockets, and time is an
+argument.
 
-A registration is a name, of a topic or of a channel in a topic, with the nsqds that have it. It outlives
-them: a name without producers is an answer too. Topics and channels are registered apart, so a channel may be
-known whose topic is not.
+A registration is the name of a topic, or of a channel in a topic, with the nsqds that have it. It
+stays when they are gone, because a name without producers is an answer, too. Topics and channels
+are registered separately, so a channel may be known without its topic.
 
-An answer costs what it contains, not what there is: names lead to their registrations, and the JSON of a
-producer and of a node is made once and kept until something in it changes.
+The cost of a response depends on its own size only: names lead to their registrations, and the JSON
+of a producer and of a node is cached until something in it changes.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from nsparq.names import is_ephemeral
 from nsparq.wire.lookup import PeerInfo
 
 MAX_UNUSED: Final = 100_000
-"""Names without producers that are remembered; beyond, the one that has been so the longest is forgotten.
-NSQ keeps them all, and a peer that comes and goes under ever new names fills its memory."""
+"""Names without producers to remember. With more, the one without producers for the longest time is
+dropped. NSQ keeps them all, so a peer that registers ever new names can fill its memory."""
 
 NEVER: Final = 0
-"""The tombstone time of a producer that has no tombstone."""
+"""The tombstone time of a producer without a tombstone."""
 
 
 class Registration:
@@ -37,11 +38,11 @@ class Registration:
         self.channel = channel
         """Empty for the topic itself."""
         self.producers: dict[Producer, int] = {}
-        """When each was tombstoned here, or NEVER."""
+        """The time of each producer's tombstone, or NEVER."""
 
 
 class Producer:
-    """One nsqd, for as long as its connection lasts."""
+    """One nsqd while it is connected."""
 
     __slots__ = (
         "channels",
@@ -59,18 +60,18 @@ class Producer:
         self.last_update_ns = now_ns
         self.topics: dict[Registration, None] = {}
         self.channels: dict[str, set[Registration]] = {}
-        """By topic, each one of `topics`; no set is empty."""
+        """By topic. Each topic is in `topics`, and no set is empty."""
         self.registrations = 0
-        """How many topics and channels these are."""
+        """Number of its topics and channels."""
         self.json: Final = answers.producer(peer)
         self.node_json = b""
-        """Its part of /nodes; empty when that has to be made anew."""
+        """Its part of /nodes. Empty if something has changed."""
         self.node_until_ns = 0
         """When a tombstone in node_json ends."""
 
 
 class Registry:
-    """Registrations and producers. A topic or channel name given here is valid, unless said otherwise."""
+    """Registrations and producers. Names must be valid, unless a method says otherwise."""
 
     def __init__(
         self,
@@ -83,17 +84,17 @@ class Registry:
         self.inactive_timeout_ns = inactive_timeout_ns
         self.tombstone_lifetime_ns = tombstone_lifetime_ns
         self.max_registrations = max_registrations
-        """Of one producer."""
+        """Limit for each producer."""
         self.max_unused = max_unused
         self.producers: dict[Producer, None] = {}
         self.topics: dict[str, Registration] = {}
         self.channels: dict[str, dict[str, Registration]] = {}
-        """By topic; no topic has an empty dictionary."""
+        """By topic. No dictionary is empty."""
         self._unused: OrderedDict[Registration, None] = OrderedDict()
-        """Those without producers, the longest so first."""
+        """Registrations without producers, oldest first."""
         self._topics_json = b""
         self._nodes_json = b""
-        """Kept until something changes; empty when that has happened."""
+        """Cached responses. Empty if something has changed."""
         self._nodes_until_ns = 0
 
     # Producers
@@ -106,71 +107,70 @@ class Registry:
 
     def ping(self, producer: Producer, now_ns: int) -> None:
         if now_ns - producer.last_update_ns > self.inactive_timeout_ns:
-            self._nodes_json = b""  # it comes back
+            self._nodes_json = b""  # it was inactive
         producer.last_update_ns = now_ns
 
     def remove(self, producer: Producer) -> None:
-        """Its connection has ended. The names it had stay, ephemeral ones too."""
+        """Its connection has ended. The names stay, even ephemeral ones."""
         for registration in [*producer.topics]:
-            self._take_out_of_topic(producer, registration)
+            self._remove_from_topic(producer, registration)
         del self.producers[producer]
         self._nodes_json = b""
 
     def register(self, producer: Producer, topic: str, channel: str = "") -> bool:
-        """Add the producer to the topic, and to the channel if there is one. Whether that changed anything.
-
-        Raises FatalClientError when the producer has too many already.
-        """
-        if self._has(producer, topic, channel):
+        """Add the producer to the topic, and to the channel if one is given. Gives whether that
+        changed anything. Raises FatalClientError if the producer has too many registrations."""
+        known = self._find(topic, channel)
+        if known is not None and producer in known.producers:
             return False
         if producer.registrations >= self.max_registrations:
             raise FatalClientError("E_INVALID", "REGISTER too many registrations")
-        for registration in self._obtain(topic, channel):
+        for registration in self._get_or_create(topic, channel):
             if producer not in registration.producers:
-                self._put_in(producer, registration)
+                self._link(producer, registration)
         return True
 
     def unregister(self, producer: Producer, topic: str, channel: str = "") -> bool:
-        """Take the producer out of the channel only, or out of the topic and all its channels. Whether it was
-        in it. What was named is forgotten if it is ephemeral and has no producer left."""
-        registration = self.channels.get(topic, {}).get(channel) if channel else self.topics.get(topic)
+        """Remove the producer from the channel, or from the topic and all its channels. Gives
+        whether it was there. An ephemeral name without producers is dropped."""
+        registration = self._find(topic, channel)
         if registration is None:
             return False
         was_there = producer in registration.producers
         if was_there:
             if channel:
-                self._take_out(producer, registration)
+                self._remove_from(producer, registration)
             else:
-                self._take_out_of_topic(producer, registration)
+                self._remove_from_topic(producer, registration)
         if not registration.producers and is_ephemeral(channel or topic):
-            self._forget(registration)
+            self._drop(registration)
         return was_there
 
     # Names
 
     def create(self, topic: str, channel: str = "") -> None:
-        """Remember the names, without producers."""
-        for _ in self._obtain(topic, channel):
+        """Add names without producers."""
+        for _ in self._get_or_create(topic, channel):
             pass
 
     def delete_topic(self, topic: str) -> None:
-        """Forget the topic and all its channels, producers included; any text will do."""
+        """Remove the topic and all its channels. The name may be any text."""
         for registration in [*self.channels.get(topic, {}).values()]:
-            self._forget(registration)
+            self._drop(registration)
         if topic in self.topics:
-            self._forget(self.topics[topic])
+            self._drop(self.topics[topic])
 
     def delete_channel(self, topic: str, channel: str) -> bool:
-        """Whether it was there."""
+        """Gives whether the channel existed."""
         registration = self.channels.get(topic, {}).get(channel)
         if registration is None:
             return False
-        self._forget(registration)
+        self._drop(registration)
         return True
 
     def tombstone(self, topic: str, node: str, now_ns: int) -> int:
-        """Hide the producers at `broadcast_address:http_port` from lookups of the topic, for a while. How
-        many they are."""
+        """Hide the producers at `broadcast_address:http_port` from lookups of the topic for a
+        while. Gives their number."""
         registration = self.topics.get(topic)
         if registration is None:
             return 0
@@ -184,10 +184,10 @@ class Registry:
             self._node_changed(producer)
         return len(found)
 
-    # Answers, as JSON
+    # Responses, as JSON
 
     def lookup_json(self, topic: str, now_ns: int) -> bytes | None:
-        """The topic's channels and active producers; None if it is not known."""
+        """The topic's channels and active producers. None if the topic is unknown."""
         registration = self.topics.get(topic)
         if registration is None:
             return None
@@ -210,7 +210,7 @@ class Registry:
         return answers.names("channels", self.channels.get(topic, ()))
 
     def nodes_json(self, now_ns: int) -> bytes:
-        """Every producer that is not inactive, with its topics and their tombstones."""
+        """All active producers with their topics and tombstones."""
         if not self._nodes_json or now_ns >= self._nodes_until_ns:
             inactive_before = now_ns - self.inactive_timeout_ns
             nodes = []
@@ -239,8 +239,8 @@ class Registry:
         return producer.node_json
 
     def debug_json(self) -> bytes:
-        """Every registration that has producers, with all that is known about them."""
-        # Nearly all entries of a producer are the same text.
+        """All registrations with producers."""
+        # Nearly all entries of a producer have the same text.
         plain = {
             producer: answers.debug_entry(producer.peer, producer.last_update_ns, NEVER)
             for producer in self.producers
@@ -267,8 +267,8 @@ class Registry:
 
     # Bookkeeping
 
-    def _obtain(self, topic: str, channel: str) -> Iterator[Registration]:
-        """The registrations of the channel, if one is named, and of the topic; made if need be."""
+    def _get_or_create(self, topic: str, channel: str) -> Iterator[Registration]:
+        """The registrations of channel (if given) and topic. Missing ones are created."""
         if channel:
             channels = self.channels.setdefault(topic, {})
             registration = channels.get(channel)
@@ -283,11 +283,10 @@ class Registry:
             self._add_unused(registration)
         yield registration
 
-    def _has(self, producer: Producer, topic: str, channel: str) -> bool:
-        registration = self.channels.get(topic, {}).get(channel) if channel else self.topics.get(topic)
-        return registration is not None and producer in registration.producers
+    def _find(self, topic: str, channel: str) -> Registration | None:
+        return self.channels.get(topic, {}).get(channel) if channel else self.topics.get(topic)
 
-    def _put_in(self, producer: Producer, registration: Registration) -> None:
+    def _link(self, producer: Producer, registration: Registration) -> None:
         registration.producers[producer] = NEVER
         producer.registrations += 1
         self._unused.pop(registration, None)
@@ -297,19 +296,19 @@ class Registry:
             producer.topics[registration] = None
             self._node_changed(producer)
 
-    def _take_out_of_topic(self, producer: Producer, registration: Registration) -> None:
-        # A producer of a channel is one of its topic too, so these are all.
+    def _remove_from_topic(self, producer: Producer, registration: Registration) -> None:
+        # A producer of a channel is also one of its topic, so these are all its channels.
         for channel in producer.channels.pop(registration.topic, ()):
-            self._take_out(producer, channel)
-        self._take_out(producer, registration)
+            self._remove_from(producer, channel)
+        self._remove_from(producer, registration)
 
-    def _take_out(self, producer: Producer, registration: Registration) -> None:
+    def _remove_from(self, producer: Producer, registration: Registration) -> None:
         del registration.producers[producer]
-        self._let_go(producer, registration)
+        self._unlink(producer, registration)
         if not registration.producers:
             self._add_unused(registration)
 
-    def _let_go(self, producer: Producer, registration: Registration) -> None:
+    def _unlink(self, producer: Producer, registration: Registration) -> None:
         producer.registrations -= 1
         if not registration.channel:
             del producer.topics[registration]
@@ -322,11 +321,11 @@ class Registry:
     def _add_unused(self, registration: Registration) -> None:
         self._unused[registration] = None
         if len(self._unused) > self.max_unused:
-            self._forget(next(iter(self._unused)))
+            self._drop(next(iter(self._unused)))
 
-    def _forget(self, registration: Registration) -> None:
+    def _drop(self, registration: Registration) -> None:
         for producer in registration.producers:
-            self._let_go(producer, registration)
+            self._unlink(producer, registration)
         self._unused.pop(registration, None)
         if not registration.channel:
             del self.topics[registration.topic]

@@ -1,7 +1,8 @@
 """The TCP side of nsqlookupd: one Connection per nsqd, between the event loop and the registry.
 
-What a peer can make us hold is bounded: a line, one IDENTIFY, its registrations, and the answers that it does
-not read, for we stop reading from it meanwhile. A peer that says nothing for long is let go; see Nsqlookupd.
+The memory of one peer is limited: a line, one IDENTIFY, its registrations, and its replies. A peer
+that does not read its replies is not read from. A silent peer is closed after a while: see
+Nsqlookupd.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WRITE_HIGH: Final = 64 << 10
-"""Bytes waiting to leave at which a peer is not read from."""
+"""Unsent bytes of replies above which a peer is not read from."""
 COMMANDS_PER_TURN: Final = 200
-"""How many commands of one peer are handled before the others have their turn."""
+"""Commands of one peer to handle before other peers are served."""
 MAX_FIELD: Final = 1024
-"""Characters of a text in IDENTIFY: each is repeated in answers about every topic of the peer."""
+"""Longest text in IDENTIFY: responses repeat it for every topic of the peer."""
 LINGER_S: Final = 5.0
-"""How long a closing connection may take to accept its last bytes."""
+"""Time for a closing connection to send its last bytes."""
 KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
-"""The system asks after a peer that is silent, so one whose machine is gone is noticed within two minutes."""
+"""TCP keep-alive, so that the loss of a peer's machine is noticed within two minutes."""
 
 
 class Connection(asyncio.Protocol):
-    """One nsqd from accept to end of stream."""
+    """The connection of one nsqd."""
 
     def __init__(self, nsqlookupd: Nsqlookupd) -> None:
         self._nsqlookupd = nsqlookupd
@@ -54,10 +55,10 @@ class Connection(asyncio.Protocol):
         self._protocol: LookupServerProtocol
         self.address = ""
         self.producer: Producer | None = None
-        """Once it has identified itself."""
+        """Set by IDENTIFY."""
         self.last_command_s = self._loop.time()
         self._commands: Iterator[Command] | None = None
-        """Those that wait for the next turn, or until the peer reads; nothing is read meanwhile."""
+        """Commands that wait for the next turn or for the peer to read. Reading pauses meanwhile."""
         self._is_writable = True
         self._is_closing = False
         self._linger: asyncio.TimerHandle | None = None
@@ -68,7 +69,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         self._nsqlookupd.connections.add(self)
         peer = transport.get_extra_info("peername")
-        if peer is None:  # it has gone already
+        if peer is None:  # it has already disconnected
             self.abort()
             return
         self.address = join_address(*peer[:2])
@@ -110,7 +111,7 @@ class Connection(asyncio.Protocol):
     # Commands
 
     def _handle(self, commands: Iterator[Command]) -> None:
-        """Answer the commands, so many at a time that nobody else waits long."""
+        """Answer a limited number of commands, and leave the others for the next turn."""
         replies: list[bytes] = []
         error: FatalClientError | None = None
         was_waiting, self._commands = self._commands is not None, None
@@ -184,7 +185,7 @@ class Connection(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
-        """End the connection after what is written has left, or after a while all the same."""
+        """Close the connection when everything is sent, or after LINGER_S."""
         if not self._is_closing:
             self._is_closing = True
             self._transport.close()
@@ -206,5 +207,5 @@ class Connection(asyncio.Protocol):
 def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):  # not every system lets us choose
+        if hasattr(socket, name):  # not on every system
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -7,7 +7,7 @@ import logging
 
 from nsparq.broker.client import Client
 from nsparq.errors import FatalClientError
-from nsparq.server.auth import Authenticator, AuthFailed, Grant, Permission
+from nsparq.server.auth.grants import Authenticator, AuthFailed, Grant, Permission
 
 logger = logging.getLogger(__name__)
 

@@ -24,20 +24,18 @@ from nsparq.http.server import HttpServer
 from nsparq.listening import Address, bound_address, listen_on, serve_on
 from nsparq.options import NsqdOptions, TlsRequired
 from nsparq.process import raise_file_limit
-from nsparq.server.auth import (
-    AuthChain,
-    Authenticator,
-    AuthServers,
-)
-from nsparq.server.auth_policy import StaticPolicy
+from nsparq.server.api.metrics import LoopLag
+from nsparq.server.api.table import NsqdApi
+from nsparq.server.auth.grants import AuthChain, Authenticator
+from nsparq.server.auth.guard import Guard
+from nsparq.server.auth.policy import StaticPolicy
+from nsparq.server.auth.servers import AuthServers
+from nsparq.server.committing import Committer
 from nsparq.server.connection import Connection
 from nsparq.server.discovery import Discovery
-from nsparq.server.guard import Guard
-from nsparq.server.http_api import HttpApi
 from nsparq.server.lane import Lanes
 from nsparq.server.lookup_peer import LookupPeers
 from nsparq.server.memory import watch_collector
-from nsparq.server.metrics import LoopLag
 from nsparq.server.outbox import Sender
 from nsparq.server.statsd import Statsd, expand_prefix
 from nsparq.storage.files import Files
@@ -89,7 +87,7 @@ class Nsqd:
         self.is_stopping = False
         """Requests that wait for something are to be answered now."""
         self._servers: list[asyncio.AbstractServer] = []
-        self._api: HttpApi
+        self._api: NsqdApi
         self._http: list[HttpServer] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop
@@ -107,6 +105,7 @@ class Nsqd:
             announce=self._on_change,
             discovers_channels=lambda: bool(self.peers.addresses),
         )
+        self.committer = Committer(self)
         self.peers = LookupPeers(
             options.lookupd_tcp_address,
             identity=self._identity,
@@ -166,7 +165,7 @@ class Nsqd:
             self._threads.shutdown()
             self._askers.shutdown()
             raise
-        for work in (self._scan(), self._maintain(), self.lag.watch(), self._api.transactions.resume()):
+        for work in (self._scan(), self._maintain(), self.lag.watch(), self.committer.resume()):
             self.launch(work)
         await self.peers.start()
         for topic in self.broker.topics.values():
@@ -244,7 +243,7 @@ class Nsqd:
 
     async def _serve(self) -> None:
         """Accept clients."""
-        self._api = HttpApi(self)
+        self._api = NsqdApi(self)
         waiting, self._listening = self._listening, {}
         for name, sockets in waiting.items():
             bound = bound_address(sockets)
@@ -260,8 +259,8 @@ class Nsqd:
 
     def _http_server(self, *, is_secure: bool) -> HttpServer:
         if is_secure:
-            return HttpServer(self._api.api, layer=self.tls_layer)
-        return HttpServer(self._api.api, refuse_all=self._tls_required_answer)
+            return HttpServer(self._api, layer=self.tls_layer)
+        return HttpServer(self._api, refuse_all=self._tls_required_answer)
 
     def _tls_required_answer(self) -> Response | None:
         """What the plain port says to everything where TLS is required of HTTP too."""

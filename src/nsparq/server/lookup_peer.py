@@ -1,8 +1,8 @@
-"""nsqd's connections to its nsqlookupds: who we are, and which topics and channels are here.
+"""Registers nsqd, its topics and its channels with nsqlookupds.
 
-A task for each nsqlookupd, so that one that is slow or dead holds up neither the others nor the broker.
-Nothing is remembered for a peer that is away: whenever it is reached, it is told everything anew. What
-changes while it is connected is sent in order, and all commands are pipelined.
+Each nsqlookupd has its own task, so that a slow or dead one delays neither the others nor the
+broker. Nothing is stored for a peer that is not connected: after each connect it gets all
+registrations. While it is connected it gets the changes in order. All commands are pipelined.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ from nsparq.private_random import private_random
 from nsparq.wire import lookup as wire
 from nsparq.wire.lookup import BadReply, PeerInfo, ReplyDecoder
 
-__all__ = ["LookupPeers"]
-
 logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S: Final = 15.0
 IO_TIMEOUT_S: Final = 1.0
-"""How long connecting may take, and how long a peer may keep silent when it owes a reply."""
+"""Time for connecting, and time without any byte while a reply is awaited."""
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 5.0
-"""A peer that failed is tried again, ever less often; one that stayed this long starts from the beginning."""
+"""Longest back-off. After a connection that lasted longer than this, the back-off starts anew."""
 MAX_PIPELINED: Final = 2_000
-"""Commands sent before their replies are awaited: they and their replies fit the sockets' buffers."""
+"""Commands to send before waiting for replies. These and their replies fit into socket buffers."""
 MAX_PENDING: Final = 10_000
-"""Changes that may wait for a slow peer. Beyond that it is cheaper to begin again."""
+"""Changes that may wait for a slow peer. With more, connecting again is cheaper."""
 
 
 class LookupPeers:
-    """All nsqlookupds of an nsqd. Everything here runs on the event loop."""
+    """All nsqlookupds of an nsqd. Runs on the event loop."""
 
     def __init__(
         self,
@@ -51,14 +49,14 @@ class LookupPeers:
         ping_interval: float = PING_INTERVAL_S,
     ) -> None:
         self.identity = identity
-        """The fields of IDENTIFY, asked for at each connection."""
+        """Gives the fields of IDENTIFY at each connect."""
         self.registrations = registrations
-        """Topic and channel of everything there is; the channel is empty for a topic that has none."""
+        """Gives all topics and channels. The channel is empty for a topic without channels."""
         self.max_body_size = max_body_size
         self.ping_interval = ping_interval
         self._peers = {address: _Peer(self, address) for address in addresses}
         self._tasks: dict[_Peer, asyncio.Task[None]] = {}
-        """Those of removed peers too, until they have ended."""
+        """Includes the tasks of removed peers until they have ended."""
         self._is_running = False
 
     @property
@@ -67,7 +65,7 @@ class LookupPeers:
 
     @property
     def http_addresses(self) -> list[str]:
-        """Where the nsqlookupds that have been reached answer questions, also those that are away now."""
+        """HTTP addresses of all nsqlookupds that have been connected at least once."""
         infos = [peer.info for peer in self._peers.values() if peer.info is not None]
         return [
             join_address(info.broadcast_address, info.http_port)
@@ -81,19 +79,19 @@ class LookupPeers:
             self._launch(peer)
 
     async def stop(self) -> None:
-        """Close all connections; the nsqlookupds then forget us. Calling it again does nothing."""
+        """Close all connections. The nsqlookupds then remove us. Calling it again does nothing."""
         self._is_running = False
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def settled(self) -> None:
-        """Wait until every peer has answered IDENTIFY or failed to, once: some 2 s at the most."""
+        """Wait until every peer has answered IDENTIFY once or has failed: about 2 s at most."""
         for peer in [*self._peers.values()]:
             await peer.tried.wait()
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
-        """Take leave of those that are not in the list, and connect to those that are new."""
+        """Disconnect from removed addresses, and connect to new ones."""
         wanted = dict.fromkeys(addresses)
         for address in [address for address in self._peers if address not in wanted]:
             logger.info("LOOKUP(%s): removing peer", address)
@@ -108,11 +106,11 @@ class LookupPeers:
                     self._launch(peer)
 
     def changed(self, verb: Literal["REGISTER", "UNREGISTER"], topic: str, channel: str = "") -> None:
-        """A topic or channel has come or gone."""
+        """Tell all peers that a topic or channel was created or deleted."""
         encode = wire.encode_register if verb == "REGISTER" else wire.encode_unregister
         line = encode(topic, channel)
         for peer in self._peers.values():
-            peer.tell(line)
+            peer.send(line)
 
     def _launch(self, peer: _Peer) -> None:
         logger.info("LOOKUP(%s): adding peer", peer.address)
@@ -128,33 +126,33 @@ class _Peer:
         self._owner = owner
         self.address = address
         self.info: PeerInfo | None = None
-        """What it last said about itself."""
+        """The last reply to IDENTIFY."""
         self.tried = asyncio.Event()
-        """Set once it has identified itself or failed."""
+        """Set after the first reply to IDENTIFY, or the first failure."""
         self._link: _Link | None = None
-        """Set while changes have to be told; at other times the full registration to come covers them."""
+        """Set while changes must be sent. Otherwise the next registration includes them."""
         self._pending: deque[bytes] = deque()
-        self._news = asyncio.Event()
-        """Set when there is something pending, or the connection is lost."""
+        self._wake = asyncio.Event()
+        """Set when a change is pending or the connection is lost."""
         self._is_failure_logged = False
 
-    def tell(self, line: bytes) -> None:
+    def send(self, line: bytes) -> None:
         if self._link is None:
             return
         if len(self._pending) >= MAX_PENDING:
-            self._link.fail(ConnectionAbortedError(f"it is {MAX_PENDING} changes behind"))
+            self._link.fail(ConnectionAbortedError(f"{MAX_PENDING} changes behind"))
             return
         self._pending.append(line)
-        self._news.set()
+        self._wake.set()
 
     async def run(self) -> None:
-        """Connect, converse, and again, until cancelled."""
+        """Keep connecting until cancelled."""
         loop = asyncio.get_running_loop()
         failures = 0
         while True:
             started = loop.time()
             try:
-                await self._converse()
+                await self._run_connection()
             except (OSError, OverflowError, NsparqError) as error:
                 self._log_failure(error)
             except Exception:
@@ -164,17 +162,17 @@ class _Peer:
             delay = min(FIRST_RETRY_S * 2.0 ** min(failures, 30), LAST_RETRY_S)
             await asyncio.sleep(delay * private_random.uniform(0.5, 1.0))
 
-    async def _converse(self) -> None:
-        """One connection from beginning to end, which is an exception."""
-        link = _Link(self._owner.max_body_size, self._news)
+    async def _run_connection(self) -> None:
+        """Run one connection. Ends with an exception."""
+        link = _Link(self._owner.max_body_size, self._wake)
         try:
             async with asyncio.timeout(IO_TIMEOUT_S):
                 await self._connect(link)
-            await self._introduce(link)
+            await self._identify(link)
             self._link = link
-            # From here on changes queue up behind what is registered now.
+            # From here on changes are queued behind the full registration.
             await self._register(link, [*self._owner.registrations()])
-            await self._keep_up(link)
+            await self._send_changes(link)
         finally:
             self._link = None
             self._pending.clear()
@@ -187,8 +185,8 @@ class _Peer:
         host, port = host_port
         logger.debug("LOOKUP connecting to %s", self.address)
         loop = asyncio.get_running_loop()
-        # create_connection() would look the name up as well, but complains later if that fails when nobody
-        # waits for it any more.
+        # create_connection() can look up the name, too. But if that fails after a timeout, asyncio
+        # logs an error that nobody retrieved.
         found = await loop.getaddrinfo(host or "localhost", port, type=socket.SOCK_STREAM)
         for left, (*_, place) in zip(reversed(range(len(found))), found, strict=True):
             try:
@@ -198,8 +196,8 @@ class _Peer:
                 if not left:
                     raise
 
-    async def _introduce(self, link: _Link) -> None:
-        (reply,) = await link.ask(wire.MAGIC + wire.encode_identify(self._owner.identity()), 1)
+    async def _identify(self, link: _Link) -> None:
+        (reply,) = await link.request(wire.MAGIC + wire.encode_identify(self._owner.identity()), 1)
         self.info = info = wire.decode_identify_reply(reply)
         self.tried.set()
         http = join_address(info.broadcast_address, info.http_port)
@@ -210,32 +208,32 @@ class _Peer:
     async def _register(self, link: _Link, registrations: list[tuple[str, str]]) -> None:
         for start in range(0, len(registrations), MAX_PIPELINED):
             some = registrations[start : start + MAX_PIPELINED]
-            await link.ask(b"".join([wire.encode_register(*names) for names in some]), len(some))
+            await link.request(b"".join([wire.encode_register(*names) for names in some]), len(some))
         self._is_failure_logged = False
         logger.info("LOOKUPD(%s): registered %d topics and channels", self.address, len(registrations))
 
-    async def _keep_up(self, link: _Link) -> None:
+    async def _send_changes(self, link: _Link) -> None:
         loop = asyncio.get_running_loop()
         next_ping = loop.time() + self._owner.ping_interval
         while True:
-            self._news.clear()
+            self._wake.clear()
             link.check()
             if loop.time() >= next_ping:
-                await link.ask(wire.PING, 1)
+                await link.request(wire.PING, 1)
                 next_ping = loop.time() + self._owner.ping_interval
             elif self._pending:
                 some = [*islice(self._pending, MAX_PIPELINED)]
                 for _ in some:
                     self._pending.popleft()
                 logger.debug("LOOKUPD(%s): %d changes, first %s", self.address, len(some), some[0])
-                await link.ask(b"".join(some), len(some))
+                await link.request(b"".join(some), len(some))
             else:
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(next_ping):
-                        await self._news.wait()
+                        await self._wake.wait()
 
     def _log_failure(self, error: Exception) -> None:
-        """Once, and not at every further attempt."""
+        """Log the first failure as a warning, repeated ones only for debugging."""
         level = logging.DEBUG if self._is_failure_logged else logging.WARNING
         reason = str(error) or ("timed out" if isinstance(error, TimeoutError) else repr(error))
         logger.log(level, "LOOKUPD(%s): disconnected - %s", self.address, reason)
@@ -243,21 +241,21 @@ class _Peer:
 
 
 class _Link(asyncio.Protocol):
-    """A connection as questions and answers."""
+    """One connection: commands out, replies in."""
 
-    def __init__(self, max_reply_size: int, news: asyncio.Event) -> None:
+    def __init__(self, max_reply_size: int, wake: asyncio.Event) -> None:
         self._decoder = ReplyDecoder(max_reply_size)
         self._transport: asyncio.Transport | None = None
         self._replies: list[bytes] = []
         self._owed = 0
         self._error: Exception | None = None
         self._progress = asyncio.Event()
-        """Set when bytes have come or the connection is lost."""
+        """Set when bytes arrive or the connection is lost."""
         self._lost = asyncio.Event()
-        self._news = news
+        self._wake = wake
 
-    async def ask(self, commands: bytes, count: int) -> list[bytes]:
-        """Send `count` commands and give their replies. Raises OSError (a TimeoutError too) or BadReply."""
+    async def request(self, commands: bytes, count: int) -> list[bytes]:
+        """Send `count` commands and give their replies. Raises OSError or BadReply."""
         assert self._transport is not None
         self.check()
         self._owed = count
@@ -278,7 +276,7 @@ class _Link(asyncio.Protocol):
         if self._error is None:
             self._error = error
         self._progress.set()
-        self._news.set()
+        self._wake.set()
         if self._transport is not None:
             self._transport.abort()
 
@@ -287,7 +285,7 @@ class _Link(asyncio.Protocol):
             self._transport.abort()
             await self._lost.wait()
 
-    # called by the event loop
+    # Called by the event loop
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # never another
         self._transport = transport
@@ -299,14 +297,14 @@ class _Link(asyncio.Protocol):
             self.fail(error)
             return
         if len(self._replies) > self._owed:
-            self.fail(BadReply(f"unasked it said {_shown(self._replies[-1])}"))
+            self.fail(BadReply(f"reply without a command: {_shown(self._replies[-1])}"))
         self._progress.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost.set()
         last = self._replies[-1] if self._replies else b""
         if last.startswith(b"E_"):
-            self.fail(BadReply(f"it said {_shown(last)}"))
+            self.fail(BadReply(f"it replied {_shown(last)}"))
         self.fail(error or ConnectionResetError("closed by the peer"))
 
 

@@ -1,6 +1,7 @@
-"""Figures for a statsd daemon: NSQ's names, kinds and order, in UDP packets spread over the interval.
+"""Pushes figures to a statsd daemon: NSQ's names, kinds and order, in UDP packets spread over the
+interval.
 
-A push is a loss if the packets get lost: nothing is acknowledged and nothing is sent twice.
+Lost packets are not sent again.
 """
 
 from __future__ import annotations
@@ -20,20 +21,18 @@ from nsparq.broker.topic import Topic
 from nsparq.names import is_ephemeral
 from nsparq.server.memory import memory_stats
 
-__all__ = ["Statsd", "expand_prefix"]
-
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S: Final = 1.0
-"""For finding out the address; UDP has nothing else to wait for."""
+"""Time for the name lookup. UDP itself needs no connection."""
 TOPICS_PER_TURN: Final = 50
-"""The figures of so many topics are gathered before the event loop gets its turn."""
+"""Topics to gather figures from before the event loop runs other work."""
 
 _HOST_KEY: Final = str.maketrans(".:", "__")
 
 
 def expand_prefix(template: str, broadcast_address: str, http_port: int) -> str:
-    """`nsq.%s` becomes `nsq.my_host_4151.`; an empty one stays empty."""
+    """`nsq.%s` becomes `nsq.my_host_4151.`. An empty template stays empty."""
     if not template:
         return ""
     prefix = template.replace("%s", join_address(broadcast_address, http_port).translate(_HOST_KEY))
@@ -41,7 +40,7 @@ def expand_prefix(template: str, broadcast_address: str, http_port: int) -> str:
 
 
 class Statsd:
-    """Pushes the broker's figures every `interval` seconds, the first time after one interval."""
+    """Pushes the broker's figures every `interval` seconds, first after one interval."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class Statsd:
         self._task = asyncio.create_task(self._run(), name="statsd")
 
     async def stop(self) -> None:
-        """Send what is left of a push that has begun, and end. Calling it again does nothing."""
+        """Send the rest of a push that has begun, and end. Calling it again does nothing."""
         self._stopping.set()
         if self._task is not None:
             await self._task
@@ -93,11 +92,11 @@ class Statsd:
             return
         with endpoint:
             packets = [*pack(await self._gather(), self._packet_size)]
-            # NSQ leaves the last second of the interval free, and dies if there is none but that.
+            # NSQ leaves the last second of the interval free, and crashes if the interval is 1 s.
             spread = self._interval - 1.0 if self._interval > 1.0 else self._interval / 2
             next_packet = asyncio.get_running_loop().time()
             for packet in packets:
-                with suppress(OSError):  # nobody listening there is no concern of ours
+                with suppress(OSError):  # nobody may be listening there
                     endpoint.send(packet)
                 next_packet += spread / len(packets)
                 await self._pause_until(next_packet)
@@ -116,7 +115,7 @@ class Statsd:
         return lines
 
     async def _open(self) -> socket.socket | None:
-        """A socket to the daemon. Its name is looked up anew for every push; trouble is logged once."""
+        """A socket to the daemon, after a new name lookup. A failure is logged once."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 endpoint = await self._connect()
@@ -132,8 +131,8 @@ class Statsd:
         return endpoint
 
     async def _connect(self) -> socket.socket:
-        # Not create_datagram_endpoint: uvloop's leaves the socket open when connecting fails, and there is
-        # nothing to wait for in sending, nor anything to receive.
+        # Not create_datagram_endpoint: uvloop leaves the socket open if connecting fails. And
+        # sending needs no waiting, and nothing is received.
         host, port = split_address(self._address) or ("", 0)
         if not port:
             raise OSError("not host:port")
@@ -150,15 +149,15 @@ class Statsd:
         return endpoint
 
     async def _pause_until(self, when: float) -> None:
-        """Not at all once we are to stop."""
+        """Returns at once if we are stopping."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(when):
                 await self._stopping.wait()
 
 
 class _Lines:
-    """The lines of a push. Remembers the counts of the last one, by topic and channel rather than by name:
-    one that was deleted and created again begins at zero."""
+    """The lines of a push. Remembers the counts of the last push by topic and channel objects, not
+    by names: a topic that was deleted and created again starts at zero."""
 
     def __init__(self, prefix: str, exclude_ephemeral: bool) -> None:
         self._prefix = prefix
@@ -167,8 +166,8 @@ class _Lines:
         self._last_runs = 0
 
     def of_topic(self, topic: Topic, now_ns: int) -> Iterator[bytes]:
-        """Its own lines, then those of its channels in order of name."""
-        if self._is_left_out(topic.name):
+        """The topic's lines, then those of its channels, sorted by name."""
+        if self._is_excluded(topic.name):
             return
         stats = topic.stats("", False, now_ns)
         key = f"topic.{topic.name}."
@@ -177,7 +176,7 @@ class _Lines:
         yield from self._latencies(key, stats)
         for of_channel in stats["channels"]:
             name = of_channel["channel_name"]
-            if not self._is_left_out(name):
+            if not self._is_excluded(name):
                 yield from self._of_channel(f"{key}channel.{name}.", topic.channels[name], of_channel)
 
     def _of_channel(self, key: str, channel: Channel, stats: dict[str, Any]) -> Iterator[bytes]:
@@ -194,7 +193,7 @@ class _Lines:
         yield self._line("mem.gc_runs", runs - self._last_runs, "c")
         self._last_runs = runs
 
-    def _is_left_out(self, name: str) -> bool:
+    def _is_excluded(self, name: str) -> bool:
         return self._exclude_ephemeral and is_ephemeral(name)
 
     def _counters(
@@ -219,7 +218,7 @@ class _Lines:
 
 
 def pack(lines: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """Whole lines in packets of at most `size` bytes; a line that is longer travels alone."""
+    """Whole lines in packets of at most `size` bytes. A longer line gets its own packet."""
     packet = b""
     for line in lines:
         if packet and len(packet) + len(line) > size:

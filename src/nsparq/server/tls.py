@@ -1,7 +1,7 @@
-"""The TLS layer of the server, and the contexts that hold its certificates.
+"""The TLS layer of the server, and contexts with its certificates.
 
-On pyOpenSSL rather than the standard library, which cannot ask for a client certificate without verifying it
-(NSQ's policy `require`).
+Uses pyOpenSSL: the standard library cannot request a client certificate without verifying it (NSQ's
+policy `require`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MIN_VERSIONS: Final = {
 }
 _VERSION_NAMES: Final = {"TLSv1": "TLS1.0", "TLSv1.1": "TLS1.1", "TLSv1.2": "TLS1.2", "TLSv1.3": "TLS1.3"}
 
-# Up to TLS 1.2, OpenSSL's name and the one that NSQ shows, the preferred one first.
+# For TLS 1.2 and older: OpenSSL's name and NSQ's name, preferred ones first.
 _CIPHER_SUITES: Final = {
     "ECDHE-ECDSA-AES128-GCM-SHA256": "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256",
     "ECDHE-RSA-AES128-GCM-SHA256": "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256",
@@ -49,29 +49,28 @@ _CIPHER_SUITES: Final = {
 _CIPHER_SUITES_13: Final = b"TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256"
 
 _RECORD: Final = 16_384
-"""The most that one TLS record carries, and one read gives."""
+"""Most bytes in one TLS record, and in one read."""
 _RECORD_OVERHEAD: Final = 128
-"""More than header, padding and authentication add to a record, in any version."""
+"""Upper limit for header, padding and authentication of a record, in any version."""
 _PARTIAL_WRITE: Final = 0x1
-"""OpenSSL's mode that returns from a write after one record; pyOpenSSL turns it on and has no name for it."""
+"""OpenSSL's mode in which a write returns after one record. pyOpenSSL has no name for it."""
 
 
 def build_context(
     cert: str, key: str, *, root_ca_file: str = "", policy: str = "", min_version: str = "tls1.0"
 ) -> SSL.Context:
-    """Certificates and rules for new connections; those that exist keep the context they began with.
-
-    So a reload is a call of this. Texts of the StartError are for the operator.
+    """Certificates and rules for new connections. A reload builds a new context; existing
+    connections keep theirs. Raises StartError.
     """
     context = SSL.Context(SSL.TLS_SERVER_METHOD)
     context.set_min_proto_version(_MIN_VERSIONS[min_version])
     ciphers = ":".join(_CIPHER_SUITES)
     if min_version < "tls1.2":
-        # What these versions sign with is below OpenSSL's default level.
+        # The signatures of these versions are below OpenSSL's default security level.
         ciphers += ":@SECLEVEL=0"
     context.set_cipher_list(ciphers.encode())
     context.set_tls13_ciphersuites(_CIPHER_SUITES_13)
-    # Every connection shows its certificate: there are no sessions to come back to.
+    # No sessions: every connection must send its certificate.
     context.set_session_cache_mode(SSL.SESS_CACHE_OFF)
     context.set_options(
         SSL.OP_NO_TICKET | SSL.OP_NO_RENEGOTIATION | SSL.OP_NO_COMPRESSION | SSL.OP_CIPHER_SERVER_PREFERENCE
@@ -88,15 +87,15 @@ def _load_certificate(context: SSL.Context, cert: str, key: str) -> None:
     try:
         context.use_certificate_chain_file(cert)
     except SSL.Error as error:
-        raise StartError(f"--tls-cert: {cert}: no certificate in PEM format ({_reason(error)})") from error
+        raise StartError(f"--tls-cert: {cert}: not a certificate in PEM format ({_reason(error)})") from error
     try:
         private_key = load_pem_private_key(_read("--tls-key", key), password=None)
     except TypeError as error:
-        raise StartError(f"--tls-key: {key}: a key with a passphrase cannot be used") from error
+        raise StartError(f"--tls-key: {key}: the key has a passphrase, which is not supported") from error
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise StartError(f"--tls-key: {key}: no private key in PEM format") from error
+        raise StartError(f"--tls-key: {key}: not a private key in PEM format") from error
     try:
-        context.use_privatekey(private_key)  # type: ignore[arg-type]  # other kinds of keys are a TypeError
+        context.use_privatekey(private_key)  # type: ignore[arg-type]  # TypeError for other kinds of keys
     except (SSL.Error, TypeError) as error:
         raise StartError(f"--tls-key: {key}: not the key of {cert}") from error
 
@@ -107,7 +106,7 @@ def _set_policy(context: SSL.Context, policy: str, root_ca_file: str) -> None:
         try:
             context.load_verify_locations(root_ca_file)
             if policy == REQUIRE_VERIFY:
-                # Names the authorities to the client, which may have several certificates to choose from.
+                # Tells the client which authorities we trust: it may have several certificates.
                 context.load_client_ca(root_ca_file.encode())
         except SSL.Error as error:
             reason = _reason(error)
@@ -129,22 +128,22 @@ def _read(flag: str, path: str) -> bytes:
 
 
 class TlsLayer(Layer):
-    """The server's side of one TLS connection. The values below are known once it is established."""
+    """The server's side of one TLS connection. Its attributes are set by the handshake."""
 
     def __init__(self, context: SSL.Context) -> None:
         self._connection = SSL.Connection(context, None)
         self._connection.set_accept_state()
         self._has_input = False
         self._failure = ""
-        """Why nothing more can be read. Not the error itself: its traceback would keep the layer alive."""
+        """Why reading failed. A text: the traceback of an error would keep the layer alive."""
         self.is_established = False
         self.cipher_suite = ""
-        """By its IANA name, such as TLS_AES_128_GCM_SHA256."""
+        """The IANA name, such as TLS_AES_128_GCM_SHA256."""
         self.version = ""
-        """Such as TLS1.3."""
+        """For instance TLS1.3."""
         self.negotiated_protocol = ""
         self.common_name = ""
-        """Of the client's certificate, verified or not as the policy says; empty without one."""
+        """From the client's certificate, verified only with `require-verify`. May be empty."""
 
     def receive(self, data: bytes) -> Iterator[bytes]:
         if data and not self.is_ended:
@@ -153,7 +152,7 @@ class TlsLayer(Layer):
         return iter(self._read, b"")
 
     def _read(self) -> bytes:
-        """The contents of as many records as make one piece."""
+        """The contents of several records, up to MAX_PIECE bytes."""
         if self._failure:
             raise LayerError(self._failure)
         if not self._has_input:
@@ -188,7 +187,7 @@ class TlsLayer(Layer):
         self.negotiated_protocol = connection.get_alpn_proto_negotiated().decode("ascii", "replace")
         certificate = connection.get_peer_certificate(as_cryptography=True)
         if certificate is not None:
-            # May raise ValueError. As NSQ: of several names the last.
+            # May raise ValueError. Of several names NSQ uses the last.
             names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
             self.common_name = str(names[-1].value) if names else ""
         self.is_established = True
@@ -202,7 +201,7 @@ class TlsLayer(Layer):
             sent = self._connection.send(data)
         except SSL.Error as error:
             raise LayerError(f"TLS: {_reason(error)}") from error
-        # Nothing can keep memory from taking all of it, so nothing is left to be sent again.
+        # Writing to memory never stops early, so nothing is left to send.
         assert sent == len(data)
         return self._drain(sent + _RECORD_OVERHEAD * (2 + sent // _RECORD))
 
@@ -210,7 +209,7 @@ class TlsLayer(Layer):
         return self._drain(_RECORD)
 
     def _drain(self, size: int) -> bytes:
-        """All that OpenSSL has written, which is about size bytes."""
+        """Everything that OpenSSL has written: about `size` bytes."""
         output = b""
         try:
             while True:
@@ -226,12 +225,12 @@ class TlsLayer(Layer):
             try:
                 self._connection.shutdown()
             except SSL.Error:
-                # The peer is gone already; there is nobody to take leave of.
+                # The peer is already gone.
                 pass
 
 
 def _reason(error: SSL.Error | ValueError) -> str:
-    """The innermost of OpenSSL's reasons, such as "no shared cipher"."""
+    """OpenSSL's innermost reason, such as "no shared cipher"."""
     if isinstance(error, ValueError):
         return "malformed client certificate"
     if isinstance(error, SSL.SysCallError):

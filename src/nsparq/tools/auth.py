@@ -15,15 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nsparq.errors import NsparqError
-from nsparq.server.auth import Authorization
-from nsparq.server.auth_policy import (
-    Identity,
-    Policy,
-    StaticPolicy,
-    hash_generated,
-    hash_password,
-    read_policy,
-)
+from nsparq.server.auth.grants import Authorization
+from nsparq.server.auth.policy import StaticPolicy
+from nsparq.server.auth.policy_file import Identity, Policy, hash_generated, hash_password, read_policy
 
 __all__ = ["main"]
 

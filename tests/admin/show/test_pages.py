@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 import pytest
 
 from nsparq.admin.security import CONTENT_POLICY
-from nsparq.server.auth_policy import hash_generated
+from nsparq.server.auth.policy_file import hash_generated
 from tests.admin.support import REFERENCE_ADMIN, AdminThread, Cluster, start_admin
 from tests.support import Answer, unique_name, wait_until
 

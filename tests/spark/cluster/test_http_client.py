@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from nsparq.options import TlsRequired
-from nsparq.server.auth_policy import hash_generated
+from nsparq.server.auth.policy_file import hash_generated
 from nsparq.spark.cluster import http_client as api
 from nsparq.spark.cluster.http_client import Access, Client, Patience, Refused, Unreachable, base_url
 from nsparq.spark.errors import NoLog

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nsparq.server import http_endpoints
+from nsparq.server.api import table
 from nsparq.spark.cluster.http_client import Refused, Unreachable
 from nsparq.spark.options import NsqOptions, OptionError, Use
 from nsparq.spark.sink import nodes as sink_nodes
@@ -36,7 +36,7 @@ def broker() -> Iterator[BrokerThread]:
 def plain_broker(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerThread]:
     """An nsqd without transactions, as NSQ's own."""
     with monkeypatch.context() as patch:
-        patch.setattr(http_endpoints, "transaction_endpoints", lambda *_: [])
+        patch.setattr(table, "SUBJECTS", [one for one in table.SUBJECTS if one[0] != "Transactions"])
         broker = BrokerThread()
     with broker:
         yield broker

@@ -18,7 +18,7 @@ from nsparq.admin.change.messages import MAX_BODY
 from nsparq.admin.change.replay import BadTarget, parse_target
 from nsparq.admin.security import SESSION_COOKIE, Access, cookie
 from nsparq.http.api import ApiError, Endpoint, Request, Response
-from nsparq.server.auth import AuthFailed
+from nsparq.server.auth.grants import AuthFailed
 
 if TYPE_CHECKING:
     from nsparq.admin.daemon import Nsqadmin

@@ -1,0 +1,129 @@
+"""POST /pub and /mpub."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from typing import TYPE_CHECKING, Final
+
+from nsparq.errors import Exiting, FatalClientError, StorageError, SyncFailed
+from nsparq.http.api import LATER, TEXT_TYPE, ApiError, Endpoint, Later, Param, Request, Result
+from nsparq.packed import PackedBodies
+from nsparq.server.api.parameters import TOPIC
+from nsparq.server.api.topics import NEW_TOPIC_ERRORS, new_topic_name
+from nsparq.wire.server import decode_multiple
+
+if TYPE_CHECKING:
+    from nsparq.server.daemon import Nsqd
+
+_DEFER = re.compile(r"[+-]?[0-9]{1,19}")
+_OK: Final = {"type": "string", "const": "OK"}
+
+
+class PublishApi:
+    def __init__(self, nsqd: Nsqd) -> None:
+        self._nsqd = nsqd
+        self._broker = nsqd.broker
+        self._options = nsqd.options
+
+    @Endpoint(
+        method="POST",
+        path="/pub",
+        summary="Publish one message.",
+        details="The answer comes when the message is as durable as `--durability`, or the topic's own "
+        "setting, requires.",
+        params=(
+            TOPIC,
+            Param(
+                name="defer",
+                help="milliseconds before delivery, up to `--max-req-timeout`",
+                schema={"type": "integer", "minimum": 0, "maximum": 3_600_000},
+            ),
+        ),
+        permission="publish",
+        body_help="the message",
+        body_schema={"type": "string", "format": "binary", "minLength": 1},
+        max_body_of=lambda api: api._options.max_msg_size,
+        too_big="MSG_TOO_BIG",
+        success="`OK`",
+        success_type=TEXT_TYPE,
+        success_schema=_OK,
+        errors=(
+            (400, "MSG_EMPTY"),
+            *NEW_TOPIC_ERRORS,
+            (400, "INVALID_DEFER"),
+            (503, "EXITING"),
+            (503, "FSYNC_FAILED"),
+        ),
+    )
+    def publish_one(self, request: Request) -> Result | Later:
+        body = request.body
+        if not body:
+            raise ApiError(400, "MSG_EMPTY")
+        topic = new_topic_name(self._broker, request)
+        defer = request.parameters.get("defer")
+        defer_ms = 0
+        if defer is not None:
+            self._create_topic(topic)
+            defer_ms = int(defer) if _DEFER.fullmatch(defer) else -1
+            if not 0 <= defer_ms <= self._options.max_req_timeout * 1000:
+                raise ApiError(400, "INVALID_DEFER")
+        return self._publish(request, topic, PackedBodies(array("I", (len(body),)), body), defer_ms)
+
+    @Endpoint(
+        method="POST",
+        path="/mpub",
+        summary="Publish several messages, all or none.",
+        details="One message per line; empty lines are skipped. With `binary`: a 32-bit count, then "
+        "for each message its 32-bit size and its bytes. Integers are big-endian.",
+        params=(TOPIC, Param(name="binary", help="any value but `false` and `0`: the binary form")),
+        permission="publish",
+        body_help="the messages",
+        max_body_of=lambda api: api._options.max_body_size,
+        success="`OK`",
+        success_type=TEXT_TYPE,
+        success_schema=_OK,
+        errors=(
+            *NEW_TOPIC_ERRORS,
+            (413, "MSG_TOO_BIG"),
+            (413, "BAD_BODY"),
+            (413, "BAD_MESSAGE"),
+            (503, "EXITING"),
+            (503, "FSYNC_FAILED"),
+        ),
+    )
+    def publish_many(self, request: Request) -> Result | Later:
+        topic = new_topic_name(self._broker, request)
+        self._create_topic(topic)
+        if request.parameters.get("binary", "false") in ("false", "0"):
+            bodies = self._split_lines(request.body)
+        else:
+            try:
+                bodies = decode_multiple(request.body, self._nsqd.limits)
+            except FatalClientError as error:
+                raise ApiError(413, error.code.removeprefix("E_")) from error
+        return self._publish(request, topic, bodies, 0) if bodies else "OK"
+
+    def _split_lines(self, body: bytes) -> PackedBodies:
+        lines = [line for line in body.split(b"\n") if line]
+        if lines and max(map(len, lines)) > self._options.max_msg_size:
+            raise ApiError(413, "MSG_TOO_BIG")
+        return PackedBodies.of(lines)
+
+    def _create_topic(self, name: str) -> None:
+        """NSQ creates the topic before it checks the rest of the request."""
+        try:
+            self._broker.get_topic(name)
+        except (Exiting, StorageError, OSError) as error:
+            raise ApiError(503, "EXITING") from error
+
+    def _publish(self, request: Request, topic: str, bodies: PackedBodies, defer_ms: int) -> Later:
+        def done(verb: str, error: Exception | None) -> None:
+            code = "FSYNC_FAILED" if isinstance(error, SyncFailed) else "EXITING"
+            request.answer("OK" if error is None else ApiError(503, code))
+
+        try:
+            self._broker.publish(topic, bodies, defer_ms, done, "PUB")
+        except (Exiting, StorageError, OSError) as error:
+            raise ApiError(503, "EXITING") from error
+        return LATER
