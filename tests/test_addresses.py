@@ -1,4 +1,4 @@
-"""Where a daemon listens: see tests/server/test_daemon.py for the usual addresses."""
+"""Addresses of daemons. tests/server/test_daemon.py has the usual ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_port_is_made_of_digits(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", [("127.0.0.1", 1), ("::1", 65535), ("", 0), ("host.example", 4150)])
-def test_what_is_joined_is_split_again(address: tuple[str, int]) -> None:
+def test_join_address_and_split_address_are_inverse(address: tuple[str, int]) -> None:
     assert split_address(join_address(*address)) == address
 
 

@@ -35,7 +35,7 @@ def server(serve: Callable[[socket.socket], None]) -> Iterator[str]:
                 try:
                     serve(connection)
                 except OSError:
-                    pass  # the client has had enough
+                    pass  # the client has closed the connection
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -57,7 +57,7 @@ def fails(url: str, **arguments: object) -> str:
     return str(caught.value)
 
 
-def test_an_answer_is_status_body_and_headers() -> None:
+def test_a_response_has_status_body_and_headers() -> None:
     reply = b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\nX-One: a\r\nx-one: b\r\n\r\nno and more"
     with server(answering(reply)) as url:
         found = fetch(url)
@@ -165,9 +165,9 @@ def test_an_invalid_answer_is_an_error(reply: bytes) -> None:
     ],
     ids=["length", "to the end", "chunked"],
 )
-def test_an_answer_beyond_the_limit_is_refused(reply: bytes) -> None:
+def test_a_response_above_the_limit_is_refused(reply: bytes) -> None:
     with server(answering(reply)) as url:
-        assert fails(url, max_bytes=10) == f"GET {url}: the answer has more than 10 bytes"
+        assert fails(url, max_bytes=10) == f"GET {url}: the response has more than 10 bytes"
     with server(answering(reply)) as url:
         assert fetch(url, max_bytes=11).body == b"x" * 11
 
@@ -175,7 +175,7 @@ def test_an_answer_beyond_the_limit_is_refused(reply: bytes) -> None:
 @pytest.mark.parametrize(
     "head", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"]
 )
-def test_the_deadline_is_for_the_whole_answer_however_slowly_it_drips(head: bytes) -> None:
+def test_the_deadline_limits_the_whole_response(head: bytes) -> None:
     def drip(connection: socket.socket) -> None:
         connection.sendall(head)
         for _ in range(1000):
@@ -188,7 +188,7 @@ def test_the_deadline_is_for_the_whole_answer_however_slowly_it_drips(head: byte
         assert time.monotonic() - begin > 0.25
 
 
-def test_a_host_that_does_not_answer_takes_the_time_for_connecting_only(
+def test_a_silent_host_takes_only_the_connect_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # With a full accept queue, more connections hang.
@@ -229,14 +229,14 @@ def secure_server() -> Iterator[AuthServer]:
         yield auth
 
 
-def test_https_is_checked_against_the_authorities_given(secure_server: AuthServer) -> None:
+def test_https_certificates_are_checked_with_the_given_authorities(secure_server: AuthServer) -> None:
     made = certificates.certificates()
     assert fetch(secure_server.url, ca_file=str(made.ca.cert)).body == b"safe"
     assert "certificate verify failed" in fails(secure_server.url)
     assert "certificate verify failed" in fails(secure_server.url, ca_file=str(made.foreign.cert))
 
 
-def test_https_wants_a_certificate_for_this_host(
+def test_https_needs_a_certificate_for_this_host(
     secure_server: AuthServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ca_file = str(certificates.certificates().ca.cert)

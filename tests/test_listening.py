@@ -1,4 +1,4 @@
-"""Sockets that listen: for which addresses, on which port, and what is left when one cannot be had."""
+"""Listening sockets: addresses, ports, and failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_ipv6 = pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no
 
 @needs_ipv6
 @pytest.mark.parametrize(("host", "shown"), [("0.0.0.0", "0.0.0.0"), ("", "0.0.0.0"), ("::", "::")])
-def test_every_address_means_both_families(host: str, shown: str) -> None:
+def test_all_addresses_means_ipv4_and_ipv6(host: str, shown: str) -> None:
     sockets = listen_on((host, 0))
     bound = bound_address(sockets)
     assert isinstance(bound, tuple) and bound[0] == shown
@@ -31,7 +31,7 @@ def test_every_address_means_both_families(host: str, shown: str) -> None:
 
 @needs_ipv6
 @pytest.mark.parametrize(("host", "other"), [("127.0.0.1", "::1"), ("::1", "127.0.0.1")])
-def test_one_address_means_that_one(host: str, other: str) -> None:
+def test_one_address_means_only_that_one(host: str, other: str) -> None:
     (sock,) = listen_on((host, 0))
     assert sock.getsockname()[0] == host
     with pytest.raises(ConnectionRefusedError):
@@ -41,9 +41,7 @@ def test_one_address_means_that_one(host: str, other: str) -> None:
 
 @pytest.mark.parametrize("error", [errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT])
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_where_there_is_no_ipv6_it_is_ipv4_alone(
-    host: str, error: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ipv6_only_ipv4_is_used(host: str, error: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Ipv4Only(socket.socket):
         def bind(self, address: Any) -> None:
             if self.family == socket.AF_INET6:
@@ -57,7 +55,7 @@ def test_where_there_is_no_ipv6_it_is_ipv4_alone(
 
 
 @needs_ipv6
-def test_a_port_that_is_taken_for_one_family_is_taken() -> None:
+def test_a_port_taken_for_one_family_is_an_error() -> None:
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
@@ -65,7 +63,7 @@ def test_a_port_that_is_taken_for_one_family_is_taken() -> None:
         socket.create_server(("127.0.0.1", port)).close()  # nothing is left open
 
 
-def test_who_connects_early_is_served_when_the_daemon_is_ready(tmp_path: Path) -> None:
+def test_early_connections_are_served_when_the_daemon_is_ready(tmp_path: Path) -> None:
     class Greeter(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             assert isinstance(transport, asyncio.Transport)

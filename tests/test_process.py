@@ -1,4 +1,4 @@
-"""What every daemon's main has in common; tests/server/test_main.py has nsqd's, with its signals."""
+"""The common main of daemons. tests/server/test_main.py has nsqd's, with signals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def collector_restored() -> Iterator[None]:
 
 
 class Obedient:
-    """A daemon that is told to stop as soon as it has started."""
+    """A daemon that gets a stop signal as soon as it has started."""
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -71,7 +71,7 @@ def test_a_daemon_that_is_told_to_stop_ends_with_status_0(capsys: pytest.Capture
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_log_is_as_the_options_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_options_configure_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     def make(options: Any) -> Obedient:
         logging.getLogger("x").info("hidden")
         logging.getLogger("x").warning("shown")
@@ -82,7 +82,7 @@ def test_the_log_is_as_the_options_say(capsys: pytest.CaptureFixture[str]) -> No
     assert err.startswith("[mine] ") and err.endswith(" shown\n") and "hidden" not in err
 
 
-def test_what_the_command_line_warns_of_is_logged(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_of_the_command_line_are_logged(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "odd.toml"
     path.write_text("nonsense = 1\n")
     assert run(Obedient, f"--config={path}") == 0
@@ -100,9 +100,7 @@ def test_a_start_that_fails_is_status_1_with_a_fatal_line(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("where", ["start", "stop"])
-def test_a_bug_is_status_1_with_all_that_is_known_of_it(
-    where: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bug_is_status_1_with_a_traceback(where: str, capsys: pytest.CaptureFixture[str]) -> None:
     class Broken(Obedient):
         async def start(self) -> None:
             if where == "start":
@@ -117,13 +115,13 @@ def test_a_bug_is_status_1_with_all_that_is_known_of_it(
     assert "FATAL: stopped by an unexpected error" in err and "RuntimeError: bug" in err
 
 
-def test_signals_do_nothing_once_it_is_over() -> None:
+def test_signals_do_nothing_after_the_end() -> None:
     assert run(Obedient) == 0
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         assert signal.getsignal(signum) is signal.SIG_IGN
 
 
-def test_what_was_loaded_is_not_looked_at_by_the_collector() -> None:
+def test_the_collector_ignores_loaded_objects() -> None:
     frozen = []
 
     class Looking(Obedient):
@@ -134,10 +132,10 @@ def test_what_was_loaded_is_not_looked_at_by_the_collector() -> None:
     assert frozen[0] > 1000 and gc.get_threshold()[0] >= 10_000
 
 
-# What is loaded late
+# Late imports
 
 
-def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
+def test_a_missing_package_is_named_with_its_extra() -> None:
     def load() -> None:
         import no_such_package.inside  # type: ignore[import-not-found]  # noqa: F401
 
@@ -147,7 +145,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
         load_runner(load)
 
 
-def test_a_module_of_ours_that_is_missing_is_a_bug() -> None:
+def test_a_missing_module_of_ours_is_a_bug() -> None:
     def load() -> None:
         import nsparq.nonsense  # type: ignore[import-not-found]  # noqa: F401
 
@@ -155,7 +153,7 @@ def test_a_module_of_ours_that_is_missing_is_a_bug() -> None:
         load_runner(load)
 
 
-def test_what_is_there_is_given() -> None:
+def test_load_runner_gives_uvloop_and_the_loaded_daemon() -> None:
     import uvloop
 
     assert load_runner(lambda: sys) == (uvloop.run, sys)
@@ -164,7 +162,7 @@ def test_what_is_there_is_given() -> None:
 # Limits of the system
 
 
-def test_as_many_files_may_be_open_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_open_files_is_raised_to_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [(10, 100)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: limits.append(wanted))
@@ -173,9 +171,7 @@ def test_as_many_files_may_be_open_as_the_system_allows(monkeypatch: pytest.Monk
     assert limits == [(10, 100), (100, 100)]
 
 
-def test_a_system_that_refuses_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refused_limit_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(*_: object) -> None:
         raise ValueError("not allowed")
 
@@ -186,8 +182,8 @@ def test_a_system_that_refuses_is_told_of(
 
 
 @pytest.mark.parametrize(("asked", "threads"), [("", 1), ("2", 2)])
-def test_a_daemon_begins_with_a_single_thread_unless_told_otherwise(asked: str, threads: int) -> None:
-    """NumPy's linear algebra, which no daemon needs, would start one for each core."""
+def test_a_daemon_starts_with_a_single_thread_by_default(asked: str, threads: int) -> None:
+    """NumPy's linear algebra would start a thread for each core."""
     environment = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
     if asked:
         environment["OPENBLAS_NUM_THREADS"] = asked
@@ -205,7 +201,7 @@ DAEMONS = {
 
 
 def end_with_closed_files(closed: str, package: str, flags: list[str], log: Path, has_begun: Path) -> None:
-    """Start a daemon as a shell does that was told `closed`, have it end, and see that it is a clean end."""
+    """Start a daemon with files closed by the shell, stop it, and check for a clean end."""
     code = f"import sys; from nsparq.{package}.main import main; sys.exit(main({flags!r}))"
     with log.open("w") as errors:
         command = ["/bin/sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
@@ -227,6 +223,6 @@ def test_a_daemon_with_closed_standard_files_ends_with_status_0(
     end_with_closed_files(closed, *DAEMONS[program], tmp_path / "log", tmp_path / "none")
 
 
-def test_a_daemon_that_can_say_nothing_ends_with_status_0(tmp_path: Path) -> None:
+def test_a_daemon_that_cannot_log_ends_with_status_0(tmp_path: Path) -> None:
     flags = ["--tcp-address=nsqd.sock", "--http-address=", f"--data-path={tmp_path}"]
     end_with_closed_files("<&- >&- 2>&-", "server", flags, tmp_path / "log", tmp_path / "nsqd.sock")

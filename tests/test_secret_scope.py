@@ -20,7 +20,9 @@ from nsparq.secret_scope import SecretScope
         ("nsqd-*:4151", ["nsqd-7:4151"], ["nsqd-7:1", "nsqd-7.evil.test:4151"]),
     ],
 )
-def test_a_pattern_covers_what_it_names(pattern: str, covered: list[str], not_covered: list[str]) -> None:
+def test_a_pattern_covers_the_addresses_it_matches(
+    pattern: str, covered: list[str], not_covered: list[str]
+) -> None:
     scope = SecretScope([pattern])
     for expected, addresses in ((True, covered), (False, not_covered)):
         for address in addresses:
@@ -28,11 +30,11 @@ def test_a_pattern_covers_what_it_names(pattern: str, covered: list[str], not_co
             assert scope.covers(host, int(port)) is expected, address
 
 
-def test_no_pattern_covers_nobody() -> None:
+def test_an_empty_scope_covers_nothing() -> None:
     assert not SecretScope([]).covers("127.0.0.1", 4151)
 
 
 @pytest.mark.parametrize("pattern", ["", "10.0.0.0/99", "a..b", "http://x", "x y", "(a|b)", "a@b", "host:x"])
-def test_what_is_no_pattern_is_refused(pattern: str) -> None:
-    with pytest.raises(ValueError, match="is no "):
+def test_an_invalid_pattern_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="is not a "):
         SecretScope([pattern])

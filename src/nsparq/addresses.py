@@ -1,4 +1,4 @@
-"""Where a daemon listens: `host:port`, or the path of a Unix socket."""
+"""Addresses of daemons: `host:port`, or the path of a Unix socket."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _ZONE = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def remove_stale_socket(path: Path) -> None:
-    """What a daemon that was killed has left would keep the next one from listening."""
+    """Remove the socket of a daemon that was killed: the next one could not listen there."""
     if path.is_socket():
         path.unlink()
 
 
 def split_address(address: str) -> tuple[str, int] | None:
-    """Host and port; None for what is a path."""
+    """Host and port, or None for a path."""
     host, colon, port = address.rpartition(":")
     if not colon or not (port.isascii() and port.isdigit()) or "/" in host:
         return None
@@ -30,8 +30,8 @@ def join_address(host: str, port: int) -> str:
 
 
 def is_host(text: str) -> bool:
-    """Whether it can be a host name or an IP address: nothing that a resolver fails on, and nothing that
-    would mean something else in a URL."""
+    """Whether a text is a possible host name or IP address, which a resolver accepts and which has
+    no other meaning in a URL."""
     if ":" in text:
         address, percent, zone = text.partition("%")
         try:
@@ -40,7 +40,7 @@ def is_host(text: str) -> bool:
             return False
         return not percent or _ZONE.fullmatch(zone) is not None
     try:
-        # Fails for labels that are empty or too long.
+        # Fails if a label is empty or too long.
         encoded = text.encode("idna")
     except UnicodeError:
         return False
@@ -48,7 +48,7 @@ def is_host(text: str) -> bool:
 
 
 def heard_address(host: Any, port: Any) -> str | None:
-    """`host:port` from what another daemon said about itself or a third; None if nobody can be there."""
+    """`host:port` from values that another daemon sent, or None if they are not valid."""
     if not isinstance(host, str) or not is_host(host) or type(port) is not int or not 0 < port < 65536:
         return None
     return join_address(host, port)

@@ -1,7 +1,7 @@
-"""A small blocking HTTP client, for threads: one request, one answer, one deadline for all of it.
+"""A small blocking HTTP client for threads: one request, one response, and one deadline.
 
-It is how auth servers and nsqlookupds are asked, and needs the standard library only. It follows no
-redirects, since what is asked may carry a secret. Only the name lookup is as slow as the system's resolver.
+For requests to auth servers and nsqlookupds. Uses only the standard library. Follows no redirects,
+because a request may contain a secret. The deadline does not limit the system's name lookup.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "FetchError", "fetch", "without_secrets"]
 
 NO_LIMIT_S: Final = 60.0
-"""What a timeout of 0 means: a thread is never given away for good."""
+"""The meaning of a timeout of 0: no request may occupy a thread for ever."""
 
 
 class FetchError(NsparqError):
-    """There is no answer. The text names method, address and reason, but no query and no password."""
+    """No response. The text has method, address and reason, but no query and no password."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Answer:
     status: int
     body: bytes
     headers: Mapping[str, str]
-    """By lower-case name; several of the same name are joined with commas."""
+    """By lower-case name. Values of the same name are joined with commas."""
 
 
 def fetch(
@@ -54,16 +54,16 @@ def fetch(
     ca_file: str = "",
     max_bytes: int = 1 << 20,
 ) -> Answer:
-    """Ask, and read the whole answer, whatever its status. Raises FetchError.
+    """Send a request and read the whole response, whatever its status. Raises FetchError.
 
-    `request_timeout` bounds everything from the connection's begin to the last byte. HTTPS certificates are
-    checked against `ca_file`, or against what the system trusts.
+    `request_timeout` limits everything from connecting to the last byte. HTTPS certificates are
+    checked with `ca_file`, or with the system's certificate authorities.
     """
     shown = without_secrets(url)
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("no http or https address")
+            raise ValueError("not an http or https address")
         default_port = 443 if parts.scheme == "https" else 80
         port = default_port if parts.port is None else parts.port
         connection = _Connection(parts.hostname, port)
@@ -95,19 +95,19 @@ def fetch(
 
 
 def without_secrets(url: str) -> str:
-    """The address as it may stand in a log: without its query and without name and password."""
+    """The address for a log: without query, name and password."""
     return re.sub(r"//[^/]*@", "//", url.partition("?")[0])
 
 
 def _read(response: http.client.HTTPResponse, max_bytes: int) -> bytes:
-    too_big = ValueError(f"the answer has more than {max_bytes} bytes")
+    too_big = ValueError(f"the response has more than {max_bytes} bytes")
     if response.length is not None and response.length > max_bytes:
         raise too_big
     content = response.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise too_big
     if response.length:
-        raise ValueError("the answer ended too early")
+        raise ValueError("the response ended too early")
     return content
 
 
@@ -120,7 +120,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Connection(http.client.HTTPConnection):
-    """One whose every step ends at the same deadline."""
+    """All steps share one deadline."""
 
     deadline: float
     connect_timeout: float
@@ -139,7 +139,7 @@ class _Connection(http.client.HTTPConnection):
         self.sock = _TimedSocket(connection, self.deadline)
 
     def _dial(self, deadline: float) -> socket.socket:
-        """The addresses of the host in turn, all within the time for one."""
+        """Try all addresses of the host in turn, before the deadline."""
         failure: OSError = TimeoutError()
         for family, kind, protocol, _, address in socket.getaddrinfo(
             self.host, self.port, type=socket.SOCK_STREAM
@@ -159,7 +159,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 class _TimedSocket:
-    """What http.client uses of a socket; no call outlasts the deadline."""
+    """The socket methods that http.client uses. Each call ends at the deadline."""
 
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         self._connection = connection
@@ -180,7 +180,7 @@ class _TimedReader(io.RawIOBase):
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         self._connection = connection
         self._deadline = deadline
-        # Keeps the connection open after http.client has closed its own end of it.
+        # Keeps the connection open after http.client has closed its socket.
         self._raw = connection.makefile("rb", buffering=0)
 
     def readable(self) -> bool:
@@ -208,5 +208,5 @@ def _context(ca_file: str) -> ssl.SSLContext:
 
 @lru_cache(4)
 def _load_context(ca_file: str, changed_ns: int) -> ssl.SSLContext:
-    """Loading what the system trusts takes milliseconds; a file is read anew when it has changed."""
+    """Cached: loading the system's authorities takes milliseconds. Reads a changed file again."""
     return ssl.create_default_context(cafile=ca_file or None)

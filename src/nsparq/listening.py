@@ -1,4 +1,4 @@
-"""Listening: sockets first, for every address that is meant, and accepting when the daemon is ready."""
+"""Listen on an address: the sockets at once, accepting when the daemon is ready."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PORT_TRIES: Final = 20
 
 
 def listen_on(address: Address) -> list[socket.socket]:
-    """Sockets that listen there. Who connects waits until serve_on() accepts. Raises OSError or
+    """Listening sockets. Clients that connect wait until serve_on() accepts. Raises OSError or
     OverflowError, with nothing left open.
 
-    `0.0.0.0`, `::` and no host at all mean every address of the machine, IPv4 and IPv6, as in Go; where the
-    system has one of the two, that one.
+    `0.0.0.0`, `::` and an empty host mean every address of the machine, IPv4 and IPv6, as in Go. If
+    the system has only one of the two, that one.
     """
     if isinstance(address, str):
         return [_listen(socket.AF_UNIX, address)]
@@ -33,14 +33,14 @@ def listen_on(address: Address) -> list[socket.socket]:
     if port or len(wanted) == 1:
         return _listen_on_each(wanted, port)
     for _ in range(_PORT_TRIES):
-        # Any port will do, but it must be the same for all. What is free for one may be taken for another.
+        # All sockets need the same port, and a port that is free for one may be taken for another.
         with suppress(OSError):
             return _listen_on_each(wanted, 0)
     return _listen_on_each(wanted, 0)
 
 
 def bound_address(sockets: Sequence[socket.socket]) -> Address:
-    """Where they listen: of several the first."""
+    """The address of the first socket."""
     name = sockets[0].getsockname()
     return name if isinstance(name, str) else (name[0], name[1])
 
@@ -48,7 +48,7 @@ def bound_address(sockets: Sequence[socket.socket]) -> Address:
 async def serve_on(
     sockets: Sequence[socket.socket], connect: Callable[[], asyncio.BaseProtocol]
 ) -> list[asyncio.AbstractServer]:
-    """Accept who connects to them. The servers own the sockets from here on."""
+    """Accept connections. The servers close the sockets."""
     loop = asyncio.get_running_loop()
     servers: list[asyncio.AbstractServer] = []
     for sock in sockets:
@@ -58,7 +58,7 @@ async def serve_on(
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """Families and addresses to listen on. The first is the one that was asked for."""
+    """Families and addresses to listen on. The first is the requested one."""
     with suppress(ValueError):
         if not host or ipaddress.ip_address(host).is_unspecified:
             both = [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")]
@@ -96,10 +96,10 @@ def _listen(family: socket.AddressFamily, address: Address) -> socket.socket:
         if family != socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # IPv4 has a socket of its own: its clients then have addresses as usual, without `::ffff:`.
+            # IPv4 has its own socket, so that addresses of its clients have no `::ffff:` prefix.
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
-        # Only a socket that listens keeps others from taking its port.
+        # Only a listening socket keeps others from taking its port.
         sock.listen(BACKLOG)
     except BaseException:
         sock.close()

@@ -1,6 +1,6 @@
-"""Log lines in NSQ's shape: `[nsqd] 2026/01/31 12:00:00.123456 INFO: text`, local time, on stderr.
+"""Log lines in NSQ's format: `[nsqd] 2026/01/31 12:00:00.123456 INFO: text`, local time, on stderr.
 
-Only mains call `configure`; everything else just uses `logging.getLogger(__name__)`.
+Only mains call configure(). All other modules use `logging.getLogger(__name__)`.
 """
 
 import logging
@@ -18,12 +18,12 @@ LEVELS: Final = {
     "fatal": logging.CRITICAL,
 }
 
-# A client chooses some of the text that we log; it must not be able to begin a line of its own.
+# Some logged text comes from clients. It must not start a new line in the log.
 _ONE_LINE: Final = str.maketrans({"\n": "\\n", "\r": "\\r"})
 
 
 class NsqFormatter(logging.Formatter):
-    """One line per event; only a traceback takes more."""
+    """One line per event. A traceback follows on further lines."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -37,11 +37,11 @@ class NsqFormatter(logging.Formatter):
 
 
 class _NsqHandler(logging.StreamHandler[TextIO]):
-    """Ours among the root logger's handlers, to be replaced when a main configures again."""
+    """The handler of configure(), which a second call replaces."""
 
 
 def configure(level: str, prefix: str) -> None:
-    """Send everything from `level` (a name of --log-level) upwards to stderr."""
+    """Log to stderr, from `level` (a value of --log-level) upwards."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _NsqHandler)]:
         root.removeHandler(handler)

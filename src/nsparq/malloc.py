@@ -1,4 +1,4 @@
-"""What the C library does with freed memory: how much of it the process keeps."""
+"""How much freed memory the C library keeps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ _TOP_PAD: Final = 1 << 20
 
 
 def keep_freed(kept_bytes: int, large_bytes: int) -> None:
-    """Keep up to `kept_bytes`, and of blocks smaller than `large_bytes` only. By itself glibc gives buffers
-    of hundreds of kilobytes back to the system as they are freed, and asks for them again, page by page.
-    Whoever has set its variables is not interfered with."""
+    """Keep up to `kept_bytes` of freed memory, from blocks smaller than `large_bytes`.
+
+    By default glibc returns buffers of hundreds of kilobytes to the system when they are freed, and
+    then gets them back page by page. Does nothing if the user has set glibc's own variables.
+    """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
-    with suppress(OSError, AttributeError):  # another C library than glibc
+    with suppress(OSError, AttributeError):  # the C library is not glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_TRIM_THRESHOLD, kept_bytes)
         mallopt(_M_TOP_PAD, _TOP_PAD)

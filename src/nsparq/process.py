@@ -1,6 +1,6 @@
-"""A daemon as a process: command line in, signals in, log lines and an exit status out.
+"""The main of every daemon: command line, signals, and exit status.
 
-Status 0 after a clean stop, 1 after a FATAL line, 2 for a wrong command line.
+The status is 0 after a clean stop, 1 after a FATAL line, and 2 for a wrong command line.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ Runner = Callable[[Coroutine[Any, Any, None]], None]
 
 
 class Daemon(Protocol):
-    """start() raises StartError with nothing left open; reload() is SIGHUP; stop() is clean and complete, or
-    raises StopError with nothing left open."""
+    """start() raises StartError, stop() raises StopError, both with nothing left open. reload() is
+    called on SIGHUP."""
 
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
@@ -41,8 +41,8 @@ def run_daemon(
     load: Callable[[], tuple[Runner, Callable[[Any], Daemon]]],
     argv: Sequence[str] | None = None,
 ) -> int:
-    """The whole of a daemon's main. `load` gives what runs a coroutine and what makes the daemon; it is
-    called late, so that --help and --version need no extra packages."""
+    """A daemon's main. `load` gives the function that runs a coroutine and the one that makes the
+    daemon. It is called late, so that --help and --version need no extra packages."""
     open_standard_files()
     program = table.program
     logs.configure("info", f"[{program}] ")
@@ -74,24 +74,24 @@ def run_daemon(
 
 
 def open_standard_files() -> None:
-    """Open /dev/null in place of standard input, output and error, as far as they are closed (`nsqd >&-`).
+    """Open /dev/null for those of standard input, output and error that are closed (`nsqd >&-`).
 
-    The next file or socket would get their number, with the log written into it; and libuv aborts when it is
-    to close one of these."""
+    Otherwise the next file or socket gets the number, and log lines are written into it. Also,
+    libuv aborts if it has to close one of these numbers."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest number that is free: those below are open by now.
+            # open() takes the lowest free number, and all lower ones are open by now.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, closefd=False))
 
 
 def load_runner(load: Callable[[], Any]) -> tuple[Runner, Any]:
-    """uvloop, and what `load` imports. A missing package of an extra is a StartError that names it."""
-    # NumPy brings a linear algebra that no daemon calls. It would start a thread for each core, and those
-    # would spin for the first tenth of a second.
+    """uvloop, and the result of `load`. Raises StartError if a package of an extra is missing."""
+    # No daemon uses NumPy's linear algebra. It would start a thread for each core, which spins for
+    # the first tenth of a second.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         import uvloop
@@ -121,8 +121,8 @@ async def serve(make: Callable[[Any], Daemon], options: Any) -> None:
         except Exception:
             logger.exception("reload failed")
 
-    # Not loop.add_signal_handler: when the loop closes that restores the default action, and a second SIGTERM
-    # in the last moments would kill a process that was about to leave with status 0.
+    # Not loop.add_signal_handler: when the loop closes, it restores the default action. A second
+    # SIGTERM at the end would then kill a process that is about to exit with status 0.
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for signum in STOP_SIGNALS:
@@ -139,7 +139,7 @@ async def serve(make: Callable[[Any], Daemon], options: Any) -> None:
 
 
 def raise_file_limit() -> None:
-    """A connection is a file, and so is a topic: take what the system allows."""
+    """Raise the limit of open files to the maximum: every connection and every topic needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         try:
@@ -149,8 +149,8 @@ def raise_file_limit() -> None:
 
 
 def _calm_collector() -> None:
-    """What has been loaded stays, and what a daemon makes per message is freed by reference count: looking
-    for cycles often would cost more the more topics there are."""
+    """Run the garbage collector rarely. Loaded objects stay anyway, and objects of messages are
+    freed by reference count. The cost of a collection grows with the number of topics."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

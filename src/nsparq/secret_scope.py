@@ -1,8 +1,8 @@
-"""Which addresses may be shown a secret, where somebody else gives the address.
+"""Addresses to which a secret may be sent, if another party chooses the address.
 
-nsqlookupd takes every nsqd that registers, and tells its address to everybody. So an address from nsqlookupd
-is anybody's choice, and a secret that is sent there is anybody's too. A SecretScope is the operator's list of
-places that are theirs.
+Any process can register with nsqlookupd, which passes its address on to everybody. A secret that is
+sent to such an address may reach an attacker. A SecretScope is the operator's list of trusted
+addresses.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ _NAME_PATTERN = re.compile(r"[A-Za-z0-9_.*-]+")
 
 
 class SecretScope:
-    """Patterns, each of them one of:
+    """A list of patterns:
 
     `*`                         every address
-    `10.1.0.0/16`, `fd00::/8`   a network; it matches addresses, and never names, whatever they resolve to
+    `10.1.0.0/16`, `fd00::/8`   a network; it matches addresses, but no names
     `10.1.2.3`, `nsqd-1.local`  one address or name
     `*.nsq.example.com`         names; `*` stands for one label or a part of it
-    each but the networks also with a port, as in `10.1.2.3:4151`
+
+    All but networks may have a port, as in `10.1.2.3:4151`.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        """Raises ValueError, with the pattern in its text."""
+        """Raises ValueError. Its text has the pattern."""
         self.patterns = tuple(patterns)
         self._is_everywhere = "*" in self.patterns
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
         self._addresses: list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]] = []
-        """With a port; 0 stands for any."""
+        """With a port, or 0 for any port."""
         self._names: list[tuple[re.Pattern[str], int]] = []
         for pattern in self.patterns:
             if pattern != "*":
@@ -45,7 +46,7 @@ class SecretScope:
             try:
                 self._networks.append(ipaddress.ip_network(pattern, strict=False))
             except ValueError as error:
-                raise ValueError(f"{pattern!r} is no network: {error}") from None
+                raise ValueError(f"{pattern!r} is not a network: {error}") from None
             return
         address = _ip(pattern)
         if address is not None:
@@ -59,7 +60,7 @@ class SecretScope:
             expression = re.escape(host.rstrip(".")).replace(r"\*", "[^.]*")
             self._names.append((re.compile(expression, re.IGNORECASE), port))
         else:
-            raise ValueError(f"{pattern!r} is no host, network or pattern such as *.example.com")
+            raise ValueError(f"{pattern!r} is not a host, a network or a pattern such as *.example.com")
 
     def covers(self, host: str, port: int) -> bool:
         if self._is_everywhere:

@@ -62,7 +62,7 @@ def test_every_flag_of_nsq_is_there_with_its_file_key_and_default() -> None:
         ({"notification_http_endpoint": "x:1"}, "--notification-http-endpoint must be an http"),
         ({"proxy_graphite": True}, "--proxy-graphite needs --graphite-url"),
         ({"pipeline_http_address": ("x",)}, "failed to resolve --pipeline-http-address"),
-        ({"auth_secret_for": ("10.0.0.0/99",)}, "--auth-secret-for '10.0.0.0/99' is no network"),
+        ({"auth_secret_for": ("10.0.0.0/99",)}, "--auth-secret-for '10.0.0.0/99' is not a network"),
         ({"allow_config_from_cidr": "10.0.0.0"}, "failed to parse --allow-config-from-cidr"),
     ],
 )
