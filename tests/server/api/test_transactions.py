@@ -329,15 +329,27 @@ def test_a_commit_interrupted_by_the_disk_is_finished_later(tmp_path: Path, topi
         assert stored(broker, topic) == [b"%d" % number for number in range(10)]
 
 
+def set_forward(broker: BrokerThread, seconds: int) -> None:
+    """Set both clocks of the broker forward."""
+    clocks = broker.nsqd.broker
+    monotonic_ns, wall_ns = clocks.monotonic_ns, clocks.wall_ns
+    clocks.monotonic_ns = lambda: monotonic_ns() + seconds * 10**9
+    clocks.wall_ns = lambda: wall_ns() + seconds * 10**9
+
+
 def test_an_abandoned_transaction_expires(tmp_path: Path, topic: str) -> None:
-    flags = {"transaction_timeout": 0.2, "transaction_retention": 0.6, "checkpoint_interval": 0.05}
+    flags = {"transaction_timeout": 60.0, "transaction_retention": 600.0, "checkpoint_interval": 0.05}
     with BrokerThread(tmp_path, **flags) as broker:
         which = {"producer": "p", "sequence": 0}
+        prepared = which | {"producer": "q"}
         stage(broker, which, "a", topic, b"1")
-        stage(broker, which | {"producer": "q"}, "a", topic, b"1")
-        call(broker, "POST", "/transaction/prepare", wanted(a=1), **which | {"producer": "q"}).expect_json()
+        stage(broker, prepared, "a", topic, b"1")
+        call(broker, "POST", "/transaction/prepare", wanted(a=1), **prepared).expect_json()
         commit(broker, which | {"producer": "r"})
+        set_forward(broker, 100)
         wait_until(lambda: state(broker, which)["state"] == "unknown")
+        assert state(broker, prepared)["state"] == "prepared"
+        set_forward(broker, 1000)
         wait_until(lambda: call(broker, "GET", "/transactions").expect_json()["producers"] == [])
         wait_until(lambda: not [*(tmp_path / "transactions").iterdir()])
         assert stored(broker, topic) == []
@@ -566,7 +578,7 @@ def test_promises_of_the_previous_format_without_chunks_still_open(tmp_path: Pat
 
 
 def test_staged_bytes_are_limited_per_producer_and_in_total(tmp_path: Path) -> None:
-    """A small request counts as 16 KiB. Finished transactions free their room, also after a restart."""
+    """A small request counts as 16 KiB. Finished ones free their room, also after a restart."""
     flags = {"max_staged_bytes": 5 * MIN_REQUEST, "max_staged_bytes_per_producer": 3 * MIN_REQUEST}
 
     def fill(producer: str) -> tuple[int, list[Any]]:
