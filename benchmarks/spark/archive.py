@@ -36,7 +36,8 @@ from benchmarks.macro.report import describe_machine, print_facts
 from benchmarks.macro.roles import Replies
 from benchmarks.macro.wire import Address
 from nsparq.addresses import join_address
-from nsparq.spark.cluster.http_client import Access, Client
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access
 
 TOPIC, CHANNEL = "feed", "archive"
 WINDOW = 8

@@ -30,7 +30,8 @@ from benchmarks.macro.http import HttpBroker
 from benchmarks.macro.wire import Address
 from benchmarks.spark.command import run_command
 from nsparq.addresses import join_address
-from nsparq.spark.cluster.http_client import Access, Client
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access
 from nsparq.spark.session.build import build_session
 from nsparq.storage.decode import iter_batches
 

@@ -26,10 +26,12 @@ from benchmarks.macro.http import HttpBroker
 from benchmarks.spark.command import run_command
 from benchmarks.spark.source import tree_seconds
 from nsparq.addresses import join_address
-from nsparq.spark.cluster.http_client import Access, Client
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access
 from nsparq.spark.options import NsqOptions, Use
 from nsparq.spark.session.build import build_session
-from nsparq.spark.source.driver import Limit, LogSource
+from nsparq.spark.source.driver import LogSource
+from nsparq.spark.trigger import Limit
 
 HELP = {
     "topics": "that the stream reads",

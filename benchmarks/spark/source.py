@@ -27,7 +27,8 @@ from pyspark.sql.streaming import StreamingQuery
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from benchmarks.macro.brokers import OURS, TICKS_PER_SECOND, Spawned
-from nsparq.spark.cluster.http_client import Access, Client
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access
 from nsparq.spark.session.build import build_session
 
 TOPIC = "bench"

@@ -1,7 +1,8 @@
-"""How Spark finds `format("nsq")` by itself: it looks into every package named pyspark_* for a DefaultSource.
+"""Lets Spark find `format("nsq")` by itself: it looks for a DefaultSource in all packages
+pyspark_*.
 
-One such package that fails makes Spark give up on all of them without a word. So this one imports nothing
-until Spark asks for the class, and says that it has none if the connector cannot be loaded.
+If one of these packages fails to import, Spark silently ignores all of them. So this one imports
+nothing until Spark asks for the class. If the connector cannot be loaded, it has no such class.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from nsparq.spark.options import LOG, QUEUE, SINK, TABLE, NsqOptions, OptionError, Use, mode_of
+from nsparq.spark.option_fields import LOG, QUEUE, SINK
+from nsparq.spark.options import TABLE, NsqOptions, OptionError, Use, mode_of
 from tests.support.polling import DEADLINE
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "spark-options.md"
@@ -53,11 +54,11 @@ def test_what_spark_puts_among_the_options_is_passed_by() -> None:
 def test_an_option_that_means_nothing_here_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     assert parse(endingPosition="latest").ending_position == "latest"
-    assert "option endingPosition means nothing for a log stream" in caplog.text
+    assert "option endingPosition has no effect on a log stream" in caplog.text
 
 
 def test_the_least_rows_of_a_batch_are_no_more_than_its_most() -> None:
-    with pytest.raises(OptionError, match="option minRowsPerTrigger is more than maxRowsPerTrigger allows"):
+    with pytest.raises(OptionError, match="option minRowsPerTrigger is larger than maxRowsPerTrigger"):
         parse(minRowsPerTrigger="6", maxRowsPerTrigger="5")
     assert parse(minRowsPerTrigger="5", maxRowsPerTrigger="5").max_trigger_delay == 900
 
@@ -65,9 +66,9 @@ def test_the_least_rows_of_a_batch_are_no_more_than_its_most() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("topic", "no good", "must be a name of NSQ"),
-        ("channel", "x" * 65, "must be a name of NSQ"),
-        ("topics", "a,b c", "must be a name of NSQ"),
+        ("topic", "no good", "must be an NSQ name"),
+        ("channel", "x" * 65, "must be an NSQ name"),
+        ("topics", "a,b c", "must be an NSQ name"),
         ("nsqd", "nowhere", "must be host:port"),
         ("nsqlookupd", "ftp://a:1", "must be host:port"),
         ("nsqd", ",", "must name at least one"),
@@ -111,7 +112,7 @@ def test_lists_may_have_spaces_and_repetitions() -> None:
 def test_what_a_source_needs() -> None:
     with pytest.raises(OptionError, match="option topic is missing"):
         parse(topic="")
-    with pytest.raises(OptionError, match="option topic cannot be together with topicsPattern"):
+    with pytest.raises(OptionError, match="option topic cannot be combined with topicsPattern"):
         parse(topicsPattern=".*")
     with pytest.raises(OptionError, match=r"option nsqlookupd \(or nsqd\) is missing"):
         parse(nsqd="")

@@ -1,9 +1,9 @@
-"""What Spark has written down about a micro-batch before it runs it, as a sink may look at it.
+"""Identifies a micro-batch for a sink, by the file that Spark writes before it runs the batch.
 
-Spark writes `offsets/N` into a query's checkpoint when it plans batch N: the ranges of all sources, and the
-time. A batch that is run again after a crash is run by that same file. A checkpoint that was restored from an
-older copy has no such file yet: its batch N is planned anew, with other ranges. So the number of a batch does
-not say which batch it is, and number and file together do.
+When Spark plans batch N it writes `offsets/N` into the query's checkpoint: the ranges of all
+sources, and the time. After a crash it runs the batch again by the same file. A checkpoint restored
+from an older copy does not have the file: Spark plans batch N again, with other ranges. So a batch
+is identified by its number and the content of that file, not by the number alone.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from nsparq.errors import NsparqError
 __all__ = ["LENGTH", "CheckpointBehind", "check_batch", "fingerprint"]
 
 LENGTH: Final = 15
-"""Digits of a fingerprint: as a number it fits into a version of a Delta transaction."""
+"""Digits of a fingerprint. As a number it fits into the version of a Delta transaction."""
 
 
 class CheckpointBehind(NsparqError):
-    """The sink has this batch, or later ones, of the same query with other content."""
+    """The sink has later batches of the same query, or this batch with other content."""
 
     retry_helps = False
 
 
 def fingerprint(checkpoint: str, batch: int) -> str:
-    """15 hexadecimal digits. They are the same for each run of a batch, and differ for a batch that was
-    planned anew. Empty if the checkpoint is not on a file system of this machine, or does not say."""
+    """15 hexadecimal digits, the same each time a batch is run, and different if it was planned
+    again. Empty if the checkpoint is not on a local file system, or does not have the batch."""
     parts = urlsplit(checkpoint)
     if parts.scheme not in ("", "file") or not parts.path:
         return ""
@@ -42,9 +42,7 @@ def fingerprint(checkpoint: str, batch: int) -> str:
 
 
 def check_batch(sink: str, batch: int, planned: str, last: int, last_planned: str) -> bool:
-    """Whether the sink, whose last batch of this query is `last`, has the batch already: it is being run
-    again, and nothing is to be written. Fingerprints that are empty are not compared. Raises
-    CheckpointBehind."""
+    """Whether the sink, which is at batch `last`, has the batch. Raises CheckpointBehind."""
     if batch > last:
         return False
     if batch == last and (not planned or not last_planned or planned == last_planned):
@@ -52,6 +50,5 @@ def check_batch(sink: str, batch: int, planned: str, last: int, last_planned: st
     has = f"batches up to {last}" if batch < last else f"another batch {last}"
     raise CheckpointBehind(
         f"batch {batch} is refused: {sink} has {has} of the same query. The query's checkpoint was deleted, "
-        "or is an older copy, or another driver goes on with it. Go on with the newest checkpoint, in one "
-        "driver"
+        "or is an older copy, or another driver uses it. Continue with the newest checkpoint, in one driver"
     )

@@ -1,6 +1,6 @@
-"""The columns of a source: the same in both modes, all of them or those that a user's schema names.
+"""The columns of a source, the same in both modes: all of them, or those that the user selects.
 
-Each of Spark's processes imports this module, so what comes with Arrow is imported when it is wanted.
+Each of Spark's processes imports this module, so it imports Arrow only when needed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ SCHEMA: Final = (
 
 
 def chosen(names: str) -> StructType:
-    """What the option `columns` asks for: names separated by commas, all columns if there are none. Raises
-    OptionError."""
+    """The columns that option `columns` names; all if it is empty. Raises OptionError."""
     wanted = [name.strip() for name in names.split(",") if name.strip()] or SCHEMA.names
     for number, name in enumerate(wanted):
         if name not in SCHEMA.names:
@@ -50,21 +49,21 @@ def chosen(names: str) -> StructType:
 
 
 def arrow_schema(schema: StructType) -> pa.Schema:
-    """What Spark compares our record batches with. Raises OptionError for a column that we do not have."""
+    """The Arrow schema that Spark expects. Raises OptionError for unknown columns."""
     known = {field.name: field.dataType for field in SCHEMA.fields}
     for field in schema.fields:
         if known.get(field.name) != field.dataType:
             has = ", ".join(f"{name} {kind.simpleString()}" for name, kind in known.items())
             raise OptionError(
-                f"the schema wants {field.name} {field.dataType.simpleString()}; format nsq has {has}"
+                f"the schema has {field.name} {field.dataType.simpleString()}; format nsq has {has}"
             )
     return to_arrow(schema)
 
 
 def to_arrow(schema: StructType) -> pa.Schema:
-    """As Spark has it, with times in UTC."""
+    """Spark's own conversion, with times in UTC."""
     from pyspark.sql.pandas import types
 
     convert: Callable[..., pa.Schema] = types.to_arrow_schema
-    # Times are UTC by default in Spark 4.1, which has no such parameter.
+    # Spark 4.1 has no such parameter and always uses UTC.
     return convert(schema, **({"timezone": "UTC"} if "timezone" in signature(convert).parameters else {}))

@@ -1,6 +1,6 @@
-"""`format("nsq")`: what Spark asks for by that name, handed on to whoever does it.
+"""`format("nsq")`, the class that Spark loads: makes the reader or writer for each use.
 
-Each of Spark's processes imports this module, so the readers and writers are imported when they are wanted.
+Each of Spark's processes imports this module, so it imports readers and writers only when needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["SCHEMA", "NsqDataSource"]
 
 
 class NsqDataSource(DataSource):
-    """NSQ topics, read and written."""
+    """NSQ topics, for reading and writing."""
 
     @classmethod
     def name(cls) -> str:
@@ -32,7 +32,7 @@ class NsqDataSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         if mode_of(self.options) == "queue":
-            raise OptionError("option mode: queue is for streams only; a batch reads the log")
+            raise OptionError("option mode: queue works only with readStream; a batch reads the log")
         from nsparq.spark.source.batch import FilteredBatchReader, LogBatchReader
 
         options = self._parsed(schema, Use.LOG_BATCH)
@@ -50,7 +50,9 @@ class NsqDataSource(DataSource):
     def _parsed(self, schema: StructType, use: Use) -> NsqOptions:
         options = NsqOptions.parse(self.options, use)
         if options.columns and chosen(options.columns).names != schema.names:
-            raise OptionError("option columns and a schema cannot be together: a schema names columns too")
+            raise OptionError(
+                "option columns cannot be combined with a schema: the schema names the columns too"
+            )
         return options
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:

@@ -1,7 +1,8 @@
 """Every option of `format("nsq")`, in one table: name, type, default, help, and where it applies.
 
-A field of NsqOptions is an option: `max_rows_per_trigger` is written `maxRowsPerTrigger`, in any case. The
-same table reads what Spark passes, names the culprit when something is wrong, and prints the reference page:
+Each field of NsqOptions is an option: `max_rows_per_trigger` is written `maxRowsPerTrigger`, in any
+case. The table parses what Spark passes, names the option in every error, and prints the reference
+page:
 
     python -m nsparq.spark.options --markdown
 """
@@ -12,372 +13,295 @@ import difflib
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from enum import StrEnum
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from math import inf
 from typing import Any, Final
 
 from nsparq.errors import NsparqError
-from nsparq.spark.option_kinds import (
+from nsparq.spark.option_fields import (
     ADDRESSES,
     BOOL,
     COUNT,
     DIRECTORY,
     DURATION,
     FILE,
+    LOG,
     NAME,
     NAMES,
     PATTERN,
     PATTERNS,
     PRODUCER,
+    QUEUE,
     SEQUENCE,
+    SINK,
     SIZE,
+    SOURCE,
     TEXT,
-    Kind,
+    SparkOption,
+    Use,
     choice,
+    markdown,
+    opt,
 )
 
-__all__ = [
-    "COUNT",
-    "DURATION",
-    "LOG",
-    "NAME",
-    "QUEUE",
-    "SINK",
-    "SOURCE",
-    "TABLE",
-    "Kind",
-    "NsqOptions",
-    "OptionError",
-    "SparkOption",
-    "Use",
-    "mode_of",
-]
+__all__ = ["TABLE", "NsqOptions", "OptionError", "Use", "mode_of"]
 
 logger = logging.getLogger(__name__)
 
 
 class OptionError(NsparqError, ValueError):
-    """An option that cannot be; the text names it."""
+    """An invalid or missing option. The text names it."""
 
     retry_helps = False
 
 
-class Use(StrEnum):
-    """What the options are read for."""
-
-    LOG_STREAM = "log stream"
-    LOG_BATCH = "log batch"
-    QUEUE_STREAM = "queue stream"
-    SINK_STREAM = "sink stream"
-    SINK_BATCH = "sink batch"
-
-
-LOG: Final = frozenset({Use.LOG_STREAM, Use.LOG_BATCH})
-QUEUE: Final = frozenset({Use.QUEUE_STREAM})
-SOURCE: Final = LOG | QUEUE
-SINK: Final = frozenset({Use.SINK_STREAM, Use.SINK_BATCH})
-EVERYWHERE: Final = SOURCE | SINK
-
 OF_SPARK: Final = frozenset({"path", "checkpointlocation", "queryname", "outputmode"})
-"""What Spark itself puts among the options, or takes from them; lower case."""
+"""Options that Spark itself adds or uses, in lower case."""
 _OF_SPARK_PREFIXES: Final = ("_", "spark.", "asyncprogresstracking")
-
-
-# the table
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparkOption:
-    """What is known about one field of NsqOptions."""
-
-    name: str
-    attribute: str
-    kind: Kind[Any]
-    default: Any
-    help: str
-    uses: frozenset[Use]
-    heading: str
-    default_text: str
-    is_secret: bool
-
-    @property
-    def default_shown(self) -> str:
-        if self.default_text:
-            return self.default_text
-        return f"`{self.kind.show(self.default)}`" if self.default not in (None, (), "") else ""
-
-
-def opt(
-    kind: Kind[Any],
-    default: Any,
-    help: str,
-    uses: Iterable[Use] = EVERYWHERE,
-    *,
-    heading: str = "",
-    default_text: str = "",
-    is_secret: bool = False,
-) -> Any:
-    """A field of NsqOptions. `help` is a phrase that begins with a small letter and has no final full stop;
-    `heading` opens a group of the reference page."""
-    metadata = {
-        "kind": kind,
-        "help": help,
-        "uses": frozenset(uses),
-        "heading": heading,
-        "default_text": default_text,
-        "is_secret": is_secret,
-    }
-    return field(default=default, repr=not is_secret, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NsqOptions:
-    """What was asked for, read and checked. Plain values: it travels to the executors as it is."""
+    """Parsed and checked options. Plain values, sent to the executors."""
 
     mode: str = opt(
         choice("log", "queue"),
         "log",
-        "how a source reads: `log` takes ranges of the topic's log, exactly once, and needs nsparq's nsqd; "
-        "`queue` consumes a channel of any nsqd, NSQ's own included",
+        "how a source reads: `log` reads ranges of the topic's log, exactly once, and needs nsparq's nsqd; "
+        "`queue` consumes a channel of any nsqd, also NSQ's own",
         SOURCE,
         heading="What to read, what to write",
     )
     topic: str | None = opt(
-        NAME, None, "one topic; for a sink where rows go that have no column `topic` or none in it"
+        NAME, None, "one topic; for a sink, the topic of rows without a column `topic` or with null in it"
     )
     topics: tuple[str, ...] = opt(NAMES, (), "several topics, separated by commas", SOURCE)
     topics_pattern: re.Pattern[str] | None = opt(
         PATTERN,
         None,
-        "topics whose whole name matches this; new ones are taken up while the query runs",
+        "topics whose whole name matches; a running stream also reads topics that are created later",
         SOURCE,
     )
     refuse_topics: re.Pattern[str] | None = opt(
         PATTERN,
         None,
-        "a row for a topic whose whole name matches this is an error. Name the topics that the query itself "
-        "reads, so that it cannot feed itself; a pipeline does so",
+        "a row for a topic whose whole name matches is an error. Name the topics that the query itself "
+        "reads, so that it cannot feed itself; pipelines set this option",
         SINK,
     )
     channel: str | None = opt(
         NAME,
         None,
-        "the query's channel: its depth is the query's lag, and nsqd keeps what the query has yet to read. "
-        "A stream needs one; a batch only with `startingPosition` `channel`",
+        "the query's channel: its depth is the query's lag, and nsqd keeps the messages after it. Required "
+        "for a stream; a batch needs it only with `startingPosition` `channel`",
         SOURCE,
     )
 
     own_channel: bool = opt(
         BOOL,
         True,
-        "make the channel the query's own: nsqd then refuses any other query that uses it. `false` is for a "
-        "query without a lasting checkpoint, which would leave its channel behind to nobody",
+        "make the query the owner of its channel: nsqd then refuses other queries that use the channel. Set "
+        "`false` for a query without a lasting checkpoint: nobody could use its channel afterwards",
         {Use.LOG_STREAM},
     )
 
     columns: str = opt(
         TEXT,
         "",
-        "the columns that rows have, separated by commas. Spark does not tell a source which ones a query "
-        "uses: those that are not named here are not made",
+        "the columns to read, separated by commas. Spark does not tell a source which columns a query uses; "
+        "leaving some out saves the time to build them",
         SOURCE,
         default_text="all",
     )
     push_filters: bool = opt(
         BOOL,
         False,
-        "let Spark's filters on `topic`, `node`, `offset` and `timestamp` decide what is read. **Only for a "
-        "DataFrame that is used once**: Spark would read the same part for the next query too. Needs Spark's "
-        "setting `spark.sql.python.filterPushdown.enabled`",
+        "use Spark's filters on `topic`, `node`, `offset` and `timestamp` to read less. **Only for a "
+        "DataFrame that is used once**: Spark would apply the same filters to the next query on it. Requires "
+        "Spark's setting `spark.sql.python.filterPushdown.enabled`",
         {Use.LOG_BATCH},
     )
 
     nsqlookupd: tuple[str, ...] = opt(
         ADDRESSES,
         (),
-        "HTTP addresses of nsqlookupd, separated by commas; they are asked for the nsqd that have the topics",
+        "HTTP addresses of nsqlookupd, separated by commas; they name the nsqd that have the topics",
         heading="Where",
     )
     nsqd: tuple[str, ...] = opt(
-        ADDRESSES, (), "HTTP addresses of nsqd, separated by commas: instead of `nsqlookupd`, or besides"
+        ADDRESSES, (), "HTTP addresses of nsqd, separated by commas; instead of `nsqlookupd`, or in addition"
     )
-    discovery_interval: float = opt(
-        DURATION, 5.0, "how often nsqlookupd is asked again, and new topics are looked for", SOURCE
-    )
+    discovery_interval: float = opt(DURATION, 5.0, "time between two searches for nodes and topics", SOURCE)
 
     starting_position: str = opt(
         TEXT,
         "earliest",
-        "where a batch, or a stream without a checkpoint, begins: `earliest`, `latest`, `channel` (where the "
-        "channel is), a time (RFC 3339, or Unix seconds), or JSON as it stands in a checkpoint. Nodes and "
+        "where a batch, or a stream without a checkpoint, begins: `earliest`, `latest`, `channel` (the "
+        "channel's position), a time (RFC 3339 or Unix seconds), or JSON as in a checkpoint. Nodes and "
         "topics that a stream finds later begin at their earliest message",
         LOG,
         heading="From where to where",
     )
     ending_position: str = opt(
-        TEXT,
-        "latest",
-        "where a batch ends, itself not included: `latest`, a time, or JSON",
-        {Use.LOG_BATCH},
+        TEXT, "latest", "where a batch ends, exclusive: `latest`, a time, or JSON", {Use.LOG_BATCH}
     )
     fail_on_data_loss: bool = opt(
         BOOL,
         True,
-        "fail when messages that should be read are gone: removed by retention, lost to damage, or with a "
-        "topic that was deleted; `false` logs how many, and goes on",
+        "fail when unread messages are gone: removed by retention, damaged, or deleted with their topic; "
+        "`false` logs how many, and continues",
         LOG,
     )
 
     max_rows_per_trigger: int | None = opt(
         COUNT,
         None,
-        "at most so many rows in a micro-batch",
+        "limit on the rows of a micro-batch",
         {Use.LOG_STREAM, *QUEUE},
         heading="How much at a time",
     )
     max_bytes_per_trigger: int | None = opt(
-        SIZE, None, "at most about so many bytes in a micro-batch", {Use.LOG_STREAM, *QUEUE}
+        SIZE, None, "approximate limit on the bytes of a micro-batch", {Use.LOG_STREAM, *QUEUE}
     )
     min_rows_per_trigger: int | None = opt(
         COUNT,
         None,
-        "a micro-batch waits until there are so many rows for it, but no longer than `maxTriggerDelay`. The "
-        "first one of a run does not wait, nor do those of the triggers `availableNow` and `once`",
+        "a micro-batch waits for so many rows, up to `maxTriggerDelay`. The first one of a run does not "
+        "wait, nor do those of the triggers `availableNow` and `once`",
         {Use.LOG_STREAM, *QUEUE},
     )
     max_trigger_delay: float = opt(
         DURATION,
         900.0,
-        "with `minRowsPerTrigger`: after this time since the last micro-batch began, the next one takes "
-        "what there is",
+        "with `minRowsPerTrigger`: the longest time between the starts of two micro-batches, if there are "
+        "rows at all",
         {Use.LOG_STREAM, *QUEUE},
     )
     partition_bytes: int = opt(
         SIZE,
         64 << 20,
-        "about how many bytes a task reads at the most; a batch of less than four times that is four tasks, "
-        "of 8m or more each",
+        "approximate limit on the bytes that a task reads; a batch of less than four times as much has four "
+        "tasks of at least 8m each",
         LOG,
     )
 
     auth_token: str | None = opt(
         TEXT,
         None,
-        "secret shown to nsqd and nsqlookupd, as a bearer token (and with AUTH in queue mode)",
-        heading="Who we are, whom we trust",
+        "secret for nsqd and nsqlookupd, sent as a bearer token (in queue mode also with AUTH)",
+        heading="Authentication and TLS",
         is_secret=True,
     )
     auth_token_for: tuple[str, ...] = opt(
         PATTERNS,
         ("*",),
-        "which nsqd are shown it besides those of `nsqd`, separated by commas: hosts, `host:port`, networks "
-        "such as `10.1.0.0/16`, patterns such as `*.nsq.example.com`; `*` is every nsqd that nsqlookupd "
-        "names, and anybody who reaches nsqlookupd can register one there",
+        "which nsqd get the secret besides those of `nsqd`, separated by commas: hosts, `host:port`, "
+        "networks such as `10.1.0.0/16`, patterns such as `*.nsq.example.com`; `*` is every nsqd that "
+        "nsqlookupd names, and anybody who reaches nsqlookupd can register one there",
     )
     tls_ca_file: str | None = opt(
         FILE,
         None,
-        "certificates that nsqd and nsqlookupd are checked against; `https://` addresses",
-        default_text="what the system trusts",
+        "CA certificates for nsqd and nsqlookupd with `https://` addresses",
+        default_text="the system's",
     )
-    tls_cert_file: str | None = opt(FILE, None, "our own certificate, if nsqd asks for one")
-    tls_key_file: str | None = opt(FILE, None, "the key to it", default_text="in `tlsCertFile`")
-    tls_verify: bool = opt(BOOL, True, "check certificates; `false` only for a test")
+    tls_cert_file: str | None = opt(FILE, None, "client certificate, if nsqd requires one")
+    tls_key_file: str | None = opt(
+        FILE, None, "key of the client certificate", default_text="in `tlsCertFile`"
+    )
+    tls_verify: bool = opt(BOOL, True, "verify certificates; `false` only for tests")
     request_timeout: float = opt(
-        DURATION, 10.0, "how long nsqd may take for an answer", heading="When something is away"
+        DURATION, 10.0, "time limit for an answer of nsqd or nsqlookupd", heading="Timeouts and retries"
     )
     retry_for: float = opt(
-        DURATION, 120.0, "how long a task, or a batch, goes on trying to reach an nsqd before it fails"
+        DURATION, 120.0, "how long a task or a batch tries to reach an nsqd before it fails"
     )
 
     delivery: str = opt(
         choice("auto", "exactly-once", "at-least-once"),
         "auto",
-        "what is promised: `exactly-once` needs nsparq's nsqd, and fails with another; `auto` is "
-        "exactly-once where all nsqd can do it, and otherwise at-least-once, which the log says",
+        "delivery guarantee: `exactly-once` requires nsparq's nsqd and fails with another; `auto` is "
+        "exactly-once if all nsqd support it, and otherwise at-least-once, with a warning in the log",
         SINK,
         heading="The sink",
     )
     chunk_bytes: int = opt(
         SIZE,
         256 << 10,
-        "about how many bytes one request publishes; less than nsqd's `--max-body-size`",
+        "approximate bytes per publishing request; less than nsqd's `--max-body-size`",
         SINK,
     )
     producer: str | None = opt(
         PRODUCER,
         None,
-        "whose transactions these are: by default the query's, or those of a single job. One that was used "
-        "before goes on where it was; a batch needs `sequence` too",
+        "name of the producer whose transactions these are: by default the query, or the single batch job. A "
+        "name that was used before continues its transactions; a batch also needs `sequence`",
         SINK,
     )
     sequence: int | None = opt(
         SEQUENCE,
         None,
-        "which transaction of `producer` a batch is: one that was committed before is not published again. "
-        "For `foreachBatch`, whose batch number it is",
+        "number of the batch among the transactions of `producer`: a batch that was committed before is not "
+        "published again. In `foreachBatch`, pass the batch id",
         {Use.SINK_BATCH},
     )
     fingerprint: str | None = opt(
         PRODUCER,
         None,
-        "what the batch consists of, as a short text: the last transaction of `producer` repeated with "
-        "another fingerprint is an error, and not passed over",
+        "short text that identifies the content of the batch: if the last transaction of `producer` is "
+        "repeated with another fingerprint, the write fails instead of being skipped",
         {Use.SINK_BATCH},
     )
 
     staging: str | None = opt(
         DIRECTORY,
         None,
-        "where messages are kept from the moment they are finished until the sink has them: a directory of "
-        "this query's own, best in its checkpoint's, as durable as that, and one that all executors share. A "
-        "pipeline brings one along; otherwise it must be given",
+        "directory for messages that are finished in nsqd and not yet in the sink. Each query needs its own, "
+        "best inside its checkpoint directory: as durable as that, and shared by all executors. Pipelines "
+        "set it; otherwise it is required",
         QUEUE,
         heading="Queue mode",
     )
     connections_per_node: int = opt(
         COUNT,
         1,
-        "how many tasks take from one nsqd at a time, when there is enough for them; each may have nsqd's "
-        "`--max-rdy-count` messages in flight",
+        "limit on tasks that take from one nsqd at the same time; each may have nsqd's `--max-rdy-count` "
+        "messages in flight",
         QUEUE,
     )
     batch_duration: float = opt(
         DURATION,
         5.0,
-        "a micro-batch takes what was there when it began, and ends at the latest after this time",
+        "time limit for taking messages: a micro-batch takes the messages that waited when it began",
         QUEUE,
     )
     poll_interval: float = opt(
-        DURATION,
-        0.2,
-        "how often each nsqd is asked whether there is anything, when there has been nothing for a while",
-        QUEUE,
+        DURATION, 0.2, "longest pause between two polls of an nsqd that has no messages", QUEUE
     )
     message_timeout: float = opt(
         DURATION,
         10.0,
-        "when nsqd gives a message to somebody else that was neither finished nor requeued. The least that "
-        "a crash delays messages by; it must be longer than writing a few thousand messages takes",
+        "time after which nsqd requeues a message that was not finished. A crash delays messages by at least "
+        "this time; it must be longer than writing a few thousand messages takes",
         QUEUE,
     )
     dedupe: bool = opt(
         BOOL,
         True,
-        "drop messages that come again though they are staged, since a crash swallowed their FIN",
+        "drop messages that nsqd delivers again after a crash, although they are staged",
         QUEUE,
     )
-    tls: bool = opt(BOOL, False, "TLS for NSQ's own protocol; see the other options about TLS", QUEUE)
-    snappy: bool = opt(BOOL, False, "compress NSQ's own protocol", QUEUE)
+    tls: bool = opt(BOOL, False, "TLS for NSQ's TCP protocol; uses the other TLS options", QUEUE)
+    snappy: bool = opt(BOOL, False, "snappy compression for NSQ's TCP protocol", QUEUE)
 
     @classmethod
     def parse(cls, given: Mapping[str, str], use: Use) -> NsqOptions:
-        """Read what Spark passes. Raises OptionError, which names the option.
+        """Parse what Spark passes. Raises OptionError.
 
-        An option that nobody has is an error, since a misspelt `failOnDataLoss` must not pass in silence; one
-        that does not apply here is mentioned in the log, so that the same set may serve to read and to write.
+        An unknown option is an error, so that a misspelt `failOnDataLoss` is noticed. An option
+        that does not apply here is only logged, so that the same options can serve for reading and
+        writing.
         """
         values: dict[str, Any] = {}
         for name, text in given.items():
@@ -390,7 +314,7 @@ class NsqOptions:
             if text is None or (not str(text).strip() and option.kind is not TEXT):
                 continue
             if use not in option.uses:
-                logger.warning("option %s means nothing for a %s", option.name, use)
+                logger.warning("option %s has no effect on a %s", option.name, use)
                 continue
             try:
                 values[option.attribute] = option.kind.parse(str(text).strip())
@@ -404,71 +328,62 @@ class NsqOptions:
     def _check(self, use: Use) -> None:
         if not self.nsqd and not self.nsqlookupd:
             raise OptionError(
-                "option nsqlookupd (or nsqd) is missing: the HTTP addresses of nsqlookupd, or of nsqd"
+                "option nsqlookupd (or nsqd) is missing: give the HTTP addresses of nsqlookupd or of nsqd"
             )
         if self.tls_key_file and not self.tls_cert_file:
             raise OptionError("option tlsKeyFile needs tlsCertFile")
         if use in SOURCE:
             self._check_source(use)
         if self.topic and self.refuse_topics and self.refuse_topics.fullmatch(self.topic):
-            raise OptionError(f"option topic is one that refuseTopics refuses: {self.topic}")
+            raise OptionError(f"option topic names a topic that refuseTopics refuses: {self.topic}")
         if use is Use.SINK_BATCH and (self.producer is None) != (self.sequence is None):
             missing = "producer" if self.producer is None else "sequence"
             raise OptionError(
-                f"option {missing} is missing: a batch has both producer and sequence, or neither"
+                f"option {missing} is missing: a batch needs both producer and sequence, or neither"
             )
 
     def _check_source(self, use: Use) -> None:
-        ways = [
-            name
-            for name, value in (
-                ("topic", self.topic),
-                ("topics", self.topics),
-                ("topicsPattern", self.topics_pattern),
-            )
-            if value
-        ]
-        if len(ways) != 1:
-            said = "is missing" if not ways else f"cannot be together with {ways[1]}"
+        given = [name for name in ("topic", "topics", "topics_pattern") if getattr(self, name)]
+        if len(given) != 1:
+            problem = "is missing" if not given else f"cannot be combined with {_camel(given[1])}"
             raise OptionError(
-                f"option {ways[0] if ways else 'topic'} {said}: name one of topic, topics, topicsPattern"
+                f"option {given[0] if given else 'topic'} {problem}: use one of topic, topics, topicsPattern"
             )
         if self.channel is None and use in (Use.LOG_STREAM, *QUEUE):
             raise OptionError(
-                "option channel is missing: a stream has a channel of its own, whose depth is its lag and "
-                "for whose sake nsqd keeps what it has yet to read"
+                "option channel is missing: a stream needs a channel of its own. Its depth is the stream's "
+                "lag, and nsqd keeps the messages after it"
             )
         if self.staging is None and use in QUEUE:
             raise OptionError(
-                "option staging is missing: in queue mode messages are kept there from the moment they are "
-                "finished until the sink has them. Name a directory of this query's own, best in its "
-                "checkpoint's"
+                "option staging is missing: queue mode stores messages there from when it finishes them "
+                "until the sink has them. Name a directory for this query alone, best inside its checkpoint "
+                "directory"
             )
         if use in QUEUE and (self.channel or "").endswith("#ephemeral"):
             raise OptionError(
-                "option channel cannot be ephemeral in queue mode: nsqd would drop it, with its messages, "
+                "option channel cannot be ephemeral in queue mode: nsqd would delete it with its messages "
                 "after each micro-batch"
             )
         if (self.min_rows_per_trigger or 0) > (self.max_rows_per_trigger or inf):
-            raise OptionError("option minRowsPerTrigger is more than maxRowsPerTrigger allows")
+            raise OptionError("option minRowsPerTrigger is larger than maxRowsPerTrigger")
         if not 1 <= self.message_timeout <= 900:
             raise OptionError("option messageTimeout must be from 1s to 15m")
         if not self.batch_duration:
-            raise OptionError("option batchDuration must be more than nothing")
+            raise OptionError("option batchDuration must be more than 0")
 
     @property
     def wanted_topics(self) -> tuple[str, ...]:
-        """Those named one by one."""
         return (self.topic,) if self.topic else self.topics
 
     def topic_filter(self) -> Callable[[str], object]:
-        """Tells whether a topic is one of those to be read."""
+        """A function that returns something true for a topic to be read."""
         pattern = self.topics_pattern
         return frozenset(self.wanted_topics).__contains__ if pattern is None else pattern.fullmatch
 
 
 def mode_of(given: Mapping[str, str]) -> str:
-    """The one option that decides who reads the others."""
+    """The value of option mode, which decides how the other options are parsed."""
     option = TABLE["mode"]
     text = next((text for name, text in given.items() if name.lower() == "mode"), "log")
     try:
@@ -506,52 +421,11 @@ def _unknown(name: str) -> str:
     return f"there is no option {name}{hint}"
 
 
-# the reference page
-
-_COLUMNS: Final = (
-    ("stream", frozenset({Use.LOG_STREAM})),
-    ("batch", frozenset({Use.LOG_BATCH})),
-    ("queue", QUEUE),
-    ("sink", SINK),
-)
-
-
-_INTRODUCTION: Final = """\
-# Options of `format("nsq")`
-
-Generated from `nsparq.spark.options`. Names may be written in any case; one that does not exist is an error.
-Sizes may end in `k`, `m`, `g` (1024 each); a duration is `250ms`, `5s`, `1m`, or a number of milliseconds.
-
-*stream* and *batch* are the source in log mode, *queue* is the source in queue mode, *sink* is writing, both
-as a batch and as a stream.
-""".splitlines()
-
-
-def markdown() -> str:
-    lines = [*_INTRODUCTION]
-    heading = ""
-    for option in TABLE.values():
-        if option.heading != heading:
-            heading = option.heading
-            lines += [
-                "",
-                f"## {heading}",
-                "",
-                "| option | value | default | for | |",
-                "| --- | --- | --- | --- | --- |",
-            ]
-        uses = [name for name, uses in _COLUMNS if uses & option.uses]
-        where = "all" if len(uses) == len(_COLUMNS) else ", ".join(uses)
-        text = option.help.replace("|", "\\|")
-        lines.append(f"| `{option.name}` | {option.kind.name} | {option.default_shown} | {where} | {text} |")
-    return "\n".join(lines) + "\n"
-
-
 def main(arguments: list[str]) -> int:
     if arguments != ["--markdown"]:
         sys.stderr.write("usage: python -m nsparq.spark.options --markdown\n")
         return 2
-    sys.stdout.write(markdown())
+    sys.stdout.write(markdown(TABLE.values()))
     return 0
 
 

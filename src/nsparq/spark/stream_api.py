@@ -1,7 +1,7 @@
-"""The part of Spark's API for stream readers that Spark 4.2 has added. With Spark 4.1 the import is refused.
+"""Spark's API for stream readers, which needs Spark 4.2: with 4.1 the import raises SparkTooOld.
 
-Before 4.2 a reader was not told where a micro-batch starts. After a restart it could not know which messages
-the sink has, so it could neither keep the place of an nsqd that is away nor be exactly once.
+Before 4.2 Spark did not tell a reader where a micro-batch starts. After a restart the reader could
+not know which messages the sink has, so it could not read exactly once while an nsqd is away.
 """
 
 from __future__ import annotations

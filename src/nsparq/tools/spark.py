@@ -89,7 +89,7 @@ def _print(head: str, text: str, indent: int) -> None:
 
 
 def warm(arguments: argparse.Namespace) -> int:
-    from nsparq.spark.session.startup import make_archive
+    from nsparq.spark.session.class_archive import make_archive
 
     print("Running a trial session; this takes a minute.", file=sys.stderr)
     began = time.monotonic()

@@ -9,7 +9,8 @@ import pytest
 
 from nsparq.pipeline.execute import replay as module
 from nsparq.pipeline.execute.replay import MAX_CHUNK, Publisher, ReplayFailed, chunks, replay
-from nsparq.spark.cluster.http_client import Access, Client, Refused, Unreachable
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access, Refused, Unreachable
 from nsparq.testing import Broker, run_broker
 
 

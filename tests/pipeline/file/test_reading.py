@@ -294,10 +294,10 @@ def test_problems_of_the_file(text: str, expected: str) -> None:
         (
             'dead_letters = "x y"',
             (
-                "[pipeline.p] dead_letters: must be a name of NSQ: 1 to 64 of the characters A-Z a-z 0-9 . _ "
+                "[pipeline.p] dead_letters: must be an NSQ name: 1 to 64 of the characters A-Z a-z 0-9 . _ "
                 "- "
                 "and "
-                "perhaps #ephemeral, not 'x y'"
+                "optionally #ephemeral, not 'x y'"
             ),
         ),
         (
@@ -572,7 +572,7 @@ def test_problems_of_several_sources_and_sinks(old: str, new: str, expected: str
         ),
         (
             'source = { topic = "x", topics_pattern = "y" }',
-            "[pipeline.p.source]: option topic cannot be together with topicsPattern: ",
+            "[pipeline.p.source]: option topic cannot be combined with topicsPattern: ",
         ),
         (
             'source = { topic = ["a", 1] }',

@@ -12,13 +12,14 @@ import pytest
 
 from nsparq.options import TlsRequired
 from nsparq.server.auth.policy_file import hash_generated
-from nsparq.spark.cluster import http_client as api
-from nsparq.spark.cluster.http_client import Access, Client, Patience, Refused, Unreachable, base_url
+from nsparq.spark.cluster import http_client
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access, Backoff, Refused, Unreachable, base_url
 from nsparq.spark.errors import NoLog
 from nsparq.spark.options import OptionError
 from nsparq.spark.source.range_reader import close_idle
 from nsparq.testing import Broker, FaultProxy, run_broker
-from tests.spark.log_support import Query, bodies, numbered, options, read_batch
+from tests.spark.source.support import Query, bodies, numbered, options, read_batch
 from tests.support.certificates import certificates
 
 
@@ -97,12 +98,12 @@ def test_addresses() -> None:
 def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
-    monkeypatch.setattr(api, "time", clock)
-    patience = Patience(0.5, 0.125)
+    monkeypatch.setattr(http_client, "time", clock)
+    patience = Backoff(0.5, 0.125)
     while patience.wait():
         assert len(slept) < 10
     assert slept == [0.125, 0.25, 0.125]
-    assert not Patience(0.0).wait()
+    assert not Backoff(0.0).wait()
 
 
 class Foreign(BaseHTTPRequestHandler):
@@ -141,11 +142,11 @@ def test_what_is_not_nsqd_is_unreachable(foreign: str, monkeypatch: pytest.Monke
     with Client(foreign, Access()) as client:
         for body in (b"<html>", b"[]", b"5"):
             Foreign.answers = {"/info": (200, body), "/topic/read": (200, b"")}
-            with pytest.raises(Unreachable, match="not what NSQ would answer"):
+            with pytest.raises(Unreachable, match="not an answer of NSQ"):
                 client.info()
-        with pytest.raises(Unreachable, match="not what nsqd would answer"):
+        with pytest.raises(Unreachable, match="not an answer of nsqd"):
             client.read("t", 0, 1, "x")
-        monkeypatch.setattr(api, "MAX_ANSWER", 3)
+        monkeypatch.setattr(http_client, "MAX_ANSWER", 3)
         with pytest.raises(Unreachable, match="more than 3 bytes"):
             Foreign.answers = {"/info": (200, b"{    }")}
             client.info()
@@ -195,7 +196,7 @@ def test_a_guarded_nsqd_is_read_with_a_token(tmp_path: Path) -> None:
         broker.publish("t", *numbered(3))
         for token in (None, "wrong"):
             with Query(nsqd=broker.http_address, authToken=token) as query:
-                with pytest.raises(OptionError, match="option authToken does not let us in"):
+                with pytest.raises(OptionError, match="option authToken: nsqd does not accept it"):
                     query.start()
         with Query(nsqd=broker.http_address, authToken="all", ownChannel="false") as query:
             assert query.run_until(3).drain().bodies == numbered(3)

@@ -16,16 +16,16 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from pyspark.sql.types import StringType, StructType
 
-from nsparq.spark.cluster.http_client import Client, Refused
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Refused
 from nsparq.spark.cluster.nodes import Node
 from nsparq.spark.datasource import SCHEMA, NsqDataSource
 from nsparq.spark.options import NsqOptions, OptionError, Use
-from nsparq.spark.queue import reader as queue_reader
-from nsparq.spark.queue import task as queue_task
-from nsparq.spark.queue.client import QueueConnection
-from nsparq.spark.queue.reader import Backlog, QueueStreamReader, share, tcp_address
+from nsparq.spark.queue.connection import QueueConnection
+from nsparq.spark.queue.planner import Backlog, share, tcp_address
+from nsparq.spark.queue.reader import QueueStreamReader
 from nsparq.spark.queue.staging import StagingError
-from tests.spark.queue_support import Query, address, numbered, options, tcp
+from tests.spark.queue.support import Query, address, numbered, options, tcp
 from tests.support import BrokerThread, TestBroker, start_broker, start_process, wait_until
 from tests.support.auth_server import unused_port
 from tests.support.lookupd import LookupdThread
@@ -53,9 +53,9 @@ def query(tmp_path: Path, broker: TestBroker) -> Iterator[Query]:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_reader, "WAIT_S", 0.02)
+    monkeypatch.setattr("nsparq.spark.queue.reader.WAIT_S", 0.02)
     # A busy machine is silent at times.
-    monkeypatch.setattr(queue_task, "IDLE_S", 0.5)
+    monkeypatch.setattr("nsparq.spark.queue.task.IDLE_S", 0.5)
 
 
 def depth(broker: TestBroker, topic: str = "t") -> int:
@@ -181,7 +181,7 @@ def test_all_that_is_available_is_what_waits_now(query: Query, broker: TestBroke
 def test_several_connections_share_a_node(
     tmp_path: Path, broker: TestBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue_reader, "SLOT_ROWS", 100)
+    monkeypatch.setattr("nsparq.spark.queue.planner.SLOT_ROWS", 100)
     broker.control("create", "t", "c")
     broker.publish("t", *numbered(1000))
     query = Query(tmp_path, broker, connectionsPerNode="3")
@@ -226,7 +226,7 @@ def test_equal_ids_of_two_nodes_are_not_taken_for_each_other(
                     for message in messages:
                         connection.req(message.id)
                     connection.barrier()
-            monkeypatch.setattr(QueueConnection, "prove", lambda self: False)
+            monkeypatch.setattr(QueueConnection, "confirm_fins", lambda self: False)
             query.drain_until(numbered(200))
             assert {row["attempts"] for row in query.rows} == {2}
             assert max(query.counts().values()) == 1
@@ -265,9 +265,9 @@ def test_available_now_does_not_end_with_a_batch_that_failed(query: Query, broke
 def test_available_now_does_not_wait_for_ever_for_a_node(
     query: Query, broker: TestBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue_reader, "tcp_address", lambda node: "")
-    monkeypatch.setattr(queue_reader, "RETRY_S", (0.02, 1.0))
-    monkeypatch.setattr(queue_reader, "GIVE_UP_S", 0.1)
+    monkeypatch.setattr("nsparq.spark.queue.planner.tcp_address", lambda node: "")
+    monkeypatch.setattr("nsparq.spark.queue.planner.RETRY_S", (0.02, 1.0))
+    monkeypatch.setattr("nsparq.spark.queue.planner.GIVE_UP_S", 0.1)
     broker.control("create", "t", "c")
     broker.publish("t", *numbered(100))
     query.start(available_now=True)
@@ -484,7 +484,7 @@ def test_a_batch_of_a_node_that_is_gone_is_an_empty_one(
     query._options = options(broker, staging=query.staging)
     query.start()
     assert query.step() == 0
-    assert "nobody knows where it is" in caplog.text
+    assert "its address is unknown" in caplog.text
     query.kill()
 
 
@@ -600,8 +600,8 @@ def test_a_secret_that_is_wrong_ends_the_query(tmp_path: Path, monkeypatch: pyte
             raise Refused("GET /stats", 403, "FORBIDDEN", {})
 
         query.step()
-        assert query.reader is not None and query.reader._driver is not None
-        monkeypatch.setattr(query.reader._driver, "_backlog", refuse)
+        assert query.reader is not None and query.reader._planner is not None
+        monkeypatch.setattr(query.reader._planner, "_backlog", refuse)
         with pytest.raises(Refused, match="FORBIDDEN"):
             query.step()
         query.kill()
@@ -646,7 +646,7 @@ def test_staging_may_be_a_path_or_a_file_url(text: str, path: str) -> None:
 
 def test_a_batch_read_says_that_it_is_for_streams() -> None:
     given = {"mode": "queue", "topic": "t", "channel": "c", "nsqd": "127.0.0.1:4151", "staging": "/s"}
-    with pytest.raises(OptionError, match="option mode: queue is for streams only"):
+    with pytest.raises(OptionError, match="option mode: queue works only with readStream"):
         NsqDataSource(given).reader(SCHEMA)
     assert isinstance(NsqDataSource(given).streamReader(SCHEMA), QueueStreamReader)
 

@@ -13,14 +13,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from nsparq.spark.queue import reader as queue_reader
+import nsparq.spark.queue.reader
 from nsparq.spark.queue import staging
-from nsparq.spark.queue import task as queue_task
-from nsparq.spark.queue.client import QueueConnection, QueueError
-from nsparq.spark.queue.reader import taking
+from nsparq.spark.queue.connection import QueueConnection, QueueError
+from nsparq.spark.queue.reader import task_settings
 from nsparq.spark.queue.staging import Lost, Slot, Staging
 from nsparq.spark.queue.task import fill, rows_of
-from tests.spark.queue_support import Crash, Query, address, numbered, options
+from tests.spark.queue.support import Crash, Query, address, numbered, options
 from tests.support import RawConnection, TestBroker, start_broker, start_process, wait_until
 
 
@@ -47,11 +46,11 @@ def query(tmp_path: Path, broker: TestBroker) -> Iterator[Query]:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks even of few messages, and no long waiting for more."""
-    monkeypatch.setattr(queue_reader, "WAIT_S", 0.05)
+    monkeypatch.setattr("nsparq.spark.queue.reader.WAIT_S", 0.05)
     # A busy machine is silent at times.
-    monkeypatch.setattr(queue_task, "IDLE_S", 0.5)
-    monkeypatch.setattr(queue_task, "FIRST_ROWS", 100)
-    monkeypatch.setattr(queue_task, "WINDOW_BYTES", 42 * 100)
+    monkeypatch.setattr("nsparq.spark.queue.task.IDLE_S", 0.5)
+    monkeypatch.setattr("nsparq.spark.queue.task.FIRST_ROWS", 100)
+    monkeypatch.setattr("nsparq.spark.queue.task.WINDOW_BYTES", 42 * 100)
 
 
 def channel(broker: TestBroker) -> dict[str, Any]:
@@ -122,8 +121,8 @@ def test_a_batch_ends_when_others_have_taken_the_rest(query: Query, broker: Test
 def test_large_messages_are_taken_a_few_at_a_time(
     tmp_path: Path, broker: TestBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue_task, "WINDOW_BYTES", 4 << 20)
-    monkeypatch.setattr(queue_task, "CHUNK_BYTES", 2 << 20)
+    monkeypatch.setattr("nsparq.spark.queue.task.WINDOW_BYTES", 4 << 20)
+    monkeypatch.setattr("nsparq.spark.queue.task.CHUNK_BYTES", 2 << 20)
     windows: list[int] = []
     ready = QueueConnection.ready
     monkeypatch.setattr(QueueConnection, "ready", lambda self, n: (windows.append(n), ready(self, n))[1])
@@ -164,16 +163,15 @@ def crash_after_fin(patch: pytest.MonkeyPatch, nth: int) -> None:
 
 
 def crash_before_proof(patch: pytest.MonkeyPatch, nth: int) -> None:
-    _patch_nth(patch, QueueConnection, "prove", 0, before=True)
+    _patch_nth(patch, QueueConnection, "confirm_fins", 0, before=True)
 
 
 def crash_after_proof(patch: pytest.MonkeyPatch, nth: int) -> None:
-    _patch_nth(patch, Slot, "prove", nth, before=False)
+    _patch_nth(patch, Slot, "mark_finished", nth, before=False)
 
 
 def crash_before_sink(patch: pytest.MonkeyPatch, nth: int) -> None:
-    _patch_nth(patch, queue_task, "fill", 0, before=False)
-    patch.setattr(queue_reader, "fill", queue_task.fill)
+    _patch_nth(patch, nsparq.spark.queue.reader, "fill", 0, before=False)
 
 
 def crash_after_sink(patch: pytest.MonkeyPatch, nth: int) -> None:
@@ -351,7 +349,7 @@ def test_the_loser_of_a_race_gives_back_what_it_took(
     reader = query.start()
     assert query._plan(reader)
     part = query.partition()
-    how = taking(query._options)
+    how = task_settings(query._options)
     link = os.link
     calls = iter(range(1 << 30))
 
@@ -400,7 +398,7 @@ def test_a_zombie_finishes_nothing_once_its_batch_is_over(
     reader = query.start()
     assert query._plan(reader)
     part = query.partition()
-    how = taking(query._options)
+    how = task_settings(query._options)
     link = os.link
     calls = iter(range(1 << 30))
 
@@ -467,7 +465,7 @@ def test_a_disk_that_is_too_slow_gives_messages_back(
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(Slot, "publish", late)
         assert query.step() == 0
-    assert "see option messageTimeout" in caplog.text
+    assert "increase option messageTimeout" in caplog.text
     query.drain_until(numbered(10))
     assert_once(query, numbered(10))
 
@@ -510,7 +508,7 @@ def test_a_slot_without_its_end_is_never_taken_for_whole(query: Query, broker: T
 
 
 def test_how_messages_are_taken_follows_from_the_options(broker: TestBroker) -> None:
-    how = taking(
+    how = task_settings(
         options(
             broker,
             staging="/nowhere",
@@ -533,5 +531,5 @@ def test_how_messages_are_taken_follows_from_the_options(broker: TestBroker) -> 
 def test_any_request_timeout_is_one_for_the_connection(
     broker: TestBroker, given: str, seconds: float
 ) -> None:
-    config = taking(options(broker, staging="/nowhere", requestTimeout=given)).config
+    config = task_settings(options(broker, staging="/nowhere", requestTimeout=given)).config
     assert config.handshake_timeout == config.write_timeout == seconds

@@ -17,15 +17,16 @@ import pytest
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
-from nsparq.spark.session import build as module
-from nsparq.spark.session import home as home_module
+from nsparq.spark.session import home
 from nsparq.spark.session.build import (
     ALWAYS_SET,
     CHATTER,
     CHECKPOINT_MANAGER,
     LOGGING,
+    build_session,
     configure,
     environment,
+    register,
     session_environment,
     settings,
 )
@@ -150,7 +151,7 @@ def test_what_the_user_has_set_is_kept(bare: None, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("removed", "version", "says"),
     [
-        ("bin/spark-submit", pyspark.__version__, "has no bin/spark-submit: it is no Spark"),
+        ("bin/spark-submit", pyspark.__version__, "has no bin/spark-submit: it is not a Spark directory"),
         (f"jars/spark-core_2.13-{pyspark.__version__}.jar", pyspark.__version__, "Spark is incomplete"),
         (None, "3.5.1", f"with Spark 3.5.1, but PySpark is {pyspark.__version__}: they differ"),
     ],
@@ -166,7 +167,7 @@ def test_a_spark_home_that_cannot_work_is_refused_and_the_doctor_names_it(
     monkeypatch.setenv("SPARK_HOME", str(spark_in(tmp_path, version)))
     if removed is not None:
         (tmp_path / removed).unlink()
-    with pytest.raises(home_module.BrokenHome, match=re.escape(says)), session_environment():
+    with pytest.raises(home.BrokenHome, match=re.escape(says)), session_environment():
         pass
     (finding,) = (one for one in examine() if one.subject == "Spark home")
     assert finding.state is State.MISSING and says in finding.text and "unset SPARK_HOME" in finding.advice
@@ -218,18 +219,18 @@ def test_sparks_home_has_its_programs_but_no_zip_of_python_files(
 def test_a_client_without_jars_has_no_home_to_offer(
     bare: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    spec = home_module.find_spec("json")
-    monkeypatch.setattr(home_module, "find_spec", lambda name: spec)
-    assert home_module.linked_home() is None and home_module.spark_home() is None
+    spec = home.find_spec("json")
+    monkeypatch.setattr(home, "find_spec", lambda name: spec)
+    assert home.linked_home() is None
     assert "SPARK_HOME" not in environment("local[2]")
     monkeypatch.setenv("SPARK_HOME", str(tmp_path))
-    assert home_module.spark_home() == tmp_path
+    assert home.named_home() == tmp_path
 
 
 def test_a_client_without_jars_is_not_enough(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home_module, "package_home", lambda: None)
+    monkeypatch.setattr(home, "package_home", lambda: None)
     (finding,) = (one for one in examine() if one.subject == "Spark home")
-    assert finding.state is State.MISSING and "a client for Spark Connect only" in finding.text
+    assert finding.state is State.MISSING and "only a client for Spark Connect" in finding.text
 
 
 @pytest.mark.parametrize(
@@ -308,8 +309,8 @@ def test_the_data_source_is_known(spark: SparkSession) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param(module.register, id="register"),
-        pytest.param(lambda spark: module.build_session(), id="build_session"),
+        pytest.param(register, id="register"),
+        pytest.param(lambda spark: build_session(), id="build_session"),
     ],
 )
 def test_another_thread_can_write_a_stream_once_it_was_told(
@@ -329,7 +330,7 @@ def test_another_thread_can_write_a_stream_once_it_was_told(
 
 def test_a_second_call_gives_the_same_session_and_changes_what_can_be_changed(spark: SparkSession) -> None:
     conf = {"spark.sql.shuffle.partitions": "3", "spark.driver.memory": "9g", "spark.sql.ansi.enabled": None}
-    assert module.build_session(master="local[7]", conf=conf) is spark
+    assert build_session(master="local[7]", conf=conf) is spark
     assert spark.conf.get("spark.sql.shuffle.partitions") == "3"
     assert spark.conf.get("spark.driver.memory") != "9g"
 

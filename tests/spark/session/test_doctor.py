@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import nsparq
-from nsparq.spark.session import doctor, startup
+from nsparq.spark.session import class_archive, doctor
 from nsparq.spark.session.doctor import Finding, State, examine
 from nsparq.spark.session.java import Candidate, Java
 from nsparq.tools import spark as tool
@@ -74,8 +74,8 @@ def test_the_other_commands_need_no_spark_to_be_explained() -> None:
 @pytest.mark.parametrize(
     ("package", "version", "state", "text"),
     [
-        ("pyspark", "4.0.1", State.MISSING, "4.0.1, but it has to be 4.1 or newer"),
-        ("pandas", "3.0.0", State.NOTE, "3.0.0, but it has to be 2.2 or newer, below 3"),
+        ("pyspark", "4.0.1", State.MISSING, "4.0.1, but nsparq needs 4.1 or newer"),
+        ("pandas", "3.0.0", State.NOTE, "3.0.0, but nsparq needs 2.2 or newer, below 3"),
         ("pandas", "2.3.3", State.OK, "2.3.3"),
     ],
 )
@@ -209,32 +209,32 @@ def test_the_package_command_prints_a_path(capsys: pytest.CaptureFixture[str]) -
 
 def test_there_is_no_archive_until_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPARK_HOME", raising=False)
-    java = startup.find_java()
-    path = startup.archive_path(java)
-    assert startup.archive_options(java) == []
+    java = class_archive.find_java()
+    path = class_archive.archive_path(java)
+    assert class_archive.archive_options(java) == []
     if path is None:
         pytest.skip(f"Java {java.version} makes none")
     assert "nsparq spark warm" in find("start-up archive").advice
     path.touch()
-    assert str(path) in startup.archive_options(java)[0]
+    assert str(path) in class_archive.archive_options(java)[0]
     assert find("start-up archive").state is State.OK
     # Not for jars that are elsewhere.
     monkeypatch.setenv("SPARK_HOME", "/elsewhere")
-    assert startup.archive_path(java) is None
+    assert class_archive.archive_path(java) is None
 
 
 def test_making_an_archive_replaces_that_of_other_jars(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("SPARK_HOME", raising=False)
-    path = startup.archive_path(startup.find_java())
+    path = class_archive.archive_path(class_archive.find_java())
     if path is None:
         pytest.skip("this Java makes none")
     former = path.with_name(f"{path.name.rpartition('-')[0]}-former")
     other = path.with_name("startup-0-0")
     for file in (former, other):
         file.touch()
-    monkeypatch.setattr(startup, "_train", lambda java, aside: aside.write_bytes(b"x"))
+    monkeypatch.setattr(class_archive, "_train", lambda java, aside: aside.write_bytes(b"x"))
     assert main(["spark", "warm"]) == 0
     assert str(path) in capsys.readouterr().out
     assert path.exists() and other.exists() and not former.exists()
@@ -244,8 +244,8 @@ def test_an_archive_that_fails_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("SPARK_HOME", raising=False)
-    monkeypatch.setattr(startup.sys, "executable", "/bin/false")
-    if startup.archive_path(startup.find_java()) is None:
+    monkeypatch.setattr(class_archive.sys, "executable", "/bin/false")
+    if class_archive.archive_path(class_archive.find_java()) is None:
         pytest.skip("this Java makes none")
     assert main(["spark", "warm"]) == 1
     assert "nsparq spark: the training session ended with status 1" in capsys.readouterr().err

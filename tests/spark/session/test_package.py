@@ -11,7 +11,6 @@ import pytest
 
 import pyspark_nsq
 from nsparq.spark.datasource import NsqDataSource
-from nsparq.spark.session import package as module
 from nsparq.spark.session.package import package_file
 
 
@@ -50,7 +49,7 @@ def test_the_same_sources_make_the_same_file_and_a_change_another(
 ) -> None:
     source = tmp_path / "a.py"
     source.write_text("x = 1\n")
-    monkeypatch.setattr(module, "_sources", lambda: iter([("p/a.py", source)]))
+    monkeypatch.setattr("nsparq.spark.session.package._sources", lambda: iter([("p/a.py", source)]))
     first = package_file()
     content = first.read_bytes()
     first.unlink()

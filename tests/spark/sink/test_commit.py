@@ -16,14 +16,14 @@ import pytest
 from pyspark.sql.datasource import WriterCommitMessage
 
 from nsparq.errors import NsparqError
-from nsparq.spark.cluster import http_client as api
-from nsparq.spark.cluster.http_client import Access, Unreachable
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access, Answer, Unreachable
 from nsparq.spark.sink.commit import CheckpointBehind, Coordinator, TransactionDamaged
 from nsparq.spark.sink.nodes import SinkNode
 from nsparq.spark.sink.send import StagingLost
 from nsparq.spark.sink.writers import NsqStreamWriter
 from nsparq.testing import FaultProxy
-from tests.spark.sink_support import (
+from tests.spark.sink.support import (
     QUERY,
     address,
     batch_writer,
@@ -68,15 +68,15 @@ class Mortal:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.last: int | None = None
-        ask = api.Client.request
+        ask = Client.request
 
-        def request(client: api.Client, *arguments: Any, **more: Any) -> api.Answer:
+        def request(client: Client, *arguments: Any, **more: Any) -> Answer:
             if self.count == self.last:
                 raise DriverDied
             self.count += 1
             return ask(client, *arguments, **more)
 
-        monkeypatch.setattr(api.Client, "request", request)
+        monkeypatch.setattr(Client, "request", request)
 
     def lives(self, requests: int | None) -> None:
         """For so many requests; None is forever."""
@@ -174,15 +174,15 @@ def test_a_driver_that_was_given_up_and_still_works_does_no_harm(
     brokers: Brokers, old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two drivers commit the same batch, each with its own parts, in turns of any length."""
-    request = api.Client.request
+    request = Client.request
 
-    def gated(client: api.Client, *arguments: Any, **more: Any) -> api.Answer:
+    def gated(client: Client, *arguments: Any, **more: Any) -> Answer:
         if isinstance(puppet := threading.current_thread(), Puppet):
             puppet.stops.put(True)
             puppet.may_go.acquire(timeout=30)
         return request(client, *arguments, **more)
 
-    monkeypatch.setattr(api.Client, "request", gated)
+    monkeypatch.setattr(Client, "request", gated)
     # If one of them takes no turn before the other has done everything, the turns' lengths do not matter.
     for steps, other_steps in [(1, 0), *product(range(1, REQUESTS), range(1, REQUESTS + 1))]:
         topic, producer = unique_name("topic"), unique_name("producer")
@@ -227,7 +227,7 @@ def test_a_batch_whose_staging_is_gone_is_not_published_in_part(
     writer = stream_writer(*map(address, brokers), topic=topic, producer=producer)
     messages = run_batch(monkeypatch, writer, PARTITIONS["as before"])
     brokers[1].http("POST", "/transaction/abort", producer=producer, sequence="0")
-    with pytest.raises(StagingLost, match=r"has lost what was staged .*nothing of it has been published"):
+    with pytest.raises(StagingLost, match=r"has lost staged messages .*has published none of them"):
         writer.commit(messages, 0)
     assert everything(brokers, topic) == []
     # And is, when Spark runs it again.

@@ -11,10 +11,10 @@ import pytest
 from nsparq.server.api import table
 from nsparq.spark.cluster.http_client import Refused, Unreachable
 from nsparq.spark.options import NsqOptions, OptionError, Use
-from nsparq.spark.sink import nodes as sink_nodes
+from nsparq.spark.sink import nodes
 from nsparq.spark.sink.nodes import Plan, find_plan
 from nsparq.testing import FaultProxy
-from tests.spark.sink_support import address, options
+from tests.spark.sink.support import address, options
 from tests.support import BrokerThread, wait_until
 from tests.support.lookupd import LookupdThread
 
@@ -22,8 +22,8 @@ from tests.support.lookupd import LookupdThread
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the process remembers from one micro-batch to the next."""
-    monkeypatch.setattr(sink_nodes, "_plans", {})
-    monkeypatch.setattr(sink_nodes, "_warned", set())
+    monkeypatch.setattr(nodes, "_plans", {})
+    monkeypatch.setattr(nodes, "_warned", set())
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_nsqd_without_transactions_gets_at_least_once_and_the_log_says_so(
 ) -> None:
     for _ in range(2):
         found = plan(address(broker), address(plain_broker))
-        sink_nodes._plans.clear()
+        nodes._plans.clear()
         assert not found.exactly_once
         assert urls(found) == {address(broker), address(plain_broker)}
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -116,22 +116,22 @@ def test_nodes_are_those_that_nsqlookupd_knows(broker: BrokerThread, monkeypatch
         assert {name.rpartition(":")[2] for name in _names(plan(**asked))} == {
             address(other).partition(":")[2]
         }
-        sink_nodes._plans.clear()
+        nodes._plans.clear()
         # Both ways together.
         assert len(plan(address(broker), **asked).nodes) == 2
-        sink_nodes._plans.clear()
+        nodes._plans.clear()
 
         before = plan(**asked)
-        monkeypatch.setattr(sink_nodes, "FRESH_S", 0.0)
+        monkeypatch.setattr(nodes, "FRESH_S", 0.0)
         lookupd.stop()
         assert plan(**asked) == before, "nsqlookupd is away, and the nodes that it named are not"
-        sink_nodes._plans.clear()
+        nodes._plans.clear()
         with pytest.raises(Unreachable, match=r"/nodes: .*, for 0\.1 s"):
             plan(**asked, retryFor="100ms")
 
 
 def test_nsqlookupd_without_nodes_is_waited_for() -> None:
-    with LookupdThread() as lookupd, pytest.raises(Unreachable, match="knows of no nsqd, for 0.1 s"):
+    with LookupdThread() as lookupd, pytest.raises(Unreachable, match="knows no nsqd, for 0.1 s"):
         plan(nsqlookupd=address(lookupd), retryFor="100ms")
 
 
@@ -139,7 +139,7 @@ def test_a_refusal_is_not_waited_for(broker: BrokerThread, monkeypatch: pytest.M
     def refuse(client: object) -> bool:
         raise Refused("GET", 403, "FORBIDDEN", {})
 
-    monkeypatch.setattr(sink_nodes, "_has_transactions", refuse)
+    monkeypatch.setattr(nodes, "_has_transactions", refuse)
     with pytest.raises(Refused, match="403 FORBIDDEN"):
         plan(address(broker))
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from nsparq.spark.cluster.http_client import Access
-from nsparq.spark.sink.pipe import Pipe, Reply
+from nsparq.spark.cluster.http_client import Access, Answer
+from nsparq.spark.sink.pipe import Pipe
 from tests.support.polling import DEADLINE
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nOK"
@@ -56,7 +56,7 @@ def test_answers_come_in_the_order_of_the_requests() -> None:
     with pipe_to(OK + refusal + OK) as (pipe, server):
         for body in (b"1", b"22", b"333"):
             pipe.send("/pub?topic=t", [body])
-        assert pipe.receive() == Reply(200, b"OK")
+        assert pipe.receive() == Answer(200, b"OK")
         refused = pipe.receive()
         assert (refused.status, refused.code) == (413, "TOO_BIG!!")
         assert pipe.receive().status == 200

@@ -23,7 +23,6 @@ from pyspark.sql.types import (
 )
 
 from nsparq.packed import PackedBodies
-from nsparq.spark.sink import rows as sink_rows
 from nsparq.spark.sink.rows import Chunk, Chunks, RowError, SchemaError, SinkColumns
 from nsparq.wire.limits import Limits
 from nsparq.wire.server import decode_multiple
@@ -156,7 +155,7 @@ def test_no_rows_are_no_chunks() -> None:
 def test_a_batch_of_more_bytes_than_arrow_can_join_is_framed_in_portions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sink_rows, "MAX_JOINED", 100)
+    monkeypatch.setattr("nsparq.spark.sink.rows.MAX_JOINED", 100)
     bodies = [bytes([index]) * (1 + index * 7 % 150) for index in range(60)]
     topics = [f"t{index % 3}" for index in range(60)]
     found = by_group(chunks_of(rows(bodies, topic=topics), columns=BODY_TOPIC, size=400))
@@ -204,7 +203,7 @@ def test_topics_and_delays_are_told_apart_together() -> None:
 
 
 def test_what_waits_for_its_chunk_to_fill_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sink_rows, "MAX_WAITING", 1000)
+    monkeypatch.setattr("nsparq.spark.sink.rows.MAX_WAITING", 1000)
     chunks = Chunks(BODY_TOPIC, None, 1 << 20)
     topics = [f"t{index}" for index in range(30)]
     batch = rows([b"x" * 96] * 30, topic=topics)
@@ -220,8 +219,12 @@ def test_what_waits_for_its_chunk_to_fill_is_bounded(monkeypatch: pytest.MonkeyP
     [
         (rows([b"1", None]), BODY, "row 3: the body is null"),
         (rows([b"1", b""]), BODY, "row 3: the body is empty"),
-        (rows([b"1", b"2"], topic=["a", "bad name"]), BODY_TOPIC, "row 3: 'bad name' is no name of a topic"),
-        (rows([b"1", b"2"], topic=["a" * 65, "a"]), BODY_TOPIC, "row 2: '(aaaa)+a' is no name of a topic"),
+        (rows([b"1", b"2"], topic=["a", "bad name"]), BODY_TOPIC, "row 3: 'bad name' is not a valid topic"),
+        (
+            rows([b"1", b"2"], topic=["a" * 65, "a"]),
+            BODY_TOPIC,
+            "row 2: '(aaaa)+a' is not a valid topic",
+        ),
         (rows([b"1", b"2"], defer=[0, -1]), BODY_DEFER, "row 3: defer is negative"),
     ],
 )

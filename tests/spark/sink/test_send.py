@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from nsparq.spark.cluster.http_client import Access, Refused, Unreachable
-from nsparq.spark.sink import send as sink_send
+from nsparq.spark.cluster.http_client import Access, Answer, Refused, Unreachable
+from nsparq.spark.sink import send
 from nsparq.spark.sink.nodes import SinkNode
-from nsparq.spark.sink.pipe import Pipe, Reply
+from nsparq.spark.sink.pipe import Pipe
 from nsparq.spark.sink.rows import Chunk, Chunks, RowError, SinkColumns
 from nsparq.spark.sink.send import AlreadyCommitted, Published, Sender, Staged, StagingLost
 from nsparq.testing import FaultProxy
-from tests.spark.sink_support import address, ask, rows, stored
+from tests.spark.sink.support import address, ask, rows, stored
 from tests.support import BrokerProcess, BrokerThread, unique_name, wait_until
 
 ACCESS = Access(timeout=5.0)
@@ -174,7 +174,7 @@ def test_a_part_that_is_gone_from_the_broker_is_an_error(
         sender.send(made[0])
         sender.finish()
         broker.http("POST", "/transaction/abort", producer=producer, sequence="0")
-        with pytest.raises(StagingLost, match="holds 0 messages of a part where it should hold 9 or 18"):
+        with pytest.raises(StagingLost, match="has 0 messages of a part and should have 9 or 18"):
             send_all(sender, made[1:])
 
 
@@ -256,7 +256,7 @@ def test_a_refusal_for_now_repeats_only_what_was_refused(
     hear = Pipe.receive
     answers = iter([0, 503, 0, 503, 0])
 
-    def receive(pipe: Pipe) -> Reply:
+    def receive(pipe: Pipe) -> Answer:
         reply = hear(pipe)
         status = next(answers, 0)
         return reply._replace(status=status, body=b"") if status else reply
@@ -279,7 +279,7 @@ def test_what_is_on_its_way_is_bounded(broker: BrokerThread, topic: str) -> None
     with publishing(address(broker)) as sender:
         for chunk in made:
             sender.send(chunk)
-            assert sender._bytes <= sink_send.MAX_BYTES
-            assert len(sender._unanswered) <= sink_send.MAX_REQUESTS
+            assert sender._bytes <= send.MAX_BYTES
+            assert len(sender._unanswered) <= send.MAX_REQUESTS
         sender.finish()
     assert len(stored(broker, topic)) == 2000

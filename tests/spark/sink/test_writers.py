@@ -1,39 +1,44 @@
-"""format("nsq") as a sink, with Spark: batches, streams with each trigger, repetitions, failures."""
+"""The two writers as Spark uses them, without Spark: tasks write, the driver commits or aborts."""
 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyspark.sql.types import StructType
 
-from tests.spark.sink_support import address, ask, stored
-from tests.support import BrokerProcess, BrokerThread, unique_name, wait_until
-
-pytest.importorskip("pyspark")
-
-from pyspark.errors import PySparkException
-from pyspark.sql import functions as F
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.streaming.query import StreamingQuery
-    from pyspark.sql.streaming.readwriter import DataStreamWriter
-
-pytestmark = pytest.mark.allow_leftovers("Spark keeps threads and sockets of its own")
+from nsparq.server.api import table
+from nsparq.server.auth.policy_file import hash_generated
+from nsparq.spark.cluster.http_client import Refused
+from nsparq.spark.options import NsqOptions, OptionError, Use
+from nsparq.spark.sink.rows import RowError, SchemaError
+from nsparq.spark.sink.writers import FORGET_S, NsqWriter, PublishedRows, StagedRows, Task
+from tests.spark.sink.support import (
+    QUERY,
+    SCHEMA,
+    address,
+    batch_writer,
+    options,
+    rows,
+    run_batch,
+    run_task,
+    staged_count,
+    stored,
+    stream_writer,
+)
+from tests.support import BrokerThread, start_broker, unique_name, wait_until
+from tests.support.certificates import certificates
 
 
 @pytest.fixture(scope="module")
-def brokers() -> Iterator[tuple[BrokerThread, BrokerThread]]:
-    with BrokerThread() as one, BrokerThread() as other:
-        yield one, other
-
-
-@pytest.fixture
-def broker(brokers: tuple[BrokerThread, BrokerThread]) -> BrokerThread:
-    return brokers[0]
+def broker() -> Iterator[BrokerThread]:
+    with BrokerThread(max_msg_size=2 << 20) as broker:
+        yield broker
 
 
 @pytest.fixture
@@ -41,232 +46,277 @@ def topic() -> str:
     return unique_name("topic")
 
 
-def write(frame: DataFrame, *nsqd: Any, **options: Any) -> None:
-    where = ",".join(map(address, nsqd))
-    frame.write.format("nsq").options(nsqd=where, **options).mode("append").save()
+# a stream
 
 
-def bodies(spark: SparkSession, count: int, partitions: int = 2, start: int = 0) -> DataFrame:
-    return spark.range(start, start + count, 1, partitions).select(F.col("id").cast("string").alias("body"))
-
-
-def numbers(*ranges: range) -> list[bytes]:
-    return sorted(str(number).encode() for one in ranges for number in one)
-
-
-class Folder:
-    """Files that a stream reads, one micro-batch each."""
-
-    def __init__(self, spark: SparkSession, path: Path) -> None:
-        self._spark, self._path = spark, path
-        self._count = 0
-        path.mkdir()
-
-    def add(self, count: int) -> None:
-        """The next numbers, one a line."""
-        part = self._path / f".{self._count}"
-        part.write_text("".join(f"{number}\n" for number in range(self._count, self._count + count)))
-        part.rename(self._path / f"{self._count}.txt")
-        self._count += count
-
-    def stream(self) -> DataFrame:
-        reader = self._spark.readStream.option("maxFilesPerTrigger", 1)
-        return reader.text(str(self._path)).select(F.col("value").alias("body"))
-
-
-@pytest.fixture
-def folder(spark: SparkSession, tmp_path: Path) -> Folder:
-    return Folder(spark, tmp_path / "input")
-
-
-def sink(frame: DataFrame, checkpoint: Path, topic: str, *nsqd: Any, **options: Any) -> DataStreamWriter:
-    where = ",".join(map(address, nsqd))
-    writer = frame.writeStream.format("nsq").options(nsqd=where, topic=topic, **options)
-    return writer.option("checkpointLocation", str(checkpoint))
-
-
-def run(writer: DataStreamWriter) -> StreamingQuery:
-    query = writer.trigger(availableNow=True).start()
-    assert query.awaitTermination(60)
-    return query
-
-
-def forget_last_commit(checkpoint: Path) -> None:
-    """As if the driver had died before it noted that the last micro-batch is done."""
-    folder = checkpoint / "commits"
-    last = max(int(path.name) for path in folder.iterdir() if path.name.isdigit())
-    (folder / str(last)).unlink()
-    (folder / f".{last}.crc").unlink(missing_ok=True)
-
-
-def batch_of(query: StreamingQuery) -> int:
-    """The last that is done; -1 before the first."""
-    progress = query.lastProgress
-    return -1 if progress is None else int(progress["batchId"])
-
-
-def wait_next(query: StreamingQuery) -> None:
-    """Until another micro-batch is done, or all are."""
-    batch = batch_of(query)
-    wait_until(lambda: not query.isActive or batch_of(query) > batch)
-
-
-def wait_stored(broker: BrokerThread, topic: str, count: int) -> None:
-    wait_until(lambda: len(stored(broker, topic)) >= count)
-
-
-# batches
-
-
-def test_a_frame_is_written_once_over_all_its_partitions(
-    spark: SparkSession, broker: BrokerThread, topic: str
+def test_a_micro_batch_is_published_with_its_commit(
+    broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(bodies(spark, 1000, 3), broker, topic=topic)
-    assert sorted(stored(broker, topic)) == numbers(range(1000))
-    write(bodies(spark, 0), broker, topic=topic)
-    assert len(stored(broker, topic)) == 1000
+    writer = stream_writer(address(broker), topic=topic, producer=topic)
+    messages = run_batch(monkeypatch, writer, [[rows(b"1"), rows(b"2")], [], [rows(b"3")]])
+    assert stored(broker, topic) == []
+    writer.commit(messages, 0)
+    assert sorted(stored(broker, topic)) == [b"1", b"2", b"3"]
 
 
-def test_topics_delays_and_large_bodies_come_from_columns(
-    spark: SparkSession, broker: BrokerThread, topic: str
+def test_its_producer_is_the_query_and_its_sequence_number_the_batch(
+    broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broker.control("create", topic + "-later", "c")
-    large = os.urandom(1 << 20)
-    rows = [(bytearray(large), topic + "-now", None), (bytearray(b"\0\xff"), topic + "-later", 60_000)]
-    frame = spark.createDataFrame(rows, "body binary, topic string, defer long")
-    write(frame, broker)
-    write(
-        frame.selectExpr("'x' AS body", f"'{topic}-later' AS topic", "INTERVAL '90' SECOND AS defer"), broker
+    message = run_task(monkeypatch, stream_writer(address(broker), topic=topic), [rows(b"x")], 3, 17, 2)
+    assert isinstance(message, StagedRows)
+    assert (message.producer, message.sequence, message.messages) == (f"spark:{QUERY}", 17, 1)
+    assert message.part.startswith("3-2-")
+
+
+def test_a_repeated_micro_batch_sends_nothing_and_still_reads_all_its_rows(
+    broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes before the sink in a task, a state store say, has to see the end of its rows."""
+    writer = stream_writer(address(broker), topic=topic, producer=topic)
+    writer.commit(run_batch(monkeypatch, writer, [[rows(b"1")]], 4), 4)
+    taken = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for index in range(400):
+            taken.append(index)
+            yield rows(*[os.urandom(1000)] * 10)
+
+    message = run_task(monkeypatch, writer, batches(), batch_id=4)
+    assert isinstance(message, StagedRows)
+    assert message.messages == 0
+    assert taken == [*range(400)]
+    writer.commit([message], 4)
+    assert stored(broker, topic) == [b"1"]
+    assert broker.http("GET", "/transactions").count(topic.encode()) == 1
+
+
+def test_what_an_earlier_attempt_of_a_task_has_staged_is_dropped(
+    broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = stream_writer(address(broker), topic=topic, producer=topic)
+
+    def fails() -> Iterator[pa.RecordBatch]:
+        yield rows(*[b"x" * 1000] * 1000)
+        raise RuntimeError("the task is lost")
+
+    with pytest.raises(RuntimeError, match="the task is lost"):
+        run_task(monkeypatch, writer, fails(), attempt=0)
+    wait_until(lambda: staged_count(broker) > 0)
+    message = run_task(monkeypatch, writer, [rows(b"y")], attempt=1)
+    writer.commit([message], 0)
+    assert stored(broker, topic) == [b"y"]
+
+
+def test_a_micro_batch_without_rows_or_without_tasks_is_fine(
+    broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = stream_writer(address(broker), topic=topic, producer=topic)
+    writer.commit([], 0)
+    writer.commit(run_batch(monkeypatch, writer, [[], [rows()]], 1), 1)
+    writer.abort([None], 2)
+    writer.commit(run_batch(monkeypatch, writer, [[rows(b"x")]], 3), 3)
+    assert stored(broker, topic) == [b"x"]
+
+
+def test_a_query_that_spark_does_not_name_needs_a_name(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Task, "current", classmethod(lambda cls: Task()))
+    with pytest.raises(Exception, match="set the option producer"):
+        stream_writer(address(broker)).write(iter([rows(b"x")]))
+
+
+def test_writers_and_messages_travel_between_processes(
+    broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = pickle.loads(pickle.dumps(stream_writer(address(broker), topic=topic, producer=topic)))
+    messages = pickle.loads(pickle.dumps(run_batch(monkeypatch, writer, [[rows(b"x")]])))
+    stream_writer(address(broker), topic=topic, producer=topic).commit(messages, 0)
+    assert stored(broker, topic) == [b"x"]
+
+
+# a batch
+
+
+def test_a_batch_write_is_one_transaction_that_is_soon_forgotten(
+    broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = batch_writer(address(broker), topic=topic)
+    messages = [run_task(monkeypatch, writer, [rows(b"%d" % index)], index) for index in range(3)]
+    assert stored(broker, topic) == []
+    writer.commit(messages)
+    assert sorted(stored(broker, topic)) == [b"0", b"1", b"2"]
+    producer = messages[0].producer  # type: ignore[attr-defined]
+    limits = broker.call(
+        lambda core: core.transactions.producers[producer].committed.until_ns - core.wall_ns()
     )
-    assert stored(broker, topic + "-now") == [large]
-    assert sorted(stored(broker, topic + "-later")) == [b"\0\xff", b"x", b"x"]
-    wait_until(lambda: (broker.channel_stats(topic + "-later", "c") or {})["deferred_count"] == 3)
+    assert limits < (FORGET_S + 10) * 1e9
 
 
-@pytest.mark.parametrize(
-    ("columns", "options", "text"),
-    [
-        (["body", "1.5 AS price"], {"topic": "t"}, r"column 'price' cannot be written .* AS body"),
-        (["id AS body"], {"topic": "t"}, r"column 'body' is bigint and must be binary or string"),
-        (["body"], {}, r"option topic is missing"),
-        (["body"], {"topic": "t", "delivery": "twice"}, r"option delivery must be one of"),
-        (["body", "'no good' AS topic"], {}, r"partition \d, row 0: 'no good' is no name of a topic"),
-        (["repeat(body, 1048577) AS body"], {"topic": "t"}, r"the largest .* has \d+ bytes .*--max-msg-size"),
-    ],
-)
-def test_what_cannot_be_written_fails_with_a_reason_and_leaves_nothing(
-    spark: SparkSession, broker: BrokerThread, columns: list[str], options: dict[str, str], text: str
+def test_an_aborted_batch_write_publishes_nothing_and_leaves_nothing(
+    broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = broker.call(lambda core: core.transactions.undecided_count())
-    frame = spark.range(1).selectExpr("id", "'x' AS body").selectExpr(*columns)
-    with pytest.raises(PySparkException, match=text):
-        write(frame, broker, **options)
-    assert broker.topic_stats("t") is None
-    # One task alone failed, whose part nobody told the driver of: it expires.
-    assert broker.call(lambda core: core.transactions.undecided_count()) <= before + 1
-
-
-def test_a_batch_write_of_which_a_task_fails_publishes_nothing(
-    spark: SparkSession, broker: BrokerThread, topic: str
-) -> None:
-    frame = bodies(spark, 1000, 2).withColumn("topic", F.expr("if(body = '999', 'no good', null)"))
-    with pytest.raises(PySparkException, match=r"partition 1, row 499: 'no good'"):
-        write(frame, broker, topic=topic)
+    before = staged_count(broker)
+    writer = batch_writer(address(broker), topic=topic)
+    message = run_task(monkeypatch, writer, [rows(b"x")])
+    assert staged_count(broker) == before + 1
+    writer.abort([message, None])
+    assert staged_count(broker) == before
     assert stored(broker, topic) == []
 
 
-# streams
-
-
-def test_each_micro_batch_is_published_once_with_every_trigger(
-    spark: SparkSession, broker: BrokerThread, topic: str, folder: Folder, tmp_path: Path
+def test_two_batch_writes_have_nothing_to_do_with_each_other(
+    broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Available now, the default and processing time, one after the other on one checkpoint."""
-    checkpoint = tmp_path / "checkpoint"
-    folder.add(10)
-    folder.add(10)
-    run(sink(folder.stream(), checkpoint, topic, broker))
-    assert sorted(stored(broker, topic)) == numbers(range(20))
-    triggers: list[dict[str, Any]] = [{}, {"processingTime": "50 milliseconds"}]
-    for expected, trigger in zip((30, 40), triggers, strict=True):
-        writer = sink(folder.stream(), checkpoint, topic, broker)
-        query = (writer.trigger(**trigger) if trigger else writer).start()
-        folder.add(10)
-        wait_stored(broker, topic, expected)
-        query.processAllAvailable()
-        query.stop()
-    assert sorted(stored(broker, topic)) == numbers(range(40))
-    known = ask(broker, "GET", "/transactions")["producers"]
-    mine = next(one for one in known if one["producer"] == f"spark:{query.id}")
-    assert mine["committed_sequence"] == 3
+    for _ in range(2):
+        writer = batch_writer(address(broker), topic=topic)
+        writer.commit([run_task(monkeypatch, writer, [rows(b"x")])])
+    assert stored(broker, topic) == [b"x", b"x"]
 
 
-def test_a_micro_batch_that_spark_repeats_is_not_published_again(
-    spark: SparkSession,
-    brokers: tuple[BrokerThread, BrokerThread],
-    topic: str,
-    folder: Folder,
-    tmp_path: Path,
+def test_a_batch_write_with_a_name_and_a_number_happens_once(
+    broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit log lacks the last entry, as after a crash of the driver; on one node and on two."""
-    for count in (1, 2):
-        name, checkpoint = f"{topic}-{count}", tmp_path / f"checkpoint-{count}"
-        writer = sink(folder.stream(), checkpoint, name, *brokers[:count])
-        folder.add(500)
-        run(writer)
-        before = sorted(body for broker in brokers for body in stored(broker, name))
-        assert len(before) == 500 * count
-        last = max(
-            (checkpoint / "commits").iterdir(), key=lambda path: int(path.name) if path.name.isdigit() else -1
-        )
-        last.unlink()
-        (last.parent / f".{last.name}.crc").unlink(missing_ok=True)
-        query = run(sink(folder.stream(), checkpoint, name, *brokers[:count]))
-        assert query.lastProgress is not None and query.lastProgress["numInputRows"] == 500
-        assert sorted(body for broker in brokers for body in stored(broker, name)) == before
+    """As foreachBatch needs it."""
+    for sequence in (0, 1, 1, 2):
+        writer = batch_writer(address(broker), topic=topic, producer=topic, sequence=sequence)
+        writer.commit([run_task(monkeypatch, writer, [rows(b"%d" % sequence)])])
+    assert stored(broker, topic) == [b"0", b"1", b"2"]
 
 
-def test_a_micro_batch_is_spread_over_the_nodes_and_published_on_all(
-    spark: SparkSession,
-    brokers: tuple[BrokerThread, BrokerThread],
-    topic: str,
-    folder: Folder,
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("given", "missing"), [({"producer": "p"}, "sequence"), ({"sequence": 3}, "producer")]
+)
+def test_a_batch_write_has_both_name_and_number_or_neither(given: dict[str, Any], missing: str) -> None:
+    with pytest.raises(OptionError, match=f"option {missing} is missing"):
+        batch_writer("127.0.0.1:1", **given)
+
+
+def test_a_topic_cannot_be_overwritten() -> None:
+    with pytest.raises(OptionError, match=r'write with mode\("append"\)'):
+        NsqWriter(SCHEMA, options(Use.SINK_BATCH, "127.0.0.1:1"), True)
+
+
+# what is written
+
+
+def test_columns_are_checked_before_anything_is_asked() -> None:
+    with pytest.raises(SchemaError, match="column 'price'"):
+        stream_writer("127.0.0.1:1", schema=StructType().add("body", "string").add("price", "double"))
+
+
+def test_there_must_be_a_topic_somewhere() -> None:
+    given = NsqOptions.parse({"nsqd": "127.0.0.1:1"}, Use.SINK_BATCH)
+    with pytest.raises(OptionError, match="option topic is missing: name a topic, or have a column 'topic'"):
+        NsqWriter(SCHEMA, given, False)
+
+
+def test_large_and_binary_bodies_arrive_as_they_are(
+    broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder.add(100)
-    frame = folder.stream().repartition(4)
-    run(sink(frame, tmp_path / "checkpoint", topic, *brokers))
-    found = [stored(broker, topic) for broker in brokers]
-    assert all(found)
-    assert sorted(found[0] + found[1]) == numbers(range(100))
+    bodies = [os.urandom(1 << 20), b"\0", bytes(range(256)), b"\xff" * (2 << 20), b"\r\n\r\n"]
+    writer = stream_writer(address(broker), topic=topic, producer=topic)
+    writer.commit(run_batch(monkeypatch, writer, [[rows(*bodies)]]), 0)
+    assert stored(broker, topic) == bodies
 
 
-def test_for_each_batch_can_write_once_by_naming_its_batches(
-    spark: SparkSession, broker: BrokerThread, topic: str, folder: Folder, tmp_path: Path
+def test_several_topics_and_delays_are_one_transaction(
+    broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def twice(frame: DataFrame, batch_id: int) -> None:
+    schema = StructType().add("body", "string").add("topic", "string").add("defer", "integer")
+    broker.control("create", topic + "-b", "c")
+    batch = pa.record_batch(
+        {
+            "body": ["1", "2", "3", "4"],
+            "topic": pa.array([topic + "-a", topic + "-b", None, topic + "-b"]),
+            "defer": pa.array([0, 60_000, None, 0], pa.int32()),
+        }
+    )
+    writer = stream_writer(address(broker), topic=topic, producer=topic, schema=schema)
+    writer.commit(run_batch(monkeypatch, writer, [[batch]]), 0)
+    assert stored(broker, topic + "-a") == [b"1"]
+    assert stored(broker, topic) == [b"3"]
+    assert sorted(stored(broker, topic + "-b")) == [b"2", b"4"]
+    wait_until(lambda: (broker.channel_stats(topic + "-b", "c") or {})["deferred_count"] == 1)
+
+
+def test_a_row_that_is_no_message_fails_the_task_and_publishes_nothing(
+    broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = StructType().add("body", "string").add("topic", "string")
+    batch = pa.record_batch({"body": ["1", "2"], "topic": [topic, "no good"]})
+    writer = batch_writer(address(broker), schema=schema)
+    with pytest.raises(RowError, match="partition 1, row 1: 'no good' is not a valid topic name"):
+        run_task(monkeypatch, writer, [batch], partition=1)
+    assert stored(broker, topic) == []
+
+
+# other brokers, other ways in
+
+
+def test_nsqd_without_transactions_gets_every_row_at_least_once(
+    topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "SUBJECTS", [one for one in table.SUBJECTS if one[0] != "Transactions"])
+        broker = BrokerThread()
+    with broker:
+        writer = stream_writer(address(broker), topic=topic)
         for _ in range(2):
-            write(frame, broker, topic=topic, producer=topic, sequence=batch_id)
+            messages = run_batch(monkeypatch, writer, [[rows(b"1", b"2")], [rows(b"3")]])
+            assert messages == [PublishedRows(2), PublishedRows(1)]
+            writer.commit(messages, 0)
+            writer.abort(messages, 0)
+        # Nobody can tell that the batch was repeated.
+        assert sorted(stored(broker, topic)) == [b"1", b"1", b"2", b"2", b"3", b"3"]
 
-    folder.add(10)
-    folder.add(10)
-    writer = folder.stream().writeStream.foreachBatch(twice)
-    run(writer.option("checkpointLocation", str(tmp_path / "checkpoint")))
-    assert sorted(stored(broker, topic)) == numbers(range(20))
+
+def test_any_nsqd_can_be_written_to(topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also NSQ's own, if the environment names one: see tests.support."""
+    with start_broker() as broker:
+        broker.control("create", topic, "c")
+        writer = stream_writer(address(broker), topic=topic)
+        bodies = [os.urandom(1000) for _ in range(2000)]
+        writer.commit(run_batch(monkeypatch, writer, [[rows(*bodies[:1000])], [rows(*bodies[1000:])]]), 0)
+        with broker.connect() as connection:
+            connection.identify()
+            connection.sub(topic, "c", rdy=2000)
+            found = [message.body for message in connection.read_messages(2000, finish=True)]
+        assert sorted(found) == sorted(bodies)
 
 
-def test_nsqd_killed_again_and_again_under_a_stream_costs_nothing_and_doubles_nothing(
-    spark: SparkSession, topic: str, folder: Folder, tmp_path: Path
+def test_a_token_with_the_right_to_publish_is_enough(
+    topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with BrokerProcess() as broker:
-        broker.flags["http_address"] = address(broker)
-        for _ in range(6):
-            folder.add(1000)
-        writer = sink(folder.stream(), tmp_path / "checkpoint", topic, broker)
-        query = writer.trigger(availableNow=True).start()
-        for _ in range(3):
-            wait_next(query)
-            broker.kill()
-            broker.start()
-        assert query.awaitTermination(60)
-        assert sorted(stored(broker, topic)) == numbers(range(6000))
+    policy = tmp_path / "policy.toml"
+    policy.write_text(
+        f'[[identity]]\nname = "spark"\nsecret = "{hash_generated(b"secret")}"\n'
+        f'[[identity.allow]]\ntopic = "^{topic}$"\nchannels = [".*"]\npermissions = ["publish"]\n'
+    )
+    with BrokerThread(auth_policy_file=str(policy)) as broker:
+        writer = stream_writer(address(broker), topic=topic, authToken="secret")
+        writer.commit(run_batch(monkeypatch, writer, [[rows(b"x")]]), 0)
+        assert broker.call(lambda core: core.topics[topic].message_count) == 1
+        with pytest.raises(Refused, match="403"):
+            other = stream_writer(address(broker), topic="other", authToken="secret")
+            run_batch(monkeypatch, other, [[rows(b"x")]], 1)
+        with pytest.raises(Refused, match="401"):
+            stream_writer(address(broker), topic=topic)
+
+
+def test_tls_is_used_where_nsqd_wants_it(topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = certificates()
+    flags: dict[str, Any] = files.server_flags(tls_required=True)
+    with BrokerThread(**flags) as broker:
+        assert broker.https_address is not None
+        host, port = broker.https_address
+        bodies = [os.urandom(100_000) for _ in range(30)]
+        for batch_id, where in enumerate((address(broker), f"https://{host}:{port}")):
+            writer = stream_writer(where, topic=topic, tlsCaFile=str(files.ca.cert))
+            writer.commit(run_batch(monkeypatch, writer, [[rows(*bodies)]], batch_id), batch_id)
+        found = broker.call(lambda core: core.topics[topic].message_count)
+    assert found == 60
+
+
+def test_what_spark_says_about_a_task_is_used() -> None:
+    assert Task.current() == Task(0, 0, None, 0), "there is no task here"

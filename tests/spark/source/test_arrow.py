@@ -211,5 +211,5 @@ def test_more_than_a_column_can_hold_is_said(monkeypatch: pytest.MonkeyPatch) ->
         max = 5
 
     monkeypatch.setattr(arrow.np, "iinfo", lambda _: Small)
-    with pytest.raises(OverflowError, match="more than a column of Spark can hold"):
+    with pytest.raises(OverflowError, match="too large for a column of Spark"):
         unpack(raw([(0, [b"123456"])]), 0, 0, 9)

@@ -16,24 +16,24 @@ from typing import Any
 import pytest
 from pyspark.sql.datasource import EqualTo, Filter, GreaterThanOrEqual, LessThan
 
-from nsparq.spark.cluster import peers
-from nsparq.spark.cluster.http_client import Access, Client
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access
 from nsparq.spark.columns import chosen
 from nsparq.spark.datasource import NsqDataSource
 from nsparq.spark.errors import ChannelOwned, DataLoss, NoAnswer
 from nsparq.spark.options import OptionError
-from nsparq.spark.source import driver as log_source
-from nsparq.spark.source import filters
-from nsparq.spark.source.driver import Limit, LogSource
+from nsparq.spark.source import driver, filters, peers
+from nsparq.spark.source.driver import LogSource
 from nsparq.spark.source.plan import begins_epoch
 from nsparq.spark.source.positions import Offsets
 from nsparq.spark.source.range_reader import close_idle
 from nsparq.spark.source.stream import LogStreamReader
 from nsparq.spark.stream_api import ReadAllAvailable
+from nsparq.spark.trigger import Limit
 from nsparq.storage.files import Files
 from nsparq.storage.state import read_channel_state
 from nsparq.testing import Broker, run_broker, run_lookupd
-from tests.spark.log_support import FakeClock, Query, bodies, numbered, options, read_batch
+from tests.spark.source.support import FakeClock, Query, bodies, numbered, options, read_batch
 from tests.support import BrokerProcess, BrokerThread, wait_until
 from tests.support.auth_server import unused_port
 
@@ -41,7 +41,7 @@ from tests.support.auth_server import unused_port
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """That nothing is new is noticed soon, and so is somebody who is away. Nothing stays open."""
-    monkeypatch.setattr(log_source, "IDLE_S", 0.02)
+    monkeypatch.setattr(driver, "IDLE_S", 0.02)
     monkeypatch.setattr(peers, "MAX_AWAY_S", 0.1)
     monkeypatch.setattr(peers, "SETTLE_S", 0.2)
     yield
@@ -238,7 +238,7 @@ def test_a_batch_that_is_held_back_gives_spark_an_answer_each_time(
     wait_seen(held, at, 1)
     before = clock.now
     assert held.latest(at, Limit()) == at
-    assert clock.now - before <= log_source.IDLE_S + log_source.HELD_STEP_S
+    assert clock.now - before <= driver.IDLE_S + driver.HELD_STEP_S
 
 
 def test_a_batch_that_is_full_or_of_a_query_that_ends_is_not_held_back(
@@ -285,7 +285,7 @@ def test_the_latest_offset_is_reported_with_what_is_behind(broker: Broker) -> No
         assert reported is not None
         (place,) = reported["logs"]["t"].values()
         assert place[1] - sequence(query) == 6
-        size = query.reader._source._peers.view("t", broker.http_address).positions.bytes_per_message
+        size = query.reader._source._peers.status("t", broker.http_address).positions.bytes_per_message
         assert reported["behind"] == {"bytes": int(6 * size), "rows": 6} and size > 6
         # A log that is about to be entered is behind as a whole.
         broker.publish("u", *numbered(5))
@@ -486,7 +486,7 @@ def test_columns_that_are_not_asked_for_are_not_made(broker: Broker) -> None:
     for columns, reason in (("body,colour", "option columns names 'colour'"), ("body,body", "twice")):
         with pytest.raises(OptionError, match=reason):
             NsqDataSource({"columns": columns}).schema()
-    with pytest.raises(OptionError, match="option columns and a schema cannot be together"):
+    with pytest.raises(OptionError, match="option columns cannot be combined with a schema"):
         read_batch(chosen("body"), nsqd=broker.http_address, columns="topic")
 
 
@@ -542,9 +542,9 @@ def test_a_topic_taken_out_of_the_options_is_not_read_any_more(
         assert [*query.at] == ["t"]
         # The channel keeps what has come since, until somebody decides that nobody needs it.
         assert (depth(broker, "u"), depth(broker, "v")) == (1, 2)
-        said = [record.message for record in caplog.records if "not read any more" in record.message]
+        said = [record.message for record in caplog.records if "is no longer read" in record.message]
         assert ["topic v" in said[0], "topic u" in said[1], len(said)] == [True, True, 2]
-        assert all("delete the channel" in text for text in said)
+        assert all("Delete the channel" in text for text in said)
         # Put back in, it is read from what the log still has.
         query.start(topics="t,u", topicsPattern="").drain()
         assert [row["body"] for row in query.rows if row["topic"] == "u"][-1:] == [b"2"]
@@ -683,7 +683,7 @@ def test_a_topic_deleted_while_the_query_was_down_may_have_had_more(broker: Brok
         query.run_until(1)
         query.stop()
         broker.delete("t")
-        with pytest.raises(DataLoss, match="perhaps with messages"):
+        with pytest.raises(DataLoss, match="perhaps with unread messages"):
             query.step()
 
 
@@ -696,7 +696,7 @@ def test_without_failing_a_topic_created_again_is_read_from_its_beginning(
         broker.delete("t")
         broker.publish("t", *numbered(2, 20))
         assert query.run_until(6).bodies == numbered(4) + numbered(2, 20)
-        assert "created again with up to 6 messages" in caplog.text
+        assert "created again with up to 6 unread messages" in caplog.text
 
 
 def test_a_topic_created_again_with_unread_messages_fails_the_query(broker: Broker) -> None:
@@ -705,7 +705,7 @@ def test_a_topic_created_again_with_unread_messages_fails_the_query(broker: Brok
         query.step()
         broker.delete("t")
         broker.publish("t", b"other")
-        with pytest.raises(DataLoss, match="deleted and created again with up to 6 messages"):
+        with pytest.raises(DataLoss, match="deleted and created again with up to 6 unread messages"):
             query.step()
 
 
@@ -718,13 +718,13 @@ def test_messages_removed_before_they_were_read_fail_the_query_or_are_counted(
             query.step()
             query.stop()
             lose_what_is_unread(broker)
-            with pytest.raises(DataLoss, match=r"topic t on \S+: up to \d+ messages from \d+ on have "):
+            with pytest.raises(DataLoss, match=r"topic t on \S+: up to \d+ messages from \d+ on were "):
                 query.step()
             query.start(failOnDataLoss="false", maxRowsPerTrigger=1000)
             broker.publish("t", b"last")
             query.drain()
             assert query.bodies[-1] == b"last" and 11 <= len(query.rows) < 1100
-            assert "have been removed before they were read; going on without" in caplog.text
+            assert "were removed before they were read; the query continues without them" in caplog.text
 
 
 def lose_what_is_unread(broker: Broker) -> None:
@@ -810,7 +810,7 @@ def test_the_past_may_be_let_go_of_after_a_batch_was_planned(tmp_path: Path, is_
             start, end = query.offsets[-2:]
             if is_away:
                 # Nobody can say where there are messages.
-                query.reader._source._peers.answering = lambda name: None  # type: ignore[method-assign]
+                query.reader._source._peers.reachable = lambda name: None  # type: ignore[method-assign]
                 parts = query.reader.partitions(start, end)
             broker.control("delete", "t", "other")
             wait_until(lambda: earliest(broker) > start["logs"]["t"][address][1])
@@ -1095,7 +1095,7 @@ def test_a_checkpoint_of_something_else_is_refused(broker: Broker) -> None:
         query.start()
         query.offsets.append({"b": 3})  # type: ignore[dict-item]
         query.committed = 1
-        with pytest.raises(BadOffset, match="no offset of format nsq in log mode"):
+        with pytest.raises(BadOffset, match="not an offset of format nsq in log mode"):
             query.plan()
 
 
@@ -1113,7 +1113,7 @@ def test_nothing_of_a_secret_is_logged(broker: Broker, caplog: pytest.LogCapture
 def test_an_idle_query_looks_ever_more_seldom_and_then_says_so(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_source, "IDLE_S", 1.0)
+    monkeypatch.setattr(driver, "IDLE_S", 1.0)
     broker.publish("t", b"x")
     now = 0.0
     naps: list[float] = []
@@ -1123,17 +1123,17 @@ def test_an_idle_query_looks_ever_more_seldom_and_then_says_so(
         now += seconds
         naps.append(seconds)
 
-    source = log_source.LogSource(options(nsqd=broker.http_address), clock=lambda: now, sleep=sleep)
+    source = LogSource(options(nsqd=broker.http_address), clock=lambda: now, sleep=sleep)
     try:
-        start = source.latest(source.initial(), log_source.Limit())
+        start = source.latest(source.initial(), Limit())
         assert naps == []
-        source.latest(start, log_source.Limit())
-        assert naps == sorted(naps) and naps[-1] == log_source.LAST_STEP_S
+        source.latest(start, Limit())
+        assert naps == sorted(naps) and naps[-1] == driver.LAST_STEP_S
         before = len(naps)
-        source.latest(start, log_source.Limit())
-        assert set(naps[before:]) == {log_source.LAST_STEP_S}
+        source.latest(start, Limit())
+        assert set(naps[before:]) == {driver.LAST_STEP_S}
         broker.publish("t", b"y")
-        assert source.latest(start, log_source.Limit()) != start
+        assert source.latest(start, Limit()) != start
     finally:
         source.close()
 
@@ -1157,12 +1157,12 @@ def test_a_log_that_is_an_older_copy_of_itself_is_gone_on_with_at_its_end(
             shutil.rmtree(data)
             shutil.copytree(copy, data)
             broker.start()
-            with pytest.raises(DataLoss, match=r"ends at \d+, and had been read to \d+"):
+            with pytest.raises(DataLoss, match=r"ends at \d+, but the query has read it up to \d+"):
                 query.step()
             query.start(failOnDataLoss="false").drain()
             broker.publish("t", *numbered(2, 6))
             assert query.run_until(8).bodies == numbered(8)
-            assert "; going on without" in caplog.text
+            assert "; the query continues without them" in caplog.text
 
 
 def test_available_now_knows_a_log_by_either_of_its_addresses(broker: Broker) -> None:

@@ -24,7 +24,7 @@ from pyspark.sql.datasource import (
 )
 
 from nsparq.spark.source.filters import CLOCK_SLACK_NS, Filters
-from tests.spark.log_support import copied
+from tests.spark.source.support import copied
 
 TOPIC, NODE, OFFSET, TIME = ("topic",), ("node",), ("offset",), ("timestamp",)
 NOON = datetime(2026, 11, 16, 12, tzinfo=UTC)

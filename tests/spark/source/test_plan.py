@@ -7,7 +7,7 @@ from bisect import bisect_left
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsparq.spark.source.plan import Stretch, find_time, join, piece_bytes, share, split
+from nsparq.spark.source.plan import BatchHeads, find_time, join, piece_bytes, share, split
 
 COUNTS = st.lists(st.integers(0, 10**12), max_size=8)
 
@@ -106,12 +106,12 @@ def test_a_time_is_found_wherever_it_lies(stamps: list[int], time_ns: int, stret
     numbers = [100 + i + (gap if i >= middle else 0) for i in range(len(stamps))]
     latest = numbers[-1] + 1
 
-    def read(number: int) -> Stretch:
+    def read(number: int) -> BatchHeads:
         index = bisect_left(numbers, number)
         first = index - index % stretch
         chosen = range(first, min(first + stretch, len(numbers))) if index < len(numbers) else ()
         heads = [(numbers[i], stamps[i]) for i in chosen]
-        return Stretch(heads, numbers[chosen[-1]] + 1 if chosen else latest)
+        return BatchHeads(heads, numbers[chosen[-1]] + 1 if chosen else latest)
 
     expected = next((n for n, stamp in zip(numbers, stamps, strict=True) if stamp >= time_ns), latest)
     assert find_time(numbers[0], latest, time_ns, read) == expected
@@ -120,5 +120,5 @@ def test_a_time_is_found_wherever_it_lies(stamps: list[int], time_ns: int, stret
 def test_a_clock_that_was_set_back_does_not_keep_the_search_from_ending() -> None:
     stamps = [5, 9, 2, 7, 1, 8]
     for time_ns in range(11):
-        found = find_time(0, 6, time_ns, lambda n: Stretch([(n, stamps[n])], n + 1))
+        found = find_time(0, 6, time_ns, lambda n: BatchHeads([(n, stamps[n])], n + 1))
         assert 0 <= found <= 6

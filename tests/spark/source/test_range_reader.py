@@ -20,7 +20,7 @@ from nsparq.spark.source import range_reader
 from nsparq.spark.source.driver import LogSource
 from nsparq.spark.source.range_reader import LogRange, close_idle, read_range
 from nsparq.testing import Broker, FaultProxy, run_broker
-from tests.spark.log_support import numbered, options
+from tests.spark.source.support import numbered, options
 
 ARROW_SCHEMA = to_arrow_schema(SCHEMA, timezone="UTC")
 
@@ -234,7 +234,7 @@ def test_damage_fails_the_task_or_costs_what_is_damaged(
         with pytest.raises(DataLoss, match="100 messages are damaged"):
             bodies(read(task))
         assert bodies(read(task, failOnDataLoss="false")) == sent[:200] + sent[300:]
-        assert "asking for what can be read" in caplog.text
+        assert "asking nsqd for the readable rest" in caplog.text
 
 
 def test_a_task_that_does_not_know_the_ids_asks(broker: Broker) -> None:
@@ -247,7 +247,8 @@ def test_a_task_that_does_not_know_the_ids_asks(broker: Broker) -> None:
 
 
 def test_an_error_of_the_disk_is_tried_again(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsparq.spark.cluster.http_client import Client, Refused
+    from nsparq.spark.cluster.api import Client
+    from nsparq.spark.cluster.http_client import Refused
 
     broker.publish("t", b"x")
     task = work(broker)

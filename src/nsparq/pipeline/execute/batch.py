@@ -17,7 +17,8 @@ from nsparq.pipeline.execute.replay import committed
 from nsparq.pipeline.file.reading import parse
 from nsparq.pipeline.file.ready import Topics
 from nsparq.pipeline.file.spec import INPUT, Decode, PipelineFile
-from nsparq.spark.cluster.http_client import Access, Client, Refused, Unreachable
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access, Refused, Unreachable
 from nsparq.spark.cluster.nodes import Cluster
 from nsparq.spark.options import NsqOptions, Use
 

@@ -16,7 +16,8 @@ from typing import Final
 from uuid import uuid4
 
 from nsparq.errors import NsparqError
-from nsparq.spark.cluster.http_client import Client, Patience, Refused, Unreachable
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Backoff, Refused, Unreachable
 
 __all__ = ["MAX_CHUNK", "Publisher", "ReplayFailed", "chunks", "committed", "replay"]
 
@@ -99,7 +100,7 @@ class Publisher:
         is_done: Callable[[Refused], bool] = lambda error: False,
         **parameters: str | int,
     ) -> None:
-        patience = Patience(PATIENCE_S)
+        patience = Backoff(PATIENCE_S)
         while True:
             try:
                 self._client.post(path, body, **parameters)
@@ -113,7 +114,7 @@ class Publisher:
             except Unreachable as error:
                 self._wait(patience, error)
 
-    def _wait(self, patience: Patience, error: NsparqError) -> None:
+    def _wait(self, patience: Backoff, error: NsparqError) -> None:
         if not patience.wait():
             raise ReplayFailed(str(error)) from error
 

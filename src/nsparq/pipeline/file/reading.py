@@ -44,7 +44,8 @@ from nsparq.pipeline.file.spec import (
 )
 from nsparq.pipeline.file.tables import Problems, did_you_mean, expand, keys, read_table, shorthand
 from nsparq.pipeline.write.upsert_sql import DIALECTS, dialect_name
-from nsparq.spark.options import TABLE, NsqOptions, OptionError, SparkOption, Use
+from nsparq.spark.option_fields import SparkOption
+from nsparq.spark.options import TABLE, NsqOptions, OptionError, Use
 
 __all__ = ["DEFAULT_NSQD", "NSQ_KEYS", "SINK_KEYS", "SOURCE_KEYS", "load", "parse", "read"]
 

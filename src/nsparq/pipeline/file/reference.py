@@ -26,7 +26,7 @@ from nsparq.pipeline.file.spec import (
     Watermark,
 )
 from nsparq.pipeline.file.tables import keys
-from nsparq.spark.options import SparkOption
+from nsparq.spark.option_fields import SparkOption
 
 __all__ = ["markdown"]
 

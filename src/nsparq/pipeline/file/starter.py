@@ -10,7 +10,8 @@ from typing import Final
 
 from nsparq.pipeline.decode.samples import guess_format, infer_json
 from nsparq.pipeline.file.reading import DEFAULT_NSQD
-from nsparq.spark.cluster.http_client import Access, Client, Refused, Unreachable
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access, Refused, Unreachable
 
 __all__ = ["peek", "starter"]
 

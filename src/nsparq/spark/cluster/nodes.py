@@ -1,7 +1,8 @@
-"""Which nsqd there are and which topics they have, from nsqlookupd or from the addresses given.
+"""Finds the nsqd and their topics: by asking nsqlookupd, or at addresses given by the user.
 
-A node is named as nsqlookupd names it, `broadcast address:HTTP port`, also where its own address was given:
-then it says itself how it is called. So a query may go over from one way of finding nodes to the other.
+A node's name is what nsqlookupd calls it, `broadcast address:HTTP port`. An nsqd whose address was
+given reports the same name in /info. So a query can change from one way of finding nodes to the
+other.
 """
 
 from __future__ import annotations
@@ -16,60 +17,56 @@ from typing import Any, Final, NamedTuple, TypeVar
 from nsparq.addresses import heard_address
 from nsparq.errors import NsparqError
 from nsparq.fetch import without_secrets
-from nsparq.spark.cluster.http_client import Access, Client, Refused, Unreachable, base_url
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access, Refused, Unreachable, base_url
 from nsparq.spark.options import NsqOptions
 
-__all__ = ["Cluster", "Found", "Node"]
+__all__ = ["Cluster", "Found", "Node", "identify", "known_nodes"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 THREADS: Final = 64
-FEW: Final = 4
-"""More topics than these are not looked up one by one: all nodes with all their topics are one request."""
+MAX_LOOKUPS: Final = 4
+"""With more topics than this, one request for all nodes replaces one lookup per topic."""
 
 
 class Node(NamedTuple):
-    """One nsqd."""
-
     name: str
-    """How it is called in offsets and rows: `host:http_port`."""
+    """Its name in offsets and rows: `host:http_port`."""
     url: str
-    """Where its HTTP API is."""
     tcp_address: str
-    """`host:port` for NSQ's own protocol; empty if unknown."""
+    """`host:port` for NSQ's TCP protocol; empty if unknown."""
     is_given: bool = False
-    """Its own address was given, not that of an nsqlookupd that knows it."""
+    """The user gave the address of this nsqd (option nsqd)."""
 
 
 class Found(NamedTuple):
-    """What could be seen just now. A node that is missing may be gone, or only not reachable."""
+    """One look at the cluster. A missing node may be gone, or just unreachable."""
 
     nodes: dict[str, Node]
     """By name."""
     topics: dict[str, frozenset[str]]
-    """Names of the nodes that are said to have it, by topic; for named topics, all nodes whose own address
-    was given are among them, whether they have it yet or not."""
+    """Names of the nodes that have a topic, by topic. For topics named in the options they include
+    all nodes whose address was given, whether these have the topic yet or not."""
     failures: list[str]
-    """Why somebody who was asked has not answered."""
     answers: int
-    """How many have."""
 
     @property
     def is_complete(self) -> bool:
         return not self.failures
 
 
-Topics = list[tuple[Node, Sequence[str]]]
-"""What somebody says: nodes, and those of the wanted topics that they have."""
+NodeTopics = list[tuple[Node, Sequence[str]]]
+"""Nodes, and the wanted topics that each has."""
 
 
 class Cluster:
-    """Asks nsqlookupds and nsqds. Keeps a connection to each, so that asking again costs little.
+    """Asks nsqlookupd and nsqd, all at the same time, over connections that stay open.
 
-    Used by one thread, which asks all of them side by side. Nobody's absence is an error here; it is logged
-    when it begins and when it ends.
+    Only one thread may use it. A daemon that is away is not an error; its absence is logged when it
+    begins and when it ends.
     """
 
     def __init__(self, options: NsqOptions) -> None:
@@ -78,8 +75,8 @@ class Cluster:
         self._access = Access.of(options)
         self._lookupds = [Client(address, self._access) for address in options.nsqlookupd]
         self._given = [base_url(address) for address in options.nsqd]
-        self._known: dict[str, Node] = {}
-        """Nodes whose own addresses were given, by URL, once they have said their names."""
+        self._identified: dict[str, Node] = {}
+        """Nodes whose address was given, by URL, as they last identified themselves."""
         self._clients: dict[str, Client] = {}
         self._away: set[str] = set()
 
@@ -88,51 +85,57 @@ class Cluster:
             client.close()
 
     def abort(self) -> None:
-        """Break off what another thread is asking. To be closed then."""
+        """Break off requests of another thread. Close the cluster afterwards."""
         for client in (*self._lookupds, *[*self._clients.values()]):
             client.abort()
 
     def client(self, node: Node) -> Client:
-        """The connection to a node's HTTP API that is kept here."""
-        client = self._clients.get(node.url)
-        if client is None:
-            client = self._clients[node.url] = Client(node.url, self._access)
-        return client
+        return self._client(node.url)
+
+    def _client(self, url: str) -> Client:
+        if url not in self._clients:
+            self._clients[url] = Client(url, self._access)
+        return self._clients[url]
 
     def look(self) -> Found:
-        """Who is there now, and which of the wanted topics they have."""
+        """The nodes that can be found now, and their wanted topics."""
         nodes: dict[str, Node] = {}
         topics: dict[str, set[str]] = {topic: set() for topic in self._options.wanted_topics}
         failures: list[str] = []
-        asked: list[tuple[str, str, Callable[[], Topics]]] = [
+        requests: list[tuple[str, str, Callable[[], NodeTopics]]] = [
             *((one.url, "nsqlookupd", partial(self._ask_lookupd, one)) for one in self._lookupds),
             *((url, "nsqd", partial(self._ask_nsqd, url)) for url in self._given),
         ]
-        for (url, what, _), answer in zip(asked, _side_by_side([ask for *_, ask in asked]), strict=True):
+        answers = _in_parallel([ask for *_, ask in requests])
+        for (url, kind, _), answer in zip(requests, answers, strict=True):
             if isinstance(answer, NsparqError):
                 failures.append(str(answer))
-                self._note_absent(url, what, answer)
-                # It stays known by the name that it had.
-                if url in self._known:
-                    nodes[self._known[url].name] = self._known[url]
+                self._note_absent(url, kind, answer)
+                if url in self._identified:
+                    # It keeps the name that it had.
+                    nodes[self._identified[url].name] = self._identified[url]
                 continue
             self._note_present(url)
             for node, names in answer:
-                # Where its own address was given, that is where we can reach it.
+                # A given address is one that we can reach, so it has precedence.
                 if node.is_given or node.name not in nodes:
                     nodes[node.name] = node
                 for topic in names:
                     topics.setdefault(topic, set()).add(node.name)
-        known = {topic: frozenset(names) for topic, names in topics.items()}
-        return Found(nodes, known, failures, len(asked) - len(failures))
+        found = {topic: frozenset(names) for topic, names in topics.items()}
+        return Found(nodes, found, failures, len(requests) - len(failures))
 
-    def _ask_nsqd(self, url: str) -> Topics:
+    def _ask_nsqd(self, url: str) -> NodeTopics:
         node = self._identify(url)
-        return [(node, self._topics_of(node))]
+        pattern = self._options.topics_pattern
+        if pattern is None:
+            return [(node, self._options.wanted_topics)]
+        names = (str(topic["topic_name"]) for topic in self.client(node).stats())
+        return [(node, [*filter(pattern.fullmatch, names)])]
 
-    def _ask_lookupd(self, lookupd: Client) -> Topics:
+    def _ask_lookupd(self, lookupd: Client) -> NodeTopics:
         options = self._options
-        if options.topics_pattern is None and len(options.wanted_topics) <= FEW:
+        if options.topics_pattern is None and len(options.wanted_topics) <= MAX_LOOKUPS:
             return [
                 (node, [topic])
                 for topic in options.wanted_topics
@@ -146,15 +149,14 @@ class Cluster:
         ]
 
     def nodes(self) -> list[Node]:
-        """All nsqd, whatever topics they have: where a sink may publish. Raises Unreachable if nobody who
-        was asked has answered."""
+        """All nsqd, whatever topics they have. Raises Unreachable if no daemon answers."""
         found: dict[str, Node] = {}
         failures: list[Exception] = []
-        asks: list[Callable[[], list[Node]]] = [
-            *(partial(_nodes_of, lookupd) for lookupd in self._lookupds),
-            *(partial(self._own_node, url) for url in self._given),
+        requests: list[Callable[[], list[Node]]] = [
+            *(partial(known_nodes, lookupd) for lookupd in self._lookupds),
+            *(partial(lambda url: [self._identify(url)], url) for url in self._given),
         ]
-        for answer in _side_by_side(asks):
+        for answer in _in_parallel(requests):
             if isinstance(answer, NsparqError):
                 failures.append(answer)
                 continue
@@ -167,12 +169,9 @@ class Cluster:
             raise Unreachable(f"no nsqd could be found: {failures[0]}") from failures[0]
         return [found[name] for name in sorted(found)]
 
-    def _own_node(self, url: str) -> list[Node]:
-        return [self._identify(url)]
-
     def announce(self, topic: str, channel: str) -> None:
-        """Tell all nsqlookupds of a channel: an nsqd that gets the topic later creates it with the topic, and
-        so from the first message on. Does what it can."""
+        """Create a channel on all nsqlookupd. An nsqd that gets the topic later then creates the
+        channel with the topic, before its first message. Failures are logged only."""
         for lookupd in self._lookupds:
             try:
                 lookupd.create_channel(topic, channel)
@@ -180,36 +179,14 @@ class Cluster:
                 logger.info("nsqlookupd does not take the channel %s/%s: %s", topic, channel, error)
 
     def _identify(self, url: str) -> Node:
-        """How the nsqd at this address is called. Asked each time: another may be there now."""
-        client = self._clients.get(url)
-        if client is None:
-            client = self._clients[url] = Client(url, self._access)
-        try:
-            info = client.info()
-            node = _node_of(info | {"broadcast_address": info.get("broadcast_address") or ""})
-        except Refused as refused:
-            if refused.status not in (401, 403):
-                raise
-            # Without the permission to look it is called by its address.
-            node = None
-        if node is None:
-            name = without_secrets(url).partition("://")[2]
-            node = Node(name, url, "")
-        node = node._replace(url=url, is_given=True)
-        self._known[url] = node
+        """Asks each time: another nsqd may have the address now."""
+        node = self._identified[url] = identify(self._client(url))._replace(url=url, is_given=True)
         return node
 
-    def _topics_of(self, node: Node) -> Sequence[str]:
-        pattern = self._options.topics_pattern
-        if pattern is None:
-            return self._options.wanted_topics
-        stats = self.client(node).stats()
-        return [name for one in stats if pattern.fullmatch(name := str(one["topic_name"]))]
-
-    def _note_absent(self, url: str, what: str, error: NsparqError) -> None:
+    def _note_absent(self, url: str, kind: str, error: NsparqError) -> None:
         if url not in self._away:
             self._away.add(url)
-            logger.warning("%s cannot be asked, and is tried again: %s", what, error)
+            logger.warning("%s does not answer, and is asked again: %s", kind, error)
 
     def _note_present(self, url: str) -> None:
         if url in self._away:
@@ -217,36 +194,47 @@ class Cluster:
             logger.info("%s answers again", without_secrets(url))
 
 
-def _nodes_of(lookupd: Client) -> list[Node]:
+def identify(client: Client) -> Node:
+    """An nsqd by its own report. Without the permission to see that, its name is its address."""
+    try:
+        node = _node_of(client.info())
+    except Refused as refused:
+        if refused.status not in (401, 403):
+            raise
+        node = None
+    return node or Node(without_secrets(client.url).partition("://")[2], client.url, "")
+
+
+def known_nodes(lookupd: Client) -> list[Node]:
     return [node for one in lookupd.nodes() if (node := _node_of(one))]
 
 
-def _side_by_side(asks: Sequence[Callable[[], T]]) -> list[T | Unreachable | Refused]:
-    """What each of them gives, or why it does not: somebody who hangs does not delay the others as well."""
+def _in_parallel(requests: Sequence[Callable[[], T]]) -> list[T | Unreachable | Refused]:
+    """The result or the error of each. A daemon that hangs does not delay the others."""
 
-    def answer(ask: Callable[[], T]) -> T | Unreachable | Refused:
+    def result(request: Callable[[], T]) -> T | Unreachable | Refused:
         try:
-            return ask()
+            return request()
         except (Unreachable, Refused) as error:
             return error
 
-    if len(asks) < 2:
-        return [answer(ask) for ask in asks]
-    with ThreadPoolExecutor(min(len(asks), THREADS), "nsq-look") as threads:
-        return [*threads.map(answer, asks)]
+    if len(requests) < 2:
+        return [result(request) for request in requests]
+    with ThreadPoolExecutor(min(len(requests), THREADS), "nsq-look") as threads:
+        return [*threads.map(result, requests)]
 
 
 def _topics_of(producer: dict[str, Any]) -> list[str]:
-    """What nsqlookupd's /nodes says an nsqd has, but for what is about to leave it."""
-    topics, leaving = producer.get("topics") or (), producer.get("tombstones") or ()
-    return [str(topic) for topic, is_leaving in zip_longest(topics, leaving) if topic and not is_leaving]
+    """Topics of an nsqd in nsqlookupd's /nodes, without those that have a tombstone."""
+    topics, tombstones = producer.get("topics") or (), producer.get("tombstones") or ()
+    return [str(topic) for topic, is_leaving in zip_longest(topics, tombstones) if topic and not is_leaving]
 
 
 def _node_of(producer: dict[str, Any]) -> Node | None:
-    """From what nsqlookupd, or nsqd's /info, says about an nsqd."""
+    """From an entry of nsqlookupd, or from nsqd's /info. None if the address is invalid."""
     host = producer.get("broadcast_address")
     name = heard_address(host, producer.get("http_port"))
     if name is None:
-        logger.warning("an nsqd that cannot be: %.200r", producer)
+        logger.warning("an nsqd with an invalid address: %.200r", producer)
         return None
     return Node(name, f"http://{name}", heard_address(host, producer.get("tcp_port")) or "")

@@ -1,19 +1,19 @@
-"""Where queue mode keeps the messages of a micro-batch before it finishes them: durably, and only until the
-sink has them.
+"""Stores the messages of a micro-batch on disk before queue mode finishes them, until the sink has
+them.
 
     <staging>/
-        owner.json                whose it is; the identity is in every offset of the query's checkpoint
-        lock                      held by the query that runs
-        batch-7/                  one micro-batch: made by the driver, removed once the sink has it
-            3-000000.arrow        chunk 0 of slot 3, which is what one task reads; the last says that it is
-            3-000000.fin          nsqd has taken every FIN of that chunk
+        owner.json                the query; its identity is in every offset of the checkpoint
+        lock                      held by the running query
+        batch-7/                  one micro-batch: made by the driver, removed when the sink has it
+            3-000000.arrow        chunk 0 of slot 3, which one task reads; the last chunk is marked
+            3-000000.fin          nsqd has accepted every FIN of that chunk
         done-6                    the last batch that was removed
-        pending/6-3-000000.arrow  keys of messages of a removed batch whose FIN is not certain
+        pending/6-3-000000.arrow  keys of messages of a removed batch whose FIN may not have arrived
 
-A chunk appears whole and on disk, or not at all, under a name that one writer only can get: link(2) is atomic
-and exclusive. So of several attempts at a task, wherever they run, each chunk has one winner; the others see
-that they have lost before they finish anything. A batch is removed by renaming its directory: an attempt that
-nobody waits for any more finds no place to put a chunk, and finishes nothing.
+A chunk appears whole and synced, or not at all, and only one writer can get its name: link(2) is
+atomic and exclusive. So of several attempts at a task, on any machine, one wins each chunk; the
+others notice that before they finish a message. A batch is removed by renaming its directory: a
+late attempt then cannot write a chunk, and finishes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import pyarrow as pa
 
 from nsparq.errors import NsparqError
 
-__all__ = ["CHUNK_SCHEMA", "Chunk", "Lost", "Slot", "Staging", "StagingError", "TooLate", "keys_of"]
+__all__ = ["CHUNK_SCHEMA", "NO_ROWS", "Chunk", "Lost", "Slot", "Staging", "StagingError", "TooLate"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +48,17 @@ CHUNK_SCHEMA: Final = pa.schema(
         pa.field("body", pa.binary(), nullable=False),
     ]
 )
-"""Topic and node, which are the same for all rows of a chunk, are in the file's metadata."""
+"""Topic and node, the same for all rows of a chunk, are in the file's metadata."""
+NO_ROWS: Final = pa.RecordBatch.from_pylist([], schema=CHUNK_SCHEMA)
 
 FORMAT: Final = 1
 KEEP_PENDING_S: Final = 7 * 86400.0
-"""How long keys are kept of messages whose FIN is not certain. They come back at the latest when nsqd has
-worked off the backlog that was there before them."""
-MOST_PENDING: Final = 200
-"""Files of such keys. There are so many only where something keeps nsqd from answering at all."""
+"""How long to keep the keys of messages whose FIN may not have arrived. nsqd delivers them again at
+the latest when it has worked off the backlog before them."""
+MAX_PENDING: Final = 200
+"""Limit on files with such keys. There are that many only if nsqd never answers."""
 LOCK_S: Final = 30.0
-"""How long a query waits for its predecessor, whose process may outlive the driver by a moment."""
+"""How long a query waits for its predecessor, whose process may outlive the driver a little."""
 
 _BATCH = re.compile(r"batch-(\d+)")
 _DONE = re.compile(r"done-(\d+)")
@@ -66,28 +67,28 @@ _ID_SIZE = 16
 
 
 class StagingError(NsparqError):
-    """The directory cannot be used, or not by this query. The text names the option."""
+    """The directory cannot be used, or not by this query."""
 
 
 class Lost(NsparqError):
-    """The batch is not there (any more): somebody else has brought it to its end."""
+    """The batch's directory is gone: another attempt has completed the batch."""
 
 
 class TooLate(NsparqError):
-    """It took so long that the messages may no longer be ours. Nothing was published."""
+    """Writing took so long that nsqd may have requeued the messages."""
 
 
 class Chunk(NamedTuple):
     rows: pa.RecordBatch
-    """Of CHUNK_SCHEMA."""
+    """With CHUNK_SCHEMA."""
     topic: str
     node: str
     is_last: bool
 
 
 def keys_of(rows: pa.RecordBatch) -> list[bytes]:
-    """What tells a message of a node's topic from all others: its id and its time, which redelivery does not
-    change. Ids alone would not do: an nsqd that starts anew with an empty disk may issue them again."""
+    """Keys that identify messages of a node's topic: id and time, which a new delivery does not
+    change. Ids alone are not enough: an nsqd with a new disk may use them again."""
     count = len(rows)
     if not count:
         return []
@@ -103,7 +104,7 @@ def keys_of(rows: pa.RecordBatch) -> list[bytes]:
 
 
 class Staging:
-    """The directory of one query. The driver opens it; tasks only ask for their slots."""
+    """The directory of one query. The driver opens it; tasks only use their slots."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -113,8 +114,7 @@ class Staging:
     # the driver
 
     def open(self, about: dict[str, Any], *, wait: float = LOCK_S) -> None:
-        """Take possession, for as long as this process lives; `about` is shown to whoever should not be here.
-        Raises StagingError."""
+        """Lock the directory. `about` describes the query in owner.json. Raises StagingError."""
         if self._lock is not None:
             return
         try:
@@ -124,21 +124,21 @@ class Staging:
         except OSError as error:
             raise self._error(f"cannot be used: {error.strerror}") from error
         try:
-            self._take(lock, wait)
-            self.identity = self._owner(about)
+            self._acquire(lock, wait)
+            self.identity = self._identity(about)
         except BaseException:
             os.close(lock)
             raise
         self._lock = lock
         _sync_directory(self.path.parent)
-        self._tidy()
+        self._remove_leftovers()
 
     def close(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
 
-    def _take(self, lock: int, wait: float) -> None:
+    def _acquire(self, lock: int, wait: float) -> None:
         deadline = time.monotonic() + wait
         while True:
             try:
@@ -150,12 +150,12 @@ class Staging:
                     return
             if time.monotonic() > deadline:
                 raise self._error(
-                    "is in use by a query that runs now; each query, and each source, needs its own"
+                    "is in use by a running query; each query, and each source of it, needs its own"
                 )
             time.sleep(0.05)
 
-    def _owner(self, about: dict[str, Any]) -> str:
-        """The identity in the directory; a new one if nobody has been here yet."""
+    def _identity(self, about: dict[str, Any]) -> str:
+        """The identity in owner.json, which is created in a new directory."""
         path = self.path / "owner.json"
         if not path.exists():
             if self._numbers(_BATCH) or self._numbers(_DONE):
@@ -167,44 +167,41 @@ class Staging:
             except FileExistsError:
                 pass
             except OSError as error:
-                raise self._error(f"cannot hold linked files: {error.strerror}") from error
+                raise self._error(f"does not support hard links: {error.strerror}") from error
         try:
             owner = json.loads(path.read_bytes())
             identity, form = str(owner["identity"]), owner["format"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._error(f"has an owner.json that cannot be read: {error}") from error
+            raise self._error(f"has an unreadable owner.json: {error}") from error
         if form != FORMAT:
-            raise self._error(f"is of another version of nsparq: format {form!r}, and not {FORMAT}")
+            raise self._error(f"was written by another version of nsparq: format {form!r}, not {FORMAT}")
         return identity
 
     def check(self, identity: str, batch: int) -> None:
-        """Whether a query whose checkpoint has come to this point may go on here. Raises StagingError."""
+        """Check that the directory fits the query's checkpoint. Raises StagingError."""
         if identity != self.identity:
             raise self._error(
-                "is not the one that belongs to this query's checkpoint: it is another query's, or the "
-                "contents of the former one were not moved along. Messages that were finished, and are not "
-                "in the result yet, may be there"
+                "does not belong to this query's checkpoint: it belongs to another query, or the contents of "
+                "the former directory were not moved here. The former directory may have finished messages "
+                "that are not in the result yet"
             )
         seen = max(self._numbers(_BATCH) + self._numbers(_DONE), default=0)
         if seen > batch:
             raise self._error(
-                f"has been used up to batch {seen}, and the query's checkpoint knows {batch} only: that is "
-                "new, or an old copy. Give a new query an empty directory of its own"
+                f"has been used up to batch {seen}, but the query's checkpoint only up to {batch}: the "
+                "checkpoint is new, or an old copy. Give a new query an empty directory of its own"
             )
 
     def begin(self, batch: int) -> None:
-        """Make the place for a batch, which may be there from an earlier try; those before it are with the
-        sink."""
+        """Make a batch's directory, and remove earlier ones: the sink has them."""
         self.finish(batch - 1)
         if batch <= max(self._numbers(_DONE), default=0):
-            raise self._error(
-                f"is further than the query's checkpoint: batch {batch} has been removed already"
-            )
+            raise self._error(f"is ahead of the query's checkpoint: batch {batch} was removed already")
         (self.path / f"batch-{batch}").mkdir(exist_ok=True)
         _sync_directory(self.path)
 
     def finish(self, batch: int) -> None:
-        """The sink has this batch and all before it: remove them. Done again it changes nothing."""
+        """The sink has this batch and all before it: remove them. A second call changes nothing."""
         numbers = [number for number in self._numbers(_BATCH) if number <= batch]
         if not numbers:
             return
@@ -221,7 +218,7 @@ class Staging:
                 (self.path / f"done-{number}").unlink(missing_ok=True)
 
     def rows(self, batch: int, slot: int) -> int | None:
-        """How many rows that slot came to have; None if nobody can say any more."""
+        """Rows in a slot; None if the batch was removed."""
         place = Slot(self.path, batch, slot)
         if not place.directory.is_dir():
             return None
@@ -229,7 +226,7 @@ class Staging:
 
     def _keep_pending(self, batch: int) -> None:
         directory = self.path / f"batch-{batch}"
-        for path in _unproven(directory):
+        for path in _unconfirmed(directory):
             chunk = _read(path)
             if not len(chunk.rows):
                 continue
@@ -238,22 +235,20 @@ class Staging:
                 _write_chunk(self.path / "pending" / f"{batch}-{path.name}", kept)
             except FileExistsError:
                 pass
-            self._forget_pending()
+            self._drop_old_pending()
 
-    def _tidy(self) -> None:
-        """What a run that was killed has left."""
+    def _remove_leftovers(self) -> None:
         for path in self.path.glob("trash-*"):
             shutil.rmtree(path, ignore_errors=True)
         for path in (*self.path.glob(".owner.json-*"), *(self.path / "pending").glob(".*")):
             path.unlink(missing_ok=True)
-        self._forget_pending()
+        self._drop_old_pending()
 
-    def _forget_pending(self) -> None:
-        """Keys that are so old, or so many, that they are not worth keeping."""
+    def _drop_old_pending(self) -> None:
         paths = sorted((self.path / "pending").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
         old = time.time() - KEEP_PENDING_S
         for place, path in enumerate(paths):
-            if place >= MOST_PENDING or path.stat().st_mtime < old:
+            if place >= MAX_PENDING or path.stat().st_mtime < old:
                 path.unlink(missing_ok=True)
 
     def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
@@ -269,14 +264,15 @@ class Staging:
         slot = Slot(self.path, batch, number)
         if not slot.directory.is_dir():
             raise self._error(
-                f"has no batch-{batch} here. Either this attempt has long been overtaken, or executors see "
-                "another directory than the driver: on a cluster it must be on a file system that they share"
+                f"has no batch-{batch} here. Either another attempt completed the batch long ago, or "
+                "executors see another directory than the driver: on a cluster it must be on a shared file "
+                "system"
             )
         return slot
 
 
 class Slot:
-    """What one task puts into, and takes out of, one batch."""
+    """One task's part of a batch."""
 
     def __init__(self, staging: Path, batch: int, number: int) -> None:
         self.directory = staging / f"batch-{batch}"
@@ -291,7 +287,7 @@ class Slot:
             return None
 
     def chunks(self, start: int = 0) -> Iterator[Chunk]:
-        """Those that are there, up to the last."""
+        """The existing chunks, up to the last."""
         while (chunk := self.chunk(start)) is not None:
             yield chunk
             if chunk.is_last:
@@ -299,8 +295,8 @@ class Slot:
             start += 1
 
     def publish(self, index: int, chunk: Chunk, *, until: float | None = None) -> bool:
-        """Make it the chunk of that number, on disk for good; False if there is one already. Raises Lost, and
-        TooLate if that would be after `until`, by time.monotonic()."""
+        """Publish a chunk under a number, synced. Returns False if that number is taken. Raises
+        Lost, and TooLate if it is after `until`, by time.monotonic()."""
 
         def check() -> None:
             if until is not None and time.monotonic() > until:
@@ -314,18 +310,19 @@ class Slot:
             raise Lost(f"{self.directory} is gone") from error
         return True
 
-    def prove(self, index: int) -> None:
-        """Every FIN of that chunk has been taken. Not synced: to forget it costs nothing but care."""
+    def mark_finished(self, index: int) -> None:
+        """nsqd has accepted every FIN of that chunk. Not synced: if the mark is lost, its messages
+        are only looked for among those that come again."""
         try:
             self._path(index).with_suffix(".fin").touch()
         except FileNotFoundError:
             pass
 
     def staged_keys(self, topic: str, node: str) -> set[bytes]:
-        """Keys of messages that are staged, or were, and that nsqd may nevertheless deliver again."""
+        """Keys of messages that were staged and that nsqd may deliver again."""
         paths = [*(self._staging / "pending").glob("[0-9]*.arrow")]
         for batch in self._staging.glob("batch-*"):
-            paths += _unproven(batch)
+            paths += _unconfirmed(batch)
         found: set[bytes] = set()
         for path in paths:
             wanted = (path, topic, node)
@@ -346,8 +343,8 @@ class Slot:
 # files
 
 
-def _unproven(directory: Path) -> list[Path]:
-    """Chunks whose FINs are not certain."""
+def _unconfirmed(directory: Path) -> list[Path]:
+    """Chunks whose FINs may not have arrived."""
     try:
         names = set(os.listdir(directory))
     except FileNotFoundError:
@@ -388,8 +385,8 @@ def _read(path: Path) -> Chunk:
 
 
 def _write_new(path: Path, write: Callable[[Any], Any], check: Callable[[], None] | None = None) -> None:
-    """A file that is on disk, whole, when it gets its name; `check` may object at the last moment. Raises
-    FileExistsError, and FileNotFoundError without the directory; what it began is removed."""
+    """Write and sync a file before it gets its name. `check` may raise just before that. Raises
+    FileExistsError, and FileNotFoundError without the directory."""
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         with open(temporary, "xb") as file:
@@ -401,7 +398,7 @@ def _write_new(path: Path, write: Callable[[Any], Any], check: Callable[[], None
         try:
             os.link(temporary, path)
         except FileExistsError:
-            # Over a network the answer to a link that succeeded may have been lost, and the repetition fails.
+            # Over a network the answer to a successful link may be lost; its repetition then fails.
             if os.stat(temporary).st_nlink != 2:
                 raise
         # A name outlives a power cut only once its directory is synced too.

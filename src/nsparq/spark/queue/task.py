@@ -1,7 +1,7 @@
-"""What a task of queue mode does: bring one slot of a micro-batch to its end, then hand out its rows.
+"""The task's part of queue mode: completes one slot of a micro-batch, then returns its rows.
 
-Filling comes first, as a whole. How fast Spark takes the rows then has no bearing on nsqd, whose messages
-would time out while they wait.
+The slot is completed before the first row is returned. So messages cannot time out in nsqd while
+Spark is slow to take the rows.
 """
 
 from __future__ import annotations
@@ -17,60 +17,51 @@ import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 
 from nsparq.client.config import Config
-from nsparq.spark.queue.client import Away, QueueConnection, Taken, nothing
-from nsparq.spark.queue.staging import Chunk, Lost, Slot, Staging, TooLate, keys_of
+from nsparq.spark.queue.connection import Away, QueueConnection
+from nsparq.spark.queue.frames import Taken
+from nsparq.spark.queue.staging import NO_ROWS, Chunk, Lost, Slot, Staging, TooLate, keys_of
 
-__all__ = ["QueuePartition", "Taking", "fill", "rows_of"]
+__all__ = ["QueuePartition", "TaskSettings", "fill", "rows_of"]
 
 logger = logging.getLogger(__name__)
 
 WINDOW_BYTES: Final = 64 << 20
-"""About how much may be in flight on a connection."""
+"""About the limit of bytes in flight on a connection."""
 CHUNK_BYTES: Final = 32 << 20
 FIRST_ROWS: Final = 256
-"""How many may be in flight before anything is known about their size."""
+"""Limit on messages in flight while their size is unknown."""
 FIRST_S: Final = 0.5
-"""How long the first message may be in coming: there were some when the batch was planned."""
+"""How long to wait for the first message: there were some when the batch was planned."""
 IDLE_S: Final = 0.1
-"""How long the next may be; nsqd may hold messages back for its output buffer's 25 ms."""
+"""How long to wait for the next message; nsqd may buffer messages for 25 ms."""
 LINGER_S: Final = 1.0
-"""How long messages wait for others to share a chunk with."""
+"""How long messages wait for others to share a chunk."""
 CLOSE_S: Final = 5.0
 NO_OFFSET: Final = -1
-"""In the rows: a message that was consumed has no place in a log."""
+"""Offset of all rows: a consumed message has no place in a log."""
 
 
+@dataclass(kw_only=True, eq=False)
 class QueuePartition(InputPartition):
-    """One slot: what one task takes from one nsqd."""
+    """One slot: the messages that one task takes from one nsqd."""
 
-    def __init__(
-        self,
-        *,
-        batch: int,
-        slot: int,
-        topic: str,
-        node: str,
-        address: str,
-        rows: int,
-        row_bytes: float,
-        max_bytes: int,
-    ) -> None:
-        super().__init__(None)
-        self.batch, self.slot = batch, slot
-        self.topic, self.node = topic, node
-        self.address = address
-        """For NSQ's own protocol; empty if nobody knows where the node is just now."""
-        self.rows = rows
-        """At most so many are taken."""
-        self.row_bytes = row_bytes
-        """About how large a message is; 0 if unknown."""
-        self.max_bytes = max_bytes
-        """No more are taken when there are so many bytes; 0: no matter."""
+    value: None = None
+    batch: int
+    slot: int
+    topic: str
+    node: str
+    address: str
+    """Of the TCP port; empty if it is unknown now."""
+    rows: int
+    row_bytes: float
+    """Average size of a message; 0 if unknown."""
+    max_bytes: int
+    """Size at which the task stops taking messages; 0 for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taking:
-    """How messages are taken. Plain values: it travels to the executors."""
+class TaskSettings:
+    """How tasks take messages. Plain values, sent to the executors."""
 
     channel: str
     config: Config
@@ -84,24 +75,23 @@ class Filling:
 
     slot: Slot
     partition: QueuePartition
-    taking: Taking
+    settings: TaskSettings
     next: int = 0
-    """Number of the next chunk."""
     rows: int = 0
     """Rows in the chunks before it."""
     size_bytes: int = 0
     row_bytes: float = 0.0
-    """About how large a message is; 0 if unknown."""
+    """Average size of a message; 0 if unknown."""
     since: float = 0.0
-    """Messages that were not taken yet have come later than this."""
+    """Messages that were not taken yet have arrived after this time."""
     is_sealed: bool = False
     own: list[int] = field(default_factory=list)
-    """Chunks that are of this attempt, and whose FINs have been sent."""
+    """Chunks of this attempt whose FINs have been sent."""
     suspects: set[bytes] = field(default_factory=set)
-    """Keys of messages that were staged before, and perhaps not finished."""
+    """Keys of messages that were staged and perhaps not finished."""
 
-    def follow(self) -> None:
-        """Past the chunks that others have made."""
+    def skip_existing(self) -> None:
+        """Skip the chunks that other attempts have published."""
         for chunk in self.slot.chunks(self.next):
             self.next += 1
             self.rows += len(chunk.rows)
@@ -109,19 +99,19 @@ class Filling:
             self.is_sealed = chunk.is_last
 
     def seal(self) -> None:
-        """End it without another row."""
+        """End the slot with an empty last chunk."""
         while not self.is_sealed:
-            if self.slot.publish(self.next, self._chunk(nothing(), is_last=True)):
+            if self.slot.publish(self.next, self._chunk(NO_ROWS, is_last=True)):
                 self.is_sealed = True
             else:
-                self.follow()
+                self.skip_existing()
 
     def fill(self, connection: QueueConnection) -> None:
-        """Take messages until there are enough, or no more. Raises Away, when it may be sealed or not."""
+        """Take messages until there are enough, or no more. Raises Away."""
         self.since = time.monotonic()
-        deadline = self.since + self.taking.batch_duration
+        deadline = self.since + self.settings.batch_duration
         self.row_bytes = self.partition.row_bytes
-        if self.taking.dedupe:
+        if self.settings.dedupe:
             self.suspects = self.slot.staged_keys(self.partition.topic, self.partition.node)
         connection.ready(self._window())
         while not self.is_sealed:
@@ -129,23 +119,23 @@ class Filling:
             if is_last:
                 connection.stop_taking(CLOSE_S)
             self._stage(connection, is_last)
-        # There are some only if somebody else has brought it to its end.
+        # Messages are left over only if another attempt has sealed the slot.
         connection.stop_taking(CLOSE_S)
         connection.requeue(connection.take().ids)
-        if connection.prove():
+        if connection.confirm_fins():
             for index in self.own:
-                self.slot.prove(index)
+                self.slot.mark_finished(index)
 
     def _window(self) -> int:
-        """How many may be in flight, so that in the end there are not more than wanted."""
+        """How many messages may be in flight without taking too many in the end."""
         fitting = int(WINDOW_BYTES / self.row_bytes) if self.row_bytes else FIRST_ROWS
         return max(1, min(self.partition.rows - self.rows, fitting))
 
     def _collect(self, connection: QueueConnection, deadline: float) -> bool:
-        """Wait for a chunk's worth of messages. Whether it is the last chunk."""
+        """Wait for the messages of a chunk. Returns whether it is the last chunk."""
         partition = self.partition
         missing = partition.rows - self.rows
-        # While one half is being staged, nsqd sends the other.
+        # While one half is written to disk, nsqd sends the other half.
         window = min(connection.max_rdy_count, self._window())
         wanted = missing if missing <= window else max(1, window // 2)
         while connection.waiting < wanted and connection.waiting_bytes < CHUNK_BYTES:
@@ -162,9 +152,9 @@ class Filling:
         return connection.waiting >= missing
 
     def _stage(self, connection: QueueConnection, is_last: bool) -> None:
-        """Make what has come a chunk, and only then finish it."""
-        # Messages that nsqd has taken back meanwhile may be somebody else's by now.
-        until = self.since + 0.9 * self.taking.config.msg_timeout
+        """Publish the messages as a chunk, and only then finish them."""
+        # After that time nsqd may requeue them and give them to another consumer.
+        until = self.since + 0.9 * self.settings.config.msg_timeout
         taken = connection.take()
         self.since = time.monotonic()
         rows = self._without_staged(taken)
@@ -176,13 +166,13 @@ class Filling:
                 self.next, self._chunk(rows, is_last), until=until if len(rows) else None
             )
         except TooLate as error:
-            raise Away(f"{error}: see option messageTimeout") from error
+            raise Away(f"{error}: increase option messageTimeout") from error
         except Lost:
             connection.requeue(taken.ids)
             raise
         if not is_ours:
             connection.requeue(taken.ids)
-            self.follow()
+            self.skip_existing()
             return
         index, self.next = self.next, self.next + 1
         self.rows += len(rows)
@@ -195,11 +185,11 @@ class Filling:
         self.own.append(index)
 
     def _without_staged(self, taken: Taken) -> pa.RecordBatch:
-        """Without messages that are staged already, and come again since their FIN did not get through."""
+        """Drop messages that were staged before and come again because their FIN did not arrive."""
         rows = taken.rows
-        if not self.taking.dedupe:
+        if not self.settings.dedupe:
             return rows
-        # An nsqd that was killed may have forgotten how often it has delivered them.
+        # Check all messages if there are suspects: a killed nsqd may have forgotten its attempts.
         again = np.arange(len(rows))
         if not self.suspects:
             again = np.flatnonzero(rows.column("attempts").to_numpy() != 1)
@@ -211,7 +201,7 @@ class Filling:
         wanted[again] = [key not in staged for key in keys]
         dropped = len(rows) - int(wanted.sum())
         if dropped:
-            logger.info("%s: %d messages came again that are staged", self.partition.node, dropped)
+            logger.info("%s: dropped %d messages that are staged already", self.partition.node, dropped)
             rows = rows.filter(pa.array(wanted))
         return rows
 
@@ -219,31 +209,30 @@ class Filling:
         return Chunk(rows, self.partition.topic, self.partition.node, is_last)
 
 
-def fill(staging: Staging, partition: QueuePartition, taking: Taking) -> Slot:
-    """Bring the slot to its end, from wherever earlier attempts have left it. Raises QueueError,
-    StagingError, Lost."""
+def fill(staging: Staging, partition: QueuePartition, settings: TaskSettings) -> Slot:
+    """Complete the slot, after earlier attempts. Raises QueueError, StagingError, Lost."""
     slot = staging.slot(partition.batch, partition.slot)
-    filling = Filling(slot, partition, taking)
-    filling.follow()
+    filling = Filling(slot, partition, settings)
+    filling.skip_existing()
     if filling.is_sealed:
         return slot
     try:
         if not partition.address:
-            raise Away(f"{partition.node}: nobody knows where it is")
+            raise Away(f"{partition.node}: its address is unknown")
         if filling.rows < partition.rows:
             with QueueConnection(
-                partition.address, partition.topic, taking.channel, taking.config
+                partition.address, partition.topic, settings.channel, settings.config
             ) as connection:
                 filling.fill(connection)
     except Away as error:
-        # What was not staged comes again by itself, in a later batch.
-        logger.warning("%s: batch %d goes on without it: %s", partition.node, partition.batch, error)
+        # nsqd delivers the other messages again, in a later batch.
+        logger.warning("%s: batch %d continues without it: %s", partition.node, partition.batch, error)
     filling.seal()
     return slot
 
 
 def rows_of(slot: Slot, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The rows of a slot that has been filled, in the source's columns."""
+    """The rows of a completed slot, in the source's columns."""
     is_whole = False
     for chunk in slot.chunks():
         count = len(chunk.rows)

@@ -1,7 +1,8 @@
-"""Spark sessions that know format("nsq") and are set up for streaming: `build_session()`.
+"""`build_session()`: a Spark session with `format("nsq")`, set up for streaming.
 
-Nothing has to be installed, exported or configured before: Java is found, Spark's worker processes use this
-Python, a local session listens on the loopback interface only, executors elsewhere get the connector sent.
+Nothing has to be exported or configured before: it finds Java, Spark's workers use this Python, a
+local session listens only on the loopback interface, and executors on other machines get nsparq as
+a file.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from urllib.parse import urlsplit
 from pyspark.sql import SparkSession
 
 from nsparq.spark.session.cache import cache_directory, digest, make_once
+from nsparq.spark.session.class_archive import archive_options
 from nsparq.spark.session.home import home_version, linked_home, named_home
 from nsparq.spark.session.java import find_java, launcher_home
 from nsparq.spark.session.package import package_file
-from nsparq.spark.session.startup import archive_options
 
 __all__ = ["CHECKPOINT_MANAGER", "build_session", "configure", "register", "session_environment", "settings"]
 
 CHECKPOINT_MANAGER: Final = (
     "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
 )
-"""Writes a checkpoint's files with a rename, and starts no process for each: right on a local disk only."""
+"""Starts no process for each file of a checkpoint. Only for local disks."""
 
 UI_PORT: Final = 4040
 LOOPBACK: Final = "127.0.0.1"
@@ -41,29 +42,30 @@ ALWAYS_SET: Final = {
     "SPARK_LOCAL_DIRS": "",
     "SPARK_PYTHON_RUNTIME": "PYTHON_WORKER",
 }
-"""Variables that Spark enters into the environment of a data source when a stream starts: a HashMap that all
-streams of the session share. Two that start at once can spoil it, and then no task of theirs can be
-deserialised any more. To replace what is there already does no harm, so they are there from the beginning."""
+"""Variables that Spark adds to the environment of a data source when a stream starts. The
+environment is a HashMap that all streams of the session share. Two streams that start at the same
+time can corrupt it; their tasks then cannot be deserialised. Replacing existing entries is
+harmless, so they are set from the start."""
 
-# What Spark says at every start, while a query has nothing to do, or when one that was asked to stop does so.
+# Harmless messages of Spark: at every start, while a query is idle, and when a query is stopped.
 CHATTER: Final = (
     r"Abort(ing|ed) commit for partition .*",
     r"Aborting task",
-    # The source waits for messages up to a second, which Spark takes for a batch that is late. Whether a
-    # query falls behind is seen from its channel's depth.
+    # The source waits up to a second for messages, and Spark takes that for a late batch. The depth
+    # of its channel shows whether a query falls behind.
     r"Current batch is falling behind\..*",
     r"Data source write support .* (is aborting|aborted)\.",
     r"Failed to cancel job group .*",
     r"Lost task .* TaskKilled .*",
     r"Service 'SparkUI' could not bind on port .*",
-    # Nsq is registered although Spark has found it: it finds none if another package is broken.
+    # We always register nsq: Spark finds none if another package is broken.
     r"The data source nsq replaced .*",
     r"Unable to load native-hadoop library .*",
     r"spark\.sql\.adaptive\.enabled is not supported in streaming .*",
 )
 
 LOGGING: Final = """\
-# Warnings and errors on standard error, without the usual chatter.
+# Warnings and errors on standard error, without harmless ones.
 rootLogger.level = warn
 rootLogger.appenderRef.stderr.ref = stderr
 appender.stderr.type = Console
@@ -87,14 +89,14 @@ def build_session(
     ui_port: int | None = UI_PORT,
     conf: Mapping[str, str | None] | None = None,
 ) -> SparkSession:
-    """The session of this process, made if there is none yet.
+    """The session of this process, created if there is none yet.
 
-    `conf` holds further settings; they win over ours, and None leaves one of ours at Spark's own default.
-    `ui_port` is where Spark's web pages are (the next free port, if that is taken); None turns them off.
-    A session that is there already only takes those of `conf` that can be changed while it runs.
+    `conf` has further settings, which override ours; None keeps Spark's default instead of ours.
+    `ui_port` is the port of Spark's web pages (or the next free one); None turns them off. An
+    existing session takes only settings of `conf` that can be changed while it runs.
 
-    Where SPARK_REMOTE names a server of Spark Connect, it is a session of that server. Then the server
-    decides about `master`, `ui_port` and our own settings.
+    If SPARK_REMOTE names a Spark Connect server, the session is one of that server. Then the server
+    decides `master`, `ui_port` and our settings.
     """
     if os.environ.get("SPARK_REMOTE"):
         return _connect(app_name, conf or {})
@@ -123,7 +125,7 @@ def _connect(app_name: str, conf: Mapping[str, str | None]) -> SparkSession:
 
 
 def is_connect(spark: SparkSession) -> bool:
-    """Whether it is a session of a Spark Connect server: there is no JVM in this process then."""
+    """Whether it is a session of a Spark Connect server. Then this process has no JVM."""
     return type(spark).__module__.startswith("pyspark.sql.connect.")
 
 
@@ -133,12 +135,12 @@ def _session_of_another_thread() -> SparkSession | None:
 
 
 def register(spark: SparkSession) -> None:
-    """Make format("nsq") known to a session, in the thread that calls this, and the connector to executors.
+    """Register format("nsq") in a session, for the calling thread, and send nsparq to executors.
 
-    Other threads that are to start a stream into it have to call it too: for that Spark looks only in the
-    session that is the active one of the thread, and a new thread has none.
+    Every thread that starts a stream with this sink has to call it: Spark then looks only in the
+    thread's active session, and a new thread has none.
 
-    With Spark Connect the server's Python needs nsparq too: nothing is sent there.
+    With Spark Connect nothing is sent: the server's Python needs nsparq itself.
     """
     from nsparq.spark.datasource import NsqDataSource
 
@@ -155,7 +157,6 @@ def register(spark: SparkSession) -> None:
 
 
 def activate(spark: SparkSession) -> None:
-    """Make it the active session of this thread."""
     SparkSession._get_j_spark_session_class(spark._jvm).setActiveSession(spark._jsparkSession)
 
 
@@ -166,7 +167,7 @@ def configure(
     ui_port: int | None = UI_PORT,
     conf: Mapping[str, str | None] | None = None,
 ) -> SparkSession.Builder:
-    """Our settings, for a session that somebody else builds; see `session_environment` and `register` too."""
+    """Apply our settings to your own builder; see `session_environment` and `register`."""
     merged: dict[str, str | None] = {**settings(master, ui_port=ui_port)}
     for name, value in (conf or {}).items():
         if name.endswith("JavaOptions") and value is not None and merged.get(name):
@@ -179,10 +180,10 @@ def configure(
 
 
 def settings(master: str, *, ui_port: int | None = UI_PORT) -> dict[str, str]:
-    """What we set, and Spark's defaults would have otherwise."""
+    """Our settings, where they differ from Spark's defaults."""
     chosen = {
         "spark.master": master,
-        # Without it Python workers wait some 40 ms for each exchange with the JVM.
+        # Otherwise Python workers wait some 40 ms for each exchange with the JVM.
         "spark.python.unix.domain.socket.enabled": "true",
         "spark.ui.showConsoleProgress": "false",
         "spark.ui.enabled": "true" if ui_port is not None else "false",
@@ -213,7 +214,7 @@ def _write(path: Path, text: str) -> None:
 
 @contextmanager
 def session_environment(master: str = "local[*]") -> Iterator[None]:
-    """The environment variables that Spark's JVM has to be started with. Afterwards they are as they were."""
+    """Sets the environment variables that Spark's JVM needs at its start."""
     with _environment_lock:
         chosen = environment(master)
         before = {name: os.environ.get(name) for name in chosen}
@@ -229,24 +230,24 @@ def session_environment(master: str = "local[*]") -> Iterator[None]:
 
 
 def environment(master: str) -> dict[str, str]:
-    """What `session_environment` sets. What the user has set stays, except for a Java that does not work.
-    Raises BrokenHome."""
+    """The variables that `session_environment` sets. Variables set by the user stay, except a
+    JAVA_HOME that does not work. Raises BrokenHome."""
     chosen = {"JAVA_HOME": str(launcher_home(find_java()))}
     home, named = linked_home(), named_home()
     if named is not None:
-        # With a wrong one Spark fails later, and does not say why.
+        # With a wrong one Spark fails later without a reason.
         home_version(named)
-    # YARN wants the pyspark.zip that we leave out.
+    # YARN needs the pyspark.zip that our home leaves out.
     elif home is not None and not master.startswith("yarn"):
         chosen["SPARK_HOME"] = str(home)
     if "PYSPARK_PYTHON" not in os.environ and _is_loopback(master):
-        # Elsewhere this path may not exist: there it is for the user to say.
+        # On other machines this path may not exist, so the user has to set it.
         chosen["PYSPARK_PYTHON"] = sys.executable
     if "SPARK_LOCAL_IP" not in os.environ and _is_loopback(master):
         chosen["SPARK_LOCAL_IP"] = LOOPBACK
     if not _is_local(master):
-        # The process in which a stream's driver side runs gets none of the files that are sent to executors,
-        # and its Python, named for the executors' sake, need not be this one.
+        # The process of a stream's driver does not get the files that are sent to executors, and
+        # its Python, chosen for the executors, may be another one.
         before = os.environ.get("PYTHONPATH")
         chosen["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(package_file())]))
     return chosen
@@ -257,7 +258,7 @@ def _is_local(master: str) -> bool:
 
 
 def _is_loopback(master: str) -> bool:
-    """Everything of this session happens on this machine."""
+    """Whether the whole session runs on this machine."""
     if _is_local(master) or master.startswith("local-cluster"):
         return True
     host = urlsplit(master).hostname or ""

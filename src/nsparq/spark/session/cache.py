@@ -1,7 +1,7 @@
 """Files that are made once and used by many processes: launchers, links, archives.
 
-Each is named after what it was made from and never changes, so nobody needs a lock: whoever finds it missing
-makes one aside and moves it into place, and whoever comes second with that throws its own away.
+The name of each depends on its content, which never changes, so no lock is needed: a process that
+finds it missing makes it under another name and renames it. If two do so, the second drops its own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["cache_directory", "digest", "make_once"]
 
 
 def cache_directory() -> Path:
-    """A directory of this user's that can be written: by the XDG rules, else among the temporary files."""
+    """A writable directory of this user: by the XDG rules, or below the temporary directory."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # A path that is not absolute is to be ignored, says the XDG specification.
+    # The XDG specification says to ignore relative paths.
     home = Path(base) if base.startswith("/") else Path(os.path.expanduser("~")) / ".cache"
     for candidate in (home / "nsparq", Path(tempfile.gettempdir()) / f"nsparq-{os.getuid()}"):
         try:
@@ -30,12 +30,12 @@ def cache_directory() -> Path:
             continue
         if _is_ours(candidate):
             return candidate
-    # Neither will do: for this process only.
+    # Neither can be used: make one for this process only.
     return Path(tempfile.mkdtemp(prefix="nsparq-"))
 
 
 def _is_ours(directory: Path) -> bool:
-    """What is in there gets executed: in a directory that others can write to, it may not be what we made."""
+    """Whether only we can write there: its files are executed."""
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return False
@@ -47,7 +47,7 @@ def digest(*parts: object) -> str:
 
 
 def make_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """`path`, made by `make` (as a file or a directory, under another name) unless it is there already."""
+    """`path`, which `make` creates under another name if it is missing."""
     if path.exists():
         return path
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def make_once(path: Path, make: Callable[[Path], None]) -> Path:
         try:
             os.rename(made, path)
         except OSError as error:
-            # Another process was faster, and its directory is as good as ours.
+            # Another process was faster; its directory is the same.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
     finally:

@@ -1,11 +1,12 @@
-"""Spark's parent of Python worker processes, for local sessions: as Spark's own, but quiet at the end."""
+"""Parent of the Python workers of a local session: Spark's own daemon, without tracebacks at the
+end."""
 
 from __future__ import annotations
 
 from pyspark import daemon
 
-from nsparq.spark.session.quiet import hush
+from nsparq.spark.worker import hide_lost_jvm_tracebacks
 
 if __name__ == "__main__":
-    hush()
+    hide_lost_jvm_tracebacks()
     daemon.manager()

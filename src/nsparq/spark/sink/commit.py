@@ -1,17 +1,19 @@
-"""The driver's side of the sink: a batch becomes one transaction, on one nsqd or several, and happens once.
+"""The driver's part of the sink: publishes a batch as one transaction, exactly once.
 
-On several nsqd it takes two rounds: all promise (prepare), then all commit. The first commit is the decision.
-Promise and commit carry a note, made anew for each try, which names the nodes that take part. Whoever finds
-a batch half done, because its driver died and the batch is being repeated, goes by two rules:
+On several nsqd this is a two-phase commit: all nodes prepare (promise), then all commit. The first
+commit is the decision. Promise and commit carry a note, new for each attempt, that names the nodes
+taking part. When a driver has died and its batch is repeated, the new driver follows two rules:
 
-1. If a node has committed it, that was the decision: promises with the same note are committed, and whatever
-   else is staged, by the repetition too, is dropped. A promise that is damaged or gone is an error.
-2. If none has, nothing was decided: the repetition's own parts take the place of what was promised.
+1. If a node has committed, that was the decision: promises with the same note are committed, and
+   everything else that is staged, also by the repetition, is dropped. A promise that is damaged or
+   gone is an error.
+2. If no node has committed, nothing was decided: the parts of the repetition replace what was
+   promised.
 
-So every node is asked before the first commit, and one that does not answer is waited for. Should a driver
-that was given up still be at work, it is shut out: nodes are dealt with in the order of their names, the
-first always takes part, and it is committed only if its promise still has our note. Whoever was the last to
-prepare it can decide, and nobody else.
+So every node is asked before the first commit, and the driver waits for a node that does not
+answer. An old driver that is still running is shut out: nodes are handled in the order of their
+names, the first node always takes part, and it commits only if its promise still has this driver's
+note. So only the driver that was the last to prepare the first node can decide.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from uuid import uuid4
 from nsparq.errors import NsparqError
 from nsparq.fetch import without_secrets
 from nsparq.spark.checkpoint import CheckpointBehind, check_batch
-from nsparq.spark.cluster.http_client import Access, Client, Patience, Refused, Unreachable
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access, Backoff, Refused, Unreachable
 from nsparq.spark.sink.nodes import SinkNode
 from nsparq.spark.sink.send import StagingLost
 
@@ -38,37 +41,34 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ABORT_S: Final = 3.0
-"""For cleaning up: what stays behind is dropped by the repetition's commit, or expires."""
+"""Time limit for cleaning up. The repetition's commit drops what stays behind, or it expires."""
 MAX_NOTE: Final = 4096
 
 Parts = Mapping[str, int]
-"""The messages of each part."""
+"""Number of messages by part."""
 
 
 class TransactionDamaged(NsparqError):
-    """Messages that a node had promised to publish are lost. The query waits for an operator: going on would
-    call half a batch published."""
+    """Messages that a node had promised to publish are lost. An operator has to decide."""
 
     retry_helps = False
 
 
 class _Overtaken(NsparqError):
-    """Somebody else does the same work. If it is done, that shows in the states of the nodes."""
+    """Another driver works on the same transaction."""
 
 
 class _State(NamedTuple):
-    """What has become of the transaction on a node: `unknown`, `open`, `prepared`, `committed` or
-    `damaged`."""
+    """The transaction on a node: `unknown`, `open`, `prepared`, `committed` or `damaged`."""
 
     state: str
     note: str
     is_decided: bool
-    """Whether it is committed, or would be but for its damage."""
+    """Whether it is committed, or would be if it were not damaged."""
 
 
 def check_replay(producer: str, sequence: int, planned: str, committed: int, note: str) -> None:
-    """A batch that has been committed is repeated, which is fine if it was the last, and the same. Raises
-    CheckpointBehind."""
+    """A committed batch may be repeated only if it was the last. Raises CheckpointBehind."""
     try:
         check_batch(f"nsqd, for producer {producer},", sequence, planned, committed, _fingerprint(note))
     except CheckpointBehind as behind:
@@ -78,8 +78,8 @@ def check_replay(producer: str, sequence: int, planned: str, committed: int, not
 
 
 class Coordinator:
-    """One transaction, and all nodes that may have to do with it. Raises Unreachable when time is up,
-    Refused, StagingLost, TransactionDamaged, CheckpointBehind."""
+    """One transaction, and all nodes that may take part. Raises Unreachable after `retry_for`
+    seconds, Refused, StagingLost, TransactionDamaged, CheckpointBehind."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class Coordinator:
         remember_s: int | None = None,
         planned: str = "",
     ) -> None:
-        """`remember_s` is how long nsqd is to know of a producer that has no further transactions. `planned`
-        is the batch's fingerprint, if there is one; it goes with the note."""
+        """`remember_s` is how long nsqd remembers a producer without further transactions.
+        `planned` is the batch's fingerprint, or empty; the note includes it."""
         self._producer, self._sequence, self._planned = producer, sequence, planned
         self._nodes = {node.name: node for node in nodes}
         self._access = access
@@ -113,10 +113,10 @@ class Coordinator:
     def __str__(self) -> str:
         return f"transaction {self._producer}/{self._sequence}"
 
-    # what the writers ask for
+    # for the writers
 
     def commit(self, parts: Mapping[str, Parts]) -> None:
-        """Publish these parts, by name of the node, unless the transaction has been published before."""
+        """Publish these parts, by name of the node, unless the transaction was published before."""
         try:
             states = self._states()
             if not _decided(states):
@@ -129,31 +129,30 @@ class Coordinator:
         self._settle()
 
     def _agree(self, states: Mapping[str, _State], parts: Mapping[str, Parts]) -> None:
-        """Nothing has been decided: promise and commit."""
+        """Nothing has been decided: prepare and commit."""
         if not parts:
             return
         first = min(states)
         if len(states) == 1:
             self._commit(first, self._note(parts), parts[first])
             return
-        # All of them, also those that have nothing to publish: any that is left after a crash must know.
+        # Also nodes with nothing to publish: after a crash, all must know the decision.
         wanted: dict[str, Parts] = {**dict.fromkeys(states, {}), **parts}
         note = self._note(wanted)
         for name in sorted(wanted):
             self._prepare(name, wanted[name], note, states[name].note)
         for name in sorted(wanted):
-            # With the first it is decided, and no promise of others can change that.
+            # The first commit decides; promises of others cannot change that.
             self._commit(name, note, None if name == first else wanted[name])
 
     def _note(self, parts: Iterable[str]) -> str:
-        """Whose promise it is, and to whom it is of interest."""
+        """Identifies this attempt, and names the nodes taking part if there is room."""
         owner = {"by": uuid4().hex, "planned": self._planned}
         note = json.dumps({**owner, "nodes": [[*self._nodes[name]] for name in sorted(parts)]})
         return note if len(note) <= MAX_NOTE else json.dumps(owner)
 
     def abort(self, *, for_good: bool) -> None:
-        """Drop what has been staged, if it is certain that nothing has been decided. Raises nothing: see
-        ABORT_S. `for_good`: nobody will repeat the batch and finish what has been begun."""
+        """Drop what is staged, unless it was decided. `for_good`: nobody repeats the batch."""
         self._retry_for = min(self._retry_for, ABORT_S)
         try:
             states = self._states()
@@ -163,19 +162,18 @@ class Coordinator:
                 for name, state in sorted(states.items()):
                     self._abort(name, state)
             elif is_decided and for_good:
-                logger.error("%s: the write is reported as failed, but is published all the same", self)
+                logger.error("%s: Spark reports the write as failed, but it is published", self)
                 self._settle()
         except NsparqError as error:
-            logger.warning("%s: what has been staged stays until it expires: %s", self, error)
+            logger.warning("%s: staged messages stay until they expire: %s", self, error)
 
     def _settle(self) -> None:
-        """It has been committed somewhere: everywhere, then. Raises TransactionDamaged once all has been done
-        that can be done."""
-        # Looked at anew, now that it is decided: nobody who takes part can seem not to have promised yet.
+        """A node has committed, so commit on all. Raises TransactionDamaged at the end."""
+        # Ask again: now that it is decided, every node that takes part shows its promise.
         states = self._states()
         decided = _decided(states)[0]
         note = states[decided].note
-        logger.warning("%s has been committed before; finishing that", self)
+        logger.warning("%s was committed before; completing it on all nodes", self)
         damage: TransactionDamaged | None = None
         for name, state in sorted(states.items()):
             if state.is_decided:
@@ -189,12 +187,12 @@ class Coordinator:
                 except TransactionDamaged as error:
                     damage = error
             else:
-                # Not a part of what was decided: the repetition has staged it.
+                # The repetition has staged this; it is not part of the decision.
                 self._abort(name, state)
                 if any(node.name == name for node in _named(note)):
                     damage = TransactionDamaged(
-                        f"{self}: what {self._nodes[name]} had promised is gone, and lost; {decided} has "
-                        f"committed its share. To accept that: POST "
+                        f"{self}: the messages that {self._nodes[name]} had promised are lost; {decided} has "
+                        f"committed its part. To accept the loss: POST "
                         f"{self._url(name, 'commit', self._sequence)} with the body "
                         '{"parts": {}}'
                     )
@@ -203,8 +201,8 @@ class Coordinator:
 
     def _damage(self, name: str, sequence: int) -> TransactionDamaged:
         return TransactionDamaged(
-            f"{self}: staged messages of batch {sequence} are damaged on {self._nodes[name]}, whose log says "
-            f"which. To go on without them: POST {self._url(name, 'resolve', sequence)}"
+            f"{self}: staged messages of batch {sequence} are damaged on {self._nodes[name]}; its log says "
+            f"which. To continue without them: POST {self._url(name, 'resolve', sequence)}"
         )
 
     def _url(self, name: str, verb: str, sequence: int) -> str:
@@ -214,7 +212,7 @@ class Coordinator:
     # nodes
 
     def _states(self) -> dict[str, _State]:
-        """Of all nodes, and of those that a promise names: they may have gone from nsqlookupd since."""
+        """States of all nodes, and of those that only a promise names."""
         states: dict[str, _State] = {}
         while missing := [name for name in sorted(self._nodes) if name not in states]:
             for name in missing:
@@ -224,7 +222,7 @@ class Coordinator:
         return states
 
     def _state(self, client: Client) -> _State:
-        answer = self._object(client.get("/transaction", **self._which))
+        answer = client.get("/transaction", **self._which).object()
         committed = answer.get("committed_sequence")
         if isinstance(committed, int):
             note = str(answer.get("committed_note") or "")
@@ -234,21 +232,21 @@ class Coordinator:
         return _State(state, str(answer.get("note") or ""), is_decided)
 
     def _prepare(self, name: str, parts: Parts, note: str, instead_of: str) -> None:
-        """Unless somebody else has promised something since we looked."""
+        """Prepare, unless another driver has prepared since this one asked for the state."""
         body = json.dumps({"parts": dict(parts), "note": note}).encode()
 
         def work(client: Client) -> None:
             try:
                 client.post("/transaction/prepare", body, **self._which, promise=instead_of)
             except Refused as refused:
-                # Its answer may have been lost, and then it is our own promise that is in the way.
+                # If the answer to our first request was lost, the conflict is with our own promise.
                 if refused.code != "WRONG_PROMISE" or self._state(client).note != note:
                     raise
 
         self._ask(name, work)
 
     def _commit(self, name: str, note: str, parts: Parts | None = None) -> None:
-        """These parts, or what has been prepared under this note."""
+        """Commit these parts or, without them, what was prepared with this note."""
         more: dict[str, str | int] = {} if self._remember_s is None else {"remember": self._remember_s}
         if parts is None:
             body = b""
@@ -257,14 +255,14 @@ class Coordinator:
             body = json.dumps({"parts": dict(parts), "note": note}).encode()
 
         def work(client: Client) -> dict[str, Any]:
-            return self._object(client.post("/transaction/commit", body, **self._which, **more))
+            return client.post("/transaction/commit", body, **self._which, **more).object()
 
-        # Either our answer was lost, and it was us, or somebody was faster.
+        # If it was committed before, either our own answer was lost, or another driver was faster.
         if self._ask(name, work).get("already_committed") and self._ask(name, self._state).note != note:
-            raise _Overtaken(f"{self} has been committed on {self._nodes[name]} by another driver")
+            raise _Overtaken(f"{self} was committed on {self._nodes[name]} by another driver")
 
     def _abort(self, name: str, state: _State) -> None:
-        """Drop what is staged there, unless more has come of it meanwhile."""
+        """Drop what is staged there, unless it was prepared or committed meanwhile."""
         if state.is_decided or state.state == "unknown":
             return
         with suppress(_Overtaken):
@@ -278,42 +276,32 @@ class Coordinator:
         return {"producer": self._producer, "sequence": self._sequence}
 
     def _ask(self, name: str, work: Callable[[Client], T]) -> T:
-        """What a node answers, however long it is away, within reason. All that is asked here may be asked
-        twice."""
+        """The answer of a node, after retries. All these requests may be sent twice."""
         client = self._clients.get(name)
         if client is None:
             client = self._clients[name] = Client(self._nodes[name].url, self._access)
-        patience = Patience(self._retry_for)
+        backoff = Backoff(self._retry_for)
         while True:
             try:
                 return work(client)
             except Refused as refused:
                 if refused.code in ("ALREADY_COMMITTED", "WRONG_PROMISE"):
-                    raise _Overtaken(f"{self}: another driver is at work: {refused}") from refused
+                    raise _Overtaken(f"{self}: another driver writes it too: {refused}") from refused
                 if refused.code == "INCOMPLETE_TRANSACTION":
                     reason = refused.details.get("reason", "")
                     raise StagingLost(
-                        f"{self}: {self._nodes[name]} has lost what was staged ({reason}); nothing of "
-                        "it has been published there"
+                        f"{self}: {self._nodes[name]} has lost staged messages ({reason}), and has published "
+                        "none of them"
                     ) from refused
                 if refused.code == "DAMAGED_TRANSACTION":
-                    # It may be an earlier one, which keeps this one waiting.
+                    # It may be an earlier transaction, which blocks this one.
                     raise self._damage(name, refused.details.get("sequence", self._sequence)) from refused
-                if refused.status < 500 or not patience.wait():
+                if refused.status < 500 or not backoff.wait():
                     raise
                 logger.warning("%s; trying again", refused)
             except Unreachable as error:
-                if not patience.wait():
-                    raise Unreachable(f"{error}, for {self._retry_for:g} s") from error
-
-    def _object(self, answer: Any) -> dict[str, Any]:
-        try:
-            content = answer.json()
-        except ValueError as error:
-            raise Unreachable(f"not what nsqd would answer: {error}") from error
-        if not isinstance(content, dict):
-            raise Unreachable("not what nsqd would answer")
-        return content
+                if not backoff.wait():
+                    raise Unreachable(f"{error}, for {self._retry_for:g} s (option retryFor)") from error
 
 
 def _decided(states: Mapping[str, _State]) -> list[str]:
@@ -321,7 +309,7 @@ def _decided(states: Mapping[str, _State]) -> list[str]:
 
 
 def _fingerprint(note: str) -> str:
-    """Empty if the note has none: it is of before, or not one of ours."""
+    """Empty if the note has none: it was written by an older version, or by another program."""
     try:
         return str(json.loads(note)["planned"])
     except (ValueError, TypeError, LookupError):
@@ -329,7 +317,7 @@ def _fingerprint(note: str) -> str:
 
 
 def _named(note: str) -> list[SinkNode]:
-    """The nodes in a promise's note; none, if it is not one of ours."""
+    """The nodes in a promise's note; none if another program wrote it."""
     try:
         return [SinkNode(str(name), str(url)) for name, url in json.loads(note)["nodes"]]
     except (ValueError, TypeError, LookupError):

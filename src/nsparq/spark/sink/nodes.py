@@ -1,8 +1,8 @@
-"""Which nsqd a sink publishes to, and what it may promise there.
+"""Chooses the nsqd that a sink publishes to, and the delivery guarantee there.
 
-Exactly once needs transactions, which nsparq's nsqd has and NSQ's own has not. A node that cannot be asked is
-waited for: neither may its absence weaken what is promised, nor may a node that took part in a batch be left
-out when the batch is repeated.
+Exactly-once needs transactions, which nsparq's nsqd has and NSQ's own does not. The sink waits for
+a node that does not answer: its absence must not weaken the guarantee, and a node that took part in
+a batch must take part again when the batch is repeated.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import logging
 import time
 from typing import Final, NamedTuple
 
-from nsparq.addresses import heard_address
 from nsparq.errors import NsparqError
 from nsparq.fetch import without_secrets
-from nsparq.spark.cluster.http_client import Access, Client, Patience, Refused, Unreachable, base_url
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access, Backoff, Refused, Unreachable, base_url
+from nsparq.spark.cluster.nodes import identify, known_nodes
 from nsparq.spark.options import NsqOptions, OptionError
 
 __all__ = ["Plan", "SinkNode", "find_plan"]
@@ -22,13 +23,12 @@ __all__ = ["Plan", "SinkNode", "find_plan"]
 logger = logging.getLogger(__name__)
 
 FRESH_S: Final = 5.0
-"""How long a plan is good for the next micro-batch: asking for each would cost more than an empty one
-does."""
+"""Age up to which a plan is used again: asking all nodes takes time."""
 
 
 class SinkNode(NamedTuple):
     name: str
-    """`broadcast address:HTTP port`, by its own word: the same nsqd by two addresses is one node."""
+    """`broadcast address:HTTP port`, as nsqd reports it, whatever address we used."""
     url: str
 
     def __str__(self) -> str:
@@ -36,42 +36,42 @@ class SinkNode(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the tasks of a write agree on."""
+    """Where and how all tasks of a write publish."""
 
     nodes: tuple[SinkNode, ...]
     exactly_once: bool
 
 
 class _Away(NsparqError):
-    """Somebody who has to be asked does not answer."""
+    """A daemon that has to be asked does not answer."""
 
 
 _plans: dict[NsqOptions, tuple[float, Plan]] = {}
-"""Of this process, which Spark uses again for the next micro-batch, with the time of each."""
+"""Plans and their times. Spark uses this process again for the next micro-batch."""
 _warned: set[tuple[str, ...]] = set()
 
 
 def find_plan(options: NsqOptions, *, wait: bool = True) -> Plan:
-    """Raises OptionError if exactly-once was asked for and cannot be, Refused, and Unreachable when somebody
-    is away: at once, or when time is up."""
+    """Raises OptionError if exactly-once is required and not possible, Refused, and Unreachable if
+    a daemon does not answer: at once, or with `wait` after retryFor."""
     known = _plans.get(options)
     if known is not None and time.monotonic() - known[0] < FRESH_S:
         return known[1]
-    patience = Patience(options.retry_for)
+    backoff = Backoff(options.retry_for)
     while True:
         try:
             plan = _ask(options)
             break
         except _Away as away:
             if known is not None and not options.nsqd:
-                # Only nsqlookupd is away, or one of the nodes that it named: those are as good as before.
-                logger.warning("%s; going on with the nsqd that are known", away)
+                # nsqlookupd is away, or a node that it named. The known nodes are still right.
+                logger.warning("%s; the sink continues with the known nsqd", away)
                 plan = known[1]
                 break
             if not wait:
                 raise Unreachable(str(away)) from away
-            if not patience.wait():
-                raise Unreachable(f"{away}, for {options.retry_for:g} s") from away
+            if not backoff.wait():
+                raise Unreachable(f"{away}, for {options.retry_for:g} s (option retryFor)") from away
     if len(_plans) > 100:
         _plans.clear()
     _plans[options] = time.monotonic(), plan
@@ -83,7 +83,7 @@ def _ask(options: NsqOptions) -> Plan:
     urls = [base_url(address) for address in options.nsqd]
     urls += [url for url in _discover(options, access) if url not in urls]
     if not urls:
-        raise _Away("nsqlookupd knows of no nsqd")
+        raise _Away("nsqlookupd knows no nsqd")
     if options.delivery == "at-least-once":
         return Plan(tuple(SinkNode(base_url(url), url) for url in urls), False)
     nodes: dict[str, SinkNode] = {}
@@ -92,14 +92,14 @@ def _ask(options: NsqOptions) -> Plan:
         with Client(url, access) as client:
             try:
                 has_transactions = _has_transactions(client)
-                name = _name(client)
+                name = identify(client).name
             except Unreachable as error:
                 raise _Away(str(error)) from error
             except Refused as error:
                 if error.status < 500:
                     raise
                 raise _Away(str(error)) from error
-            # It may have sent us to its HTTPS port.
+            # The client's URL, since nsqd may have sent the client to its HTTPS port.
             nodes.setdefault(name, SinkNode(name, client.url))
         if not has_transactions:
             lacking.append(without_secrets(url))
@@ -109,36 +109,33 @@ def _ask(options: NsqOptions) -> Plan:
     if options.delivery == "exactly-once":
         raise OptionError(
             f"option delivery: exactly-once needs the transactions of nsparq's nsqd, and "
-            f"{', '.join(lacking)} has none; write to another nsqd, or settle for at-least-once"
+            f"{', '.join(lacking)} has none. Write to another nsqd, or set delivery to at-least-once"
         )
     if (key := tuple(lacking)) not in _warned:
         _warned.add(key)
         logger.warning(
-            "the sink delivers AT LEAST ONCE: %s has no transactions, so that what is repeated after a "
-            "failure is published again",
+            "the sink delivers AT LEAST ONCE: %s has no transactions, so rows that are written again after "
+            "a failure are published again",
             ", ".join(lacking),
         )
     return Plan(found, False)
 
 
 def _discover(options: NsqOptions, access: Access) -> list[str]:
-    """What the nsqlookupds know, put together."""
-    urls: list[str] = []
+    """URLs of all nsqd that any nsqlookupd knows."""
+    urls: set[str] = set()
     failures: list[Exception] = []
     for address in options.nsqlookupd:
         with Client(address, access) as client:
             try:
-                for one in client.nodes():
-                    found = heard_address(one.get("broadcast_address"), one.get("http_port"))
-                    if found is not None:
-                        urls.append(f"http://{found}")
+                urls |= {node.url for node in known_nodes(client)}
             except (Unreachable, Refused) as error:
                 failures.append(error)
     if failures and len(failures) == len(options.nsqlookupd):
         raise _Away(str(failures[0])) from failures[0]
     for failure in failures:
         logger.warning("%s", failure)
-    return sorted(set(urls))
+    return sorted(urls)
 
 
 def _has_transactions(client: Client) -> bool:
@@ -149,15 +146,3 @@ def _has_transactions(client: Client) -> bool:
             return False
         raise
     return True
-
-
-def _name(client: Client) -> str:
-    try:
-        info = client.info()
-    except Refused as refused:
-        if refused.status not in (401, 403):
-            raise
-        # We may publish and not look: then it is called by its address.
-        info = {}
-    found = heard_address(info.get("broadcast_address"), info.get("http_port"))
-    return found or without_secrets(client.url).partition("://")[2]

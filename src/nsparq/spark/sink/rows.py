@@ -1,8 +1,7 @@
-"""Arrow batches into the requests that publish them, without a Python object per row.
+"""Turns Arrow batches into chunks to publish, without a Python object for each row.
 
-A column of bodies is framed as MPUB wants it, each body behind its size, by one join of two Arrow arrays;
-what goes over the wire are slices of the result. Rows for several topics, or of several delays, are sorted
-apart first.
+One join of two Arrow arrays puts each body behind its size, as in an MPUB; requests send slices of
+the result. Rows for several topics or with several delays are grouped first.
 
     4-byte count │ 4-byte size │ body │ 4-byte size │ body │ …          all numbers big endian
 """
@@ -37,11 +36,11 @@ __all__ = ["Chunk", "Chunks", "RowError", "SchemaError", "SinkColumns"]
 
 SIZE_BYTES: Final = 4
 MAX_JOINED: Final = 64 << 20
-"""Bytes framed at a time: Arrow's offsets are 32-bit numbers, and a batch of large rows may hold more."""
+"""Limit on bytes framed at a time, because Arrow's offsets have 32 bits."""
 MAX_WAITING: Final = 16 << 20
-"""Bytes of unfinished chunks, over all topics and delays, at which they are sent as they are."""
+"""Limit on bytes in incomplete chunks. Beyond it they are sent as they are."""
 MAX_PIECES: Final = 512
-"""Pieces of memory that one call hands to the system; it takes 1024."""
+"""Limit on buffers for one system call, which accepts 1024."""
 
 _DEFERS: Final = (ByteType, ShortType, IntegerType, LongType, DayTimeIntervalType)
 _FIX: Final = "for example df.selectExpr('to_json(struct(*)) AS body')"
@@ -50,19 +49,19 @@ Offsets = npt.NDArray[np.int64]
 
 
 class SchemaError(NsparqError, ValueError):
-    """The rows have columns that are no message; the text names the column and what to do."""
+    """The columns cannot be written as messages. The text names the column and what to do."""
 
     retry_helps = False
 
 
 class RowError(NsparqError, ValueError):
-    """A row that is no message; the text names it."""
+    """A row cannot be written as a message. The text names the row."""
 
     retry_helps = False
 
 
 class SinkColumns(NamedTuple):
-    """Where a row's body, topic and delay are."""
+    """Indexes of the columns with body, topic and delay."""
 
     body: int
     topic: int | None
@@ -76,8 +75,8 @@ class SinkColumns(NamedTuple):
             name = column.name.lower()
             if name not in cls._fields:
                 raise SchemaError(
-                    f"column {column.name!r} cannot be written to NSQ: a message is the column body, and "
-                    f"perhaps topic and defer. Leave it out, or put everything into the body: {_FIX}"
+                    f"column {column.name!r} cannot be written to NSQ: the columns of a sink are body, topic "
+                    f"and defer. Leave it out, or put everything into the body: {_FIX}"
                 )
             if name in found:
                 raise SchemaError(f"there are two columns {name!r}")
@@ -85,7 +84,7 @@ class SinkColumns(NamedTuple):
             found[name] = index
         if "body" not in found:
             raise SchemaError(
-                f"there is no column 'body', which is what a message is: name one so, or make one, {_FIX}"
+                f"there is no column 'body', the content of a message: rename a column, or make one, {_FIX}"
             )
         return cls(found["body"], found.get("topic"), found.get("defer"))
 
@@ -102,22 +101,20 @@ def _check_type(name: str, kind: DataType) -> None:
 
 
 class Chunk(NamedTuple):
-    """What one request publishes: messages of one topic and one delay."""
+    """Messages of one topic and one delay, published by one request."""
 
     topic: str
     defer_ms: int
     messages: int
     pieces: list[memoryview]
-    """The framed messages."""
     size: int
-    """Bytes of them."""
 
     @property
     def head(self) -> bytes:
         return struct.pack(">I", self.messages)
 
     def bodies(self) -> Iterator[bytes]:
-        """One by one, for those who cannot publish several."""
+        """The bodies one by one, for requests that can publish only one."""
         for piece in self.pieces:
             position = 0
             while position < len(piece):
@@ -127,13 +124,11 @@ class Chunk(NamedTuple):
                 position += size
 
     def largest(self) -> int:
-        """Bytes of the largest body: for a message about one that was refused."""
+        """Bytes of the largest body, for an error text."""
         return max(map(len, self.bodies()))
 
 
 class _Waiting:
-    """The beginning of a chunk."""
-
     __slots__ = ("count", "pieces", "size")
 
     def __init__(self) -> None:
@@ -143,8 +138,7 @@ class _Waiting:
 
 
 class Chunks:
-    """Rows in, chunks out: of about `chunk_bytes`, however rows are cut into batches. Rows of one topic and
-    one delay keep their order."""
+    """Collects rows into chunks. Rows of one topic and one delay keep their order."""
 
     def __init__(
         self,
@@ -154,21 +148,20 @@ class Chunks:
         where: str = "",
         refused: re.Pattern[str] | None = None,
     ) -> None:
-        """`topic` is for rows that name none; `where` is how a row's place is begun in an error's text;
-        `refused` are topics that no row may name."""
+        """`topic` is for rows without one; `where` names the task in error texts."""
         self._columns = columns
         self._refused = refused
         self._topic = topic
         self._chunk_bytes = chunk_bytes
         self._where = where
         self._row = 0
-        """Rows of earlier batches."""
+        """Number of rows in earlier batches."""
         self._waiting: dict[tuple[str, int], _Waiting] = {}
         self._waiting_bytes = 0
         self._valid: set[str] = set()
 
     def add(self, batch: pa.RecordBatch) -> Iterator[Chunk]:
-        """The chunks that are full now. Raises RowError."""
+        """The chunks that are complete now. Raises RowError."""
         if batch.num_rows:
             bodies = self._bodies(batch)
             for rows in _portions(bodies):
@@ -176,7 +169,6 @@ class Chunks:
                 self._row += len(rows)
 
     def finish(self) -> Iterator[Chunk]:
-        """What is left."""
         waiting, self._waiting = self._waiting, {}
         self._waiting_bytes = 0
         for (topic, defer_ms), one in waiting.items():
@@ -205,7 +197,7 @@ class Chunks:
             room = self._chunk_bytes - waiting.size
             fits = int(np.searchsorted(ends[low : high + 1], ends[low] + room, "right")) - 1
             if fits <= 0 and not waiting.count:
-                fits = 1  # larger than a chunk should be, and alone in one
+                fits = 1  # a body larger than `chunk_bytes` gets a chunk of its own
             if fits > 0:
                 piece = framed[int(ends[low]) : int(ends[low + fits])]
                 waiting.pieces.append(piece)
@@ -221,10 +213,10 @@ class Chunks:
     # columns
 
     def _bodies(self, batch: pa.RecordBatch) -> pa.Array:
-        """The bodies as Arrow's plain binary, checked."""
+        """The bodies as Arrow binary values, checked."""
         column = batch.column(self._columns.body)
         if column.null_count:
-            self._refuse(column.is_null(), "the body is null; filter such rows out, or give them one")
+            self._refuse(column.is_null(), "the body is null; filter such rows out, or fill in a body")
         large = pa.types.is_large_binary(column.type) or pa.types.is_large_string(column.type)
         bodies = column.cast(pa.large_binary() if large else pa.binary())
         empty = pc.equal(pc.binary_length(bodies), 0)
@@ -233,7 +225,7 @@ class Chunks:
         return bodies
 
     def _groups(self, batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int64] | None, list[tuple[str, int]]]:
-        """Which of the groups each row is of; None if there is only one."""
+        """The index of each row's group, None if there is only one; and the groups."""
         topics, topic_codes = self._topics(batch)
         defers, defer_codes = self._defers(batch)
         if len(topics) == 1 and len(defers) == 1:
@@ -248,23 +240,21 @@ class Chunks:
         return codes, groups
 
     def _topics(self, batch: pa.RecordBatch) -> tuple[list[str], npt.NDArray[np.int64] | None]:
-        """The distinct ones, and which of them each row has; None if all have the first."""
+        """The distinct topics, and the index of each row's topic; None if all have the first."""
         if self._columns.topic is None:
             assert self._topic is not None
             return [self._topic], None
         column = batch.column(self._columns.topic)
         if column.null_count:
             if self._topic is None:
-                self._refuse(
-                    column.is_null(), "the topic is null, and no option topic says where else it goes"
-                )
+                self._refuse(column.is_null(), "the topic is null, and option topic is not set")
             column = column.fill_null(self._topic)
         encoded = column.dictionary_encode()
         topics: list[str] = encoded.dictionary.to_pylist()
         for topic in topics:
             if topic not in self._valid:
                 if not is_valid_name(topic.encode()):
-                    text = f"{topic[:100]!r} is no name of a topic: 1 to 64 of A-Z a-z 0-9 . _ -"
+                    text = f"{topic[:100]!r} is not a valid topic name: 1 to 64 of A-Z a-z 0-9 . _ -"
                     self._refuse(pc.equal(column, topic), text)
                 if self._refused is not None and self._refused.fullmatch(topic):
                     text = f"{topic} is a topic that the query itself reads (option refuseTopics)"
@@ -279,7 +269,7 @@ class Chunks:
             return [0], None
         column = batch.column(self._columns.defer)
         if pa.types.is_duration(column.type):
-            # Milliseconds, and never less than was asked for.
+            # Rounded up to milliseconds.
             microseconds = column.cast(pa.duration("us")).cast(pa.int64())
             column = pc.divide(pc.add(microseconds, 999), 1000)
         column = column.cast(pa.int64()).fill_null(0)
@@ -295,14 +285,14 @@ class Chunks:
 
 
 def _ends(bodies: pa.Array) -> Offsets:
-    """Where each of them begins in their data, and where the last one ends."""
+    """Where each body begins in the data, and where the last one ends."""
     kind = np.int64 if pa.types.is_large_binary(bodies.type) else np.int32
     offsets = np.frombuffer(bodies.buffers()[1], kind)[bodies.offset : bodies.offset + len(bodies) + 1]
     return offsets.astype(np.int64)
 
 
 def _portions(bodies: pa.Array) -> Iterable[range]:
-    """Rows whose bodies can be framed together."""
+    """Ranges of rows with at most MAX_JOINED bytes, or of one row."""
     ends = _ends(bodies)
     if ends[-1] - ends[0] <= MAX_JOINED:
         return [range(len(bodies))]
@@ -316,9 +306,8 @@ def _portions(bodies: pa.Array) -> Iterable[range]:
 
 
 def _framed(bodies: pa.Array) -> tuple[memoryview, Offsets]:
-    """All of them, each behind its size, and where each frame begins. An Arrow array of four-byte sizes
-    joined with that of the bodies: ten times as fast as a mask in NumPy, five times as a loop over the
-    rows."""
+    """The bodies, each behind its size, and where each frame begins. Joining two Arrow arrays is
+    ten times as fast as a mask in NumPy, and five times as fast as a loop over the rows."""
     count = len(bodies)
     sizes = np.diff(_ends(bodies)).astype(">u4")
     positions = np.arange(0, SIZE_BYTES * count + 1, SIZE_BYTES, dtype=np.int32)

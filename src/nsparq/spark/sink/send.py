@@ -1,9 +1,8 @@
-"""A task's side of the sink: chunks on their way to nsqd, in order, several at a time, until each is
-answered.
+"""The task's part of the sink: sends chunks to nsqd, in order, several at a time.
 
-Two ways. Staged puts them aside for a transaction, each exactly once: a request says at which number its
-messages begin, so one whose answer was lost is sent again and nsqd knows it. Published publishes them; what
-was not answered is published again, to another nsqd if there is one.
+There are two senders. Staged stages chunks for a transaction, each exactly once: a request has the
+number of its first message, so nsqd recognises a request that is sent again. Published publishes
+them at once; a request without an answer is sent again, to another nsqd if there is one.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Final, NamedTuple, NoReturn
 from urllib.parse import quote
 
 from nsparq.errors import NsparqError
-from nsparq.spark.cluster.http_client import Access, Patience, Refused, Unreachable
+from nsparq.spark.cluster.http_client import Access, Answer, Backoff, Refused, Unreachable
 from nsparq.spark.sink.nodes import SinkNode
-from nsparq.spark.sink.pipe import Buffer, Pipe, Reply
+from nsparq.spark.sink.pipe import Buffer, Pipe
 from nsparq.spark.sink.rows import Chunk, RowError
 
 __all__ = ["AlreadyCommitted", "Published", "Sender", "Staged", "StagingLost"]
@@ -27,13 +26,13 @@ __all__ = ["AlreadyCommitted", "Published", "Sender", "Staged", "StagingLost"]
 logger = logging.getLogger(__name__)
 
 MAX_REQUESTS: Final = 32
-"""On their way at a time; nsqd reads no further."""
+"""Limit on unanswered requests; nsqd reads no further."""
 MAX_BYTES: Final = 2 << 20
-"""Of their bodies, unless it is one alone."""
+"""Limit on the bytes of unanswered requests, except for a single one."""
 
 
 class AlreadyCommitted(NsparqError):
-    """nsqd has this transaction: the batch is being repeated."""
+    """nsqd has committed this transaction before: the batch is being repeated."""
 
     def __init__(self, sequence: int) -> None:
         super().__init__(f"committed up to {sequence}")
@@ -41,7 +40,7 @@ class AlreadyCommitted(NsparqError):
 
 
 class StagingLost(NsparqError):
-    """nsqd does not hold what it has said to hold. Nothing of the transaction has been published."""
+    """nsqd has lost staged messages. Nothing of the transaction has been published."""
 
 
 class _Request(NamedTuple):
@@ -49,21 +48,21 @@ class _Request(NamedTuple):
     target: str
     body: Sequence[Buffer]
     end: int
-    """Messages sent with it and before it."""
+    """Number of messages in it and in all requests before it."""
 
 
 class _TryAgain(OSError):
-    """nsqd cannot do it now."""
+    """nsqd cannot carry out the request now."""
 
 
 class Sender(ABC):
-    """Raises RowError for what nsqd does not take, Refused, and Unreachable when time is up."""
+    """Raises RowError for messages that nsqd refuses, Refused, and Unreachable."""
 
     in_any_order = False
-    """Whether a request makes sense when one before it was not done."""
+    """Whether requests are independent of each other."""
 
     def __init__(self, nodes: Sequence[SinkNode], access: Access, retry_for: float) -> None:
-        """`nodes` in the order in which they are to be tried."""
+        """`nodes` are tried in this order."""
         self._nodes = nodes
         self._access = access
         self._retry_for = retry_for
@@ -72,19 +71,19 @@ class Sender(ABC):
         self._unanswered: deque[_Request] = deque()
         self._bytes = 0
         self._sent = 0
-        """How many of them have been sent on this connection."""
-        self._patience: Patience | None = None
-        """Since when nothing goes on."""
+        """How many of the unanswered requests were sent on this connection."""
+        self._backoff: Backoff | None = None
+        """Runs since the last answer, while requests fail."""
         self.messages = 0
-        """Given to us so far."""
+        """Number of messages passed to send() so far."""
 
     @abstractmethod
     def requests(self, chunk: Chunk) -> list[tuple[str, Sequence[Buffer], int]]:
-        """What has to be sent for it: targets, bodies, and the number of messages in each."""
+        """The requests for a chunk: target, body and number of messages of each."""
 
     @abstractmethod
-    def judge(self, request: _Request, reply: Reply) -> None:
-        """Returns if the request is done. Raises _TryAgain, or what is to end it all."""
+    def check(self, request: _Request, answer: Answer) -> None:
+        """Raises _TryAgain, or an error that ends the task."""
 
     def send(self, chunk: Chunk) -> None:
         for target, body, count in self.requests(chunk):
@@ -93,18 +92,18 @@ class Sender(ABC):
             self._unanswered.append(request)
             self._bytes += _size(request)
             try:
-                self._fill()
+                self._send_all()
             except OSError as error:
                 self._recover(error)
             while len(self._unanswered) > MAX_REQUESTS or (
                 self._bytes > MAX_BYTES and len(self._unanswered) > 1
             ):
-                self._take()
+                self._await_answer()
 
     def finish(self) -> int:
-        """Wait for all answers; gives the number of messages."""
+        """Wait for all answers. Returns the number of messages."""
         while self._unanswered:
-            self._take()
+            self._await_answer()
         return self.messages
 
     def close(self) -> None:
@@ -114,15 +113,13 @@ class Sender(ABC):
             with suppress(OSError):
                 pipe.close()
 
-    def _take(self) -> None:
-        """The next answer."""
+    def _await_answer(self) -> None:
         try:
-            self._hear()
+            self._receive()
         except OSError as error:
             self._recover(error)
 
-    def _fill(self) -> None:
-        """Send what has not been sent yet."""
+    def _send_all(self) -> None:
         while self._sent < len(self._unanswered):
             self._send_next()
 
@@ -130,85 +127,83 @@ class Sender(ABC):
         if self._pipe is None:
             self._pipe = Pipe(self._nodes[self._node].url, self._access)
         request = self._unanswered[self._sent]
-        # Counted before: of a request that was sent in part an answer may come as well.
+        # Counted before sending: nsqd may also answer a request that was sent in part.
         self._sent += 1
         self._pipe.send(request.target, request.body)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         assert self._pipe is not None
-        reply = self._pipe.receive()
-        self.judge(self._unanswered[0], reply)
-        self._drop()
-        self._patience = None
+        self.check(self._unanswered[0], self._pipe.receive())
+        self._pop()
+        self._backoff = None
 
-    def _drop(self) -> _Request:
+    def _pop(self) -> _Request:
         request = self._unanswered.popleft()
         self._bytes -= _size(request)
         self._sent -= 1
         return request
 
     def _recover(self, error: OSError) -> None:
-        """The connection is of no use any more: have another, in time."""
+        """Open another connection, with retries, and send the unanswered requests again."""
         if isinstance(error, _TryAgain) and self.in_any_order:
             self._keep_failed()
         elif self._pipe is not None and not isinstance(error, (TimeoutError, _TryAgain)):
-            # nsqd may have said why before it closed.
+            # nsqd may have answered before it closed the connection.
             with suppress(OSError):
                 while self._sent:
-                    self._hear()
+                    self._receive()
         self.close()
         while self._unanswered:
             node = self._nodes[self._node]
-            if self._patience is None:
-                self._patience = Patience(self._retry_for)
+            if self._backoff is None:
+                self._backoff = Backoff(self._retry_for)
                 logger.warning("%s: %s; trying again", node, error)
-            if not self._patience.wait():
-                raise Unreachable(f"{node}: {error}, for {self._retry_for:g} s") from error
+            if not self._backoff.wait():
+                raise Unreachable(f"{node}: {error}, for {self._retry_for:g} s (option retryFor)") from error
             self._node = (self._node + 1) % len(self._nodes)
             try:
-                # One alone first, so that something goes on even if connections do not last.
+                # A single request first: progress even if connections are short-lived.
                 self._send_next()
-                self._hear()
-                self._fill()
+                self._receive()
+                self._send_all()
                 return
             except OSError as next_error:
                 error = next_error
                 self.close()
 
     def _keep_failed(self) -> None:
-        """One was refused for now. Those behind it may have been done, and are not to be sent again."""
-        failed = [self._drop()]
+        """Keep only the failed requests: others behind the first may have succeeded."""
+        failed = [self._pop()]
         with suppress(OSError):
             while self._sent:
                 try:
-                    self._hear()
+                    self._receive()
                 except _TryAgain:
-                    failed.append(self._drop())
+                    failed.append(self._pop())
         for request in reversed(failed):
             self._unanswered.appendleft(request)
             self._bytes += _size(request)
 
-    def _refuse(self, request: _Request, reply: Reply) -> NoReturn:
-        chunk, code = request.chunk, reply.code
+    def _raise_for(self, request: _Request, answer: Answer) -> NoReturn:
+        chunk, code = request.chunk, answer.code
         node = self._nodes[self._node]
-        if reply.status >= 500 or reply.status in (408, 429):
-            raise _TryAgain(f"{reply.status} {code}")
-        if reply.status == 413:
+        if answer.status >= 500 or answer.status in (408, 429):
+            raise _TryAgain(f"{answer.status} {code}")
+        if answer.status == 413:
             raise RowError(
-                f"{node} does not take a message of topic {chunk.topic}: {code}; the largest of those that "
-                f"were sent with it has {chunk.largest()} bytes (see nsqd's --max-msg-size and "
-                "--max-body-size)"
+                f"{node} refuses messages of topic {chunk.topic}: {code}. The largest one of the request has "
+                f"{chunk.largest()} bytes (see nsqd's --max-msg-size and --max-body-size)"
             )
         if "DEFER" in code:
             raise RowError(
-                f"{node} does not take a delay of {chunk.defer_ms} ms (see nsqd's --max-req-timeout): {code}"
+                f"{node} refuses a delay of {chunk.defer_ms} ms (see nsqd's --max-req-timeout): {code}"
             )
-        raise Refused(f"POST {node}{request.target.partition('?')[0]}", reply.status, code, reply.details())
+        path = request.target.partition("?")[0]
+        raise Refused(f"POST {node}{path}", answer.status, code, answer.details())
 
 
 class Staged(Sender):
-    """Puts chunks aside on one node, in one part of a transaction. Raises AlreadyCommitted, StagingLost
-    too."""
+    """Stages one part of a transaction. Also raises AlreadyCommitted, StagingLost."""
 
     def __init__(
         self, node: SinkNode, access: Access, retry_for: float, producer: str, sequence: int, part: str
@@ -222,22 +217,22 @@ class Staged(Sender):
             target += f"&defer={chunk.defer_ms}"
         return [(target, [chunk.head, *chunk.pieces], chunk.messages)]
 
-    def judge(self, request: _Request, reply: Reply) -> None:
-        details = reply.details()
-        match reply.status, reply.code:
+    def check(self, request: _Request, answer: Answer) -> None:
+        details = answer.details()
+        match answer.status, answer.code:
             case 200, _ if details.get("messages") == request.end:
                 return
             case 409, "WRONG_POSITION" if details.get("messages", 0) >= request.end:
-                # It had come before, and only its answer was lost.
+                # nsqd has the messages; only its first answer was lost.
                 return
             case (200, _) | (409, "WRONG_POSITION"):
                 raise StagingLost(
-                    f"{self._nodes[0]} holds {details.get('messages')} messages of a part where it should "
-                    f"hold {request.end - request.chunk.messages} or {request.end}"
+                    f"{self._nodes[0]} has {details.get('messages')} messages of a part and should have "
+                    f"{request.end - request.chunk.messages} or {request.end}"
                 )
             case 409, "ALREADY_COMMITTED":
                 raise AlreadyCommitted(int(details["sequence"]))
-        self._refuse(request, reply)
+        self._raise_for(request, answer)
 
 
 class Published(Sender):
@@ -248,14 +243,14 @@ class Published(Sender):
     def requests(self, chunk: Chunk) -> list[tuple[str, Sequence[Buffer], int]]:
         topic = quote(chunk.topic)
         if chunk.defer_ms:
-            # NSQ has no way to publish several deferred messages together.
+            # NSQ cannot publish several deferred messages in one request.
             target = f"/pub?topic={topic}&defer={chunk.defer_ms}"
             return [(target, [body], 1) for body in chunk.bodies()]
         return [(f"/mpub?topic={topic}&binary=true", [chunk.head, *chunk.pieces], chunk.messages)]
 
-    def judge(self, request: _Request, reply: Reply) -> None:
-        if reply.status != 200:
-            self._refuse(request, reply)
+    def check(self, request: _Request, answer: Answer) -> None:
+        if answer.status != 200:
+            self._raise_for(request, answer)
 
 
 def _size(request: _Request) -> int:

@@ -1,8 +1,9 @@
-"""The writers of `format("nsq")`: tasks stage or publish what Spark hands them as Arrow, the driver commits.
+"""The sink's side of Spark's API: tasks stage or publish Arrow batches, the driver commits.
 
-A micro-batch, or a batch job, is one transaction of nsqd: its producer is the query, its sequence number the
-batch. Tasks name their parts anew each time, so that nothing of an earlier run is ever added to, and the
-driver commits the parts of those tasks that Spark says have succeeded.
+A micro-batch, or a batch job, is one transaction of nsqd: the query is its producer, the batch id
+its sequence number. Each attempt of a task stages under a new part name, so it never adds to the
+messages of an earlier attempt. The driver commits the parts of the tasks that Spark reports as
+successful.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ __all__ = ["NsqStreamWriter", "NsqWriter", "PublishedRows", "StagedRows"]
 logger = logging.getLogger(__name__)
 
 FORGET_S: Final = 600
-"""For how long nsqd remembers a batch job, which never comes again: as long as its commit may take."""
+"""How long nsqd remembers a batch job, which is never repeated: as long as its commit may take."""
 
 
 @dataclass(frozen=True)
 class StagedRows(WriterCommitMessage):
-    """What a task has put aside."""
+    """Messages that a task has staged."""
 
     producer: str
     sequence: int
     nodes: tuple[SinkNode, ...]
-    """All that the write was planned for."""
+    """All nodes of the write."""
     node: str
     part: str
     messages: int
@@ -52,7 +53,7 @@ class StagedRows(WriterCommitMessage):
 
 @dataclass(frozen=True)
 class PublishedRows(WriterCommitMessage):
-    """What a task has published for good."""
+    """Messages that a task has published."""
 
     messages: int
 
@@ -61,8 +62,6 @@ Messages = Sequence[WriterCommitMessage | None]
 
 
 class Task(NamedTuple):
-    """Who is writing."""
-
     partition: int = 0
     attempt: int = 0
     query_id: str | None = None
@@ -78,26 +77,26 @@ class Task(NamedTuple):
         return cls(context.partitionId(), context.attemptNumber(), query_id, int(batch_id or 0))
 
 
-class _Writing:
-    """What both writers do. It goes to the tasks as it is."""
+class _Writer:
+    """Common part of both writers. Spark pickles it for the tasks."""
 
     def __init__(self, schema: StructType, options: NsqOptions) -> None:
         """Raises SchemaError, OptionError, Refused."""
         self._columns = SinkColumns.of(schema)
         if self._columns.topic is None and options.topic is None:
-            raise OptionError("option topic is missing: name a topic, or have a column 'topic' that does")
+            raise OptionError("option topic is missing: set it, or add a column 'topic'")
         self._options = options
         self._plan: Plan | None = None
-        # One is made to plan a write, and another to commit or abort it, which must not have to wait here.
+        # Do not wait here: Spark makes another writer only to commit.
         with suppress(Unreachable):
             self._plan = find_plan(options, wait=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """On its way to the tasks, who have to agree on where they write."""
-        self._planned()
+        """Pickled for the tasks, which all need the same plan."""
+        self._get_plan()
         return self.__dict__
 
-    def _planned(self) -> Plan:
+    def _get_plan(self) -> Plan:
         """Raises OptionError, Unreachable."""
         if self._plan is None:
             self._plan = find_plan(self._options)
@@ -106,7 +105,7 @@ class _Writing:
     def _write(self, batches: Iterator[pa.RecordBatch], producer: str, sequence: int) -> WriterCommitMessage:
         prepare_worker()
         task = Task.current()
-        options, plan = self._options, self._planned()
+        options, plan = self._options, self._get_plan()
         access = Access.of(options)
         first = (task.partition + sequence) % len(plan.nodes)
         nodes = [*plan.nodes[first:], *plan.nodes[:first]]
@@ -118,10 +117,10 @@ class _Writing:
         try:
             messages = self._send(staged, batches, task)
         except AlreadyCommitted as known:
-            # The driver's commit will look closer.
+            # The driver's commit compares the fingerprint too.
             check_replay(producer, sequence, "", known.sequence, "")
-            logger.info("batch %d has been published before; nothing is sent", sequence)
-            # To the end: what comes before us in the task, a state store or a metric, is to see all rows.
+            logger.info("batch %d was published before; nothing is sent", sequence)
+            # Read all rows: a state store or a metric earlier in the task has to see them.
             for _ in batches:
                 pass
             messages = 0
@@ -178,12 +177,12 @@ class _Writing:
                 coordinator.abort(for_good=for_good)
 
 
-class NsqWriter(_Writing, DataSourceArrowWriter):
-    """Of a batch: `df.write.format("nsq")`. All of it is published, or nothing."""
+class NsqWriter(_Writer, DataSourceArrowWriter):
+    """`df.write.format("nsq")`. Publishes all rows or none."""
 
     def __init__(self, schema: StructType, options: NsqOptions, overwrite: bool) -> None:
         if overwrite:
-            raise OptionError('a topic can only be added to: write with mode("append")')
+            raise OptionError('a topic cannot be overwritten: write with mode("append")')
         super().__init__(schema, options)
         self._is_named = options.producer is not None
         self._producer = options.producer or f"spark-job:{uuid4().hex}"
@@ -196,18 +195,17 @@ class NsqWriter(_Writing, DataSourceArrowWriter):
         self._commit(messages, None if self._is_named else FORGET_S, self._options.fingerprint or "")
 
     def abort(self, messages: Messages) -> None:
-        # A named one will be repeated by whoever named it.
+        # Whoever named the producer repeats the batch.
         self._abort(messages, for_good=not self._is_named)
 
 
-class NsqStreamWriter(_Writing, DataSourceStreamArrowWriter):
-    """Of a stream: `df.writeStream.format("nsq")`. Each micro-batch is published once, however often it is
-    run."""
+class NsqStreamWriter(_Writer, DataSourceStreamArrowWriter):
+    """`df.writeStream.format("nsq")`. Publishes each micro-batch exactly once."""
 
     def __init__(
         self, schema: StructType, options: NsqOptions, overwrite: bool, checkpoint: str = ""
     ) -> None:
-        """`overwrite` is for output mode `complete`: each time the whole result is published."""
+        """`overwrite` is true in output mode `complete`: each batch publishes the whole result."""
         super().__init__(schema, options)
         self._checkpoint = checkpoint
 
@@ -217,7 +215,7 @@ class NsqStreamWriter(_Writing, DataSourceStreamArrowWriter):
         if producer is None:
             if task.query_id is None:
                 raise NsparqError(
-                    "Spark does not say which query this is; set the option producer to a name for it"
+                    "Spark does not tell the task its query; set option producer to a name for the query"
                 )
             producer = f"spark:{task.query_id}"
         return self._write(iterator, producer, task.batch_id)

@@ -1,7 +1,8 @@
-"""Raw batches of a log as Arrow record batches: columns for thousands of rows at once, nothing row by row.
+"""Turns raw batches of a log into Arrow record batches, thousands of rows at once.
 
-The broker's batches are of any size, often of one message. They are joined, and cut, to record batches that
-Spark likes; the bodies are copied once, in the kernel, which checks the checksums on the way.
+nsqd's batches have any size, often one message. They are joined and cut to record batches of a size
+that suits Spark. The compiled kernel copies the bodies once and verifies their checksums at the
+same time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["MAX_BYTES", "MAX_ROWS", "RowBuilder", "unpack"]
 
 MAX_ROWS: Final = 10_000
 MAX_BYTES: Final = 8 << 20
-"""Of a record batch, about. Only a single message can be more."""
+"""About the limit of a record batch. Only a single message can be larger."""
 
 Longs = npt.NDArray[np.int64]
 
@@ -31,12 +32,12 @@ class Unpacked(NamedTuple):
     """Messages of several batches."""
 
     heads: Longs
-    """Of each batch a line: sequence, publish time, due time, count."""
+    """A row for each batch: sequence, publish time, due time, count."""
     offsets: bytes
-    """Where each body begins and the last one ends: native 32-bit numbers."""
+    """Where each body begins and the last one ends, as native 32-bit numbers."""
     data: bytes
     position: int
-    """Where to go on in the buffer."""
+    """Where the next batch begins in the buffer."""
 
     def sequences(self) -> Longs:
         counts = self.heads[:, 3]
@@ -50,15 +51,14 @@ class Unpacked(NamedTuple):
 def unpack(
     buffer: bytes, position: int, start: int, end: int, max_rows: int = MAX_ROWS, max_bytes: int = MAX_BYTES
 ) -> Unpacked | None:
-    """The next messages from `start` to before `end`, whole batches of them; None if there are no more in
-    this buffer. Raises CorruptRange at bytes that are not what was written."""
+    """The next whole batches between `start` and `end`, if any. Raises CorruptRange."""
     if kernel.unpack_batches is not None:
         heads, offsets, data, position = kernel.unpack_batches(
             buffer, position, start, end, max_rows, max_bytes
         )
         if heads:
             return Unpacked(np.frombuffer(heads, np.int64).reshape(-1, 4), offsets, data, position)
-    # Without the kernel; and where it stopped, to say why.
+    # Without the kernel. Also where the kernel stopped, to find the reason.
     return _unpack(buffer, position, start, end, max_rows, max_bytes)
 
 
@@ -91,7 +91,7 @@ def _unpack(
     if not heads:
         return None
     if size > np.iinfo(np.int32).max:
-        raise OverflowError(f"a batch of {size} bytes is more than a column of Spark can hold")
+        raise OverflowError(f"a batch of {size} bytes is too large for a column of Spark")
     offsets = np.zeros(rows + 1, np.int32)
     np.cumsum(np.concatenate(lengths), out=offsets[1:])
     return Unpacked(np.array(heads, np.int64), offsets.tobytes(), b"".join(pieces), position)
@@ -103,8 +103,8 @@ class RowBuilder:
     def __init__(self, schema: pa.Schema, topic: str, node: str, first_id: int) -> None:
         self._schema = schema
         self.reached = 0
-        """The number behind the last one that was built, or left out."""
-        # With the node's number in its highest bits it does not fit a signed number.
+        """The number after the last message that was built or left out."""
+        # Unsigned, because the node id is in its highest bits.
         self._first_id = np.uint64(first_id)
         known: dict[str, Callable[[_Run], pa.Array]] = {
             "topic": _repeated(topic),
@@ -126,8 +126,7 @@ class RowBuilder:
     def build(
         self, buffer: bytes, start: int, end: int, gaps: Sequence[tuple[int, int]] = ()
     ) -> Iterator[pa.RecordBatch]:
-        """The messages of a buffer from `start` to before `end`, without those whose numbers lie in `gaps`:
-        they have been emptied. Raises CorruptRange."""
+        """The messages from `start` to before `end`, without `gaps`. Raises CorruptRange."""
         position = 0
         while (found := unpack(buffer, position, start, end)) is not None:
             position = found.position
@@ -145,7 +144,7 @@ class _Run(NamedTuple):
     sequences: Longs
     of: Unpacked
     first: int
-    """Which of its messages."""
+    """Index of the first row in `of`."""
 
     def timestamps_us(self) -> Longs:
         return self.of.timestamps_us()[self.first : self.first + len(self.sequences)]
@@ -158,7 +157,7 @@ class _Run(NamedTuple):
 def _runs(
     sequences: Longs, start: int, end: int, gaps: Iterable[tuple[int, int]], offsets: bytes
 ) -> Iterator[tuple[int, int]]:
-    """The rows that count, in pieces that are not too long."""
+    """The rows between `start` and `end` outside of gaps, in pieces of limited size."""
     borders = [int(n) for n in np.searchsorted(sequences, [start, end])]
     for low, high in sorted(gaps):
         inside = np.clip(np.searchsorted(sequences, [low, high]), borders[0], borders[-1]).tolist()
@@ -166,7 +165,7 @@ def _runs(
     ends = np.frombuffer(offsets, np.int32)
     for low, high in zip(borders[::2], borders[1::2], strict=True):
         while low < high:
-            # As many as fit, but one in any case.
+            # As many as fit, but at least one.
             fitting = int(np.searchsorted(ends, ends[low] + MAX_BYTES, "right")) - 1
             stop = min(high, low + MAX_ROWS, max(low + 1, fitting))
             yield low, stop
@@ -178,7 +177,7 @@ def _primitive(kind: pa.DataType, values: Longs) -> pa.Array:
 
 
 def _repeated(text: str) -> Callable[[_Run], pa.Array]:
-    """The same in each row: made once, and handed out in the length that is wanted."""
+    """A column with the same text in each row: built once, then sliced."""
     raw = text.encode()
     offsets = np.arange(0, len(raw) * (MAX_ROWS + 1), len(raw), dtype=np.int32)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(raw * MAX_ROWS)]

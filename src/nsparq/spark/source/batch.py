@@ -1,6 +1,6 @@
-"""Log mode as Spark sees it: what travels to the tasks, and a batch.
+"""Log mode's side of Spark's API: the tasks of all readers, and the reader of a batch.
 
-The stream is in log_reader.py, which needs a newer Spark.
+The reader of a stream is in stream.py, which needs Spark 4.2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LogPartition(InputPartition):
 
 
 class LogReader:
-    """What both have in common: a task's part. Of the driver's part nothing goes with it."""
+    """Common part of the readers. Spark pickles it for the tasks."""
 
     def __init__(self, schema: StructType, options: NsqOptions) -> None:
         self._options = options
@@ -52,7 +52,7 @@ class LogReader:
         return LogSource(self._options)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        # Spark makes up a partition, of nothing, where there is none.
+        # Without partitions Spark passes one with the value None.
         if partition.value is not None:
             prepare_worker()
             for work in partition.value:
@@ -60,7 +60,7 @@ class LogReader:
 
 
 class LogBatchReader(LogReader, DataSourceReader):
-    """`spark.read`"""
+    """`spark.read`."""
 
     def __init__(self, schema: StructType, options: NsqOptions) -> None:
         super().__init__(schema, options)
@@ -75,8 +75,8 @@ class LogBatchReader(LogReader, DataSourceReader):
 
 
 class FilteredBatchReader(LogBatchReader):
-    """The same with filters of Spark's: option pushFilters. Spark refuses a reader that has this method,
-    unless its own setting for it is on."""
+    """The reader with option pushFilters. A class of its own, because Spark rejects a reader that
+    has this method unless its setting for filter push-down is on."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         return [one for one in filters if not self._filters.take(one)]

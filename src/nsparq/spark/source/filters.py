@@ -1,7 +1,8 @@
-"""Filters that Spark pushes down to a batch: which logs they leave to be read, and which part of each.
+"""Filters that Spark pushes down to a batch: they decide which logs are read, and which part of
+each.
 
-A filter is *settled* if no row that is read can fail it. Spark tests rows for all others, though they may
-have narrowed what is read.
+A filter is *settled* if every row that is read passes it. Spark tests the rows with all other
+filters, though these may have narrowed the range too.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pyspark.sql.datasource import Filter
 __all__ = ["CLOCK_SLACK_NS", "Filters"]
 
 CLOCK_SLACK_NS: Final = 300 * 10**9
-"""How far nsqd's clock may have been set back. By a clock that runs evenly messages are in the order of their
-times, and a time is searched for by that order."""
+"""How far nsqd's clock may have been set back. The search for a time assumes that messages are in
+the order of their times, which holds while the clock runs evenly."""
 
 _TESTS: Final[dict[str, Callable[[str, Any], bool]]] = {
     "EqualTo": lambda text, value: text == value,
@@ -35,23 +36,23 @@ _BOUNDS: Final[dict[str, tuple[int | None, int | None]]] = {
     "LessThan": (None, 0),
     "LessThanOrEqual": (None, 1),
 }
-"""What to add to a value to get the lowest number that passes, and the one behind the highest."""
+"""What to add to the value for the lowest number that passes, and for the one after the highest."""
 
 
 class Filters:
-    """All of them together. Plain values: it travels with the reader."""
+    """All pushed filters of a read. Holds plain values, since Spark pickles it with the reader."""
 
     def __init__(self) -> None:
         self._names: list[tuple[str, str, Any, bool]] = []
-        """Tests of a topic or a node: column, kind, value, and whether the result must be true."""
+        """Tests of a topic or a node: column, kind, value, and the required result."""
         self.low, self.high = 0, 1 << 63
-        """Offsets that pass; `high` does not."""
+        """Offsets that pass: from `low` to before `high`."""
         self.since_us: int | None = None
         self.until_us: int | None = None
-        """Times that pass, in microseconds; the latter does not."""
+        """Times that pass, in microseconds: from `since_us` to before `until_us`."""
 
     def take(self, given: Filter) -> bool:
-        """Note what it says. True if that settles it."""
+        """Apply a filter. Returns whether it is settled."""
         is_negated = isinstance(given, datasource.Not)
         one: Any = given.child if isinstance(given, datasource.Not) else given
         kind = type(one).__name__
@@ -71,7 +72,7 @@ class Filters:
 
     def _take_name(self, column: str, kind: str, value: Any, is_negated: bool) -> bool:
         texts = value if kind == "In" else [value]
-        # Compared with null nothing is true, and nothing is false.
+        # A comparison with null is neither true nor false.
         if kind not in _TESTS or not all(isinstance(text, str) for text in texts):
             return False
         self._names.append((column, kind, value, not is_negated))
@@ -104,8 +105,6 @@ class Filters:
             until = us + more_high
             self.until_us = until if self.until_us is None else min(until, self.until_us)
 
-    # what is left
-
     def wants(self, topic: str, node: str) -> bool:
         names = {"topic": topic, "node": node}
         return all(
@@ -113,8 +112,7 @@ class Filters:
         )
 
     def narrowed(self, first: int, last: int, at_time: Callable[[int], int]) -> tuple[int, int]:
-        """A range of a log, without what cannot pass. `at_time` gives the number of the first message that
-        was published at a time, in nanoseconds, or later."""
+        """The part of a range that may pass. `at_time` returns the place of a time in ns."""
         first, last = max(first, self.low), min(last, self.high)
         if first < last and self.since_us is not None:
             first = max(first, at_time(self.since_us * 1000 - CLOCK_SLACK_NS))

@@ -1,7 +1,8 @@
-"""The arithmetic of planning: how a limit is shared out, how a range is cut, where a time lies. No I/O.
+"""The arithmetic of planning: shares a limit out, cuts ranges, searches a time. No I/O.
 
-Sequence numbers have gaps: a broker that was killed goes on at a number far ahead. So a range of numbers says
-little about how many messages it holds, and what is to be known of it is asked for, through a function.
+Sequence numbers have gaps: an nsqd that was killed continues at a number far ahead. So the length
+of a range says little about how many messages it has. Functions passed in by the caller look into
+the log.
 """
 
 from __future__ import annotations
@@ -10,39 +11,38 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heapreplace
 from typing import Final, NamedTuple
 
-__all__ = ["Stretch", "begins_epoch", "find_time", "join", "piece_bytes", "share", "split"]
+__all__ = ["RANGE_COST", "BatchHeads", "begins_epoch", "find_time", "join", "piece_bytes", "share", "split"]
 
 MAX_PIECES: Final = 10_000
-"""Of one range. More tasks than that help nobody."""
+"""Limit on the pieces of one range."""
 SPREAD: Final = 4
-"""Tasks that a batch is spread over, if it is not tiny: one core should not be busy and the others idle."""
+"""Tasks of a batch that is not tiny, so that one core is not busy while the others are idle."""
 TINY: Final = 8 << 20
-"""Bytes. A task costs as much as reading some of them."""
+"""Bytes that are too few for a task of their own, because starting a task has a cost."""
 RANGE_COST: Final = 64 << 10
-"""Bytes too, and what a range costs beside its own: a request for it."""
-
+"""Cost of the request for a range, in bytes that could be read in the same time."""
 
 EPOCH: Final = 1 << 12
-"""A log that was not closed cleanly goes on at a multiple of this number."""
+"""A log that was not closed cleanly continues at a multiple of this number."""
 
 
 def begins_epoch(number: int) -> bool:
-    """Whether it is the number from which a log has gone on after a crash."""
+    """Whether a log may have continued at this number after a crash."""
     return number % EPOCH == 0
 
 
 def share(wanted: Sequence[int], limit: int) -> list[int]:
-    """Share out `limit` in proportion to what each wants: all of it, if they want more, and something to each
-    that wants something, as far as it goes."""
+    """Share `limit` out in proportion to what each wants. All of it is used if they want more, and
+    everyone who wants something gets something, as far as the limit allows."""
     total = sum(wanted)
     if total <= limit:
         return [*wanted]
     given = [want * limit // total for want in wanted]
-    # What rounding has left goes to the greatest remainders; the order decides between equals.
+    # What is left after rounding goes to the greatest remainders; among equals to the first.
     order = sorted(range(len(wanted)), key=lambda i: (-(wanted[i] * limit % total), i))
     for i in order[: limit - sum(given)]:
         given[i] += 1
-    # Who would get nothing takes one from whoever has the most. A heap, since there may be thousands.
+    # Whoever would get nothing takes one from the one with the most.
     richest = [(-count, i) for i, count in enumerate(given) if count > 1]
     heapify(richest)
     for i, want in enumerate(wanted):
@@ -57,12 +57,12 @@ def share(wanted: Sequence[int], limit: int) -> list[int]:
 
 
 def piece_bytes(total: int, most: int) -> int:
-    """How much a task is to read of a batch of `total` bytes."""
+    """Bytes for each task of a batch of `total` bytes."""
     return min(most, max(TINY, -(-total // SPREAD)))
 
 
 def join(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Put neighbours together, as long as they are no more than `most`: where each group begins and ends."""
+    """Group neighbours up to a total size of `most`. Returns where each group begins and ends."""
     groups: list[tuple[int, int]] = []
     first = total = 0
     for i, size in enumerate(sizes):
@@ -78,8 +78,8 @@ def split(
 ) -> list[tuple[int, int]]:
     """Cut the numbers from `start` to before `end` into pieces of about `size`, all about equal.
 
-    `first_from` gives the number of the first message at or after a number. With it gaps are left out where
-    they matter: those that are long, compared with a piece. Without it there are none.
+    `first_from` returns the number of the first message at or after a number; None stands for a log
+    without gaps. Gaps that are long compared with a piece are left out.
     """
     if first_from is None:
         return _even(start, end, size) if start < end else []
@@ -115,22 +115,24 @@ def _join(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-class Stretch(NamedTuple):
-    """A short piece of a log: some neighbouring batches."""
+class BatchHeads(NamedTuple):
+    """The heads of some consecutive batches of a log."""
 
     heads: Sequence[tuple[int, int]]
-    """Of each the first number and the publish time."""
+    """First number and publish time of each batch."""
     next: int
-    """The number behind the last."""
+    """The number after the last batch."""
 
 
-def find_time(earliest: int, latest: int, time_ns: int, read: Callable[[int], Stretch]) -> int:
+def find_time(earliest: int, latest: int, time_ns: int, read: Callable[[int], BatchHeads]) -> int:
     """The first message published at or after a time; `latest` if there is none.
 
-    `read` gives the stretch that holds a number, or else the first one behind it.
+    `read` returns some batches from the one with a given number on, or from the first one behind
+    it.
     """
     low, high, answer = earliest, latest, latest
-    # What lies before `low` is older; `answer` is right if nothing from `low` to before `high` is not.
+    # Everything before `low` is older than the time. `answer` is right if everything before `high`
+    # is, too.
     while low < high:
         middle = (low + high) // 2
         heads, following = read(middle)

@@ -1,4 +1,4 @@
-"""Where a query stands in the logs it reads: what Spark keeps in the checkpoint, and what a user may write.
+"""Offsets of log mode, as Spark keeps them in the checkpoint, and positions that a user may write.
 
     {
         "logs": {"orders": {"10.0.0.5:4151": ["986586ac824442cfa187e6e47a79a13b", 7351273428881409]}},
@@ -6,12 +6,12 @@
         "version": 2
     }
 
-`logs`: by topic and node, the incarnation of the log, and the first sequence number not read yet. `query`:
-who owns the channel; made when the query begins, and empty if it owns none. `began`, in the first offset
-alone: the logs as they were at the beginning, which Spark does not write down and would ask for again after a
-crash. Version 1 had the logs alone, without a version.
+`logs`: by topic and node, the incarnation of the log and the first unread sequence number. `query`:
+the id that owns the channel, made when the query begins; empty if the query owns none. `began`,
+only in the first offset: the logs at the beginning, which Spark does not write down and would ask
+for again after a crash. Version 1 had only the logs, and no version.
 
-Spark compares offsets as texts, so there is one way to write them: sorted.
+Spark compares offsets as texts, so the keys are always sorted.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ MAX_SEQUENCE: Final = 1 << 54
 
 
 class BadOffset(NsparqError):
-    """What should be an offset is none: the checkpoint is of another source."""
+    """The offset in the checkpoint is not one of ours: the checkpoint belongs to another source."""
 
     retry_helps = False
 
 
 class Place(NamedTuple):
-    """In the log of a topic on a node."""
+    """A place in the log of a topic on a node."""
 
     incarnation: str
-    """Which log: a topic that was deleted and created again has another."""
+    """Identifies the log: a topic that was deleted and created again has another one."""
     sequence: int
-    """The first number not read yet."""
+    """The first unread number."""
 
 
 class Offsets(dict[str, dict[str, Place]]):
     """Places by topic and node. Offsets are equal if their places are."""
 
     query: str = ""
-    """Who owns the channel; empty for nobody."""
+    """Id of the query, which owns the channel; empty if nobody owns it."""
     began: Offsets | None = None
-    """Where the first batch begins; None in any other."""
+    """Where the first batch begins; None in the offsets of later batches."""
 
     def place(self, topic: str, node: str) -> Place | None:
         return self.get(topic, {}).get(node)
@@ -74,7 +74,7 @@ class Offsets(dict[str, dict[str, Place]]):
         return copied
 
     def find(self, topic: str, incarnation: str) -> str | None:
-        """The node whose log of the topic this is: it may have been called otherwise then."""
+        """The name under which these offsets have a log; the node may have another name now."""
         for node, place in self.get(topic, {}).items():
             if place.incarnation == incarnation:
                 return node
@@ -82,7 +82,6 @@ class Offsets(dict[str, dict[str, Place]]):
 
 
 def encode(offsets: Offsets) -> dict[str, Any]:
-    """As Spark gets it."""
     began = {} if offsets.began is None else {"began": _encode_logs(offsets.began)}
     return {**began, "logs": _encode_logs(offsets), "query": offsets.query, "version": VERSION}
 
@@ -101,7 +100,7 @@ def decode(content: Any) -> Offsets:
     version = version_of(content)
     if version > VERSION:
         raise BadOffset(
-            f"this offset is of a later nsparq: its version is {version}, and this one knows {VERSION}"
+            f"this offset is from a newer nsparq: its version is {version}, and this one knows {VERSION}"
         )
     try:
         if version == 1:
@@ -114,12 +113,12 @@ def decode(content: Any) -> Offsets:
             offsets.began = _decode_logs(content["began"])
     except (AttributeError, KeyError, TypeError, ValueError):
         shown = json.dumps(content)[:200]
-        raise BadOffset(f"this is no offset of format nsq in log mode: {shown}") from None
+        raise BadOffset(f"not an offset of format nsq in log mode: {shown}") from None
     return offsets
 
 
 def version_of(content: Any) -> int:
-    """In offsets without a version each value is an object: `version` may be a topic there."""
+    """1 if there is no number `version`. In version 1 `version` may be a topic."""
     version = content.get("version") if isinstance(content, dict) else None
     return version if type(version) is int else 1
 
@@ -138,17 +137,17 @@ def _is_sequence(value: Any) -> bool:
     return type(value) is int and 0 <= value < MAX_SEQUENCE
 
 
-# what a user may write
+# positions written by a user
 
 
 class Rule(NamedTuple):
-    """How to find a place. One of: a word (`earliest`, `latest`, `channel`), a time, a number."""
+    """How to find a place: a word (`earliest`, `latest`, `channel`), a time or a number."""
 
     word: str = ""
     time_ns: int | None = None
     sequence: int | None = None
     incarnation: str | None = None
-    """Of the number, if it was given."""
+    """The log that the number is from, if the user named it."""
 
 
 EARLIEST: Final = Rule("earliest")
@@ -156,10 +155,10 @@ LATEST: Final = Rule("latest")
 
 
 class Rules:
-    """startingPosition or endingPosition, read."""
+    """The parsed value of startingPosition or endingPosition."""
 
     def __init__(self, option: str, text: str, words: tuple[str, ...], default: Rule) -> None:
-        """`default` is for what JSON does not name. Raises OptionError."""
+        """`default` is for logs that the JSON does not name. Raises OptionError."""
         self.option, self._words, self._default = option, words, default
         self._all: Rule | None = None
         self._by_topic: dict[str, Rule | dict[str, Rule]] = {}
@@ -169,7 +168,7 @@ class Rules:
         try:
             content = json.loads(text)
         except ValueError as error:
-            raise OptionError(f"option {option} is no JSON: {error}") from None
+            raise OptionError(f"option {option} is not valid JSON: {error}") from None
         if version_of(content) == VERSION:
             content = content.get("logs", {})
         for topic, given in content.items():
@@ -186,7 +185,7 @@ class Rules:
 
     @property
     def topics(self) -> list[str]:
-        """Those that JSON names."""
+        """Topics that the JSON names."""
         return [*self._by_topic]
 
     def uses(self, word: str) -> bool:
@@ -214,7 +213,7 @@ class Rules:
 
 
 def _time_ns(text: str) -> int | None:
-    """Unix seconds, with a fraction if need be, or RFC 3339 with its time zone. None if it is neither."""
+    """From Unix seconds, or RFC 3339 with a time zone. None for other texts."""
     try:
         seconds = Decimal(text)
         if not seconds.is_finite() or not 0 <= seconds < 1 << 33:
@@ -224,6 +223,6 @@ def _time_ns(text: str) -> int | None:
         pass
     try:
         since = datetime.fromisoformat(text) - datetime.fromtimestamp(0, UTC)
-    except (ValueError, TypeError, OverflowError):  # a TypeError: it has no time zone
+    except (ValueError, TypeError, OverflowError):  # TypeError: no time zone
         return None
     return max(0, since // timedelta(microseconds=1) * 1000)

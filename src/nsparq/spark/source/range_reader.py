@@ -1,8 +1,8 @@
-"""What a task does: fetch a range of a log, piece by piece, and turn it into record batches.
+"""The task's part of log mode: fetches a range of a log, chunk by chunk, as record batches.
 
-The next piece is fetched while the present one is decoded and handed over. A task knows nothing but its
-range, so that it gives the same rows whenever and wherever it runs again; it waits for an nsqd that is away,
-since with a local master a single failed task ends the query.
+The next chunk is fetched while the current one is decoded and passed to Spark. A task knows only
+its range, so it returns the same rows whenever and wherever it runs again. It waits for an nsqd
+that is away, because with a local master a single failed task ends the query.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Final
 
 import pyarrow as pa
 
-from nsparq.spark.cluster.http_client import Access, Chunk, Client, Patience, Refused, Unreachable
+from nsparq.spark.cluster.api import Client, LogChunk
+from nsparq.spark.cluster.http_client import Access, Backoff, Refused, Unreachable
 from nsparq.spark.errors import DataLoss, NoAnswer
 from nsparq.spark.options import NsqOptions
 from nsparq.spark.source.arrow import RowBuilder
@@ -28,14 +29,14 @@ __all__ = ["LogRange", "close_idle", "read_range"]
 logger = logging.getLogger(__name__)
 
 CHUNK: Final = 4 << 20
-"""Bytes to ask for at a time, unless told otherwise. Twice this is what a task holds."""
+"""Bytes per request by default. A task holds twice as much."""
 MARGIN: Final = 128 << 10
-"""A range begins and ends in the middle of what nsqd can hand out at once."""
+"""Bytes to ask for beyond the estimate, because nsqd returns whole batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogRange:
-    """Consecutive numbers of a log, for one task."""
+    """A range of numbers of a log, read by one task."""
 
     topic: str
     node: str
@@ -43,26 +44,25 @@ class LogRange:
     incarnation: str
     start: int
     end: int
-    """The first number not in it."""
+    """The first number after it."""
     size_bytes: int
-    """About."""
+    """An estimate."""
     first_id: int | None = None
-    """The id that the message with number 0 would have had; if it is not known, the task asks."""
+    """See Client.first_id(). If it is None, the task asks for it."""
     where: str = ""
-    """The node, by the name that it has now: `node` is the one in the offsets."""
+    """The node's current name; `node` is its name in the offsets."""
     is_held: bool = False
-    """The query has a channel that stands before it: what has not been read is not removed."""
+    """The query's channel is before the range, so nsqd does not remove unread messages."""
 
     def __str__(self) -> str:
         return f"topic {self.topic} on {self.node}, numbers {self.start} to {self.end - 1}"
 
 
 _idle: dict[tuple[str, Access], list[Client]] = {}
-"""Connections that earlier tasks in this process have left open."""
+"""Connections left open by earlier tasks in this process."""
 
 
 def close_idle() -> None:
-    """Close them."""
     while _idle:
         for client in _idle.popitem()[1]:
             client.close()
@@ -71,7 +71,7 @@ def close_idle() -> None:
 def read_range(
     work: LogRange, options: NsqOptions, schema: pa.Schema, chunk: int | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """The messages of a range, asked for so many bytes at a time. Raises DataLoss, NoAnswer."""
+    """The messages of a range, `chunk` bytes per request. Raises DataLoss, NoAnswer."""
     access = Access.of(options)
     idle = _idle.setdefault((work.url, access), [])
     client = idle.pop() if idle else Client(work.url, access)
@@ -94,11 +94,11 @@ class _RangeReader:
         self._bytes_per_number = work.size_bytes / max(1, work.end - work.start)
         self._stopped = Event()
         self._thread: ThreadPoolExecutor | None = None
-        self._ahead: tuple[int, Future[Chunk | None]] | None = None
-        """What is being fetched, and from which number on."""
+        self._ahead: tuple[int, Future[LogChunk | None]] | None = None
+        """The chunk that is being fetched, and its first number."""
 
     def close(self) -> None:
-        """Let nothing run on; what is being fetched is broken off."""
+        """Break off the request that is under way, and end the thread."""
         self._stopped.set()
         if self._thread is not None:
             if self._ahead is not None and not self._ahead[1].done():
@@ -122,8 +122,8 @@ class _RangeReader:
             try:
                 yield from builder.build(chunk.data, at, work.end, chunk.gaps)
             except CorruptRange as error:
-                # Rows before it are out already. What can be read of the rest, nsqd picks out.
-                logger.error("%s: %s; asking for what can be read", work, error)
+                # Spark has the rows before the damage. nsqd returns what is readable of the rest.
+                logger.error("%s: %s; asking nsqd for the readable rest", work, error)
                 at = builder.reached
                 chunk = self._verified(at)
                 if chunk is None:
@@ -132,7 +132,7 @@ class _RangeReader:
             at = chunk.next
 
     def _first_id(self, sequence: int) -> int:
-        """Without a message nobody needs it."""
+        """0 if it is unknown: then there is no message that needs it."""
         work = self._work
         if work.first_id is not None:
             return work.first_id
@@ -141,8 +141,8 @@ class _RangeReader:
         except (Refused, Unreachable):
             return 0
 
-    def _take(self, at: int) -> Chunk | None:
-        """The piece from a number on; None if there is nothing more to be had."""
+    def _take(self, at: int) -> LogChunk | None:
+        """The chunk from a number on; None if nothing more can be read."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             chunk = ahead[1].result()
@@ -155,20 +155,20 @@ class _RangeReader:
             self._thread = ThreadPoolExecutor(1, "nsq-read")
         self._ahead = at, self._thread.submit(self._fetch, at)
 
-    def _verified(self, at: int) -> Chunk | None:
+    def _verified(self, at: int) -> LogChunk | None:
         if self._ahead is not None:
-            # The connection is in use.
+            # Wait: the connection is in use.
             self._ahead[1].result()
             self._ahead = None
         chunk = self._fetch(at, verify=True)
         if chunk is not None and chunk.lost:
-            self._lose(f"{self._work}: {chunk.lost} messages are damaged")
+            self._report_loss(f"{self._work}: {chunk.lost} messages are damaged")
         return chunk
 
-    def _fetch(self, at: int, *, verify: bool = False) -> Chunk | None:
+    def _fetch(self, at: int, *, verify: bool = False) -> LogChunk | None:
         work = self._work
         size = min(self._chunk, int((work.end - at) * self._bytes_per_number * 1.05) + MARGIN)
-        patience = Patience(self._options.retry_for)
+        backoff = Backoff(self._options.retry_for)
         while True:
             try:
                 chunk = self._client.read(work.topic, at, size, work.incarnation, verify=verify)
@@ -179,13 +179,15 @@ class _RangeReader:
             except Unreachable as error:
                 if self._stopped.is_set():
                     return None
-                if not patience.wait():
-                    raise NoAnswer(f"{work}: {error}, for {self._options.retry_for:g} seconds") from error
+                if not backoff.wait():
+                    raise NoAnswer(
+                        f"{work}: {error}, for {self._options.retry_for:g} seconds (option retryFor)"
+                    ) from error
             except Refused as refused:
                 if refused.code == "OFFSET_GONE":
                     earliest = int(refused.details.get("earliest", 0))
                     if not (work.is_held and begins_epoch(earliest)):
-                        self._lose(f"{work}: everything before {earliest} has been removed")
+                        self._report_loss(f"{work}: everything before {earliest} has been removed")
                     if not at < earliest < work.end:
                         return None
                     at = earliest
@@ -195,12 +197,13 @@ class _RangeReader:
                 elif refused.code == "OFFSET_AHEAD":
                     reason = f"the log ends at {refused.details.get('latest')}"
                     break
-                elif refused.status < 500 or not patience.wait():
+                elif refused.status < 500 or not backoff.wait():
                     raise
-        self._lose(f"{work}: {reason}, before {at} was read")
+        self._report_loss(f"{work}: {reason}, before {at} was read")
         return None
 
-    def _lose(self, what: str) -> None:
+    def _report_loss(self, what: str) -> None:
+        """Raises DataLoss, unless the options allow the loss."""
         if self._options.fail_on_data_loss:
             raise DataLoss(what)
-        logger.error("%s; going on without", what)
+        logger.error("%s; the query continues without them", what)

@@ -1,4 +1,4 @@
-"""Log mode as Spark sees it: the methods of a stream."""
+"""Log mode's side of Spark's API: the reader of a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pyspark.sql.types import StructType
 
 from nsparq.spark.options import NsqOptions
 from nsparq.spark.source.batch import LogPartition, LogReader
-from nsparq.spark.source.driver import Limit
 from nsparq.spark.source.positions import decode, encode
 from nsparq.spark.stream_api import (
     ReadAllAvailable,
@@ -20,12 +19,13 @@ from nsparq.spark.stream_api import (
     ReadMinRows,
     SupportsTriggerAvailableNow,
 )
+from nsparq.spark.trigger import Limit
 
 __all__ = ["LogPartition", "LogStreamReader"]
 
 
 class LogStreamReader(LogReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """`spark.readStream`. The driver's instance lives as long as a run of the query; tasks have copies."""
+    """`spark.readStream`. One instance runs in the driver; each task has a copy."""
 
     def __init__(self, schema: StructType, options: NsqOptions) -> None:
         super().__init__(schema, options)
@@ -41,7 +41,7 @@ class LogStreamReader(LogReader, DataSourceStreamReader, SupportsTriggerAvailabl
         return ReadAllAvailable()
 
     def initialOffset(self) -> dict[str, Any]:
-        # Spark asks twice, and must get the same.
+        # Spark asks twice and must get the same answer.
         if self._initial is None:
             self._initial = encode(self._source.initial())
         return self._initial
@@ -53,7 +53,7 @@ class LogStreamReader(LogReader, DataSourceStreamReader, SupportsTriggerAvailabl
         return encode(self._source.latest(decode(start), self._limit(limit)))
 
     def _limit(self, limit: ReadLimit) -> Limit:
-        """Spark passes our default, or asks for everything, with the trigger `once`."""
+        """Spark passes our default limit or, with trigger `once`, ReadAllAvailable."""
         if isinstance(limit, ReadMaxRows):
             return Limit(limit.max_rows, self._options.max_bytes_per_trigger)
         if isinstance(limit, ReadMaxBytes):
@@ -61,8 +61,7 @@ class LogStreamReader(LogReader, DataSourceStreamReader, SupportsTriggerAvailabl
         return Limit(is_everything=limit != self.getDefaultReadLimit())
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """What Spark shows as `latestOffset` of the source in a query's progress. It has no other place for
-        figures of a Python source."""
+        """Spark shows it as the source's `latestOffset` in a query's progress."""
         return {"behind": self._source.behind()._asdict(), **encode(self._source.report())}
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:

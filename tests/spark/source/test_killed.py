@@ -10,11 +10,11 @@ from collections import Counter
 
 import pytest
 
-from nsparq.spark.cluster import peers
-from nsparq.spark.cluster.http_client import Access, Client, Refused, Unreachable
-from nsparq.spark.source import driver as log_source
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access, Refused, Unreachable
+from nsparq.spark.source import driver, peers
 from nsparq.spark.source.range_reader import close_idle
-from tests.spark.log_support import Query
+from tests.spark.source.support import Query
 from tests.support import BrokerProcess
 
 KILLS = 6
@@ -46,7 +46,7 @@ class Publisher(threading.Thread):
 def test_every_message_is_read_once_however_often_broker_and_query_are_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(log_source, "IDLE_S", 0.05)
+    monkeypatch.setattr(driver, "IDLE_S", 0.05)
     monkeypatch.setattr(peers, "MAX_AWAY_S", 0.1)
     chance = random.Random(7)
     with socket.create_server(("127.0.0.1", 0)) as server:

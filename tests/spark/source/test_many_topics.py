@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from nsparq.spark.cluster import peers
-from nsparq.spark.cluster.http_client import Client
+from nsparq.spark.cluster.api import Client
 from nsparq.spark.errors import NoAnswer
-from nsparq.spark.source import driver as log_source
+from nsparq.spark.source import driver, peers
 from nsparq.spark.source.range_reader import close_idle
 from nsparq.testing import Broker, FaultProxy, run_broker, run_lookupd
-from tests.spark.log_support import Query, bodies, numbered, read_batch
+from tests.spark.source.support import Query, bodies, numbered, read_batch
 from tests.support import wait_until
 
 TOPICS = [f"t{number:03}" for number in range(40)]
@@ -25,7 +24,7 @@ TOPICS = [f"t{number:03}" for number in range(40)]
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(log_source, "IDLE_S", 0.02)
+    monkeypatch.setattr(driver, "IDLE_S", 0.02)
     yield
     close_idle()
 
@@ -81,14 +80,14 @@ def test_all_topics_of_a_node_are_asked_for_and_moved_in_one_request(requests: C
 
 def test_only_what_has_changed_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     answered: list[list[str]] = []
-    positions_of = Client.positions_of
+    statuses = Client.statuses
 
     def noted(self: Client, *arguments: Any) -> Any:
-        found = positions_of(self, *arguments)
+        found = statuses(self, *arguments)
         answered.append([*found])
         return found
 
-    monkeypatch.setattr(Client, "positions_of", noted)
+    monkeypatch.setattr(Client, "statuses", noted)
     with run_broker() as broker:
         publish(broker, b"1")
         with Query(nsqd=broker.http_address, topic=None, topicsPattern="t.*") as query:
@@ -167,7 +166,7 @@ def test_a_commit_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_batch_is_not_done_without_a_node_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    positions_of, abort, answers = Client.positions_of, Client.abort, threading.Event()
+    statuses, abort, answers = Client.statuses, Client.abort, threading.Event()
     with run_broker() as one, run_broker() as other:
         one.publish("t", b"1")
         other.publish("t", b"2")
@@ -175,13 +174,13 @@ def test_a_batch_is_not_done_without_a_node_that_hangs(monkeypatch: pytest.Monke
         def hanging(self: Client, *arguments: Any) -> Any:
             if self.url.endswith(other.http_address):
                 answers.wait()
-            return positions_of(self, *arguments)
+            return statuses(self, *arguments)
 
         def ending(self: Client) -> None:
             answers.set()
             abort(self)
 
-        monkeypatch.setattr(Client, "positions_of", hanging)
+        monkeypatch.setattr(Client, "statuses", hanging)
         monkeypatch.setattr(Client, "abort", ending)
         nodes = f"{one.http_address},{other.http_address}"
         given = {"nsqd": nodes, "requestTimeout": "100ms"}

@@ -13,7 +13,7 @@ import pytest
 
 from nsparq.spark.datasource import NsqDataSource
 from nsparq.spark.queue.reader import QueueStreamReader
-from tests.spark.queue_support import TIMEOUT, address, numbered
+from tests.spark.queue.support import TIMEOUT, address, numbered
 from tests.support import TestBroker, start_broker, wait_until
 from tests.support.file_sink import committed_rows
 
@@ -142,7 +142,7 @@ def test_a_query_may_start_with_nothing_in_the_queue(
 
 def test_a_batch_read_and_a_missing_option_are_named(spark: SparkSession, broker: TestBroker) -> None:
     given = {"mode": "queue", "topic": "t", "channel": "c", "nsqd": address(broker)}
-    with pytest.raises(Exception, match="option mode: queue is for streams only"):
+    with pytest.raises(Exception, match="option mode: queue works only with readStream"):
         spark.read.format("nsq").options(**given).load().count()
     with pytest.raises(Exception, match="option staging is missing"):
         frame = spark.readStream.format("nsq").options(**given).load()

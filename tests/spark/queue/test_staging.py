@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,18 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from nsparq.spark.queue import staging as module
-from nsparq.spark.queue.client import nothing
-from nsparq.spark.queue.staging import CHUNK_SCHEMA, Chunk, Lost, Staging, StagingError, TooLate, keys_of
-from tests.spark.queue_support import Crash
+from nsparq.spark.queue.staging import (
+    CHUNK_SCHEMA,
+    KEEP_PENDING_S,
+    NO_ROWS,
+    Chunk,
+    Lost,
+    Staging,
+    StagingError,
+    TooLate,
+    keys_of,
+)
+from tests.spark.queue.support import Crash
 
 ABOUT = {"topics": ["t"], "channel": "c"}
 
@@ -78,7 +87,7 @@ def test_chunks_end_with_the_last_or_where_one_is_missing(staging: Staging) -> N
     slot.publish(0, chunk(1))
     slot.publish(2, chunk(3))
     assert [bodies(one) for one in slot.chunks()] == [[b"1"]]
-    slot.publish(1, Chunk(nothing(), "t", "n:1", True))
+    slot.publish(1, Chunk(NO_ROWS, "t", "n:1", True))
     assert [one.is_last for one in slot.chunks()] == [False, True]
 
 
@@ -101,16 +110,16 @@ def test_a_link_whose_success_was_not_heard_of_counts(
         link(source, target)
         link(source, target)
 
-    monkeypatch.setattr(module.os, "link", link_twice)
+    monkeypatch.setattr(os, "link", link_twice)
     assert staging.slot(1, 0).publish(0, chunk(1))
 
 
 def test_a_crash_before_the_link_leaves_no_chunk(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
     staging.begin(1)
     with monkeypatch.context() as patch:
-        patch.setattr(module.os, "link", _crash)
+        patch.setattr(os, "link", _crash)
         # As when the process is gone: nobody tidies up either.
-        patch.setattr(module.Path, "unlink", lambda self, missing_ok=False: None)
+        patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)
         with pytest.raises(Crash):
             staging.slot(1, 0).publish(0, chunk(1))
     assert len(names(staging.path / "batch-1")) == 1
@@ -136,8 +145,8 @@ def test_data_and_name_are_on_disk_before_publish_returns(
         order.append("directory" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "data")
         sync(descriptor)
 
-    monkeypatch.setattr(module.os, "fsync", fsync)
-    monkeypatch.setattr(module.os, "link", lambda a, b: (order.append("link"), link(a, b)))
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "link", lambda a, b: (order.append("link"), link(a, b)))
     staging.slot(1, 0).publish(0, chunk(1))
     assert order == ["data", "link", "directory"]
 
@@ -160,7 +169,7 @@ def test_an_attempt_that_was_overtaken_can_publish_nothing(staging: Staging) -> 
         zombie.publish(0, chunk(2))
     with pytest.raises(Lost):
         zombie.publish(1, chunk(2))
-    zombie.prove(0)
+    zombie.mark_finished(0)
     assert names(staging.path) == {"lock", "owner.json", "pending", "done-1"}
 
 
@@ -190,7 +199,7 @@ def test_keys_tell_times_apart_and_not_attempts() -> None:
     assert keys_of(again) == [key]
     assert keys_of(rows(1, time_us=5)) != [key] and keys_of(rows(2)) != [key]
     assert keys_of(rows(0, 1, 2).slice(1, 1)) == [key]
-    assert keys_of(nothing()) == []
+    assert keys_of(NO_ROWS) == []
 
 
 def test_only_chunks_that_are_not_proven_count_as_staged(staging: Staging) -> None:
@@ -198,7 +207,7 @@ def test_only_chunks_that_are_not_proven_count_as_staged(staging: Staging) -> No
     slot = staging.slot(1, 0)
     slot.publish(0, chunk(1))
     slot.publish(1, chunk(2))
-    slot.prove(0)
+    slot.mark_finished(0)
     # Another slot of the same node; nsqd may give to it what was staged here.
     assert staging.slot(1, 1).staged_keys("t", "n:1") == {*keys_of(rows(2))}
 
@@ -219,7 +228,7 @@ def test_staged_keys_see_what_was_staged_since(staging: Staging) -> None:
     assert slot.staged_keys("t", "n:1") == set()
     slot.publish(0, chunk(1))
     assert slot.staged_keys("t", "n:1") == {*keys_of(rows(1))}
-    slot.prove(0)
+    slot.mark_finished(0)
     assert slot.staged_keys("t", "n:1") == set()
 
 
@@ -228,8 +237,8 @@ def test_keys_that_are_not_proven_outlive_their_batch(staging: Staging) -> None:
     slot = staging.slot(1, 3)
     for index in range(3):
         slot.publish(index, chunk(index))
-    slot.publish(3, Chunk(nothing(), "t", "n:1", True))
-    slot.prove(1)
+    slot.publish(3, Chunk(NO_ROWS, "t", "n:1", True))
+    slot.mark_finished(1)
     staging.finish(1)
     assert names(staging.path / "pending") == {"1-3-000000.arrow", "1-3-000002.arrow"}
     staging.begin(2)
@@ -241,7 +250,7 @@ def test_keys_are_dropped_when_they_are_old(staging: Staging) -> None:
     staging.slot(1, 0).publish(0, chunk(1))
     staging.slot(1, 1).publish(0, chunk(2))
     staging.finish(1)
-    old = time.time() - module.KEEP_PENDING_S - 10
+    old = time.time() - KEEP_PENDING_S - 10
     os.utime(staging.path / "pending" / "1-0-000000.arrow", (old, old))
     staging.close()
     again = reopened(staging.path)
@@ -250,7 +259,7 @@ def test_keys_are_dropped_when_they_are_old(staging: Staging) -> None:
 
 
 def test_no_more_keys_are_kept_than_are_worth_it(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_PENDING", 3)
+    monkeypatch.setattr("nsparq.spark.queue.staging.MAX_PENDING", 3)
     for batch in range(1, 7):
         staging.begin(batch)
         staging.slot(batch, 0).publish(0, chunk(batch))
@@ -294,7 +303,7 @@ def test_a_crash_while_a_batch_is_removed_is_made_up_for(
     staging.begin(1)
     staging.slot(1, 0).publish(0, chunk(1))
     with monkeypatch.context() as patch:
-        patch.setattr(module.shutil if point == "rmtree" else module.os, point, _crash)
+        patch.setattr(shutil if point == "rmtree" else os, point, _crash)
         with pytest.raises(Crash):
             staging.finish(1)
     staging.close()
@@ -309,7 +318,7 @@ def test_how_many_rows_a_slot_has_is_known_until_its_batch_is_removed(staging: S
     staging.begin(1)
     staging.slot(1, 0).publish(0, chunk(1, 2))
     staging.slot(1, 0).publish(1, chunk(3, last=True))
-    staging.slot(1, 1).publish(0, Chunk(nothing(), "t", "n:1", True))
+    staging.slot(1, 1).publish(0, Chunk(NO_ROWS, "t", "n:1", True))
     assert [staging.rows(1, slot) for slot in range(3)] == [3, 0, 0]
     staging.finish(1)
     assert staging.rows(1, 0) is None
@@ -369,7 +378,7 @@ def test_a_directory_that_never_had_a_batch_is_anybodys(staging: Staging) -> Non
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"", "cannot be read"), (b"{}", "cannot be read"), (b'{"format": 9, "identity": "x"}', "format 9")],
+    [(b"", "unreadable"), (b"{}", "unreadable"), (b'{"format": 9, "identity": "x"}', "format 9")],
 )
 def test_an_owner_that_makes_no_sense_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "owner.json").write_bytes(content)
@@ -395,6 +404,6 @@ def test_a_file_system_without_links_is_refused_at_the_start(
     def no_link(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(module.os, "link", no_link)
-    with pytest.raises(StagingError, match="option staging: .*cannot hold linked files"):
+    monkeypatch.setattr(os, "link", no_link)
+    with pytest.raises(StagingError, match="option staging: .*does not support hard links"):
         Staging(tmp_path).open(ABOUT)

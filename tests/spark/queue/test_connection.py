@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from nsparq.client.config import Config
 from nsparq.spark.options import OptionError
-from nsparq.spark.queue.client import Away, QueueConnection, QueueError, _decode
-from nsparq.spark.queue.reader import taking
+from nsparq.spark.queue.connection import Away, QueueConnection, QueueError
+from nsparq.spark.queue.frames import decode
+from nsparq.spark.queue.reader import task_settings
 from nsparq.testing.proxy import FaultProxy
-from tests.spark.queue_support import address, options, tcp
+from tests.spark.queue.support import address, options, tcp
 from tests.support import RawConnection, TestBroker, start_broker, wait_until
 from tests.support.auth_server import AuthServer, entry, unused_port
 from tests.support.certificates import certificates
@@ -78,7 +79,7 @@ def test_frames_become_rows_whatever_lies_between_them(frames: list[Any]) -> Non
             if isinstance(frame, bytes)
             else message_frame(*frame)
         )
-    taken = _decode(data, starts, not_messages)
+    taken = decode(data, starts, not_messages)
     wanted = [frame for frame in frames if not isinstance(frame, bytes)]
     assert taken.ids == b"".join(message_id for _, _, message_id, _ in wanted)
     times = taken.rows.column("timestamp").cast("int64").to_pylist()
@@ -139,7 +140,7 @@ def test_finished_messages_are_proven_to_be_finished(broker: TestBroker) -> None
         connection.stop_taking(5)
         connection.stop_taking(5)
         connection.finish(connection.take().ids)
-        assert connection.prove()
+        assert connection.confirm_fins()
         # Without waiting: it has been carried out.
         channel = broker.channel_stats("t", "c")
         assert channel is not None
@@ -160,7 +161,7 @@ def test_requeued_messages_come_again(broker: TestBroker) -> None:
         connection.requeue(b"")
         connection.finish(b"")
         connection.finish(again.ids)
-        assert connection.prove()
+        assert connection.confirm_fins()
 
 
 def test_a_message_that_timed_out_is_not_proven(broker: TestBroker) -> None:
@@ -173,7 +174,7 @@ def test_a_message_that_timed_out_is_not_proven(broker: TestBroker) -> None:
         connection.stop_taking(5)
         connection.finish(ids)
         connection.finish(ids)
-        assert not connection.prove()
+        assert not connection.confirm_fins()
 
 
 def test_heartbeats_are_answered(broker: TestBroker) -> None:
@@ -185,7 +186,7 @@ def test_heartbeats_are_answered(broker: TestBroker) -> None:
         connection.ready(1)
         receive(connection, 1)
         connection.finish(connection.take().ids)
-        assert connection.prove()
+        assert connection.confirm_fins()
 
 
 def test_a_connection_that_breaks_is_told_from_one_that_is_refused(broker: TestBroker) -> None:
@@ -194,7 +195,7 @@ def test_a_connection_that_breaks_is_told_from_one_that_is_refused(broker: TestB
             proxy.reset()
             with pytest.raises(Away):
                 connection.receive(5)
-            assert not connection.prove()
+            assert not connection.confirm_fins()
 
 
 def test_an_nsqd_that_is_silent_is_not_waited_for_forever(broker: TestBroker) -> None:
@@ -237,7 +238,7 @@ def test_snappy_is_used_if_nsqd_has_it(broker: TestBroker) -> None:
         taken = connection.take()
         assert taken.rows.column("body").to_pylist() == bodies
         connection.finish(taken.ids)
-        assert connection.prove()
+        assert connection.confirm_fins()
 
 
 @pytest.fixture(scope="module")
@@ -256,12 +257,12 @@ def test_tls_from_the_options_to_the_proof(tls_broker: TestBroker, snappy: bool)
         tlsCaFile=certificates().ca.cert,
     )
     topic = f"t{snappy}"
-    with QueueConnection(tcp(tls_broker), topic, "c", taking(given).config) as connection:
+    with QueueConnection(tcp(tls_broker), topic, "c", task_settings(given).config) as connection:
         tls_broker.publish(topic, *(b"%d" % number for number in range(1000)))
         connection.ready(1000)
         receive(connection, 1000)
         connection.finish(connection.take().ids)
-        assert connection.prove()
+        assert connection.confirm_fins()
 
 
 def test_a_certificate_that_is_not_trusted_is_an_error(tls_broker: TestBroker) -> None:
@@ -282,7 +283,7 @@ def test_auth_shows_the_secret_and_says_when_it_is_missing() -> None:
         server.grant(entry(".*", "subscribe", "publish"))
         with start_broker(auth_http_address=(server.address,)) as broker:
             given = options(broker, staging="/nowhere", authToken="s3cret")
-            with connect(broker, taking(given).config):
+            with connect(broker, task_settings(given).config):
                 pass
             assert server.queries[-1].fields["secret"] == "s3cret"
             with pytest.raises(QueueError, match="option authToken is not set"):
@@ -309,7 +310,7 @@ def test_a_connection_reads_while_it_writes(broker: TestBroker) -> None:
         connection._send(nops)
         receive(connection, len(large))
         connection.finish(connection.take().ids)
-        assert connection.prove()
+        assert connection.confirm_fins()
 
 
 def test_the_options_say_what_they_must_be() -> None:

@@ -1,7 +1,8 @@
-"""Half the start-up time of a session is Java loading and checking classes; an archive of them saves that.
+"""An archive of Java's loaded classes (`nsparq spark warm`), which halves the start-up time of a
+session.
 
-It takes half a minute and some 200 MB, so it is made on request (`nsparq spark warm`), in the cache, and is
-good for one Java and one set of Spark's jars. Java ignores an archive that does not fit, and goes on without.
+Making it takes half a minute and some 200 MB, so it is made only on request, in the cache. It fits
+one Java and one set of Spark's jars; Java ignores an archive that does not fit.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ __all__ = ["ArchiveFailed", "archive_options", "archive_path", "make_archive"]
 
 TIMEOUT: Final = 300.0
 FIRST_WITH_CACHE: Final = 25
-"""The first Java that makes its archive (an "AOT cache") in one go, and without needing one of its own."""
+"""The first Java that makes an archive (an "AOT cache") without a base archive."""
 
 
 class ArchiveFailed(NsparqError):
-    """The archive could not be made; the text says why."""
+    """The archive could not be made. The text says why."""
 
 
 def archive_path(java: Java) -> Path | None:
-    """Where the archive for this Java and this Spark is, or would be. None if there can be none."""
+    """Where the archive for this Java and this Spark belongs. None if they support none."""
     home = linked_home()
     if home is None or named_home() is not None:
         return None
@@ -44,18 +45,18 @@ def archive_path(java: Java) -> Path | None:
 
 
 def archive_options(java: Java) -> list[str]:
-    """Options with which Java uses the archive, if it was made."""
+    """Options that make Java use the archive, if it exists."""
     path = archive_path(java)
     if path is None or not path.exists():
         return []
-    # An archive that does not fit is no reason to say anything.
+    # Without warnings about an archive that does not fit.
     if java.major < FIRST_WITH_CACHE:
         return [f"-XX:SharedArchiveFile={path}", "-Xlog:cds*=off"]
     return [f"-XX:AOTCache={path}", "-Xlog:aot*=off", "-Xlog:cds*=off"]
 
 
 def make_archive() -> Path:
-    """Run a session that does a little of everything, and have Java keep the classes that it loaded."""
+    """Run a session with all common features, and archive the classes that it loads."""
     java = find_java()
     path = archive_path(java)
     if path is None:
@@ -102,7 +103,7 @@ def _training_session(java_option: str) -> None:
             )
             query.awaitTermination()
         spark.stop()
-        # The archive is written while the JVM ends.
+        # The JVM writes the archive when it ends.
         gateway = SparkContext._gateway
         assert gateway is not None
         gateway.shutdown()

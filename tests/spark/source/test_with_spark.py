@@ -20,7 +20,7 @@ from pyspark.sql.streaming import StreamingQuery
 
 from nsparq.spark.datasource import SCHEMA
 from nsparq.testing import Broker, run_broker, run_lookupd
-from tests.spark.log_support import numbered
+from tests.spark.source.support import numbered
 from tests.support import wait_until
 from tests.support.file_sink import committed_rows
 from tests.support.polling import DEADLINE
@@ -322,7 +322,7 @@ def test_a_loss_is_said_at_every_start(spark: SparkSession, tmp_path: Path) -> N
             broker._call(lambda: topic.reclaim(2e9))
         for _ in range(2):
             with running(source(spark, **given), tmp_path, availableNow=True) as query:
-                with pytest.raises(PySparkException, match="have been removed before they were read"):
+                with pytest.raises(PySparkException, match="were removed before they were read"):
                     query.awaitTermination(DEADLINE)
             assert broker.channel_stats("t", "c") is None
         run_available(source(spark, **given, failOnDataLoss="false"), tmp_path)
@@ -343,7 +343,7 @@ def test_errors_of_options_name_the_option(spark: SparkSession, broker: Broker, 
         read(topic="t", startingPosition='{"tt": "latest"}')
     with pytest.raises(PySparkException, match="option endingPosition is before startingPosition"):
         read(topic="t", startingPosition="latest", endingPosition="2001-01-01T00:00:00Z")
-    with pytest.raises(PySparkException, match="option mode: queue is for streams only"):
+    with pytest.raises(PySparkException, match="option mode: queue works only with readStream"):
         read(topic="t", mode="queue")
     with pytest.raises(PySparkException, match="the schema wants body string"):
         read("body string", topic="t")

@@ -14,7 +14,6 @@ from pyspark.sql.datasource import WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from nsparq.spark.options import NsqOptions, Use
-from nsparq.spark.sink import writers as sink
 from nsparq.spark.sink.writers import NsqStreamWriter, NsqWriter, Task
 from nsparq.storage.decode import iter_batches
 
@@ -59,7 +58,7 @@ def run_task(
 ) -> WriterCommitMessage:
     """What Spark does on an executor."""
     task = Task(partition, attempt, QUERY, batch_id)
-    monkeypatch.setattr(sink.Task, "current", classmethod(lambda cls: task))
+    monkeypatch.setattr(Task, "current", classmethod(lambda cls: task))
     return writer.write(iter(batches))
 
 
