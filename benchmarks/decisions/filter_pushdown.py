@@ -1,18 +1,20 @@
-"""Whether Spark's filters on a Python data source can be used: not for a DataFrame that is used twice.
+"""Whether Spark's filters on a Python data source can be used: not for a DataFrame that is used
+twice.
 
     python -m benchmarks.decisions.filter_pushdown
 
-Spark plans the reading of a Python source once for each DataFrame, keeps the plan, and puts a new one in its
-place whenever filters are pushed down. So a query without filters reads what the last one with filters has
-left over, and of two filters in one query both scans get the rows of the second. With Spark 4.2.1 and 4.3.0:
+Spark plans the reading of a Python source once for each DataFrame, keeps the plan, and puts a new
+one in its place whenever filters are pushed down. So a query without filters reads what the last
+one with filters has left over, and of two filters in one query both scans get the rows of the
+second. With Spark 4.2.1 and 4.3.0:
 
     all of ten rows                  10: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     a < 5                             5: [0, 1, 2, 3, 4]
     all of them again                 5: [0, 1, 2, 3, 4], expected [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     a < 2 and a >= 8, in a union      4: [8, 8, 9, 9], expected [0, 1, 8, 9]
 
-Chosen: the option `pushFilters` is off, as Spark's own setting is. When this prints what is expected, it can
-be on for that version of Spark.
+Chosen: the option `pushFilters` is off, as Spark's own setting is. When this prints what is
+expected, it can be on for that version of Spark.
 """
 
 from __future__ import annotations

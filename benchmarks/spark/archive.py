@@ -4,10 +4,10 @@
     python -m benchmarks.spark.archive --batch 1            full rate, one PUB for each message
     python -m benchmarks.spark.archive --rate 200000        messages a second
 
-Every second the lag (the depth of the pipeline's channel) and the memory of both are looked at; in the end
-the rows in the Parquet files are counted. Broker, publisher and Spark share the machine. Processor time is
-that of whole processes, for each message: with Spark it is the JVM and all Python processes, from the moment
-that the first message was archived.
+Every second the lag (the depth of the pipeline's channel) and the memory of both are looked at; in
+the end the rows in the Parquet files are counted. Broker, publisher and Spark share the machine.
+Processor time is that of whole processes, for each message: with Spark it is the JVM and all Python
+processes, from the moment that the first message was archived.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ HELP = {
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Everything that shapes the load; printed before any figure. Each is a flag of the same name."""
+    """Everything that shapes the load; printed before any figure. Each is a flag of the same
+    name."""
 
     seconds: float = 60.0
     rate: int = 0

@@ -1,4 +1,5 @@
-"""The command of a benchmark whose parameters are the fields of a data class: each field is a flag."""
+"""The command of a benchmark whose parameters are the fields of a data class: each field is a
+flag."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def run_command(
     run: Callable[[Any, Path], int],
     arguments: list[str] | None = None,
 ) -> int:
-    """Read the flags, print machine and parameters, and call `run` with a folder that is removed then."""
+    """Read the flags, print machine and parameters, and call `run` with a folder that is removed
+    then."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.spark.{name}",
         description=about,

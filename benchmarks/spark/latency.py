@@ -2,9 +2,10 @@
 
     python -m benchmarks.spark.latency
 
-A process publishes at a steady rate, one PUB for each message, which carries the time at which it was due.
-Spark (local[2], the settings of build_session) copies the topic into another one, in transactions; when nsqd
-has appended a message there is in that topic's log. Broker, publisher and Spark share the machine.
+A process publishes at a steady rate, one PUB for each message, which carries the time at which it
+was due. Spark (local[2], the settings of build_session) copies the topic into another one, in
+transactions; when nsqd has appended a message there is in that topic's log. Broker, publisher and
+Spark share the machine.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ HELP = {
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Everything that shapes the loads; printed before any figure. Each is a flag of the same name."""
+    """Everything that shapes the loads; printed before any figure. Each is a flag of the same
+    name."""
 
     rates: str = "100,10000"
     size: int = 200
@@ -71,7 +73,8 @@ class Figures(NamedTuple):
 
 
 def publish(address: Address, topic: str, rate: int, size: int, seconds: float) -> None:
-    """A process of its own. Each message carries when it was due, so that a delay here counts as well."""
+    """A process of its own. Each message carries when it was due, so that a delay here counts as
+    well."""
     connection = socket.create_connection(address)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(b"  V2")

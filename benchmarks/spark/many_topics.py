@@ -1,11 +1,12 @@
-"""One stream over thousands of topics: what it costs while nothing happens, and what a look at them takes.
+"""One stream over thousands of topics: what it costs while nothing happens, and what a look at them
+takes.
 
     python -m benchmarks.spark.many_topics
 
-Idle: the processor time of Spark with its Python processes and of nsqd, as a share of one core, while a
-stream waits for messages of all topics. A look: the driver's part without Spark, which finds the one topic
-that has something new; its time on the clock and the processor time of driver and nsqd. Processor time does
-not depend on what else the machine does.
+Idle: the processor time of Spark with its Python processes and of nsqd, as a share of one core,
+while a stream waits for messages of all topics. A look: the driver's part without Spark, which
+finds the one topic that has something new; its time on the clock and the processor time of driver
+and nsqd. Processor time does not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ HELP = {
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Everything that shapes the loads; printed before any figure. Each is a flag of the same name."""
+    """Everything that shapes the loads; printed before any figure. Each is a flag of the same
+    name."""
 
     topics: int = 2000
     seconds: float = 30.0

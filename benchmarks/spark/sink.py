@@ -1,9 +1,10 @@
-"""Rows written by Spark into nsqd, beside the same rows written nowhere: see --help for the parameters.
+"""Rows written by Spark into nsqd, beside the same rows written nowhere: see --help for the
+parameters.
 
-The rows come from Parquet files, read by the JVM. They are written, in turns, to Spark's own sink that drops
-everything (what reading costs), to a Python sink that drops everything (what handing rows to Python costs,
-which no Python sink can beat), and to format("nsq") with each of its promises. Broker and Spark share the
-machine.
+The rows come from Parquet files, read by the JVM. They are written, in turns, to Spark's own sink
+that drops everything (what reading costs), to a Python sink that drops everything (what handing
+rows to Python costs, which no Python sink can beat), and to format("nsq") with each of its
+promises. Broker and Spark share the machine.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ HELP = {
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Everything that shapes the loads; printed before any figure. Each is a flag of the same name."""
+    """Everything that shapes the loads; printed before any figure. Each is a flag of the same
+    name."""
 
     rows: int = 1_000_000
     size: int = 200

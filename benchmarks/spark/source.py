@@ -2,9 +2,10 @@
 
     python -m benchmarks.spark.source
 
-One run, local[2], the broker on the same cores. Both sides take turns, several rounds; the ratio is what
-counts. Processor time, of Spark with its Python processes and of the broker, is given too; it includes the
-start of a query. Then the fixed cost of a trigger: with one row, and with none, when only the offsets change.
+One run, local[2], the broker on the same cores. Both sides take turns, several rounds; the ratio is
+what counts. Processor time, of Spark with its Python processes and of the broker, is given too; it
+includes the start of a query. Then the fixed cost of a trigger: with one row, and with none, when
+only the offsets change.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ def throughput(bench: Bench) -> None:
 
 
 def fixed_cost(bench: Bench) -> None:
-    """Triggers one after the other, each with a single row, or each with a new topic that is empty."""
+    """Triggers one after the other, each with a single row, or each with a new topic that is
+    empty."""
     name = "empty-0"
     bench.client.post("/topic/create", topic=name)
     options = {"topicsPattern": "empty-.*", "discoveryInterval": "10ms"}

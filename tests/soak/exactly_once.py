@@ -1,5 +1,5 @@
-"""Exactly once, proven by killing: nsq -> Spark -> Parquet, nsq -> Spark -> nsq, the archive pipeline, Delta,
-databases and upserts.
+"""Exactly once, proven by killing: nsq -> Spark -> Parquet, nsq -> Spark -> nsq, the archive
+pipeline, Delta, databases and upserts.
 
     python -m tests.soak.exactly_once --kills 20 --sink parquet
     python -m tests.soak.exactly_once --kills 20 --sink topic
@@ -7,10 +7,10 @@ databases and upserts.
     python -m tests.soak.exactly_once --kills 20 --sink delta-upsert
     python -m tests.soak.exactly_once --kills 20 --sink jdbc,jdbc-upsert --master 'local[2]'
 
-Two nsqd and an nsqlookupd, a publisher of numbered messages for each nsqd, a Spark query, and somebody who
-kills one of them after the other with SIGKILL, at random moments; whoever was killed is started again. In the
-end every number that was published must be in the result exactly once. Exit status 1 if not, or if nothing
-goes on.
+Two nsqd and an nsqlookupd, a publisher of numbered messages for each nsqd, a Spark query, and
+somebody who kills one of them after the other with SIGKILL, at random moments; whoever was killed
+is started again. In the end every number that was published must be in the result exactly once.
+Exit status 1 if not, or if nothing goes on.
 """
 
 from __future__ import annotations
@@ -54,16 +54,18 @@ from tests.support.spark_cluster import SparkCluster
 
 TOPIC, RESULT = "numbers", "results"
 VICTIMS = ("driver", "python", "jvm", "executor", "worker", "source", "planner", "nsqd", "nsqlookupd")
-"""`driver` is Spark's driver, Python and JVM, at once; `python` and `jvm` are one half of it. `worker` is a
-Python process that runs tasks, `source` the one that plans what they read, `planner` one that the driver has
-for the rest, such as the sink's commit. Executors are JVMs, if the master has any."""
+"""`driver` is Spark's driver, Python and JVM, at once; `python` and `jvm` are one half of it.
+`worker` is a Python process that runs tasks, `source` the one that plans what they read, `planner`
+one that the driver has for the rest, such as the sink's commit. Executors are JVMs, if the master
+has any."""
 HOPELESS = ("DataLoss", "CheckpointBehind")
 """Errors from which no restart recovers, and which must not be: nobody has lost anything."""
 MAX_STARTS = 5
-"""Starts of the driver that no kill explains; there may be some, when what it needs is away for long."""
+"""Starts of the driver that no kill explains; there may be some, when what it needs is away for
+long."""
 STALLED_S = 300.0
-"""Nothing has been committed for so long: something is stuck. Where there is ten times the work that a
-machine can do, a driver that was killed takes two minutes to come back."""
+"""Nothing has been committed for so long: something is stuck. Where there is ten times the work
+that a machine can do, a driver that was killed takes two minutes to come back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +83,15 @@ class Options:
     max_rows: int = 20_000
     seed: int = 0
     outages_s: tuple[float, float] = (4.0, 20.0)
-    """For how long nsqd and nsqlookupd are away, at most; and how long sometimes, so that a driver starts
-    without them."""
+    """For how long nsqd and nsqlookupd are away, at most; and how long sometimes, so that a driver
+    starts without them."""
     waits_s: tuple[float, float] = (0.0, 2.0)
     """How long to wait before a kill, once the query has recovered from the last."""
     hurry: float = 0.3
     """How often a kill comes before it has."""
     progress: int = 2
-    """Micro-batches that show that it has. The first may have been as good as done when the kill came."""
+    """Micro-batches that show that it has. The first may have been as good as done when the kill
+    came."""
 
 
 Say = Callable[[str], None]
@@ -153,8 +156,8 @@ class Run:
     def _create_topics(self) -> None:
         for node in self.cluster.nodes:
             node.http("POST", "/topic/create", topic=TOPIC)
-            # Of the topic that is read nothing is kept but what its channel has not passed; the result, which
-            # has no channel, is kept.
+            # Of the topic that is read nothing is kept but what its channel has not passed; the
+            # result, which has no channel, is kept.
             node.http("POST", "/topic/create", topic=RESULT)
             node.http("PUT", "/topic/settings", b'{"retention_bytes": 1099511627776}', topic=RESULT)
 
@@ -220,7 +223,8 @@ class Run:
             raise AssertionError(self._what_is_stuck(str(error))) from None
 
     def _what_is_stuck(self, error: str) -> str:
-        """Everything that helps to find out why. What Java's threads are doing is in the logs then."""
+        """Everything that helps to find out why. What Java's threads are doing is in the logs
+        then."""
         self.driver.ask_for_threads()
         away = [name for name, daemon in self.cluster.daemons() if not daemon.alive()]
         failures = [f"{sink}: {text[:3000]}" for sink, text in self._failures()[-2:]]
@@ -294,7 +298,8 @@ class Run:
         self.driver.finish()
 
     def _has_caught_up(self) -> bool:
-        """The channels stand behind what the sinks have: a depth of 0 says that everything is there."""
+        """The channels stand behind what the sinks have: a depth of 0 says that everything is
+        there."""
         channels = [sink.channel for sink in self.sinks.values()]
         try:
             found = [

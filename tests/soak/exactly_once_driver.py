@@ -1,10 +1,11 @@
-"""The Spark program that is killed: numbered messages from a topic to Parquet files, to a Delta table, to
-another topic, through the ready-made pipeline that archives topics, and through pipelines into databases and
-with upserts.
+"""The Spark program that is killed: numbered messages from a topic to Parquet files, to a Delta
+table, to another topic, through the ready-made pipeline that archives topics, and through pipelines
+into databases and with upserts.
 
-python -m tests.soak.exactly_once_driver FILE, with the arguments in FILE (see `Arguments`). A query that
-fails, because a process that it needs was killed, is started again from its checkpoint. When a line comes on
-standard input the queries are stopped; what is in Parquet files, read through Spark, is then put in a file.
+python -m tests.soak.exactly_once_driver FILE, with the arguments in FILE (see `Arguments`). A query
+that fails, because a process that it needs was killed, is started again from its checkpoint. When a
+line comes on standard input the queries are stopped; what is in Parquet files, read through Spark,
+is then put in a file.
 """
 
 from __future__ import annotations

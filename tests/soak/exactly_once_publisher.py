@@ -1,8 +1,9 @@
-"""A publisher of numbered messages that knows what it has published, whatever happens to its nsqd meanwhile.
+"""A publisher of numbered messages that knows what it has published, whatever happens to its nsqd
+meanwhile.
 
-It takes turns between NSQ's own way and transactions. By a transaction each number is in the log exactly
-once: whatever was not answered is said again. By `/mpub` what was not answered is not: each of its numbers is
-in the log once or not at all.
+It takes turns between NSQ's own way and transactions. By a transaction each number is in the log
+exactly once: whatever was not answered is said again. By `/mpub` what was not answered is not: each
+of its numbers is in the log once or not at all.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class _Answer(NamedTuple):
 
 
 class Publisher(threading.Thread):
-    """One for each nsqd. Of `count` publishers number `index` has each `count`th block of numbers."""
+    """One for each nsqd. Of `count` publishers number `index` has each `count`th block of
+    numbers."""
 
     def __init__(self, broker: BrokerProcess, topic: str, index: int, count: int, rate: float) -> None:
         super().__init__(name=f"publisher-{index}")

@@ -3,11 +3,12 @@
     python -m tests.soak.spark_queue --kills 20
     python -m tests.soak.spark_queue --kills 20 --nsqd /path/to/another/nsqd
 
-Two nsqd and an nsqlookupd, a publisher of numbered messages for each nsqd, a Spark query, and somebody who
-kills one after the other with SIGKILL, at random moments; whoever was killed is started again. In the end
-every number that was published must be in the result: exit status 1 if one is not. Duplicates are counted.
-Those that there may be are of an nsqd that was killed, and delivers again what it had not yet noted as
-finished. NSQ's own nsqd is never killed here: what it has in memory would be lost.
+Two nsqd and an nsqlookupd, a publisher of numbered messages for each nsqd, a Spark query, and
+somebody who kills one after the other with SIGKILL, at random moments; whoever was killed is
+started again. In the end every number that was published must be in the result: exit status 1 if
+one is not. Duplicates are counted. Those that there may be are of an nsqd that was killed, and
+delivers again what it had not yet noted as finished. NSQ's own nsqd is never killed here: what it
+has in memory would be lost.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from tests.support.spark import FAST
 
 TOPIC, CHANNEL = "numbers", "spark"
 VICTIMS = ("driver", "jvm", "worker", "source", "nsqd", "nsqlookupd")
-"""`driver` is the driver's Python and its JVM at once. `worker` is a Python process that runs tasks, `source`
-the one that plans what they read."""
+"""`driver` is the driver's Python and its JVM at once. `worker` is a Python process that runs
+tasks, `source` the one that plans what they read."""
 NOTED_S = 1.0
 """How often nsqd notes what has been finished."""
 STALLED_S = 240.0
@@ -167,8 +168,8 @@ class Run:
                 self._await_progress()
 
     def _await_progress(self) -> None:
-        """Until two more micro-batches have been committed: one may have been about to be when the kill
-        came."""
+        """Until two more micro-batches have been committed: one may have been about to be when the
+        kill came."""
         target = batches(self.checkpoint) + 2
         try:
             wait_until(lambda: batches(self.checkpoint) >= target, STALLED_S, interval=0.05)
@@ -244,8 +245,8 @@ class Run:
         ]
 
     def _bound(self) -> int:
-        """Duplicates that there may be: of an nsqd that was killed, what it has handed out since it last
-        noted what was finished; without dedupe, of every kill, what was in flight."""
+        """Duplicates that there may be: of an nsqd that was killed, what it has handed out since it
+        last noted what was finished; without dedupe, of every kill, what was in flight."""
         of_nsqd = self.kills["nsqd"] * (self.options.max_rows + int(self.options.rate * NOTED_S))
         others = self.kills.total() - self.kills["nsqd"] - self.kills["nsqlookupd"]
         return of_nsqd + (0 if self.options.dedupe else others * 2 * 2500)

@@ -1,8 +1,9 @@
-"""The Spark program of spark_queue.py that is killed: numbered messages from a channel to Parquet files.
+"""The Spark program of spark_queue.py that is killed: numbered messages from a channel to Parquet
+files.
 
-python -m tests.soak.spark_queue_driver FILE, with the arguments in FILE (see `Arguments`). A query that
-fails, because a process that it needs was killed, is started again from its checkpoint, until a line comes on
-standard input.
+python -m tests.soak.spark_queue_driver FILE, with the arguments in FILE (see `Arguments`). A query
+that fails, because a process that it needs was killed, is started again from its checkpoint, until
+a line comes on standard input.
 """
 
 from __future__ import annotations

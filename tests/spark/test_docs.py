@@ -1,4 +1,4 @@
-"""docs/spark.md: its Python is right, its options exist, its commands are accepted, its settings are ours."""
+"""docs/spark.md: its Python, options, commands and settings are right."""
 
 from __future__ import annotations
 

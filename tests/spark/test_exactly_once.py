@@ -1,5 +1,5 @@
-"""A Spark cluster on which processes of each kind are killed while queries run: nsq -> Spark -> Parquet and
-nsq -> Spark -> nsq. A short run of tests.soak.exactly_once, which knows more."""
+"""A Spark cluster on which processes of each kind are killed while queries run: nsq -> Spark ->
+Parquet and nsq -> Spark -> nsq. A short run of tests.soak.exactly_once, which knows more."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VICTIMS = ("driver", "executor", "nsqd", "nsqlookupd")
 
 @pytest.fixture
 def python_without_nsparq(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What tasks are run by has all that is installed, but for nsparq: that has to be sent there."""
+    """The tasks' Python has everything but nsparq, which has to be sent there."""
     plain = tmp_path / "plain-python"
     plain.write_text(f'#!/bin/sh\nPYTHONPATH={PACKAGES}:$PYTHONPATH exec {sys.executable} -S "$@"\n')
     plain.chmod(0o755)

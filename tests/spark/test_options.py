@@ -32,7 +32,7 @@ def test_names_are_written_in_any_case() -> None:
     assert (options.topic, options.max_rows_per_trigger, options.fail_on_data_loss) == ("t", 5, False)
 
 
-def test_what_is_not_given_has_its_default() -> None:
+def test_an_option_that_is_not_given_has_its_default() -> None:
     options = parse()
     for option in TABLE.values():
         if option.name not in NEEDED:
@@ -46,18 +46,18 @@ def test_an_option_that_does_not_exist_is_an_error_with_the_nearest_name() -> No
         parse(sound="loud")
 
 
-def test_what_spark_puts_among_the_options_is_passed_by() -> None:
+def test_options_that_spark_adds_are_ignored() -> None:
     parse(Use.SINK_STREAM, path="/out", checkpointLocation="/c", queryName="q")
     parse(__internal="x", asyncProgressTrackingEnabled="true")
 
 
-def test_an_option_that_means_nothing_here_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_option_without_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     assert parse(endingPosition="latest").ending_position == "latest"
     assert "option endingPosition has no effect on a log stream" in caplog.text
 
 
-def test_the_least_rows_of_a_batch_are_no_more_than_its_most() -> None:
+def test_min_rows_cannot_be_more_than_max_rows() -> None:
     with pytest.raises(OptionError, match="option minRowsPerTrigger is larger than maxRowsPerTrigger"):
         parse(minRowsPerTrigger="6", maxRowsPerTrigger="5")
     assert parse(minRowsPerTrigger="5", maxRowsPerTrigger="5").max_trigger_delay == 900
@@ -86,7 +86,7 @@ def test_the_least_rows_of_a_batch_are_no_more_than_its_most() -> None:
         ("tlsVerify", "1", "must be true or false"),
     ],
 )
-def test_a_value_that_cannot_be_is_an_error_that_names_the_option(name: str, value: str, reason: str) -> None:
+def test_an_invalid_value_is_an_error_that_names_the_option(name: str, value: str, reason: str) -> None:
     with pytest.raises(OptionError, match=rf"option {name} {reason}.*, not {re.escape(repr(value))}"):
         parse(**{name: value})
 
@@ -123,14 +123,14 @@ def test_what_a_source_needs() -> None:
         parse(tlsKeyFile="/key")
 
 
-def test_a_secret_is_neither_in_an_error_nor_in_the_representation_of_what_travels() -> None:
+def test_a_secret_is_not_in_the_representation_of_the_options() -> None:
     from nsparq.spark.cluster.http_client import Access
 
     assert "hush" not in repr(Access.of(parse(authToken="hush")))
     assert "hush" not in repr(parse(authToken="hush"))
 
 
-def test_options_travel_to_the_executors() -> None:
+def test_options_can_be_pickled_for_the_executors() -> None:
     options = parse(topic=None, topicsPattern="a.*", partitionBytes="1m")
     assert pickle.loads(pickle.dumps(options)) == options
 

@@ -6,7 +6,7 @@ from nsparq.spark.trigger import BatchTimer
 from tests.spark.source.support import FakeClock, options
 
 
-def test_the_first_batch_is_not_held_back() -> None:
+def test_the_first_batch_is_not_delayed() -> None:
     assert BatchTimer(1000, 60.0, FakeClock(), interval=60.0).may_start(1)
 
 
@@ -24,7 +24,7 @@ def test_a_batch_waits_for_its_rows_or_for_its_time() -> None:
     assert not timer.may_start(1)
 
 
-def test_an_interval_holds_back_whatever_there_is() -> None:
+def test_an_interval_delays_a_batch_of_any_size() -> None:
     clock = FakeClock()
     timer = BatchTimer(10, 60.0, clock, interval=20.0)
     timer.start()
@@ -33,7 +33,7 @@ def test_an_interval_holds_back_whatever_there_is() -> None:
     assert timer.may_start(10) and not timer.may_start(9) and timer.remaining() == 40.0
 
 
-def test_without_options_nothing_is_held_back() -> None:
+def test_without_options_no_batch_is_delayed() -> None:
     timer = BatchTimer.of(options(nsqd="h:1"), FakeClock())
     timer.start()
     assert timer.may_start(1)

@@ -1,7 +1,7 @@
 """What has to work with every version of Spark that we claim to support.
 
-`make test` runs it with the installed one, `make test-spark-versions` with others. Few and short: each
-version starts a session of its own.
+`make test` runs it with the installed one, `make test-spark-versions` with others. Few and short:
+each version starts a session of its own.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def test_addresses() -> None:
     assert base_url("[::1]:5") == "http://[::1]:5"
 
 
-def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backoff_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
     monkeypatch.setattr(http_client, "time", clock)
@@ -138,7 +138,7 @@ def foreign() -> Iterator[str]:
     server.server_close()
 
 
-def test_what_is_not_nsqd_is_unreachable(foreign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_of_another_server_is_unreachable(foreign: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Client(foreign, Access()) as client:
         for body in (b"<html>", b"[]", b"5"):
             Foreign.answers = {"/info": (200, body), "/topic/read": (200, b"")}
@@ -237,7 +237,7 @@ def test_tls_with_our_own_authority_and_a_certificate_to_show() -> None:
     close_idle()
 
 
-def test_an_nsqd_that_insists_on_tls_says_where() -> None:
+def test_an_nsqd_that_requires_tls_is_asked_over_https() -> None:
     made = certificates()
     with run_broker(**made.server_flags(tls_required=TlsRequired.YES)) as broker:
         broker.publish("t", b"x")
@@ -248,7 +248,7 @@ def test_an_nsqd_that_insists_on_tls_says_where() -> None:
     close_idle()
 
 
-def test_a_token_is_shown_where_the_user_says() -> None:
+def test_the_token_goes_only_to_allowed_addresses() -> None:
     access = Access.of(
         options(nsqd="given:4151", nsqlookupd="lookup:4161", authToken="x", authTokenFor="10.0.0.0/8")
     )

@@ -77,7 +77,7 @@ def test_several_nsqlookupds_know_more_together_and_one_is_enough(broker: Broker
     assert "127.0.0.1:1" in found.failures[0]
 
 
-def test_who_is_away_is_said_once(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_absence_is_logged_once(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     cluster = Cluster(NsqOptions.parse({"topic": "t", "nsqlookupd": "127.0.0.1:1"}, Use.LOG_BATCH))
     for _ in range(3):
         assert cluster.look() == Found({}, {"t": frozenset()}, cluster.look().failures, 0)

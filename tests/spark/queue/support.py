@@ -1,4 +1,4 @@
-"""What the tests of queue mode share: a query without Spark, which crashes where a test wants it to."""
+"""For tests of queue mode: a query without Spark that crashes where a test wants it to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nsparq.spark.queue.task import QueuePartition
 from tests.support import REFERENCE, TestBroker
 
 TIMEOUT = "3s" if REFERENCE else "30s"
-"""Ours takes messages back when their connection ends. Others wait for this, and so do the tests."""
+"""Our nsqd requeues messages when their connection ends; others wait for this."""
 
 
 class Crash(BaseException):
@@ -50,8 +50,7 @@ def numbered(count: int, start: int = 0) -> list[bytes]:
 
 
 class Query:
-    """What Spark does with a stream and its checkpoint, in the order in which it does it. Its sink takes each
-    batch once, as a file sink does."""
+    """Does what Spark does with a stream. Its sink takes each batch once."""
 
     def __init__(self, directory: Path, *brokers: TestBroker, **given: Any) -> None:
         self.staging = directory / "staging"
@@ -112,7 +111,7 @@ class Query:
             left = quiet if self.step() is not None else left - 1
 
     def drain_until(self, bodies: Iterable[bytes], timeout: float = 20.0) -> None:
-        """Run until the sink has all of these. An nsqd may look after timeouts every few seconds only."""
+        """Run until the sink has all of these."""
         wanted, deadline = set(bodies), time.monotonic() + timeout
         while missing := wanted - self.counts().keys():
             assert time.monotonic() < deadline, f"{len(missing)} of {len(wanted)} are missing"

@@ -1,4 +1,4 @@
-"""The connection that a task takes messages with: frames become rows, FINs are proven, refusals explained."""
+"""The connection of a task: frames become rows, FINs are confirmed, refusals explained."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_messages_of_any_size_and_content_arrive_whole(broker: TestBroker) -> No
     assert taken.rows.column("attempts").to_pylist() == [1] * len(bodies)
 
 
-def test_messages_that_come_in_crumbs_are_put_together(broker: TestBroker) -> None:
+def test_messages_that_arrive_in_small_pieces_are_joined(broker: TestBroker) -> None:
     bodies = [b"%03d" % number * 50 for number in range(200)]
     with FaultProxy(tcp(broker)) as proxy:
         with QueueConnection(proxy.address, "t", "c", CONFIG) as connection:
@@ -129,7 +129,7 @@ def _client(broker: TestBroker) -> Any:
     return (channel["clients"] or [{"ready_count": 0}])[0]
 
 
-def test_finished_messages_are_proven_to_be_finished(broker: TestBroker) -> None:
+def test_finished_messages_are_confirmed(broker: TestBroker) -> None:
     bodies = [b"%d" % number for number in range(3000)]
     with connect(broker) as connection:
         broker.publish("t", *bodies)
@@ -164,7 +164,7 @@ def test_requeued_messages_come_again(broker: TestBroker) -> None:
         assert connection.confirm_fins()
 
 
-def test_a_message_that_timed_out_is_not_proven(broker: TestBroker) -> None:
+def test_a_message_that_timed_out_is_not_confirmed(broker: TestBroker) -> None:
     with connect(broker) as connection:
         broker.publish("t", b"one")
         connection.ready(1)
@@ -212,12 +212,12 @@ def test_an_nsqd_that_is_silent_is_not_waited_for_forever(broker: TestBroker) ->
 # set-up
 
 
-def test_nobody_there_is_no_error_of_the_query() -> None:
+def test_an_absent_nsqd_is_away_and_no_error() -> None:
     with pytest.raises(Away, match="refused"):
         QueueConnection(f"127.0.0.1:{unused_port()}", "t", "c", CONFIG)
 
 
-def test_a_port_that_is_not_nsqds_is(broker: TestBroker) -> None:
+def test_a_port_of_another_server_is_an_error(broker: TestBroker) -> None:
     with pytest.raises(QueueError, match="not the TCP port of an nsqd"):
         QueueConnection(address(broker), "t", "c", CONFIG)
 
@@ -248,7 +248,7 @@ def tls_broker() -> Iterator[TestBroker]:
 
 
 @pytest.mark.parametrize("snappy", [False, True])
-def test_tls_from_the_options_to_the_proof(tls_broker: TestBroker, snappy: bool) -> None:
+def test_tls_with_the_options_for_it(tls_broker: TestBroker, snappy: bool) -> None:
     given = options(
         tls_broker,
         staging="/nowhere",
@@ -273,12 +273,12 @@ def test_a_certificate_that_is_not_trusted_is_an_error(tls_broker: TestBroker) -
         pass
 
 
-def test_an_nsqd_without_tls_is_not_trusted_with_anything(broker: TestBroker) -> None:
+def test_an_nsqd_without_tls_gets_no_secret(broker: TestBroker) -> None:
     with pytest.raises(QueueError, match="option tls: nsqd does not offer TLS"):
         connect(broker, replace(CONFIG, tls_v1=True))
 
 
-def test_auth_shows_the_secret_and_says_when_it_is_missing() -> None:
+def test_auth_sends_the_secret_or_reports_that_it_is_missing() -> None:
     with AuthServer() as server:
         server.grant(entry(".*", "subscribe", "publish"))
         with start_broker(auth_http_address=(server.address,)) as broker:

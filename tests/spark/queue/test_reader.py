@@ -1,4 +1,4 @@
-"""The driver of queue mode: when there is a batch, who gives how much, and what it does without an nsqd."""
+"""Queue mode in the driver: when a batch starts, who gives how much, nodes that are away."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def backlog(**depths: int) -> dict[tuple[str, str], Backlog]:
         ({"a": 5_001}, 100_000, 3, {"a": [2501, 2500]}),
     ],
 )
-def test_nodes_share_a_batch_as_their_backlogs_are(
+def test_a_batch_is_shared_in_proportion_to_the_backlogs(
     depths: dict[str, int], most: int, connections: int, wanted: dict[str, list[int]]
 ) -> None:
     total = sum(depths.values())
@@ -116,7 +116,7 @@ def test_an_offset_reads_the_same_from_the_checkpoint(query: Query, broker: Test
     assert json.dumps(offset) == json.dumps(json.loads(json.dumps(offset)), sort_keys=True)
 
 
-def test_messages_that_are_put_off_make_a_batch_when_they_are_due(query: Query, broker: TestBroker) -> None:
+def test_deferred_messages_make_a_batch_when_they_are_due(query: Query, broker: TestBroker) -> None:
     query.step()
     with broker.connect() as connection:
         connection.dpub("t", 300, b"later")
@@ -292,8 +292,8 @@ class Pump:
     """What NSQ's nsqd shows in /stats while it passes messages on from the topic to the channel."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: list[tuple[int, int]]) -> None:
-        """`looks`: of each look the messages that are not in the channel yet, and those of them that the
-        topic shows; the others were on their way when it was asked."""
+        """`looks`: of each look the messages that are not in the channel yet, and those of them
+        that the topic shows; the others were on their way when it was asked."""
         stats = Client.stats
 
         def of_a_moment(client: Client, *given: str) -> list[dict[str, Any]]:
@@ -350,7 +350,7 @@ def test_a_paused_channel_makes_no_batches(query: Query, broker: TestBroker) -> 
     query.drain_until(numbered(10))
 
 
-def test_a_channel_that_was_deleted_is_made_anew(query: Query, broker: TestBroker) -> None:
+def test_a_deleted_channel_is_created_again(query: Query, broker: TestBroker) -> None:
     query.step()
     broker.control("delete", "t", "c")
     query.step()
@@ -548,7 +548,7 @@ def test_commit_clears_what_the_sink_has(query: Query, broker: TestBroker) -> No
 # the rest of the contract
 
 
-def test_a_reader_travels_to_the_executors(query: Query, broker: TestBroker) -> None:
+def test_a_reader_can_be_pickled_for_the_executors(query: Query, broker: TestBroker) -> None:
     broker.control("create", "t", "c")
     broker.publish("t", *numbered(10))
     reader = query.start()
@@ -569,7 +569,7 @@ def test_a_schema_may_name_some_of_the_columns(query: Query, broker: TestBroker)
 
 
 @pytest.mark.parametrize("name", ["body", "size"])
-def test_a_schema_with_a_column_that_there_is_not_is_refused(query: Query, name: str) -> None:
+def test_a_schema_with_an_unknown_column_is_refused(query: Query, name: str) -> None:
     with pytest.raises(OptionError, match=f"the schema wants {name} string; format nsq has topic string, "):
         QueueStreamReader(StructType().add(name, StringType()), query._options)
 

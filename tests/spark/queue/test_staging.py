@@ -1,4 +1,4 @@
-"""Where queue mode keeps messages between their FIN and the sink: nothing half done is ever seen."""
+"""The staging directory of queue mode: nothing incomplete is ever visible."""
 
 from __future__ import annotations
 
@@ -99,9 +99,7 @@ def test_of_two_writers_of_a_chunk_one_wins(staging: Staging) -> None:
     assert names(staging.path / "batch-1") == {"0-000000.arrow"}
 
 
-def test_a_link_whose_success_was_not_heard_of_counts(
-    staging: Staging, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_counts_even_if_its_answer_was_lost(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
     # Over NFS the request may be repeated, and the repetition says that the name is taken.
     staging.begin(1)
     link = os.link
@@ -202,7 +200,7 @@ def test_keys_tell_times_apart_and_not_attempts() -> None:
     assert keys_of(NO_ROWS) == []
 
 
-def test_only_chunks_that_are_not_proven_count_as_staged(staging: Staging) -> None:
+def test_only_unconfirmed_chunks_count_as_staged(staging: Staging) -> None:
     staging.begin(1)
     slot = staging.slot(1, 0)
     slot.publish(0, chunk(1))
@@ -232,7 +230,7 @@ def test_staged_keys_see_what_was_staged_since(staging: Staging) -> None:
     assert slot.staged_keys("t", "n:1") == set()
 
 
-def test_keys_that_are_not_proven_outlive_their_batch(staging: Staging) -> None:
+def test_unconfirmed_keys_outlive_their_batch(staging: Staging) -> None:
     staging.begin(1)
     slot = staging.slot(1, 3)
     for index in range(3):
@@ -297,7 +295,7 @@ def test_finishing_again_changes_nothing(staging: Staging) -> None:
 
 
 @pytest.mark.parametrize("point", ["rename", "rmtree", "link"])
-def test_a_crash_while_a_batch_is_removed_is_made_up_for(
+def test_a_removal_that_crashed_is_completed_later(
     staging: Staging, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     staging.begin(1)
@@ -352,7 +350,7 @@ def test_a_new_checkpoint_cannot_go_on_in_a_used_directory(staging: Staging, is_
 
 
 def test_a_batch_that_was_removed_cannot_begin_again(staging: Staging) -> None:
-    # An old copy of the checkpoint: what its batches held is gone, and the sink would take them for known.
+    # An old copy of the checkpoint: the messages of its batches are gone.
     staging.begin(5)
     staging.finish(5)
     with pytest.raises(StagingError, match="batch 5 has been removed"):
@@ -368,7 +366,7 @@ def test_two_queries_at_a_time_are_refused(staging: Staging) -> None:
     other.close()
 
 
-def test_a_directory_that_never_had_a_batch_is_anybodys(staging: Staging) -> None:
+def test_a_directory_without_batches_may_be_used_by_any_query(staging: Staging) -> None:
     # The first start may have crashed before Spark wrote its first offset.
     staging.close()
     again = reopened(staging.path)
@@ -380,7 +378,7 @@ def test_a_directory_that_never_had_a_batch_is_anybodys(staging: Staging) -> Non
     ("content", "reason"),
     [(b"", "unreadable"), (b"{}", "unreadable"), (b'{"format": 9, "identity": "x"}', "format 9")],
 )
-def test_an_owner_that_makes_no_sense_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_an_invalid_owner_file_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "owner.json").write_bytes(content)
     with pytest.raises(StagingError, match=reason):
         Staging(tmp_path).open(ABOUT)

@@ -1,4 +1,4 @@
-"""Filling a slot, with a crash at every point: nothing is lost, and nothing is in the result twice."""
+"""Filling a slot, with a crash at every point: nothing is lost or doubled."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_a_batch_that_the_sink_has_takes_nothing_new_when_it_is_run_again(
     assert_once(query, numbered(100))
 
 
-def test_an_nsqd_that_has_forgotten_its_deliveries_is_not_believed(
+def test_staged_messages_are_dropped_even_if_nsqd_has_reset_their_attempts(
     query: Query, broker: TestBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One that was killed says of what it delivers again that it is the first time.
@@ -507,7 +507,7 @@ def test_a_slot_without_its_end_is_never_taken_for_whole(query: Query, broker: T
         list(rows)
 
 
-def test_how_messages_are_taken_follows_from_the_options(broker: TestBroker) -> None:
+def test_task_settings_follow_from_the_options(broker: TestBroker) -> None:
     how = task_settings(
         options(
             broker,

@@ -1,4 +1,4 @@
-"""Queue mode in Spark itself: a stream to Parquet, restarted from its checkpoint, killed in the middle."""
+"""Queue mode in Spark: a stream to Parquet, restarted from its checkpoint, killed."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Stream:
 
 
 def crashing(index: int, flag: Path) -> type[NsqDataSource]:
-    """The source, with a worker process that is killed, once, right after it has staged a chunk and before it
-    has finished its messages. Made here, so that it travels to the workers by value."""
+    """The source, with a worker process that is killed, once, right after it has staged a chunk and
+    before it has finished its messages. Made here, so that it travels to the workers by value."""
 
     class Reader(QueueStreamReader):
         def read(self, partition: Any) -> Any:

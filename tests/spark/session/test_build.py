@@ -336,7 +336,7 @@ def test_a_second_call_gives_the_same_session_and_changes_what_can_be_changed(sp
 
 
 def test_what_a_starting_stream_enters_into_the_shared_environment_is_there_from_the_beginning() -> None:
-    """Another version of Spark may enter more: then two streams that start at once spoil their tasks."""
+    """Another version of Spark may add more, which would corrupt the environment."""
     (jar,) = Path(pyspark.__file__).parent.glob("jars/spark-sql_*.jar")
     name = "org/apache/spark/sql/execution/python/streaming/PythonStreamingSourceRunner.class"
     with ZipFile(jar) as archive:

@@ -1,4 +1,4 @@
-"""nsparq spark doctor: what it sees and advises, and a session with the Java that comes with the package."""
+"""nsparq spark doctor: its findings and advice, and a session with the packaged Java."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_java_home_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("problem", ["too old", "empty"])
-def test_a_java_home_of_no_use_is_passed_over(
+def test_an_unusable_java_home_is_skipped(
     problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     home = make_java(tmp_path / "named", version="1.8.0_452") if problem == "too old" else tmp_path

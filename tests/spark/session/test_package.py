@@ -1,4 +1,4 @@
-"""The connector as a file for executors, as a package that Spark finds, and as a guest in its processes."""
+"""nsparq as a file for executors, as a package that Spark finds, and in its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One transaction on several nsqd: wherever the driver dies, the repeated batch is published once, whole."""
+"""One transaction on several nsqd: wherever the driver dies, the batch is published once."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ PARTITIONS = {
 def test_wherever_the_driver_dies_the_batch_is_published_once(
     brokers: Brokers, again: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice in a row, at each pair of requests; each time the rows are spread over the nodes anew."""
+    """Twice in a row, at each pair of requests, with other nodes for the rows each time."""
     mortal = Mortal(monkeypatch)
     batch_id = 0
     for first, second in product(range(REQUESTS + 1), (None, *range(0, REQUESTS, 2))):
@@ -183,7 +183,7 @@ def test_a_driver_that_was_given_up_and_still_works_does_no_harm(
         return request(client, *arguments, **more)
 
     monkeypatch.setattr(Client, "request", gated)
-    # If one of them takes no turn before the other has done everything, the turns' lengths do not matter.
+    # If one has no turn before the other is done, the lengths of turns do not matter.
     for steps, other_steps in [(1, 0), *product(range(1, REQUESTS), range(1, REQUESTS + 1))]:
         topic, producer = unique_name("topic"), unique_name("producer")
         nsqd = [*map(address, brokers)]
@@ -448,7 +448,7 @@ def test_an_abort_that_reaches_nobody_is_no_error(brokers: Brokers, monkeypatch:
         writer.abort(messages, 0)
 
 
-def test_a_note_that_is_none_of_ours_is_passed_over(
+def test_a_note_of_another_program_is_ignored(
     brokers: Brokers, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker, producer = brokers[0], unique_name("producer")

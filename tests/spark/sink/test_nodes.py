@@ -1,5 +1,4 @@
-"""Where a sink publishes and what it promises there: asked of the nodes, and never less than was asked
-for."""
+"""The nodes of a sink and its delivery guarantee, which is never weaker than requested."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_a_server_that_wants_to_see_more_first_is_understood() -> None:
         b"HTTP/1.1 200",
     ],
 )
-def test_what_is_no_answer_is_an_error_of_the_connection(answer: bytes) -> None:
+def test_an_invalid_answer_is_an_error_of_the_connection(answer: bytes) -> None:
     with pipe_to(answer) as (pipe, _):
         pipe.send("/", [b"x"])
         with pytest.raises(OSError):
@@ -108,7 +108,7 @@ def test_what_is_no_answer_is_an_error_of_the_connection(answer: bytes) -> None:
         ("me:p%40ss@", "secret", b"Basic bWU6cEBzcw=="),
     ],
 )
-def test_it_says_who_it_is(user: str, token: str | None, expected: bytes | None) -> None:
+def test_requests_carry_the_credentials(user: str, token: str | None, expected: bytes | None) -> None:
     with pipe_to(OK, user, Access(token=token, timeout=5.0)) as (pipe, server):
         assert pipe.shown == f"http://127.0.0.1:{server.port}"
         pipe.send("/", [b"x"])

@@ -1,4 +1,4 @@
-"""Arrow batches into the bodies of requests: what a row must be, what goes together, how it is cut."""
+"""Arrow batches to chunks: which rows are valid, how they are grouped and cut."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_rows_of_small_batches_go_together() -> None:
     assert [chunk.messages for chunk in found] == [10, 10, 5]
 
 
-def test_no_rows_are_no_chunks() -> None:
+def test_without_rows_there_are_no_chunks() -> None:
     assert chunks_of(rows([]), rows([])) == []
 
 
@@ -178,7 +178,7 @@ def test_a_row_that_names_no_topic_goes_to_that_of_the_option() -> None:
     assert by_group(chunks_of(batch, columns=BODY_TOPIC)) == {("t", 0): [b"1"], ("a", 0): [b"2"]}
 
 
-def test_delays_are_milliseconds_and_none_is_none() -> None:
+def test_delays_are_milliseconds_and_null_is_no_delay() -> None:
     batch = rows([b"1", b"2", b"3"], defer=pa.array([250, None, 0], pa.int32()))
     assert by_group(chunks_of(batch, columns=BODY_DEFER)) == {("t", 250): [b"1"], ("t", 0): [b"2", b"3"]}
 
@@ -228,7 +228,7 @@ def test_what_waits_for_its_chunk_to_fill_is_bounded(monkeypatch: pytest.MonkeyP
         (rows([b"1", b"2"], defer=[0, -1]), BODY_DEFER, "row 3: defer is negative"),
     ],
 )
-def test_a_row_that_is_no_message_is_named(batch: pa.RecordBatch, columns: SinkColumns, text: str) -> None:
+def test_an_invalid_row_is_named(batch: pa.RecordBatch, columns: SinkColumns, text: str) -> None:
     good = rows([b"1", b"2"], topic=["a", "b"], defer=[1, 2])
     order = [name for name in ("topic", "defer") if getattr(columns, name) is not None]
     with pytest.raises(RowError, match=f"^partition 3, {text}"):

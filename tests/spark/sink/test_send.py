@@ -1,4 +1,4 @@
-"""A task's requests through a bad network: staged ones arrive exactly once, published ones at least once."""
+"""Requests over a bad network: staged ones arrive exactly once, others at least once."""
 
 from __future__ import annotations
 
@@ -104,8 +104,7 @@ def test_a_connection_that_keeps_breaking_costs_no_message_and_doubles_none(
 def test_a_request_that_comes_late_from_a_dead_connection_is_not_added_again(
     broker: BrokerThread, producer: str, topic: str
 ) -> None:
-    """The network stalls, the task gives the connection up and sends everything again, and then the network
-    delivers what it had held back."""
+    """The network delivers the first requests after the task has sent them again."""
     bodies = numbered(100)
     made = chunks(topic, bodies)
     with FaultProxy(address(broker)) as proxy:

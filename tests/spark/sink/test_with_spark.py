@@ -1,4 +1,4 @@
-"""format("nsq") as a sink, with Spark: batches, streams with each trigger, repetitions, failures."""
+"""format("nsq") as a sink in Spark: batches, streams, repetitions, failures."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_micro_batch_that_spark_repeats_is_not_published_again(
     folder: Folder,
     tmp_path: Path,
 ) -> None:
-    """The commit log lacks the last entry, as after a crash of the driver; on one node and on two."""
+    """The commit log lacks the last entry, as after a crash of the driver."""
     for count in (1, 2):
         name, checkpoint = f"{topic}-{count}", tmp_path / f"checkpoint-{count}"
         writer = sink(folder.stream(), checkpoint, name, *brokers[:count])

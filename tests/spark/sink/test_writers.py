@@ -126,7 +126,7 @@ def test_a_query_that_spark_does_not_name_needs_a_name(
         stream_writer(address(broker)).write(iter([rows(b"x")]))
 
 
-def test_writers_and_messages_travel_between_processes(
+def test_writers_and_messages_can_be_pickled(
     broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = pickle.loads(pickle.dumps(stream_writer(address(broker), topic=topic, producer=topic)))
@@ -240,7 +240,7 @@ def test_several_topics_and_delays_are_one_transaction(
     wait_until(lambda: (broker.channel_stats(topic + "-b", "c") or {})["deferred_count"] == 1)
 
 
-def test_a_row_that_is_no_message_fails_the_task_and_publishes_nothing(
+def test_an_invalid_row_fails_the_task_and_publishes_nothing(
     broker: BrokerThread, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schema = StructType().add("body", "string").add("topic", "string")

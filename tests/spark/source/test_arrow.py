@@ -1,4 +1,4 @@
-"""Raw batches as record batches: every message once and in order, whatever they are like; in both builds."""
+"""Raw batches to record batches: every message once and in order; in both builds."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_record_batches_of_long_bodies_have_fewer_rows(build: str) -> None:
     assert sizes(raw([(0, [megabyte * 9, b"y"])])) == [1, 1]
 
 
-def test_nothing_is_no_batch(build: str) -> None:
+def test_an_empty_range_gives_no_record_batch(build: str) -> None:
     assert rows(b"") == []
     assert rows(raw([(5, [b"x"])]), 6) == []
     assert rows(raw([(5, [b"x"])]), 0, 5) == []
@@ -204,7 +204,7 @@ def test_the_kernel_takes_any_bytes(junk: bytes, at: int) -> None:
         assert np.frombuffer(offsets, np.int32)[-1] == len(data)
 
 
-def test_more_than_a_column_can_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_too_large_for_a_column_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "unpack_batches", None)
 
     class Small:

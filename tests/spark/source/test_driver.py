@@ -1,4 +1,4 @@
-"""Log mode on the driver: where a query begins, how far it goes, what it does when something is away."""
+"""Log mode in the driver: where a query begins, how far it reads, nodes that are away."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_a_batch_waits_for_its_least_rows_or_for_its_time(
     assert rows_between(following, held.latest(following, Limit())) == 1
 
 
-def test_a_batch_that_is_held_back_gives_spark_an_answer_each_time(
+def test_a_delayed_batch_returns_to_spark_each_time(
     broker: Broker, held: LogSource, clock: FakeClock
 ) -> None:
     """So that the query can be stopped."""
@@ -241,9 +241,7 @@ def test_a_batch_that_is_held_back_gives_spark_an_answer_each_time(
     assert clock.now - before <= driver.IDLE_S + driver.HELD_STEP_S
 
 
-def test_a_batch_that_is_full_or_of_a_query_that_ends_is_not_held_back(
-    broker: Broker, held: LogSource
-) -> None:
+def test_a_full_batch_and_a_query_that_ends_are_not_delayed(broker: Broker, held: LogSource) -> None:
     broker.publish("t", b"x")
     at = held.latest(held.initial(), Limit())
     broker.publish("t", *numbered(4))
@@ -254,7 +252,7 @@ def test_a_batch_that_is_full_or_of_a_query_that_ends_is_not_held_back(
     assert rows_between(at, held.latest(at, Limit())) == 4
 
 
-def test_a_log_that_is_new_is_entered_at_once(broker: Broker, clock: FakeClock) -> None:
+def test_a_new_log_is_added_without_delay(broker: Broker, clock: FakeClock) -> None:
     given = {"topic": None, "topicsPattern": ".*", "discoveryInterval": "1ms"}
     chosen = options(nsqd=broker.http_address, minRowsPerTrigger=5, **given)
     source = LogSource(chosen, clock=clock, sleep=clock.sleep)
@@ -361,7 +359,7 @@ def test_positions_can_be_given_by_topic_and_node(broker: Broker) -> None:
     ) == numbered(2, 2)
 
 
-def test_a_position_that_cannot_be_is_an_error_that_names_the_option(broker: Broker) -> None:
+def test_an_invalid_position_is_an_error_that_names_the_option(broker: Broker) -> None:
     broker.publish("t", b"x")
     (found,) = read_batch(nsqd=broker.http_address)
     beyond = json.dumps({"t": found["offset"] + 2})
@@ -477,7 +475,7 @@ def test_a_filter_on_time_reads_what_was_published_about_then(
     assert len(rows) > 7 and set(bodies(rows)) >= {b"%d" % number for number in range(2, 12)}
 
 
-def test_columns_that_are_not_asked_for_are_not_made(broker: Broker) -> None:
+def test_only_the_named_columns_are_built(broker: Broker) -> None:
     broker.publish("t", b"x", b"y")
     first = broker.peek("t")[0].sequence
     rows = read_batch(chosen("offset, topic"), nsqd=broker.http_address, columns="offset, topic")
@@ -522,7 +520,7 @@ def test_a_pattern_takes_up_new_topics_and_only_those_that_match_as_a_whole(brok
         assert {row["topic"] for row in query.rows} == {"orders.eu", "orders.us"}
 
 
-def test_a_topic_taken_out_of_the_options_is_not_read_any_more(
+def test_a_topic_removed_from_the_options_is_no_longer_read(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     for topic in ("t", "u", "v"):
@@ -562,7 +560,7 @@ def test_a_node_that_joins_is_read_from_its_earliest_message() -> None:
                 assert len(query.at["t"]) == 2
 
 
-def test_where_a_log_was_begun_is_on_record_before_a_row_of_it_is_read(broker: Broker) -> None:
+def test_the_start_of_a_new_log_is_in_the_checkpoint_before_its_rows_are_read(broker: Broker) -> None:
     with run_lookupd() as lookupd:
         with Query(nsqlookupd=lookupd.http_address) as query:
             query.start()
@@ -728,7 +726,7 @@ def test_messages_removed_before_they_were_read_fail_the_query_or_are_counted(
 
 
 def lose_what_is_unread(broker: Broker) -> None:
-    """Somebody deletes the query's channel while it is down, another reads on; nsqd lets go of the past."""
+    """The channel is deleted while the query is down, and nsqd removes unread messages."""
     with Client(broker.http_address, Access()) as client:
         first = client.positions("t").earliest
     broker.create("t", "other")
@@ -744,7 +742,7 @@ def lose_what_is_unread(broker: Broker) -> None:
     wait_until(removed, interval=0.2)
 
 
-def test_a_broker_that_was_killed_loses_nothing_and_alarms_nobody() -> None:
+def test_a_killed_broker_causes_no_loss_and_no_alarm() -> None:
     with BrokerProcess(broadcast_address="127.0.0.1", sync_timeout=0.05) as broker:
         broker.publish("t", *numbered(10))
         with Query(nsqd=http_address(broker), maxRowsPerTrigger=4, partitionBytes=64) as query:
@@ -752,7 +750,7 @@ def test_a_broker_that_was_killed_loses_nothing_and_alarms_nobody() -> None:
             for number in range(1, 4):
                 broker.kill()
                 broker.start()
-                # The numbers go on far ahead; neither limits nor tasks are spent on what is in between.
+                # Neither limits nor tasks are spent on the gap in the numbers.
                 broker.publish("t", *numbered(10, number * 10))
                 query.start(nsqd=http_address(broker))
                 before = len(query.rows)
@@ -768,7 +766,7 @@ def test_a_broker_that_was_killed_loses_nothing_and_alarms_nobody() -> None:
             assert [row["body"] for part in parts for row in query.read(part)] == numbered(40)
 
 
-def test_the_past_that_a_killed_broker_has_let_go_of_is_no_loss(tmp_path: Path) -> None:
+def test_read_messages_that_a_killed_broker_has_removed_are_no_loss(tmp_path: Path) -> None:
     flags: dict[str, Any] = {"broadcast_address": "127.0.0.1", "max_bytes_per_file": 2000}
     with BrokerProcess(tmp_path, **flags) as broker:
         broker.publish("t", *numbered(200))
@@ -792,9 +790,10 @@ def test_the_past_that_a_killed_broker_has_let_go_of_is_no_loss(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_away", [False, True])
-def test_the_past_may_be_let_go_of_after_a_batch_was_planned(tmp_path: Path, is_away: bool) -> None:
-    """A query stands at the end of what a killed broker had; the number behind it is far ahead. What lies
-    before is removed as soon as the last channel has passed it: here, between the plan and its tasks."""
+def test_read_messages_may_be_removed_after_a_batch_was_planned(tmp_path: Path, is_away: bool) -> None:
+    """A query stands at the end of what a killed broker had; the number behind it is far ahead.
+    What lies before is removed as soon as the last channel has passed it: here, between the plan
+    and its tasks."""
     address = f"127.0.0.1:{unused_port()}"
     flags = {"broadcast_address": "127.0.0.1", "http_address": address, "max_bytes_per_file": 2000}
     with BrokerProcess(tmp_path, **flags) as broker:
@@ -824,7 +823,7 @@ def earliest(broker: BrokerProcess) -> int:
     return int(json.loads(broker.http("GET", "/topic/positions", topic="t"))["earliest"])
 
 
-def test_messages_that_were_emptied_are_no_rows(broker: Broker) -> None:
+def test_emptied_messages_give_no_rows(broker: Broker) -> None:
     broker.create("t", "c")
     broker.publish("t", b"before")
 
@@ -908,7 +907,7 @@ def test_a_query_that_owns_nothing_can_begin_again_and_leaves_the_channels_of_ot
             query.step()
 
 
-def test_offsets_of_before_get_an_owner_once(broker: Broker) -> None:
+def test_offsets_of_version_1_get_an_owner_once(broker: Broker) -> None:
     broker.publish("t", *numbered(5))
     with Query(nsqd=broker.http_address) as query:
         query.start()
@@ -950,8 +949,8 @@ def test_a_crash_in_the_first_batch_changes_neither_its_rows_nor_the_owner(
         assert owner(broker) == query.offset["query"] == claimed
 
 
-def test_a_loss_is_said_at_every_start_until_somebody_decides(tmp_path: Path) -> None:
-    """The channel is deleted while the query is down, and nsqd killed: the log begins anew, far ahead."""
+def test_a_loss_is_reported_at_every_start_until_it_is_accepted(tmp_path: Path) -> None:
+    """The channel is deleted while the query is down, then nsqd is killed."""
     flags: dict[str, Any] = {"broadcast_address": "127.0.0.1", "max_bytes_per_file": 2000}
     with BrokerProcess(tmp_path, **flags) as broker:
         broker.publish("t", *numbered(200))
@@ -1110,7 +1109,7 @@ def test_nothing_of_a_secret_is_logged(broker: Broker, caplog: pytest.LogCapture
     assert "s3cret" not in caplog.text
 
 
-def test_an_idle_query_looks_ever_more_seldom_and_then_says_so(
+def test_an_idle_query_polls_less_often_and_then_returns(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "IDLE_S", 1.0)
@@ -1138,7 +1137,7 @@ def test_an_idle_query_looks_ever_more_seldom_and_then_says_so(
         source.close()
 
 
-def test_a_log_that_is_an_older_copy_of_itself_is_gone_on_with_at_its_end(
+def test_a_log_restored_from_an_older_copy_is_read_from_its_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data, copy = tmp_path / "data", tmp_path / "copy"

@@ -1,4 +1,4 @@
-"""Filters of Spark on a batch: what they leave to be read, and which of them Spark need not test again."""
+"""Spark's filters on a batch: what remains to be read, which filters are settled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log mode with a broker that is killed again and again, and a query that is too: every message once."""
+"""Log mode with a broker and a query that are killed repeatedly: every message once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""format("nsq") in log mode as Spark runs it: each trigger, restarts, and what happens to topics meanwhile.
+"""format("nsq") in log mode as Spark runs it: each trigger, restarts, and what happens to topics
+meanwhile.
 
-The rules themselves are tested without Spark, in test_log_source.py and test_range_reader.py.
+The rules themselves are tested without Spark, in test_driver.py and test_range_reader.py.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def test_a_batch_reads_a_range_with_all_columns_and_any_bytes(spark: SparkSessio
 
 
 def rows_scanned(frame: DataFrame) -> int:
-    """Rows that Spark has had from the source, before it tests them itself, to collect the frame."""
+    """Rows that Spark has got from the source, before its own filters."""
     execution = frame._jdf.queryExecution()
     leaf = execution.executedPlan().collectLeaves().head()
     return int(leaf.metrics().apply("numOutputRows").value())
