@@ -1,5 +1,4 @@
-"""Whether Spark's filters on a Python data source can be used: not for a DataFrame that is used
-twice.
+"""Spark's filter push-down to a Python source is wrong for a DataFrame used twice.
 
     python -m benchmarks.decisions.filter_pushdown
 

@@ -1,4 +1,4 @@
-"""`nsparq pipeline archive` beside a broker that is fed as fast as it takes messages.
+"""`nsparq pipeline archive` with a broker that gets messages as fast as it can take them.
 
     python -m benchmarks.spark.archive                      full rate, MPUBs of 200
     python -m benchmarks.spark.archive --batch 1            full rate, one PUB for each message
@@ -41,7 +41,7 @@ from nsparq.spark.cluster.http_client import Access
 
 TOPIC, CHANNEL = "feed", "archive"
 WINDOW = 8
-"""Publishes on their way at a time."""
+"""Unanswered publishes at a time."""
 PAYLOADS = 128
 """Different ones, so that files do not shrink to nothing."""
 WIDTH = 50
@@ -205,7 +205,7 @@ class Bench:
         return (self.folder / "archive.log").read_text(errors="replace")
 
     def _await_archive(self, archive: subprocess.Popen[bytes]) -> None:
-        """Until it has archived a message: it is up, and warm."""
+        """Wait until it has archived a message."""
         self._client.post("/pub", b"first", topic=TOPIC)
         deadline = time.monotonic() + 120
         while not [*self._files()]:

@@ -1,12 +1,11 @@
-"""One stream over thousands of topics: what it costs while nothing happens, and what a look at them
-takes.
+"""One stream over thousands of topics: its cost while idle, and the time of one poll.
 
     python -m benchmarks.spark.many_topics
 
 Idle: the processor time of Spark with its Python processes and of nsqd, as a share of one core,
-while a stream waits for messages of all topics. A look: the driver's part without Spark, which
-finds the one topic that has something new; its time on the clock and the processor time of driver
-and nsqd. Processor time does not depend on what else the machine does.
+while a stream waits for messages of all topics. A poll: the driver's part without Spark, which
+finds the one topic with new messages; its elapsed time, and the processor time of driver and nsqd.
+Processor time does not depend on what else the machine does.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Rows written by Spark into nsqd, beside the same rows written nowhere: see --help for the
-parameters.
+"""Rows written by Spark to nsqd, compared with sinks that drop them; see --help.
 
 The rows come from Parquet files, read by the JVM. They are written, in turns, to Spark's own sink
 that drops everything (what reading costs), to a Python sink that drops everything (what handing
-rows to Python costs, which no Python sink can beat), and to format("nsq") with each of its
-promises. Broker and Spark share the machine.
+rows to Python costs, which no Python sink can beat), and to format("nsq") with each delivery
+guarantee. Broker and Spark share the machine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Exactly once, proven by killing: nsq -> Spark -> Parquet, nsq -> Spark -> nsq, the archive
-pipeline, Delta, databases and upserts.
+"""Exactly-once under kills: nsq -> Spark -> Parquet, topics, the archive, Delta, databases.
 
     python -m tests.soak.exactly_once --kills 20 --sink parquet
     python -m tests.soak.exactly_once --kills 20 --sink topic
@@ -7,10 +6,10 @@ pipeline, Delta, databases and upserts.
     python -m tests.soak.exactly_once --kills 20 --sink delta-upsert
     python -m tests.soak.exactly_once --kills 20 --sink jdbc,jdbc-upsert --master 'local[2]'
 
-Two nsqd and an nsqlookupd, a publisher of numbered messages for each nsqd, a Spark query, and
-somebody who kills one of them after the other with SIGKILL, at random moments; whoever was killed
-is started again. In the end every number that was published must be in the result exactly once.
-Exit status 1 if not, or if nothing goes on.
+Runs two nsqd, an nsqlookupd, a publisher of numbered messages for each nsqd, and a Spark query.
+Kills one of them after the other with SIGKILL, at random moments, and starts it again. In the end
+every published number must be in the result exactly once. Exit status 1 if not, or if it gets
+stuck.
 """
 
 from __future__ import annotations
@@ -59,13 +58,12 @@ VICTIMS = ("driver", "python", "jvm", "executor", "worker", "source", "planner",
 one that the driver has for the rest, such as the sink's commit. Executors are JVMs, if the master
 has any."""
 HOPELESS = ("DataLoss", "CheckpointBehind")
-"""Errors from which no restart recovers, and which must not be: nobody has lost anything."""
+"""Errors that end a query for good. They must not happen: nothing was lost."""
 MAX_STARTS = 5
-"""Starts of the driver that no kill explains; there may be some, when what it needs is away for
-long."""
+"""Limit on restarts of the driver without a kill, when nsqd or nsqlookupd is away for long."""
 STALLED_S = 300.0
-"""Nothing has been committed for so long: something is stuck. Where there is ten times the work
-that a machine can do, a driver that was killed takes two minutes to come back."""
+"""Without a commit for so long, something is stuck. On a very busy machine a killed driver takes
+two minutes to come back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ class Options:
     sinks: tuple[str, ...]
     kills: int = 20
     seconds: float = 0.0
-    """Go on killing for so long, at least."""
+    """Least time of killing."""
     rate: float = 2000.0
     """Messages a second, all publishers together."""
     master: str = "standalone"
@@ -83,8 +81,8 @@ class Options:
     max_rows: int = 20_000
     seed: int = 0
     outages_s: tuple[float, float] = (4.0, 20.0)
-    """For how long nsqd and nsqlookupd are away, at most; and how long sometimes, so that a driver
-    starts without them."""
+    """How long nsqd and nsqlookupd are away at most; and sometimes, so that a driver starts without
+    them."""
     waits_s: tuple[float, float] = (0.0, 2.0)
     """How long to wait before a kill, once the query has recovered from the last."""
     hurry: float = 0.3
@@ -210,7 +208,7 @@ class Run:
             in_a_hurry = self.chance.random() < self.options.hurry
 
     def _await_progress(self) -> None:
-        """Until some more micro-batches have been committed, in all sinks."""
+        """Wait until all sinks have committed some more micro-batches."""
         targets = [before + self.options.progress for before in self._batches()]
 
         def has_come() -> bool:
@@ -223,8 +221,7 @@ class Run:
             raise AssertionError(self._what_is_stuck(str(error))) from None
 
     def _what_is_stuck(self, error: str) -> str:
-        """Everything that helps to find out why. What Java's threads are doing is in the logs
-        then."""
+        """Save everything that helps to find the reason; the logs then have Java's threads."""
         self.driver.ask_for_threads()
         away = [name for name, daemon in self.cluster.daemons() if not daemon.alive()]
         failures = [f"{sink}: {text[:3000]}" for sink, text in self._failures()[-2:]]
@@ -243,7 +240,7 @@ class Run:
             assert not any(name in failure for name in HOPELESS), failure
 
     def _kill(self, victim: str) -> bool:
-        """False if there is none now: it has not come back from the last time."""
+        """False if there is none: it has not come back from the last kill."""
         if victim == "nsqd":
             alive = [node for node in self.cluster.nodes if node.alive()]
             done = bool(alive) and self._kill_daemon(self.chance.choice(alive))
@@ -298,8 +295,7 @@ class Run:
         self.driver.finish()
 
     def _has_caught_up(self) -> bool:
-        """The channels stand behind what the sinks have: a depth of 0 says that everything is
-        there."""
+        """Wait for depth 0 in all channels: then the sinks have everything."""
         channels = [sink.channel for sink in self.sinks.values()]
         try:
             found = [

@@ -1,9 +1,8 @@
-"""A publisher of numbered messages that knows what it has published, whatever happens to its nsqd
-meanwhile.
+"""A publisher of numbered messages that knows what it has published, even if nsqd dies.
 
-It takes turns between NSQ's own way and transactions. By a transaction each number is in the log
-exactly once: whatever was not answered is said again. By `/mpub` what was not answered is not: each
-of its numbers is in the log once or not at all.
+It alternates between `/mpub` and transactions. A transaction puts each number into the log exactly
+once: a request without an answer is sent again. After an `/mpub` without an answer, each of its
+numbers is in the log once or not at all.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def packed(numbers: range) -> bytes:
 
 
 class _NotSent(Exception):
-    """Nobody listens: it has certainly not been heard."""
+    """Nobody listens, so nothing was published."""
 
 
 class _Answer(NamedTuple):

@@ -1,14 +1,13 @@
-"""Queue mode, proven by killing: a channel of two nsqd -> Spark -> Parquet.
+"""Queue mode under kills: a channel of two nsqd -> Spark -> Parquet.
 
     python -m tests.soak.spark_queue --kills 20
     python -m tests.soak.spark_queue --kills 20 --nsqd /path/to/another/nsqd
 
-Two nsqd and an nsqlookupd, a publisher of numbered messages for each nsqd, a Spark query, and
-somebody who kills one after the other with SIGKILL, at random moments; whoever was killed is
-started again. In the end every number that was published must be in the result: exit status 1 if
-one is not. Duplicates are counted. Those that there may be are of an nsqd that was killed, and
-delivers again what it had not yet noted as finished. NSQ's own nsqd is never killed here: what it
-has in memory would be lost.
+Runs two nsqd, an nsqlookupd, a publisher of numbered messages for each nsqd, and a Spark query.
+Kills one after the other with SIGKILL, at random moments, and starts it again. In the end every
+published number must be in the result: exit status 1 if one is not. Duplicates are counted; only a
+killed nsqd may cause some, because it delivers messages again whose FIN was not on disk yet. NSQ's
+own nsqd is never killed, because it would lose what it has in memory.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ VICTIMS = ("driver", "jvm", "worker", "source", "nsqd", "nsqlookupd")
 """`driver` is the driver's Python and its JVM at once. `worker` is a Python process that runs
 tasks, `source` the one that plans what they read."""
 NOTED_S = 1.0
-"""How often nsqd notes what has been finished."""
+"""How often nsqd writes down which messages are finished."""
 STALLED_S = 240.0
-"""Nothing has been committed for so long: something is stuck."""
+"""Without a commit for so long, something is stuck."""
 HURRY = 0.3
 """How often a kill comes before the query has recovered from the last."""
 OUTAGES_S = (2.0, 15.0)
@@ -212,7 +211,7 @@ class Run:
     # the end
 
     def _has_caught_up(self) -> bool:
-        """Nothing waits, nobody holds anything, and what was taken has reached the sink."""
+        """Wait until no messages wait or are in flight, and the sink has all."""
         try:
             found = [node.channel_stats(TOPIC, CHANNEL) for node in self.cluster.nodes]
         except (OSError, ConnectionClosed):
