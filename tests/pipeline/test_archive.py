@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nsparq.pipeline.file import ready
+from nsparq.pipeline.file import ready_made
 from nsparq.testing import Broker
 from tests.pipeline.conftest import Runs
 
@@ -30,8 +30,8 @@ def text(
     compact: int = 0,
     channel: str = "archive",
 ) -> str:
-    topics = ready.Topics(nsq={"nsqd": [broker.http_address]}, pattern="orders|clicks|more")
-    made = ready.archive(topics, output, trigger="available-now", compact=compact, channel=channel)
+    topics = ready_made.Topics(nsq={"nsqd": [broker.http_address]}, pattern="orders|clicks|more")
+    made = ready_made.archive(topics, output, trigger="available-now", compact=compact, channel=channel)
     if through_spark:
         # As the archive was before its messages went to files as they are.
         made = made.replace('decode = "message"', f"sql = {json.dumps(THROUGH_SPARK)}")
@@ -70,7 +70,7 @@ def test_the_files_are_those_that_spark_would_have_written(
     assert (ours.rows, ours.rows_written, ours.lag) == (503, 503, 0)
 
 
-def test_an_archive_that_spark_has_written_goes_on(
+def test_an_archive_written_by_spark_can_be_continued(
     run: Runs, broker: Broker, spark: SparkSession, tmp_path: Path
 ) -> None:
     table = tmp_path / "archive"

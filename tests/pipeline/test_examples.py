@@ -174,10 +174,10 @@ def test_formats(run: Runs, broker: Broker) -> None:
     same = {"item": "tea", "price": None, "at": "2026-11-15T12:00:00.000Z"}
     assert read == [{"number": number, **same} for number in range(1, 9)]
     assert sorted((one["topic"], one["error"]) for one in bodies(broker, "orders.dead")) == [
-        ("orders.avro", "item: the message ends before its value does"),
-        ("orders.avro", "number: the message ends before its value does"),
+        ("orders.avro", "item: the message ends within its value"),
+        ("orders.avro", "number: the message ends within its value"),
         ("orders.json", "number: 0 is less than the minimum of 1"),
-        ("orders.protobuf", "field 13: the message ends before its value does"),
+        ("orders.protobuf", "field 13: the message ends within its value"),
     ]
 
 
@@ -384,7 +384,7 @@ def test_avro_without_a_pipeline(
     runpy.run_path(str(copy(tmp_path, "pipelines/avro_spark.py", broker)))
     output = capsys.readouterr().out
     assert re.search(r"\|\s*1\|\s*tea\|\s*4.5\|2026-11-15 12:00:00\|", output), output
-    assert re.search(r"\|\d+\s*\|number: the message ends before its value does\|", output), output
+    assert re.search(r"\|\d+\s*\|number: the message ends within its value\|", output), output
 
 
 # Spark's own pipelines

@@ -110,7 +110,7 @@ def test_messages_of_a_file_need_no_nsqd(
     assert (status, output.splitlines()[-1]) == (0, "2       4")
 
 
-def test_what_is_wrong_is_said_as_by_check(command: Command, tmp_path: Path) -> None:
+def test_errors_are_reported_as_by_check(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "shop.toml"
     path.write_text(path.read_text().replace("SELECT number, price", "SELECT prize"))
     status, _, errors = command("--only=large", "--messages=/dev/null")
@@ -124,7 +124,7 @@ def test_what_is_wrong_is_said_as_by_check(command: Command, tmp_path: Path) -> 
     assert (status, "No such file" in errors) == (1, True)
 
 
-def test_a_terminal_gets_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_cut_to_the_width_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [["id", "item", "text"], ["1", "tea", "x" * 100], ["2", "c" * 30, ""]]
     monkeypatch.setattr(pipeline_try, "_width", lambda: 40)
     lines = list(pipeline_try._table(rows))

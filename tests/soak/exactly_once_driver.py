@@ -23,7 +23,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from nsparq.pipeline.execute import queries
-from nsparq.pipeline.write.files import FORMAT
+from nsparq.pipeline.write.file_sink import FORMAT
 from nsparq.spark.session.build import build_session, register
 from tests.soak.exactly_once_publisher import DIGITS
 
@@ -159,12 +159,12 @@ class Program:
         return writer.option("checkpointLocation", sink.checkpoint).start()
 
     def _archive(self, spark: SparkSession, sink: Sink) -> None:
-        from nsparq.pipeline.file import ready
+        from nsparq.pipeline.file import ready_made
 
         arguments = self._arguments
-        topics = ready.Topics(nsq={"nsqlookupd": [arguments.lookupd]}, topics=[arguments.topic])
+        topics = ready_made.Topics(nsq={"nsqlookupd": [arguments.lookupd]}, topics=[arguments.topic])
         output = Path(sink.result)
-        text = ready.archive(topics, output, trigger="500ms", compact=4, channel=sink.channel)
+        text = ready_made.archive(topics, output, trigger="500ms", compact=4, channel=sink.channel)
         self._run(spark, sink, text, output / "archive.toml")
 
     def _pipeline(self, spark: SparkSession, sink: Sink) -> None:

@@ -1,8 +1,36 @@
-"""Pipelines that are declared, not coded: topics are read, decoded, transformed by SQL and written elsewhere.
+"""Pipelines: topics are read, decoded, transformed with SQL and written elsewhere, by Spark.
 
-A TOML file says what (`spec`), or a Python program (`builder`); the runner makes streaming queries of it.
-Only the modules that touch Spark import it, so that a file can be checked without. The names below are
-imported when they are used: tasks of Spark import this package too.
+A TOML file or a Python program describes them. `file/` reads the description, `execute/` runs it,
+`decode/` and `write/` have the two ends of a query.
+
+From `nsparq pipeline run file.toml` to the first micro-batch:
+
+1. `tools/pipeline.py` loads the file (`file/reading.py`), and builds a Spark session.
+2. `execute/runner.py` locks the checkpoint directory and makes a `RunningPipeline` for each
+   pipeline, which starts its queries in a thread (`execute/running_pipeline.py`).
+3. `execute/queries.py` infers missing schemas (`schemas.py`) and determines where new queries begin
+   (`beginnings.py`). Both are kept in `pipeline.json` for the next start.
+4. It builds the DataFrames: messages, decoded rows (`decode/messages.py`), steps
+   (`execute/steps.py`), columns for the sink. It starts a streaming query for each output, and one
+   for the dead letters of each source.
+
+One micro-batch of a query:
+
+1. The source (`nsparq.spark.source`) asks every nsqd how far its log reaches. Spark logs the new
+   offsets in the checkpoint; from then on the batch has a fixed content.
+2. Tasks read their ranges of the log, decode the messages, and run the SQL.
+3. The sink writes the rows (`write/sinks.py`) and commits them together with the number of the
+   batch. If the batch runs again after a crash, the sink finds that number and does not write
+   twice.
+4. Spark logs the batch as done, and the source moves the query's channel forward.
+5. `RunningPipeline.look` counts the progress report (`execute/progress.py`); the runner publishes
+   the status.
+
+A pipeline that only stores messages as Parquet files takes a shorter way:
+`write/direct_parquet.py`.
+
+Only modules that need Spark import it, so that a file can be checked without it. The names below
+are imported when they are used, because Spark's tasks import this package too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can be wrong with a pipeline beyond its file, and whether to start the pipeline again could help."""
+"""Errors of a pipeline beyond its file, and whether a restart could help."""
 
 from __future__ import annotations
 
@@ -8,46 +8,44 @@ from typing import Final
 
 from nsparq.errors import NsparqError
 
-__all__ = ["FunctionFailed", "NothingYet", "PipelineError", "in_words", "is_refused_state", "retry_helps"]
-
 MAX_WORDS = 1000
 
 _OURS: Final = re.compile(r"\b(nsparq(?:\.\w+)+)\.([A-Z]\w*)(?=: )")
-"""An error of ours in a traceback that has come through Spark."""
+"""One of our own errors in a traceback from Spark."""
 _STATE: Final = r"STREAMING_STATEFUL_OPERATOR_\w+|STATE_STORE_\w*(SCHEMA|TYPE_CHANGE)\w*"
-"""Spark's words for a query that does not fit its state."""
+"""Spark's error classes for a query that does not fit its state."""
 _REFUSED_STATE: Final = re.compile(rf"\[({_STATE})\]|sources in the checkpoint offsets and now there are")
-_FOR_GOOD: Final = re.compile(
+_PERMANENT: Final = re.compile(
     r"\[(USER_RAISED_EXCEPTION|UNRESOLVED_COLUMN|TABLE_OR_VIEW_NOT_FOUND|DATA_SOURCE_NOT_FOUND)\b"
 )
-"""Spark's words for a message or a row that was refused, and for a query that cannot be."""
-_MAY_PASS: Final = re.compile(r"\[FAILED_JDBC\.CONNECTION\b")
-"""A database that is away, which Spark calls an AnalysisException."""
+"""Spark's error classes for a refused message or row, and for a wrong query."""
+_TEMPORARY: Final = re.compile(r"\[FAILED_JDBC\.CONNECTION\b")
+"""A database that cannot be reached, for which Spark raises AnalysisException."""
 
 
 class PipelineError(NsparqError):
-    """A pipeline that cannot be built or run; the text names pipeline and key."""
+    """A pipeline that cannot be built or run. The text names the pipeline and the key."""
 
     retry_helps = False
 
 
 class NothingYet(PipelineError):
-    """What the pipeline needs to begin is not there, and may come: messages to infer a schema from."""
+    """There are no messages yet to infer a schema from."""
 
     retry_helps = True
 
 
 class FunctionFailed(PipelineError):
-    """A function of the user's that writes rows somewhere, for a reason that may pass."""
+    """A function that is a sink has failed, for a reason that may be temporary."""
 
     retry_helps = True
 
 
 def retry_helps(error: BaseException) -> bool:
-    """Whether a pipeline that ended with this error is worth starting again.
+    """Whether a restart may help a pipeline that ended with this error.
 
-    It is not after an error that would come again each time, or that a person has to decide about: a wrong
-    query, schema or option, a message that does not decode, lost messages, a checkpoint that is refused.
+    It does not help if the error would come again or needs a decision: a wrong query, schema or
+    option, a message that does not decode, lost messages, a refused checkpoint.
     """
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # it has no stubs
     from pyspark.errors import AnalysisException, PySparkException
@@ -56,20 +54,20 @@ def retry_helps(error: BaseException) -> bool:
     if type(error) is PipelineError and isinstance(
         cause, NsparqError | PySparkException | Py4JError | OSError
     ):
-        # A step that could not be done, and why.
+        # The cause says why.
         return retry_helps(cause)
     if isinstance(error, NsparqError):
         return error.retry_helps
     text = str(error)
     if named := _OURS.findall(text):
         return _class_helps(*named[-1])
-    if _MAY_PASS.search(text):
+    if _TEMPORARY.search(text):
         return True
-    return not (isinstance(error, AnalysisException) or _FOR_GOOD.search(text) or is_refused_state(error))
+    return not (isinstance(error, AnalysisException) or _PERMANENT.search(text) or is_refused_state(error))
 
 
 def is_refused_state(error: BaseException) -> bool:
-    """Whether Spark says that a query does not fit the state in its checkpoint."""
+    """Whether Spark refused a query because it does not fit the state in its checkpoint."""
     return _REFUSED_STATE.search(str(error)) is not None
 
 
@@ -82,7 +80,7 @@ def _class_helps(module: str, name: str) -> bool:
 
 
 def in_words(error: BaseException) -> str:
-    """What Spark says, without the plans and traces that it adds."""
+    """Spark's error text, without plans and tracebacks."""
     text = str(error).strip()
     for end in (
         "\n\nJVM stacktrace",
@@ -96,7 +94,7 @@ def in_words(error: BaseException) -> str:
     text = text.removeprefix("An exception was raised by the Python Proxy. Return Message: ")
     head, trace, rest = text.partition("Traceback (most recent call last):")
     if trace:
-        # Frames are indented; what was raised is not.
+        # Stack frames are indented, the error itself is not.
         raised = [line for line in rest.splitlines() if line and not line.startswith((" ", "\t"))]
         text = f"{head} {' '.join(raised)}"
     words = " ".join(text.split())

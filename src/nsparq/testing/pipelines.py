@@ -30,15 +30,15 @@ __all__ = ["Given", "PipelineResult", "given", "local_session", "try_pipeline"]
 Body = bytes | str | Mapping[str, Any]
 
 FIRST: Final = datetime(2026, 1, 1, tzinfo=UTC)
-"""When the first message of a test was published, unless the test says otherwise."""
+"""When the first message of a test was published, unless the test sets it."""
 UTC_TIME: Final = {"spark.sql.session.timeZone": "UTC"}
-# Short jobs on little data: compile fast rather than well.
+# Short jobs on little data: fast compilation matters more than fast code.
 QUICK_JAVA: Final = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A message, and what NSQ would say about it."""
+    """A message with its time of publishing and its attempts."""
 
     body: Body
     timestamp: datetime | None = None
@@ -46,7 +46,7 @@ class Given:
 
 
 def given(body: Body, *, timestamp: datetime | str | None = None, attempts: int = 0) -> Given:
-    """A message that was published at this time; a text is ISO 8601, and UTC unless it says otherwise."""
+    """A message published at this time. A string is ISO 8601, in UTC unless it has an offset."""
     at = datetime.fromisoformat(timestamp) if isinstance(timestamp, str) else timestamp
     return Given(body, at if at is None or at.tzinfo else at.replace(tzinfo=UTC), attempts)
 
@@ -56,16 +56,15 @@ class PipelineResult:
     """What a pipeline would have written."""
 
     outputs: dict[str, list[dict[str, Any]]]
-    """The rows that the sink of each output would get, by its name. Times are aware, in the session's time
-    zone."""
+    """The rows of each sink, by the name of the output. Times are in the session's time zone."""
     letters: list[dict[str, Any]] = field(default_factory=list)
     """The dead letters."""
     dropped: list[dict[str, Any]] = field(default_factory=list)
-    """What `on_error = "drop"` has left out, as dead letters."""
+    """Messages that `on_error = "drop"` skipped, as dead letters."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Of the only output. A topic gets the column `body`; see `messages`. Raises KeyError."""
+        """The rows of the only output; see `messages` for those of a topic. Raises KeyError."""
         if len(self.outputs) > 1:
             raise KeyError(f"there are several outputs: {self._names}; use rows_of() or messages_of()")
         return self.rows_of(*self.outputs)
@@ -82,7 +81,7 @@ class PipelineResult:
 
     @property
     def messages(self) -> list[Any]:
-        """Of the only output, which is a topic: the messages, parsed as JSON."""
+        """The messages of the only output, a topic, parsed as JSON."""
         return [json.loads(row["body"]) for row in self.rows]
 
     def messages_of(self, output: str) -> list[Any]:
@@ -100,13 +99,13 @@ def try_pipeline(
 ) -> PipelineResult:
     """The rows that a pipeline of a file would write for these messages. Nothing is written.
 
-    `messages` are lists by topic, or one list if the pipeline reads one topic only. A message is bytes, a
-    text, a dict, which becomes a JSON object, or what `given()` returns. `name` may be empty if there is one
-    pipeline only. `tables` are rows, as dicts, in the place of tables to join with. The session is
-    `local_session()` unless there is one.
+    `messages` are lists by topic, or one list if the pipeline reads one topic only. A message is
+    bytes, a string, a dict, which becomes a JSON object, or the result of `given()`. `name` may be
+    empty if the file has one pipeline. `tables` are rows, as dicts, that replace tables to join
+    with. The default session is `local_session()`.
 
-    Raises PipelineError as the pipeline would fail, also for a message that does not decode if there is
-    neither `dead_letters` nor `on_error = "drop"`; SpecError for a wrong file.
+    Raises PipelineError where the pipeline would fail, for example at a message that does not
+    decode without `dead_letters` and `on_error = "drop"`. Raises SpecError for a wrong file.
     """
     from nsparq.pipeline.errors import PipelineError
     from nsparq.pipeline.execute import runner
@@ -117,7 +116,7 @@ def try_pipeline(
     pipeline = _chosen(file, name)
     samples = _samples(pipeline, messages)
     session = spark or local_session()
-    # A checkpoint that lies about, with a schema that was inferred once, must not change a test's result.
+    # An existing checkpoint with an inferred schema must not change the result of a test.
     with (
         tempfile.TemporaryDirectory(prefix="nsparq-try-") as empty,
         _configured(session, {**UTC_TIME, **file.spark.conf, **QUICK}),
@@ -139,8 +138,7 @@ def try_pipeline(
 
 
 def local_session() -> SparkSession:
-    """The Spark session of this process. If there is none yet, it is one for short tests: one core, no web
-    pages."""
+    """The Spark session of this process, or a new one for short tests: one core, no web pages."""
     from nsparq.pipeline.execute.trial import QUICK
     from nsparq.spark.session.build import build_session
 
@@ -190,7 +188,7 @@ def _body(value: Body) -> bytes:
 def _frames(
     spark: SparkSession, pipeline: Pipeline, tables: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> dict[str, DataFrame]:
-    """With the columns that the file declares, or those that the rows have."""
+    """Tables with the columns of the file, or else those of the rows."""
     schemas = {one.name: getattr(one, "schema", "") for one in pipeline.tables}
     for name in tables:
         if name not in schemas:
@@ -203,7 +201,7 @@ def _frames(
 
 @contextmanager
 def _configured(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
-    """As far as the settings of a running session can be changed."""
+    """Changes settings of a session, as far as a running session allows it."""
     before = {name: spark.conf.get(name, None) for name in settings if spark.conf.isModifiable(name)}
     try:
         for name in before:

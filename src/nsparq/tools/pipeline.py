@@ -1,7 +1,8 @@
-"""`nsparq pipeline`: declared pipelines, run, checked, begun and watched; and some that are ready to run.
+"""`nsparq pipeline`: runs, checks, creates and watches pipelines; see `pipeline_ready` for
+ready-made ones.
 
-Status 0 when the work is done or a signal has ended it, 1 when a pipeline has failed, 2 for a wrong command
-line or a wrong pipeline file.
+Exit status: 0 if the work is done or was ended by a signal, 1 if a pipeline has failed, 2 for a
+wrong command line or a wrong pipeline file.
 """
 
 from __future__ import annotations
@@ -22,20 +23,32 @@ from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.execute.progress import Figures, State
 from nsparq.pipeline.execute.status import FILE_NAME, read_status
 from nsparq.pipeline.execute.view import HEADINGS, cells
-from nsparq.pipeline.file import starter
-from nsparq.pipeline.file.reading import DEFAULT_NSQD, load
-from nsparq.pipeline.file.spec import Pipeline, PipelineFile, Source, SpecError, Trigger, describe
+from nsparq.pipeline.file import ready_made
+from nsparq.pipeline.file.nsq_options import DEFAULT_NSQD
+from nsparq.pipeline.file.reading import load
+from nsparq.pipeline.file.sinks import describe
+from nsparq.pipeline.file.spec import Pipeline, PipelineFile, Source, SpecError, Trigger
 from nsparq.tools import pipeline_ready, pipeline_try
-from nsparq.tools.pipeline_common import FAILED, OK, WRONG, add_running, chosen, configure_logs, run_file
+from nsparq.tools.pipeline_common import (
+    FAILED,
+    OK,
+    WRONG,
+    add_running,
+    chosen,
+    configure_logs,
+    run_file,
+    small_session,
+    text_table,
+)
 
 __all__ = ["main"]
 
 logger = logging.getLogger(__name__)
 
 DESCRIPTION: Final = """\
-Pipelines: messages of topics are read, decoded, transformed by SQL, and written elsewhere, by Spark.
+Pipelines: Spark reads the messages of topics, decodes them, transforms them with SQL and writes the rows.
 
-A TOML file says what:
+A TOML file describes them:
 
   [pipeline.orders]
   source = "orders"
@@ -43,7 +56,7 @@ A TOML file says what:
   sql = "SELECT item, price FROM input WHERE price > 100"
   sink = { topic = "orders.large" }
 
-Begin with `nsparq pipeline new --topic=orders`.
+Start with `nsparq pipeline new --topic=orders`.
 """
 
 
@@ -59,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         logger.critical("%s", error)
         return FAILED
     except ModuleNotFoundError:
-        # `nsparq` knows which extra it belongs to.
+        # `nsparq` itself names the extra to install.
         raise
     except Exception:
         logger.critical("stopped by an unexpected error", exc_info=True)
@@ -73,41 +86,47 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    command = commands.add_parser("run", help="run the pipelines of a file until they end, or a signal comes")
+    command = commands.add_parser(
+        "run", help="run the pipelines of a file until they end or a signal arrives"
+    )
     command.add_argument("file", type=Path)
     command.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="this one only; repeatable"
+        "--only", action="append", default=[], metavar="NAME", help="run only this pipeline; repeatable"
     )
-    command.add_argument("--available-now", action="store_true", help="read what is there now, and end")
-    command.add_argument("--checkpoint", metavar="DIR", help="instead of that in [run]")
-    command.add_argument("--fail-fast", action="store_true", help="end all when one has failed for good")
+    command.add_argument("--available-now", action="store_true", help="read the existing messages and end")
+    command.add_argument("--checkpoint", metavar="DIR", help="instead of checkpoint in [run]")
+    command.add_argument(
+        "--fail-fast", action="store_true", help="stop all pipelines when one has failed permanently"
+    )
     add_running(command)
     command.set_defaults(run=run)
 
-    command = commands.add_parser("check", help="say what is wrong with a file")
+    command = commands.add_parser("check", help="check a pipeline file")
     command.add_argument("file", type=Path)
     command.add_argument(
         "--spark",
         action=argparse.BooleanOptionalAction,
-        help="start Spark to check schemas and SQL, which takes seconds; by default if it is installed",
+        help="start Spark to check schemas and SQL, which takes seconds; the default if PySpark is installed",
     )
     command.set_defaults(run=check)
 
     pipeline_try.add_command(commands)
 
     command = commands.add_parser("new", help="write a first pipeline file for a topic")
-    command.add_argument("file", type=Path, nargs="?", help="where to; standard output if not given")
+    command.add_argument("file", type=Path, nargs="?", help="file to write; default: standard output")
     command.add_argument(
-        "--topic", default="orders", help="messages are looked at, if there are any (%(default)s)"
+        "--topic",
+        default="orders",
+        help="topic to read; the columns are taken from its messages (%(default)s)",
     )
     command.add_argument("--nsqd-http-address", default=DEFAULT_NSQD, metavar="HOST:PORT", help="%(default)s")
     command.set_defaults(run=new)
 
     command = commands.add_parser(
-        "status", help="say how running pipelines are doing; status 1 if they are not"
+        "status", help="show the status of running pipelines; exit status 1 if they do not run"
     )
-    command.add_argument("file", type=Path, help="the pipeline file, or the directory of its checkpoints")
-    command.add_argument("--json", action="store_true", help="as JSON")
+    command.add_argument("file", type=Path, help="the pipeline file, or its checkpoint directory")
+    command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=status)
 
     pipeline_ready.add_commands(commands)
@@ -155,23 +174,24 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _check_with_spark(file: PipelineFile) -> None:
-    from nsparq.pipeline.execute import queries, runner
+    from nsparq.pipeline.execute import check, queries
 
-    # The master of the file may be a cluster; to look at SQL this machine will do.
-    spark = runner.build_session(replace(file, spark=replace(file.spark, ui_port=0)), "local[1]")
+    spark = small_session(file)
     problems = []
     try:
         queries.register(spark)
         for one in file.pipelines:
             try:
-                frames = queries.check(spark, file, one)
-                notes = queries.check_state(one, frames) if frames is not None else []
+                frames = check.check(spark, file, one)
+                notes = check.check_state(one, frames) if frames is not None else []
             except PipelineError as error:
                 problems.append(str(error))
                 continue
             print(_summary(one))
             if frames is None:
-                print("  columns unknown and not checked: no schema is given, and no message says it")
+                print(
+                    "  columns unknown and not checked: there is no schema, and no message to infer it from"
+                )
                 continue
             for note in notes:
                 print(f"  note: {note}")
@@ -202,8 +222,8 @@ def _source_summary(one: Source) -> str:
 
 
 def new(arguments: argparse.Namespace) -> int:
-    bodies, why_none = starter.look(arguments.nsqd_http_address, arguments.topic)
-    text = starter.starter(arguments.topic, bodies, nsqd=arguments.nsqd_http_address)
+    bodies, why_none = ready_made.peek(arguments.nsqd_http_address, arguments.topic)
+    text = ready_made.starter(arguments.topic, bodies, nsqd=arguments.nsqd_http_address)
     if arguments.file is None:
         sys.stdout.write(text)
     else:
@@ -211,10 +231,10 @@ def new(arguments: argparse.Namespace) -> int:
             with arguments.file.open("x") as file:
                 file.write(text)
         except FileExistsError:
-            raise StartError(f"{arguments.file} is there already, and stays as it is") from None
+            raise StartError(f"{arguments.file} exists already; it was not changed") from None
         print(f"nsparq pipeline run {arguments.file}")
     if why_none:
-        print(f"no message could be looked at: {why_none}", file=sys.stderr)
+        print(f"no message to infer columns from: {why_none}", file=sys.stderr)
     return OK
 
 
@@ -226,7 +246,7 @@ def status(arguments: argparse.Namespace) -> int:
     directory = path if path.is_dir() else Path(load(path).run.checkpoint)
     found = read_status(directory)
     if found is None:
-        raise StartError(f"{directory / FILE_NAME}: these pipelines have never been run")
+        raise StartError(f"{directory / FILE_NAME} does not exist: these pipelines have never been run")
     print(json.dumps(found, indent=1) if arguments.json else _status_text(found))
     return OK if found["is_running"] else FAILED
 
@@ -236,19 +256,14 @@ def _status_text(found: dict[str, Any]) -> str:
     state = f"running, process {found['pid']}" if found["is_running"] else f"not running since {at}"
     known = {one.name for one in fields(Figures)}
     figures = [
-        # What a newer version has added to the file is left out.
+        # A newer version may have added keys to the file.
         Figures(
             **{name: value for name, value in one.items() if name in known} | {"state": State(one["state"])}
         )
         for one in found["pipelines"]
     ]
     rows = [HEADINGS, *map(cells, figures)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    lines = [f"{found['file']}: {state}"]
-    for row in rows:
-        padded = (f"{cell:<{width}}" for cell, width in zip(row[:2], widths[:2], strict=True))
-        numbers = (f"{cell:>{width}}" for cell, width in zip(row[2:], widths[2:], strict=True))
-        lines.append("  ".join([*padded, *numbers]).rstrip())
+    lines = [f"{found['file']}: {state}", *text_table(rows, left=2)]
     lines += [f"{one.name}: {one.error}" for one in figures if one.error]
     return "\n".join(lines)
 

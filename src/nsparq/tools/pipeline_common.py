@@ -1,4 +1,4 @@
-"""What the commands of `nsparq pipeline` share: options, signals, the session, and how a run is shown."""
+"""Common parts of `nsparq pipeline` commands: options, signals, the session, running a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from types import FrameType
@@ -18,31 +18,18 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from nsparq import logs
 from nsparq.pipeline.execute.progress import State
 from nsparq.pipeline.execute.view import LogView, TerminalView, View
-from nsparq.pipeline.file.spec import Console, Pipeline, PipelineFile, SpecError
-from nsparq.pipeline.file.tables import did_you_mean
+from nsparq.pipeline.file.keys import did_you_mean
+from nsparq.pipeline.file.sinks import Console
+from nsparq.pipeline.file.spec import Pipeline, PipelineFile, SpecError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-__all__ = [
-    "END_S",
-    "FAILED",
-    "OK",
-    "WRONG",
-    "Stopping",
-    "add_running",
-    "add_spark",
-    "chosen",
-    "configure_logs",
-    "run_file",
-    "session",
-]
 
 logger = logging.getLogger(__name__)
 
 OK, FAILED, WRONG = 0, 1, 2
 END_S: Final = 5.0
-"""How long Spark may take to end after a signal, beyond the time that a micro-batch is given."""
+"""How long Spark may take to end after a signal, in addition to `stop_grace`."""
 POLL_S: Final = 0.1
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -50,7 +37,7 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 def configure_logs() -> None:
     logs.configure("info", "[pipeline] ")
     for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
-        # They print the traces of errors that we put in words.
+        # They print tracebacks of errors that we report ourselves.
         logging.getLogger(name).disabled = True
     logging.getLogger("py4j").setLevel(logging.WARNING)
 
@@ -65,14 +52,16 @@ def add_spark(command: argparse.ArgumentParser) -> None:
         default=[],
         type=_setting,
         metavar="NAME=VALUE",
-        help="a setting of Spark; repeatable",
+        help="a Spark setting; repeatable",
     )
 
 
 def add_running(command: argparse.ArgumentParser) -> None:
     add_spark(command)
-    command.add_argument("--metrics-address", metavar="HOST:PORT", help="serve /metrics and /status there")
-    command.add_argument("--plain", action="store_true", help="log lines, also on a terminal")
+    command.add_argument(
+        "--metrics-address", metavar="HOST:PORT", help="serve /metrics and /status on this address"
+    )
+    command.add_argument("--plain", action="store_true", help="print log lines on a terminal, too")
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -83,20 +72,33 @@ def _setting(text: str) -> tuple[str, str]:
 
 
 def chosen(file: PipelineFile, only: Sequence[str]) -> list[Pipeline]:
-    """Those with these names, or all. Raises SpecError."""
+    """The pipelines with these names, or all. Raises SpecError."""
     known = {one.name: one for one in file.pipelines}
     for name in only:
         if name not in known:
-            hint = did_you_mean(name, known) or f"there are {', '.join(known)}"
-            raise SpecError(str(file.path), [f"there is no pipeline {name!r}; {hint}"])
+            raise SpecError(str(file.path), [f"there is no pipeline {name!r}; {did_you_mean(name, known)}"])
     return [one for one in file.pipelines if not only or one.name in only]
 
 
-class Stopping:
-    """SIGTERM and SIGINT set `event`. Somebody at a keyboard who asks twice does not want to wait.
+def text_table(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """Lines with aligned columns. The first `left` columns are aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [f"{'<' if at < left else '>'}{width}" for at, width in enumerate(widths)]
+    return ["  ".join(map(format, row, aligned)).rstrip() for row in rows]
 
-    Whatever does not look at the event, such as the start of a session whose cluster does not answer, or a
-    query of Spark's, is cut off after `limit` seconds: the process ends then. A checkpoint is made for that.
+
+def small_session(file: PipelineFile, conf: Mapping[str, str] | None = None) -> SparkSession:
+    """A session on this machine for a few messages or none, even if the file names a cluster."""
+    from nsparq.pipeline.execute import runner
+
+    return runner.build_session(replace(file, spark=replace(file.spark, ui_port=0)), "local[1]", conf)
+
+
+class Stopping:
+    """SIGTERM and SIGINT set `event`. A second SIGINT ends the process at once.
+
+    The process also ends `limit` seconds after the first signal, because a start of Spark or a
+    query may hang without looking at the event. Checkpoints make that safe.
     """
 
     def __init__(self, limit: float) -> None:
@@ -114,15 +116,13 @@ class Stopping:
                 os._exit(130)
             return
         self.event.set()
-        timer = threading.Timer(self._limit, self._cut_off)
+        why = f"still running {self._limit:g} s after the signal: exiting now"
+        timer = threading.Timer(self._limit, self.leave, [why])
         timer.daemon = True
         timer.start()
 
-    def _cut_off(self) -> None:
-        self.leave(f"not ended {self._limit:g} s after the signal: cutting off what is under way")
-
     def leave(self, why: str) -> NoReturn:
-        """At once. Spark's JVM ends with us."""
+        """Ends the process at once. Spark's JVM ends with it."""
         logger.warning("%s", why)
         logging.shutdown()
         os._exit(OK)
@@ -142,8 +142,8 @@ def session(file: PipelineFile, arguments: argparse.Namespace, stopping: Stoppin
 
 
 def _started(file: PipelineFile, arguments: argparse.Namespace, stopping: Stopping) -> SparkSession:
-    """Built in a thread: a signal need not wait for it, and Spark, which has a handler for SIGINT of its own,
-    leaves ours alone."""
+    """Builds the session in a thread, so that a signal need not wait for it, and Spark does not
+    replace our handler of SIGINT."""
     from nsparq.pipeline.execute import runner
 
     logger.info("starting Spark (%s)", arguments.master or file.spark.master)
@@ -164,7 +164,7 @@ def _started(file: PipelineFile, arguments: argparse.Namespace, stopping: Stoppi
 
 
 def run_file(file: PipelineFile, arguments: argparse.Namespace, *, fail_fast: bool = False) -> int:
-    """The status of the command."""
+    """Runs the pipelines, and returns the exit status of the command."""
     if arguments.metrics_address:
         file = replace(file, run=replace(file.run, metrics_address=arguments.metrics_address))
     stopping = Stopping(file.run.stop_grace + END_S)
@@ -187,7 +187,7 @@ def _view(file: PipelineFile, plain: bool) -> View:
 
 
 class _LoggingTerminalView(TerminalView):
-    """Log lines go above the table."""
+    """Prints log lines above the table."""
 
     def __enter__(self) -> _LoggingTerminalView:
         super().__enter__()

@@ -1,4 +1,4 @@
-"""`nsparq pipeline try`: what pipelines would write for a few messages, shown and not written."""
+"""`nsparq pipeline try`: shows what pipelines would write for a few messages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import base64
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,8 +16,9 @@ from nsparq.errors import StartError
 from nsparq.pipeline.decode.samples import Sample
 from nsparq.pipeline.errors import PipelineError, retry_helps
 from nsparq.pipeline.file.reading import load
-from nsparq.pipeline.file.spec import Pipeline, PipelineFile, SpecError, describe
-from nsparq.tools.pipeline_common import FAILED, OK, chosen
+from nsparq.pipeline.file.sinks import describe
+from nsparq.pipeline.file.spec import Pipeline, PipelineFile, SpecError
+from nsparq.tools.pipeline_common import FAILED, OK, chosen, small_session, text_table
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -29,29 +29,32 @@ __all__ = ["add_command"]
 
 COUNT: Final = 20
 MIN_WIDTH: Final = 8
-"""No column is cut shorter for a terminal."""
-GAP: Final = "  "
+"""Minimum width of a column on a terminal."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
-        "try", help="show what would be written for the first messages of a topic, or of a file"
+        "try", help="show what would be written for the first messages of a topic or a file"
     )
     command.add_argument("file", type=Path)
     command.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="this one only; repeatable"
+        "--only", action="append", default=[], metavar="NAME", help="try only this pipeline; repeatable"
     )
     command.add_argument(
         "--messages",
         action="append",
         default=[],
         metavar="[TOPIC=]FILE",
-        help="take the messages from a file, a line each; - is standard input; repeatable",
+        help="read the messages from a file, one per line; - is standard input; repeatable",
     )
     command.add_argument(
-        "--count", type=int, default=COUNT, metavar="N", help="so many messages of each source (%(default)s)"
+        "--count",
+        type=int,
+        default=COUNT,
+        metavar="N",
+        help="messages of each source (%(default)s)",
     )
-    command.add_argument("--json", action="store_true", help="a JSON object for each row and message")
+    command.add_argument("--json", action="store_true", help="print a JSON object for each row and message")
     command.set_defaults(run=run)
 
 
@@ -60,16 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
     pipelines = chosen(file, arguments.only)
     given = _given(pipelines, arguments.messages, arguments.count) if arguments.messages else None
 
-    from nsparq.pipeline.execute import queries, runner, trial
+    from nsparq.pipeline.execute import check, runner, trial
 
     show = _show_json if arguments.json else _show
     problems, fails = [], False
-    # The master of the file may be a cluster; for a few messages this machine will do.
-    no_pages = replace(file, spark=replace(file.spark, ui_port=0))
-    spark = runner.build_session(no_pages, "local[1]", trial.QUICK)
+    spark = small_session(file, trial.QUICK)
     try:
         runner.prepare(spark, file)
-        quick = queries.replace_option(file, "retryFor", queries.CHECK_RETRY)
+        quick = check.impatient(file)
         for one in pipelines:
             try:
                 samples = _read(spark, quick, one, arguments.count) if given is None else given
@@ -92,22 +93,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(spark: SparkSession, file: PipelineFile, pipeline: Pipeline, count: int) -> list[Sample]:
-    """The first of each source. Raises PipelineError."""
-    from nsparq.pipeline.execute import queries
+    """The first messages of each source. Raises PipelineError."""
+    from nsparq.pipeline.execute.schemas import sample
 
     if any(source.is_queue for source in pipeline.sources):
         raise PipelineError(
-            f"[pipeline.{pipeline.name}]: a queue cannot be looked at without taking messages; use --messages"
+            f"[pipeline.{pipeline.name}]: reading in mode 'queue' would take the messages; use --messages"
         )
-    found = [
-        one for source in pipeline.sources for one in queries.sample(spark, file, pipeline, source, count)
-    ]
-    # Sources may read the same topic.
+    found = [one for source in pipeline.sources for one in sample(spark, file, pipeline, source, count)]
+    # Several sources may read the same topic.
     return list(dict.fromkeys(found))
 
 
 def _given(pipelines: Sequence[Pipeline], files: Sequence[str], count: int) -> list[Sample]:
-    """Raises StartError."""
+    """The messages of the files. Raises StartError."""
     found: list[Sample] = []
     for text in files:
         topic, path = _topic_of(pipelines, text)
@@ -119,14 +118,14 @@ def _given(pipelines: Sequence[Pipeline], files: Sequence[str], count: int) -> l
 
 
 def _topic_of(pipelines: Sequence[Pipeline], text: str) -> tuple[str, str]:
-    """The topic that the messages of a file belong to, and the file."""
+    """The topic of the messages in a file, and the path of the file."""
     topic, equals, path = text.partition("=")
     if equals and any(one.reads(topic) for one in pipelines):
         return topic, path
     listed = {topic for one in pipelines for source in one.sources for topic in source.listed_topics}
     if len(listed) != 1 or any(not one.reads(*listed) for one in pipelines):
         topics = ", ".join(dict.fromkeys(one.topics for one in pipelines))
-        raise StartError(f"--messages: say of which topic, as TOPIC={text}: the pipelines read {topics}")
+        raise StartError(f"--messages: name the topic, as in TOPIC={text}; the pipelines read {topics}")
     return listed.pop(), text
 
 
@@ -163,20 +162,19 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _width() -> int:
-    """Of the terminal; a file may be as wide as it likes."""
+    """Width of the terminal, or unlimited for a file."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 20
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     columns = list(zip(*rows, strict=True))
-    room = _width() - len(GAP) * (len(columns) - 1)
+    room = _width() - 2 * (len(columns) - 1)
     widths = [min(max(map(len, column)), max(room, MIN_WIDTH)) for column in columns]
     while sum(widths) > room and max(widths) > MIN_WIDTH:
-        # The widest first: the others may fit as they are.
+        # Narrow the widest column first.
         widths[widths.index(max(widths))] -= 1
-    for row in rows:
-        cells = (f"{_cut(cell, width):<{width}}" for cell, width in zip(row, widths, strict=True))
-        yield GAP.join(cells).rstrip()
+    cut = [[_cut(cell, width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return text_table(cut, left=len(widths))
 
 
 def _cut(text: str, width: int) -> str:
@@ -184,7 +182,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Control characters would reach the terminal."""
+    """Escapes control characters, which would reach the terminal."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
@@ -218,7 +216,7 @@ def _rows(table: Any) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has, of what Arrow has."""
+    """A value of Arrow as JSON has it."""
     if isinstance(value, bytes):
         try:
             return value.decode()

@@ -12,7 +12,7 @@ import pytest
 from fastavro import schemaless_writer
 
 from nsparq.pipeline.decode.avro import Avro
-from nsparq.pipeline.decode.bodies import SchemaFileError, Undecodable
+from nsparq.pipeline.decode.formats import SchemaFileError, Undecodable
 
 ORDER = {
     "type": "record",
@@ -79,17 +79,17 @@ def test_columns_are_the_fields_of_the_record() -> None:
 @pytest.mark.parametrize(
     ("schema", "expected"),
     [
-        ("{", "is no Avro schema: Expecting property name"),
-        (with_field("unheard-of"), "is no Avro schema: unheard-of"),
+        ("{", "is not an Avro schema: Expecting property name"),
+        (with_field("unheard-of"), "is not an Avro schema: unheard-of"),
         ('"long"', "must be a record: its fields are the columns"),
         ('{"type": "record", "name": "r", "fields": []}', "r has no fields"),
-        (with_field(["null", "r"]), "r has a field of its own type, which no column can"),
-        (with_field({"type": "array", "items": "r"}), "r has a field of its own type, which no column can"),
+        (with_field(["null", "r"]), "r contains itself, which no column can do"),
+        (with_field({"type": "array", "items": "r"}), "r contains itself, which no column can do"),
         (with_field(["int", "string"]), "x: a union of several types cannot be a column"),
         *(
             (
                 with_field({"type": "array", "items": items}),
-                "x: an array of values that take no bytes has no end",
+                "x: an array of values without bytes could be of any length",
             )
             for items in (
                 "null",
@@ -113,7 +113,7 @@ def test_a_record_becomes_a_row() -> None:
     assert Avro(json.dumps(ORDER)).decoder()(BODY) == ROW
 
 
-def test_values_without_a_type_of_spark_stay_what_they_are_written_as() -> None:
+def test_logical_types_that_spark_lacks_keep_their_plain_type() -> None:
     schema = with_field({"type": "string", "logicalType": "uuid"})
     assert Avro(schema).decoder()(encoded({"x": "no uuid"}, json.loads(with_field("string")))) == {
         "x": "no uuid"
@@ -129,7 +129,7 @@ def reason(body: bytes, framing: str = "") -> str:
     return str(caught.value)
 
 
-SHORT = "the message ends before its value does"
+SHORT = "the message ends within its value"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ SHORT = "the message ends before its value does"
         (BODY + b"xy", "2 bytes after the record"),
         (
             BODY[:7] + b"\x04" + BODY[8:],
-            "kind: has a number that no symbol of the enum, or type of the union, has",
+            "kind: the number of the enum symbol or of the union type is out of range",
         ),
         (BODY.replace(b"a", b"\xff"), "tags: 'utf-8' codec can't decode byte 0xff in position 0"),
         # The year 292,278,994.
@@ -152,7 +152,7 @@ def test_the_reason_names_the_field(body: bytes, expected: str) -> None:
     assert reason(body).startswith(expected)
 
 
-def test_confluents_frame_is_taken_away() -> None:
+def test_confluents_frame_is_removed() -> None:
     decode = Avro(json.dumps(ORDER), "confluent").decoder()
     assert decode(b"\0\0\0\0\7" + BODY) == ROW
     assert reason(b"\0\0\0\0\7", "confluent") == f"number: {SHORT}"

@@ -80,12 +80,12 @@ def test_every_type_is_the_same_in_spark(far_away: SparkSession) -> None:
     assert (found.p.row.x_timestamp, found.p.row.x_uint64value) == (moment, (1 << 64) - 1)
     assert found.p.row.x_duration == timedelta(days=-1, microseconds=1)
     assert (found.a.error, found.p.error) == (None, None)
-    assert (bad.a.row, bad.a.error) == (None, "flag: the message ends before its value does")
-    assert (bad.p.row, bad.p.error) == (None, "field 15: the message ends before its value does")
+    assert (bad.a.row, bad.a.error) == (None, "flag: the message ends within its value")
+    assert (bad.p.row, bad.p.error) == (None, "field 15: the message ends within its value")
     assert [*none.a, *none.p] == [None] * 4
 
 
-def test_a_value_that_does_not_fit_its_column_spoils_its_own_message_only() -> None:
+def test_a_value_that_does_not_fit_its_column_fails_only_its_message() -> None:
     import pyarrow as pa
 
     from nsparq.pipeline.decode.avro import Avro

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nsparq.pipeline.decode.bodies import SchemaFileError
+from nsparq.pipeline.decode.formats import SchemaFileError
 from nsparq.pipeline.decode.json_schema import JsonSchema
 
 ORDER = {
@@ -75,11 +75,11 @@ def test_a_required_property_that_cannot_be_null_is_not_null() -> None:
 @pytest.mark.parametrize(
     ("schema", "expected"),
     [
-        ("{", "is no JSON: "),
+        ("{", "is not JSON: "),
         ("{}", "has no 'properties' to take the columns from: add a 'schema'"),
-        ('{"properties": {"a": {"$ref": "#"}}}', "refers to itself, which no column can: add a 'schema'"),
+        ('{"properties": {"a": {"$ref": "#"}}}', "refers to itself, which no column can do: add a 'schema'"),
         ('{"properties": {"a": {"$ref": "#/nowhere"}}}', "there is no #/nowhere"),
-        ('{"properties": {"a": {"$ref": "b.json"}}}', "b.json is outside the file, and is not fetched"),
+        ('{"properties": {"a": {"$ref": "b.json"}}}', "b.json is outside the file and is not fetched"),
     ],
 )
 def test_a_schema_that_gives_no_columns_is_refused(schema: str, expected: str) -> None:
@@ -91,14 +91,14 @@ def test_a_schema_that_gives_no_columns_is_refused(schema: str, expected: str) -
 @pytest.mark.parametrize(
     ("schema", "expected"),
     [
-        ('{"type": "text"}', "is no JSON Schema: "),
+        ('{"type": "text"}', "is not a JSON Schema: "),
         (
             '{"$ref": "http://127.0.0.1:9/a.json"}',
-            "http://127.0.0.1:9/a.json is outside the file, and is not fetched",
+            "http://127.0.0.1:9/a.json is outside the file and is not fetched",
         ),
     ],
 )
-def test_what_is_no_schema_is_refused(schema: str, expected: str) -> None:
+def test_an_invalid_schema_is_refused(schema: str, expected: str) -> None:
     with pytest.raises(SchemaFileError) as caught:
         JsonSchema(schema).validator()
     assert expected in str(caught.value)
@@ -121,7 +121,7 @@ def test_what_is_no_schema_is_refused(schema: str, expected: str) -> None:
             "not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
         ),
         (b'{"number": \xff}', "not UTF-8: byte 0xff at position 11"),
-        (b"[" * 100_000, "not JSON that can be read: nested too deeply"),
+        (b"[" * 100_000, "not readable as JSON: nested too deeply"),
         (b"[" * 500 + b"]" * 500, "cannot be checked: Recursion limit reached"),
         (rb'{"note": "\ud800"}', f"cannot be checked: {HALF_A_PAIR}"),
     ],
@@ -130,7 +130,7 @@ def test_the_reason_names_the_place(body: bytes, expected: str | None) -> None:
     assert JsonSchema(json.dumps(ORDER)).validator()(body) == expected
 
 
-def test_confluents_frame_is_taken_away() -> None:
+def test_confluents_frame_is_removed() -> None:
     reason = JsonSchema('{"type": "integer"}', "confluent").validator()
     assert reason(b"\0\0\0\0\7" + b"1") is None
-    assert reason(b"1") == "no Confluent frame: a zero byte and 4 bytes of a schema's id should come first"
+    assert reason(b"1") == "no Confluent frame: it must begin with a zero byte and a 4-byte schema id"

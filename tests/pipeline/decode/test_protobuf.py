@@ -17,7 +17,7 @@ from google.protobuf import (
     wrappers_pb2,
 )
 
-from nsparq.pipeline.decode.bodies import SchemaFileError, Undecodable
+from nsparq.pipeline.decode.formats import SchemaFileError, Undecodable
 from nsparq.pipeline.decode.protobuf import Protobuf
 
 WELL_KNOWN = [one.DESCRIPTOR for one in (duration_pb2, empty_pb2, struct_pb2, timestamp_pb2, wrappers_pb2)]
@@ -134,14 +134,14 @@ def test_columns_are_the_fields_of_the_message(name: str, expected: str) -> None
 @pytest.mark.parametrize(
     ("content", "name", "expected"),
     [
-        (b"x", "shop.Order", "is no set of descriptors, or lacks one"),
-        (descriptors(SHOP, well_known=False), "shop.Order", "is no set of descriptors, or lacks one"),
+        (b"x", "shop.Order", "is not a complete descriptor set, or lacks one"),
+        (descriptors(SHOP, well_known=False), "shop.Order", "is not a complete descriptor set, or lacks one"),
         (SET, "Order", "has no message 'Order'; there are shop.Plain, shop.Order, shop.Known, shop.Tree,"),
-        (SET, "shop.Tree", "shop.Tree has a field of its own type, which no column can"),
+        (SET, "shop.Tree", "shop.Tree contains itself, which no column can do"),
         (SET, "shop.Bare", "shop.Bare has no fields"),
     ],
 )
-def test_what_gives_no_columns_is_refused(content: bytes, name: str, expected: str) -> None:
+def test_a_type_without_columns_is_refused(content: bytes, name: str, expected: str) -> None:
     with pytest.raises(SchemaFileError) as caught:
         Protobuf(content, name).columns()
     assert str(caught.value).startswith(expected)
@@ -164,14 +164,14 @@ def test_a_message_becomes_a_row() -> None:
     }
 
 
-def test_what_was_not_sent_is_null_only_if_the_message_can_tell() -> None:
+def test_an_unset_field_is_null_only_if_the_message_shows_it() -> None:
     row = decode(make("shop.Order"))
     empty = {"number": 0, "item": "", "kind": "NONE", "lines": [], "counts": []}
     assert row == {**empty, "price": None, "card": None, "cash": None, "at": None}
     assert decode(make("shop.Order", price=0.0))["price"] == 0.0
 
 
-def test_a_value_of_an_enum_that_is_not_known_is_its_number() -> None:
+def test_an_unknown_enum_value_is_its_number() -> None:
     assert decode(make("shop.Order", kind=7))["kind"] == "7"
 
 
@@ -197,7 +197,7 @@ def reason(body: bytes, name: str = "shop.Order", framing: str = "") -> str:
     return str(caught.value)
 
 
-SHORT = "the message ends before its value does"
+SHORT = "the message ends within its value"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_required_field_is_required() -> None:
     assert reason(b"\x12\x03tea", "old.Order") == "number is missing"
 
 
-def test_confluents_frame_is_taken_away() -> None:
+def test_confluents_frame_is_removed() -> None:
     body = make("shop.Order", number=1).SerializeToString()
     decoder = Protobuf(SET, "shop.Order", "confluent").decoder()
     # One number follows: 1, for the second message of the file. Numbers are doubled, since they have a sign.

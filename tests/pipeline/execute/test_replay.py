@@ -85,7 +85,7 @@ def test_a_chunk_is_a_tenth_of_a_second_and_no_more_than_nsqd_takes(
     assert [len(chunk) for chunk in chunks((b"x" * size for size in sizes), rate)] == expected
 
 
-def test_a_replay_with_a_name_goes_on_where_it_was_broken_off(broker: Broker, client: Client) -> None:
+def test_a_replay_with_a_name_continues_where_it_was_interrupted(broker: Broker, client: Client) -> None:
     stop = threading.Event()
 
     def stop_soon(count: int) -> None:
@@ -104,9 +104,7 @@ def test_a_replay_with_a_name_goes_on_where_it_was_broken_off(broker: Broker, cl
     assert replay(numbered(100), Publisher(client, "out", "morning"), 0.0, told.append, stop) == 0
 
 
-def test_an_answer_that_is_lost_does_no_harm(
-    broker: Broker, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_answer_does_no_harm(broker: Broker, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     real, lost = client.post, {"/transaction/stage": 1, "/transaction/commit": 1}
 
     def post(path: str, body: bytes = b"", **parameters: str | int) -> object:
@@ -122,7 +120,7 @@ def test_an_answer_that_is_lost_does_no_harm(
     assert not any(lost.values())
 
 
-def test_what_nsqd_refuses_ends_the_replay(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_by_nsqd_ends_the_replay(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ReplayFailed, match="INVALID_ARG_TOPIC"):
         Publisher(client, "no topic").publish([b"x"])
     monkeypatch.setattr(module, "PATIENCE_S", 0.0)
@@ -151,10 +149,10 @@ def test_an_nsqd_without_transactions_gets_plain_messages(
     assert not publisher.is_exact
     publisher.publish([b"a", b"b"])
     assert published(broker) == [b"a", b"b"]
-    with pytest.raises(ReplayFailed, match="a replay there cannot have a name"):
+    with pytest.raises(ReplayFailed, match="a replay to it cannot have a name"):
         Publisher(client, "out", "morning")
 
 
-def test_nobody_there() -> None:
+def test_an_unreachable_nsqd_ends_the_replay() -> None:
     with Client("127.0.0.1:9", Access()) as client, pytest.raises(ReplayFailed):
         Publisher(client, "out")

@@ -165,7 +165,7 @@ sql = "SELECT number, item, price, at FROM input"
     assert [file.name.partition("-")[0] for file in files] == ["joined"]
 
 
-def test_a_pipeline_that_fails_for_good_is_not_tried_again_and_does_not_end_the_others(
+def test_a_permanent_failure_is_not_retried_and_does_not_stop_other_pipelines(
     run: Runs, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     broker.publish("orders", order(1), b"junk")
@@ -196,7 +196,7 @@ sink = { topic_from = "target" }
     assert len(broker.peek("orders")) == 2
 
 
-def test_a_stop_waits_for_no_nsqd_that_is_away(run: Runs) -> None:
+def test_a_stop_does_not_wait_for_an_unreachable_nsqd(run: Runs) -> None:
     """Whoever had been waited for would have failed."""
     text = """
 [nsq]
@@ -274,10 +274,10 @@ trigger = "available-now"
         ("python = 'builtins:repr'", r"python: builtins:repr must return a DataFrame, not str"),
     ],
 )
-def test_what_spark_finds_wrong_is_said_with_its_place(
+def test_errors_that_spark_finds_name_the_table_and_the_key(
     spark: SparkSession, tmp_path: Path, lines: str, expected: str
 ) -> None:
-    from nsparq.pipeline.execute import queries
+    from nsparq.pipeline.execute import check
     from nsparq.pipeline.file.reading import parse
 
     text = f"""
@@ -290,7 +290,7 @@ sink = "noop"
     file = parse(text, tmp_path / "p.toml")
     try:
         with pytest.raises(PipelineError, match=expected):
-            queries.check(spark, file, file.pipelines[0])
+            check.check(spark, file, file.pipelines[0])
     finally:
         if str(tmp_path) in sys.path:
             sys.path.remove(str(tmp_path))
@@ -309,7 +309,7 @@ sink = "noop"
         (
             "{ format = 'avro', schema_file = '/dev/null' }",
             "'noop'",
-            r"\[pipeline.p.decode\] schema_file: is no Avro schema: ",
+            r"\[pipeline.p.decode\] schema_file: is not an Avro schema: ",
         ),
         (
             "{ format = 'protobuf', message = 'shop.Order', descriptor_file = '/dev/null' }",
@@ -319,7 +319,7 @@ sink = "noop"
         (
             "{ format = 'json', schema = 'a INT', json_schema = '/dev/null' }",
             "'noop'",
-            r"\[pipeline.p.decode\] json_schema: is no JSON: ",
+            r"\[pipeline.p.decode\] json_schema: is not JSON: ",
         ),
         ("'text'", "{ topic = 'x', body_from = 'b' }", r"body_from: there is no column 'b'; there are text,"),
         (
@@ -336,10 +336,10 @@ sink = "noop"
         ),
     ],
 )
-def test_what_does_not_fit_a_schema_or_a_sink(
+def test_a_column_that_does_not_fit_a_schema_or_a_sink_is_refused(
     spark: SparkSession, broker: Broker, tmp_path: Path, decode: str, sink: str, expected: str
 ) -> None:
-    from nsparq.pipeline.execute import queries
+    from nsparq.pipeline.execute import check
     from nsparq.pipeline.file.reading import parse
 
     broker.create("orders")
@@ -347,13 +347,13 @@ def test_what_does_not_fit_a_schema_or_a_sink(
     text = f'{nsq}[pipeline.p]\nsource = "orders"\ndecode = {decode}\nsink = {sink}'
     file = parse(text, tmp_path / "p.toml")
     with pytest.raises(PipelineError, match=expected):
-        queries.check(spark, file, file.pipelines[0])
+        check.check(spark, file, file.pipelines[0])
 
 
 def test_without_a_schema_and_messages_the_columns_are_unknown_and_the_sql_is_parsed(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
-    from nsparq.pipeline.execute import queries
+    from nsparq.pipeline.execute import check
     from nsparq.pipeline.file.reading import parse
 
     broker.create("orders")
@@ -362,10 +362,10 @@ def test_without_a_schema_and_messages_the_columns_are_unknown_and_the_sql_is_pa
             text = f'source = "orders"\ndecode = "json"\nsql = "{sql}"\nsink = "noop"'
             file = parse(f'[nsq]\nnsqd = "{nsqd}"\n[pipeline.p]\n{text}', tmp_path / "p.toml")
             if is_right:
-                assert queries.check(spark, file, file.pipelines[0]) is None
+                assert check.check(spark, file, file.pipelines[0]) is None
             else:
                 with pytest.raises(PipelineError, match=r"\[pipeline.p\] sql: .*Syntax error"):
-                    queries.check(spark, file, file.pipelines[0])
+                    check.check(spark, file, file.pipelines[0])
     # A check leaves nothing behind.
     assert not (tmp_path / "checkpoints").exists()
 
@@ -430,20 +430,20 @@ def test_a_query_that_is_added_leaves_the_channels_of_the_others_alone(
     (offsets / "0").write_text("what Spark has planned")
     broker.create("orders", "copy")
     broker.publish("orders", order(1), order(2))
-    queries.settle_beginning(spark, file, pipeline, threading.Event())
+    queries.settle_beginnings(spark, file, pipeline, threading.Event())
     depths = [broker.channel_stats("orders", name)["depth"] for name in ("copy", "copy.dead")]  # type: ignore[index]
     assert depths == [2, 0]
 
 
 @pytest.mark.parametrize("is_old", [True, False])
-def test_where_a_pipeline_of_an_earlier_version_began_is_known(tmp_path: Path, is_old: bool) -> None:
+def test_the_beginning_in_an_older_pipeline_json_is_read(tmp_path: Path, is_old: bool) -> None:
     from nsparq.pipeline.execute import queries
-    from nsparq.pipeline.execute.memory import PipelineMemory
     from nsparq.pipeline.file.reading import parse
+    from nsparq.pipeline.pipeline_json import PipelineJson
 
     (pipeline,) = parse(COPY, tmp_path / "p.toml").pipelines
     logs = {"orders": {"n": ["x", 5]}, "gone": {"n": ["y", 7]}}
-    PipelineMemory(pipeline).put("beginning", logs if is_old else {"logs": logs, "query": "q", "version": 2})
+    PipelineJson(pipeline).put("beginning", logs if is_old else {"logs": logs, "query": "q", "version": 2})
     beginnings = queries.Beginnings(pipeline)
     assert beginnings.missing == []
     for role in pipeline.roles:
@@ -462,7 +462,7 @@ def test_rows_and_dead_letters_begin_at_the_same_place(
     file = parse(f'[nsq]\nnsqd = "{broker.http_address}"\n{text}', tmp_path / "p.toml")
     (pipeline,) = file.pipelines
     for _ in range(2):
-        queries.settle_beginning(spark, file, pipeline, threading.Event())
+        queries.settle_beginnings(spark, file, pipeline, threading.Event())
         broker.publish("orders", order(2))
     beginnings = queries.Beginnings(pipeline)
     for role in ("rows", "letters"):

@@ -85,13 +85,13 @@ def test_a_window_that_closes_gives_rows_in_a_batch_without_rows() -> None:
     assert (figures.rows, figures.rows_written, figures.batches, figures.batch) == (0, 5, 0, 3)
 
 
-def test_what_a_watermark_drops_is_counted_and_said_also_in_a_batch_without_rows() -> None:
+def test_rows_dropped_by_a_watermark_are_counted_and_shown_even_in_a_batch_without_rows() -> None:
     figures = Figures("p")
     operators = [{"numRowsDroppedByWatermark": 3}, {"numRowsDroppedByWatermark": 2}]
     figures.add_rows(progress(3, rows=0, stateOperators=operators))
     figures.add_rows(progress(4, stateOperators=operators[:1]))
     assert figures.late == 8
-    assert "8 too late for the watermark" in describe(figures)
+    assert "8 too late (watermark)" in describe(figures)
     assert 'nsparq_pipeline_late_total{pipeline="p"} 8' in prometheus([figures])
 
 
@@ -117,7 +117,7 @@ def test_a_sink_that_does_not_count_counts_as_nothing() -> None:
         ("no json", "{}", None),
     ],
 )
-def test_lag_is_what_was_published_and_not_read(end: Any, latest: Any, expected: int | None) -> None:
+def test_lag_counts_messages_published_and_not_read(end: Any, latest: Any, expected: int | None) -> None:
     assert lag_of({"sources": [{"endOffset": end, "latestOffset": latest}]}) == expected
     # The lag of two sources is unknown if that of one is.
     other = {"endOffset": {"t": {"n": ["x", 5]}}, "latestOffset": {"t": {"n": ["x", 7]}}}
@@ -192,7 +192,7 @@ def test_prometheus_can_read_the_metrics(status: Status, endpoint: Endpoint) -> 
     assert found["nsparq_pipeline_failures_total", "bills"] == 2
 
 
-def test_an_address_that_cannot_be_had(status: Status, endpoint: Endpoint) -> None:
+def test_an_address_in_use_or_invalid_is_refused(status: Status, endpoint: Endpoint) -> None:
     with pytest.raises(StartError, match="cannot listen on"):
         Endpoint(endpoint.address, status)
     with pytest.raises(StartError, match="must be host:port"):

@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("pyspark")
 
 from nsparq.pipeline.errors import NothingYet, PipelineError
-from nsparq.pipeline.execute.memory import NAME, write_json
 from nsparq.pipeline.file.reading import parse
+from nsparq.pipeline.pipeline_json import NAME, write_json
 from nsparq.testing import PipelineResult, given, try_pipeline
 
 if TYPE_CHECKING:
@@ -149,19 +149,19 @@ def test_tables_can_be_given(tried: Try) -> None:
         tried(text, orders, tables={"price": []})
 
 
-def test_what_spark_would_not_do_with_a_stream_is_refused(tried: Try) -> None:
+def test_a_query_that_spark_refuses_for_streams_is_refused(tried: Try) -> None:
     with pytest.raises(PipelineError, match=r'\[pipeline.p\]: .*either set output_mode = "update"'):
         tried(f'{ORDERS}\nsql = "SELECT item, count(*) FROM input GROUP BY item"\nsink = "noop"', [])
     with pytest.raises(PipelineError, match=r"\[pipeline.p\] sql: .*nothing"):
         tried(f'{ORDERS}\nsql = "SELECT nothing FROM input"\nsink = "noop"', [])
 
 
-def test_what_fails_in_a_run_fails_here(tried: Try) -> None:
+def test_a_query_that_fails_in_a_run_fails_in_a_trial(tried: Try) -> None:
     with pytest.raises(PipelineError, match=r"\[pipeline.p\]: .*DIVIDE_BY_ZERO"):
         tried(f'{ORDERS}\nsql = "SELECT 1 / number AS share FROM input"\nsink = "noop"', [{"number": 0}])
 
 
-def test_columns_are_inferred_from_the_messages_whatever_a_checkpoint_has(tried: Try, tmp_path: Path) -> None:
+def test_columns_are_inferred_from_the_messages_not_from_a_checkpoint(tried: Try, tmp_path: Path) -> None:
     text = '[pipeline.p]\nsource = "orders"\ndecode = "json"\nsql = "SELECT a, b FROM input"\nsink = "noop"'
     write_json(tmp_path / "checkpoints" / "p" / "p" / NAME, {"schema": "b INT"})
     assert tried(text, [{"a": 1}, {"b": ["x"]}]).rows == [{"a": 1, "b": None}, {"a": None, "b": ["x"]}]
@@ -169,7 +169,7 @@ def test_columns_are_inferred_from_the_messages_whatever_a_checkpoint_has(tried:
         tried(text, [])
 
 
-def test_values_are_those_of_python(tried: Try) -> None:
+def test_values_have_python_types(tried: Try) -> None:
     text = """
     [pipeline.p]
     source = "orders"

@@ -23,9 +23,9 @@ from nsparq.pipeline.file.builder import (
     table,
     watermark,
 )
+from nsparq.pipeline.file.keys import keys
 from nsparq.pipeline.file.reading import load, parse
 from nsparq.pipeline.file.spec import Output, PipelineFile, PipelineKeys, Source, SpecError, Step, Watermark
-from nsparq.pipeline.file.tables import keys
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "examples").rglob("*.toml"))
@@ -95,7 +95,7 @@ retries = 0
     assert found == parse(text, tmp_path / "p.py")
 
 
-def test_what_is_wrong_is_said_as_of_a_file() -> None:
+def test_errors_are_the_same_as_for_a_file() -> None:
     with pytest.raises(SpecError) as caught:
         pipeline_file(
             "/data/p.py",
@@ -103,10 +103,10 @@ def test_what_is_wrong_is_said_as_of_a_file() -> None:
             nsq={"nsqds": "x"},
         )
     assert caught.value.problems == [
-        "[nsq] nsqds: there is no such key; did you mean 'nsqd'?",
-        "[pipeline.p.source] topc: there is no such key; did you mean 'topic'?",
-        "[pipeline.p.sink]: as a text it is 'console' or 'noop', not 'consol'; did you mean 'console'?",
-        "[pipeline.p] python: must name a function of a module as module:function",
+        "[nsq] nsqds: unknown key; did you mean 'nsqd'?",
+        "[pipeline.p.source] topc: unknown key; did you mean 'topic'?",
+        "[pipeline.p.sink]: must be 'console', 'noop' or a table, not 'consol'; did you mean 'console'?",
+        "[pipeline.p] python: must name a function as module:function",
     ]
 
 

@@ -9,31 +9,20 @@ from pathlib import Path
 import pytest
 
 from nsparq.pipeline.file.reading import load, parse
-from nsparq.pipeline.file.spec import (
+from nsparq.pipeline.file.sinks import (
     Console,
-    CsvTable,
-    Decode,
     Delta,
-    DeltaTable,
     Format,
-    FormatTable,
     Jdbc,
-    JdbcTable,
-    JsonTable,
     Memory,
     Noop,
-    Output,
     Parquet,
-    ParquetTable,
-    PipelineFile,
     Python,
-    Source,
-    SpecError,
     Topic,
-    Trigger,
-    Watermark,
     describe,
 )
+from nsparq.pipeline.file.spec import Decode, Output, PipelineFile, Source, SpecError, Trigger, Watermark
+from nsparq.pipeline.file.tables import CsvTable, DeltaTable, FormatTable, JdbcTable, JsonTable, ParquetTable
 
 SHORT = """
 [pipeline.revenue]
@@ -87,7 +76,7 @@ def test_a_newcomers_file() -> None:
     assert pipeline.checkpoint == "/data/checkpoints/p/revenue"
 
 
-def test_everything_else_that_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "s3cret")
     file = read(
         """
@@ -165,10 +154,10 @@ delivery = "exactly-once"
         ("{ console = true }", Console(), "console"),
         ('"noop"', Noop(), "noop"),
         ('{ memory = "t" }', Memory(table="t"), "memory t"),
-        ('{ parquet = "out" }', Parquet(path="/data/out", writer="nsparq"), "parquet /data/out"),
+        ('{ parquet = "out" }', Parquet(path="/data/out"), "parquet /data/out"),
         (
             '{ parquet = "s3a://b/out", partition_by = "date" }',
-            Parquet(path="s3a://b/out", partition_by=("date",), writer="spark"),
+            Parquet(path="s3a://b/out", partition_by=("date",)),
             "parquet s3a://b/out",
         ),
         (
@@ -207,24 +196,38 @@ def test_sinks(sink: str, expected: object, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "by_spark"),
+    [
+        ('parquet = "out"', False),
+        ('parquet = "s3a://b/out"', True),
+        ('parquet = "out", writer = "spark"', True),
+        ('parquet = "out", writer = "nsparq"', False),
+    ],
+)
+def test_spark_writes_parquet_files_to_urls_or_if_the_file_says_so(keys: str, by_spark: bool) -> None:
+    sink = read(of_pipeline("", sink=f"sink = {{ {keys} }}")).pipelines[0].outputs[0].sink
+    assert isinstance(sink, Parquet) and sink.is_written_by_spark is by_spark
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("x = [", "is no TOML: Invalid value (at end of document)"),
+        ("x = [", "is not valid TOML: Invalid value (at end of document)"),
         ("", "there is no pipeline: add a table [pipeline.NAME]"),
-        ("[pipelin.a]", "[pipelin]: there is no such table; did you mean 'pipeline'?"),
+        ("[pipelin.a]", "[pipelin]: unknown table; did you mean 'pipeline'?"),
         ("pipeline = 1", "pipeline: must be a table"),
         ("[pipeline]\na = 1", "[pipeline.a]: must be a table"),
-        ("[nsq]\nnsqds = 1", "[nsq] nsqds: there is no such key; did you mean 'nsqd'?"),
+        ("[nsq]\nnsqds = 1", "[nsq] nsqds: unknown key; did you mean 'nsqd'?"),
         (
             '[nsq]\nnsqd = "x"',
             "[nsq] nsqd: must be host:port or http://host:port, and 'x' is not, not 'x'",
         ),
-        ('[nsq]\nauth_token = "${NOT_SET}"', "[nsq] auth_token: needs the environment variable NOT_SET"),
-        ("[nsq]\nnsqd = { a = 1 }", "[nsq] nsqd: must be no table, not {'a': 1}"),
+        ('[nsq]\nauth_token = "${NOT_SET}"', "[nsq] auth_token: the environment variable NOT_SET is not set"),
+        ("[nsq]\nnsqd = { a = 1 }", "[nsq] nsqd: must not be a table, not {'a': 1}"),
         ("[spark]\nui_port = -1", "[spark] ui_port: must be a whole number, 0 or more, not -1"),
-        ("[spark]\nmaster = 1", "[spark] master: must be a text, not 1"),
-        ("[spark]\nconf = { a = [] }", "[spark] conf: 'a' must be a text, a number, or true or false"),
-        ("[run]\nretry = 1", "[run] retry: there is no such key; did you mean 'retry_delay'?"),
+        ("[spark]\nmaster = 1", "[spark] master: must be a string, not 1"),
+        ("[spark]\nconf = { a = [] }", "[spark] conf: 'a' must be a string, a number, or true or false"),
+        ("[run]\nretry = 1", "[run] retry: unknown key; did you mean 'retry_delay'?"),
         (
             '[run]\nretry_delay = "soon"',
             (
@@ -235,7 +238,7 @@ def test_sinks(sink: str, expected: object, shown: str) -> None:
         ("[run]\nretry_delay = true", "[run] retry_delay: must be a duration, not True"),
         (
             '["pipeline"."a b"]',
-            "[pipeline.a b]: a pipeline's name has at most 48 letters, digits, _ - and . only",
+            "[pipeline.a b]: the name of a pipeline has at most 48 letters, digits, _ - and . only",
         ),
     ],
 )
@@ -246,8 +249,8 @@ def test_problems_of_the_file(text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ("sourc = 1", "[pipeline.p] sourc: there is no such key; did you mean 'source'?"),
-        ("outputmode = 1", "[pipeline.p] outputmode: there is no such key; did you mean 'output_mode'?"),
+        ("sourc = 1", "[pipeline.p] sourc: unknown key; did you mean 'source'?"),
+        ("outputmode = 1", "[pipeline.p] outputmode: unknown key; did you mean 'output_mode'?"),
         (
             'output_mode = "all"',
             "[pipeline.p] output_mode: must be one of append, update, complete, not 'all'",
@@ -260,15 +263,15 @@ def test_problems_of_the_file(text: str, expected: str) -> None:
             'decode = "jsn"',
             f"[pipeline.p.decode] format: must be one of {FORMATS}, not 'jsn'",
         ),
-        ("decode = 1", "[pipeline.p] decode: must be a text or a table"),
+        ("decode = 1", "[pipeline.p] decode: must be a string or a table"),
         ("decode = { schema = 'a INT' }", "[pipeline.p.decode] format: is missing"),
         (
             "decode = { format = 'json', shema = 'a INT' }",
-            "[pipeline.p.decode] shema: there is no such key; did you mean 'schema'?",
+            "[pipeline.p.decode] shema: unknown key; did you mean 'schema'?",
         ),
         (
             "decode = { format = 'text', schema = 'a INT' }",
-            "[pipeline.p.decode] schema: means nothing for 'text'",
+            "[pipeline.p.decode] schema: does not apply to format 'text'",
         ),
         ("decode = 'avro'", "[pipeline.p.decode] schema_file: is missing"),
         (
@@ -277,7 +280,7 @@ def test_problems_of_the_file(text: str, expected: str) -> None:
         ),
         (
             "decode = { format = 'avro', schema_file = 'order.avsc', schema = 'a INT' }",
-            "[pipeline.p.decode] schema: means nothing for 'avro'",
+            "[pipeline.p.decode] schema: does not apply to format 'avro'",
         ),
         (
             "decode = { format = 'protobuf', descriptor_file = '/dev/null' }",
@@ -285,7 +288,7 @@ def test_problems_of_the_file(text: str, expected: str) -> None:
         ),
         (
             "decode = { format = 'csv', json_schema = '/dev/null' }",
-            "[pipeline.p.decode] json_schema: means nothing for 'csv'",
+            "[pipeline.p.decode] json_schema: does not apply to format 'csv'",
         ),
         (
             "decode = { format = 'json', framing = 1 }",
@@ -294,19 +297,20 @@ def test_problems_of_the_file(text: str, expected: str) -> None:
         (
             'dead_letters = "x y"',
             (
-                "[pipeline.p] dead_letters: must be an NSQ name: 1 to 64 of the characters A-Z a-z 0-9 . _ "
-                "- "
-                "and "
-                "optionally #ephemeral, not 'x y'"
+                "[pipeline.p] dead_letters: must be a name of NSQ: 1 to 64 of the characters A-Z a-z 0-9 . _ "
+                "- and perhaps #ephemeral, not 'x y'"
             ),
         ),
         (
             'dead_letters = "x"',
-            "[pipeline.p] dead_letters: nothing fails to decode with 'raw': set 'decode', or leave this out",
+            (
+                "[pipeline.p] dead_letters: every message decodes with format 'raw': set 'decode', or remove "
+                "this key"
+            ),
         ),
         (
             'decode = "json"\ndead_letters = "orders"',
-            "[pipeline.p] dead_letters: is a topic that the pipeline reads: it would go round in circles",
+            "[pipeline.p] dead_letters: is a topic that the pipeline reads: that would be an endless loop",
         ),
         (
             "watermark = 'at'",
@@ -317,17 +321,17 @@ def test_problems_of_the_file(text: str, expected: str) -> None:
             "watermark = { column = 'a b', delay = 1 }",
             "[pipeline.p.watermark] column: must be a name that SQL can use: letters, digits, _, not 'a b'",
         ),
-        ("sql = ' '", "[pipeline.p] sql: must be a query, not ' '"),
-        ("python = 'f'", "[pipeline.p] python: must name a function of a module as module:function, not 'f'"),
+        ("sql = ' '", "[pipeline.p] sql: must be a SQL query, not ' '"),
+        ("python = 'f'", "[pipeline.p] python: must name a function as module:function, not 'f'"),
         (
             "sql = 'SELECT 1'\npython = 'm:f'",
-            "[pipeline.p] python: cannot be together with 'sql'; use [[pipeline.p.step]] for several",
+            "[pipeline.p] python: cannot be combined with 'sql'; use [[pipeline.p.step]] for several steps",
         ),
         ("step = 1", "[pipeline.p.step]: must be an array of tables: [[pipeline.p.step]]"),
         ("[[pipeline.p.step]]", "[pipeline.p.step 1]: needs either 'sql' or 'python'"),
         (
             "[[pipeline.p.step]]\nsql = 'x'\nname = 'input'",
-            "[pipeline.p.step 1] name: 'input' is taken",
+            "[pipeline.p.step 1] name: 'input' is already used",
         ),
         (
             "[[pipeline.p.step]]\nsql = 'x'\nfrom = 'message'",
@@ -346,8 +350,8 @@ def test_problems_of_a_pipeline(lines: str, expected: str) -> None:
 def test_a_pattern_must_not_match_what_the_pipeline_writes() -> None:
     source, more = 'source = { topics_pattern = "x|ord.*" }', 'decode = "json"\ndead_letters = "orders.dead"'
     assert problems(of_pipeline(more, source, 'sink = { topic = "x" }')) == [
-        "[pipeline.p] dead_letters: is a topic that the pipeline reads: it would go round in circles",
-        "[pipeline.p.sink] topic: is one that the pipeline reads: it would go round in circles",
+        "[pipeline.p] dead_letters: is a topic that the pipeline reads: that would be an endless loop",
+        "[pipeline.p.sink] topic: is a topic that the pipeline reads: that would be an endless loop",
     ]
     more = 'decode = "json"\ndead_letters = "dead.orders"'
     (pipeline,) = read(of_pipeline(more, source, 'sink = { topic = "xy" }')).pipelines
@@ -440,14 +444,17 @@ def test_tables(table: str, expected: object) -> None:
             "[pipeline.p.tables]: must be tables, each with a name: [pipeline.p.tables.countries]",
         ),
         ("tables.t = 1", '[pipeline.p.tables.t]: must be a table, such as { csv = "countries.csv" }'),
-        ("tables.t-1 = { csv = 'x' }", "[pipeline.p.tables.t-1]: a table's name is one that SQL can use: "),
+        (
+            "tables.t-1 = { csv = 'x' }",
+            "[pipeline.p.tables.t-1]: the name of a table must be a name that SQL can use: ",
+        ),
         ("tables.t = {}", "[pipeline.p.tables.t]: needs one of parquet, csv, json, delta, jdbc, format"),
         ("tables.t = { csv = 'x', json = 'y' }", "[pipeline.p.tables.t]: has both 'csv' and 'json'"),
         (
             "tables.t = { csv = 'x', scheme = 'y' }",
-            "[pipeline.p.tables.t] scheme: there is no such key; did ",
+            "[pipeline.p.tables.t] scheme: unknown key; did ",
         ),
-        ("tables.Messages = { csv = 'x' }", "[pipeline.p.tables.Messages] name: 'Messages' is taken"),
+        ("tables.Messages = { csv = 'x' }", "[pipeline.p.tables.Messages] name: 'Messages' is already used"),
         (
             "tables.t = { csv = 'x' }\nsink = { topic = 'y', from = 't' }",
             "[pipeline.p.sink] from: there is no ",
@@ -463,24 +470,28 @@ def test_problems_of_tables(lines: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("sources.orders]", "sources.input]", "[pipeline.shop.sources.input] name: 'input' is taken"),
-        ("sources.orders]", "sources.a-b]", "[pipeline.shop.sources.a-b]: a source's name is one that SQL "),
-        ('"both"\nsql', '"Orders"\nsql', "[pipeline.shop.step 1] name: 'Orders' is taken"),
+        ("sources.orders]", "sources.input]", "[pipeline.shop.sources.input] name: 'input' is already used"),
+        (
+            "sources.orders]",
+            "sources.a-b]",
+            "[pipeline.shop.sources.a-b]: the name of a source must be a name that SQL ",
+        ),
+        ('"both"\nsql', '"Orders"\nsql', "[pipeline.shop.step 1] name: 'Orders' is already used"),
         (
             'decode = "text"',
             'decod = "text"',
-            "[pipeline.shop.sources.orders] decod: there is no such key; did you mean 'decode'?",
+            "[pipeline.shop.sources.orders] decod: unknown key; did you mean 'decode'?",
         ),
-        ('"payments"\n[[', "1\n[[", "[pipeline.shop.sources.payments]: must be a text or a table"),
+        ('"payments"\n[[', "1\n[[", "[pipeline.shop.sources.payments]: must be a string or a table"),
         (
             "[pipeline.shop.sources]",
             '[pipeline.shop]\nsource = "x"\n[pipeline.shop.sources]',
-            "[pipeline.shop] sources: cannot be together with 'source'",
+            "[pipeline.shop] sources: cannot be combined with 'source'",
         ),
         (
             "[pipeline.shop.sources]",
             '[pipeline.shop]\ndecode = "text"\n[pipeline.shop.sources]',
-            "[pipeline.shop] decode: belongs to each source: [pipeline.shop.sources.orders]",
+            "[pipeline.shop] decode: belongs in each source: [pipeline.shop.sources.orders]",
         ),
         (
             'from = "payments"',
@@ -507,12 +518,12 @@ def test_problems_of_tables(lines: str, expected: str) -> None:
         (
             'payments = "payments"',
             'payments = { topic = "payments", mode = "queue" }',
-            "[pipeline.shop.sources.payments] mode: 'queue' can be read by one sink only: each sink is ",
+            "[pipeline.shop.sources.payments] mode: 'queue' allows one sink only, because each sink ",
         ),
         (
             'topic = "paid"',
             'topic = "returns"',
-            "[pipeline.shop.sink 2] topic: is one that the pipeline reads: it would go round in circles",
+            "[pipeline.shop.sink 2] topic: is a topic that the pipeline reads: that would be an endless loop",
         ),
         (
             'dead_letters = "orders.dead"',
@@ -528,17 +539,17 @@ def test_problems_of_tables(lines: str, expected: str) -> None:
             'topic = "paid"',
             """jdbc = "jdbc:x"\ntable = "t"
             [[pipeline.shop.sink]]\nname = "b"\njdbc = "jdbc:x"\ntable = "t"\nbatch_column = "c" """,
-            "[pipeline.shop.sink 3] table: is also that of another sink: with 'batch_column' only one may ",
+            "[pipeline.shop.sink 3] table: is also that of another sink: with 'batch_column' only one ",
         ),
         (
             'sql = "SELECT * FROM orders JOIN payments USING (number)"',
             'python = "m:f"',
-            "[pipeline.shop.step 1] from: is missing: which of orders, payments?",
+            "[pipeline.shop.step 1] from: is missing: name one or more of orders, payments",
         ),
         (
             SHOP[SHOP.index("[[pipeline.shop.step]]") : SHOP.index("[[pipeline.shop.sink]]")],
             "",
-            "[pipeline.shop.sink 1] from: is missing: rows of which source? There are orders, payments",
+            "[pipeline.shop.sink 1] from: is missing: name one of orders, payments",
         ),
     ],
 )
@@ -552,7 +563,7 @@ def test_problems_of_several_sources_and_sinks(old: str, new: str, expected: str
     ("source", "expected"),
     [
         ("", "[pipeline.p] source: is missing"),
-        ("source = 1", "[pipeline.p] source: must be a text or a table"),
+        ("source = 1", "[pipeline.p] source: must be a string or a table"),
         (
             "sources = 1",
             "[pipeline.p.sources]: must be tables, each with a name: [pipeline.p.sources.orders]",
@@ -561,14 +572,14 @@ def test_problems_of_several_sources_and_sinks(old: str, new: str, expected: str
             "source = {}",
             "[pipeline.p.source]: option topic is missing: name one of topic, topics, topicsPattern",
         ),
-        ('source = { topc = "x" }', "[pipeline.p.source] topc: there is no such key; did you mean 'topic'?"),
+        ('source = { topc = "x" }', "[pipeline.p.source] topc: unknown key; did you mean 'topic'?"),
         (
             'source = { topic = "x", max_rows = 1 }',
-            "[pipeline.p.source] max_rows: there is no such key; did you mean 'max_rows_per_trigger'?",
+            "[pipeline.p.source] max_rows: unknown key; did you mean 'max_rows_per_trigger'?",
         ),
         (
             'source = { topic = "x", nsqd = "a:1" }',
-            "[pipeline.p.source] nsqd: there is no such key; ",
+            "[pipeline.p.source] nsqd: unknown key; ",
         ),
         (
             'source = { topic = "x", topics_pattern = "y" }',
@@ -576,7 +587,7 @@ def test_problems_of_several_sources_and_sinks(old: str, new: str, expected: str
         ),
         (
             'source = { topic = ["a", 1] }',
-            "[pipeline.p.source] topics: must be an array of texts, not ['a', 1]",
+            "[pipeline.p.source] topics: must be an array of strings, not ['a', 1]",
         ),
     ],
 )
@@ -591,43 +602,37 @@ def test_problems_of_a_source(source: str, expected: str) -> None:
         ("sink = 1", '[pipeline.p.sink]: must be a table, such as { topic = "results" }'),
         (
             'sink = "consol"',
-            "[pipeline.p.sink]: as a text it is 'console' or 'noop', not 'consol'; did you mean 'console'?",
+            "[pipeline.p.sink]: must be 'console', 'noop' or a table, not 'consol'; did you mean 'console'?",
         ),
         (
             'sink = "results"',
             (
-                "[pipeline.p.sink]: as a text it is 'console' or 'noop', not 'results'; a topic is written "
+                "[pipeline.p.sink]: must be 'console', 'noop' or a table, not 'results'; for a topic, write "
                 '{ topic = "results" }'
             ),
         ),
         (
             'sink = "parquet"',
-            (
-                "[pipeline.p.sink]: as a text it is 'console' or 'noop', not 'parquet'; write { parquet = "
-                '"…" '
-                "}"
-            ),
+            "[pipeline.p.sink]: must be 'console', 'noop' or a table, not 'parquet'; write { parquet = ",
         ),
         (
             'sink = { parket = "x" }',
             (
                 "[pipeline.p.sink]: needs one of topic, parquet, delta, jdbc, format, python, console, "
-                "memory, noop; did you "
-                "mean "
-                "'parquet'?"
+                "memory, noop; did you mean 'parquet'?"
             ),
         ),
         (
             'sink = { topic = "x", parquet = "y" }',
-            "[pipeline.p.sink]: has both 'topic' and 'parquet': rows go to one place",
+            "[pipeline.p.sink]: has both 'topic' and 'parquet': each sink is of one kind",
         ),
         (
             'sink = { topic = "orders" }',
-            "[pipeline.p.sink] topic: is one that the pipeline reads: it would go round in circles",
+            "[pipeline.p.sink] topic: is a topic that the pipeline reads: that would be an endless loop",
         ),
         (
             'sink = { topic = "x", deliver = "y" }',
-            "[pipeline.p.sink] deliver: there is no such key; ",
+            "[pipeline.p.sink] deliver: unknown key; ",
         ),
         (
             'sink = { topic = "x", delivery = "twice" }',
@@ -637,49 +642,49 @@ def test_problems_of_a_source(source: str, expected: str) -> None:
         (
             'sink = { jdbc = "jdbc:db9:x;password=secret", table = "t", key = "id" }',
             (
-                "[pipeline.p.sink] key: how to upsert is not known for 'db9'; it is for derby, h2, mariadb, "
-                "mysql, oracle, postgresql, sqlite, sqlserver"
+                "[pipeline.p.sink] key: upserts are not supported for 'db9'; they are for derby, h2, "
+                "mariadb, mysql, oracle, postgresql, sqlite, sqlserver"
             ),
         ),
         (
             'sink = { jdbc = "jdbc:h2:x", table = "t", key = "id", batch_column = "b" }',
-            "[pipeline.p.sink] batch_column: means nothing with 'key', which is exactly once without it",
+            "[pipeline.p.sink] batch_column: cannot be combined with 'key', which is exactly once without it",
         ),
         (
             'sink = { delta = "x", latest_by = "at" }',
-            "[pipeline.p.sink] latest_by: means nothing without 'key'",
+            "[pipeline.p.sink] latest_by: needs 'key'",
         ),
         (
             'sink = { delta = "x", key = "id" }\noutput_mode = "complete"',
-            "[pipeline.p] output_mode: a sink with 'key' needs the rows that have changed: use 'update'",
+            "[pipeline.p] output_mode: a sink with 'key' takes changed rows only: use 'update'",
         ),
         (
             'sink = { delta = "x" }\noutput_mode = "update"',
             (
                 "[pipeline.p] output_mode: files can only be appended to: use 'append', with a watermark, or "
-                "give it a 'key'"
+                "set 'key'"
             ),
         ),
         (
             'sink = { format = "csv", path = "x", table = "t" }',
-            "[pipeline.p.sink] table: cannot be together with 'path'",
+            "[pipeline.p.sink] table: cannot be combined with 'path'",
         ),
-        ('sink = { format = "nsq" }', '[pipeline.p.sink] format: a topic is written { topic = "…" }'),
+        ('sink = { format = "nsq" }', '[pipeline.p.sink] format: for a topic, write { topic = "…" }'),
         (
             'sink = { format = "csv", batches = 1 }',
             "[pipeline.p.sink] batches: must be true or false, not 1",
         ),
         (
             'sink = { python = "f" }',
-            "[pipeline.p.sink] python: must name a function of a module as module:function, not 'f'",
+            "[pipeline.p.sink] python: must name a function as module:function, not 'f'",
         ),
         (
             'sink = { parquet = "x", partition = "y" }',
-            "[pipeline.p.sink] partition: there is no such key; did you mean 'partition_by'?",
+            "[pipeline.p.sink] partition: unknown key; did you mean 'partition_by'?",
         ),
         (
             'sink = { parquet = "s3a://x", writer = "nsparq" }',
-            "[pipeline.p.sink] writer: 'nsparq' needs a directory, and 's3a://x' is none",
+            "[pipeline.p.sink] writer: 'nsparq' cannot write to a URL such as 's3a://x': use 'spark'",
         ),
         (
             'sink = { parquet = "s3a://x", compact = 5 }',
@@ -702,17 +707,20 @@ def test_problems_of_a_sink(sink: str, expected: str) -> None:
     assert any(one.startswith(expected) for one in problems(of_pipeline("", sink=sink)))
 
 
-def test_queue_mode_cannot_be_read_twice_nor_looked_at() -> None:
+def test_queue_mode_allows_neither_a_second_read_nor_an_inferred_schema() -> None:
     queue = 'source = { topic = "orders", mode = "queue" }'
     assert problems(of_pipeline('decode = "json"\ndead_letters = "d"', source=queue)) == [
-        "[pipeline.p] dead_letters: the source is read twice for it, which mode 'queue' cannot",
-        "[pipeline.p.decode] schema: is missing: a queue cannot be looked at without taking messages",
+        "[pipeline.p] dead_letters: reads the source a second time, which mode 'queue' does not allow",
+        (
+            "[pipeline.p.decode] schema: is missing: it cannot be inferred in mode 'queue', where reading "
+            "takes the messages"
+        ),
     ]
     read(of_pipeline('decode = "text"', source=queue))
     read(of_pipeline("decode = { format = 'json', json_schema = '/dev/null' }", source=queue))
 
 
-def test_all_problems_are_said_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     found = problems("[run]\nretry = 1\n[pipeline.a]\nsink = 1\n[pipeline.b]\nsource = 'x'\ntrigger = 'y'")
     assert [one.partition(":")[0] for one in found] == [
         "[run] retry",
@@ -734,14 +742,16 @@ def test_two_pipelines_cannot_share_a_checkpoint() -> None:
     text = "\n".join(
         f'[pipeline.{name}]\nsource = "x"\nsink = "noop"\ncheckpoint = "same"' for name in ("a", "b")
     )
-    assert problems(text) == ["[pipeline.b] checkpoint: is that of [pipeline.a]: each needs its own"]
+    assert problems(text) == [
+        "[pipeline.b] checkpoint: is also that of [pipeline.a]: each pipeline needs its own"
+    ]
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="No such file or directory"):
         load(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_bytes(b"\xff")
-    with pytest.raises(SpecError, match="is no UTF-8 text"):
+    with pytest.raises(SpecError, match="is not UTF-8 text"):
         load(tmp_path / "bad.toml")
 
 

@@ -75,7 +75,7 @@ def test_a_new_column_is_added_and_one_that_is_missing_is_null(tmp_path: Path) -
         ),
     ],
 )
-def test_rows_that_the_table_cannot_take_are_refused_before_anything_is_committed(
+def test_rows_that_do_not_fit_the_table_are_refused_before_a_commit(
     tmp_path: Path, schema: str, columns: dict[str, list[Any]], reason: str
 ) -> None:
     table = DeltaFiles(str(tmp_path), ())
@@ -115,11 +115,11 @@ def test_an_empty_text_is_null_as_a_partition(tmp_path: Path) -> None:
         {"n": 2, "item": None, "day": None},
         {"n": 3, "item": "a/b %", "day": day},
     ]
-    with pytest.raises(PipelineError, match="is partitioned by .*'day'.*, and the pipeline by"):
+    with pytest.raises(PipelineError, match="is partitioned by .*'day'.*, and partition_by is"):
         DeltaFiles(str(tmp_path), ("item",)).check(columns_of("n INTEGER"))
 
 
-def test_a_batch_is_added_once_and_one_planned_anew_is_refused(tmp_path: Path) -> None:
+def test_a_batch_is_added_once_and_a_replanned_one_is_refused(tmp_path: Path) -> None:
     table = DeltaFiles(str(tmp_path), ())
     add(table, 0, "n INTEGER", "a0", n=[1])
     add(table, 0, "n INTEGER", "a0", n=[1])
@@ -133,7 +133,7 @@ def test_a_batch_is_added_once_and_one_planned_anew_is_refused(tmp_path: Path) -
     assert found(tmp_path) == [{"n": 1}, {"n": 2}]
 
 
-def test_of_two_drivers_one_adds_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_of_two_drivers_adds_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has looked at the table and is stopped. The second adds the batch; then the first goes on."""
     first, second = DeltaFiles(str(tmp_path), ()), DeltaFiles(str(tmp_path), ())
     add(first, 0, "n INTEGER", "a0", n=[1])
@@ -165,7 +165,7 @@ def merge(table: DeltaFiles, batch: int, planned: str = "a0", **columns: list[An
     table.merge(QUERY, batch, rows, wanted, upsert, planned.rjust(15, "0"))
 
 
-def test_a_row_replaces_that_of_its_key_unless_it_is_older(tmp_path: Path) -> None:
+def test_a_row_replaces_the_row_of_its_key_unless_it_is_older(tmp_path: Path) -> None:
     table = DeltaFiles(str(tmp_path), ("item",))
     merge(table, 0, n=[1, 2, 3, 4], item=["tea", "tea", "", "milk"], at=[5, 5, 5, None])
     assert not table.has(QUERY, 1) and table.has(QUERY, 0)
@@ -180,7 +180,7 @@ def test_a_row_replaces_that_of_its_key_unless_it_is_older(tmp_path: Path) -> No
     ]
 
 
-def test_a_batch_is_merged_once_and_one_planned_anew_is_refused(
+def test_a_batch_is_merged_once_and_a_replanned_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, second = DeltaFiles(str(tmp_path), ()), DeltaFiles(str(tmp_path), ())

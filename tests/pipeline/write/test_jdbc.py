@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from nsparq.pipeline.errors import PipelineError
-from nsparq.pipeline.file.spec import Jdbc
+from nsparq.pipeline.file.sinks import Jdbc
 from nsparq.pipeline.write.jdbc import Connection, JdbcUpsert, _schema_of, options_of
 from nsparq.pipeline.write.upsert import Upsert
 from nsparq.spark.checkpoint import CheckpointBehind
@@ -78,7 +78,7 @@ def test_each_batch_of_a_query_replaces_the_rows_of_its_keys_once(
     assert tables(spark) == ["nsparq_batches", "orders"]
 
 
-def test_a_driver_that_was_thought_dead_merges_nothing(
+def test_a_replaced_driver_merges_nothing(
     spark: SparkSession, database: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped while its tasks write to the staging table, and goes on beside another driver."""
@@ -98,7 +98,7 @@ def test_a_driver_that_was_thought_dead_merges_nothing(
     assert tables(spark) == ["nsparq_batches", "orders"]
 
 
-def test_what_a_crash_leaves_behind_is_dropped(
+def test_a_staging_table_left_by_a_crash_is_dropped(
     spark: SparkSession, database: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def crash(self: Any, *given: Any) -> None:
@@ -152,5 +152,5 @@ def test_the_usual_driver_is_named_since_java_does_not_find_one_in_spark_jars() 
         ("[a].[b]", "[a]."),
     ],
 )
-def test_our_tables_are_in_the_schema_of_the_users(table: str, expected: str) -> None:
+def test_our_tables_are_in_the_schema_of_the_users_table(table: str, expected: str) -> None:
     assert _schema_of(table) == expected

@@ -89,13 +89,13 @@ def test_a_row_for_each_key_is_kept_up_to_date_also_after_a_crash(
     text = UPSERTS[UPSERTS.index("[pipeline.latest]") : UPSERTS.index("[pipeline.changes]")]
     refused = run(text)["latest"]
     assert (refused.state, refused.failures) == (State.FAILED, 1)
-    assert 'a row has no value for its key: {"id":null}' in refused.error
+    assert 'a row has null in its key: {"id":null}' in refused.error
 
 
 # any format
 
 
-def test_whatever_spark_can_write(run: Runs, broker: Broker, spark: SparkSession) -> None:
+def test_formats_that_spark_can_write(run: Runs, broker: Broker, spark: SparkSession) -> None:
     text = """
 [pipeline.csv]
 source = "orders"
@@ -174,7 +174,7 @@ def short(batch):
     sys.modules.pop("given_sinks", None)
 
 
-def test_a_function_is_given_each_micro_batch_again_with_its_number(
+def test_a_function_gets_a_repeated_micro_batch_with_the_same_number(
     run: Runs, broker: Broker, module: Path
 ) -> None:
     broker.publish("orders", b"a", b"b")
@@ -205,13 +205,13 @@ def test_a_function_is_given_each_micro_batch_again_with_its_number(
         ('jdbc = "jdbc:derby:x", table = "t", key = "text", latest_by = "at"', "latest_by: there is no"),
     ],
 )  # fmt: skip
-def test_a_check_says_what_cannot_be_written(
+def test_check_reports_rows_that_cannot_be_written(
     spark: SparkSession, tmp_path: Path, module: Path, sink: str, expected: str
 ) -> None:
-    from nsparq.pipeline.execute import queries
+    from nsparq.pipeline.execute import check
     from nsparq.pipeline.file.reading import parse
 
     text = f'[pipeline.p]\nsource = "x"\ndecode = "text"\nsink = {{ {sink} }}\n'
     file = parse(text, tmp_path / "p.toml")
     with pytest.raises(PipelineError, match=expected):
-        queries.check(spark, file, file.pipelines[0])
+        check.check(spark, file, file.pipelines[0])

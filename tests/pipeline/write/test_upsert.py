@@ -44,13 +44,13 @@ def test_one_row_counts_for_each_key(spark: SparkSession) -> None:
 @pytest.mark.parametrize(
     ("latest_by", "second", "reason"),
     [
-        ((), (1, "tea", 2, 1, {}), '{"id":1,"item":"tea"}, and nothing says which of them is the later'),
+        ((), (1, "tea", 2, 1, {}), '{"id":1,"item":"tea"}, and nothing says which one is newer'),
         (("at.x",), (1, "tea", 1, 1, {"a": 1}), "and the same at.x: name further columns in latest_by"),
-        ((), (None, "tea", 1, 1, {}), 'a row has no value for its key: {"id":null,"item":"tea"}'),
-        ((), (2, "", 1, 1, {}), 'a row has no value for its key: {"id":2,"item":""}'),
+        ((), (None, "tea", 1, 1, {}), 'a row has null in its key: {"id":null,"item":"tea"}'),
+        ((), (2, "", 1, 1, {}), 'a row has null in its key: {"id":2,"item":""}'),
     ],
 )  # fmt: skip
-def test_nothing_is_chosen_at_random(
+def test_equally_new_rows_of_a_key_are_refused(
     spark: SparkSession, latest_by: tuple[str, ...], second: tuple[Any, ...], reason: str
 ) -> None:
     with pytest.raises(PySparkException) as raised:
@@ -91,7 +91,7 @@ def test_columns_are_checked_and_the_place_in_the_log_orders_rows_that_have_it()
         ((1, None), (1, None), True),
     ],
 )
-def test_a_row_replaces_one_that_is_not_later(
+def test_a_row_replaces_one_that_is_not_newer(
     new: tuple[int | None, ...], old: tuple[int | None, ...], expected: bool
 ) -> None:
     import sqlite3

@@ -72,13 +72,11 @@ CONFLICT = (
         ),
     ],
 )  # fmt: skip
-def test_each_database_is_spoken_to_in_its_own_words(
-    name: str, version: int, given: Merge, expected: list[str]
-) -> None:
+def test_each_database_gets_its_own_sql(name: str, version: int, given: Merge, expected: list[str]) -> None:
     assert DIALECTS[name].statements(given, version) == expected
 
 
-def test_a_later_row_replaces_one_an_older_one_does_not_and_a_new_one_is_added() -> None:
+def test_newer_rows_replace_older_ones_and_new_keys_are_added() -> None:
     """In SQLite, which PostgreSQL before version 15 is spoken to like."""
     given = Merge("t", "x", ROWS, Upsert(("id",), ("at",)))
     database = sqlite3.connect(":memory:")

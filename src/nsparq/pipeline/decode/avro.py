@@ -1,7 +1,7 @@
-"""Messages that are one Avro record each, as columns. Needs no Spark.
+"""Avro: one record in each message. Needs no Spark.
 
-Types are those that Spark's from_avro gives. A message is written with the schema of the file: there is no
-registry to ask for another.
+Column types are those of Spark's from_avro. All messages must have the schema of the file: no
+schema registry is asked for another.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from nsparq.pipeline.decode.bodies import Decoder, SchemaFileError, Undecodable, library, without_frame
+from nsparq.pipeline.decode.formats import Decoder, SchemaFileError, Undecodable, library, without_frame
 from nsparq.pipeline.decode.samples import quoted
-
-__all__ = ["Avro"]
 
 _PLAIN: Final = {
     "boolean": "BOOLEAN",
@@ -28,7 +26,7 @@ _PLAIN: Final = {
     "bytes": "BINARY",
     "fixed": "BINARY",
     "enum": "STRING",
-    # Nothing is known about what is always null.
+    # The type of a value that is always null is unknown.
     "null": "STRING",
 }
 _LOGICAL: Final = {
@@ -44,7 +42,7 @@ _MAX_PRECISION: Final = 38
 
 @dataclass(frozen=True, slots=True)
 class Avro:
-    """A schema, and what comes before a body (see `bodies.without_frame`)."""
+    """A schema, and the framing of the bodies (see `formats.without_frame`)."""
 
     schema: str
     """The JSON of a record."""
@@ -63,31 +61,31 @@ class Avro:
             stream = io.BytesIO(without_frame(body, framing))
             try:
                 row: dict[str, Any] = read(stream, schema, None)
-            # Whatever a codec says about one message must not end the pipeline.
+            # No error about one message may end the pipeline.
             except Exception as error:
                 raise Undecodable(_reason(self.schema, stream.getvalue(), error)) from error
             if rest := len(stream.getbuffer()) - stream.tell():
-                raise Undecodable(f"{_counted(rest, 'byte')} after the record")
+                raise Undecodable(f"{rest} byte{'' if rest == 1 else 's'} after the record")
             return row
 
         return decode
 
     def _parsed(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The schema as fastavro wants it, and the types in it that have names. Raises SchemaFileError."""
+        """The schema as fastavro needs it, and its named types. Raises SchemaFileError."""
         parse = _library().parse_schema
         named: dict[str, Any] = {}
         try:
             given = json.loads(self.schema)
-            parsed = parse(_without_unknown_meanings(given), named_schemas=named)
+            parsed = parse(_without_unknown_types(given), named_schemas=named)
         except Exception as error:
-            raise SchemaFileError(f"is no Avro schema: {_said(error)}") from error
+            raise SchemaFileError(f"is not an Avro schema: {_text(error)}") from error
         if not isinstance(parsed, dict) or parsed.get("type") != "record":
             raise SchemaFileError("must be a record: its fields are the columns")
         return parsed, named
 
 
 def _reason(schema: str, body: bytes, error: Exception) -> str:
-    """Names the field that cannot be read, which fastavro does not."""
+    """The reason with the field that cannot be read, which fastavro does not name."""
     read = _library().schemaless_reader
     for name, beginning in _beginnings(schema):
         try:
@@ -99,43 +97,39 @@ def _reason(schema: str, body: bytes, error: Exception) -> str:
 
 @lru_cache(maxsize=16)
 def _beginnings(schema: str) -> list[tuple[str, dict[str, Any]]]:
-    """Records of the first field, of the first two and so on, and the name of each last one: a field cannot
-    be read without those before it."""
+    """Schemas of the first field, of the first two fields and so on, each with the name of its last
+    field. A field can only be read after the fields before it."""
     parse = _library().parse_schema
-    record = _without_unknown_meanings(json.loads(schema))
+    record = _without_unknown_types(json.loads(schema))
     fields = record["fields"]
     return [(one["name"], parse({**record, "fields": fields[:count]})) for count, one in enumerate(fields, 1)]
 
 
 def _in_words(error: Exception) -> str:
     if isinstance(error, IndexError) and "list" in str(error):
-        return "has a number that no symbol of the enum, or type of the union, has"
-    # A number that ends too early is an IndexError too.
+        return "the number of the enum symbol or of the union type is out of range"
+    # A number that is cut off is an IndexError too.
     if isinstance(error, EOFError | IndexError):
-        return "the message ends before its value does"
-    return _said(error)
+        return "the message ends within its value"
+    return _text(error)
 
 
 def _library() -> Any:
     return library("fastavro", "Avro", "fastavro")
 
 
-def _said(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _without_unknown_meanings(schema: Any) -> Any:
-    """The schema without those logical types that are no types of Spark: such values stay what they are
-    written as. The Avro specification asks for that."""
+def _without_unknown_types(schema: Any) -> Any:
+    """The schema without logical types that Spark does not have. Such values keep their plain type,
+    as the Avro specification requires."""
     if isinstance(schema, list):
-        return [_without_unknown_meanings(one) for one in schema]
+        return [_without_unknown_types(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    inner = {key: _without_unknown_meanings(schema[key]) for key in _INNER if key in schema}
+    inner = {key: _without_unknown_types(schema[key]) for key in _INNER if key in schema}
     if schema.get("logicalType", "decimal") not in {*_LOGICAL, "decimal"}:
         schema = {key: value for key, value in schema.items() if key != "logicalType"}
     return {**schema, **inner}
@@ -145,7 +139,7 @@ _INNER: Final = ("type", "items", "values", "fields")
 
 
 class _Columns:
-    """Columns of a parsed schema. Raises SchemaFileError for what cannot be one."""
+    """The columns of a parsed schema. Raises SchemaFileError for types that cannot be columns."""
 
     def __init__(self, named: Mapping[str, Any]) -> None:
         self._named = named
@@ -154,7 +148,7 @@ class _Columns:
     def of_fields(self, record: Mapping[str, Any], separator: str) -> list[str]:
         name = record["name"]
         if name in self._within:
-            raise SchemaFileError(f"{name} has a field of its own type, which no column can")
+            raise SchemaFileError(f"{name} contains itself, which no column can do")
         if not record["fields"]:
             raise SchemaFileError(f"{name} has no fields")
         self._within.append(name)
@@ -196,11 +190,11 @@ class _Columns:
         return f"STRUCT<{', '.join(self.of_fields(schema, ': '))}>"
 
     def _of_array(self, schema: Mapping[str, Any], field: str) -> str:
-        # Refuses a type within itself, of which the next question has no answer.
+        # This refuses a type that contains itself, which `_takes_no_bytes` could not handle.
         inner = self._of(schema["items"], field)
         if self._takes_no_bytes(schema["items"]):
-            # A message of ten bytes could have so many that no memory holds them.
-            raise SchemaFileError(f"{field}: an array of values that take no bytes has no end")
+            # A message of ten bytes could claim more items than fit into memory.
+            raise SchemaFileError(f"{field}: an array of values without bytes could be of any length")
         return f"ARRAY<{inner}>"
 
     def _takes_no_bytes(self, schema: Any) -> bool:

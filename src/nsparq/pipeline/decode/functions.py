@@ -1,7 +1,8 @@
-"""Avro and Protobuf as columns, for programs of your own; pipelines decode by the same.
+"""Avro and Protobuf as columns, for your own programs. Pipelines use the same code.
 
-The result of each is a struct of `row`, the columns of the message, and `error`, the reason why it does not
-decode: one of the two is null. `nsparq.pipeline.decode.bodies` says why these are not Spark's own functions.
+Each function returns a struct of `row`, the columns of the message, and `error`, the reason why it
+does not decode. One of the two is null. `nsparq.pipeline.decode.formats` says why Spark's functions
+are not used.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from pyspark.sql.pandas.functions import arrow_udf
 from pyspark.sql.types import DataType, StringType, StructField, StructType
 
 from nsparq.pipeline.decode.avro import Avro
-from nsparq.pipeline.decode.bodies import BodyFormat, Decoder, Undecodable
+from nsparq.pipeline.decode.formats import BodyFormat, Decoder, Undecodable
 from nsparq.pipeline.decode.json_schema import JsonSchema
 from nsparq.pipeline.decode.protobuf import Protobuf
+from nsparq.spark.columns import to_arrow
 
 __all__ = ["from_avro", "from_protobuf"]
 
@@ -27,14 +29,14 @@ ERROR: Final = "error"
 
 
 def from_avro(body: Column | str, schema: str, *, framing: str = "") -> Column:
-    """Of a column of bytes, each an Avro record with this schema, as JSON text. `framing="confluent"` if the
-    frame of Confluent's serializer comes before it. Raises SchemaFileError."""
+    """Decodes bytes that are Avro records with this schema, a JSON text. `framing="confluent"` if
+    they begin with the frame of Confluent's serializer. Raises SchemaFileError."""
     return _decoded(body, Avro(schema, framing))
 
 
 def from_protobuf(body: Column | str, message: str, descriptors: bytes, *, framing: str = "") -> Column:
-    """Of a column of bytes, each a Protobuf message of this name, which the descriptors have: the content of
-    the file that `protoc --include_imports --descriptor_set_out=FILE` writes. Raises SchemaFileError."""
+    """Decodes bytes that are Protobuf messages of this type. `descriptors` is the output of
+    `protoc --include_imports --descriptor_set_out=FILE`. Raises SchemaFileError."""
     return _decoded(body, Protobuf(descriptors, message, framing))
 
 
@@ -47,7 +49,7 @@ def _decoded(body: Column | str, format: BodyFormat) -> Column:
 def decoded(body: Column | str, format: BodyFormat, row: StructType) -> Column:
     """A struct of `row` and `error`."""
     result = StructType([StructField(ROW, row), StructField(ERROR, StringType())])
-    kind = _arrow_type(result)
+    kind = pa.struct(list(to_arrow(result)))
 
     def decode(bodies: pa.Array) -> pa.Array:
         return rows_of(bodies, format, kind)
@@ -56,40 +58,38 @@ def decoded(body: Column | str, format: BodyFormat, row: StructType) -> Column:
 
 
 def violations(body: Column | str, schema: JsonSchema) -> Column:
-    """A text: what the schema finds wrong with a body. Null if nothing."""
+    """The first violation of the schema by a body. Null if there is none."""
 
     def validate(bodies: pa.Array) -> pa.Array:
-        reason = _validator(schema)
+        reason = _validator_of(schema)
         return pa.array([reason(one) for one in bodies.to_pylist()], pa.string())
 
     return _applied(validate, StringType(), body)
 
 
 def _applied(function: Callable[[Any], Any], result: DataType, body: Column | str) -> Column:
-    # Its declared types know no struct as a result.
+    # Its type annotations do not allow a struct as a result.
     make: Any = arrow_udf
-    # Spark may call a deterministic function again for each use of what it returns.
+    # Spark may call a deterministic function again for each use of its result.
     found: Column = make(function, result).asNondeterministic()(body)
     return found
 
 
-def _arrow_type(struct: StructType) -> pa.DataType:
-    from nsparq.spark.columns import to_arrow
-
-    return pa.struct(list(to_arrow(struct)))
-
-
 # in the tasks
+
+# Cached, so that all micro-batches in a Python process share them.
+_decoder_of: Final[Callable[[BodyFormat], Decoder]] = lru_cache(64)(lambda format: format.decoder())
+_validator_of: Final[Callable[[JsonSchema], Any]] = lru_cache(64)(JsonSchema.validator)
 
 
 def rows_of(bodies: pa.Array, format: BodyFormat, kind: pa.StructType) -> pa.Array:
-    """The structs of `decoded`."""
-    decode = _decoder(format)
+    """The structs that `decoded` describes."""
+    decode = _decoder_of(format)
     found = [_row(decode, body) for body in bodies.to_pylist()]
     try:
         return pa.array(found, kind)
     except (pa.ArrowException, ValueError, OverflowError, TypeError):
-        # Some value does not fit its column; whose, is found one by one.
+        # A value does not fit its column: convert the rows one by one to find it.
         return pa.concat_arrays([_fitting(one, kind) for one in found])
 
 
@@ -107,14 +107,3 @@ def _fitting(found: dict[str, Any], kind: pa.StructType) -> pa.Array:
         return pa.array([found], kind)
     except (pa.ArrowException, ValueError, OverflowError, TypeError) as error:
         return pa.array([{ROW: None, ERROR: str(error)}], kind)
-
-
-@lru_cache(maxsize=64)
-def _decoder(format: BodyFormat) -> Decoder:
-    """One for all micro-batches of a task's process."""
-    return format.decoder()
-
-
-@lru_cache(maxsize=64)
-def _validator(schema: JsonSchema) -> Any:
-    return schema.validator()

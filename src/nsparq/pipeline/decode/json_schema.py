@@ -1,6 +1,6 @@
-"""JSON Schema: whether a message satisfies one, and which columns its messages have. Needs no Spark.
+"""JSON Schema: whether a message satisfies it, and which columns it describes. Needs no Spark.
 
-So the schema need be written once only, for whoever publishes and for the pipeline.
+Publishers and pipelines can share one schema file.
 """
 
 from __future__ import annotations
@@ -10,44 +10,42 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from nsparq.pipeline.decode.bodies import SchemaFileError, Undecodable, library, read_json, without_frame
+from nsparq.pipeline.decode.formats import SchemaFileError, Undecodable, library, read_json, without_frame
 from nsparq.pipeline.decode.samples import quoted
-
-__all__ = ["JsonSchema"]
 
 _PLAIN: Final = {"boolean": "BOOLEAN", "integer": "BIGINT", "number": "DOUBLE", "string": "STRING"}
 _FORMATS: Final = {"date-time": "TIMESTAMP", "date": "DATE"}
 _ANYTHING: Final = "STRING"
-"""What is not always of one type is a column with its JSON."""
+"""A value that may have several types is a column with its JSON text."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema:
-    """A schema, and what comes before a body (see `bodies.without_frame`)."""
+    """A schema, and the framing of the bodies (see `formats.without_frame`)."""
 
     schema: str
     framing: str = ""
 
     def columns(self) -> str:
-        """As in CREATE TABLE. A property that is required and cannot be null is NOT NULL. Raises
-        SchemaFileError."""
+        """The columns, as in CREATE TABLE. A required property that cannot be null is NOT NULL.
+        Raises SchemaFileError."""
         try:
             found = _Columns(self._parsed()).of_root()
         except RecursionError:
-            raise SchemaFileError("refers to itself, which no column can: add a 'schema'") from None
+            raise SchemaFileError("refers to itself, which no column can do: add a 'schema'") from None
         if not found:
             raise SchemaFileError("has no 'properties' to take the columns from: add a 'schema'")
         return ", ".join(found)
 
     def validator(self) -> Callable[[bytes], str | None]:
-        """What is wrong with a body, if anything. Raises SchemaFileError."""
+        """A function that returns what is wrong with a body, or None. Raises SchemaFileError."""
         make = library("jsonschema_rs", "JSON Schema", "jsonschema-rs").validator_for
         framing = self.framing
         try:
-            found = make(self._parsed(), retriever=_stay_here)
-        # A ValidationError of the library is a ValueError.
+            found = make(self._parsed(), retriever=_refuse_to_fetch)
+        # The library's ValidationError is a ValueError.
         except ValueError as error:
-            raise SchemaFileError(f"is no JSON Schema: {str(error).splitlines()[0]}") from error
+            raise SchemaFileError(f"is not a JSON Schema: {str(error).splitlines()[0]}") from error
 
         def reason(body: bytes) -> str | None:
             try:
@@ -56,7 +54,7 @@ class JsonSchema:
             except Undecodable as error:
                 return str(error)
             except ValueError as error:
-                # Half of a surrogate pair, or nested too deeply for the library.
+                # Half of a surrogate pair, or nesting too deep for the library.
                 return f"cannot be checked: {error}"
             return None if wrong is None else _in_words(wrong.instance_path, wrong.message)
 
@@ -66,11 +64,11 @@ class JsonSchema:
         try:
             return json.loads(self.schema)
         except ValueError as error:
-            raise SchemaFileError(f"is no JSON: {error}") from error
+            raise SchemaFileError(f"is not JSON: {error}") from error
 
 
-def _stay_here(uri: str) -> Any:
-    raise ValueError(f"{uri} is outside the file, and is not fetched")
+def _refuse_to_fetch(uri: str) -> Any:
+    raise ValueError(f"{uri} is outside the file and is not fetched")
 
 
 def _in_words(path: Iterable[str | int], message: str) -> str:
@@ -79,7 +77,7 @@ def _in_words(path: Iterable[str | int], message: str) -> str:
 
 
 class _Columns:
-    """Types of columns. Raises SchemaFileError."""
+    """The columns that a schema describes. Raises SchemaFileError."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -93,7 +91,7 @@ class _Columns:
         ]
 
     def of(self, schema: Any) -> str:
-        """The type for what satisfies a schema."""
+        """The column type for values that satisfy a schema."""
         plain = self._plain(schema)
         kinds = self._kinds(plain)
         if kinds == {"integer", "number"}:
@@ -121,12 +119,12 @@ class _Columns:
         return next(iter(found)) if len(found) == 1 else _ANYTHING
 
     def _is_set(self, schema: Any) -> bool:
-        """Whether null does not satisfy it, as far as types can tell."""
+        """Whether the types in the schema exclude null."""
         kinds = self._kinds(self._plain(schema), null=True)
         return bool(kinds) and "null" not in kinds
 
     def _kinds(self, plain: Mapping[str, Any], *, null: bool = False) -> set[str]:
-        """JSON types of what satisfies a schema; none if anything may."""
+        """JSON types of the values that satisfy a schema. Empty if any value may."""
         given = plain.get("type")
         if isinstance(given, str):
             found = {given}
@@ -139,7 +137,7 @@ class _Columns:
         return found if null else found - {"null"}
 
     def _plain(self, schema: Any) -> dict[str, Any]:
-        """A schema without `$ref` and `allOf`, as far as columns go."""
+        """A schema with `$ref` and `allOf` resolved, as far as columns need it."""
         if not isinstance(schema, dict):
             return {}
         parts = [self._plain(one) for one in schema.get("allOf", ())]
@@ -160,12 +158,12 @@ class _Columns:
 
     def _referred(self, reference: str) -> Any:
         if not reference.startswith("#"):
-            raise SchemaFileError(f"{reference} is outside the file, and is not fetched")
+            raise SchemaFileError(f"{reference} is outside the file and is not fetched")
         found = self._root
         for part in filter(None, reference[1:].split("/")):
             key = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(found, dict) or key not in found:
-                raise SchemaFileError(f"there is no {reference}")
+                raise SchemaFileError(f"refers to {reference}, which does not exist")
             found = found[key]
         return found
 

@@ -1,8 +1,8 @@
-"""Messages that are one Protobuf message each, as columns. Needs no Spark.
+"""Protobuf: one Protobuf message in each message. Needs no Spark.
 
-A field has the value that the Protobuf rules give it: one that was not sent is null if the message can tell
-(`optional`, `oneof`, a message, proto2), and its default otherwise. Unknown fields are passed over, since
-newer programs may send them; so bytes of another message may well decode.
+Values follow the Protobuf rules. A field that was not sent is null if the message shows that
+(`optional`, `oneof`, a message, proto2), and its default otherwise. Unknown fields are ignored,
+because newer programs may send them; so bytes of another message type may decode too.
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from nsparq.pipeline.decode.bodies import Decoder, SchemaFileError, Undecodable, library, without_frame
+from nsparq.pipeline.decode.formats import Decoder, SchemaFileError, Undecodable, library, without_frame
 from nsparq.pipeline.decode.samples import quoted
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor, FieldDescriptor
     from google.protobuf.message import Message
 
-__all__ = ["Protobuf"]
-
 Convert = Callable[[Any], Any]
 
-# Types of fields, as google.protobuf.descriptor_pb2.FieldDescriptorProto numbers them.
+# Field types, as numbered in google.protobuf.descriptor_pb2.FieldDescriptorProto.
 _STRING, _GROUP, _MESSAGE, _BYTES, _ENUM = 9, 10, 11, 12, 14
 _COLUMNS: Final = {
     1: "DOUBLE",
     2: "FLOAT",
     3: "BIGINT",  # int64
-    4: "DECIMAL(20, 0)",  # uint64: BIGINT ends at half of it
+    4: "DECIMAL(20, 0)",  # uint64, of which BIGINT holds only half
     5: "INT",
     6: "DECIMAL(20, 0)",  # fixed64
     7: "BIGINT",  # fixed32
@@ -48,19 +46,19 @@ _WRAPPED: Final = {
     for name in ("Double", "Float", "Int64", "UInt64", "Int32", "UInt32", "Bool", "String", "Bytes")
 }
 _FREE: Final = {f"{_WELL_KNOWN}{name}" for name in ("Struct", "Value", "ListValue")}
-"""Anything that JSON can say."""
+"""Types that hold any JSON value."""
 _TIMES: Final = range(-62_135_596_800, 253_402_300_800)
-"""The years 1 to 9999, in seconds: what a Timestamp may be."""
+"""The years 1 to 9999, in seconds: the range of a Timestamp."""
 _DURATIONS: Final = range(-315_576_000_000, 315_576_000_001)
 _NANOS: Final = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Protobuf:
-    """A message type, and what comes before a body (see `bodies.without_frame`)."""
+    """A message type, and the framing of the bodies (see `formats.without_frame`)."""
 
     descriptors: bytes
-    """A FileDescriptorSet, as `protoc --include_imports --descriptor_set_out` writes it."""
+    """A FileDescriptorSet from `protoc --include_imports --descriptor_set_out`."""
     message: str
     """With its package, such as `shop.Order`."""
     framing: str = ""
@@ -70,7 +68,7 @@ class Protobuf:
 
     def decoder(self) -> Decoder:
         descriptor, framing = self._descriptor(), self.framing
-        # A type that cannot be columns is refused before it is converted without end.
+        # This refuses a type that contains itself, which `_row` would follow endlessly.
         self.columns()
         kind = _library("message_factory").GetMessageClass(descriptor)
         failed = _library("message").DecodeError
@@ -99,9 +97,9 @@ class Protobuf:
             files = parser.FromString(self.descriptors).file
             for file in files:
                 pool.Add(file)
-        # Each build of the library has its own errors for a file that does not fit.
+        # Each build of the library raises other errors for such a file.
         except Exception as error:
-            text = "is no set of descriptors, or lacks one (protoc --include_imports --descriptor_set_out)"
+            text = "is not a complete descriptor set (protoc --include_imports --descriptor_set_out)"
             raise SchemaFileError(f"{text}: {error}") from error
         try:
             found: Descriptor = pool.FindMessageTypeByName(self.message)
@@ -123,7 +121,7 @@ def _library(module: str) -> Any:
 def _columns(descriptor: Descriptor, separator: str, within: tuple[str, ...]) -> list[str]:
     name = descriptor.full_name
     if name in within:
-        raise SchemaFileError(f"{name} has a field of its own type, which no column can")
+        raise SchemaFileError(f"{name} contains itself, which no column can do")
     if not descriptor.fields and not within:
         raise SchemaFileError(f"{name} has no fields")
     return [f"{quoted(one.name)}{separator}{_column(one, (*within, name))}" for one in descriptor.fields]
@@ -137,7 +135,7 @@ def _column(field: FieldDescriptor, within: tuple[str, ...]) -> str:
 
 
 def _one(field: FieldDescriptor, within: tuple[str, ...]) -> str:
-    """Of one value, even if the field has many."""
+    """The type of one value, even if the field is repeated."""
     if field.type not in (_MESSAGE, _GROUP):
         return _COLUMNS[field.type]
     name = field.message_type.full_name
@@ -157,7 +155,7 @@ def _is_map(field: FieldDescriptor) -> bool:
 
 
 def _is_text(descriptor: Descriptor) -> bool:
-    """What has no columns of its own is the JSON of the message."""
+    """Whether a message has no columns of its own. Its column is the JSON text of the message."""
     return descriptor.full_name in _FREE or not descriptor.fields
 
 
@@ -187,7 +185,7 @@ def _converter(field: FieldDescriptor) -> Convert:
 def _value(field: FieldDescriptor) -> Convert:
     if field.type == _ENUM:
         names = {number: one.name for number, one in field.enum_type.values_by_number.items()}
-        # A newer program may send a value that is not known here.
+        # A newer program may send a value that is unknown here.
         return lambda number: names.get(number, str(number))
     if field.type not in (_MESSAGE, _GROUP):
         return lambda found: found
@@ -214,8 +212,8 @@ def _micros(found: Any, name: str, allowed: range) -> int:
 
 
 def _without_path(content: bytes, wanted: Descriptor) -> bytes:
-    """Behind the schema's number Confluent's serializer says which message of the schema this is: how many
-    numbers follow, and those. A single 0 is the first message. Raises Undecodable."""
+    """Removes the message index that Confluent's serializer writes after the schema id: a count,
+    and as many numbers. A single 0 is the first message type of the schema. Raises Undecodable."""
     view = memoryview(content)
     try:
         count, at = _varint(view, 0)
@@ -227,7 +225,7 @@ def _without_path(content: bytes, wanted: Descriptor) -> bytes:
         raise Undecodable("the message ends within its Confluent frame") from error
     expected = _path(wanted)
     if (path or [0]) != expected:
-        raise Undecodable(f"is message {path or [0]} of its schema, and {wanted.full_name} is {expected}")
+        raise Undecodable(f"is type {path or [0]} of its schema, but {wanted.full_name} is type {expected}")
     return content[at:]
 
 
@@ -242,15 +240,15 @@ def _path(descriptor: Descriptor) -> list[int]:
     return [*_path(outer), list(outer.nested_types_by_name).index(descriptor.name)]
 
 
-# why bytes are no message
+# why bytes do not decode
 
 
 class _Short(Exception):
-    """The bytes end too early."""
+    """The bytes end within a value."""
 
 
 def _varint(view: memoryview, at: int) -> tuple[int, int]:
-    """A number and the place behind it. Raises _Short."""
+    """A number, and the position after it. Raises _Short."""
     value = shift = 0
     while at < len(view) and shift < 70:
         value |= (view[at] & 0x7F) << shift
@@ -262,8 +260,8 @@ def _varint(view: memoryview, at: int) -> tuple[int, int]:
 
 
 def _fault(view: memoryview, descriptor: Descriptor, path: str) -> str:
-    """The first thing that is wrong, which the library does not name. Empty if it is not found: groups, which
-    are of the past, are not looked into."""
+    """The first error, which the library does not name. Empty if it is not found: groups, a
+    deprecated feature, are not examined."""
     at = 0
     while at < len(view):
         begin, name = at, path or "a field"
@@ -278,7 +276,7 @@ def _fault(view: memoryview, descriptor: Descriptor, path: str) -> str:
             name = ".".join(filter(None, [path, field.name if field else f"field {number}"]))
             content, at = _skip(view, at, wire)
         except _Short:
-            return f"{name}: the message ends before its value does"
+            return f"{name}: the message ends within its value"
         found = _fault_within(content, field, name) if field is not None and wire == 2 else ""
         if found:
             return found
@@ -286,7 +284,7 @@ def _fault(view: memoryview, descriptor: Descriptor, path: str) -> str:
 
 
 def _skip(view: memoryview, at: int, wire: int) -> tuple[memoryview, int]:
-    """The bytes of a value, and the place behind it. Raises _Short."""
+    """The bytes of a value, and the position after it. Raises _Short."""
     if wire == 0:
         _, end = _varint(view, at)
         return view[at:end], end

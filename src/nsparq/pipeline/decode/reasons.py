@@ -1,4 +1,4 @@
-"""Why a message does not decode, in words. Spark only says that it does not; this looks again, at the few.
+"""Why a JSON, CSV or text message does not decode. Spark only says that it does not.
 
 Plain Python over Spark's types, run by the tasks that write dead letters.
 """
@@ -31,9 +31,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from nsparq.pipeline.decode.bodies import Undecodable, read_json, read_text
-
-__all__ = ["dead_letter", "why_not"]
+from nsparq.pipeline.decode.formats import Undecodable, read_json, read_text
 
 MAX_ERROR: Final = 1000
 MAX_SHOWN: Final = 60
@@ -43,22 +41,20 @@ _REAL: Final = (FloatType, DoubleType)
 
 
 def why_not(body: bytes, format: str, schema: StructType, options: Mapping[str, str]) -> str:
-    """The first thing found wrong with a text that does not decode."""
+    """The first error in a body that does not decode."""
     try:
         if format == "json":
-            return _why_not_json(read_json(body), schema)
+            value = read_json(body)
+            if not isinstance(value, dict):
+                kind = "an array" if isinstance(value, list) else f"the value {_shown(value)}"
+                return f"not a JSON object but {kind}"
+            return _mismatch(value, schema, "") or "does not fit the schema"
         if format == "csv":
             return _why_not_csv(read_text(body), schema, options)
         read_text(body)
     except Undecodable as error:
         return str(error)
     return "does not decode"
-
-
-def _why_not_json(value: Any, schema: StructType) -> str:
-    if not isinstance(value, dict):
-        return f"not a JSON object but {_kind(value)}"
-    return _mismatch(value, schema, "") or "does not fit the schema"
 
 
 def _why_not_csv(text: str, schema: StructType, options: Mapping[str, str]) -> str:
@@ -69,7 +65,7 @@ def _why_not_csv(text: str, schema: StructType, options: Mapping[str, str]) -> s
         return f"not CSV: {error}"
     row = rows[0] if rows else []
     if len(row) != len(schema.fields):
-        return f"{len(row)} fields, where there should be {len(schema.fields)}"
+        return f"has {len(row)} fields instead of {len(schema.fields)}"
     for one, value in zip(schema.fields, row, strict=True):
         found = _csv_mismatch(value.strip(), one.dataType)
         if not value.strip() and not one.nullable:
@@ -94,7 +90,7 @@ def _csv_mismatch(text: str, wanted: DataType) -> str:
 
 
 def _mismatch(value: Any, wanted: DataType, path: str) -> str:
-    """Where a value is not what the schema says, and how; empty if it is. Times are not looked at."""
+    """How a value differs from the schema. Empty if it fits. Times are not fully checked."""
     if value is None:
         return ""
     place = f"{path}: " if path else ""
@@ -118,7 +114,7 @@ def _struct_mismatch(value: dict[str, Any], wanted: StructType, path: str) -> st
     for one in wanted.fields:
         inner = f"{path}.{one.name}" if path else one.name
         if value.get(one.name) is None:
-            # Only the columns themselves can be required.
+            # Only top-level columns can be NOT NULL.
             if not one.nullable and not path:
                 return f"{inner} is missing"
             continue
@@ -141,7 +137,7 @@ def _is(value: Any, wanted: DataType) -> bool:
     if isinstance(wanted, BinaryType):
         return isinstance(value, str)
     if isinstance(wanted, TimestampType | DateType):
-        # Spark reads many forms; what it did not is named when nothing else is wrong.
+        # Spark reads many forms of times, so this only finds values that cannot be a time.
         return False if isinstance(value, bool | dict | list) else _is_time(value)
     return True
 
@@ -152,19 +148,13 @@ def _is_time(value: Any) -> bool:
     return len(value) >= 4 and value[:4].isdigit() and value[4:5] in ("", "-")
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, list):
-        return "an array"
-    return f"the value {_shown(value)}"
-
-
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
 
 
 def dead_letter(origin: Mapping[str, Any], body: bytes, error: str) -> str:
-    """The JSON of a dead letter, in the form that `nsparq.client` gives and reads, and some more."""
+    """The JSON of a dead letter: the fields that `nsparq.client` writes and reads, and more."""
     text, encoded = None, None
     try:
         text = body.decode()

@@ -1,7 +1,7 @@
-"""Samples of messages, and from them to a schema: what columns they have, in Spark's words. Needs no Spark.
+"""Infers the columns of messages from samples, as a schema for Spark. Needs no Spark.
 
-Types only grow: a column that is a whole number here and a fraction there is DOUBLE, one that is a number
-here and a text there is STRING. What is always null is STRING too, since nothing is known about it.
+Types get wider: a column with integers and fractions is DOUBLE, one with numbers and strings is
+STRING. A column that is always null is STRING too, because its type is unknown.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
-__all__ = ["Sample", "guess_format", "infer_csv", "infer_json", "quoted"]
-
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,9})?)?(Z|[+-]\d\d:?\d\d)?")
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Words that a DDL parser would take for something else.
+# Keywords of the DDL parser.
 _RESERVED: Final = {"not", "null", "comment", "default", "generated", "collate"}
 _LONG: Final = range(-(1 << 63), 1 << 63)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A message, as a source reads it."""
+    """A message with the columns of the source."""
 
     topic: str
     body: bytes
@@ -38,7 +36,7 @@ class Sample:
 
 @dataclass
 class _Type:
-    """What one column has held so far."""
+    """The types of values seen in one column."""
 
     names: set[str] = field(default_factory=set)
     """BOOLEAN, BIGINT, DOUBLE, TIMESTAMP, STRING"""
@@ -84,14 +82,14 @@ def _name(value: Any) -> str:
 
 
 def quoted(name: str) -> str:
-    """A name as it may stand in a schema and in SQL."""
+    """A name, quoted if a schema and SQL need it."""
     if _PLAIN_NAME.fullmatch(name) and name.lower() not in _RESERVED:
         return name
     return "`" + name.replace("`", "``") + "`"
 
 
 def infer_json(bodies: Iterable[bytes]) -> str:
-    """The schema of those messages that are JSON objects; empty if none has a field."""
+    """The schema of the messages that are JSON objects. Empty if none has a field."""
     found = _Type()
     for body in bodies:
         value = _object(body)
@@ -109,7 +107,7 @@ def _object(body: bytes) -> dict[str, Any] | None:
 
 
 def infer_csv(bodies: Iterable[bytes], separator: str = ",") -> str:
-    """The schema of messages that are a line each: columns c1, c2, … as many as most of them have."""
+    """The schema of CSV lines: columns c1, c2, …, as many as most messages have."""
     rows = [row for body in bodies for row in csv.reader([_text(body)], delimiter=separator) if row]
     if not rows:
         return ""
@@ -128,7 +126,7 @@ def _text(body: bytes) -> str:
 
 
 def _value(text: str) -> Any:
-    """What a field of CSV looks like; an empty one is nothing."""
+    """The value of a CSV field by its looks. None if it is empty."""
     text = text.strip()
     if not text:
         return None
@@ -143,7 +141,7 @@ def _value(text: str) -> Any:
 
 
 def guess_format(bodies: Sequence[bytes]) -> str:
-    """json, text or raw; json also when a few are not."""
+    """json if most messages are JSON objects, else text or raw."""
     objects = sum(_object(body) is not None for body in bodies)
     if bodies and objects * 2 > len(bodies):
         return "json"

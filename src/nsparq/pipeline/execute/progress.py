@@ -1,4 +1,4 @@
-"""How a pipeline is doing, in figures: made of what Spark reports about each micro-batch. Needs no Spark."""
+"""The figures of a pipeline, from Spark's progress report of each micro-batch. Needs no Spark."""
 
 from __future__ import annotations
 
@@ -14,72 +14,71 @@ from typing import Any, Final
 from nsparq.pipeline.file.spec import MESSAGES
 from nsparq.spark.source.positions import BadOffset, Offsets, decode
 
-__all__ = ["DECODED", "WRITTEN", "Figures", "OutputFigures", "State", "decoded_name", "lag_of"]
-
 DECODED: Final = "nsparq_decoded"
-"""Name of the observation that counts the `rows` of the only source, and `bad` ones among them."""
+"""Name of the observation that counts the `rows` of the only source, and how many are `bad`."""
 WRITTEN: Final = "nsparq_written"
-"""Name of the observation that counts the messages where what Spark sees are files; see `direct`."""
+"""Name of the observation that counts messages if Spark only sees files; see
+`write.direct_parquet`."""
 
 
 class State(StrEnum):
-    """What a pipeline is about."""
+    """The state of a pipeline."""
 
     STARTING = "starting"
     RUNNING = "running"
     WAITING = "waiting"
-    """It has failed, and will be started again."""
+    """It has failed and will be restarted."""
     FINISHED = "finished"
-    """All that was there has been read."""
+    """It has read all messages that existed when it started."""
     STOPPED = "stopped"
     FAILED = "failed"
 
 
 def decoded_name(source: str) -> str:
-    """The same for a source of this name."""
+    """Name of that observation for a named source."""
     return DECODED if source == MESSAGES else f"{DECODED}_{source}"
 
 
 @dataclass
 class OutputFigures:
-    """Of the query of one output."""
+    """Figures of the query of one output."""
 
     name: str = ""
     sink: str = ""
     rows: int = 0
     """Messages read."""
     rows_written: int = 0
-    """By sinks that say so."""
+    """Rows written, for sinks that count them."""
     late: int = 0
-    """What came behind the watermark, and was dropped by Spark: rows or, where an aggregation has put rows
-    together before, groups of them."""
+    """Rows, or after an aggregation groups of rows, that Spark dropped as later than the
+    watermark."""
     rows_per_second: float = 0.0
-    """Of the last micro-batch with rows, or 0 when nothing comes."""
+    """Rate of the last micro-batch with rows. 0 when no messages come."""
     lag: int | None = None
-    """Messages published and not yet read. None while nobody knows: before the first report of the source,
-    after a failure, and where nsqd does not say."""
+    """Messages published and not yet read. None if unknown: before the first report of the source,
+    after a failure, and if an nsqd does not answer."""
     batches: int = 0
-    """Micro-batches with rows that are done."""
+    """Completed micro-batches with rows."""
     batch: int | None = None
-    """Number of the last one."""
+    """Number of the last micro-batch."""
     batch_seconds: float = 0.0
     last_batch: float | None = None
-    """When the last one with rows ended, in Unix seconds."""
+    """When the last micro-batch with rows ended, in Unix seconds."""
 
     def __post_init__(self) -> None:
         self._read: Counter[str] = Counter()
         self._bad: Counter[str] = Counter()
 
     def add(self, progress: Mapping[str, Any]) -> None:
-        """A micro-batch."""
-        files = _observed(progress, WRITTEN)
+        """Adds the progress report of a micro-batch."""
+        files = (progress.get("observedMetrics") or {}).get(WRITTEN)
         rows = _number(progress.get("numInputRows") if files is None else files.get("rows"))
         self.batch = int(progress["batchId"])
         self.rows += rows
         self.lag = lag_of(progress)
         operators = progress.get("stateOperators") or ()
         self.late += sum(_number(one.get("numRowsDroppedByWatermark")) for one in operators)
-        # A window that closes gives rows in a batch that has none of its own.
+        # A batch without messages can write rows: those of a window that closes.
         self.rows_written += _written(progress) if files is None else rows
         seconds = _number(progress.get("batchDuration")) / 1000
         if not rows:
@@ -100,13 +99,9 @@ class OutputFigures:
         }
         for name, found in observed.items():
             self._bad[name] += _number(found.get("bad"))
-        # Spark counts a message as often as its source stands in the query, as in a join with itself.
+        # Spark counts a message once for each use of its source, for example twice in a self-join.
         found_rows = {name: _number(found.get("rows")) for name, found in observed.items()}
         self._read.update(found_rows or {DECODED: rows})
-
-    def quiet(self) -> None:
-        """Nothing has come for a while."""
-        self.rows_per_second = 0.0
 
     def as_json(self) -> dict[str, Any]:
         return {one.name: getattr(self, one.name) for one in fields(self)}
@@ -114,10 +109,10 @@ class OutputFigures:
 
 @dataclass
 class Figures:
-    """Of a pipeline, since the runner was started; restarts of the pipeline included.
+    """Figures of a pipeline since the runner started, including restarts of the pipeline.
 
-    With several outputs: a message counts once, however many read it; the rate, the lag and the duration of a
-    micro-batch are the highest of all outputs, and the number of the last batch is the lowest.
+    With several outputs, a message counts once. The rate, the lag and the duration of a micro-batch
+    are the highest of all outputs, and the number of the last batch is the lowest.
     """
 
     name: str
@@ -125,11 +120,11 @@ class Figures:
     sink: str = ""
     state: State = State.STARTING
     rows: int = 0
-    """Messages read, by the output that has read most of them."""
+    """Messages read by the output that has read most."""
     rows_written: int = 0
-    """By sinks that say so."""
+    """Rows written, for sinks that count them."""
     undecodable: int = 0
-    """Messages that did not decode; with dead letters they are there, or soon will be."""
+    """Messages that did not decode, including those that become dead letters."""
     dead_letters: int = 0
     late: int = 0
     rows_per_second: float = 0.0
@@ -141,35 +136,39 @@ class Figures:
     failures: int = 0
     restarts: int = 0
     error: str = ""
-    """Of the last failure."""
+    """Text of the last failure."""
     channel: str = ""
-    """By which it reads; the first, if there are several."""
+    """Its channel, or the first of several."""
     channels: Mapping[str, str] = field(default_factory=dict)
-    """All of them, and the topics that are read by each."""
+    """All its channels, with the topics of each."""
     outputs: list[OutputFigures] = field(default_factory=list)
 
+    @property
+    def is_running(self) -> bool:
+        return self.state is State.RUNNING
+
     def add_rows(self, progress: Mapping[str, Any], output: str = "") -> None:
-        """A micro-batch of the query for an output."""
+        """Adds a progress report of the query for an output."""
         if not any(one.name == output for one in self.outputs):
             self.outputs.append(OutputFigures(output))
         next(one for one in self.outputs if one.name == output).add(progress)
         self._sum_up()
 
     def add_letters(self, progress: Mapping[str, Any]) -> None:
-        """A micro-batch of a query for dead letters."""
+        """Adds a progress report of a query for dead letters."""
         self.dead_letters += _written(progress)
 
     def quiet(self) -> None:
-        """Nothing has come for a while."""
+        """Sets the rate to 0, because no messages have come for a while."""
         for one in self.outputs:
-            one.quiet()
+            one.rows_per_second = 0.0
         self.rows_per_second = 0.0
 
     def failed(self, error: str) -> None:
         self.failures += 1
         self.error = error
         self.quiet()
-        # Messages come while it does not run.
+        # Messages are published while the pipeline does not run.
         self.forget_lag()
 
     def forget_lag(self) -> None:
@@ -179,7 +178,7 @@ class Figures:
 
     def _sum_up(self) -> None:
         outputs = self.outputs
-        # A union of counters has the highest count of each.
+        # The union of counters takes the highest count of each source.
         self.rows = sum(reduce(Counter.__or__, (one._read for one in outputs)).values())
         self.undecodable = sum(reduce(Counter.__or__, (one._bad for one in outputs)).values())
         self.rows_written = sum(one.rows_written for one in outputs)
@@ -197,13 +196,8 @@ class Figures:
         return {**found, "state": str(self.state), "outputs": [one.as_json() for one in self.outputs]}
 
 
-def _observed(progress: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    found: Mapping[str, Any] | None = (progress.get("observedMetrics") or {}).get(name)
-    return found
-
-
 def _written(progress: Mapping[str, Any]) -> int:
-    """-1 stands for a sink that does not count."""
+    """Rows written. Spark reports -1 for a sink that does not count."""
     return max(0, _number((progress.get("sink") or {}).get("numOutputRows")))
 
 
@@ -212,11 +206,11 @@ def _number(value: Any) -> int:
 
 
 def lag_of(progress: Mapping[str, Any]) -> int | None:
-    """Messages that were there when the micro-batch was planned and are in none yet; None if nobody knows."""
+    """Messages that are in no batch yet, when the micro-batch was planned. None if unknown."""
     sources: Iterable[Mapping[str, Any]] = progress.get("sources") or []
     lags = [_lag(source) for source in sources]
     known = [one for one in lags if one is not None]
-    # What is behind in one of several sources may be anything.
+    # If the lag of one source is unknown, the sum is unknown.
     return sum(known) if known and len(known) == len(lags) else None
 
 
@@ -226,22 +220,22 @@ def _lag(source: Mapping[str, Any]) -> int | None:
         return None
     ends: dict[tuple[str, str], int] = {}
     for topic, _, place in latest.items_flat():
-        # A log may have been seen under two names.
+        # The same log may appear under two node names.
         log = topic, place.incarnation
         ends[log] = max(place.sequence, ends.get(log, 0))
     lag = 0
     for topic, _, read in end.items_flat():
         last = ends.pop((topic, read.incarnation), None)
         if last is None:
-            # The query reads this log, and its nsqd has not answered yet.
+            # The query reads this log, but its nsqd has not answered yet.
             return None
         lag += max(0, last - read.sequence)
-    # A log that the query has not entered yet is not read at all, and may hold anything.
+    # A log without a position in the query has not been read at all, and its size is unknown.
     return None if ends else lag
 
 
 def _offsets(value: Any) -> Offsets | None:
-    """Spark gives them as JSON, or as what the JSON says."""
+    """Offsets, which Spark gives as JSON text or as parsed JSON."""
     try:
         return decode(json.loads(value) if isinstance(value, str) else value)
     except (BadOffset, ValueError):

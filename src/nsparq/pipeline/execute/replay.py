@@ -1,7 +1,8 @@
-"""Messages of an archive, or of a time range of a topic, published again: in their order, at a rate.
+"""`nsparq pipeline replay`: publishes messages again, in their order, at a given rate.
 
-With nsparq's nsqd a replay that has a name can be broken off and taken up: each chunk is a transaction whose
-number is how many messages have been published with it, so nsqd itself knows how far the replay has come.
+With nsparq's nsqd a replay that has a name can be interrupted and continued. Each chunk is a
+transaction whose sequence number is the count of messages published so far, so nsqd knows the
+progress of the replay.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Final
 from uuid import uuid4
 
 from nsparq.errors import NsparqError
 from nsparq.spark.cluster.api import Client
 from nsparq.spark.cluster.http_client import Backoff, Refused, Unreachable
-
-__all__ = ["MAX_CHUNK", "Publisher", "ReplayFailed", "chunks", "committed", "replay"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,27 +33,27 @@ Progress = Callable[[int], None]
 
 
 class ReplayFailed(NsparqError):
-    """nsqd does not take the messages."""
+    """nsqd does not accept the messages."""
 
 
 def committed(client: Client, name: str) -> int | None:
-    """How many messages nsqd has of the replay of this name; None if it knows none. Raises Refused,
-    Unreachable."""
+    """How many messages of this replay nsqd has. None if it does not know the replay. Raises
+    Refused, Unreachable."""
     answer = client.get("/transaction", producer=f"{PRODUCER}{name}", sequence=0).json()
     found: int | None = answer["committed_sequence"]
     return found
 
 
 class Publisher:
-    """Publishes chunks to one nsqd, exactly once if that knows transactions."""
+    """Publishes chunks to one nsqd, exactly once if that nsqd has transactions."""
 
     def __init__(self, client: Client, topic: str, name: str = "") -> None:
-        """Under its name a replay can be taken up again. Raises ReplayFailed."""
+        """A replay with a name can be continued later. Raises ReplayFailed."""
         self._client, self._topic = client, topic
         own_name = name or uuid4().hex
         self._producer = f"{PRODUCER}{own_name}"
         self.published = 0
-        """How many messages nsqd has of this replay, earlier runs included."""
+        """How many messages of this replay nsqd has, including earlier runs."""
         self._part = uuid4().hex[:12]
         self.is_exact = True
         try:
@@ -64,7 +64,7 @@ class Publisher:
             self.is_exact = False
             if name:
                 raise ReplayFailed(
-                    f"{client.url} is no nsqd of nsparq: a replay there cannot have a name"
+                    f"{client.url} is not an nsqd of nsparq: a replay to it cannot have a name"
                 ) from None
         except Unreachable as error:
             raise ReplayFailed(str(error)) from error
@@ -84,7 +84,7 @@ class Publisher:
         named: dict[str, str | int] = {"producer": self._producer, "sequence": self.published + count}
 
         def is_there(error: Refused) -> bool:
-            """An answer was lost, and the messages are where they should be."""
+            """Whether an earlier attempt succeeded and only its answer was lost."""
             is_staged = error.code == "WRONG_POSITION" and error.details.get("messages") == count
             return is_staged or error.code == "ALREADY_COMMITTED"
 
@@ -120,7 +120,7 @@ class Publisher:
 
 
 def chunks(bodies: Iterable[bytes], rate: float) -> Iterator[list[bytes]]:
-    """As many messages at a time as a tenth of a second takes, and no more than nsqd takes."""
+    """Chunks for a tenth of a second each, within the limits of nsqd."""
     most = MAX_CHUNK if not rate else max(1, min(MAX_CHUNK, int(rate / CHUNKS_PER_SECOND)))
     chunk: list[bytes] = []
     size = 0
@@ -142,16 +142,17 @@ def replay(
     stop: threading.Event,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Publish them in order, those left out that an earlier run has published. How many this one has.
+    """Publishes messages in order, without those that an earlier run has published. Returns how
+    many.
 
-    `progress` is told how many messages have been dealt with. Raises ReplayFailed.
+    `progress` is called with the number of messages that are done. Raises ReplayFailed.
     """
     skip = publisher.published
     if skip:
-        logger.info("%d messages were published by an earlier run", skip)
+        logger.info("skipping %d messages that an earlier run published", skip)
         progress(skip)
     begun, done = clock(), 0
-    for chunk in chunks(_without_first(bodies, skip), rate):
+    for chunk in chunks(islice(bodies, skip, None), rate):
         if rate and stop.wait(max(0.0, begun + done / rate - clock())):
             break
         if stop.is_set():
@@ -160,9 +161,3 @@ def replay(
         done += len(chunk)
         progress(len(chunk))
     return done
-
-
-def _without_first(bodies: Iterable[bytes], count: int) -> Iterator[bytes]:
-    for place, body in enumerate(bodies):
-        if place >= count:
-            yield body

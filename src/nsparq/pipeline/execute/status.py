@@ -1,5 +1,4 @@
-"""What others may know about running pipelines: a status file, an HTTP endpoint with the same, and Prometheus
-metrics."""
+"""The status of running pipelines for other programs: a file, the same over HTTP, and metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,26 +15,24 @@ from typing import Any, Final
 from nsparq.addresses import join_address, split_address
 from nsparq.errors import StartError
 from nsparq.fetch import FetchError, fetch
-from nsparq.pipeline.execute.memory import write_json
-from nsparq.pipeline.execute.progress import Figures, State
+from nsparq.pipeline.durable import write_json
+from nsparq.pipeline.execute.progress import Figures
 from nsparq.version import __version__
-
-__all__ = ["FILE_NAME", "Endpoint", "Status", "is_alive", "prometheus", "read_status", "write_status"]
 
 FILE_NAME: Final = "status.json"
 
 
 @dataclass
 class Status:
-    """One runner and its pipelines."""
+    """The status of one runner and its pipelines."""
 
     file: str
     pipelines: Sequence[Figures]
     started: float
     address: str = ""
-    """`host:port` of the endpoint, if there is one."""
+    """`host:port` of the HTTP endpoint. Empty if there is none."""
     ui: str = ""
-    """Spark's own pages."""
+    """URL of Spark's web pages."""
     is_running: bool = True
 
     def as_json(self) -> dict[str, Any]:
@@ -58,7 +55,7 @@ def write_status(directory: Path, status: Status) -> None:
 
 
 def read_status(directory: Path) -> dict[str, Any] | None:
-    """What the runner says now, or what it said last. None if there never was one."""
+    """The current status from the runner, or the last one in the file. None without a file."""
     try:
         found: dict[str, Any] = json.loads((directory / FILE_NAME).read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -87,42 +84,37 @@ def is_alive(pid: int) -> bool:
 
 # Prometheus
 
-_METRICS: Final[tuple[tuple[str, str, str, Callable[[Figures], float | int | None]], ...]] = (
-    ("up", "gauge", "whether the pipeline runs", lambda one: int(one.state is State.RUNNING)),
-    ("rows_total", "counter", "messages read", lambda one: one.rows),
-    ("rows_written_total", "counter", "rows written, by sinks that count them", lambda one: one.rows_written),
-    ("rows_per_second", "gauge", "of the last micro-batch", lambda one: one.rows_per_second),
-    ("lag_messages", "gauge", "messages published and not yet read", lambda one: one.lag),
-    ("undecodable_total", "counter", "messages that did not decode", lambda one: one.undecodable),
-    (
-        "dead_letters_total",
-        "counter",
-        "messages written to the dead-letter topic",
-        lambda one: one.dead_letters,
-    ),
-    ("late_total", "counter", "rows, or groups of them, behind the watermark", lambda one: one.late),
-    ("batches_total", "counter", "micro-batches with rows", lambda one: one.batches),
-    ("batch_duration_seconds", "gauge", "of the last micro-batch with rows", lambda one: one.batch_seconds),
-    ("last_batch_timestamp_seconds", "gauge", "when that ended, in Unix time", lambda one: one.last_batch),
-    ("failures_total", "counter", "times that the pipeline has failed", lambda one: one.failures),
-    ("restarts_total", "counter", "times that it was started again", lambda one: one.restarts),
+_METRICS: Final = (
+    ("up", "gauge", "1 if the pipeline is running", "is_running"),
+    ("rows_total", "counter", "messages read", "rows"),
+    ("rows_written_total", "counter", "rows written, by sinks that count them", "rows_written"),
+    ("rows_per_second", "gauge", "rate of the last micro-batch", "rows_per_second"),
+    ("lag_messages", "gauge", "messages published and not yet read", "lag"),
+    ("undecodable_total", "counter", "messages that did not decode", "undecodable"),
+    ("dead_letters_total", "counter", "messages written to the dead-letter topic", "dead_letters"),
+    ("late_total", "counter", "rows, or groups of rows, that came after the watermark", "late"),
+    ("batches_total", "counter", "micro-batches with rows", "batches"),
+    ("batch_duration_seconds", "gauge", "duration of the last micro-batch with rows", "batch_seconds"),
+    ("last_batch_timestamp_seconds", "gauge", "end of that micro-batch, in Unix time", "last_batch"),
+    ("failures_total", "counter", "failures of the pipeline", "failures"),
+    ("restarts_total", "counter", "restarts of the pipeline", "restarts"),
 )
+"""Name, type and help of each metric, and the attribute of Figures that it shows."""
 
 
 def prometheus(pipelines: Sequence[Figures]) -> str:
     lines = []
-    for name, kind, help, value in _METRICS:
+    for name, kind, help, attribute in _METRICS:
         full = f"nsparq_pipeline_{name}"
         lines += [f"# HELP {full} {help}", f"# TYPE {full} {kind}"]
         for one in pipelines:
-            number = value(one)
-            if number is not None:
+            if (number := getattr(one, attribute)) is not None:
                 lines.append(f'{full}{{pipeline="{one.name}"}} {number:.10g}')
     return "\n".join(lines) + "\n"
 
 
 class Endpoint:
-    """`/metrics`, `/status` and `/ping` on an address of their own, each answered by a thread."""
+    """Serves `/metrics`, `/status` and `/ping`, each request in its own thread."""
 
     def __init__(self, address: str, status: Status) -> None:
         """Raises StartError."""

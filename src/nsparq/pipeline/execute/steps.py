@@ -1,12 +1,9 @@
-"""The transformations of a pipeline, one after the other: SQL over named views, or functions of the
-user's."""
+"""The steps of a pipeline, one after the other: SQL over named views, or the user's functions."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,25 +13,23 @@ from pyspark.sql.types import TimestampNTZType, TimestampType
 
 from nsparq.pipeline.errors import PipelineError, in_words
 from nsparq.pipeline.file.spec import INPUT, MESSAGES, Pipeline, Step, Watermark
-
-__all__ = ["load_function", "parse", "transform"]
+from nsparq.pipeline.user_code import load_function
 
 _one_at_a_time: Final = threading.Lock()
-"""Pipelines start side by side in one session, and call their views by the same names."""
-
+"""Pipelines start in parallel in one session, and use the same names for their views."""
 
 Frames = Mapping[str, DataFrame]
 
 
 def transform(spark: SparkSession, pipeline: Pipeline, given: Frames, directory: Path) -> Frames:
-    """What is given, which is tables and the decoded messages of each source, and the result of each step, by
-    their names. Functions are looked for in `directory` first. Raises PipelineError."""
+    """Adds the result of each step to `given`, the tables and the decoded messages of each source,
+    all by name. Modules of functions are searched in `directory` first. Raises PipelineError."""
     with _one_at_a_time:
         return _transform(spark, pipeline, given, directory)
 
 
 def parse(spark: SparkSession, pipeline: Pipeline) -> None:
-    """Whether the SQL of all steps can be parsed, whatever the columns are. Raises PipelineError."""
+    """Checks the syntax of the SQL, without knowing the columns. Raises PipelineError."""
     session: Any = spark._jsparkSession
     for at, step in _places(pipeline):
         try:
@@ -45,7 +40,7 @@ def parse(spark: SparkSession, pipeline: Pipeline) -> None:
 
 
 def _places(pipeline: Pipeline) -> Iterator[tuple[str, Step]]:
-    """The steps, and how errors call each of them."""
+    """The steps, with the place of each for error texts."""
     place = f"[pipeline.{pipeline.name}]"
     for number, step in enumerate(pipeline.steps, 1):
         yield (place if step.name == "result" else f"{place} step {number}"), step
@@ -56,7 +51,7 @@ def _transform(spark: SparkSession, pipeline: Pipeline, given: Frames, directory
     for source in pipeline.sources:
         place = f"[pipeline.{pipeline.name}{'' if source.name == MESSAGES else f'.sources.{source.name}'}]"
         results[source.name] = _marked(given[source.name], source.watermark, f"{place} watermark")
-    # With several sources there is no input before the first step.
+    # With several sources the first step has no `input`.
     latest = (pipeline.sources[0].name,) if len(pipeline.sources) == 1 else ()
     for at, step in _places(pipeline):
         chosen = [results[name] for name in step.sources or latest]
@@ -69,7 +64,7 @@ def _transform(spark: SparkSession, pipeline: Pipeline, given: Frames, directory
 def _query(
     spark: SparkSession, step: Step, results: Frames, given: Sequence[DataFrame], place: str
 ) -> DataFrame:
-    """Views exist only while the query is read: pipelines share a session, and use the same names."""
+    """Drops the views at once, because pipelines share a session and use the same names."""
     views = {**results, INPUT: given[0]} if given else results
     try:
         for name, frame in views.items():
@@ -97,22 +92,6 @@ def _call(step: Step, given: Sequence[DataFrame], place: str, directory: Path) -
     return made
 
 
-def load_function(text: str, place: str, directory: Path) -> Callable[..., object]:
-    """The function that `module:function` names. Raises PipelineError."""
-    module_name, _, name = text.partition(":")
-    if str(directory) not in sys.path:
-        sys.path.insert(0, str(directory))
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        raise PipelineError(f"{place} python: {module_name} cannot be imported: {reason}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise PipelineError(f"{place} python: {module_name} has no function {name}")
-    return function  # type: ignore[no-any-return]  # whatever it is, it can be called
-
-
 def _marked(frame: DataFrame, watermark: Watermark | None, place: str) -> DataFrame:
     if watermark is None:
         return frame
@@ -121,5 +100,5 @@ def _marked(frame: DataFrame, watermark: Watermark | None, place: str) -> DataFr
         raise PipelineError(f"{place}: there is no column {watermark.column!r}; there are {', '.join(types)}")
     if not isinstance(types[watermark.column], TimestampType | TimestampNTZType):
         shown = types[watermark.column].simpleString().upper()
-        raise PipelineError(f"{place}: {watermark.column!r} is {shown}, and must be TIMESTAMP")
+        raise PipelineError(f"{place}: {watermark.column!r} is {shown}; it must be TIMESTAMP")
     return frame.withWatermark(watermark.column, f"{round(watermark.delay * 1000)} milliseconds")

@@ -1,15 +1,15 @@
-"""A pipeline tried out on a few messages: the rows that it would write, and what does not decode. Nothing is
-written, no channel is moved, and there is no checkpoint.
+"""Tries a pipeline on a few messages: the rows it would write, and the messages that do not decode.
+Nothing is written, no channel is moved, and there is no checkpoint.
 
-The messages are a batch with the columns of the source. They go through the same decoding, steps and columns
-for the sink as in a run. Aggregations and windows give the complete result, as if all messages had come in
-time and no more would follow: watermarks and output modes make no difference.
+The messages are a batch with the columns of the source. Decoding, steps and the columns for the
+sink are the same as in a run. Aggregations and windows give the complete result, as if all messages
+had come in time and no more would follow: watermarks and output modes have no effect.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,28 +18,28 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
+from nsparq.pipeline.decode.formats import UNDECODED
+from nsparq.pipeline.decode.messages import dead_letters
 from nsparq.pipeline.decode.samples import Sample
-from nsparq.pipeline.decode.split import dead_letters
 from nsparq.pipeline.errors import PipelineError, in_words
-from nsparq.pipeline.execute import queries
-from nsparq.pipeline.execute.static_tables import load_tables
+from nsparq.pipeline.execute.check import check_stream
+from nsparq.pipeline.execute.queries import decoded
+from nsparq.pipeline.execute.schemas import schema_of
 from nsparq.pipeline.execute.steps import transform
+from nsparq.pipeline.execute.tables import load_tables
 from nsparq.pipeline.file.spec import Output, Pipeline, PipelineFile, Source
-from nsparq.pipeline.write.layout import NAMES
 from nsparq.pipeline.write.sinks import Target, prepared
 from nsparq.spark.columns import SCHEMA
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["DEAD_LETTER", "DROP", "FAIL", "QUICK", "Trial", "Undecoded", "try_out"]
-
 DEAD_LETTER: Final = "dead letter"
 DROP: Final = "drop"
 FAIL: Final = "fail"
-"""What becomes of a message that does not decode."""
+"""What happens to a message that does not decode."""
 QUICK: Final = {"spark.sql.shuffle.partitions": "1", "spark.sql.adaptive.enabled": "false"}
-"""Settings of Spark for few rows."""
+"""Spark settings for few rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Undecoded:
 
     source: Source
     letter: Mapping[str, Any]
-    """What its dead letter is, or would be."""
+    """Its dead letter, even if the pipeline would not write one."""
 
     @property
     def fate(self) -> str:
@@ -58,7 +58,7 @@ class Undecoded:
 @dataclass(frozen=True, slots=True)
 class Trial:
     rows: Mapping[str, pa.Table]
-    """By the names of the outputs: what their sinks would get."""
+    """The rows that each sink would get, by the names of the outputs."""
     undecoded: Sequence[Undecoded]
 
 
@@ -69,28 +69,30 @@ def try_out(
     samples: Sequence[Sample],
     tables: Mapping[str, DataFrame] | None = None,
 ) -> Trial:
-    """Each source gets the samples of its topics; `tables` take the place of those that the file names.
+    """Each source gets the samples of its topics. `tables` replace tables of the file, by name.
 
-    Raises PipelineError for what a run would refuse, and for what would fail in it, but for messages that do
-    not decode.
+    Raises PipelineError where a run would refuse or fail, except for messages that do not decode.
     """
     own = {one.name: [sample for sample in samples if one.reads(sample.topic)] for one in pipeline.sources}
-    schemas = {one.name: queries.schema_of(pipeline, one, _bodies(own[one.name])) for one in pipeline.sources}
+    schemas = {
+        one.name: schema_of(pipeline, one, lambda own=own[one.name]: [sample.body for sample in own])
+        for one in pipeline.sources
+    }
     replaced = tables or {}
     named = tuple(one for one in pipeline.tables if one.name not in replaced)
     static = {**replaced, **load_tables(spark, replace(pipeline, tables=named))}
 
     def rows(messages: Mapping[str, DataFrame]) -> Iterator[tuple[Output, DataFrame]]:
-        decoded = {
-            one.name: queries.decoded(messages[one.name], pipeline, one, schemas[one.name], bad=DROP)
+        good = {
+            one.name: decoded(messages[one.name], pipeline, one, schemas[one.name], bad=DROP)
             for one in pipeline.sources
         }
-        results = transform(spark, pipeline, {**static, **decoded}, file.path.parent)
+        results = transform(spark, pipeline, {**static, **good}, file.path.parent)
         for output in pipeline.outputs:
             yield output, prepared(output.sink, results[output.result], Target(file, pipeline, output))
 
     for output, stream in rows({name: _stand_in(spark) for name in own}):
-        queries.check_stream(stream, pipeline, output)
+        check_stream(stream, pipeline, output)
     messages = {name: _messages(spark, given) for name, given in own.items()}
     try:
         return Trial(
@@ -108,15 +110,11 @@ def try_out(
 def _letters(
     pipeline: Pipeline, source: Source, messages: DataFrame, schema: StructType
 ) -> list[dict[str, Any]]:
-    if source.decode.format in NAMES:
+    if source.decode.format in UNDECODED:
         return []
     letters = dead_letters(messages, source.decode, schema, pipeline=pipeline.name, channel=source.channel())
-    # To count them takes no Python process, and mostly there are none.
+    # Counting needs no Python process, and mostly there are none.
     return [json.loads(row.body) for row in letters.collect()] if letters.count() else []
-
-
-def _bodies(samples: Sequence[Sample]) -> Callable[[], list[bytes]]:
-    return lambda: [sample.body for sample in samples]
 
 
 def _messages(spark: SparkSession, samples: Sequence[Sample]) -> DataFrame:
@@ -125,6 +123,6 @@ def _messages(spark: SparkSession, samples: Sequence[Sample]) -> DataFrame:
 
 
 def _stand_in(spark: SparkSession) -> DataFrame:
-    """A stream with the columns of the source, to ask Spark whether a stream could be treated like this."""
+    """A stream with the columns of the source, for Spark's checks of streams."""
     columns = (F.lit(None).cast(field.dataType).alias(field.name) for field in SCHEMA.fields)
     return spark.readStream.format("rate").load().select(*columns)

@@ -1,11 +1,9 @@
-"""Running pipelines on a screen: a table that changes on a terminal, now and then a line in a log
-otherwise."""
+"""Shows running pipelines: a live table on a terminal, otherwise a log line every few seconds."""
 
 from __future__ import annotations
 
 import logging
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from nsparq.pipeline.execute.progress import Figures, State
@@ -13,8 +11,6 @@ from nsparq.pipeline.execute.status import Status
 
 if TYPE_CHECKING:
     from rich.console import Group
-
-__all__ = ["LogView", "TerminalView", "View", "cells", "describe", "picture"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +26,7 @@ _STYLES: Final = {
 
 
 def cells(one: Figures) -> tuple[str, ...]:
-    """A line of the table, as texts."""
+    """The cells of a pipeline's line in the table."""
     letters = one.dead_letters or one.undecodable
     return (
         one.name,
@@ -46,7 +42,7 @@ def cells(one: Figures) -> tuple[str, ...]:
 
 
 def describe(one: Figures) -> str:
-    """The same as a sentence."""
+    """The same as a log line."""
     parts = [f"{one.rows:,} rows ({one.rows_per_second:,.0f}/s)"]
     parts.append(f"lag {UNKNOWN if one.lag is None else format(one.lag, ',')}")
     if one.batches:
@@ -56,21 +52,19 @@ def describe(one: Figures) -> str:
     if one.dead_letters:
         parts.append(f"{one.dead_letters:,} dead letters")
     if one.late:
-        parts.append(f"{one.late:,} too late for the watermark")
+        parts.append(f"{one.late:,} too late (watermark)")
     if one.failures:
         parts.append(f"{one.failures:,} failures")
     return f"{one.name}: {one.state}, {', '.join(parts)}"
 
 
 class View:
-    """Told by the runner how things are."""
+    """Shows the status of the runner."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     def show(self, status: Status) -> None:
@@ -78,7 +72,7 @@ class View:
 
 
 class LogView(View):
-    """A line for each pipeline whenever some time has passed and something has happened."""
+    """Logs a line for each pipeline every few seconds, if it has changed."""
 
     def __init__(self, every: float = LOG_S) -> None:
         self._every = every
@@ -111,9 +105,7 @@ class TerminalView(View):
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._live.stop()
 
     def show(self, status: Status) -> None:
@@ -121,7 +113,7 @@ class TerminalView(View):
 
 
 def picture(status: Status) -> Group:
-    """For rich. What needs a look stands out."""
+    """The table for rich. Failures stand out."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -1,8 +1,9 @@
-"""Pipelines built by a Python program: the same value that a file gives.
+"""Builds pipelines in a Python program, with the same result as a file.
 
-Each function gives a table of the file, with the keys that the reference page lists. `pipeline_file` hands
-them to the reader of files: it checks the same, and says the same. A function at module level may stand for
-`module:function`, a path or a timedelta for a text. None stands for a key that is not there.
+Each function returns a table of the file, with the keys on the reference page. `pipeline_file`
+passes the tables to the reader of files, with the same checks and errors. Instead of a string, a
+function at module level may be given for `module:function`, and a path or a timedelta where it
+fits. None means that the key is missing.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ def pipeline_file(
     spark: Keys | None = None,
     run: Keys | None = None,
 ) -> PipelineFile:
-    """A whole file with these pipelines, by their names. Raises SpecError.
+    """A whole file with these pipelines, by name. Raises SpecError.
 
-    `path` is where the file would be, such as `__file__`: relative paths begin in its directory, and its name
-    is that of the checkpoints.
+    `path` is where the file would be, such as `__file__`. Relative paths start in its directory,
+    and the checkpoints are named after it.
     """
     given = {"nsq": nsq, "spark": spark, "run": run, "pipeline": pipelines}
     return read(_plain(given), path)
@@ -73,7 +74,7 @@ def pipeline(
     checkpoint: str | Path | None = None,
     retries: int | None = None,
 ) -> Keys:
-    """`[pipeline.NAME]`: one `source`, or `sources` by their names; one `sink`, or a list of them."""
+    """`[pipeline.NAME]`: one `source`, or `sources` by name; one `sink`, or a list of sinks."""
     return _table(locals())
 
 
@@ -85,8 +86,8 @@ def source(
     watermark: Keys | None = None,
     **options: Value,
 ) -> Keys:
-    """A source, with further options of format("nsq") in snake_case. Where it is the only `source`, decode,
-    dead_letters and watermark belong to the pipeline."""
+    """A source, with more options of format("nsq") in snake_case. For the only `source` of a
+    pipeline, decode, dead_letters and watermark belong to the pipeline."""
     return _table(locals())
 
 
@@ -120,12 +121,13 @@ def step(
 def sink(
     *, name: str | None = None, from_: str | None = None, output_mode: str | None = None, **keys: Value
 ) -> Keys:
-    """A sink of any kind, such as `sink(topic="results")` or `sink(parquet="data", partition_by="date")`."""
+    """A sink of any kind, such as `sink(topic="results")` or `sink(parquet="data",
+    partition_by="date")`."""
     return _table(locals())
 
 
 def _table(given: Mapping[str, Any]) -> dict[str, Value]:
-    """The arguments of a function as keys: `from` cannot be one's name."""
+    """The arguments of a function as keys. The argument `from_` is the key `from`."""
     found: dict[str, Value] = {}
     for name, value in given.items():
         if name in ("keys", "options"):
@@ -136,7 +138,7 @@ def _table(given: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def _plain(value: Any) -> Any:
-    """As TOML would give it. What it cannot be is left to the reader to refuse."""
+    """A value as TOML has it. Other values stay, and the reader refuses them."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items() if one is not None}
     if isinstance(value, list | tuple):

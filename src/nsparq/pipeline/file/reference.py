@@ -1,6 +1,7 @@
-"""The reference page of the pipeline file, made of the classes that read it.
+"""The reference page of the pipeline file, generated from the classes that read the file.
 
-`python -m nsparq.pipeline.file.reference --markdown` prints the checked-in copy under docs/reference.
+`python -m nsparq.pipeline.file.reference --markdown` prints the checked-in copy under
+docs/reference.
 """
 
 from __future__ import annotations
@@ -10,48 +11,35 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field
 from typing import Any, Final
 
-from nsparq.pipeline.file.reading import DEFAULT_NSQD, NSQ_KEYS, SINK_KEYS, SOURCE_KEYS
-from nsparq.pipeline.file.spec import (
-    SINKS,
-    TABLES,
-    Decode,
-    Noop,
-    Output,
-    PipelineKeys,
-    Run,
-    Source,
-    Spark,
-    Step,
-    Topic,
-    Watermark,
-)
-from nsparq.pipeline.file.tables import keys
-from nsparq.spark.option_fields import SparkOption
-
-__all__ = ["markdown"]
+from nsparq.pipeline.file.keys import keys
+from nsparq.pipeline.file.nsq_options import DEFAULT_NSQD, NSQ_KEYS, SINK_KEYS, SOURCE_KEYS
+from nsparq.pipeline.file.sinks import SINKS, Noop, Topic
+from nsparq.pipeline.file.spec import Decode, Output, PipelineKeys, Run, Source, Spark, Step, Watermark
+from nsparq.pipeline.file.tables import TABLES
+from nsparq.spark.options import SparkOption
 
 HEAD: Final = """\
 # The pipeline file
 
 Generated from the source by `make docs`; do not edit. [What pipelines are](../pipelines.md), with examples.
 
-A key that does not exist is an error. Durations are `250ms`, `5s`, `1m`, or a number of milliseconds; sizes
-`512k`, `64m`, `1g`. Paths are relative to the file. `${NAME}` in a value (not in SQL) is an environment
-variable, `${NAME:-text}` has a default."""
+An unknown key is an error. Durations are `250ms`, `5s`, `1m`, or a number of milliseconds; sizes are `512k`,
+`64m`, `1g`. Paths are relative to the file. `${NAME}` in a value (not in SQL) is replaced by the environment
+variable; `${NAME:-text}` has a default."""
 
 SOURCE_HEAD: Final = """\
-A text is the `topic`, which may also be an array of topics. The keys are
-[options of `format("nsq")`](spark-options.md). The `channel` is the pipeline's name unless it is given."""
+A string is the `topic`, which may also be an array of topics. The keys are
+[options of `format("nsq")`](spark-options.md). The default `channel` is the pipeline's name."""
 
 SOURCES_HEAD: Final = """\
-Instead of `source`, `decode`, `dead_letters` and `watermark` of the pipeline. SQL calls the decoded messages
-`SOURCE`. A text is the `topic`. The `channel` is `NAME.SOURCE` unless it is given. The keys are those of
+Instead of `source`, `decode`, `dead_letters` and `watermark` of the pipeline. In SQL the decoded messages are
+the table `SOURCE`. A string is the `topic`. The default `channel` is `NAME.SOURCE`. The keys are those of
 `source`, and:"""
 TABLES_HEAD: Final = """\
-A table to join with, which SQL calls `TABLE`. One of these kinds:"""
+A table to join with. In SQL its name is `TABLE`. The kinds are:"""
 SINKS_HEAD: Final = """\
-One sink is a table `[pipeline.NAME.sink]`; of several, each is a table `[[pipeline.NAME.sink]]`. These keys
-are for all kinds of sinks:"""
+One sink is a table `[pipeline.NAME.sink]`. Several sinks are tables `[[pipeline.NAME.sink]]`. All kinds of
+sinks have these keys:"""
 
 
 def _table(rows: list[tuple[str, str, str]]) -> str:
@@ -80,13 +68,13 @@ def _option_rows(known: Mapping[str, SparkOption]) -> list[tuple[str, str, str]]
 def markdown() -> str:
     parts = [
         HEAD,
-        "## `[pipeline.NAME]`\n\nAs many as you like; all run in one Spark session.",
+        "## `[pipeline.NAME]`\n\nA file has one or more of these. All run in one Spark session.",
         _table(_rows(PipelineKeys)),
         "## `source`\n\n" + SOURCE_HEAD,
         _table(_option_rows(SOURCE_KEYS)),
         "## `[pipeline.NAME.sources.SOURCE]`\n\n" + SOURCES_HEAD,
         _table(_rows(Source)),
-        "## `decode`\n\nA text is the `format`.",
+        "## `decode`\n\nA string is the `format`.",
         _table(_rows(Decode)),
         "## `watermark`",
         _table(_rows(Watermark)),
@@ -101,7 +89,7 @@ def markdown() -> str:
         rows = _rows(kind) + (_option_rows(SINK_KEYS) if kind is Topic else [])
         parts.append('`sink = "noop"`' if kind is Noop else _table(rows))
     parts += [
-        f"## `[nsq]`\n\nWhere nsqd is; without `nsqd` and `nsqlookupd` it is `{DEFAULT_NSQD}`.",
+        f"## `[nsq]`\n\nAddresses and credentials. The default `nsqd` is `{DEFAULT_NSQD}`.",
         _table(_option_rows(NSQ_KEYS)),
         "## `[spark]`",
         _table(_rows(Spark)),

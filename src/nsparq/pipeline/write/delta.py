@@ -1,12 +1,14 @@
-"""A Delta table as a sink, through the package deltalake: no JAR, and each micro-batch is one transaction.
+"""A Delta table as a sink, with the package deltalake: no JAR, and each micro-batch is one
+transaction.
 
-Tasks write Parquet files to where they are to stay, with pyarrow, through deltalake's own access to local
-directories and object stores. Nobody sees a file until the driver adds it to the table's log, together with
-the query, the number of the batch, and its fingerprint. A batch that is there already is not added again; its
-files stay behind unseen until `vacuum`.
+Tasks write Parquet files to their final place with pyarrow, through deltalake's access to local
+directories and object stores. Readers see a file only after the driver has added it to the table's
+log, together with the query, the batch number and the batch's fingerprint. A batch that is in the
+log is not added again; its new files stay unused until `vacuum`.
 
-An upsert is deltalake's `merge`, which the driver does: it holds the batch in memory, reads the files that
-may have one of the keys, and writes those anew that have one. The same commit has the number of the batch.
+An upsert is deltalake's `merge`, which runs in the driver. It holds the batch in memory, reads the
+files that may contain one of the keys, and rewrites those that do. The same commit contains the
+batch number.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote
@@ -23,9 +26,10 @@ from uuid import uuid4
 
 from pyspark.sql.types import StructType
 
+from nsparq.pipeline.durable import sync
 from nsparq.pipeline.errors import PipelineError
-from nsparq.pipeline.file.spec import is_local
-from nsparq.pipeline.write.parts import GROUP_ROWS, MAX_OPEN, NULL_VALUE, Part, Values, sync
+from nsparq.pipeline.file.keys import is_local
+from nsparq.pipeline.write.part_files import GROUP_ROWS, MAX_OPEN, NULL_VALUE, Part, Values
 from nsparq.spark.checkpoint import LENGTH, check_batch
 
 if TYPE_CHECKING:
@@ -36,13 +40,11 @@ if TYPE_CHECKING:
 
     Rows = TypeVar("Rows", pa.RecordBatch, pa.Table)
 
-__all__ = ["DeltaFiles", "is_installed"]
-
 logger = logging.getLogger(__name__)
 
 COMPRESSION: Final = "zstd"
 NEW, OLD = "batch", "present"
-"""What SQL calls the rows of a batch and those of the table."""
+"""Names in SQL for the rows of the batch and the rows of the table."""
 
 
 def is_installed() -> bool:
@@ -53,8 +55,8 @@ def is_installed() -> bool:
 
 class DeltaFiles:
     def __init__(self, uri: str, columns: Sequence[str], storage: Mapping[str, str] | None = None) -> None:
-        """`uri` is a directory, or what deltalake knows: `s3://…`, `gs://…`, `az://…`, `abfss://…`. `storage`
-        are its options for an object store."""
+        """`uri` is a directory or a URL: `s3://…`, `gs://…`, `az://…`, `abfss://…`. `columns`
+        partition the table. `storage` are deltalake's options for an object store."""
         self._uri, self._columns, self._storage = uri, [*columns], dict(storage or {})
 
     def __str__(self) -> str:
@@ -76,7 +78,7 @@ class DeltaFiles:
         by = first.select(self._columns).schema
         written: list[Any] = []
         ds.write_dataset(
-            _chain(first, rows),
+            chain([first], rows),
             "",
             schema=first.schema,
             format="parquet",
@@ -97,7 +99,7 @@ class DeltaFiles:
         return [Part(one.path, _values(one.path), one.metadata.num_rows, one.size) for one in written]
 
     def _without_empty(self, rows: Rows) -> Rows:
-        """An empty text is no value of a partition column: Hive, Spark and Delta read it as null."""
+        """Replaces empty strings in partition columns by null, as Hive, Spark and Delta do."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -111,7 +113,7 @@ class DeltaFiles:
     # the driver
 
     def check(self, schema: StructType) -> None:
-        """Whether rows of this schema can be added to the table, if there is one. Raises PipelineError."""
+        """Checks that the table, if it exists, can take such rows. Raises PipelineError."""
         table = self._open()
         if table is not None:
             self._new_columns(table, schema)
@@ -149,21 +151,21 @@ class DeltaFiles:
     def merge(
         self, query: str, batch: int, rows: pa.Table, schema: StructType, upsert: Upsert, planned: str = ""
     ) -> None:
-        """Rows of which no two have the same key, and none has a key that is null. Raises CheckpointBehind,
-        PipelineError."""
+        """Upserts rows with unique keys, not null. Raises CheckpointBehind, PipelineError."""
         table = self._ready(query, batch, planned, schema if rows.num_rows else None)
         if table is None:
             return
         source = self._without_empty(rows.cast(_arrow_schema(schema)))
-        columns = {_quoted(name): _new(name) for name in rows.column_names}
-        others = {_quoted(name): _new(name) for name in rows.column_names if name not in upsert.key}
+        columns = {f"`{name}`": _new(name) for name in rows.column_names}
+        others = {f"`{name}`": _new(name) for name in rows.column_names if name not in upsert.key}
         with self._committing(table, query, batch, planned) as properties:
             merger = table.merge(
                 source,
                 " AND ".join(f"{_old(name)} = {_new(name)}" for name in upsert.key),
                 source_alias=NEW,
                 target_alias=OLD,
-                # From rows in memory deltalake learns the range of the keys, and skips files outside of it.
+                # With rows in memory deltalake knows the range of the keys, and skips files outside
+                # it.
                 streamed_exec=False,
                 commit_properties=properties,
             ).when_not_matched_insert(columns)
@@ -172,8 +174,8 @@ class DeltaFiles:
             merger.execute()
 
     def _ready(self, query: str, batch: int, planned: str, schema: StructType | None) -> DeltaTable | None:
-        """The table, with all columns of rows of this schema. None if there is nothing to do: it has the
-        batch, or the batch has no rows, and therefore no schema. Raises CheckpointBehind, PipelineError."""
+        """The table, with all columns of the schema. None if it has the batch already, or the batch
+        has no rows and so no schema. Raises CheckpointBehind, PipelineError."""
         table = self._open()
         if table is None:
             if schema is None:
@@ -183,8 +185,9 @@ class DeltaFiles:
             return None
         added = self._new_columns(table, schema)
         if added:
-            # A commit of its own: after a crash the table has a column of nulls, and the batch comes again.
-            logger.info("%s gets new columns: %s", self, ", ".join(one.name for one in added))
+            # A separate commit: after a crash the table has a column of nulls, and the batch runs
+            # again.
+            logger.info("%s: adding columns %s", self, ", ".join(one.name for one in added))
             table.alter.add_columns(added)
         return table
 
@@ -192,15 +195,15 @@ class DeltaFiles:
     def _committing(
         self, table: DeltaTable, query: str, batch: int, planned: str
     ) -> Iterator[CommitProperties]:
-        """What makes a commit that of this batch. A commit that fails because the batch is there is none."""
+        """Marks a commit as this batch. Ignores its failure if the table has the batch."""
         from deltalake import CommitProperties, Transaction
         from deltalake.exceptions import CommitFailedError
 
-        versions = [Transaction(query, batch), Transaction(_planned(query), int(planned or "0", 16))]
+        versions = [Transaction(query, batch), Transaction(f"{query}/planned", int(planned or "0", 16))]
         try:
             yield CommitProperties(app_transactions=versions)
         except CommitFailedError:
-            # Delta lets one of two commits of the same query through.
+            # Delta accepts only one of two concurrent commits of the same query.
             table.update_incremental()
             if not self._has(table, query, batch, planned):
                 raise
@@ -214,8 +217,8 @@ class DeltaFiles:
         found = table.metadata().partition_columns
         if found != self._columns:
             raise PipelineError(
-                f"{self} is partitioned by {found or 'nothing'}, and the pipeline by "
-                f"{self._columns or 'nothing'}: a table keeps its columns. Set partition_by to what it was, "
+                f"{self} is partitioned by {found or 'nothing'}, and partition_by is "
+                f"{self._columns or 'nothing'}: the columns of a table cannot change. Restore partition_by, "
                 "or write to another table"
             )
         return table
@@ -232,14 +235,14 @@ class DeltaFiles:
         )
 
     def _has(self, table: DeltaTable, query: str, batch: int, planned: str) -> bool:
-        """Raises CheckpointBehind. Delta keeps a version for each application: the number of a query's last
-        batch, and its fingerprint, which is missing if the batch was written before there were any."""
-        last, last_planned = table.transaction_version(query), table.transaction_version(_planned(query))
+        """Delta keeps a version for each application. We use two: the number of a query's last
+        batch, and its fingerprint, which old batches lack. Raises CheckpointBehind."""
+        last, last_planned = table.transaction_version(query), table.transaction_version(f"{query}/planned")
         known = f"{last_planned:0{LENGTH}x}" if last_planned else ""
         return check_batch(str(self), batch, planned, -1 if last is None else last, known)
 
     def _new_columns(self, table: DeltaTable, schema: StructType) -> list[Field]:
-        """Those that the table has yet to get. Raises PipelineError for rows that it cannot take."""
+        """Columns that the table lacks. Raises PipelineError for rows that it cannot take."""
         known = {one.name: one for one in table.schema().fields}
         by_case = {name.lower(): name for name in known}
         can_be_null = {one.name for one in schema.fields if one.nullable}
@@ -250,7 +253,7 @@ class DeltaFiles:
                 other = by_case.get(one.name.lower())
                 if other is not None:
                     raise PipelineError(
-                        f"{self} has a column {other!r}, and the rows {one.name!r}: use the same case"
+                        f"{self} has a column {other!r}, and the rows have {one.name!r}: use the same case"
                     )
                 added.append(one)
             elif has.type != one.type:
@@ -260,60 +263,46 @@ class DeltaFiles:
                     "another table"
                 )
             elif not has.nullable and one.name in can_be_null:
-                raise _may_be_null(self, one.name)
+                known[one.name] = has
+        # Columns that the rows lack, or in which they may have null.
         for name, one in known.items():
             if not one.nullable:
-                raise _may_be_null(self, name)
+                text = f"the column {name!r} of {self} is NOT NULL, but the rows may have null there"
+                raise PipelineError(text)
         return added
 
     def abort(self, query: str, batch: int, parts: Sequence[Part]) -> None:
-        """Nothing: whether a failed commit has come to be is not certain, and nobody sees the files."""
-
-
-def _chain(first: pa.RecordBatch, rest: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    yield first
-    yield from rest
+        """Keeps the files, which no reader sees: the commit may have succeeded despite its
+        error."""
 
 
 def _values(path: str) -> Values:
-    """Of the partition columns, as the names of the directories have them."""
+    """Partition values, from the directory names in a path."""
     pairs = (segment.partition("=") for segment in path.split("/")[:-1] if "=" in segment)
     return tuple((name, None if text == NULL_VALUE else unquote(text)) for name, _, text in pairs)
 
 
-def _quoted(name: str) -> str:
-    return f"`{name}`"
-
-
 def _new(name: str) -> str:
-    return f"{NEW}.{_quoted(name)}"
+    return f"{NEW}.`{name}`"
 
 
 def _old(name: str) -> str:
-    return f"{OLD}.{_quoted(name)}"
-
-
-def _planned(query: str) -> str:
-    return f"{query}/planned"
+    return f"{OLD}.`{name}`"
 
 
 def _wanted(schema: StructType) -> Schema:
-    """Columns of a Delta table for these rows."""
+    """The columns of a Delta table for rows of this schema."""
     from deltalake import Schema
 
     return Schema.from_arrow(_arrow_schema(schema))
 
 
 def _arrow_schema(schema: StructType) -> pa.Schema:
-    """All columns may be null, as in tables that Spark writes."""
+    """All columns are nullable, as in tables that Spark writes."""
     import pyarrow as pa
     from pyspark.sql.pandas.types import to_arrow_schema
 
     return pa.schema([one.with_nullable(True) for one in to_arrow_schema(schema, timezone="UTC")])
-
-
-def _may_be_null(table: DeltaFiles, column: str) -> PipelineError:
-    return PipelineError(f"the column {column!r} of {table} is NOT NULL, and that of the rows may be null")
 
 
 def _shown(field: Field) -> str:

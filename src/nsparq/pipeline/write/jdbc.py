@@ -1,16 +1,19 @@
-"""Tables of databases as sinks: Spark writes the rows; for an upsert the driver merges them into the table.
+"""Database tables as sinks. Spark writes the rows; for an upsert the driver merges them into the
+table.
 
-Appending is Spark's own JDBC writer; with `batch_column` each micro-batch is one transaction, and the numbers
-in the table say which ones are there.
+Without a key, `sinks` appends with Spark's JDBC writer. With `batch_column` each micro-batch is one
+transaction, and the numbers in the table show which batches it has.
 
-An upsert takes four steps, with a connection of the driver's:
+With a key, `JdbcUpsert` takes four steps for each micro-batch, with a connection of the driver:
 
-1. It looks up the last batch of this query in the table `nsparq_batches`, and writes down there the name of a
-   new staging table. That name is what fences off another driver of the same query.
-2. It makes the staging table, with the types of the table itself and a unique index on the key. Spark's tasks
-   fill it. A task that is run twice violates the index, and the batch is run again: no row is there twice.
-3. In one transaction it changes the number of the batch, if the name is still there, and merges the rows.
-4. It drops the staging table. After a crash the next batch does, by the name that was written down.
+1. Read the last batch of this query in the table `nsparq_batches`, and write the name of a new
+   staging table there. The name fences off another driver of the same query.
+2. Create the staging table, with the column types of the table and a unique index on the key.
+   Spark's tasks fill it. If a task runs twice, it violates the index and the batch runs again, so
+   no row is there twice.
+3. In one transaction, update the batch number, if the staging name is still there, and merge the
+   rows.
+4. Drop the staging table. After a crash the next batch drops it, by the name in `nsparq_batches`.
 """
 
 from __future__ import annotations
@@ -27,19 +30,17 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StringType
 
 from nsparq.pipeline.errors import PipelineError
-from nsparq.pipeline.file.spec import Jdbc, JdbcTable
+from nsparq.pipeline.file.sinks import Jdbc
+from nsparq.pipeline.file.tables import JdbcTable
 from nsparq.pipeline.write.upsert import Upsert, compute_only
 from nsparq.pipeline.write.upsert_sql import DIALECTS, Merge, dialect_name
 from nsparq.spark.checkpoint import CheckpointBehind, check_batch
 
-__all__ = ["JdbcUpsert", "last_batch", "options_of"]
-
 BATCHES: Final = "nsparq_batches"
 NONE: Final = "-"
-"""No fingerprint, or no staging table: to Oracle an empty text is null."""
+"""No fingerprint, or no staging table. Not an empty string, which Oracle stores as null."""
 KEY_TYPE: Final = "VARCHAR(255)"
-"""Of texts in `key` and `latest_by`, in tables that we make: databases cannot compare or index any text."""
-
+"""Type of strings in `key` and `latest_by` of new tables. Databases cannot index long text."""
 
 DRIVERS: Final = {
     "h2": "org.h2.Driver",
@@ -50,33 +51,32 @@ DRIVERS: Final = {
     "sqlite": "org.sqlite.JDBC",
     "sqlserver": "com.microsoft.sqlserver.jdbc.SQLServerDriver",
 }
-"""Java does not find a driver of `spark.jars` by the URL."""
+"""Driver classes. Java does not find a driver in `spark.jars` by the URL."""
 
 
 def options_of(table: Jdbc | JdbcTable) -> dict[str, str]:
-    """Of Spark's JDBC reader and writer."""
+    """Options for Spark's JDBC reader and writer."""
     driver = table.driver or DRIVERS.get(dialect_name(table.url), "")
     given = {"user": table.user, "password": table.password, "driver": driver}
     return {**table.options, **{name: value for name, value in given.items() if value}}
 
 
 def last_batch(spark: SparkSession, sink: Jdbc) -> int:
-    """The highest number in `batch_column`, -1 if there is none. A batch without rows is not there, and does
-    no harm."""
+    """The highest number in `batch_column`, or -1. Batches without rows do not matter."""
     try:
         table = spark.read.jdbc(sink.url, sink.table, properties=options_of(sink))
         found = table.agg(F.max(sink.batch_column).alias("last")).first()
     except Exception as error:
         if "SYNTAX_ERROR" in str(error):
-            # There is no table yet.
+            # The table does not exist yet.
             return -1
         raise
     return -1 if found is None or found["last"] is None else int(found["last"])
 
 
 class Connection:
-    """The driver's own, through Spark's class path and its options for JDBC. Each statement is a transaction
-    unless `begin` was called; what was not committed at the end is rolled back."""
+    """A connection of the driver, with Spark's class path and JDBC options. Each statement is a
+    transaction unless `begin` was called. `close` rolls back an open transaction."""
 
     def __init__(self, spark: SparkSession, sink: Jdbc) -> None:
         jvm: Any = spark._jvm
@@ -97,12 +97,12 @@ class Connection:
         try:
             self.first(self._dialect.getTableExistsQuery(name))
         except Py4JJavaError:
-            # As Spark asks: databases have no error for it in common. Whatever it was, it comes again.
+            # Databases have no common error for a missing table. Another error will come again.
             return False
         return True
 
     def execute(self, statement: str, *values: str | int) -> int:
-        """How many rows it has changed."""
+        """Returns the number of changed rows."""
         with closing(self._prepare(statement, values)) as prepared:
             return int(prepared.executeUpdate())
 
@@ -138,7 +138,7 @@ class Connection:
 
 
 class JdbcUpsert:
-    """One of these for each run of a query."""
+    """Upserts the micro-batches of one run of a query."""
 
     def __init__(self, sink: Jdbc, upsert: Upsert, place: str) -> None:
         self._sink, self._upsert, self._place = sink, upsert, place
@@ -148,7 +148,7 @@ class JdbcUpsert:
         self._columns: dict[str, str] = {}
 
     def write(self, query: str, number: int, planned: str, batch: DataFrame) -> None:
-        """One micro-batch, all of it or nothing. Raises CheckpointBehind, PipelineError."""
+        """Writes one micro-batch in one transaction. Raises CheckpointBehind, PipelineError."""
         with closing(Connection(batch.sparkSession, self._sink)) as database:
             self._make_tables(database, batch)
             staging = self._take(database, query, number, planned)
@@ -156,12 +156,14 @@ class JdbcUpsert:
                 compute_only(batch)
                 return
             given = Merge(self._sink.table, staging, self._columns, self._upsert)
-            self._stage(database, given, self._upsert.latest_rows(batch))
+            database.execute(self._dialect.copy_statement(given))
+            self._create_index(database, given.staging, given.key)
+            self._write(self._upsert.latest_rows(batch), given.staging, options_of(self._sink))
             self._merge(database, given, query, number, planned)
             database.execute(f"DROP TABLE {staging}")
 
     def _make_tables(self, database: Connection, batch: DataFrame) -> None:
-        """Those that are missing, once for each run."""
+        """Creates missing tables, once for each run."""
         if self._columns:
             return
         if not database.has_table(self._batches):
@@ -189,7 +191,7 @@ class JdbcUpsert:
         database.execute(f"CREATE UNIQUE INDEX {name} ON {table} ({', '.join(columns)})")
 
     def _find_columns(self, database: Connection, batch: DataFrame) -> dict[str, str]:
-        """Of the rows, and what the table calls them: many databases write names in capitals."""
+        """Columns of the rows, and their names in the table. Many databases use upper case."""
         options = options_of(self._sink)
         found = batch.sparkSession.read.jdbc(self._sink.url, self._sink.table, properties=options).columns
         known = {name.lower(): name for name in found} | {name: name for name in found}
@@ -205,8 +207,7 @@ class JdbcUpsert:
         return names
 
     def _take(self, database: Connection, query: str, number: int, planned: str) -> str | None:
-        """The name of the batch's staging table; None if the table has the batch already. Raises
-        CheckpointBehind."""
+        """Name of a new staging table. None if the table has the batch. Raises CheckpointBehind."""
         while True:
             found = database.first(
                 f"SELECT batch, planned, staging FROM {self._batches} WHERE query = ?", query
@@ -226,11 +227,6 @@ class JdbcUpsert:
             if database.execute(change, staging, query, int(last), left):
                 return staging
 
-    def _stage(self, database: Connection, given: Merge, rows: DataFrame) -> None:
-        database.execute(self._dialect.copy_statement(given))
-        self._create_index(database, given.staging, given.key)
-        self._write(rows, given.staging, options_of(self._sink))
-
     def _write(self, rows: DataFrame, table: str, options: Mapping[str, str]) -> None:
         rows.write.jdbc(self._sink.url, table, mode="append", properties=dict(options))
 
@@ -240,7 +236,7 @@ class JdbcUpsert:
         if not database.execute(change, number, planned or NONE, query, given.staging):
             raise CheckpointBehind(
                 f"batch {number} is refused: another driver of the same query writes to the table "
-                f"{self._sink.table}. Go on with the newest checkpoint, in one driver"
+                f"{self._sink.table}. Run one driver only, with the newest checkpoint"
             )
         for statement in self._dialect.statements(given, database.version):
             database.execute(statement)
@@ -248,6 +244,6 @@ class JdbcUpsert:
 
 
 def _schema_of(table: str) -> str:
-    """What stands before the name itself: `shop.`, `"My shop".`, or nothing."""
+    """The schema before the table's name: `shop.`, `"My shop".`, or nothing."""
     found = re.match(r'(?:.*\.)?(?=(?:"[^"]*"|`[^`]*`|\[[^\]]*\]|[^."`\[\]]*)$)', table)
     return found[0] if found else ""

@@ -1,8 +1,9 @@
-"""Where the rows of a pipeline go: a stream writer for each kind of sink.
+"""The stream writer for each kind of sink: `prepared` gives the rows the columns that the sink
+needs, and `writer_of` writes them.
 
-What a crash does to the result is the sink's to say. Topics, files and Delta tables get every micro-batch
-exactly once; so does a database with `batch_column`, and without it at least once. Console, memory and noop
-are for looking.
+Topics, Parquet files and Delta tables get every micro-batch exactly once, and so does a database
+with `key` or `batch_column`; without them at least once. Console, memory and noop are for looking
+at rows.
 """
 
 from __future__ import annotations
@@ -27,11 +28,9 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from nsparq.pipeline.decode.split import ORIGIN
+from nsparq.pipeline.decode.formats import ORIGIN
 from nsparq.pipeline.errors import FunctionFailed, PipelineError, in_words, retry_helps
-from nsparq.pipeline.execute.memory import PipelineMemory
-from nsparq.pipeline.execute.steps import load_function
-from nsparq.pipeline.file.spec import (
+from nsparq.pipeline.file.sinks import (
     Console,
     Delta,
     Files,
@@ -39,68 +38,66 @@ from nsparq.pipeline.file.spec import (
     Jdbc,
     Memory,
     Noop,
-    Output,
     Parquet,
-    Pipeline,
-    PipelineFile,
     Python,
     Sink,
     Topic,
 )
-from nsparq.pipeline.write.commits import Directory
-from nsparq.pipeline.write.files import FORMAT
+from nsparq.pipeline.file.spec import Output, Pipeline, PipelineFile
+from nsparq.pipeline.pipeline_json import PipelineJson
+from nsparq.pipeline.user_code import load_function
+from nsparq.pipeline.write.file_sink import FORMAT
 from nsparq.pipeline.write.jdbc import JdbcUpsert, last_batch, options_of
+from nsparq.pipeline.write.parquet_table import ParquetDirectory
 from nsparq.pipeline.write.upsert import Upsert, compute_only
 from nsparq.spark.checkpoint import check_batch, fingerprint
 
 if TYPE_CHECKING:
     from nsparq.pipeline.write.delta import DeltaFiles
 
-__all__ = ["Target", "letters_writer", "prepared", "sink_place", "writer_of"]
-
 logger = logging.getLogger(__name__)
 
 Writer = DataStreamWriter
 OnBatch = Callable[[DataFrame, int], None]
 _NO_DIRECTORY: Final = (BinaryType, ArrayType, MapType, StructType)
-_OF_MESSAGE = frozenset(f"_{name}" for name in ORIGIN)
+_MESSAGE_COLUMNS: Final = frozenset(f"_{name}" for name in ORIGIN)
 
 
 def sink_place(pipeline: Pipeline, output: Output) -> str:
-    """What errors call it."""
+    """The table of a sink, for error texts."""
     return f"[pipeline.{pipeline.name}.sink{f' {output.name}' if output.name else ''}]"
 
 
 class Target:
-    """What the sink of an output may need to know besides the rows."""
+    """What a sink may need to know besides the rows and its own keys."""
 
     def __init__(self, file: PipelineFile, pipeline: Pipeline, output: Output) -> None:
         self.place = sink_place(pipeline, output)
         self.name, self.output_mode = output.name, output.output_mode
         self.nsq = file.nsq
         self.directory = file.path.parent
-        """Where functions are looked for first."""
+        """Where modules of functions are searched first."""
         self.read_pattern = pipeline.pattern
-        """The whole names of all topics that the pipeline reads match it."""
+        """A regular expression for the full names of all topics that the pipeline reads."""
         self.checkpoint = f"{pipeline.checkpoint}/{output.role}"
-        self._memory = PipelineMemory(pipeline)
+        self._kept = PipelineJson(pipeline)
 
     def planned(self, batch: int) -> str:
-        """The batch's fingerprint."""
+        """The fingerprint of a batch; see `nsparq.spark.checkpoint`."""
         return fingerprint(self.checkpoint, batch)
 
     def recall(self, key: str) -> Any:
-        """What was put by this output; None if it never was. Raises PipelineError."""
-        return self._memory.get(self._named(key, "-"))
+        """A value of this output in `pipeline.json`, or None. Raises PipelineError."""
+        return self._kept.get(self._named(key, "-"))
 
     def remember(self, key: str, value: Any) -> None:
         """Raises PipelineError."""
-        self._memory.put(self._named(key, "-"), value)
+        self._kept.put(self._named(key, "-"), value)
 
     @property
     def identity(self) -> str:
-        """Of this output with this checkpoint."""
-        return self._named(self._memory.identity, ":")
+        """Identifies this output with this checkpoint."""
+        return self._named(self._kept.identity, ":")
 
     def _named(self, base: str, separator: str) -> str:
         return f"{base}{separator}{self.name}" if self.name else base
@@ -111,14 +108,17 @@ class Target:
 
 @singledispatch
 def prepared(sink: Sink, rows: DataFrame, target: Target) -> DataFrame:
-    """The rows with the columns that the sink wants. Raises PipelineError."""
+    """The rows with the columns that the sink needs. Raises PipelineError."""
     return rows
 
 
 @prepared.register
 def _(sink: Topic, rows: DataFrame, target: Target) -> DataFrame:
     for key in ("topic_from", "body_from", "defer_from"):
-        _check_column(rows, target, key, getattr(sink, key))
+        name = getattr(sink, key)
+        if name and name not in rows.columns:
+            known = ", ".join(rows.columns)
+            raise PipelineError(f"{target.place} {key}: there is no column {name!r}; there are {known}")
     columns = [_body(sink, rows, target).alias("body")]
     if sink.topic_from:
         columns.append(F.col(sink.topic_from).cast("string").alias("topic"))
@@ -135,9 +135,9 @@ def _body(sink: Topic, rows: DataFrame, target: Target) -> Any:
             shown = types[name].simpleString().upper()
             raise PipelineError(f"{target.place} body_from: {name!r} is {shown}, not STRING or BINARY")
         return F.col(name)
-    own = [one for one in rows.columns if one not in {*_OF_MESSAGE, sink.topic_from, sink.defer_from}]
+    own = [one for one in rows.columns if one not in {*_MESSAGE_COLUMNS, sink.topic_from, sink.defer_from}]
     if not own:
-        raise PipelineError(f"{target.place} the rows have no columns of which a message could be made")
+        raise PipelineError(f"{target.place} topic: the rows have no columns to make a message of")
     return F.to_json(F.struct(*(F.col(f"`{one}`") for one in own)), {"ignoreNullFields": "false"})
 
 
@@ -149,7 +149,7 @@ def _(sink: Files, rows: DataFrame, target: Target) -> DataFrame:
         if isinstance(types.get(name), _NO_DIRECTORY):
             shown = types[name].simpleString().upper()
             raise PipelineError(
-                f"{target.place} partition_by: {name!r} is {shown}, which no directory can be named after; "
+                f"{target.place} partition_by: {name!r} is {shown}, which cannot be the name of a directory; "
                 "cast it to STRING"
             )
         if name in types:
@@ -160,20 +160,13 @@ def _(sink: Files, rows: DataFrame, target: Target) -> DataFrame:
             )
         if not isinstance(types.get(sink.date_from), TimestampType | TimestampNTZType):
             raise PipelineError(
-                f"{target.place} partition_by: {name!r} is made of the column {sink.date_from!r}, which must "
-                "be a "
-                "TIMESTAMP; name another with date_from, or select a column of that name"
+                f"{target.place} partition_by: {name!r} is taken from the column {sink.date_from!r}, which "
+                f"must be a TIMESTAMP; set date_from, or select a column {name!r}"
             )
         rows = rows.withColumn(name, made[name](sink.date_from))
     if len(rows.columns) == len(sink.partition_by):
-        raise PipelineError(f"{target.place} partition_by: no column is left for the files themselves")
+        raise PipelineError(f"{target.place} partition_by: no column is left for the files")
     return rows
-
-
-def _check_column(rows: DataFrame, target: Target, key: str, name: str) -> None:
-    if name and name not in rows.columns:
-        known = ", ".join(rows.columns)
-        raise PipelineError(f"{target.place} {key}: there is no column {name!r}; there are {known}")
 
 
 # writers
@@ -181,7 +174,7 @@ def _check_column(rows: DataFrame, target: Target, key: str, name: str) -> None:
 
 @singledispatch
 def writer_of(sink: Sink, rows: DataFrame, target: Target) -> Writer:
-    """A writer of `prepared` rows, without checkpoint and trigger. Raises PipelineError."""
+    """A writer for `prepared` rows, without checkpoint and trigger. Raises PipelineError."""
     raise NotImplementedError(type(sink).__name__)
 
 
@@ -189,11 +182,11 @@ def writer_of(sink: Sink, rows: DataFrame, target: Target) -> Writer:
 def _(sink: Topic, rows: DataFrame, target: Target) -> Writer:
     options = {**target.nsq, **sink.options, **({"topic": sink.topic} if sink.topic else {})}
     if sink.topic_from:
-        # Which topics the rows name is not known before they come.
+        # The topics in the rows are not known in advance.
         options["refuseTopics"] = target.read_pattern
     if target.output_mode != "update":
         return rows.writeStream.format("nsq").options(**options)
-    # Spark lets no Python sink have updates. As transactions of the same kind it makes no difference.
+    # Spark has no updates for Python sinks, so each batch is written as a transaction of its own.
     producer = f"nsparq:{target.identity}"
 
     def publish(batch: DataFrame, number: int) -> None:
@@ -211,12 +204,12 @@ def letters_writer(letters: DataFrame, topic: str, nsq: Mapping[str, str]) -> Wr
 
 @writer_of.register
 def _(sink: Parquet, rows: DataFrame, target: Target) -> Writer:
-    if sink.writer == "spark":
+    if sink.is_written_by_spark:
         _check_spark_files(rows.sparkSession, sink.path, f"{target.place} parquet:", target)
         writer = rows.writeStream.format("parquet").option("path", sink.path)
         writer = writer.option("compression", sink.compression)
         return writer.partitionBy(*sink.partition_by) if sink.partition_by else writer
-    Directory(sink.path).check_layout(sink.partition_by)
+    ParquetDirectory(sink.path).check_layout(sink.partition_by)
     return rows.writeStream.format(FORMAT).options(
         table="parquet",
         path=sink.path,
@@ -227,23 +220,23 @@ def _(sink: Parquet, rows: DataFrame, target: Target) -> Writer:
 
 
 def _check_spark_files(spark: SparkSession, path: str, place: str, target: Target) -> None:
-    """Spark's file sink skips every batch up to the last number in its log, whatever the batch is. The
-    checkpoint has planned at least that batch, unless it was deleted or is an older copy. Raises
-    PipelineError."""
+    """Spark's file sink skips every batch up to the last number in its log, even if the batch is
+    another one. So this refuses a checkpoint that is behind that log, because it was deleted or is
+    an older copy. Raises PipelineError."""
     try:
         last = _last_number(spark, f"{path}/_spark_metadata")
         planned = _last_number(spark, f"{target.checkpoint}/offsets")
-    except Exception as error:  # whatever a file system of Hadoop's raises
+    except Exception as error:  # Hadoop's file systems raise many kinds
         raise PipelineError(f"{place} {in_words(error)}") from error
     if last > planned:
         raise PipelineError(
-            f"{place} {path} has batches up to {last}, and the checkpoint up to {planned}: it was deleted, "
-            "or is an older copy. Go on with the newest checkpoint, or write to another directory"
+            f"{place} {path} has batches up to {last}, but the checkpoint only up to {planned}: it was "
+            "deleted, or is an older copy. Use the newest checkpoint, or write to another directory"
         )
 
 
 def _last_number(spark: SparkSession, directory: str) -> int:
-    """Of a log that Spark keeps in a directory, on any file system that Spark knows; -1 if it is empty."""
+    """The last number in a directory that is a log of Spark's, or -1."""
     jvm: Any = spark._jvm
     path = jvm.org.apache.hadoop.fs.Path(directory)
     files = path.getFileSystem(spark._jsc.hadoopConfiguration())
@@ -311,9 +304,9 @@ def _(sink: Jdbc, rows: DataFrame, target: Target) -> Writer:
         if sink.batch_column:
             planned = target.planned(number)
             if is_first:
-                # Only the first batch of a run can be there: to look for each would take longer and longer.
+                # Only the first batch of a run can be in the table already, and the query is slow.
                 last = last_batch(batch.sparkSession, sink)
-                # A batch that this checkpoint has not begun is another's, whatever its fingerprint.
+                # A batch that this checkpoint has not begun is from another pipeline.
                 is_ours = target.recall("batch") == last
                 begun = str(target.recall("planned") or "") if is_ours else "not by us"
                 if check_batch(f"the table {sink.table}", number, planned, last, begun):
@@ -330,11 +323,11 @@ def _(sink: Jdbc, rows: DataFrame, target: Target) -> Writer:
 
 
 def _query_of(batch: DataFrame) -> str:
-    """The id of the query whose micro-batch this is: the same for every run with a checkpoint."""
+    """The id of the query of a micro-batch. It is the same for every run with a checkpoint."""
     return str(batch.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId"))
 
 
-# any format of Spark's, and functions
+# formats of Spark, and functions
 
 
 @writer_of.register
@@ -356,18 +349,18 @@ def _(sink: Format, rows: DataFrame, target: Target) -> Writer:
 
 _FILES: Final = ("execution.datasources.FileFormat", "execution.datasources.v2.FileDataSourceV2")
 _STREAMING: Final = (*_FILES, "sources.StreamSinkProvider", "connector.catalog.TableProvider")
-"""Interfaces of Spark's, in org.apache.spark.sql."""
+"""Spark's interfaces, in org.apache.spark.sql."""
 
 
 def _provider(spark: SparkSession, sink: Format, target: Target) -> Callable[..., bool]:
-    """Tells whether what Spark has for a format is of one of some interfaces. Raises PipelineError."""
+    """Tells whether a format implements any of some interfaces. Raises PipelineError."""
     jvm: Any = spark._jvm
     session: Any = spark._jsparkSession
     try:
         found = jvm.org.apache.spark.sql.execution.datasources.DataSource.lookupDataSource(
             sink.format, session.sessionState().conf()
         )
-    except Exception as error:  # PySpark has a class of its own for some of them only
+    except Exception as error:  # PySpark converts only some of Java's exceptions
         raise PipelineError(
             f"{target.place} format: Spark does not know {sink.format!r}: the name is wrong, or its JAR is "
             "missing (spark.jars or spark.jars.packages in the conf of [spark])"
@@ -400,7 +393,7 @@ def _(sink: Python, rows: DataFrame, target: Target) -> Writer:
         inspect.signature(function).bind(rows, 0)
     except TypeError as error:
         raise PipelineError(
-            f"{target.place} python: {sink.function} is called with a DataFrame and the number of the "
+            f"{target.place} python: {sink.function} must take a DataFrame and the number of the "
             f"micro-batch: {error}"
         ) from error
 
@@ -411,7 +404,7 @@ def _(sink: Python, rows: DataFrame, target: Target) -> Writer:
             text = f"{target.place} python: {sink.function} raised {type(error).__name__} in batch {number}"
             logger.warning("%s", text, exc_info=True)
             kind = FunctionFailed if retry_helps(error) else PipelineError
-            # Spark passes on the text of it, with that of its cause.
+            # `from None`, because Spark would add the text of the cause.
             raise kind(f"{text}: {in_words(error)}") from None
 
     return rows.writeStream.foreachBatch(call)

@@ -1,7 +1,9 @@
-"""Upserts by key: which row of a micro-batch counts for each key, and when it replaces the row of the table.
+"""Upserts by key: the newest row of a micro-batch for each key, and when it replaces the row of the
+table.
 
-The columns `latest_by` order the rows of a key. Without them, any two rows of a key must be equal: nothing
-would say which of them to take. The sinks do the rest, each in one transaction per micro-batch.
+The columns `latest_by` order the rows of a key. Without them, all rows of a key must be equal,
+because nothing says which one is newer. The sinks (`delta`, `jdbc`) merge these rows, in one
+transaction per micro-batch.
 """
 
 from __future__ import annotations
@@ -27,14 +29,12 @@ from pyspark.sql.types import (
 
 from nsparq.pipeline.errors import PipelineError
 
-__all__ = ["Upsert", "compute_only"]
-
 ORIGIN: Final = ("_timestamp", "_offset")
-"""When a message was published, and its place in the log: what `latest_by` is if the rows have both."""
+"""Default of `latest_by` if the rows have both: time of publishing, and position in the log."""
 
 _NO_ORDER: Final = (BinaryType, ArrayType, MapType, StructType, VariantType)
 _NO_KEY: Final = (*_NO_ORDER, DoubleType, FloatType)
-"""Engines differ in how they compare these types, or cannot."""
+"""Types that databases compare differently, or not at all."""
 
 _NUMBER, _RANK, _NEXT = "_nsparq_number", "_nsparq_rank", "_nsparq_next"
 
@@ -43,11 +43,11 @@ _NUMBER, _RANK, _NEXT = "_nsparq_number", "_nsparq_rank", "_nsparq_next"
 class Upsert:
     key: tuple[str, ...]
     latest_by: tuple[str, ...]
-    """Empty if nothing orders the rows."""
+    """Empty if the rows have no order."""
 
     @classmethod
     def of(cls, key: Sequence[str], latest_by: Sequence[str], rows: StructType, place: str) -> Upsert:
-        """For rows with these columns. Raises PipelineError."""
+        """Checks the columns of the rows. Raises PipelineError."""
         types = {one.name: one.dataType for one in rows.fields}
         if not latest_by and types.keys() >= set(ORIGIN):
             latest_by = ORIGIN
@@ -65,9 +65,8 @@ class Upsert:
         return cls(tuple(key), tuple(latest_by))
 
     def latest_rows(self, rows: DataFrame, empty_is_null: Collection[str] = ()) -> DataFrame:
-        """One row for each key, computed in one pass. The job fails at a key that is null, and at two rows of
-        a key of which neither is the later, unless they are equal. In the columns `empty_is_null` an empty
-        text counts as null."""
+        """The newest row of each key, computed in one pass. The job fails if a key is null, or if
+        two different rows of a key are equally new. An empty string in `empty_is_null` is null."""
         order = [_col(name).desc_nulls_last() for name in self.latest_by]
         window = Window.partitionBy(*map(_col, self.key)).orderBy(*(order or map(_col, self.key)))
         columns = [_col(name) for name in rows.columns]
@@ -82,7 +81,7 @@ class Upsert:
         def is_same(name: str) -> Column:
             mine, following = _col(name), _col(_NEXT).getField(name)
             if _has_map(types[name]):
-                # Spark compares no maps.
+                # Spark cannot compare maps.
                 mine, following = mine.cast("string"), following.cast("string")
             return mine.eqNullSafe(following)
 
@@ -92,7 +91,7 @@ class Upsert:
             is_null |= _col(name) == ""
         shown = F.to_json(F.struct(*map(_col, self.key)), {"ignoreNullFields": "false"})
         counts = (
-            F.when(is_null, _fail("a row has no value for its key: ", shown, ""))
+            F.when(is_null, _fail("a row has null in its key: ", shown, ""))
             .when(
                 is_tie & ~_all(map(is_same, rows.columns)),
                 _fail("a micro-batch has different rows with the key ", shown, f", and {self._missing}"),
@@ -104,13 +103,13 @@ class Upsert:
     @property
     def _missing(self) -> str:
         if not self.latest_by:
-            return "nothing says which of them is the later: set latest_by"
+            return "nothing says which one is newer: set latest_by"
         names = ", ".join(self.latest_by)
-        return f"the same {names}: name further columns in latest_by that tell which of them is the later"
+        return f"the same {names}: add columns to latest_by that say which one is newer"
 
     def is_later(self, new: Callable[[str], str], old: Callable[[str], str]) -> str:
-        """SQL: the new row is not older than the table's. Empty if that is always so. `new` and `old` give
-        the columns of the two their names."""
+        """SQL condition: the new row is not older than the row of the table. Empty if always true.
+        `new` and `old` return the SQL names of a column in the two rows."""
         condition = ""
         for name in reversed(self.latest_by):
             mine, theirs = new(name), old(name)
@@ -125,8 +124,8 @@ class Upsert:
 
 
 def compute_only(batch: DataFrame) -> None:
-    """For a micro-batch that the sink has already. Spark keeps the state of an aggregation as its rows are
-    computed, and fails a micro-batch of which nobody has asked for all of them."""
+    """Computes a micro-batch that the sink has already, and discards it. Otherwise Spark would not
+    update the state of an aggregation, and would fail the micro-batch."""
     batch.write.format("noop").mode("overwrite").save()
 
 

@@ -1,6 +1,6 @@
-"""The SQL that merges a staging table into another one by key, for each database that knows how.
+"""SQL that merges a staging table into a table by key, for each supported database. Needs no Spark.
 
-`t` is the table, `s` the staging table, which has each key once. Needs no Spark.
+In the SQL `t` is the table and `s` the staging table, which has each key once.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from nsparq.pipeline.write.upsert import Upsert
 
-__all__ = ["DIALECTS", "Dialect", "Merge", "dialect_name"]
-
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """What is to be merged."""
+    """The tables and columns of a merge."""
 
     table: str
     staging: str
     columns: Mapping[str, str]
-    """Of the rows, and what the table calls them, quoted."""
+    """Columns of the rows, and their quoted names in the table."""
     upsert: Upsert
 
     @property
@@ -42,12 +40,12 @@ class Merge:
         return " AND ".join(f"t.{name} = s.{name}" for name in self.key)
 
     def changes(self, old: str = "", new: str = "s.") -> str:
-        """Empty if all columns are part of the key."""
+        """Assignments for UPDATE. Empty if all columns are part of the key."""
         key = self.key
         return ", ".join(f"{old}{name} = {new}{name}" for name in self.columns.values() if name not in key)
 
     def is_later(self, before: str = "", new: str = "s.") -> str:
-        """The condition for a row to replace that of the table, behind a word; empty if each does."""
+        """`before`, and the condition for a row to replace the table's. Empty if it always does."""
         condition = self.upsert.is_later(
             lambda name: f"{new}{self.columns[name]}", lambda name: f"t.{self.columns[name]}"
         )
@@ -58,24 +56,23 @@ Statements = Callable[[Merge], list[str]]
 
 
 def _merge(given: Merge) -> list[str]:
-    changes = given.changes()
-    matched = f" WHEN MATCHED{given.is_later('AND')} THEN UPDATE SET {changes}" if changes else ""
-    return [_merge_statement(given, matched)]
+    return [_merge_statement(given, f"WHEN MATCHED{given.is_later('AND')} THEN UPDATE SET {given.changes()}")]
 
 
 def _oracle(given: Merge) -> list[str]:
-    changes = given.changes()
-    matched = f" WHEN MATCHED THEN UPDATE SET {changes}{given.is_later('WHERE')}" if changes else ""
-    return [_merge_statement(given, matched)]
+    update = f"WHEN MATCHED THEN UPDATE SET {given.changes()}{given.is_later('WHERE')}"
+    return [_merge_statement(given, update)]
 
 
 def _sql_server(given: Merge) -> list[str]:
-    # Without the hint two merges at a time can both find that a key is missing.
+    # Without the hint two concurrent merges can both find that a key is missing.
     (statement,) = _merge(given)
     return [statement.replace(" t USING", " WITH (HOLDLOCK) AS t USING", 1) + ";"]
 
 
-def _merge_statement(given: Merge, matched: str) -> str:
+def _merge_statement(given: Merge, update: str) -> str:
+    """`update` is left out if all columns are part of the key."""
+    matched = f" {update}" if given.changes() else ""
     return (
         f"MERGE INTO {given.table} t USING {given.staging} s ON ({given.is_same}){matched}"
         f" WHEN NOT MATCHED THEN INSERT ({given.names}) VALUES ({given.values})"
@@ -83,17 +80,17 @@ def _merge_statement(given: Merge, matched: str) -> str:
 
 
 def _on_conflict(given: Merge) -> list[str]:
-    """Needs a unique index on the key; the database says so if there is none."""
+    """Needs a unique index on the key. The database reports an error if there is none."""
     changes, is_later = given.changes(new="excluded."), given.is_later("WHERE", new="excluded.")
     action = f"DO UPDATE SET {changes}{is_later}" if changes else "DO NOTHING"
-    # Without a WHERE, SQLite would take ON for the beginning of a join's condition.
+    # Without WHERE, SQLite would read ON as the condition of a join.
     rows = f"SELECT {given.names} FROM {given.staging} WHERE 1 = 1"
     key = ", ".join(given.key)
     return [f"INSERT INTO {given.table} AS t ({given.names}) {rows} ON CONFLICT ({key}) {action}"]
 
 
 def _update_and_insert(given: Merge) -> list[str]:
-    """Not ON DUPLICATE KEY: that goes by any unique index, and adds rows twice to a table without one."""
+    """Not ON DUPLICATE KEY, which uses any unique index, and without one adds rows twice."""
     changes = given.changes(old="t.")
     update = f"UPDATE {given.table} t JOIN {given.staging} s ON {given.is_same} SET {changes}"
     insert = (
@@ -105,15 +102,15 @@ def _update_and_insert(given: Merge) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a database says what SQL has no common words for."""
+    """SQL that differs between databases."""
 
     merge: Statements
     older: tuple[int, Statements] | None = None
-    """Before this major version it is said so."""
+    """Statements for versions before this major version."""
     copy: str = "CREATE TABLE {staging} AS SELECT {names} FROM {table} WHERE 1 = 0"
-    """A table without rows, with some columns of another one."""
+    """Creates an empty table with some columns of another table."""
     is_index_qualified: bool = False
-    """The name of an index begins with its schema."""
+    """Whether the name of an index includes the schema."""
 
     def statements(self, given: Merge, version: int) -> list[str]:
         if self.older is not None and version < self.older[0]:
@@ -141,5 +138,5 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
 
 
 def dialect_name(url: str) -> str:
-    """The database of a JDBC URL, whether it is known or not."""
+    """The database in a JDBC URL, supported or not."""
     return url.removeprefix("jdbc:").partition(":")[0]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from nsparq.pipeline.errors import PipelineError, retry_helps
-from nsparq.pipeline.execute.memory import FORMAT, NAME, PipelineMemory
 from nsparq.pipeline.file.reading import parse
 from nsparq.pipeline.file.spec import Pipeline
+from nsparq.pipeline.pipeline_json import FORMAT, NAME, PipelineJson
 
 
 @pytest.fixture
@@ -29,18 +29,18 @@ def written(pipeline: Pipeline, content: Any = None) -> Any:
     return json.loads(path.read_text())
 
 
-def test_what_was_put_is_there_for_the_next_run_with_the_version_of_the_file(pipeline: Pipeline) -> None:
-    memory = PipelineMemory(pipeline)
+def test_values_are_kept_for_the_next_run_with_the_version_of_the_file(pipeline: Pipeline) -> None:
+    memory = PipelineJson(pipeline)
     assert memory.get("schema") is None
     memory.put("schema", "a INT")
-    again = PipelineMemory(pipeline)
-    assert (again.get("schema"), again.identity) == ("a INT", PipelineMemory(pipeline).identity)
+    again = PipelineJson(pipeline)
+    assert (again.get("schema"), again.identity) == ("a INT", PipelineJson(pipeline).identity)
     assert written(pipeline) == {"format": FORMAT, "schema": "a INT", "id": again.identity}
 
 
-def test_a_file_from_before_there_were_versions_is_read_and_gets_one(pipeline: Pipeline) -> None:
+def test_a_file_without_a_version_is_read_and_gets_one(pipeline: Pipeline) -> None:
     written(pipeline, {"id": "old", "schema": "a INT"})
-    memory = PipelineMemory(pipeline)
+    memory = PipelineJson(pipeline)
     assert (memory.identity, memory.get("schema")) == ("old", "a INT")
     memory.put("batch", 7)
     assert written(pipeline) == {"format": 1, "id": "old", "schema": "a INT", "batch": 7}
@@ -49,9 +49,9 @@ def test_a_file_from_before_there_were_versions_is_read_and_gets_one(pipeline: P
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ({"format": FORMAT + 1, "id": "new"}, f"has format {FORMAT + 1}, .* a newer nsparq has written it"),
-        ({"format": "x"}, "is not a file that a pipeline has written"),
-        ([1], "is not a file that a pipeline has written"),
+        ({"format": FORMAT + 1, "id": "new"}, f"has format {FORMAT + 1}, .* A newer nsparq wrote it"),
+        ({"format": "x"}, "was not written by a pipeline"),
+        ([1], "was not written by a pipeline"),
     ],
 )
 def test_a_file_of_a_newer_version_is_refused_and_left_alone(
@@ -60,6 +60,6 @@ def test_a_file_of_a_newer_version_is_refused_and_left_alone(
     written(pipeline, content)
     for use in (lambda memory: memory.get("id"), lambda memory: memory.put("id", "x")):
         with pytest.raises(PipelineError, match=expected) as caught:
-            use(PipelineMemory(pipeline))
+            use(PipelineJson(pipeline))
         assert not retry_helps(caught.value)
     assert written(pipeline) == content

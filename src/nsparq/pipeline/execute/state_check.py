@@ -1,8 +1,9 @@
-"""Whether a query can go on with the state in its checkpoint. Spark itself is asked; nothing is started.
+"""Whether a query can continue with the state in its checkpoint. Spark decides; nothing is started.
 
-Spark decides when it plans the first micro-batch after a start: the stateful operators must be the same as
-before, and their keys and values must have the same types. `judge()` has Spark plan that micro-batch over a
-copy of the few files it looks at. The checkpoint may be in use meanwhile, and stays as it is.
+Spark decides when it plans the first micro-batch after a start: the stateful operators must be the
+same as before, and their keys and values must have the same types. `judge()` lets Spark plan that
+micro-batch over a copy of the few files it needs. The checkpoint is not changed, and may be in use
+meanwhile.
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # it has no types
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # it has no stubs
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructField, StructType
 
 from nsparq.pipeline.errors import in_words, is_refused_state
-
-__all__ = ["Verdict", "judge"]
 
 KINDS: Final = {
     "stateStoreSave": "an aggregation",
@@ -35,20 +34,21 @@ KINDS: Final = {
     "symmetricHashJoin": "a join of streams",
     "globalLimit": "LIMIT",
 }
-"""What Spark calls operators with state, and what a user calls them."""
+"""Spark's names of operators with state, and the user's."""
 _AGGREGATIONS: Final = {"stateStoreSave", "StatefulStreamlineAggregate", "sessionWindowStateStoreSaveExec"}
 _FIRST_DEFAULT: Final = 12
-"""The first parameter of IncrementalExecution that has a default. How many there are differs with Spark."""
+"""IncrementalExecution's first parameter with a default. Spark's version decides how many
+follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Without a text the state fits, or there is none yet."""
+    """Both texts are empty if the state fits, or if there is none yet."""
 
     refused: str = ""
-    """Spark would not start the query, and why."""
+    """Why Spark would refuse to start the query."""
     note: str = ""
-    """Spark would start it, but somebody should look; or it is not known whether it would."""
+    """What the user should know if Spark would start the query, or if that is unknown."""
 
 
 class _Schemas(NamedTuple):
@@ -58,11 +58,11 @@ class _Schemas(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Operator:
-    """One that keeps state."""
+    """An operator of a query that keeps state."""
 
     name: str
     stores: dict[str, _Schemas]
-    """By their names. A join has several. Empty where Spark keeps the schemas in another form."""
+    """By name. A join has several stores. Empty if Spark keeps the schemas in another form."""
 
     @property
     def kind(self) -> str:
@@ -76,18 +76,20 @@ class _Operator:
 def judge(
     rows: DataFrame, output_mode: str, checkpoint: Path, steps: Mapping[str, DataFrame] | None = None
 ) -> Verdict:
-    """Whether a query of these rows can go on from the checkpoint, which is a directory of this machine.
-    `steps` are the results of its steps, by what a user calls them, to say which one has changed."""
+    """Whether a query of these rows can continue from the checkpoint, a local directory. `steps`
+    are the results of its steps by the names to show, to say which one has changed."""
     try:
         with tempfile.TemporaryDirectory(prefix="nsparq-check-") as directory:
             return _judge(rows, output_mode, checkpoint, steps or {}, Path(directory))
     except FileNotFoundError:
-        return Verdict(note="it has changed while it was read; check again")
+        return Verdict(note="it changed while it was being read; check again")
     except PySparkException as error:
         return Verdict(note=f"Spark cannot plan the query here: {in_words(error)}")
     except (Py4JError, AttributeError, TypeError) as error:
-        # Classes of Spark's own, which may be others in another version.
-        return Verdict(note=f"it is unknown how to ask Spark {rows.sparkSession.version}: {in_words(error)}")
+        # These are internal classes of Spark, which may differ in another version.
+        return Verdict(
+            note=f"this check does not work with Spark {rows.sparkSession.version}: {in_words(error)}"
+        )
 
 
 def _judge(
@@ -98,7 +100,7 @@ def _judge(
         return Verdict()
     lines = (checkpoint / "offsets" / str(planned)).read_text().splitlines()
     if lines[0] != "v1":
-        return Verdict(note=f"its log of offsets has format {lines[0]!r}, which is unknown here")
+        return Verdict(note=f"its log of offsets has the unknown format {lines[0]!r}")
     if verdict := _judge_sources(rows, len(lines) - 2):
         return verdict
     before = directory / "before"
@@ -117,7 +119,7 @@ def _judge(
 
 
 def _step_of(number: int, steps: Mapping[str, DataFrame], planner: _Planner, directory: Path) -> str:
-    """Which step the operator belongs to, counted from the beginning; empty if that is not known."""
+    """The step that the operator belongs to. Empty if unknown."""
     for at, (name, result) in enumerate(steps.items()):
         if number >= 0 and len(planner.operators(result, directory / f"step-{at}")) > number:
             return f"{name}: "
@@ -125,14 +127,14 @@ def _step_of(number: int, steps: Mapping[str, DataFrame], planner: _Planner, dir
 
 
 def _judge_sources(rows: DataFrame, before: int) -> Verdict | None:
-    """Spark knows sources by their order only, and wants as many as there were."""
+    """Spark identifies sources by their order, and requires the same number as before."""
     leaves = rows._jdf.queryExecution().analyzed().collectLeaves()
     now = sum(leaves.apply(at).isStreaming() for at in range(leaves.size()))
     if now == before:
         return None
     return Verdict(
-        refused=f"the query had {_sources(before)}, and has {_sources(now)} now; what a join or a union "
-        "reads twice counts twice"
+        refused=f"the query had {_sources(before)}, and has {_sources(now)} now; a source that a join or a "
+        "union reads twice counts twice"
     )
 
 
@@ -141,14 +143,14 @@ def _sources(number: int) -> str:
 
 
 class _Planner:
-    """Has Spark plan a micro-batch of a streaming query, as it does after a start."""
+    """Lets Spark plan a micro-batch of a streaming query, as after a start."""
 
     def __init__(self, spark: SparkSession, output_mode: str, metadata: str) -> None:
         jvm: Any = spark._jvm
         self._streaming = jvm.org.apache.spark.sql.execution.streaming
         self._mode = getattr(jvm.org.apache.spark.sql.streaming.OutputMode, output_mode.capitalize())()
         self._some, self._id = jvm.scala.Some, jvm.java.util.UUID.randomUUID()
-        # As a streaming query does: a session of its own, with the settings that the checkpoint has kept.
+        # Like a streaming query: a separate session, with the settings from the checkpoint.
         self._session = spark._jsparkSession.cloneSession()
         settings = self._session.sessionState().conf()
         kept = {"spark.sql.adaptive.enabled": "false", "spark.sql.cbo.enabled": "false"}
@@ -159,13 +161,13 @@ class _Planner:
         log.setSessionConf(self._metadata, settings)
 
     def operators(self, rows: DataFrame, directory: Path) -> dict[int, _Operator]:
-        """Those that a new query would have."""
+        """The operators that a new query would have."""
         self.plan(rows, directory, 0)
         return _read_operators(rows.sparkSession, directory)
 
     def plan(self, rows: DataFrame, checkpoint: Path, batch: int) -> None:
-        """Raises PySparkException if Spark refuses the state. Writes a description of new state there."""
-        # Spark logs what a batch will read before it plans the batch, and looks for that entry's name.
+        """Writes the description of new state. Raises PySparkException if Spark refuses."""
+        # Spark logs the offsets of a batch before it plans the batch, and looks for that entry.
         (checkpoint / "offsets").mkdir(parents=True)
         (checkpoint / "offsets" / str(batch)).touch()
         runtime = self._streaming.runtime
@@ -187,17 +189,17 @@ class _Planner:
 
 
 def _url(path: Path) -> str:
-    """As Hadoop has it, without escapes. By default a path may be in another file system."""
+    """A Hadoop URL, without escapes. A bare path could be in another file system."""
     return f"file://{path}"
 
 
 def _object(package: Any, name: str) -> Any:
-    """An object of Scala."""
+    """A Scala object."""
     return getattr(getattr(package, f"{name}$"), "MODULE$")
 
 
 def _defaults(kind: Any) -> Iterator[Any]:
-    """Of the parameters that have one."""
+    """The default values of the parameters that have one."""
     number = _FIRST_DEFAULT
     while True:
         try:
@@ -207,7 +209,7 @@ def _defaults(kind: Any) -> Iterator[Any]:
         number += 1
 
 
-# what the checkpoint says about its state
+# the description of the state in a checkpoint
 
 
 def _last(log: Path) -> int | None:
@@ -217,7 +219,7 @@ def _last(log: Path) -> int | None:
 
 
 def _copy_description(checkpoint: Path, to: Path) -> None:
-    """The files that say what the state is like, and not the state, which may be large."""
+    """Copies the files that describe the state, and not the state, which may be large."""
     source, target = checkpoint / "state", to / "state"
     target.mkdir(parents=True)
     for operator in source.iterdir() if source.is_dir() else ():
@@ -225,7 +227,7 @@ def _copy_description(checkpoint: Path, to: Path) -> None:
         for directory, names, files in os.walk(operator):
             at = Path(directory)
             if at == operator:
-                # The schema of all partitions is that of the first.
+                # All partitions have the schema of the first.
                 names[:] = [name for name in names if name == "0" or not name.isdigit()]
             if {"_metadata", "_stateSchema"} & set(at.relative_to(operator).parts):
                 copied = target / at.relative_to(source)
@@ -235,7 +237,7 @@ def _copy_description(checkpoint: Path, to: Path) -> None:
 
 
 def _read_operators(spark: SparkSession, checkpoint: Path) -> dict[int, _Operator]:
-    """By their numbers, which count from the end of the query."""
+    """Operators by their numbers, which count from the end of the query."""
     found = {}
     for directory in (checkpoint / "state").glob("[0-9]*"):
         if (path := _description(directory / "_metadata")) is None:
@@ -251,7 +253,7 @@ def _read_operators(spark: SparkSession, checkpoint: Path) -> dict[int, _Operato
 
 
 def _description(directory: Path) -> Path | None:
-    """The file that has the operator's name, in either of its versions."""
+    """The file with the operator's name, in either version of it."""
     newest = _last(directory / "v2")
     path = directory / "metadata" if newest is None else directory / "v2" / str(newest)
     return path if path.is_file() else None
@@ -270,42 +272,42 @@ def _read_schemas(spark: SparkSession, path: Path) -> _Schemas | None:
     return _Schemas(StructType.fromJson(keys), StructType.fromJson(values))
 
 
-# what differs, in words
+# the difference, in words
 
 
 def _without_advice(error: PySparkException) -> str:
-    """Spark would have us turn its check off."""
+    """Without Spark's advice to turn the check off."""
     return in_words(error).partition(" If you want to force")[0]
 
 
 def _difference(was: dict[int, _Operator], now: dict[int, _Operator]) -> tuple[int, str]:
-    """The operator, counted from the beginning of the query, and how it differs. -1 if it is not one of them,
-    and no text if that is not known."""
+    """The operator that differs, counted from the beginning of the query, and how. -1 if it is no
+    single operator, and no text if the difference is unknown."""
     if not was:
-        return -1, f"there is no state, and {_listed(now)} needs one"
+        return -1, f"the checkpoint has no state, and {_listed(now)} needs it"
     if [one.name for one in was.values()] != [one.name for one in now.values()]:
-        return -1, f"its state is that of {_listed(was)}, and the query has {_listed(now)} now"
+        return -1, f"its state belongs to {_listed(was)}, and the query has {_listed(now)} now"
     for number, (old, new) in enumerate(reversed([*zip(was.values(), now.values(), strict=True)])):
         for before, after in _pairs(old, new):
             if _types(before.keys) != _types(after.keys):
                 by = "grouped by" if old.name in _AGGREGATIONS else "kept by"
                 keys, new_keys = _columns(before.keys), _columns(after.keys)
-                return number, f"{old.state} is {by} {keys}, and would be by {new_keys}"
+                return number, f"{old.state} is {by} {keys}, and would now be by {new_keys}"
             if _types(before.values) != _types(after.values):
                 values, new_values = _columns(before.values), _columns(after.values)
-                return number, f"{old.state} has {values}, and would have {new_values}"
+                return number, f"{old.state} has {values}, and would now have {new_values}"
     return -1, ""
 
 
 def _other_meaning(was: dict[int, _Operator], now: dict[int, _Operator]) -> str:
-    """Spark compares types only. What has another name as well is either renamed or something else."""
+    """A note if names differ: Spark compares types only, and a new name may mean new content."""
     for number, old in was.items():
         for pair in _pairs(old, now.get(number, old)):
             for before, after in zip(*pair, strict=True):
                 if before.names != after.names:
                     return (
-                        f"{old.state} goes on: what was {_columns(before)} is taken for {_columns(after)}, "
-                        "as the types are the same. If more than a name has changed, results will be wrong"
+                        f"{old.state} continues: {_columns(before)} is taken for {_columns(after)}, because "
+                        "the types are the same. If more than a name has changed, results will be wrong"
                     )
     return ""
 
@@ -327,7 +329,7 @@ def _columns(schema: StructType) -> str:
 def _column(field: StructField) -> str:
     shown = "" if isinstance(field.dataType, StructType) else field.dataType.simpleString().upper()
     if re.fullmatch(r"field\d+", field.name):
-        # Compared by a join; Spark has no name for it.
+        # A column that a join compares; Spark gives it no name.
         return shown
     name = "an expression" if field.name == "_groupingexpression" else field.name
     return f"{name} {shown}".rstrip()

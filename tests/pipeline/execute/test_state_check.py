@@ -14,9 +14,9 @@ pytest.importorskip("pyspark")
 from pyspark.errors import StreamingQueryException
 
 from nsparq.pipeline.errors import is_refused_state, retry_helps
-from nsparq.pipeline.execute import queries
+from nsparq.pipeline.execute import check, queries
 from nsparq.pipeline.execute.progress import State
-from nsparq.pipeline.execute.state import Verdict, judge
+from nsparq.pipeline.execute.state_check import Verdict, judge
 from nsparq.pipeline.file.reading import parse
 from nsparq.testing import Broker
 from nsparq.tools.main import main
@@ -100,13 +100,13 @@ def test_an_aggregation_that_has_changed(shop: Shop, spark: SparkSession) -> Non
     assert said(COUNT.replace("GROUP", "WHERE price > 1 GROUP")) == Verdict()
     assert said("SELECT item AS product, count(*) AS number FROM input GROUP BY item") == Verdict()
     assert said("SELECT item, count(*) AS sold, sum(price) AS paid FROM input GROUP BY item").refused == (
-        "the state of an aggregation has count BIGINT, and would have count BIGINT, sum DOUBLE"
+        "the state of an aggregation has count BIGINT, and would now have count BIGINT, sum DOUBLE"
     )
     assert said("SELECT item, price, count(*) AS sold FROM input GROUP BY item, price").refused == (
-        "the state of an aggregation is grouped by item STRING, and would be by item STRING, price DOUBLE"
+        "the state of an aggregation is grouped by item STRING, and would now be by item STRING, price DOUBLE"
     )
     assert said("SELECT item FROM input").refused == (
-        "its state is that of an aggregation, and the query has no step with state now"
+        "its state belongs to an aggregation, and the query has no step with state now"
     )
     twice = "(SELECT item FROM input UNION ALL SELECT item FROM input)"
     assert said(COUNT.replace("input", twice)).refused == (
@@ -126,7 +126,7 @@ def test_windows_and_watermarks(shop: Shop) -> None:
     hour = "window(minute, '1 hour')"
     twice = f"SELECT {hour} AS hour, sum(n) AS n FROM ({MINUTES}) GROUP BY {hour}"
     assert assert_spark_agrees(shop, twice, "append", checkpoint).refused == (
-        "its state is that of an aggregation, and the query has an aggregation, then an aggregation now"
+        "its state belongs to an aggregation, and the query has an aggregation, then an aggregation now"
     )
 
 
@@ -155,11 +155,11 @@ def test_state_where_there_was_none(shop: Shop) -> None:
     checkpoint = shop.first("SELECT item FROM input", "append")
     assert assert_spark_agrees(shop, "SELECT price FROM input", "append", checkpoint) == Verdict()
     assert assert_spark_agrees(shop, MINUTES, "append", checkpoint).refused == (
-        "there is no state, and an aggregation needs one"
+        "the checkpoint has no state, and an aggregation needs it"
     )
 
 
-def test_a_checkpoint_that_is_not_there_fits_everything(shop: Shop, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_fits_every_query(shop: Shop, tmp_path: Path) -> None:
     assert judge(shop.rows(COUNT, "1 second"), "update", tmp_path / "none") == Verdict()
     assert not (tmp_path / "none").exists()
 
@@ -204,11 +204,11 @@ def test_check_says_it_before_anything_is_stopped(
     assert (status, output) == (2, "")
     assert errors.startswith(
         f"{path}: [pipeline.sold] does not fit its checkpoint {checkpoint}: the state of an aggregation has "
-        "count BIGINT, and would have count BIGINT, sum DOUBLE. Either run it under another name beside"
+        "count BIGINT, and would now have count BIGINT, sum DOUBLE. Either run it under another name beside"
     )
 
 
-def test_a_checkpoint_elsewhere_is_not_judged() -> None:
+def test_a_checkpoint_on_another_machine_is_not_checked() -> None:
     file = parse('[run]\ncheckpoint = "s3://bucket/p"\n[pipeline.p]\nsource = "x"\nsink = "noop"')
-    (note,) = queries.check_state(file.pipelines[0], queries.Frames({}, {}, {}))
+    (note,) = check.check_state(file.pipelines[0], queries.Frames({}, {}, {}))
     assert note.startswith("s3://bucket/p/p is not on this machine")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nsparq.pipeline.file import ready
+from nsparq.pipeline.file import ready_made
 from nsparq.testing import Broker
 from nsparq.tools.main import main
 from tests.pipeline.conftest import Runs, bodies
@@ -84,8 +84,8 @@ def test_what_is_archived_can_be_counted_and_published_again(
 
 
 def test_stats_of_what_comes(run: Runs, broker: Broker) -> None:
-    topics = ready.Topics(nsq={"nsqd": [broker.http_address]}, topics=["orders"])
-    text = ready.stats(
+    topics = ready_made.Topics(nsq={"nsqd": [broker.http_address]}, topics=["orders"])
+    text = ready_made.stats(
         topics,
         run.directory / "stats",
         sink='sink = { topic = "stats" }',

@@ -70,7 +70,7 @@ topic = "later"
 """
 
 
-def test_a_crash_of_one_output_neither_loses_nor_doubles_rows_of_any(
+def test_a_crash_of_one_output_loses_and_duplicates_no_rows_of_any(
     run: Runs, broker: Broker, spark: SparkSession
 ) -> None:
     (run.directory / "crash_steps.py").write_text(STEPS)
@@ -133,9 +133,7 @@ def add_row(spark: SparkSession, directory: Path, number: int, value: str) -> No
     rows.write.jdbc(DATABASE, "prices", mode="append")
 
 
-def test_tables_to_join_with_and_when_their_changes_are_seen(
-    run: Runs, broker: Broker, spark: SparkSession
-) -> None:
+def test_when_changes_of_joined_tables_become_visible(run: Runs, broker: Broker, spark: SparkSession) -> None:
     pytest.importorskip("deltalake")
     add_row(spark, run.directory, 1, "old")
     broker.publish("sold", b'{"number": 1}')
@@ -167,18 +165,18 @@ def test_tables_to_join_with_and_when_their_changes_are_seen(
             '{ csv = "t.csv", schema = "a INT" }',
             'sql = "SELECT * FROM t"',
             False,
-            r"\[pipeline.p.sink\] from: 'result' is made of tables only, of no source",
+            r"\[pipeline.p.sink\] from: 'result' reads tables only; it must read a source",
         ),
     ],
 )
-def test_what_spark_finds_wrong_with_a_table(
+def test_errors_that_spark_finds_in_a_table(
     spark: SparkSession, tmp_path: Path, table: str, more: str, may_pass: bool, expected: str
 ) -> None:
-    from nsparq.pipeline.execute import queries
+    from nsparq.pipeline.execute import check
 
     (tmp_path / "t.csv").write_text("a\n1\n")
     text = f'[pipeline.p]\nsource = "x"\nsink = "noop"\ntables.t = {table}\n{more}'
     file = parse(text, tmp_path / "p.toml")
     with pytest.raises(PipelineError, match=expected) as caught:
-        queries.check(spark, file, file.pipelines[0])
+        check.check(spark, file, file.pipelines[0])
     assert retry_helps(caught.value) is may_pass

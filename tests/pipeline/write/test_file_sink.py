@@ -49,7 +49,7 @@ trigger = "available-now"
     assert spark.read.parquet(str(table)).count() == 90
 
 
-def test_without_partition_by_compaction_says_why_it_cannot_be(
+def test_without_partition_by_compaction_logs_why_it_is_impossible(
     run: Runs, broker: Broker, spark: SparkSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = """
@@ -146,7 +146,7 @@ def test_a_checkpoint_restored_from_an_older_copy_is_refused_by_every_sink(
 def test_an_empty_partition_value_is_read_as_spark_reads_its_own(spark: SparkSession, tmp_path: Path) -> None:
     import pyarrow as pa
 
-    from nsparq.pipeline.write.files import ParquetFiles
+    from nsparq.pipeline.write.file_sink import ParquetFiles
 
     rows = [(1, "tea"), (2, ""), (3, None)]
     spark.createDataFrame(rows, "n INT, item STRING").write.partitionBy("item").parquet(f"{tmp_path}/theirs")

@@ -1,4 +1,4 @@
-"""Messages as a table rather than a stream: what the ready-made pipelines look at that end by themselves."""
+"""Messages as a table, not a stream: for `nsparq pipeline stats` and `replay`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
-from nsparq.pipeline.decode.split import good_rows
+from nsparq.pipeline.decode.messages import good_rows
 from nsparq.pipeline.errors import PipelineError, in_words
+from nsparq.pipeline.execute.progress import DECODED
 from nsparq.pipeline.execute.replay import committed
 from nsparq.pipeline.file.reading import parse
-from nsparq.pipeline.file.ready import Topics
+from nsparq.pipeline.file.ready_made import Topics
 from nsparq.pipeline.file.spec import INPUT, Decode, PipelineFile
 from nsparq.spark.cluster.api import Client
 from nsparq.spark.cluster.http_client import Access, Refused, Unreachable
 from nsparq.spark.cluster.nodes import Cluster
 from nsparq.spark.options import NsqOptions, Use
 
-__all__ = ["archived", "bodies", "file_of", "messages", "nsqd_for", "query"]
-
 
 def file_of(topics: Topics) -> PipelineFile:
-    """A pipeline file for the session and the addresses, checked as any other. Raises SpecError."""
+    """A pipeline file with the settings for the session and the addresses. Raises SpecError."""
     text = f"""{topics.toml()}
 [spark]
 ui_port = 0
@@ -38,8 +37,7 @@ sink = "noop"
 
 
 def messages(spark: SparkSession, file: PipelineFile, until: str = "") -> DataFrame:
-    """The messages that nsqd has, with the columns of a pipeline that decodes nothing. Raises
-    PipelineError."""
+    """The messages that nsqd has, with the columns of format `raw`. Raises PipelineError."""
     given = file.pipelines[0].sources[0].options
     options = {**file.nsq, **{name: value for name, value in given.items() if name != "channel"}}
     if until:
@@ -48,17 +46,17 @@ def messages(spark: SparkSession, file: PipelineFile, until: str = "") -> DataFr
         found = spark.read.format("nsq").options(**options).load()
     except PySparkException as error:
         raise PipelineError(in_words(error)) from error
-    return good_rows(found, Decode(format="raw"), StructType(), bad="fail")
+    return good_rows(found, Decode(format="raw"), StructType(), bad="fail", observed=DECODED)
 
 
 def archived(spark: SparkSession, directory: Path, topics: Topics, until: str = "") -> DataFrame:
-    """The messages of an archive, with the same columns."""
+    """The messages of an archive, with the same columns. Raises PipelineError."""
     try:
         found = spark.read.parquet(str(directory))
     except PySparkException as error:
         raise PipelineError(f"{directory}: {in_words(error)}") from error
     if "body" not in found.columns:
-        raise PipelineError(f"{directory}: the files have no column body")
+        raise PipelineError(f"{directory}: the files have no column 'body', so this is not an archive")
     if "topic" in found.columns:
         topic = F.col("topic").cast("string")
         wanted = topic.rlike(f"^(?:{topics.pattern})$") if topics.pattern else topic.isin(*topics.topics)
@@ -83,7 +81,8 @@ def query(spark: SparkSession, rows: DataFrame, sql: str) -> DataFrame:
 
 
 def bodies(rows: DataFrame) -> Iterator[bytes]:
-    """In the order of publishing, as far as it is known; the same every time."""
+    """Bodies in the order of publishing, as far as the columns show it; always in the same
+    order."""
     order = [name for name in ("_timestamp", "_node", "_offset") if name in rows.columns]
     ordered = rows.sort(*order) if order else rows
     for row in ordered.select("body").toLocalIterator(prefetchPartitions=True):
@@ -92,8 +91,8 @@ def bodies(rows: DataFrame) -> Iterator[bytes]:
 
 @contextmanager
 def nsqd_for(file: PipelineFile, address: str, name: str) -> Iterator[Client]:
-    """The nsqd that a replay goes to: the one at the address, or the one that knows the replay from an
-    earlier run, or any. Raises PipelineError, Unreachable."""
+    """The nsqd to publish a replay to: the one at `address`, or the one that has a part of the
+    replay `name` from an earlier run, or any. Raises PipelineError, Unreachable."""
     given = {key: value for key, value in file.nsq.items() if not address or key != "nsqlookupd"}
     options = NsqOptions.parse(given | ({"nsqd": address} if address else {}), Use.SINK_BATCH)
     access, cluster = Access.of(options), Cluster(options)

@@ -1,9 +1,9 @@
-"""The bytes of messages into columns, and those that are no such thing apart.
+"""A DataFrame of messages becomes a DataFrame of rows, and one of dead letters.
 
-Every message ends up in exactly one of `good_rows` and `dead_letters`, whichever query asks: both use the
-same expression for "does not decode". It is stricter than Spark's own readers, which would, for one, take the
-first of two objects in a message and say nothing. JSON and CSV are read by Spark itself, other formats in
-Python; see `bodies`.
+Every message is in exactly one of `good_rows` and `dead_letters`, in whichever query: both use the
+same expression for "does not decode". It is stricter than Spark's own readers, which for example
+silently take the first of two objects in a message. Spark itself reads JSON and CSV; Python code
+reads Avro and Protobuf (see `formats`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType
 
 from nsparq.pipeline.decode.avro import Avro
-from nsparq.pipeline.decode.bodies import (
+from nsparq.pipeline.decode.formats import (
     FRAME_BYTES,
+    ORIGIN,
+    UNDECODED,
     BodyFormat,
     SchemaFileError,
     Undecodable,
@@ -30,13 +32,9 @@ from nsparq.pipeline.decode.json_schema import JsonSchema
 from nsparq.pipeline.decode.protobuf import Protobuf
 from nsparq.pipeline.decode.reasons import dead_letter, why_not
 from nsparq.pipeline.decode.samples import quoted
-from nsparq.pipeline.execute.progress import DECODED
 from nsparq.pipeline.file.spec import Decode
-from nsparq.pipeline.write.layout import NAMES, ORIGIN
 
-__all__ = ["ORIGIN", "dead_letters", "declared_columns", "good_rows"]
-
-# Names that no field of a message has.
+# Column names that are unlikely to be fields of a message.
 _BAD: Final = "__nsparq_bad"
 _CORRUPT: Final = "__nsparq_corrupt"
 _END: Final = "__nsparq_end"
@@ -45,8 +43,8 @@ _ROW: Final = "__nsparq_row"
 
 
 def declared_columns(decode: Decode) -> str:
-    """The columns that a pipeline file declares, as in CREATE TABLE; empty if they have to be inferred.
-    Raises SchemaFileError."""
+    """The columns that a pipeline file declares, as in CREATE TABLE. Empty if they must be
+    inferred. Raises SchemaFileError."""
     format, json_schema = _body_format(decode), _json_schema(decode)
     if format is not None:
         return format.columns()
@@ -57,7 +55,7 @@ def declared_columns(decode: Decode) -> str:
 
 
 def _body_format(decode: Decode) -> BodyFormat | None:
-    """Of messages that Spark does not read by itself."""
+    """The format of messages that Spark itself cannot decode. None for the others."""
     if decode.format == "avro":
         return Avro(_text(decode.definition), decode.framing)
     if decode.format == "protobuf":
@@ -73,29 +71,29 @@ def _text(definition: bytes) -> str:
     try:
         return definition.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise SchemaFileError(f"is no UTF-8 text: {error}") from error
+        raise SchemaFileError(f"is not UTF-8 text: {error}") from error
 
 
 def good_rows(
-    messages: DataFrame, decode: Decode, schema: StructType, *, bad: str, observed: str = DECODED
+    messages: DataFrame, decode: Decode, schema: StructType, *, bad: str, observed: str
 ) -> DataFrame:
-    """The decoded columns, and _topic, _node, _offset, _timestamp, _attempts and _id. With the format
-    `message` these have their own names.
+    """The decoded columns, and _topic, _node, _offset, _timestamp, _attempts and _id. With the
+    format `message` these have no leading _.
 
-    `bad` says what becomes of the other messages: `drop` leaves them out, and somebody else may care for
-    them; `fail` ends the query at the first. They are counted in either case, by the observation `observed`.
+    `bad` is what happens to messages that do not decode: `drop` leaves them out, `fail` ends the
+    query at the first. The observation `observed` counts them in both cases.
     """
-    if decode.format in NAMES:
-        return messages.select(*(F.col(of).alias(name) for name, of in NAMES[decode.format].items()))
+    if decode.format in UNDECODED:
+        return messages.select(*(F.col(of).alias(name) for name, of in UNDECODED[decode.format].items()))
     origin = [F.col(name).alias(f"_{name}") for name in ORIGIN]
     marked = _marked(messages, decode, schema)
-    # The observation also keeps Spark from decoding twice, once to filter and once to select.
+    # The observation also prevents Spark from decoding twice, for the filter and for the columns.
     counted = marked.observe(observed, F.count(F.lit(1)).alias("rows"), F.count_if(F.col(_BAD)).alias("bad"))
     if bad == "fail":
         refusal = F.raise_error(
             F.format_string(
-                "message %d of topic %s at %s does not decode as %s%s; with dead_letters = \"TOPIC\" such "
-                "messages are set aside",
+                "message %d of topic %s at %s does not decode as %s%s; set dead_letters = \"TOPIC\" to move "
+                "such messages to a topic",
                 F.col("offset"), F.col("topic"), F.col("node"), F.lit(decode.format),
                 F.coalesce(F.concat(F.lit(": "), F.col(_REASON)), F.lit("")),
             )
@@ -112,8 +110,7 @@ def good_rows(
 def dead_letters(
     messages: DataFrame, decode: Decode, schema: StructType, *, pipeline: str, channel: str
 ) -> DataFrame:
-    """A column `body`: a JSON object for each message that does not decode, with the reason and its
-    origin."""
+    """The column `body`: a JSON object for each message that does not decode, with the reason."""
     format, options, framing, described = decode.format, dict(decode.options), decode.framing, schema.json()
 
     @F.udf(returnType=StringType(), useArrow=False)
@@ -155,7 +152,7 @@ def dead_letters(
 
 
 def _marked(messages: DataFrame, decode: Decode, schema: StructType) -> DataFrame:
-    """The message, what it decodes to, whether it does not, and why if that is known already."""
+    """Adds to each message the decoded row, whether it does not decode, and the reason if known."""
     format = _body_format(decode)
     if format is not None:
         both = messages.withColumn(_ROW, decoded("body", format, schema))
@@ -184,7 +181,7 @@ _BLANKS: Final = r"' \t\r\n'"
 
 
 def _text_of(decode: Decode) -> str:
-    """The text of a message in SQL, without what comes before it; see `without_frame`."""
+    """SQL for the text of a message, without its frame (see `without_frame`)."""
     return f"CAST({f'substring(body, {FRAME_BYTES + 1})' if decode.framing else 'body'} AS STRING)"
 
 
@@ -193,8 +190,8 @@ def _trimmed(decode: Decode) -> str:
 
 
 def _json(schema: StructType, decode: Decode) -> Column:
-    """Spark stops at the end of the first object. So a last member is added to what should be the only one:
-    if it is not found, that object ended earlier, and something follows it."""
+    """Spark stops reading at the end of the first object. So this adds a last member to the
+    message. If the decoded row lacks it, the object ended earlier, and other text follows it."""
     trimmed = _trimmed(decode)
     opened = f"left({trimmed}, length({trimmed}) - 1)"
     is_empty = F.expr(f"endswith(trim(TRAILING {_BLANKS} FROM {opened}), '{{')")

@@ -1,16 +1,16 @@
-"""Spark's view of our file sinks: tasks write Parquet as Arrow comes, the driver makes it part of the table.
+"""The Spark data source "nsparq_files", for sinks of Parquet files and Delta tables.
 
-Registered as the format "nsparq_files". Options: path, partitionBy, compression, compact, table, which is
-`parquet` or `delta`, storageSecrets, which are deltalake's options for an object store as JSON (Spark hides
-options of such a name), and described: the rows are not those of the table, but files that were written
-already; see `direct`.
+Tasks write Parquet files from Arrow batches, and the driver commits them to the table. Options:
+path, partitionBy, compression, compact, table (`parquet` or `delta`), storageSecrets (deltalake's
+options for an object store, as JSON; Spark hides options with such a name), and described (the rows
+describe files that are written already; see `direct_parquet`).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -24,9 +24,7 @@ from nsparq.spark.checkpoint import fingerprint
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from nsparq.pipeline.write.parts import Part, PartWriter, Values
-
-__all__ = ["FORMAT", "FilesDataSource"]
+    from nsparq.pipeline.write.part_files import Part
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +33,14 @@ FORMAT: Final = "nsparq_files"
 
 @dataclass(frozen=True)
 class Written(WriterCommitMessage):
-    """What one task has written."""
+    """The files that one task has written."""
 
     query: str
     parts: tuple[Part, ...]
 
 
 class Table(Protocol):
-    """Where files go: how tasks write them, and how a batch of them becomes visible."""
+    """A table of files: how tasks write files, and how the driver commits a batch of them."""
 
     def write(self, batches: Iterator[pa.RecordBatch], query: str, batch: int) -> list[Part]: ...
     def commit(
@@ -54,7 +52,7 @@ class Table(Protocol):
 
 
 class FilesDataSource(DataSource):
-    """Write only, as a stream."""
+    """Can only be written, as a stream."""
 
     @classmethod
     def name(cls) -> str:
@@ -62,7 +60,7 @@ class FilesDataSource(DataSource):
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
         if overwrite:
-            raise PipelineError("files can only be appended to: use output mode append")
+            raise PipelineError("files can only be appended to: set output_mode to append")
         return FilesWriter(schema, dict(self.options))
 
 
@@ -87,9 +85,9 @@ class FilesWriter(DataSourceStreamArrowWriter):
 
         task = Task.current()
         if task.query_id is None:
-            raise PipelineError("Spark does not say which query this is")
+            raise PipelineError("Spark did not tell the task which query it belongs to")
         if self._options.get("described"):
-            from nsparq.pipeline.write.direct import parts_of
+            from nsparq.pipeline.write.direct_parquet import parts_of
 
             return Written(task.query_id, tuple(parts_of(iterator)))
         return Written(task.query_id, tuple(self._table().write(iterator, task.query_id, task.batch_id)))
@@ -112,16 +110,16 @@ def _parts(messages: Sequence[WriterCommitMessage | None]) -> tuple[str, list[Pa
 
 
 class ParquetFiles:
-    """A directory of Parquet files; see `commits`."""
+    """A directory of Parquet files; see `parquet_table`."""
 
     def __init__(self, path: Path, columns: Sequence[str], compression: str, fan_in: int) -> None:
-        from nsparq.pipeline.write.commits import Directory
+        from nsparq.pipeline.write.parquet_table import ParquetDirectory
 
-        self._directory, self._columns = Directory(path), columns
+        self._directory, self._columns = ParquetDirectory(path), columns
         self._compression, self._fan_in = compression, fan_in
 
     def write(self, batches: Iterator[pa.RecordBatch], query: str, batch: int) -> list[Part]:
-        from nsparq.pipeline.write.parts import PartWriter, split
+        from nsparq.pipeline.write.part_files import PartWriter, split, write_parts
 
         writer = PartWriter(self._directory.new_files(query, batch), self._compression, suffix=".part")
         return write_parts(writer, (piece for one in batches for piece in split(one, self._columns)))
@@ -137,18 +135,7 @@ class ParquetFiles:
         try:
             compact(self._directory, changed, fan_in=self._fan_in)
         except CannotExchange as error:
-            logger.warning("small files stay as they are: %s", error)
+            logger.warning("cannot join small files: %s", error)
 
     def abort(self, query: str, batch: int, parts: Sequence[Part]) -> None:
         self._directory.abort(query, batch, parts)
-
-
-def write_parts(writer: PartWriter, pieces: Iterable[tuple[Values, pa.RecordBatch]]) -> list[Part]:
-    """All of it, or nothing."""
-    try:
-        for values, rows in pieces:
-            writer.write(values, rows)
-        return writer.finish()
-    except BaseException:
-        writer.drop()
-        raise

@@ -15,9 +15,9 @@ pytest.importorskip("pyspark")
 from pyspark.errors import AnalysisException, StreamingQueryException
 
 from nsparq.pipeline.errors import NothingYet, PipelineError, in_words, retry_helps
-from nsparq.pipeline.execute import runner
+from nsparq.pipeline.execute import queries, runner, running_pipeline
 from nsparq.pipeline.execute.progress import State
-from nsparq.pipeline.execute.runner import RunningPipeline
+from nsparq.pipeline.execute.running_pipeline import RunningPipeline
 from nsparq.pipeline.file.reading import parse
 from nsparq.pipeline.file.spec import PipelineFile
 from nsparq.spark.errors import DataLoss, NoAnswer
@@ -80,8 +80,8 @@ class Rig:
         self.file: PipelineFile = parse(text)
         self.started: list[dict[str, Query]] = []
         self.refusal: Exception | None = None
-        monkeypatch.setattr(runner.queries, "start", self._start)
-        monkeypatch.setattr(runner.queries, "register", lambda spark: None)
+        monkeypatch.setattr(queries, "start", self._start)
+        monkeypatch.setattr(queries, "register", lambda spark: None)
         self.pipeline = RunningPipeline(None, self.file, self.file.pipelines[0])  # type: ignore[arg-type]
         self.figures = self.pipeline.figures
 
@@ -119,7 +119,7 @@ def test_figures_say_what_is_read_and_by_which_channel(rig: Rig) -> None:
     assert (rig.figures.name, rig.figures.topics, rig.figures.channel) == ("p", "orders", "p")
 
 
-def test_every_batch_is_counted_once_however_often_one_looks(rig: Rig) -> None:
+def test_every_batch_is_counted_once(rig: Rig) -> None:
     rig.rows.recentProgress = [Report(0, 10), Report(1, 5), Report(2, 0, is_done=False)]
     rig.letters.recentProgress = [Report(0, 3)]
     for now in (1.0, 2.0):
@@ -135,13 +135,13 @@ def test_without_rows_for_a_while_there_is_no_rate(rig: Rig) -> None:
     rig.rows.recentProgress = [Report(0, 10)]
     rig.look(1.0)
     assert rig.figures.rows_per_second == 100
-    rig.look(1.0 + runner.QUIET_S / 2)
+    rig.look(1.0 + running_pipeline.QUIET_S / 2)
     assert rig.figures.rows_per_second == 100
-    rig.look(1.1 + runner.QUIET_S)
+    rig.look(1.1 + running_pipeline.QUIET_S)
     assert rig.figures.rows_per_second == 0
 
 
-def test_a_failed_pipeline_is_started_again_later_and_later(rig: Rig) -> None:
+def test_the_delay_before_a_restart_doubles(rig: Rig) -> None:
     first = rig.started[0]
     first["letters"].fail("no more letters")
     rig.look(10.0)
@@ -165,7 +165,7 @@ def test_a_failed_pipeline_is_started_again_later_and_later(rig: Rig) -> None:
     assert len(rig.started) == 3
 
 
-def test_a_batch_that_works_gives_all_retries_back(rig: Rig) -> None:
+def test_a_successful_batch_resets_the_retries(rig: Rig) -> None:
     for turn in range(5):
         rig.rows.recentProgress = [Report(turn, 1)]
         rig.look(100.0 * turn)
@@ -177,7 +177,7 @@ def test_a_batch_that_works_gives_all_retries_back(rig: Rig) -> None:
     assert (rig.figures.rows, rig.figures.failures) == (5, 5)
 
 
-def test_a_batch_of_another_query_gives_no_retries_back(rig: Rig) -> None:
+def test_a_batch_of_another_query_does_not_reset_the_retries(rig: Rig) -> None:
     for turn in range(3):
         rig.letters.recentProgress = [Report(turn, 1)]
         rig.look(100.0 * turn)
@@ -211,7 +211,7 @@ def test_the_last_batch_before_the_end_is_counted(rig: Rig) -> None:
     assert (rig.figures.rows, rig.figures.state) == (10, State.STOPPED)
 
 
-def test_a_pipeline_has_ended_when_both_its_queries_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_ends_when_both_its_queries_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch, TEXT.replace("[pipeline.p]", '[pipeline.p]\ntrigger = "available-now"'))
     rig.look(0.0)
     rig.rows.isActive = False
@@ -222,7 +222,7 @@ def test_a_pipeline_has_ended_when_both_its_queries_have(monkeypatch: pytest.Mon
     assert rig.figures.state is State.FINISHED
 
 
-def test_what_cannot_be_started_has_failed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
     rig.refusal = NoAnswer("nobody is there")
     rig.look(0.0)
@@ -279,14 +279,14 @@ def because(cause: Exception) -> PipelineError:
         (StreamingQueryException("Python worker exited unexpectedly (crashed)"), True),
     ],
 )  # fmt: skip
-def test_only_what_may_pass_by_itself_is_tried_again(rig: Rig, error: Exception, expected: bool) -> None:
+def test_only_errors_that_may_be_temporary_are_retried(rig: Rig, error: Exception, expected: bool) -> None:
     rig.rows.isActive, rig.rows.error = False, error
     rig.look(1.0)
     assert rig.figures.state is (State.WAITING if expected else State.FAILED)
     assert retry_helps(error) is expected
 
 
-def test_lag_is_unknown_until_the_source_has_said_something_and_after_a_failure(rig: Rig) -> None:
+def test_lag_is_unknown_before_the_first_report_and_after_a_failure(rig: Rig) -> None:
     assert rig.figures.lag is None
     rig.figures.lag = 0
     rig.rows.fail("once")
@@ -305,21 +305,21 @@ class Stuck:
         assert self.end.wait(DEADLINE)
 
 
-def test_neither_a_start_nor_a_query_that_hangs_holds_up_others_or_the_stop(
+def test_a_start_or_query_that_hangs_does_not_delay_others_or_the_stop(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = "\n".join(f'[pipeline.{name}]\nsource = "x"\nsink = "noop"' for name in ("a", "b", "c"))
     file = parse(f'[run]\nstop_grace = "1ms"\n{text}', tmp_path / "p.toml")
-    queries = {name: Query() for name in ("a", "b", "c")}
+    made = {name: Query() for name in ("a", "b", "c")}
     start, end = Stuck(), Stuck()
-    queries["b"].stop = end  # type: ignore[method-assign]
+    made["b"].stop = end  # type: ignore[method-assign]
     stop = threading.Event()
 
     def start_one(spark: Any, file: Any, pipeline: Any, abandoned: threading.Event) -> dict[str, Query]:
         if pipeline.name == "a":
             start()
             assert abandoned.is_set()
-        return {"rows": queries[pipeline.name]}
+        return {"rows": made[pipeline.name]}
 
     class Session:
         class sparkContext:
@@ -329,22 +329,22 @@ def test_neither_a_start_nor_a_query_that_hangs_holds_up_others_or_the_stop(
         if [one.state for one in status.pipelines] == [State.STARTING, State.RUNNING, State.RUNNING]:
             stop.set()
 
-    monkeypatch.setattr(runner.queries, "start", start_one)
-    monkeypatch.setattr(runner.queries, "register", lambda spark: None)
+    monkeypatch.setattr(queries, "start", start_one)
+    monkeypatch.setattr(queries, "register", lambda spark: None)
     monkeypatch.setattr(runner, "POLL_S", 0.01)
-    monkeypatch.setattr(runner, "STOP_S", 0.2)
+    monkeypatch.setattr(running_pipeline, "STOP_S", 0.2)
     done = runner.run(Session, file, stop, watch=watch)  # type: ignore[arg-type]
     assert {one.state for one in done.pipelines} == {State.STOPPED}
-    assert "b: does not stop in time, and ends with the session" in caplog.text
-    assert not queries["c"].isActive
+    assert "b: not stopped in time; it ends with the session" in caplog.text
+    assert not made["c"].isActive
     # What is started after all is stopped.
-    assert queries["a"].isActive
+    assert made["a"].isActive
     start.end.set()
     end.end.set()
-    wait_until(lambda: not queries["a"].isActive)
+    wait_until(lambda: not made["a"].isActive)
 
 
-def test_a_stop_lets_the_batch_under_way_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_waits_for_the_running_batch(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = 0
 
     def sleep(seconds: float) -> None:
@@ -353,7 +353,7 @@ def test_a_stop_lets_the_batch_under_way_end(rig: Rig, monkeypatch: pytest.Monke
         if waited == 3:
             rig.rows.recentProgress = [Report(0, 7)]
 
-    monkeypatch.setattr(runner.time, "sleep", sleep)
+    monkeypatch.setattr(running_pipeline.time, "sleep", sleep)
     rig.rows.status = {"isTriggerActive": True, "message": "Processing new data"}
     rows = rig.rows
     rig.pipeline.stop(5.0)
@@ -362,7 +362,7 @@ def test_a_stop_lets_the_batch_under_way_end(rig: Rig, monkeypatch: pytest.Monke
     rig.pipeline.stop(5.0)
 
 
-def test_a_stop_does_not_wait_for_ever_nor_for_a_spark_that_is_gone(rig: Rig) -> None:
+def test_a_stop_does_not_wait_forever_or_for_a_dead_spark(rig: Rig) -> None:
     rig.rows.status = {"isTriggerActive": True, "message": "Processing new data"}
 
     def gone() -> None:
@@ -373,7 +373,7 @@ def test_a_stop_does_not_wait_for_ever_nor_for_a_spark_that_is_gone(rig: Rig) ->
     assert rig.figures.state is State.STOPPED
 
 
-def test_one_that_fails_ends_the_others_only_if_wanted(
+def test_a_failure_stops_other_pipelines_only_with_fail_fast(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     text = "\n".join(f'[pipeline.{name}]\nsource = "x"\nsink = "noop"' for name in ("bad", "good"))
@@ -389,8 +389,8 @@ def test_one_that_fails_ends_the_others_only_if_wanted(
         class sparkContext:
             uiWebUrl = None
 
-    monkeypatch.setattr(runner.queries, "start", start)
-    monkeypatch.setattr(runner.queries, "register", lambda spark: None)
+    monkeypatch.setattr(queries, "start", start)
+    monkeypatch.setattr(queries, "register", lambda spark: None)
     monkeypatch.setattr(runner, "POLL_S", 0.0)
     stop, told = threading.Event(), 0
 
@@ -426,5 +426,5 @@ def test_one_that_fails_ends_the_others_only_if_wanted(
         ("", "ValueError"),
     ],
 )  # fmt: skip
-def test_errors_of_spark_are_said_without_its_plans_and_traces(text: str, expected: str) -> None:
+def test_spark_errors_are_shown_without_plans_and_traces(text: str, expected: str) -> None:
     assert in_words(ValueError(text)) == expected

@@ -1,12 +1,13 @@
-"""Rows into Parquet files, one for each combination of values of the partition columns. Run by the tasks.
+"""Writes rows into Parquet files, one for each combination of partition values. Runs in the tasks.
 
-A row group is written when enough rows have come together, whatever the size of the batches that bring them.
+Each file is a *part* until the driver commits it. Row groups have a fixed size, whatever the size
+of the batches that arrive.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,54 +20,41 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-__all__ = [
-    "GROUP_ROWS",
-    "MAX_OPEN",
-    "NULL_VALUE",
-    "Part",
-    "PartWriter",
-    "directory_of",
-    "escaped",
-    "split",
-    "sync",
-]
-
 GROUP_ROWS: Final = 131_072
 GROUP_BYTES: Final = 32 << 20
-"""A row group is written as soon as it has so many rows or, before compression, so many bytes."""
+"""A row group is written when it has this many rows or, before compression, this many bytes."""
 MAX_OPEN: Final = 64
-"""Files that one task writes at a time. Beyond it, the one written to least recently is closed."""
+"""Files that one task has open. Beyond it, the least recently used file is closed."""
 NULL_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
 _ESCAPED: Final = frozenset("\"#%'*/:=?\\\x7f{}[]^") | {chr(code) for code in range(32)}
 
 Values = tuple[tuple[str, str | None], ...]
-"""Partition columns and their values, as texts."""
+"""Partition columns and their values, as strings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A file that a task has written and nobody sees yet."""
+    """A file that a task has written and the driver has not committed."""
 
     path: str
-    """Where it is."""
     values: Values
     rows: int
     size: int
 
 
 def escaped(text: str) -> str:
-    """As Hive and Spark write it in the name of a directory."""
+    """A name or value as Hive and Spark write it in a directory name."""
     return "".join(f"%{ord(one):02X}" if one in _ESCAPED else one for one in text)
 
 
 def directory_of(values: Values) -> str:
-    """`topic=orders/date=2026-11-15`; empty without partition columns. An empty text has the name of null, as
-    Spark writes it: `topic=` is a directory that Spark cannot read."""
+    """`topic=orders/date=2026-11-15`; empty without partition columns. An empty string is written
+    like null, as Spark does, because Spark cannot read a directory `topic=`."""
     return "/".join(f"{escaped(name)}={escaped(value) if value else NULL_VALUE}" for name, value in values)
 
 
 def split(batch: pa.RecordBatch, columns: Sequence[str]) -> Iterator[tuple[Values, pa.RecordBatch]]:
-    """The rows apart by the values of these columns, without the columns."""
+    """Splits the rows by the values of these columns, and removes the columns."""
     if not batch.num_rows:
         return
     if not columns:
@@ -95,7 +83,7 @@ def _text(value: Any) -> str | None:
 
 
 class PartWriter:
-    """Writes the rows of one task into files below `directory`. The names are unique, and say nothing."""
+    """Writes the rows of one task into files below `directory`, with unique names."""
 
     def __init__(
         self,
@@ -105,27 +93,24 @@ class PartWriter:
         suffix: str,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`settings` are more of ParquetWriter's."""
+        """`settings` are more arguments for ParquetWriter."""
         self._directory, self._suffix = directory, suffix
         self._settings = {"compression": compression, **(settings or {})}
-        self._encoder = _Encoder()
-        self._open: dict[Values, _File] = {}
+        self._encoder = Encoder()
+        self._open: dict[Values, PartFile] = {}
         self._parts: list[Part] = []
 
     def write(self, values: Values, rows: pa.RecordBatch) -> None:
-        """Rows that have these values of the partition columns, and do not contain them."""
+        """Writes rows with these partition values and without the partition columns."""
         file = self._open.pop(values, None)
         if file is None:
             if len(self._open) >= MAX_OPEN:
                 self._close(next(iter(self._open)))
-            file = self._new(rows.schema)
+            self._directory.mkdir(parents=True, exist_ok=True)
+            path = self._directory / f"{uuid4().hex}{self._suffix}"
+            file = PartFile(path, rows.schema, self._settings, self._encoder)
         self._open[values] = file
         file.write(rows)
-
-    def _new(self, schema: pa.Schema) -> _File:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"{uuid4().hex}{self._suffix}"
-        return _File(path, schema, self._settings, self._encoder)
 
     def _close(self, values: Values) -> None:
         file = self._open[values]
@@ -134,14 +119,14 @@ class PartWriter:
         self._parts.append(Part(str(file.path), values, file.rows, size))
 
     def finish(self) -> list[Part]:
-        """The files, all of them on the disk."""
+        """Closes and syncs all files, and returns them."""
         for values in list(self._open):
             self._close(values)
         self._encoder.stop()
         return self._parts
 
     def drop(self) -> None:
-        """After a failure: nothing of it stays."""
+        """Removes all files after a failure."""
         self._encoder.stop()
         for file in self._open.values():
             file.drop()
@@ -149,19 +134,17 @@ class PartWriter:
             Path(part.path).unlink(missing_ok=True)
 
 
-class _Encoder:
-    """A thread that encodes and compresses one row group while the rows of the next come together."""
+class Encoder:
+    """Encodes and compresses one row group in a thread while the next one is collected."""
 
     def __init__(self) -> None:
-        self._thread: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(1, "parquet")
         self._busy: Future[None] | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Waits for what was begun before, and raises what that has raised."""
+        """Waits for the previous work, and raises its error."""
         self.wait()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "parquet")
-        self._busy = self._thread.submit(work)
+        self._busy = self._pool.submit(work)
 
     def wait(self) -> None:
         busy, self._busy = self._busy, None
@@ -169,12 +152,13 @@ class _Encoder:
             busy.result()
 
     def stop(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
+        self._pool.shutdown(wait=True)
 
 
-class _File:
-    def __init__(self, path: Path, schema: pa.Schema, settings: Mapping[str, Any], encoder: _Encoder) -> None:
+class PartFile:
+    """A Parquet file that is being written, one row group after the other."""
+
+    def __init__(self, path: Path, schema: pa.Schema, settings: Mapping[str, Any], encoder: Encoder) -> None:
         self.path = path
         self.rows = 0
         self._encoder = encoder
@@ -195,13 +179,13 @@ class _File:
 
     def _encode(self, group: list[pa.RecordBatch]) -> None:
         table = pa.Table.from_batches(group)
-        self._writer.write_table(table, row_group_size=table.num_rows)
+        self._writer.write_table(table, row_group_size=max(1, table.num_rows))
         if hasattr(os, "posix_fadvise"):
-            # Have it written while the next rows come, so that there is little to wait for in the end.
+            # Starts writing to disk now, so that the final fsync is short.
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> int:
-        """The file's size, once it is on the disk."""
+        """Syncs the file, and returns its size."""
         self._encoder.wait()
         if self._waiting:
             self._encode(self._waiting)
@@ -212,7 +196,7 @@ class _File:
         return size
 
     def drop(self) -> None:
-        """Whatever state it is in."""
+        """Removes the file, in any state."""
         with suppress(OSError, pa.ArrowException):
             self._writer.close()
         with suppress(OSError):
@@ -220,11 +204,12 @@ class _File:
         self.path.unlink(missing_ok=True)
 
 
-def sync(path: Path) -> int:
-    """What was written is on the disk afterwards. The size of the file."""
-    descriptor = os.open(path, os.O_RDONLY)
+def write_parts(writer: PartWriter, pieces: Iterable[tuple[Values, pa.RecordBatch]]) -> list[Part]:
+    """Writes all pieces, or leaves no file behind."""
     try:
-        os.fsync(descriptor)
-        return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
+        for values, rows in pieces:
+            writer.write(values, rows)
+        return writer.finish()
+    except BaseException:
+        writer.drop()
+        raise

@@ -1,20 +1,21 @@
-"""Files of a micro-batch into a directory of Parquet, exactly once, whoever dies in between.
+"""A directory of Parquet files as a table: adds the files of each micro-batch exactly once.
 
     table/topic=orders/date=2026-11-15/0000000012-3f2a91c0-0000.parquet       batch, query, number
-    table/_nsparq/new/QUERY/12/….part                                         what tasks write
-    table/_nsparq/commits/QUERY/12.json                                       what batch 12 consists of
-    table/_nsparq/commits/QUERY/12.done                                       the same, once it is in place
+    table/_nsparq/new/QUERY/12/….part                                         files that tasks write
+    table/_nsparq/commits/QUERY/12.json                                       the files of batch 12
+    table/_nsparq/commits/QUERY/12.done                                       the same, after the renames
     table/_nsparq/table.json                                                  version, partition columns
-    table/_nsparq/lock                                                        held while names change
+    table/_nsparq/lock                                                        held during renames
 
-Tasks write below `_nsparq`, where no reader looks. The commit first writes down which files the batch
-consists of, atomically, and then gives them their names in the table. When a batch is run again after a
-crash, what was written down counts, and not what the new run has made. So every file in the table is whole,
-and every row is in one of them; only while the names of one batch change may a reader see some of its files
-and not yet the others.
+Tasks write below `_nsparq`, where readers do not look. A commit first writes the list of the
+batch's files atomically, and then renames them into the table. If a batch runs again after a crash,
+the list counts, not the files of the new run. So every file in the table is complete, and every row
+is in exactly one file. Only during the renames of one batch a reader may see some of its files and
+not yet the others.
 
-All files of a table lie equally deep, in directories of the same columns: `table.json` says which. A table of
-before has no `table.json`. Its directories show the columns, and the next commit writes them down.
+All files of a table are equally deep, in directories of the same columns, which are in
+`table.json`. Older tables have no `table.json`: their directories show the columns, and the next
+commit writes the file.
 """
 
 from __future__ import annotations
@@ -31,33 +32,32 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
+from nsparq.pipeline.durable import sync, write_json
 from nsparq.pipeline.errors import PipelineError
-from nsparq.pipeline.write.parts import Part, directory_of
+from nsparq.pipeline.write.part_files import Part, directory_of
 from nsparq.spark.checkpoint import check_batch
-
-__all__ = ["HIDDEN", "Directory", "sync_directory"]
 
 logger = logging.getLogger(__name__)
 
 HIDDEN: Final = "_nsparq"
 FORMAT: Final = 1
-"""Version of what `_nsparq` holds. Version 1 added `table.json`; a directory without it is of before."""
+"""Version of the contents of `_nsparq`. Version 1 added `table.json`; older directories lack it."""
 
 
-class Directory:
-    """A table of Parquet files, as the driver and the tasks know it."""
+class ParquetDirectory:
+    """A table of Parquet files, for the driver and the tasks."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self._hidden = self.path / HIDDEN
 
     def new_files(self, query: str, batch: int) -> Path:
-        """Where the tasks of a batch write."""
+        """The directory in which the tasks of a batch write."""
         return self._hidden / "new" / query / str(batch)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """One at a time changes what is in the table, over all processes."""
+        """Only one process and thread at a time may change the table."""
         self._hidden.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._hidden / "lock", os.O_CREAT | os.O_RDWR, 0o666)
         try:
@@ -67,32 +67,32 @@ class Directory:
             os.close(descriptor)
 
     def commit(self, query: str, batch: int, parts: Iterable[Part], planned: str = "") -> list[Path]:
-        """Make the files part of the table. Doing it again does nothing, whatever the files are then.
-        `planned` is the batch's fingerprint; see `nsparq.spark.checkpoint`.
+        """Adds the files to the table. A second commit of the batch does nothing, even with other
+        files. `planned` is the batch's fingerprint; see `nsparq.spark.checkpoint`.
 
-        Returns the directories in which something has changed. Raises PipelineError, CheckpointBehind.
+        Returns the directories that have changed. Raises PipelineError, CheckpointBehind.
         """
         record = self._record(query, batch)
         parts = [*parts]
         with self.lock():
             self._write_layout(parts)
             if check_batch(str(self.path), batch, planned, *self._last(query)):
-                logger.info("%s: the batch has been written before; what was written then stays", record)
+                logger.info("%s: this batch was committed before; keeping those files", record)
                 moves = _recorded(record) or []
             else:
                 moves = self._moves(query, batch, parts)
                 if not moves:
                     return []
-                _write(record, {"moves": moves, "planned": planned})
+                write_json(record, {"moves": moves, "planned": planned})
             changed = self._move(moves)
             if record.exists():
                 os.rename(record, _done(record))
-            self._forget(query, batch)
+            self._remove_old(query, batch)
         return changed
 
     def layout(self) -> tuple[str, ...] | None:
-        """The partition columns of the table's files; None if there are no files yet. Raises PipelineError
-        if the files disagree, or a later version has written the table."""
+        """The partition columns of the table. None if it has no files yet. Raises PipelineError if
+        the files differ, or if a newer version wrote the table."""
         found = self._recorded_layout()
         for directory in self.partitions() if found is None else ():
             columns = self.columns_of(directory)
@@ -106,17 +106,17 @@ class Directory:
         return found
 
     def check_layout(self, columns: Iterable[str]) -> None:
-        """Raises PipelineError if the table's files are partitioned by other columns than these."""
+        """Raises PipelineError if the table is partitioned by other columns."""
         found, wanted = self.layout(), tuple(columns)
         if found is not None and found != wanted:
             raise PipelineError(
-                f"the table {self.path} is partitioned by {_shown(found)}, and the pipeline by "
-                f"{_shown(wanted)}: a table keeps its columns. Set partition_by to what it was, or write to "
+                f"the table {self.path} is partitioned by {_shown(found)}, and partition_by is "
+                f"{_shown(wanted)}: the columns of a table cannot change. Restore partition_by, or write to "
                 "another directory"
             )
 
     def columns_of(self, directory: Path) -> tuple[str, ...]:
-        """The partition columns that the names of a directory and of those above it show."""
+        """The partition columns in the path of a directory."""
         return tuple(unquote(one.partition("=")[0]) for one in directory.relative_to(self.path).parts)
 
     def _recorded_layout(self) -> tuple[str, ...] | None:
@@ -125,8 +125,8 @@ class Directory:
             found = json.loads(path.read_text())
             if found["format"] > FORMAT:
                 raise PipelineError(
-                    f"{path} has format version {found['format']}, and this nsparq knows {FORMAT}: a later "
-                    "nsparq has written it"
+                    f"{path} has format {found['format']}, and this version of nsparq reads formats up to "
+                    f"{FORMAT}. A newer nsparq wrote it: use that version"
                 )
             return tuple(found["partition_by"])
         except FileNotFoundError:
@@ -138,11 +138,10 @@ class Directory:
         for columns in {tuple(name for name, _ in part.values) for part in parts}:
             self.check_layout(columns)
             if self._recorded_layout() is None:
-                _write(self._hidden / "table.json", {"format": FORMAT, "partition_by": columns})
+                write_json(self._hidden / "table.json", {"format": FORMAT, "partition_by": columns})
 
     def _last(self, query: str) -> tuple[int, str]:
-        """The number of the query's last batch, -1 if there is none, and its fingerprint, empty if it was
-        written before there were any."""
+        """Number of the query's last batch, or -1, and its fingerprint, which old batches lack."""
         records = [
             path for path in (self._hidden / "commits" / query).glob("*") if path.suffix in (".json", ".done")
         ]
@@ -158,8 +157,8 @@ class Directory:
         missing = [part.path for part in parts if not os.path.exists(part.path)]
         if missing:
             raise PipelineError(
-                f"{missing[0]} was written by a task and is not here: {self.path} must be on a file "
-                "system that driver and executors share, and one driver at a time writes to it"
+                f"{missing[0]} was written by a task, but the driver does not see it: {self.path} must be on "
+                "a file system that driver and executors share, and only one driver may write to it"
             )
         names = [f"{batch:010d}-{query[:8]}-{number:04d}.parquet" for number in range(len(parts))]
         return [
@@ -177,13 +176,13 @@ class Directory:
                 os.rename(old, target)
             except FileNotFoundError:
                 if not target.exists():
-                    raise PipelineError(f"{old}, which belongs to {target}, is gone") from None
+                    raise PipelineError(f"{old} is missing; it should become {target}") from None
         for directory in changed:
-            sync_directory(directory)
+            sync(directory)
         return [*changed]
 
-    def _forget(self, query: str, batch: int) -> None:
-        """What can no longer be of use: Spark repeats no batch but the last."""
+    def _remove_old(self, query: str, batch: int) -> None:
+        """Removes records and files of older batches. Spark repeats only the last batch."""
         for record in (self._hidden / "commits" / query).glob("*"):
             if int(record.stem) < batch:
                 record.unlink()
@@ -192,7 +191,7 @@ class Directory:
                 shutil.rmtree(directory, ignore_errors=True)
 
     def abort(self, query: str, batch: int, parts: Iterable[Part]) -> None:
-        """Drop the files, unless it has been decided that they belong to the table."""
+        """Removes the files, unless a commit has listed them already."""
         with self.lock():
             if _recorded(self._record(query, batch)) is not None:
                 return
@@ -200,35 +199,35 @@ class Directory:
                 Path(part.path).unlink(missing_ok=True)
 
     def clear_new_files(self, query: str) -> None:
-        """What tasks of a query that does not run have written for nothing. A batch that was being committed
-        keeps its files: it will be run again."""
+        """Removes unused files of a query that is not running. A batch whose commit was interrupted
+        keeps its files, because it will run again."""
         with self.lock():
             for directory in (self._hidden / "new" / query).glob("*"):
                 if not _recorded(self._record(query, int(directory.name))):
-                    # A task that does not know yet that it is over may still write.
+                    # A task of the old run may still be writing.
                     shutil.rmtree(directory, ignore_errors=True)
 
     def settle(self) -> None:
-        """Before files of the table change: batches that are in place are so for good, also after a power
-        cut, and their files are not looked for any more."""
+        """Syncs the commit records. Must be called before files are joined, so that after a power
+        cut no commit looks for files that are gone."""
         for directory in (self._hidden / "commits").glob("*"):
-            sync_directory(directory)
+            sync(directory)
 
     def scratch(self, name: str) -> Path:
-        """A directory of the same file system that readers do not see."""
+        """A new directory on the same file system that readers do not see."""
         path = self._hidden / "scratch" / name
         path.mkdir(parents=True)
         return path
 
     def clear_scratch(self, older_than_s: float) -> None:
-        """Remove scratch directories that nobody has touched for so long; the lock is held."""
+        """Removes scratch directories older than this. The caller holds the lock."""
         limit = time.time() - older_than_s
         for path in (self._hidden / "scratch").glob("*"):
             if path.stat().st_ctime < limit:
                 shutil.rmtree(path, ignore_errors=True)
 
     def partitions(self) -> list[Path]:
-        """All directories that hold files. Readers, and we, pass over names that begin with _ or a dot."""
+        """All directories with files. Like readers, skips names that begin with _ or a dot."""
         found = []
         for directory, below, files in os.walk(self.path):
             below[:] = [name for name in below if not name.startswith(("_", "."))]
@@ -246,7 +245,7 @@ def _done(record: Path) -> Path:
 
 
 def _recorded(record: Path) -> list[tuple[str, str]] | None:
-    """What has to be moved, which is nothing if it is in place; None if nothing was written down."""
+    """The renames of a commit: empty if they are done, None if there is no record."""
     if _done(record).exists():
         return []
     try:
@@ -254,24 +253,3 @@ def _recorded(record: Path) -> list[tuple[str, str]] | None:
     except FileNotFoundError:
         return None
     return [(old, new) for old, new in found["moves"]]
-
-
-def _write(path: Path, content: object) -> None:
-    """All of it, or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    waiting = path.with_suffix(".tmp")
-    with waiting.open("w") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(waiting, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Names are on the disk afterwards."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,12 +7,12 @@ import sys
 import pytest
 
 from nsparq.pipeline.decode.avro import Avro
-from nsparq.pipeline.decode.bodies import SchemaFileError, Undecodable, read_framing, without_frame
+from nsparq.pipeline.decode.formats import SchemaFileError, Undecodable, read_framing, without_frame
 from nsparq.pipeline.decode.json_schema import JsonSchema
 from nsparq.pipeline.decode.protobuf import Protobuf
 
 
-def test_confluents_frame_is_taken_away() -> None:
+def test_confluents_frame_is_removed() -> None:
     assert without_frame(b"\1x", "") == b"\1x"
     assert (
         without_frame(b"\0\0\0\1\2x", "confluent") == without_frame(b"\0\0\0\1\2x", "confluent:258") == b"x"
@@ -22,9 +22,9 @@ def test_confluents_frame_is_taken_away() -> None:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (b"\0\0\0\1\3x", "the id of its schema is 259, not 258"),
-        (b"\1\0\0\1\2x", "no Confluent frame: a zero byte and 4 bytes of a schema's id should come first"),
-        (b"\0\0\1\2", "no Confluent frame: a zero byte and 4 bytes of a schema's id should come first"),
+        (b"\0\0\0\1\3x", "the schema id is 259, not 258"),
+        (b"\1\0\0\1\2x", "no Confluent frame: it must begin with a zero byte and a 4-byte schema id"),
+        (b"\0\0\1\2", "no Confluent frame: it must begin with a zero byte and a 4-byte schema id"),
     ],
 )
 def test_a_message_in_another_frame_does_not_decode(body: bytes, expected: str) -> None:

@@ -19,11 +19,11 @@ import pyarrow.dataset as ds  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from nsparq.pipeline.errors import PipelineError  # noqa: E402
-from nsparq.pipeline.write import commits, compact, parts  # noqa: E402
-from nsparq.pipeline.write.commits import Directory  # noqa: E402
+from nsparq.pipeline.write import compact, parquet_table, part_files  # noqa: E402
 from nsparq.pipeline.write.compact import CannotExchange  # noqa: E402
-from nsparq.pipeline.write.files import ParquetFiles  # noqa: E402
-from nsparq.pipeline.write.parts import Part, PartWriter, directory_of, split  # noqa: E402
+from nsparq.pipeline.write.file_sink import ParquetFiles  # noqa: E402
+from nsparq.pipeline.write.parquet_table import ParquetDirectory  # noqa: E402
+from nsparq.pipeline.write.part_files import Part, PartWriter, directory_of, split  # noqa: E402
 from nsparq.spark.checkpoint import CheckpointBehind  # noqa: E402
 
 QUERY = "0f0f0f0f-aaaa"
@@ -46,7 +46,7 @@ def numbers(table: Path) -> list[int]:
 # rows into files
 
 
-def test_rows_are_taken_apart_by_their_values() -> None:
+def test_rows_are_split_by_partition_values() -> None:
     batch = pa.RecordBatch.from_pydict(
         {
             "n": [1, 2, 3, 4, 5],
@@ -80,7 +80,7 @@ def test_small_batches_become_large_row_groups(tmp_path: Path) -> None:
 
 
 def test_the_number_of_open_files_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "MAX_OPEN", 2)
+    monkeypatch.setattr(part_files, "MAX_OPEN", 2)
     writer = PartWriter(tmp_path, "zstd", suffix=".part")
     for number, topic in enumerate("abcabc"):
         writer.write((("topic", topic),), rows(number))
@@ -105,7 +105,7 @@ def test_a_task_that_fails_leaves_no_file(tmp_path: Path) -> None:
 def test_nothing_is_seen_before_the_commit_and_everything_after(tmp_path: Path) -> None:
     made = written(tmp_path, 0, rows(1, 2), rows(3, topic="b"))
     assert numbers(tmp_path) == []
-    changed = Directory(tmp_path).commit(QUERY, 0, made)
+    changed = ParquetDirectory(tmp_path).commit(QUERY, 0, made)
     assert numbers(tmp_path) == [1, 2, 3]
     assert changed == [tmp_path / "topic=a", tmp_path / "topic=b"]
     assert sorted(path.name for path in tmp_path.rglob("*.parquet")) == [
@@ -115,7 +115,7 @@ def test_nothing_is_seen_before_the_commit_and_everything_after(tmp_path: Path) 
 
 
 def test_a_batch_that_is_run_again_changes_nothing(tmp_path: Path) -> None:
-    table = Directory(tmp_path)
+    table = ParquetDirectory(tmp_path)
     table.commit(QUERY, 0, written(tmp_path, 0, rows(1, 2)))
     # The second run may well cut the rows into files in another way.
     table.commit(QUERY, 0, written(tmp_path, 0, rows(2), rows(1, topic="b")))
@@ -125,9 +125,9 @@ def test_a_batch_that_is_run_again_changes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_batch_planned_anew_is_refused(tmp_path: Path) -> None:
+def test_a_replanned_batch_is_refused(tmp_path: Path) -> None:
     """The checkpoint is an older copy, or a driver that was stopped goes on beside its successor."""
-    table = Directory(tmp_path)
+    table = ParquetDirectory(tmp_path)
     for batch in range(3):
         table.commit(QUERY, batch, written(tmp_path, batch, rows(batch)), f"plan {batch}")
     for batch, plan in ((2, "another"), (1, "plan 1"), (0, "")):
@@ -150,11 +150,11 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("moment", range(12))
-def test_killed_at_any_moment_of_a_commit_every_row_is_there_once(
+def test_after_a_kill_at_any_moment_of_a_commit_every_row_is_there_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
     """Dies before the nth change of the file system, and is run again as Spark does."""
-    table = Directory(tmp_path)
+    table = ParquetDirectory(tmp_path)
     table.commit(QUERY, 6, written(tmp_path, 6, rows(0)))
     made = written(tmp_path, 7, rows(1, 2), rows(3, topic="b"), rows(4, topic="c"))
     left = moment
@@ -169,7 +169,7 @@ def test_killed_at_any_moment_of_a_commit_every_row_is_there_once(
                     raise Killed
                 return real(*arguments)
 
-            patch.setattr(commits.os, name, counted)
+            patch.setattr(parquet_table.os, name, counted)
         try:
             table.commit(QUERY, 7, made)
         except Killed:
@@ -182,20 +182,20 @@ def test_killed_at_any_moment_of_a_commit_every_row_is_there_once(
     assert numbers(tmp_path) == [0, 1, 2, 3, 4, 5]
 
 
-def test_files_that_were_written_elsewhere_are_missed(tmp_path: Path) -> None:
+def test_files_that_the_driver_does_not_see_are_an_error(tmp_path: Path) -> None:
     lost = Part(str(tmp_path / "on another machine"), (), 1, 1)
     with pytest.raises(PipelineError, match="must be on a file system that driver and executors share"):
-        Directory(tmp_path).commit(QUERY, 0, [lost])
+        ParquetDirectory(tmp_path).commit(QUERY, 0, [lost])
 
 
 def test_an_aborted_batch_leaves_nothing(tmp_path: Path) -> None:
     made = written(tmp_path, 0, rows(1))
-    Directory(tmp_path).abort(QUERY, 0, made)
+    ParquetDirectory(tmp_path).abort(QUERY, 0, made)
     assert not list(tmp_path.rglob("*.part"))
 
 
 def test_two_queries_may_write_to_one_table(tmp_path: Path) -> None:
-    table = Directory(tmp_path)
+    table = ParquetDirectory(tmp_path)
     for query in ("query-1", "query-2"):
         made = ParquetFiles(tmp_path, ("topic",), "zstd", 0).write(iter([rows(1)]), query, 0)
         table.commit(query, 0, made)
@@ -205,8 +205,8 @@ def test_two_queries_may_write_to_one_table(tmp_path: Path) -> None:
 # the layout
 
 
-def test_a_table_of_before_is_known_by_its_directories(tmp_path: Path) -> None:
-    table = Directory(tmp_path)
+def test_the_columns_of_an_older_table_are_taken_from_its_directories(tmp_path: Path) -> None:
+    table = ParquetDirectory(tmp_path)
     assert table.layout() is None
     table.commit(QUERY, 0, written(tmp_path, 0, rows(1)))
     record = tmp_path / "_nsparq" / "table.json"
@@ -221,8 +221,8 @@ def test_a_table_of_before_is_known_by_its_directories(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [1, 2]
 
 
-def test_a_table_of_a_later_version_is_refused(tmp_path: Path) -> None:
-    table = Directory(tmp_path)
+def test_a_table_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    table = ParquetDirectory(tmp_path)
     table.commit(QUERY, 0, written(tmp_path, 0, rows(1)))
     (tmp_path / "_nsparq" / "table.json").write_text('{"format": 2, "partition_by": ["topic"]}')
     with pytest.raises(PipelineError, match="format version 2, and this nsparq knows 1"):
@@ -236,16 +236,16 @@ def test_a_table_of_a_later_version_is_refused(tmp_path: Path) -> None:
 
 def fill(table: Path, *batches: Any, first: int = 0) -> None:
     for number, batch in enumerate(batches, first):
-        Directory(table).commit(QUERY, number, written(table, number, batch))
+        ParquetDirectory(table).commit(QUERY, number, written(table, number, batch))
 
 
 def test_small_files_are_joined(tmp_path: Path) -> None:
     fill(tmp_path, *(rows(number) for number in range(5)), rows(9, topic="b"))
-    (joined,) = compact.compact(Directory(tmp_path))
+    (joined,) = compact.compact(ParquetDirectory(tmp_path))
     assert (joined.directory, joined.files, joined.rows) == (tmp_path / "topic=a", 5, 5)
     assert numbers(tmp_path) == [0, 1, 2, 3, 4, 9]
     assert len(list((tmp_path / "topic=a").iterdir())) == 1
-    assert compact.compact(Directory(tmp_path)) == []
+    assert compact.compact(ParquetDirectory(tmp_path)) == []
 
 
 def test_a_directory_with_subdirectories_is_never_replaced(tmp_path: Path) -> None:
@@ -255,41 +255,41 @@ def test_a_directory_with_subdirectories_is_never_replaced(tmp_path: Path) -> No
     deeper.mkdir()
     pq.write_table(pa.table({"n": [7]}), deeper / "x.parquet")
     with pytest.raises(PipelineError, match="date=2026-11-15 holds files"):
-        compact.compact(Directory(tmp_path))
+        compact.compact(ParquetDirectory(tmp_path))
     (tmp_path / "_nsparq" / "table.json").unlink()
     with pytest.raises(PipelineError, match="files partitioned by .* and files partitioned by"):
-        compact.compact(Directory(tmp_path))
+        compact.compact(ParquetDirectory(tmp_path))
     assert numbers(tmp_path) == [0, 1, 2, 7]
     (deeper / "x.parquet").rename(deeper / "notes.txt")
     with pytest.raises(CannotExchange, match="date=2026-11-15 is no file"):
-        compact.compact(Directory(tmp_path))
+        compact.compact(ParquetDirectory(tmp_path))
     assert numbers(tmp_path) == [0, 1, 2, 7]
 
 
-def test_a_reader_that_has_opened_the_directory_finds_the_files_that_were_there(
+def test_a_reader_with_the_old_directory_open_finds_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(tmp_path, *(rows(number) for number in range(5)))
     before = sorted(os.listdir(tmp_path / "topic=a"))
     opened = os.open(tmp_path / "topic=a", os.O_RDONLY)
     try:
-        assert compact.compact(Directory(tmp_path))
+        assert compact.compact(ParquetDirectory(tmp_path))
         assert sorted(os.listdir(opened)) == before
         monkeypatch.setattr(compact, "KEEP_REPLACED_S", -1)
-        compact.compact(Directory(tmp_path))
+        compact.compact(ParquetDirectory(tmp_path))
         assert not list((tmp_path / "_nsparq").glob("scratch/*"))
     finally:
         os.close(opened)
 
 
-def test_large_files_and_other_schemas_are_left_alone(
+def test_large_files_and_files_of_other_schemas_are_not_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compact, "LARGE", 5000)
     fill(tmp_path, rows(1), rows(2))
     pq.write_table(pa.table({"n": [3], "more": ["x"]}), tmp_path / "topic=a" / "other.parquet")
     pq.write_table(pa.table({"n": list(range(100, 5000))}), tmp_path / "topic=a" / "large.parquet")
-    (joined,) = compact.compact(Directory(tmp_path))
+    (joined,) = compact.compact(ParquetDirectory(tmp_path))
     assert joined.files == 2
     names = {path.name.partition("-")[0] for path in (tmp_path / "topic=a").iterdir()}
     assert names == {"joined", "other.parquet", "large.parquet"}
@@ -302,7 +302,7 @@ def test_files_are_joined_with_those_of_their_size(tmp_path: Path, monkeypatch: 
         pa.table({"n": list(range(100, 3000))}, rows(1).schema.remove(1)),
         tmp_path / "topic=a" / "big.parquet",
     )
-    (joined,) = compact.compact(Directory(tmp_path), fan_in=3)
+    (joined,) = compact.compact(ParquetDirectory(tmp_path), fan_in=3)
     assert joined.files == 3
     assert (tmp_path / "topic=a" / "big.parquet").exists()
 
@@ -316,7 +316,7 @@ def test_a_batch_run_again_after_its_files_were_joined_changes_nothing(tmp_path:
     assert numbers(tmp_path) == [0, 1]
 
 
-def test_readers_never_see_a_row_twice_or_not_at_all_while_files_are_joined(tmp_path: Path) -> None:
+def test_readers_see_every_row_once_while_files_are_joined(tmp_path: Path) -> None:
     fill(tmp_path, *(rows(*range(start, start + 10)) for start in range(0, 100, 10)))
     directory = tmp_path / "topic=a"
     stop = threading.Event()
@@ -342,7 +342,7 @@ def test_readers_never_see_a_row_twice_or_not_at_all_while_files_are_joined(tmp_
     reader.start()
     try:
         for turn in range(20):
-            compact.compact(Directory(tmp_path))
+            compact.compact(ParquetDirectory(tmp_path))
             fill(tmp_path, rows(100 + turn), first=10 + turn)
     finally:
         stop.set()
@@ -362,4 +362,4 @@ def test_where_directories_cannot_be_exchanged_nothing_is_joined(
     for number in range(3):
         sink.commit(QUERY, number, sink.write(iter([rows(number)]), QUERY, number), None)  # type: ignore[arg-type]
     assert numbers(tmp_path) == [0, 1, 2]
-    assert "small files stay as they are" in caplog.text
+    assert "cannot join small files" in caplog.text

@@ -65,12 +65,12 @@ BAD_CSV = {
 }
 
 FRAME = b"\0\0\0\0\7"
-NO_FRAME = "no Confluent frame: a zero byte and 4 bytes of a schema's id should come first"
+NO_FRAME = "no Confluent frame: it must begin with a zero byte and a 4-byte schema id"
 GOOD_FRAMED = {FRAME + b'{"number": 1} ': 1, FRAME + b' {"number": 2}': 2}
 BAD_FRAMED = {
     b'{"number": 1}': NO_FRAME,
     FRAME + b"{}": "number is missing",
-    b'\0\0\0\0\6{"number": 1}': "the id of its schema is 6, not 7",
+    b'\0\0\0\0\6{"number": 1}': "the schema id is 6, not 7",
     b"\0\0\0\0": NO_FRAME,
     FRAME: "not JSON: Expecting value: line 1 column 1 (char 0)",
     b'\1\0\0\0\7{"number": 1}': NO_FRAME,
@@ -93,7 +93,7 @@ BAD_CHECKED = {
 
 ORDER_AVRO = (EXAMPLES / "order.avsc").read_bytes()
 AVRO = b"\x02" + b"\x06tea" + b"\x00" + b"\x00"
-SHORT = "the message ends before its value does"
+SHORT = "the message ends within its value"
 GOOD_AVRO = {AVRO: 1, b"\x04" + AVRO[1:]: 2}
 BAD_AVRO = {
     AVRO[:-1]: f"at: {SHORT}",
@@ -168,7 +168,7 @@ def test_a_message_is_a_row_or_a_dead_letter_that_says_why(
 ) -> None:
     from pyspark.sql.types import StructType
 
-    from nsparq.pipeline.decode.split import dead_letters, declared_columns, good_rows
+    from nsparq.pipeline.decode.messages import dead_letters, declared_columns, good_rows
 
     frame, fields = messages(*good, *bad), StructType.fromDDL(schema or declared_columns(decode))
     rows = good_rows(frame, decode, fields, bad="drop").collect()
@@ -184,7 +184,7 @@ def test_a_message_is_a_row_or_a_dead_letter_that_says_why(
 def test_a_dead_letter_says_where_the_message_came_from(messages: Callable[..., DataFrame]) -> None:
     from pyspark.sql.types import StructType
 
-    from nsparq.pipeline.decode.split import dead_letters
+    from nsparq.pipeline.decode.messages import dead_letters
 
     frame = messages(b"x", b"\xff")
     found = dead_letters(
@@ -210,7 +210,7 @@ def test_a_dead_letter_says_where_the_message_came_from(messages: Callable[..., 
 def test_text_and_raw(messages: Callable[..., DataFrame]) -> None:
     from pyspark.sql.types import StructType
 
-    from nsparq.pipeline.decode.split import dead_letters, good_rows
+    from nsparq.pipeline.decode.messages import dead_letters, good_rows
 
     frame, none = messages(b"caf\xc3\xa9", b"\xff"), StructType()
     (row,) = good_rows(frame, Decode(format="text"), none, bad="drop").collect()
@@ -222,12 +222,12 @@ def test_text_and_raw(messages: Callable[..., DataFrame]) -> None:
     assert rows.columns == ["body", "_topic", "_node", "_offset", "_timestamp", "_attempts", "_id"]
 
 
-def test_without_a_place_for_bad_messages_the_first_of_them_fails_the_query(
+def test_without_dead_letters_the_first_bad_message_fails_the_query(
     messages: Callable[..., DataFrame],
 ) -> None:
     from pyspark.sql.types import StructType
 
-    from nsparq.pipeline.decode.split import good_rows
+    from nsparq.pipeline.decode.messages import good_rows
 
     rows = good_rows(messages(b"x"), Decode(format="json"), StructType.fromDDL("a INT"), bad="fail")
     with pytest.raises(
@@ -240,7 +240,7 @@ def test_without_a_place_for_bad_messages_the_first_of_them_fails_the_query(
 def test_the_query_fails_with_the_reason_where_it_is_known(messages: Callable[..., DataFrame]) -> None:
     from pyspark.sql.types import StructType
 
-    from nsparq.pipeline.decode.split import declared_columns, good_rows
+    from nsparq.pipeline.decode.messages import declared_columns, good_rows
 
     decode = Decode(format="avro", definition=ORDER_AVRO)
     rows = good_rows(messages(b""), decode, StructType.fromDDL(declared_columns(decode)), bad="fail")
@@ -265,7 +265,7 @@ def test_a_message_is_decoded_once(
 ) -> None:
     from pyspark.sql.types import StructType
 
-    from nsparq.pipeline.decode.split import dead_letters, declared_columns, good_rows
+    from nsparq.pipeline.decode.messages import dead_letters, declared_columns, good_rows
 
     fields = StructType.fromDDL(declared_columns(decode))
     for bad in ("drop", "fail"):

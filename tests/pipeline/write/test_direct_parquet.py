@@ -19,12 +19,19 @@ import pyarrow.dataset as ds  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from nsparq.pipeline.execute.progress import WRITTEN, Figures  # noqa: E402
+from nsparq.pipeline.file import ready_made  # noqa: E402
 from nsparq.pipeline.file.reading import parse  # noqa: E402
-from nsparq.pipeline.write import direct, parts  # noqa: E402
-from nsparq.pipeline.write.commits import Directory  # noqa: E402
-from nsparq.pipeline.write.direct import DirectDataSource, DirectReader, described, parts_of  # noqa: E402
-from nsparq.pipeline.write.layout import Layout, layout_of  # noqa: E402
-from nsparq.pipeline.write.parts import Part, directory_of  # noqa: E402
+from nsparq.pipeline.write import direct_parquet, part_files  # noqa: E402
+from nsparq.pipeline.write.direct_parquet import (  # noqa: E402
+    DirectDataSource,
+    DirectReader,
+    Layout,
+    described,
+    layout_of,
+    parts_of,
+)
+from nsparq.pipeline.write.parquet_table import ParquetDirectory  # noqa: E402
+from nsparq.pipeline.write.part_files import Part, directory_of  # noqa: E402
 from nsparq.spark.errors import NoAnswer  # noqa: E402
 from nsparq.spark.sink.writers import Task  # noqa: E402
 from nsparq.spark.source.range_reader import close_idle  # noqa: E402
@@ -76,9 +83,7 @@ def layout(text: str, path: Path | str = "p.toml") -> Layout | None:
         ("sink = 'noop'", None),
     ],
 )
-def test_messages_that_nothing_happens_to_do_not_pass_through_spark(
-    text: str, columns: list[str] | None
-) -> None:
+def test_unchanged_messages_do_not_pass_through_spark(text: str, columns: list[str] | None) -> None:
     found = layout(text)
     assert (None if found is None else [*found.columns]) == columns
 
@@ -95,7 +100,7 @@ def at(text: str) -> datetime:
     return datetime.fromisoformat(text).replace(tzinfo=UTC)
 
 
-def test_messages_are_taken_apart_where_the_day_or_the_hour_changes() -> None:
+def test_messages_are_split_where_the_day_or_the_hour_changes() -> None:
     times = ["2026-11-14T23:59:59.999999", "2026-11-15", "2026-11-15T05:10", "2026-11-14T23:59:58"]
     batch = pa.RecordBatch.from_pydict(
         {
@@ -164,16 +169,16 @@ class Archive:
             "nsqd": given.pop("nsqd", getattr(broker, "http_address", "")),
             "channel": "c",
             **({"topics": topics} if topics else {}),
-            direct.LAYOUT: self.layout.dumps(),
-            direct.INTERVAL: given.pop("interval", "0"),
+            direct_parquet.LAYOUT: self.layout.dumps(),
+            direct_parquet.INTERVAL: given.pop("interval", "0"),
             "discoveryInterval": "50ms",
             **given,
         }
-        reader = DirectDataSource(options).streamReader(direct.DESCRIBED)
+        reader = DirectDataSource(options).streamReader(direct_parquet.DESCRIBED)
         assert isinstance(reader, DirectReader)
         self.reader = reader
         _READERS.append(reader)
-        self.table = Directory(path / "table")
+        self.table = ParquetDirectory(path / "table")
         self.at: dict[str, Any] = reader.initialOffset()
 
     def plan(self) -> list[LogPartition]:
@@ -217,7 +222,7 @@ def task(monkeypatch: pytest.MonkeyPatch) -> Any:
     return be
 
 
-def test_every_message_of_several_topics_is_archived_as_it_is(broker: Broker, tmp_path: Path) -> None:
+def test_every_message_of_several_topics_is_archived_unchanged(broker: Broker, tmp_path: Path) -> None:
     large = [bytes([number]) * (1 << 20) for number in range(3)]
     sent = {"a": [b"x", b"\x00\xff", *large], "b": [b"%d" % n for n in range(3000)], "c": [b"later"]}
     broker.publish("a", *sent["a"][:2])
@@ -241,7 +246,7 @@ def test_every_message_of_several_topics_is_archived_as_it_is(broker: Broker, tm
     assert {row["date"] for row in found} == {row["timestamp"].date().isoformat() for row in found}
 
 
-def test_a_broker_that_was_killed_leaves_a_gap_and_no_message_out(tmp_path: Path) -> None:
+def test_after_a_killed_broker_left_a_gap_every_message_is_archived(tmp_path: Path) -> None:
     with BrokerProcess(broadcast_address="127.0.0.1", sync_timeout=0.05) as broker:
         broker.publish("t", b"1", b"2")
         broker.kill()
@@ -265,8 +270,8 @@ def test_a_batch_without_messages_writes_nothing(broker: Broker, tmp_path: Path)
 def test_a_task_that_fails_in_the_middle_leaves_nothing(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "GROUP_BYTES", 1 << 20)
-    monkeypatch.setattr(direct, "CHUNK", 4 << 20)
+    monkeypatch.setattr(part_files, "GROUP_BYTES", 1 << 20)
+    monkeypatch.setattr(direct_parquet, "CHUNK", 4 << 20)
     for _ in range(60):
         broker.publish("t", *(bytes(200_000) for _ in range(5)))
     made = Archive(broker, tmp_path, "t", retryFor="100ms", maxBytesPerTrigger="1g")
@@ -275,21 +280,21 @@ def test_a_task_that_fails_in_the_middle_leaves_nothing(
         (work,) = one.value
         broken = LogPartition((replace(work, url=f"http://{proxy.address}"),))
         seen: list[int] = []
-        write = parts.PartWriter.write
+        write = part_files.PartWriter.write
 
         def watched(self: Any, values: Any, rows: Any) -> None:
             write(self, values, rows)
             seen.append(len(made.waiting()))
             proxy.cut_after(1000)
 
-        monkeypatch.setattr(parts.PartWriter, "write", watched)
+        monkeypatch.setattr(part_files.PartWriter, "write", watched)
         with pytest.raises(NoAnswer):
             made.run(broken)
     assert 1 in seen, "it should have begun to write"
     assert made.waiting() == []
 
 
-def test_only_the_files_of_attempts_that_count_become_part_of_the_table(
+def test_only_files_of_successful_attempts_become_part_of_the_table(
     broker: Broker, tmp_path: Path, task: Any
 ) -> None:
     broker.publish("t", b"1", b"2", b"3")
@@ -308,7 +313,7 @@ def test_only_the_files_of_attempts_that_count_become_part_of_the_table(
     assert made.waiting() == []
 
 
-def test_what_a_run_has_left_is_cleared_unless_it_was_being_committed(
+def test_files_left_by_a_run_are_removed_unless_a_commit_has_begun(
     broker: Broker, tmp_path: Path, task: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker.publish("t", b"1")
@@ -316,7 +321,7 @@ def test_what_a_run_has_left_is_cleared_unless_it_was_being_committed(
     (one,) = made.plan()
     committing = made.run(one)
     with monkeypatch.context() as patch:
-        patch.setattr(Directory, "_move", lambda *_: 1 / 0)
+        patch.setattr(ParquetDirectory, "_move", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             made.table.commit(QUERY, 0, committing)
     task(batch=1)
@@ -355,7 +360,7 @@ def test_a_batch_waits_for_its_time_unless_it_is_full(broker: Broker, tmp_path: 
     assert rows() == 0
 
 
-def test_what_is_there_now_is_not_waited_for(broker: Broker, tmp_path: Path) -> None:
+def test_existing_messages_are_read_without_waiting(broker: Broker, tmp_path: Path) -> None:
     broker.publish("t", *[b"x"] * 25)
     made = Archive(broker, tmp_path, "t", interval="3600", maxRowsPerTrigger="10")
     made.reader.prepareForTriggerAvailableNow()
@@ -367,7 +372,7 @@ def test_what_is_there_now_is_not_waited_for(broker: Broker, tmp_path: Path) -> 
     ]
 
 
-def test_files_are_written_so_that_numbers_take_no_room(broker: Broker, tmp_path: Path) -> None:
+def test_offsets_and_timestamps_are_stored_compactly(broker: Broker, tmp_path: Path) -> None:
     for _ in range(10):
         broker.publish("t", *[b"x" * 20] * 1000)
     made = Archive(broker, tmp_path, "t")
@@ -380,3 +385,8 @@ def test_files_are_written_so_that_numbers_take_no_room(broker: Broker, tmp_path
     assert columns["offset"].statistics.max - columns["offset"].statistics.min == 9999
     assert columns["node"].total_compressed_size < 500
     assert columns["body"].statistics is None
+
+
+def test_the_ready_made_archive_is_written_directly(tmp_path: Path) -> None:
+    topics = ready_made.Topics(nsq={}, topics=["a", "b"], start="2026-11-15T12:00:00Z")
+    assert layout_of(parse(ready_made.archive(topics, tmp_path / "out")).pipelines[0]) is not None
