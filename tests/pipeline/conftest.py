@@ -38,14 +38,14 @@ def broker(pipeline_broker: Broker) -> Iterator[Broker]:
 
 
 class Runs:
-    """Runs pipeline files; what they remember is below `directory`."""
+    """Runs pipeline files, with their checkpoints below `directory`."""
 
     def __init__(self, spark: SparkSession, broker: Broker, directory: Path) -> None:
         self._spark, self._broker, self.directory = spark, broker, directory
         self.status: Status | None = None
 
     def __call__(self, text: str, until: Until | None = None) -> dict[str, Figures]:
-        """Until all have ended, or the figures are as wanted. The figures at the end."""
+        """Runs until all pipelines have ended or `until` is true. Returns the last figures."""
         if "[nsq]" not in text:
             text = f'[nsq]\nnsqd = ["{self._broker.http_address}"]\n{text}'
         return self.file(parse(text, self.directory / "p.toml"), until)
@@ -76,5 +76,5 @@ def run(spark: SparkSession, broker: Broker, tmp_path: Path) -> Runs:
 
 
 def bodies(broker: Broker, topic: str) -> list[Any]:
-    """The messages of a topic, which are JSON."""
+    """The messages of a topic, parsed as JSON."""
     return [json.loads(message.body) for message in broker.peek(topic, count=1000)]

@@ -1,4 +1,4 @@
-"""The archive in Spark: what is in its files, what counts, and what happens after a crash."""
+"""The archive in Spark: its files, its figures, and a crash."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def text(
     topics = ready_made.Topics(nsq={"nsqd": [broker.http_address]}, pattern="orders|clicks|more")
     made = ready_made.archive(topics, output, trigger="available-now", compact=compact, channel=channel)
     if through_spark:
-        # As the archive was before its messages went to files as they are.
+        # As older versions wrote the archive: through Spark.
         made = made.replace('decode = "message"', f"sql = {json.dumps(THROUGH_SPARK)}")
         assert "sql" in made
     return made
@@ -65,7 +65,7 @@ def test_the_files_are_those_that_spark_would_have_written(
     assert rows(spark, tmp_path / "ours") == rows(spark, tmp_path / "theirs")
     found, wanted = (pq.read_schema(files(tmp_path / name)[0]) for name in ("ours", "theirs"))
     assert found.remove_metadata() == wanted.remove_metadata()
-    # Messages count, and not the files, which are all that Spark sees of them.
+    # The figures count messages, although Spark only sees files.
     assert (ours.rows, ours.rows_written, ours.lag) == (theirs.rows, theirs.rows_written, theirs.lag)
     assert (ours.rows, ours.rows_written, ours.lag) == (503, 503, 0)
 
@@ -80,7 +80,7 @@ def test_an_archive_written_by_spark_can_be_continued(
     broker.publish("more", b"4")
     assert run(text(broker, table, compact=2))["archive"].rows == 2
     assert [bytes(row.body) for row in rows(spark, table)] == [b"4", b"1", b"2", b"3"]
-    # Old and new files are of the same shape, and have been joined.
+    # Old and new files have the same columns, and were joined.
     assert len(files(table)) == 2
     assert run(text(broker, table))["archive"].rows == 0
 
@@ -88,7 +88,7 @@ def test_an_archive_written_by_spark_can_be_continued(
 def test_a_batch_that_is_run_again_changes_nothing(
     run: Runs, broker: Broker, spark: SparkSession, tmp_path: Path
 ) -> None:
-    """First the whole batch is there already, then its files have yet to get their names."""
+    """First the whole batch is committed already, then its files are not renamed yet."""
     table = tmp_path / "archive"
     broker.publish("orders", b"1", b"2")
     broker.publish("clicks", b"3")
@@ -99,7 +99,7 @@ def test_a_batch_that_is_run_again_changes_nothing(
     last = max(int(path.name) for path in (checkpoint / "commits").glob("[0-9]*"))
 
     def forget() -> None:
-        """As if Spark had died before it wrote down that the batch is done."""
+        """As if Spark had died before it logged the batch as done."""
         for path in (checkpoint / "commits").glob(f"*{last}*"):
             path.unlink()
 

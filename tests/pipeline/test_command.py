@@ -1,4 +1,4 @@
-"""`nsparq pipeline run` as a service manager has it: a process with its own Spark, ended by a signal."""
+"""`nsparq pipeline run` as a service: a process with its own Spark, ended by a signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo, small, as it is run: the whole stack, with Spark in a process of its own."""
+"""A small run of the demo: the whole stack, with Spark in its own process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DONE_S = 220.0
 
 
 def environment(temporary: Path) -> dict[str, str]:
-    """All temporary files in one place, to see that none is left; and a Java that starts fast."""
+    """One directory for temporary files, to see that none is left, and a Java that starts fast."""
     temporary.mkdir()
     return {"TMPDIR": str(temporary), "JDK_JAVA_OPTIONS": FAST_JAVA}
 
 
 @pytest.fixture
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What Spark takes for its Python: it starts fast too."""
+    """The Python of Spark, which starts fast too."""
     with python_for_spark(tmp_path_factory.mktemp("python")) as path:
         yield path
 

@@ -1,4 +1,4 @@
-"""Every example of pipelines is run as a user would, and what the pages show is what was run."""
+"""Every example of pipelines is run as by a user, and the pages show what was run."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def copy(directory: Path, name: str, broker: Broker, **more: str) -> Path:
-    """An example as it stands in the documentation, but for the addresses."""
+    """An example as in the documentation, except for the addresses."""
     addresses = {
         "127.0.0.1:4150": broker.tcp_address,
         "127.0.0.1:4151": broker.http_address,
         "127.0.0.1:9464": "127.0.0.1:0",
         **more,
     }
-    # All at once: a real one may look like one that is written.
+    # All at once: a real address may look like one in the example.
     written = "|".join(map(re.escape, addresses))
     text = re.sub(written, lambda found: addresses[found[0]], (EXAMPLES / name).read_text())
     path = directory / Path(name).name
@@ -94,7 +94,7 @@ def orders(broker: Broker) -> None:
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    """What the user's module leaves in this process."""
+    """Removes what the user's module leaves in this process."""
     path = sys.path[:]
     yield
     sys.path[:] = path
@@ -104,7 +104,7 @@ def forgotten() -> Iterator[None]:
 
 @pytest.mark.usefixtures("orders", "forgotten")
 def test_pipeline_files(run: Runs, broker: Broker, spark: SparkSession) -> None:
-    """All of them at once, until they have read what is there."""
+    """Runs all of them at once, until they have read the existing messages."""
     deltalake = pytest.importorskip("deltalake")
     for module in ("pipelines/lake_steps.py", "pipelines/current_sinks.py"):
         copy(run.directory, module, broker)
@@ -199,17 +199,17 @@ def test_a_pipeline_that_a_program_builds(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It is that of the file, with a join of streams, a table and two sinks. Each sink gets each row once,
-    also after a restart."""
+    """It is that of the file, with a join of streams, a table and two sinks. Each sink gets each
+    row once, also after a restart."""
     from nsparq.spark.session import build as session
 
-    # In the session of the tests, which goes on.
+    # In the session of the tests, which it does not stop.
     monkeypatch.setattr(session, "build_session", lambda *_, **__: spark)
     monkeypatch.setattr(type(spark), "stop", lambda self: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["shop.py", "--available-now"])
     spark.conf.set("spark.sql.session.timeZone", "UTC")
-    # No result waits for a batch without rows, which costs as much as one with rows.
+    # No result depends on a batch without rows, which takes as long as one with rows.
     spark.conf.set("spark.sql.streaming.noDataMicroBatches.enabled", "false")
     program = copy(run.directory, "pipelines/shop.py", broker)
     file = copy(run.directory, "pipelines/shop.toml", broker)
@@ -225,7 +225,8 @@ def test_a_pipeline_that_a_program_builds(
     pay(1, 3)
     built = runpy.run_path(str(program), run_name="__main__")
     assert replace(built["shop"](), path=file) == load(file)
-    # Each message counts once, although two queries read the orders, and one more their dead letters.
+    # Each message counts once, although two queries read the orders, and one more their dead
+    # letters.
     assert capsys.readouterr().out == "shop finished 8 messages \n"
     status = read_status(run.directory / "checkpoints" / "shop")
     assert status is not None
@@ -246,7 +247,7 @@ def test_a_pipeline_that_a_program_builds(
         (5, "GB"),
     ]
     assert [one["text"] for one in bodies(broker, "orders.dead")] == ["one tea please"]
-    # No channel holds messages for an output that does not read them.
+    # No channel keeps messages for an output that does not read them.
     assert broker.channel_stats("payments", "shop.payments") is not None
     assert broker.channel_stats("orders", "shop.orders.lake") is not None
     assert broker.channel_stats("payments", "shop.payments.lake") is None
@@ -256,11 +257,11 @@ def test_a_pipeline_that_a_program_builds(
 
 
 class Command:
-    """`nsparq pipeline run` in the session of the tests, until it is told to stop. test_demo.py runs
-    pipelines in a process of their own, which a signal stops."""
+    """`nsparq pipeline run` in the session of the tests, until it is told to stop. test_demo.py
+    runs pipelines in a process of their own, which a signal stops."""
 
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        # A signal would be for all the tests, and what is late after one ends the process.
+        # A signal would reach all tests, and its time limit would end the process.
         self._stopping: list[Stopping] = []
         monkeypatch.setattr(Stopping, "install", lambda stopping: self._stopping.append(stopping))
         self._status: int | None = None
@@ -353,7 +354,7 @@ def test_the_notebook_runs(
 ) -> None:
     from nsparq.spark.session import build as session
 
-    # In the session of the tests, which goes on.
+    # In the session of the tests, which it does not stop.
     monkeypatch.setattr(session, "build_session", lambda *_, **__: spark)
     monkeypatch.setattr(type(spark), "stop", lambda self: None)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""pipeline.json: what is kept, and which versions of the file are read."""
+"""pipeline.json: its values, and the versions of the file that are read."""
 
 from __future__ import annotations
 

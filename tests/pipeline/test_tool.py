@@ -1,4 +1,4 @@
-"""`nsparq pipeline`, as far as it needs no Spark."""
+"""`nsparq pipeline`: the commands that need no Spark."""
 
 from __future__ import annotations
 

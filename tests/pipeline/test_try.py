@@ -50,7 +50,7 @@ def command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Command:
-    """Runs it in the session of the tests, which goes on: status, output, errors."""
+    """Runs the command in the session of the tests: exit status, output, errors."""
     monkeypatch.setattr(type(spark), "stop", lambda self: None)
     (tmp_path / "shop.toml").write_text(SHOP.format(address=broker.http_address))
 

@@ -1,4 +1,4 @@
-"""Avro records: their columns, and why a message is none."""
+"""Avro records: their columns, and why a message does not decode."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def with_field(kind: Any) -> str:
         ({"type": "bytes", "logicalType": "decimal", "precision": 9, "scale": 2}, "DECIMAL(9, 2)"),
         ({"type": "int", "logicalType": "date"}, "DATE"),
         ({"type": "long", "logicalType": "local-timestamp-micros"}, "TIMESTAMP_NTZ"),
-        # No types of Spark: what they are written as.
+        # Spark has no such types: the values keep their plain type.
         ({"type": "string", "logicalType": "uuid"}, "STRING"),
         ({"type": "int", "logicalType": "time-millis"}, "INT"),
         ({"type": "long", "logicalType": "of-our-own"}, "BIGINT"),

@@ -1,4 +1,4 @@
-"""What comes before a body, and libraries that are not there."""
+"""Framing of message bodies, and libraries that are not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Avro and Protobuf as columns of Spark: every type, and values that no column can have."""
+"""Avro and Protobuf as Spark columns: every type, and values that do not fit their column."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def record(**fields: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def far_away(spark: SparkSession) -> Iterator[SparkSession]:
-    """A session that shows times as they are in another part of the world."""
+    """A session with another time zone than UTC."""
     spark.conf.set("spark.sql.session.timeZone", "Asia/Tokyo")
     yield spark
     spark.conf.set("spark.sql.session.timeZone", "UTC")

@@ -1,4 +1,4 @@
-"""JSON Schema: columns, and what a schema finds wrong."""
+"""JSON Schema: columns, and violations of a schema."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ HALF_A_PAIR = r"'utf-8' codec can't encode character '\ud800' in position 0: sur
             },
             "STRUCT<a: BIGINT, b: STRING>",
         ),
-        # Anything may come: the column has its JSON.
+        # Any value is allowed: the column has its JSON.
         ({"type": "object"}, "STRING"),
         ({"type": ["integer", "string"]}, "STRING"),
         ({}, "STRING"),

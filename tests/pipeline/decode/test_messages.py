@@ -32,7 +32,7 @@ BAD_JSON = {
     b"hello": "not JSON: Expecting value: line 1 column 1 (char 0)",
     b'{"number": 1': "not JSON: Expecting ',' delimiter: line 1 column 13 (char 12)",
     b'{"number": 1x': "not JSON: Expecting ',' delimiter: line 1 column 13 (char 12)",
-    # Spark's own reader would take the first object of these, and say nothing.
+    # Spark's own reader would silently take the first object of these.
     b'{"number": 1} x': "not JSON: Extra data: line 1 column 15 (char 14)",
     b'{"number": 1}{"number": 2}': "not JSON: Extra data: line 1 column 14 (char 13)",
     b'{"number": 1},{"number": 2}': "not JSON: Extra data: line 1 column 14 (char 13)",
@@ -83,9 +83,9 @@ BAD_CHECKED = {
     b'{"number": 0, "item": "tea"}': "number: 0 is less than the minimum of 1",
     b'{"number": 1}': '"item" is a required property',
     b'{"number": 1, "item": "milk"}': 'item: "milk" is not one of "tea" or "coffee"',
-    # It satisfies the schema, where formats are for information. But it is no time.
+    # It satisfies the schema, which does not check formats, but it is not a time.
     b'{"number": 1, "item": "tea", "at": "soon"}': 'at: "soon" is not TIMESTAMP',
-    # Spark would take single quotes.
+    # Spark would accept single quotes.
     b"{'number': 1, 'item': 'tea'}": "not JSON: Expecting property name enclosed in double quotes: line 1 "
     "column 2 (char 1)",
     b"\xff": "not UTF-8: byte 0xff at position 0",

@@ -1,4 +1,4 @@
-"""Protobuf messages: their columns and values, and why bytes are none."""
+"""Protobuf messages: their columns and values, and why bytes do not decode."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_a_required_field_is_required() -> None:
 def test_confluents_frame_is_removed() -> None:
     body = make("shop.Order", number=1).SerializeToString()
     decoder = Protobuf(SET, "shop.Order", "confluent").decoder()
-    # One number follows: 1, for the second message of the file. Numbers are doubled, since they have a sign.
+    # One number follows: 1, for the second message of the file. Numbers are zigzag-encoded.
     assert decoder(b"\0\0\0\0\7\2\2" + body)["number"] == 1
     first = Protobuf(SET, "shop.Plain", "confluent").decoder()
     assert first(b"\0\0\0\0\7\0")["x_int64"] == first(b"\0\0\0\0\7\2\0")["x_int64"] == 0

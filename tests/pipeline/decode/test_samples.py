@@ -1,4 +1,4 @@
-"""What columns messages have."""
+"""Columns inferred from sample messages."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_crash_of_one_output_loses_and_duplicates_no_rows_of_any(
     found = run(CRASH, until)["two"]
     assert (found.state, found.rows) == (State.STOPPED, 9)
     assert found.failures and "no more room" in found.error
-    # An output that is new begins at the beginning, and the others go on.
+    # A new output starts at the beginning, and the others continue.
     run(CRASH + LATER, lambda _: len(broker.peek("later")) >= 9)
     assert numbers(broker, "later") == numbers(broker, "plain") == list(range(9))
     rows = spark.read.parquet(str(run.directory / "checked")).collect()
@@ -123,7 +123,7 @@ of_json = {{ format = "json", options = {{ path = "{directory}/json" }} }}
 
 
 def add_row(spark: SparkSession, directory: Path, number: int, value: str) -> None:
-    """To each of the tables."""
+    """Adds a row to each of the tables."""
     import deltalake
 
     rows = spark.createDataFrame([(number, value)], "number INT, v STRING").coalesce(1)

@@ -1,4 +1,4 @@
-"""A replay keeps its order and its rate, and goes on where it was broken off."""
+"""A replay keeps the order and the rate, and continues where it was interrupted."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_replay_with_a_name_continues_where_it_was_interrupted(broker: Broker,
     broker.restart()
     told: list[int] = []
     again = Publisher(client, "out", "morning")
-    # Another rate makes other chunks, and no difference.
+    # Another rate makes other chunks, but publishes the same messages.
     assert replay(numbered(100), again, 0.0, told.append, threading.Event()) == 70
     assert told == [30, 70]
     assert published(broker) == numbered(100)

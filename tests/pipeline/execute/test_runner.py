@@ -75,7 +75,7 @@ def test_every_message_is_in_the_result_or_a_dead_letter_also_after_a_restart(
 
 
 def test_two_pipelines_run_until_they_are_stopped(run: Runs, broker: Broker) -> None:
-    """Windows that are over go to a topic, counts that change to another; both read the same topic."""
+    """Two pipelines of one topic: closed windows go to a topic, changed counts to another."""
     windows = """
 [run]
 metrics_address = "127.0.0.1:0"
@@ -114,7 +114,7 @@ trigger = "0s"
     assert {message.body for message in broker.peek("counts")} == {b"tea", b"cake"}
     assert 'nsparq_pipeline_up{pipeline="counts"} 1' in seen["metrics"]
     assert 'nsparq_pipeline_rows_total{pipeline="counts"} 150' in seen["metrics"]
-    # Stopped in the middle of nothing, or of a batch: neither shows.
+    # A stop between batches or during one leaves no trace.
     broker.publish("orders", order(200))
     run(windows, until=lambda _: len(broker.peek("minutes")) == 3)
     assert [one["n"] for one in bodies(broker, "minutes")] == [60, 60, 30]
@@ -190,14 +190,14 @@ sink = { topic_from = "target" }
     assert re.fullmatch("message [0-9]+ of topic orders at .* does not decode as json; .*", strict.error)
     assert "strict: failed: message" in caplog.text
     assert (lenient.state, lenient.rows, lenient.undecodable) == (State.FINISHED, 2, 1)
-    # A row that names a topic which the pipeline itself reads would come round for ever.
+    # A row for a topic that the pipeline reads would be an endless loop.
     assert (circle.state, circle.failures, circle.restarts) == (State.FAILED, 1, 0)
     assert "orders is a topic that the query itself reads" in circle.error
     assert len(broker.peek("orders")) == 2
 
 
 def test_a_stop_does_not_wait_for_an_unreachable_nsqd(run: Runs) -> None:
-    """Whoever had been waited for would have failed."""
+    """A stop that waited for nsqd would have failed."""
     text = """
 [nsq]
 nsqd = ["127.0.0.1:9"]
@@ -239,7 +239,7 @@ trigger = "available-now"
 """
     broker.publish("orders", *(order(number) for number in range(5)))
     assert {one.error for one in run(text).values()} == {""}
-    # What a crash leaves: the sink has the batch, and Spark's checkpoint does not say so.
+    # As after a crash: the sink has the batch, but Spark's checkpoint does not show it.
     for name in ("delta", "database"):
         commits = run.directory / "checkpoints" / "p" / name / "rows" / "commits"
         (commits / "0").unlink()
@@ -418,7 +418,7 @@ def test_a_checkpoint_has_one_runner(run: Runs, broker: Broker) -> None:
 def test_a_query_that_is_added_leaves_the_channels_of_the_others_alone(
     broker: Broker, tmp_path: Path, spark: SparkSession
 ) -> None:
-    """Moved to where the new one begins, nsqd would let go of messages that an older one has yet to read."""
+    """If its channel moved to the new beginning, nsqd would drop messages it has not read yet."""
     from nsparq.pipeline.execute import queries
     from nsparq.pipeline.file.reading import parse
 
@@ -453,7 +453,7 @@ def test_the_beginning_in_an_older_pipeline_json_is_read(tmp_path: Path, is_old:
 def test_rows_and_dead_letters_begin_at_the_same_place(
     broker: Broker, tmp_path: Path, spark: SparkSession
 ) -> None:
-    """What is `latest` to the one query would not be to the other: it is settled once, and kept."""
+    """`latest` is determined once for both queries, and kept."""
     from nsparq.pipeline.execute import queries
     from nsparq.pipeline.file.reading import parse
 
@@ -468,6 +468,6 @@ def test_rows_and_dead_letters_begin_at_the_same_place(
     for role in ("rows", "letters"):
         ((_, sequence),) = beginnings.of(role, pipeline.sources[0])["orders"].values()  # type: ignore[index]
         assert sequence == broker.peek("orders")[1].sequence + 1
-    # Nothing is lost in the meantime: the channels are there, and hold the log.
+    # The channels exist, so nsqd keeps the messages.
     for channel in ("copy", "copy.dead"):
         assert broker.channel_stats("orders", channel)["depth"] == 2  # type: ignore[index]

@@ -1,5 +1,4 @@
-"""How a runner sees its queries: counted once, started again, ended. With queries that do as they are
-told."""
+"""A running pipeline counts, restarts and ends its queries. The queries are fakes."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ class Report:
 
 
 class Query:
-    """A streaming query, as far as the runner knows one."""
+    """A fake streaming query."""
 
     def __init__(self, run_id: str = "run") -> None:
         self.runId = run_id
@@ -86,7 +85,7 @@ class Rig:
         self.figures = self.pipeline.figures
 
     def look(self, now: float) -> None:
-        """And see what has become of a start."""
+        """Looks, and takes the result of a start."""
         self.pipeline.look(now)
         self.pipeline.wait_for_threads(DEADLINE)
         self.pipeline.look(now)
@@ -125,7 +124,7 @@ def test_every_batch_is_counted_once(rig: Rig) -> None:
     for now in (1.0, 2.0):
         rig.look(now)
         assert (rig.figures.rows, rig.figures.dead_letters) == (15, 3)
-    # While nobody looked, several have ended.
+    # Several have ended since the last look.
     rig.rows.recentProgress += [Report(number, 1) for number in range(2, 9)]
     rig.look(3.0)
     assert (rig.figures.rows, rig.figures.batch) == (22, 8)
@@ -146,7 +145,7 @@ def test_the_delay_before_a_restart_doubles(rig: Rig) -> None:
     first["letters"].fail("no more letters")
     rig.look(10.0)
     assert (rig.figures.state, rig.figures.error) == (State.WAITING, "no more letters")
-    # One without the other would not be the pipeline.
+    # A pipeline needs both queries.
     assert not first["rows"].isActive
     rig.look(10.9)
     assert len(rig.started) == 1
@@ -258,7 +257,7 @@ def because(cause: Exception) -> PipelineError:
         (because(TypeError("of a user's function")), False),
         (because(ANALYSIS), False),
         (ANALYSIS, False),
-        # Spark calls whatever a data source raises while it is planned an AnalysisException.
+        # Spark turns all errors of a data source during planning into AnalysisException.
         (AnalysisException("Traceback:\nnsparq.spark.errors.NoAnswer: no answer for 120 seconds"), True),
         (through_spark("nsparq.spark.errors.NoAnswer: away"), True),
         (through_spark("nsparq.spark.errors.DataLoss: gone"), False),
@@ -295,7 +294,7 @@ def test_lag_is_unknown_before_the_first_report_and_after_a_failure(rig: Rig) ->
 
 
 class Stuck:
-    """Somebody who waits for an nsqd that is away."""
+    """A call that waits for an unreachable nsqd."""
 
     def __init__(self) -> None:
         self.begun, self.end = threading.Event(), threading.Event()
@@ -337,7 +336,7 @@ def test_a_start_or_query_that_hangs_does_not_delay_others_or_the_stop(
     assert {one.state for one in done.pipelines} == {State.STOPPED}
     assert "b: not stopped in time; it ends with the session" in caplog.text
     assert not made["c"].isActive
-    # What is started after all is stopped.
+    # A query that starts after the stop is stopped.
     assert made["a"].isActive
     start.end.set()
     end.end.set()

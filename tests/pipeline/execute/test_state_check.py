@@ -1,4 +1,4 @@
-"""Whether a changed query fits its checkpoint: what is said before, and what Spark does then."""
+"""Whether a changed query fits its checkpoint: our verdict, and what Spark does."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Shop:
             self._spark.catalog.dropTempView("input")
 
     def run(self, sql: str, mode: str, checkpoint: Path, delay: str = "10 seconds") -> None:
-        """One micro-batch, or more. Raises StreamingQueryException."""
+        """Runs one micro-batch or more. Raises StreamingQueryException."""
         (self._directory / "orders" / f"{next(self._numbers)}.json").write_text(LINES)
         writer = self.rows(sql, delay).writeStream.format("noop").outputMode(mode)
         query = writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
@@ -74,7 +74,7 @@ def content(directory: Path) -> dict[str, bytes]:
 def assert_spark_agrees(
     shop: Shop, sql: str, mode: str, checkpoint: Path, delay: str = "10 seconds"
 ) -> Verdict:
-    """What is said, and what Spark does in fact."""
+    """Our verdict, and what Spark does."""
     before = content(checkpoint)
     verdict = judge(shop.rows(sql, delay), mode, checkpoint)
     assert content(checkpoint) == before
@@ -112,10 +112,10 @@ def test_an_aggregation_that_has_changed(shop: Shop, spark: SparkSession) -> Non
     assert said(COUNT.replace("input", twice)).refused == (
         "the query had 1 source, and has 2 sources now; what a join or a union reads twice counts twice"
     )
-    # Spark takes one for the other, since both are a text.
+    # Spark takes one for the other, because both are strings.
     other = said("SELECT upper(item) AS name, count(*) AS sold FROM input GROUP BY upper(item)")
     assert "what was item STRING is taken for an expression STRING" in other.note
-    # Spark keeps the number that the checkpoint has.
+    # Spark keeps the number in the checkpoint.
     spark.conf.set("spark.sql.shuffle.partitions", "3")
     assert said(COUNT) == Verdict()
 

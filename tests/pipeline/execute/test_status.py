@@ -1,4 +1,4 @@
-"""What is said about running pipelines: figures, the status file, HTTP, Prometheus, and on a screen."""
+"""The status of running pipelines: figures, status file, HTTP, Prometheus, terminal."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_sink_that_does_not_count_counts_as_nothing() -> None:
         ({"t": {"n": ["x", 5]}}, {"t": {"n": ["x", 9]}}, 4),
         ({"t": {"n": ["x", 9]}}, {"t": {"n": ["x", 5]}}, 0),
         ({"t": {"n": ["x", 5]}}, {"t": {"m": ["x", 9], "n": ["x", 7]}}, 4),
-        # A log that was begun anew, or that no batch has entered yet: not known before the next batch.
+        # A log that is new, or that no batch has read yet: unknown before the next batch.
         ({"t": {"n": ["x", 5]}}, {"t": {"n": ["y", 9]}}, None),
         ({}, {"t": {"n": ["x", 9]}}, None),
         # An nsqd that has not answered yet.
@@ -143,7 +143,7 @@ def test_the_status_file_outlives_the_runner(tmp_path: Path, status: Status) -> 
     assert found["pid"] == os.getpid()
     assert [one["state"] for one in found["pipelines"]] == ["running", "failed"]
     content = json.loads((tmp_path / "status.json").read_text())
-    # A process of that number is unlikely to be there.
+    # A process with that number is unlikely to exist.
     (tmp_path / "status.json").write_text(json.dumps({**content, "pid": 2**22 - 3}))
     found = read_status(tmp_path)
     assert found is not None
@@ -223,7 +223,7 @@ def test_a_log_has_a_line_when_something_has_changed(
     quiet.show(status)
     assert not caplog.text
     status.is_running = False
-    quiet.show(status)  # the last word comes at once
+    quiet.show(status)  # the last line comes at once
     assert "orders" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Pipelines tried out on a few messages: `nsparq.testing.try_pipeline`, and what is below it."""
+"""Pipelines tried on a few messages: `nsparq.testing.try_pipeline` and `trial`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ decode = { format = "json", schema = "number INT NOT NULL, item STRING" }
 
 @pytest.fixture
 def tried(spark: SparkSession, tmp_path: Path) -> Iterator[Try]:
-    """The text of a pipeline file and its messages in, the result out. Nothing may be left anywhere."""
+    """Tries a pipeline file on messages, and checks that nothing is left behind."""
     before = spark.conf.getAll
 
     def tried(text: str, messages: Any, **more: Any) -> PipelineResult:
@@ -43,7 +43,7 @@ def tried(spark: SparkSession, tmp_path: Path) -> Iterator[Try]:
 
 
 def test_messages_in_rows_out(tried: Try) -> None:
-    """Each way to give a message, and the columns that every message has."""
+    """Each way to give a message, and the columns of every message."""
     text = f"""{ORDERS}
     sql = "SELECT number, _topic, _offset, _timestamp, _attempts, _id FROM input"
     sink = "noop"
@@ -80,7 +80,7 @@ def test_a_message_that_does_not_decode_goes_where_the_pipeline_would_send_it(tr
 
 
 def test_windows_give_the_complete_result(tried: Try) -> None:
-    """Also those that a watermark would not have closed yet, and rows that would have been too late."""
+    """Even windows that a watermark has not closed yet, and rows that would be too late."""
     text = """
     [pipeline.p]
     source = "orders"

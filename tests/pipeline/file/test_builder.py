@@ -1,4 +1,4 @@
-"""A Python program builds what a file says, and is told the same about what is wrong."""
+"""A Python program builds the same as a file, with the same errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def as_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def called(function: Callable[..., Any], given: Any) -> Any:
-    """The table as the function of the builder gives it; what is no table stays as it is."""
+    """The table from a function of the builder. Other values stay unchanged."""
     if isinstance(given, list):
         return [called(function, one) for one in given]
     if not isinstance(given, dict):

@@ -1,4 +1,4 @@
-"""A pipeline file is read, or everything that is wrong with it is said, with its place and what was meant."""
+"""Reading a pipeline file: the values, and all problems with their places and hints."""
 
 from __future__ import annotations
 
@@ -195,18 +195,11 @@ def test_sinks(sink: str, expected: object, shown: str) -> None:
     assert describe(pipeline.outputs[0].sink) == shown
 
 
-@pytest.mark.parametrize(
-    ("keys", "by_spark"),
-    [
-        ('parquet = "out"', False),
-        ('parquet = "s3a://b/out"', True),
-        ('parquet = "out", writer = "spark"', True),
-        ('parquet = "out", writer = "nsparq"', False),
-    ],
-)
-def test_spark_writes_parquet_files_to_urls_or_if_the_file_says_so(keys: str, by_spark: bool) -> None:
-    sink = read(of_pipeline("", sink=f"sink = {{ {keys} }}")).pipelines[0].outputs[0].sink
-    assert isinstance(sink, Parquet) and sink.is_written_by_spark is by_spark
+@pytest.mark.parametrize(("path", "by_spark"), [("out", False), ("s3a://b/out", True)])
+def test_spark_writes_parquet_files_to_urls_or_if_the_file_says_so(path: str, by_spark: bool) -> None:
+    for writer, expected in (("", by_spark), ("spark", True)):
+        assert Parquet(path=path, writer=writer).is_written_by_spark is expected
+    assert not Parquet(path="out", writer="nsparq").is_written_by_spark
 
 
 @pytest.mark.parametrize(
@@ -577,10 +570,7 @@ def test_problems_of_several_sources_and_sinks(old: str, new: str, expected: str
             'source = { topic = "x", max_rows = 1 }',
             "[pipeline.p.source] max_rows: unknown key; did you mean 'max_rows_per_trigger'?",
         ),
-        (
-            'source = { topic = "x", nsqd = "a:1" }',
-            "[pipeline.p.source] nsqd: unknown key; ",
-        ),
+        ('source = { topic = "x", nsqd = "a:1" }', "[pipeline.p.source] nsqd: unknown key; "),
         (
             'source = { topic = "x", topics_pattern = "y" }',
             "[pipeline.p.source]: option topic cannot be combined with topicsPattern: ",
@@ -630,10 +620,7 @@ def test_problems_of_a_source(source: str, expected: str) -> None:
             'sink = { topic = "orders" }',
             "[pipeline.p.sink] topic: is a topic that the pipeline reads: that would be an endless loop",
         ),
-        (
-            'sink = { topic = "x", deliver = "y" }',
-            "[pipeline.p.sink] deliver: unknown key; ",
-        ),
+        ('sink = { topic = "x", deliver = "y" }', "[pipeline.p.sink] deliver: unknown key; "),
         (
             'sink = { topic = "x", delivery = "twice" }',
             "[pipeline.p.sink] delivery: must be one of auto, exactly-once, at-least-once, not 'twice'",

@@ -1,4 +1,4 @@
-"""The ready-made pipelines, by their commands: archive, compact, stats, replay."""
+"""The commands for ready-made pipelines: archive, compact, stats, replay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 def command(
     spark: SparkSession, broker: Broker, root_logger_restored: None, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., None]:
-    """`nsparq pipeline …` in the session of the tests, which goes on."""
+    """`nsparq pipeline …` in the session of the tests, which it does not stop."""
     from nsparq.pipeline.execute import runner
 
     spark.conf.set("spark.sql.session.timeZone", "UTC")

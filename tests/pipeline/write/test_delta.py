@@ -1,4 +1,4 @@
-"""Delta tables: what a change of the rows does to the table, and an object store."""
+"""Delta tables: changed columns, repeated batches, upserts, and an object store."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def columns_of(text: str) -> StructType:
 
 
 def add(table: DeltaFiles, batch: int, schema: str, planned: str = "a0", **columns: list[Any]) -> None:
-    """What tasks and the driver do with one batch of these columns."""
+    """Writes and commits one batch with these columns."""
     from pyspark.sql.pandas.types import to_arrow_schema
 
     wanted = columns_of(schema)
@@ -134,7 +134,7 @@ def test_a_batch_is_added_once_and_a_replanned_one_is_refused(tmp_path: Path) ->
 
 
 def test_only_one_of_two_drivers_adds_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first has looked at the table and is stopped. The second adds the batch; then the first goes on."""
+    """The first reads the table and stops; the second adds the batch; the first continues."""
     first, second = DeltaFiles(str(tmp_path), ()), DeltaFiles(str(tmp_path), ())
     add(first, 0, "n INTEGER", "a0", n=[1])
     for planned, refused in (("a1", False), ("b2", True)):
@@ -187,7 +187,7 @@ def test_a_batch_is_merged_once_and_a_replanned_one_is_refused(
     merge(table, 0, n=[1], item=["tea"], at=[1])
     opened = table._open()
     monkeypatch.setattr(table, "_open", lambda: opened)
-    # The first driver has looked at the table, and is stopped. The second merges the batch.
+    # The first driver has read the table and stops. The second merges the batch.
     merge(second, 1, "a1", n=[1], item=["milk"], at=[2])
     merge(table, 1, "a1", n=[1], item=["twice"], at=[2])
     with pytest.raises(CheckpointBehind, match="has another batch 1 of the same query"):

@@ -1,4 +1,4 @@
-"""Messages that go to files as they are: which do, how they lie there, and what their tasks leave behind."""
+"""Messages written directly to files: which pipelines do it, the layout, and the tasks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def layout(text: str, path: Path | str = "p.toml") -> Layout | None:
     return layout_of(parse(f"[pipeline.p]\nsource = 'orders'\n{text}", path).pipelines[0])
 
 
-# which
+# which pipelines
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def layout(text: str, path: Path | str = "p.toml") -> Layout | None:
             "sink = { parquet = 't', partition_by = ['hour', '_node', 'date'] }",
             ["body", "_topic", "_offset", "_timestamp", "_attempts", "_id"],
         ),
-        # Here Spark has something to do.
+        # Here Spark has to compute something.
         (f"decode = 'text'\n{SINK}", None),
         (f"decode = 'message'\nsql = 'SELECT * FROM input'\n{SINK}", None),
         (f"decode = 'message'\nwatermark = {{ column = 'timestamp', delay = '1s' }}\n{SINK}", None),
@@ -93,7 +93,7 @@ def test_a_queue_passes_through_spark() -> None:
     assert layout_of(file.pipelines[0]) is None
 
 
-# how they lie
+# the layout
 
 
 def at(text: str) -> datetime:
@@ -189,7 +189,7 @@ class Archive:
         return [one for one in planned if isinstance(one, LogPartition)]
 
     def run(self, task: LogPartition) -> list[Part]:
-        """In another process, as it were."""
+        """As in another process."""
         reader = pickle.loads(pickle.dumps(self.reader))
         return parts_of(reader.read(pickle.loads(pickle.dumps(task))))
 
@@ -199,7 +199,7 @@ class Archive:
         return made
 
     def rows(self) -> list[dict[str, Any]]:
-        """As any reader of directories sees them."""
+        """As a reader of the directory sees them."""
         table = ds.dataset(str(self.table.path), format="parquet", partitioning="hive").to_table()
         found: list[dict[str, Any]] = table.sort_by(
             [("topic", "ascending"), ("offset", "ascending")]
@@ -213,7 +213,7 @@ class Archive:
 
 @pytest.fixture(autouse=True)
 def task(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Who is running, by what Spark says."""
+    """The task that is running."""
 
     def be(partition: int = 0, attempt: int = 0, batch: int = 0) -> None:
         monkeypatch.setattr(Task, "current", classmethod(lambda cls: Task(partition, attempt, QUERY, batch)))
@@ -306,7 +306,7 @@ def test_only_files_of_successful_attempts_become_part_of_the_table(
     assert {Path(part.path).name[32:] for part in first + second} == {"-0-0.part", "-0-1.part"}
     made.table.commit(QUERY, 0, second)
     assert [row["body"] for row in made.rows()] == [b"1", b"2", b"3"]
-    # The stage is run once more, though the batch is there.
+    # The stage runs again, although the batch is committed.
     task(attempt=2)
     made.table.commit(QUERY, 0, made.run(one))
     assert [row["body"] for row in made.rows()] == [b"1", b"2", b"3"]
@@ -329,7 +329,7 @@ def test_files_left_by_a_run_are_removed_unless_a_commit_has_begun(
     assert len(made.waiting()) == 2
     made.table.clear_new_files(QUERY)
     assert made.waiting() == [Path(part.path) for part in committing]
-    # A batch that is run again may find nothing any more: what was written down counts.
+    # A batch that runs again may find no messages any more: the record counts.
     made.table.commit(QUERY, 0, [])
     assert [row["body"] for row in made.rows()] == [b"1"]
 
@@ -351,7 +351,7 @@ def test_a_batch_waits_for_its_time_unless_it_is_full(broker: Broker, tmp_path: 
     broker.publish("t", b"x")
     assert rows() == 10
     assert rows() == 0
-    # A topic that is new is entered at once, and waits then.
+    # A new topic gets a position at once, and is read later.
     broker.publish("u", b"x")
     deadline = time.monotonic() + DEADLINE
     while "u" not in made.at["logs"]:

@@ -1,4 +1,4 @@
-"""Our file sink in Spark: what a change of the pipeline file does to a table that is there."""
+"""The file sink in Spark, with a changed pipeline file or an older checkpoint."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ trigger = "available-now"
 def test_a_checkpoint_restored_from_an_older_copy_is_refused_by_every_sink(
     run: Runs, broker: Broker, spark: SparkSession
 ) -> None:
-    """It is one batch behind. The batch that it plans has the number of the one that each sink has."""
+    """It is one batch behind. It plans a batch with a number that each sink has already."""
     deltalake = pytest.importorskip("deltalake")
 
     def results() -> list[object]:

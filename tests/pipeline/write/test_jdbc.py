@@ -58,7 +58,7 @@ def tables(spark: SparkSession) -> list[str]:
 def test_each_batch_of_a_query_replaces_the_rows_of_its_keys_once(
     spark: SparkSession, database: Connection
 ) -> None:
-    """And a batch that is run again after a crash changes nothing, whatever others have written meanwhile."""
+    """A batch that runs again changes nothing, even if others have written meanwhile."""
     run = Writer(spark)
     run.write(0, "a0", ("x", "tea", 1), ("x", "milk", 2), ("y", "tea", None))
     run.write(1, "a1", ("y", "juice", 1), ("z", "tea", 1), ("x", "old", 1))
@@ -72,7 +72,7 @@ def test_each_batch_of_a_query_replaces_the_rows_of_its_keys_once(
         with pytest.raises(CheckpointBehind, match=reason):
             again.write(number, planned, ("x", "wrong", 3))
     assert rows_of(spark) == expected[:2]
-    # Another query has numbers of its own.
+    # Another query has its own numbers.
     Writer(spark, "another").write(0, "b0", ("z", "tea", 1))
     assert rows_of(spark) == expected
     assert tables(spark) == ["nsparq_batches", "orders"]
@@ -81,7 +81,7 @@ def test_each_batch_of_a_query_replaces_the_rows_of_its_keys_once(
 def test_a_replaced_driver_merges_nothing(
     spark: SparkSession, database: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stopped while its tasks write to the staging table, and goes on beside another driver."""
+    """It stops while its tasks write to the staging table, and continues beside another driver."""
     first, second = Writer(spark), Writer(spark)
     first.write(0, "a0", ("x", "tea", 1))
     stage = JdbcUpsert._stage
@@ -109,7 +109,7 @@ def test_a_staging_table_left_by_a_crash_is_dropped(
         Writer(spark).write(0, "a0", ("x", "tea", 1))
     monkeypatch.undo()
     assert len(tables(spark)) == 3 and rows_of(spark) == []
-    # An error in the middle of the transaction leaves the table and the number as they were.
+    # An error in the transaction leaves the table and the number unchanged.
     monkeypatch.setattr(
         "nsparq.pipeline.write.upsert_sql.Dialect.statements", lambda *_: ["DELETE FROM no_table"]
     )

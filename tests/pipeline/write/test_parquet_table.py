@@ -1,4 +1,4 @@
-"""Files of a micro-batch come into the table once, whoever dies at whatever moment, and are joined unseen."""
+"""Files of a micro-batch are added to the table once, despite crashes, and can be joined."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def written(table: Path, batch: int, *batches: Any) -> list[Part]:
 
 
 def numbers(table: Path) -> list[int]:
-    """As any reader of directories sees it."""
+    """As a reader of the directory sees it."""
     found = ds.dataset(str(table), format="parquet")
     return sorted(found.to_table(columns=["n"]).column("n").to_pylist()) if "n" in found.schema.names else []
 
@@ -61,7 +61,7 @@ def test_rows_are_split_by_partition_values() -> None:
         "topic=a/day=2026-01-01": [1, 3],
         "topic=b%2Fc/day=2026-01-02": [2],
         "topic=__HIVE_DEFAULT_PARTITION__/day=__HIVE_DEFAULT_PARTITION__": [4],
-        # As Spark writes an empty text.
+        # As Spark writes an empty string.
         "topic=__HIVE_DEFAULT_PARTITION__/day=2026-01-01": [5],
     }
     ((values, whole),) = split(batch, ())
@@ -117,7 +117,7 @@ def test_nothing_is_seen_before_the_commit_and_everything_after(tmp_path: Path) 
 def test_a_batch_that_is_run_again_changes_nothing(tmp_path: Path) -> None:
     table = ParquetDirectory(tmp_path)
     table.commit(QUERY, 0, written(tmp_path, 0, rows(1, 2)))
-    # The second run may well cut the rows into files in another way.
+    # The second run may split the rows into files in another way.
     table.commit(QUERY, 0, written(tmp_path, 0, rows(2), rows(1, topic="b")))
     assert numbers(tmp_path) == [1, 2]
     table.commit(QUERY, 1, written(tmp_path, 1, rows(3)))
@@ -126,7 +126,7 @@ def test_a_batch_that_is_run_again_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_replanned_batch_is_refused(tmp_path: Path) -> None:
-    """The checkpoint is an older copy, or a driver that was stopped goes on beside its successor."""
+    """The checkpoint is an older copy, or a stopped driver continues beside its successor."""
     table = ParquetDirectory(tmp_path)
     for batch in range(3):
         table.commit(QUERY, batch, written(tmp_path, batch, rows(batch)), f"plan {batch}")
@@ -134,11 +134,11 @@ def test_a_replanned_batch_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointBehind, match=f"batch {batch} is refused"):
             table.commit(QUERY, batch, written(tmp_path, batch, rows(7)), plan)
         with pytest.raises(CheckpointBehind):
-            # Without rows it is not the same batch either.
+            # A batch without rows is another batch too.
             table.commit(QUERY, batch, [], plan)
     table.commit(QUERY, 2, written(tmp_path, 2, rows(2)), "plan 2")
     assert numbers(tmp_path) == [0, 1, 2]
-    # What was written before there were fingerprints goes by its number alone.
+    # Batches without a fingerprint, of older versions, are compared by number only.
     done = tmp_path / "_nsparq" / "commits" / QUERY / "2.done"
     done.write_text(json.dumps({"moves": json.loads(done.read_text())["moves"]}))
     table.commit(QUERY, 2, written(tmp_path, 2, rows(7)), "plan 2")
@@ -153,7 +153,7 @@ class Killed(BaseException):
 def test_after_a_kill_at_any_moment_of_a_commit_every_row_is_there_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
-    """Dies before the nth change of the file system, and is run again as Spark does."""
+    """Dies before the nth change of the file system, and runs again as in Spark."""
     table = ParquetDirectory(tmp_path)
     table.commit(QUERY, 6, written(tmp_path, 6, rows(0)))
     made = written(tmp_path, 7, rows(1, 2), rows(3, topic="b"), rows(4, topic="c"))
@@ -249,7 +249,7 @@ def test_small_files_are_joined(tmp_path: Path) -> None:
 
 
 def test_a_directory_with_subdirectories_is_never_replaced(tmp_path: Path) -> None:
-    """A table of before whose partition_by was changed, and one in which somebody has put something."""
+    """An older table whose partition_by was changed, and a table with foreign files."""
     fill(tmp_path, *(rows(number) for number in range(3)))
     deeper = tmp_path / "topic=a" / "date=2026-11-15"
     deeper.mkdir()

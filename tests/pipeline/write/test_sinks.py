@@ -50,7 +50,7 @@ def orders(broker: Broker, *rows: tuple[int | None, str, int]) -> None:
 
 
 def forget_commit(run: Runs, pipeline: str, batch: int) -> None:
-    """What a crash leaves: the sink has the batch, and Spark's checkpoint does not say so."""
+    """As after a crash: the sink has the batch, but Spark's checkpoint does not show it."""
     commits = run.directory / "checkpoints" / "p" / pipeline / "rows" / "commits"
     (commits / str(batch)).unlink()
     (commits / f".{batch}.crc").unlink(missing_ok=True)
@@ -147,7 +147,7 @@ trigger = "available-now"
 
 @pytest.fixture
 def module(tmp_path: Path) -> Iterator[Path]:
-    """Of the user's, beside the pipeline file."""
+    """The user's functions, beside the pipeline file."""
     before = sys.path[:]
     path = tmp_path / "given_sinks.py"
     path.write_text(

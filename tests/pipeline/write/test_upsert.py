@@ -1,4 +1,4 @@
-"""Which row counts for each key, in a micro-batch and against the table."""
+"""The newest row of each key, in a micro-batch and against the table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_one_row_counts_for_each_key(spark: SparkSession) -> None:
         (1, "tea", 1, 9, {"a": 1}),
         (1, "tea", 2, 1, {"a": 2}),
         (1, "tea", 2, 0, {"a": 3}),
-        # Null is the least, and equal rows are one.
+        # Null is the smallest, and equal rows count once.
         (1, "milk", None, 5, {"b": 1}),
         (1, "milk", 0, None, {"b": 2}),
         (1, "milk", 0, None, {"b": 2}),

@@ -77,7 +77,7 @@ def test_each_database_gets_its_own_sql(name: str, version: int, given: Merge, e
 
 
 def test_newer_rows_replace_older_ones_and_new_keys_are_added() -> None:
-    """In SQLite, which PostgreSQL before version 15 is spoken to like."""
+    """In SQLite, whose SQL is that of PostgreSQL before version 15."""
     given = Merge("t", "x", ROWS, Upsert(("id",), ("at",)))
     database = sqlite3.connect(":memory:")
     database.execute("CREATE TABLE t (id PRIMARY KEY, n, at)")

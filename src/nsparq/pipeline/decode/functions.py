@@ -78,8 +78,16 @@ def _applied(function: Callable[[Any], Any], result: DataType, body: Column | st
 # in the tasks
 
 # Cached, so that all micro-batches in a Python process share them.
-_decoder_of: Final[Callable[[BodyFormat], Decoder]] = lru_cache(64)(lambda format: format.decoder())
-_validator_of: Final[Callable[[JsonSchema], Any]] = lru_cache(64)(JsonSchema.validator)
+
+
+@lru_cache(maxsize=64)
+def _decoder_of(format: BodyFormat) -> Decoder:
+    return format.decoder()
+
+
+@lru_cache(maxsize=64)
+def _validator_of(schema: JsonSchema) -> Any:
+    return schema.validator()
 
 
 def rows_of(bodies: pa.Array, format: BodyFormat, kind: pa.StructType) -> pa.Array:
