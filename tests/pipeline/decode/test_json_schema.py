@@ -78,7 +78,7 @@ def test_a_required_property_that_cannot_be_null_is_not_null() -> None:
         ("{", "is not JSON: "),
         ("{}", "has no 'properties' to take the columns from: add a 'schema'"),
         ('{"properties": {"a": {"$ref": "#"}}}', "refers to itself, which no column can do: add a 'schema'"),
-        ('{"properties": {"a": {"$ref": "#/nowhere"}}}', "there is no #/nowhere"),
+        ('{"properties": {"a": {"$ref": "#/nowhere"}}}', "refers to #/nowhere, which does not exist"),
         ('{"properties": {"a": {"$ref": "b.json"}}}', "b.json is outside the file and is not fetched"),
     ],
 )

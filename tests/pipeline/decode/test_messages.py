@@ -56,8 +56,8 @@ BAD_JSON = {
 
 GOOD_CSV = {b"1,tea,4.5": 1, b"2,,": 2, b'3,"a,b",1': 3}
 BAD_CSV = {
-    b"1,tea": "2 fields, where there should be 3",
-    b"1,tea,2,3": "4 fields, where there should be 3",
+    b"1,tea": "has 2 fields instead of 3",
+    b"1,tea,2,3": "has 4 fields instead of 3",
     b"one,tea,2": 'number: "one" is not INT',
     b",tea,2": "number: is missing",
     b"1,tea,x": 'price: "x" is not DOUBLE',
@@ -244,7 +244,7 @@ def test_the_query_fails_with_the_reason_where_it_is_known(messages: Callable[..
 
     decode = Decode(format="avro", definition=ORDER_AVRO)
     rows = good_rows(messages(b""), decode, StructType.fromDDL(declared_columns(decode)), bad="fail")
-    with pytest.raises(Exception, match=f"does not decode as avro: number: {SHORT}; with dead_letters"):
+    with pytest.raises(Exception, match=f"does not decode as avro: number: {SHORT}; set dead_letters"):
         rows.collect()
 
 

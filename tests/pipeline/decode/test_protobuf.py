@@ -134,8 +134,8 @@ def test_columns_are_the_fields_of_the_message(name: str, expected: str) -> None
 @pytest.mark.parametrize(
     ("content", "name", "expected"),
     [
-        (b"x", "shop.Order", "is not a complete descriptor set, or lacks one"),
-        (descriptors(SHOP, well_known=False), "shop.Order", "is not a complete descriptor set, or lacks one"),
+        (b"x", "shop.Order", "is not a complete descriptor set"),
+        (descriptors(SHOP, well_known=False), "shop.Order", "is not a complete descriptor set"),
         (SET, "Order", "has no message 'Order'; there are shop.Plain, shop.Order, shop.Known, shop.Tree,"),
         (SET, "shop.Tree", "shop.Tree contains itself, which no column can do"),
         (SET, "shop.Bare", "shop.Bare has no fields"),
@@ -237,7 +237,7 @@ def test_confluents_frame_is_removed() -> None:
     assert inner(b"\0\0\0\0\7\4\2\0")["item"] == ""
     assert (
         reason(b"\0\0\0\0\7\0" + body, framing="confluent")
-        == "is message [0] of its schema, and shop.Order is [1]"
+        == "is type [0] of its schema, but shop.Order is type [1]"
     )
     assert reason(b"\0\0\0\0\7\2", framing="confluent") == "the message ends within its Confluent frame"
     assert reason(b"\0\0", framing="confluent").startswith("no Confluent frame")

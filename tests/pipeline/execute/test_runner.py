@@ -267,7 +267,7 @@ trigger = "available-now"
             "watermark = { column = 'when', delay = 1 }",
             r"watermark: there is no column 'when'; there are number,",
         ),
-        ("watermark = { column = 'item', delay = 1 }", r"watermark: 'item' is STRING, and must be TIMESTAMP"),
+        ("watermark = { column = 'item', delay = 1 }", r"watermark: 'item' is STRING; it must be TIMESTAMP"),
         ("python = 'no_such_module:f'", r"python: no_such_module cannot be imported"),
         ("python = 'json:f'", r"python: json has no function f"),
         ("python = 'json:dumps'", r"python: json:dumps raised TypeError"),
@@ -332,7 +332,7 @@ sink = "noop"
         (
             "'text'",
             "{ parquet = 'x', partition_by = ['date'], date_from = 'text' }",
-            r"'date' is made of the column 'text', which must be a TIMESTAMP",
+            r"'date' is taken from the column 'text', which must be a TIMESTAMP",
         ),
     ],
 )

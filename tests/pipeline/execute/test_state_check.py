@@ -94,30 +94,31 @@ def assert_spark_agrees(
 def test_an_aggregation_that_has_changed(shop: Shop, spark: SparkSession) -> None:
     checkpoint = shop.first(COUNT, "update")
 
-    def said(sql: str) -> Verdict:
+    def verdict(sql: str) -> Verdict:
         return assert_spark_agrees(shop, sql, "update", checkpoint)
 
-    assert said(COUNT.replace("GROUP", "WHERE price > 1 GROUP")) == Verdict()
-    assert said("SELECT item AS product, count(*) AS number FROM input GROUP BY item") == Verdict()
-    assert said("SELECT item, count(*) AS sold, sum(price) AS paid FROM input GROUP BY item").refused == (
+    assert verdict(COUNT.replace("GROUP", "WHERE price > 1 GROUP")) == Verdict()
+    assert verdict("SELECT item AS product, count(*) AS number FROM input GROUP BY item") == Verdict()
+    assert verdict("SELECT item, count(*) AS sold, sum(price) AS paid FROM input GROUP BY item").refused == (
         "the state of an aggregation has count BIGINT, and would now have count BIGINT, sum DOUBLE"
     )
-    assert said("SELECT item, price, count(*) AS sold FROM input GROUP BY item, price").refused == (
+    assert verdict("SELECT item, price, count(*) AS sold FROM input GROUP BY item, price").refused == (
         "the state of an aggregation is grouped by item STRING, and would now be by item STRING, price DOUBLE"
     )
-    assert said("SELECT item FROM input").refused == (
+    assert verdict("SELECT item FROM input").refused == (
         "its state belongs to an aggregation, and the query has no step with state now"
     )
     twice = "(SELECT item FROM input UNION ALL SELECT item FROM input)"
-    assert said(COUNT.replace("input", twice)).refused == (
-        "the query had 1 source, and has 2 sources now; what a join or a union reads twice counts twice"
+    assert verdict(COUNT.replace("input", twice)).refused == (
+        "the query had 1 source, and has 2 sources now; a source that a join or a union reads twice "
+        "counts twice"
     )
     # Spark takes one for the other, because both are strings.
-    other = said("SELECT upper(item) AS name, count(*) AS sold FROM input GROUP BY upper(item)")
-    assert "what was item STRING is taken for an expression STRING" in other.note
+    other = verdict("SELECT upper(item) AS name, count(*) AS sold FROM input GROUP BY upper(item)")
+    assert "item STRING is taken for an expression STRING" in other.note
     # Spark keeps the number in the checkpoint.
     spark.conf.set("spark.sql.shuffle.partitions", "3")
-    assert said(COUNT) == Verdict()
+    assert verdict(COUNT) == Verdict()
 
 
 def test_windows_and_watermarks(shop: Shop) -> None:
@@ -151,7 +152,7 @@ def test_the_step_that_has_changed_is_named(shop: Shop) -> None:
         assert judge(steps["step 3"], "append", checkpoint, steps).refused.startswith(changed)
 
 
-def test_state_where_there_was_none(shop: Shop) -> None:
+def test_a_query_without_state_cannot_get_any(shop: Shop) -> None:
     checkpoint = shop.first("SELECT item FROM input", "append")
     assert assert_spark_agrees(shop, "SELECT price FROM input", "append", checkpoint) == Verdict()
     assert assert_spark_agrees(shop, MINUTES, "append", checkpoint).refused == (
@@ -176,7 +177,7 @@ trigger = "available-now"
 
 
 @pytest.mark.usefixtures("root_logger_restored")
-def test_check_says_it_before_anything_is_stopped(
+def test_check_reports_a_changed_state(
     run: Runs,
     broker: Broker,
     spark: SparkSession,

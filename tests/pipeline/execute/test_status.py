@@ -15,7 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nsparq.errors import StartError
-from nsparq.pipeline.execute.progress import DECODED, Figures, OutputFigures, State, decoded_name, lag_of
+from nsparq.pipeline.decode.formats import DECODED
+from nsparq.pipeline.execute.progress import Figures, OutputFigures, State, decoded_name, lag_of
 from nsparq.pipeline.execute.status import Endpoint, Status, prometheus, read_status, write_status
 from nsparq.pipeline.execute.view import LogView, TerminalView, cells, describe
 

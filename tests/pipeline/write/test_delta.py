@@ -71,7 +71,7 @@ def test_a_new_column_is_added_and_one_that_is_missing_is_null(tmp_path: Path) -
         (
             "n INTEGER, ITEM STRING",
             {"n": [1], "ITEM": ["x"]},
-            "has a column 'item', and the rows 'ITEM'",
+            "has a column 'item', and the rows have 'ITEM'",
         ),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_column_that_is_not_null_stays_so(tmp_path: Path) -> None:
     deltalake.DeltaTable.create(str(tmp_path), pa.schema([field]))
     table = DeltaFiles(str(tmp_path), ())
     for schema in ("n INTEGER", "m INTEGER"):
-        with pytest.raises(PipelineError, match="'n' .* is NOT NULL, and that of the rows may be null"):
+        with pytest.raises(PipelineError, match="'n' .* is NOT NULL, but the rows may have null there"):
             table.check(columns_of(schema))
     add(table, 0, "n INTEGER NOT NULL", n=[1])
     assert found(tmp_path) == [{"n": 1}]

@@ -63,7 +63,7 @@ trigger = "available-now"
         run(text)
     table: Path = run.directory / "table"
     assert main(["pipeline", "compact", str(table)]) == 1
-    assert "only a directory below the table's own can be replaced" in capsys.readouterr().err
+    assert "only a subdirectory of the table can be replaced" in capsys.readouterr().err
     assert spark.read.parquet(str(table)).count() == 4
 
 

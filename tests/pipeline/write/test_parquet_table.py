@@ -214,7 +214,7 @@ def test_the_columns_of_an_older_table_are_taken_from_its_directories(tmp_path: 
     record.unlink()
     assert table.layout() == ("topic",)
     unpartitioned = ParquetFiles(tmp_path, (), "zstd", 0).write(iter([rows(2)]), QUERY, 1)
-    with pytest.raises(PipelineError, match=r"partitioned by \['topic'\], and the pipeline by nothing"):
+    with pytest.raises(PipelineError, match=r"partitioned by \['topic'\], and partition_by is nothing"):
         table.commit(QUERY, 1, unpartitioned)
     table.commit(QUERY, 1, written(tmp_path, 1, rows(2)))
     assert record.exists()
@@ -225,7 +225,7 @@ def test_a_table_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     table = ParquetDirectory(tmp_path)
     table.commit(QUERY, 0, written(tmp_path, 0, rows(1)))
     (tmp_path / "_nsparq" / "table.json").write_text('{"format": 2, "partition_by": ["topic"]}')
-    with pytest.raises(PipelineError, match="format version 2, and this nsparq knows 1"):
+    with pytest.raises(PipelineError, match="has format 2, and this version of nsparq reads formats up to 1"):
         table.commit(QUERY, 1, written(tmp_path, 1, rows(2)))
     with pytest.raises(PipelineError, match="format version 2"):
         compact.compact(table)
@@ -254,7 +254,7 @@ def test_a_directory_with_subdirectories_is_never_replaced(tmp_path: Path) -> No
     deeper = tmp_path / "topic=a" / "date=2026-11-15"
     deeper.mkdir()
     pq.write_table(pa.table({"n": [7]}), deeper / "x.parquet")
-    with pytest.raises(PipelineError, match="date=2026-11-15 holds files"):
+    with pytest.raises(PipelineError, match="date=2026-11-15 contains files"):
         compact.compact(ParquetDirectory(tmp_path))
     (tmp_path / "_nsparq" / "table.json").unlink()
     with pytest.raises(PipelineError, match="files partitioned by .* and files partitioned by"):

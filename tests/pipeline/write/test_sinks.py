@@ -199,7 +199,7 @@ def test_a_function_gets_a_repeated_micro_batch_with_the_same_number(
         ('format = "kafka"', r"\[pipeline.p.sink\] format: Spark does not know 'kafka': .* its JAR"),
         ('format = "nonsense"', "Spark does not know 'nonsense'"),
         ('format = "jdbc"', "'jdbc' cannot write streams; set batches = true"),
-        ('python = "given_sinks:short"', "given_sinks:short is called with a DataFrame and the number"),
+        ('python = "given_sinks:short"', "given_sinks:short must take a DataFrame and the number"),
         ('python = "given_sinks:nothing"', "given_sinks has no function nothing"),
         ('delta = "t", key = ["id"]', "key: there is no column 'id'; there are text"),
         ('jdbc = "jdbc:derby:x", table = "t", key = "text", latest_by = "at"', "latest_by: there is no"),

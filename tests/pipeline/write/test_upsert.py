@@ -45,7 +45,7 @@ def test_one_row_counts_for_each_key(spark: SparkSession) -> None:
     ("latest_by", "second", "reason"),
     [
         ((), (1, "tea", 2, 1, {}), '{"id":1,"item":"tea"}, and nothing says which one is newer'),
-        (("at.x",), (1, "tea", 1, 1, {"a": 1}), "and the same at.x: name further columns in latest_by"),
+        (("at.x",), (1, "tea", 1, 1, {"a": 1}), "and the same at.x: add columns to latest_by"),
         ((), (None, "tea", 1, 1, {}), 'a row has null in its key: {"id":null,"item":"tea"}'),
         ((), (2, "", 1, 1, {}), 'a row has null in its key: {"id":2,"item":""}'),
     ],

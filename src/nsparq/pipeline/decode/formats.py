@@ -25,6 +25,8 @@ UNDECODED: Final[Mapping[str, Mapping[str, str]]] = {
     "raw": {"body": "body", **{f"_{name}": name for name in ORIGIN}},
 }
 """Formats that leave the body unchanged: their columns, and the columns of the source."""
+DECODED: Final = "nsparq_decoded"
+"""Name of the observation that counts the `rows` of the only source, and how many are `bad`."""
 INSTALL: Final = "pip install 'nsparq[formats]'"
 CONFLUENT: Final = "confluent"
 """The framing of Confluent's serializers. `confluent:7` accepts only messages with schema id 7."""

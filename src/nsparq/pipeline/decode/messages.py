@@ -18,6 +18,7 @@ from pyspark.sql.types import IntegerType, StringType, StructField, StructType
 
 from nsparq.pipeline.decode.avro import Avro
 from nsparq.pipeline.decode.formats import (
+    DECODED,
     FRAME_BYTES,
     ORIGIN,
     UNDECODED,
@@ -75,7 +76,7 @@ def _text(definition: bytes) -> str:
 
 
 def good_rows(
-    messages: DataFrame, decode: Decode, schema: StructType, *, bad: str, observed: str
+    messages: DataFrame, decode: Decode, schema: StructType, *, bad: str, observed: str = DECODED
 ) -> DataFrame:
     """The decoded columns, and _topic, _node, _offset, _timestamp, _attempts and _id. With the
     format `message` these have no leading _.

@@ -13,7 +13,6 @@ from pyspark.sql.types import StructType
 
 from nsparq.pipeline.decode.messages import good_rows
 from nsparq.pipeline.errors import PipelineError, in_words
-from nsparq.pipeline.execute.progress import DECODED
 from nsparq.pipeline.execute.replay import committed
 from nsparq.pipeline.file.reading import parse
 from nsparq.pipeline.file.ready_made import Topics
@@ -46,7 +45,7 @@ def messages(spark: SparkSession, file: PipelineFile, until: str = "") -> DataFr
         found = spark.read.format("nsq").options(**options).load()
     except PySparkException as error:
         raise PipelineError(in_words(error)) from error
-    return good_rows(found, Decode(format="raw"), StructType(), bad="fail", observed=DECODED)
+    return good_rows(found, Decode(format="raw"), StructType(), bad="fail")
 
 
 def archived(spark: SparkSession, directory: Path, topics: Topics, until: str = "") -> DataFrame:

@@ -11,11 +11,10 @@ from enum import StrEnum
 from functools import reduce
 from typing import Any, Final
 
+from nsparq.pipeline.decode.formats import DECODED
 from nsparq.pipeline.file.spec import MESSAGES
 from nsparq.spark.source.positions import BadOffset, Offsets, decode
 
-DECODED: Final = "nsparq_decoded"
-"""Name of the observation that counts the `rows` of the only source, and how many are `bad`."""
 WRITTEN: Final = "nsparq_written"
 """Name of the observation that counts messages if Spark only sees files; see
 `write.direct_parquet`."""
