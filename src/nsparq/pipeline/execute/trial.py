@@ -24,7 +24,7 @@ from nsparq.pipeline.decode.samples import Sample
 from nsparq.pipeline.errors import PipelineError, in_words
 from nsparq.pipeline.execute.check import check_stream
 from nsparq.pipeline.execute.queries import decoded
-from nsparq.pipeline.execute.schemas import schema_of
+from nsparq.pipeline.execute.schemas import Bodies, schema_of
 from nsparq.pipeline.execute.steps import transform
 from nsparq.pipeline.execute.tables import load_tables
 from nsparq.pipeline.file.spec import Output, Pipeline, PipelineFile, Source
@@ -74,10 +74,7 @@ def try_out(
     Raises PipelineError where a run would refuse or fail, except for messages that do not decode.
     """
     own = {one.name: [sample for sample in samples if one.reads(sample.topic)] for one in pipeline.sources}
-    schemas = {
-        one.name: schema_of(pipeline, one, lambda own=own[one.name]: [sample.body for sample in own])
-        for one in pipeline.sources
-    }
+    schemas = {one.name: schema_of(pipeline, one, _bodies(own[one.name])) for one in pipeline.sources}
     replaced = tables or {}
     named = tuple(one for one in pipeline.tables if one.name not in replaced)
     static = {**replaced, **load_tables(spark, replace(pipeline, tables=named))}
@@ -115,6 +112,10 @@ def _letters(
     letters = dead_letters(messages, source.decode, schema, pipeline=pipeline.name, channel=source.channel())
     # Counting needs no Python process, and mostly there are none.
     return [json.loads(row.body) for row in letters.collect()] if letters.count() else []
+
+
+def _bodies(samples: Sequence[Sample]) -> Bodies:
+    return lambda: [sample.body for sample in samples]
 
 
 def _messages(spark: SparkSession, samples: Sequence[Sample]) -> DataFrame:
