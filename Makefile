@@ -102,7 +102,7 @@ docs: venv
 	$(BIN)/python -m nsparq.lookup.http_api --markdown > docs/reference/nsqlookupd-http.md
 	$(BIN)/python -m nsparq.admin.options --markdown > docs/reference/nsqadmin-options.md
 	$(BIN)/python -m nsparq.admin.options --toml > docs/reference/nsqadmin.example.toml
-	$(BIN)/python -m nsparq.admin.show.endpoints --markdown > docs/reference/nsqadmin-http.md
+	$(BIN)/python -m nsparq.admin.show.api.reference --markdown > docs/reference/nsqadmin-http.md
 	$(BIN)/python -m nsparq.tools.reference --markdown > docs/reference/tools.md
 	$(BIN)/python -m nsparq.spark.options --markdown > docs/reference/spark-options.md
 	$(BIN)/python -m nsparq.pipeline.file.reference --markdown > docs/reference/pipeline-file.md

@@ -232,7 +232,7 @@ def test_pipelines_are_shown_as_their_runner_tells(
         assert "no such column &lt;b&gt;x&lt;/b&gt;" in shown and "does not answer" in shown
         problems = {one.get("pipeline"): one for one in admin.get("/api/overview")["problems"]}
         assert problems["broken"]["severity"] == "critical"
-        assert problems["127.0.0.1:1"]["title"] == "a runner of pipelines does not answer"
+        assert problems["127.0.0.1:1"]["title"] == "pipeline runner does not answer"
         # The pipeline is no consumer of its channel, but it reads it.
         assert not any(one.get("channel") == "daily" for one in admin.get("/api/overview")["problems"])
         history = admin.get(f"/api/history/pipelines/{endpoint.address}/daily")

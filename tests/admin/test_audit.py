@@ -9,8 +9,8 @@ from urllib.parse import quote, urlencode
 
 import pytest
 
-from nsparq.admin.daemon import describe
 from nsparq.admin.security import CHANGES
+from nsparq.admin.show.api.reference import describe
 from tests.admin.support import REFERENCE_ADMIN, AdminThread, Cluster
 from tests.support import unique_name
 

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nsparq.admin.daemon import describe
 from nsparq.admin.options import TABLE
-from nsparq.admin.show.endpoints import INTRODUCTION
-from nsparq.http.describe import markdown
+from nsparq.admin.show.api.reference import page
 from tests.admin.support import AdminProcess, AdminThread
 from tests.support import wait_until
 from tests.support.http import HttpConnection
@@ -80,7 +78,7 @@ def test_a_policy_file_that_cannot_be_used_is_a_start_error(tmp_path: Path) -> N
     [
         ("nsqadmin-options.md", TABLE.markdown),
         ("nsqadmin.example.toml", TABLE.toml),
-        ("nsqadmin-http.md", lambda: markdown(describe(), INTRODUCTION)),
+        ("nsqadmin-http.md", page),
     ],
 )
 def test_the_reference_pages_are_up_to_date(name: str, content: object) -> None:

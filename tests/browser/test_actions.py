@@ -117,16 +117,16 @@ def test_a_topic_is_taken_off_a_node(visitor: Visitor, cluster: Cluster, topic: 
     node = cluster.addresses[0]
     if origin == "topic":
         visitor.go(f"/topics/{topic}")
-        opener = visitor.page.locator("summary", has_text=f"Take off {node}")
+        opener = visitor.page.locator("summary", has_text=f"Remove from {node}")
         name = (opener.get_attribute("id") or "").removesuffix("-open")
-        assert visitor.confirm(name, topic) == f"{topic} is taken off {node}."
+        assert visitor.confirm(name, topic) == f"Removed {topic} from {node}."
     else:
         visitor.go(f"/nodes/{node}")
         visitor.find("#tombstone-open").click()
         visitor.find("#tombstone-name").fill(topic)
         expect(visitor.find("#tombstone-do")).to_be_disabled()
         visitor.find("#tombstone-topic").select_option(topic)
-        assert visitor.act("#tombstone-do") == f"{topic} is taken off {node}."
+        assert visitor.act("#tombstone-do") == f"Removed {topic} from {node}."
     assert [bool(nsqd.topic_stats(topic)) for nsqd in cluster.nsqds] == [False, True]
 
 
@@ -147,8 +147,8 @@ def test_what_cannot_be_done_says_why(visitor: Visitor, cluster: Cluster, topic:
     for nsqd in cluster.nsqds:
         nsqd.control("delete", topic, "c")
     visitor.allowed.append("status of 404")
-    assert visitor.act("#pause") == "Not done: CHANNEL_NOT_FOUND"
-    visitor.sees("#error-title", "There is no such channel")
+    assert visitor.act("#pause") == "Failed: channel not found"
+    visitor.sees("#error-title", "Channel not found")
 
 
 # Messages
@@ -209,16 +209,16 @@ def test_dead_letters_are_published_once_more(
     cluster.add(source, "work")
     cluster.nsqds[0].publish(topic, letter(1, source), letter(2, source), letter(3, source))
     visitor.go(f"/messages/{topic}/c")
-    visitor.sees(".letter", f"from {source} / work, given up after 5 attempts: it <b>broke</b>")
+    visitor.sees(".letter", f"from {source} / work, failed after 5 attempts: it <b>broke</b>")
     assert visitor.find("#message-list > li > pre").first.inner_text() == '{\n  "n": 1\n}'
     choices = visitor.find("#message-list [type=checkbox]")
     choices.nth(0).check()
     choices.nth(2).check()
-    assert visitor.act("#copy-do") == "Published 2 once more."
+    assert visitor.act("#copy-do") == "Messages published again: 2."
     bodies = [json.loads(one["body"])["n"] for one in admin.get(f"/api/messages/{source}")["messages"]]
     assert sorted(bodies) == [1, 3]
     assert depth(cluster, topic) == 3
-    assert visitor.act("#copy-do") == "Not done: NOTHING_CHOSEN"
+    assert visitor.act("#copy-do") == "Failed: no messages are selected"
     assert audited(admin, topic) == ["copy_messages: done, 2 published"]
 
 
@@ -233,7 +233,7 @@ def test_dead_letters_are_moved_back_to_where_they_came_from(
     visitor.find("#move-open").click()
     expect(visitor.find("#move-do")).to_be_disabled()
     visitor.find("#move-name").fill("c")
-    assert visitor.act("#move-do") == "Moved 10; 0 are left."
+    assert visitor.act("#move-do") == "Messages moved: 10; left in the channel: 0."
     assert (depth(cluster, topic), depth(cluster, topic, "d")) == (0, 10)
     assert depth(cluster, source, "work") == 10
     assert is_paused(cluster, topic, "c") == {False}
@@ -259,7 +259,7 @@ def test_a_channel_is_replayed_after_a_look_at_what_that_does(
     visitor.find("#time").fill("last tuesday")
     assert visitor.find("#to-time").is_checked()
     visitor.find("#plan-do").click()
-    visitor.sees("#bad-target", "is no time")
+    visitor.sees("#bad-target", "is not a time")
     visitor.find("#time").fill(f"{middle:.6f}")
     visitor.find("#plan-do").click()
     expect(visitor.find("#plan-again")).to_have_text("3")
@@ -270,13 +270,13 @@ def test_a_channel_is_replayed_after_a_look_at_what_that_does(
     visitor.wait_for_script()
     expect(visitor.find("#seek-do")).to_be_disabled()
     visitor.find("#seek-name").fill("c")
-    assert visitor.act("#seek-do") == "Done: 7 messages come again, 0 are skipped."
+    assert visitor.act("#seek-do") == "Channel moved. Messages delivered again: 7; skipped: 0."
     expect(visitor.find("#channel-depth")).to_have_text("7")
     assert depth(cluster, topic, "d") == 7
     visitor.go(f"/replay/{topic}/c?to=end")
     expect(visitor.find("#plan-skipped")).to_have_text("7")
     visitor.find("#seek-name").fill("c")
-    assert visitor.act("#seek-do") == "Done: 0 messages come again, 7 are skipped."
+    assert visitor.act("#seek-do") == "Channel moved. Messages delivered again: 0; skipped: 7."
     assert audited(admin, topic) == [
         "seek_channel: done, 7 again, 0 skipped",
         "seek_channel: done, 0 again, 7 skipped",
@@ -315,7 +315,7 @@ def test_people_log_in_see_what_they_may_do_and_log_out(
     assert visitor.axe() == []
     assert visitor.find("#main-nav").count() == 0
     log_in(visitor, "wrong")
-    visitor.sees("#login-failed", "not right")
+    visitor.sees("#login-failed", "Wrong name")
     log_in(visitor, "ada-secret")
     visitor.sees("#topic-name", topic)
     assert visitor.text("#user") == "ada"
@@ -348,5 +348,5 @@ def test_a_page_left_open_says_when_the_login_has_ended(
     log_in(visitor, "ada-secret")
     visitor.page.context.clear_cookies(name="nsqadmin_session")
     visitor.page.keyboard.press("r")
-    visitor.sees("#live-state", "you are not logged in any more")
+    visitor.sees("#live-state", "you are no longer logged in")
     wait_until(lambda: visitor.text("#live-state").startswith("not up to date"))

@@ -73,7 +73,7 @@ def test_what_a_hostile_node_says_stays_text(visit: Callable[..., Visitor], host
     # The script handles names too: the chart of a consumer, the filter, the confirmation.
     visitor.find("#clients-table tbody a").click()
     visitor.sees("#chart-client figcaption", "alert(")
-    assert visitor.confirm("delete", IN_PATH).startswith("Not done: UPSTREAM_ERROR")
+    assert visitor.confirm("delete", IN_PATH).startswith("Failed: UPSTREAM_ERROR")
     is_harmless(visitor)
     visitor.go("/topics")
     visitor.find("#filter").fill(IN_PATH)
@@ -104,7 +104,7 @@ def test_messages_and_clients_of_a_real_node_stay_text(
         visitor.go(f"/messages/{topic}")
         visitor.find("#copy-to").fill("<script>alert(1)</script>")
         visitor.find("#message-list [type=checkbox]").first.check()
-        assert visitor.act("#copy-do") == "Not done: INVALID_TOPIC"
+        assert visitor.act("#copy-do") == "Failed: not a valid topic name"
         is_harmless(visitor)
 
 

@@ -100,7 +100,7 @@ def test_a_page_is_for_everybody_in_light_and_dark_and_on_a_phone(
 # What stands on them
 
 
-def test_the_overview_says_what_needs_a_person_and_why(visitor: Visitor, place: Callable[[str], str]) -> None:
+def test_the_overview_says_what_needs_attention(visitor: Visitor, place: Callable[[str], str]) -> None:
     visitor.go(place("overview"))
     assert visitor.number("#total-nodes") == 2
     problem = visitor.page.locator(".problem", has_text="orders / billing")
@@ -152,8 +152,8 @@ def test_the_pages_of_nsq_show_what_nsq_shows(
     visitor.sees("#node-table", "emails")
     visitor.sees("#node-table", "mailer/2.0")
     visitor.go(place("lookup"))
-    visitor.sees("#asked", cluster.lookupd_address)
-    visitor.sees("#idle", "idle.topic")
+    visitor.sees("#daemons", cluster.lookupd_address)
+    visitor.sees("#inactive", "idle.topic")
     visitor.go(place("counter"))
     assert visitor.number("#counter") >= 6
 
@@ -386,7 +386,7 @@ def test_pages_and_forms_work_without_scripts(visitor: Visitor, cluster: Cluster
     visitor.find("#delete-open").click()
     visitor.find("#delete-name").fill("wrong")
     visitor.find("#delete-do").click()
-    visitor.sees("#note", "Not done: to confirm, type c exactly.")
+    visitor.sees("#note", "Not confirmed: type c exactly.")
     visitor.find("#delete-open").click()
     visitor.find("#delete-name").fill("c")
     visitor.find("#delete-do").click()

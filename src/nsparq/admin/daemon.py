@@ -1,4 +1,4 @@
-"""nsqadmin as a running thing: its parts, its listener, and their clean end."""
+"""The daemon: its parts, its listener, start and stop."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ from pathlib import Path
 
 from nsparq import logs
 from nsparq.addresses import join_address, split_address
-from nsparq.admin.change.actions import Actions, Refused, audit
-from nsparq.admin.change.notify import Notifier
+from nsparq.admin.change.actions import Actions, Forbidden, Notifier, audit
 from nsparq.admin.change.operations import Operations
 from nsparq.admin.collect.cluster import Cluster
-from nsparq.admin.collect.graphite import Graphite
 from nsparq.admin.collect.pipelines import Pipelines
 from nsparq.admin.collect.upstream import TlsFiles, Upstream
 from nsparq.admin.collect.watch import Watch
 from nsparq.admin.health import Problem, find_problems
 from nsparq.admin.options import NsqadminOptions, clean_base_path
+from nsparq.admin.routing import AdminApi
 from nsparq.admin.security import CHANGES, Guard
-from nsparq.admin.show.api import JsonApi
-from nsparq.admin.show.endpoints import api_endpoints, daemon_endpoints
+from nsparq.admin.show.api import api_endpoints
 from nsparq.admin.show.forms import Forms, Notes
-from nsparq.admin.show.more_api import MoreApi, more_endpoints
 from nsparq.admin.show.pages import Pages
-from nsparq.admin.show.routing import AdminApi
 from nsparq.errors import StartError
 from nsparq.http.api import ApiError, Request, Response
 from nsparq.http.hosts import HostNames
@@ -37,13 +33,13 @@ from nsparq.server.auth.policy import StaticPolicy
 from nsparq.server.auth.tokens import TokenCache
 from nsparq.version import NSQ_VERSION, version_line
 
-__all__ = ["Nsqadmin", "describe"]
+__all__ = ["Nsqadmin"]
 
 logger = logging.getLogger(__name__)
 
 
 class Nsqadmin:
-    """One daemon. start() and stop() once each; everything runs on the loop that start() is called on."""
+    """start() and stop() once each. Everything runs on the loop that start() is called on."""
 
     def __init__(self, options: NsqadminOptions) -> None:
         """Raises StartError for a policy file that cannot be used."""
@@ -64,7 +60,7 @@ class Nsqadmin:
         self.notifier = Notifier(self.upstream, options.notification_http_endpoint)
         self.actions = Actions(self.cluster, self.notifier)
         self._threads = ThreadPoolExecutor(2, "nsqadmin-hash")
-        """For passwords."""
+        """Hash passwords."""
         self._policy: StaticPolicy | None = None
         if options.auth_policy_file:
             self._policy = StaticPolicy(Path(options.auth_policy_file), self._threads)
@@ -84,21 +80,19 @@ class Nsqadmin:
         self.operations = Operations(self)
         self.notes = Notes()
         hosts = HostNames(options.http_address, allowed=options.allowed_host)
-        self.json_api = JsonApi(self)
         self.pages = Pages(self)
         self.api = AdminApi(
             title="nsqadmin",
             version=NSQ_VERSION,
             endpoints=[
-                *api_endpoints(self.json_api),
-                *more_endpoints(MoreApi(self)),
-                *daemon_endpoints(self, self.json_api, Graphite(self)),
+                *api_endpoints(self),
                 *self.pages.endpoints(),
                 *Forms(self).endpoints(),
             ],
             base=self.base,
             guard=self.guard,
-            # With a policy file a page of somebody else's has no session and no secret.
+            # With a policy file a foreign page has no session and no secret, whatever its host
+            # name.
             check_host=None if self.guard.has_login else hosts.check,
             show_error=self._show_error,
         )
@@ -123,7 +117,7 @@ class Nsqadmin:
         )
         if options.auth_secret and options.lookupd_http_address and not options.auth_secret_for:
             logger.warning(
-                "--auth-secret is sent to no node that nsqlookupd names, unless it has a certificate of "
+                "--auth-secret is not sent to nodes found by nsqlookupd, except those with a certificate of "
                 "--http-client-tls-root-ca-file: name the nodes with --auth-secret-for"
             )
         await _check_resolve("lookupd-http-address", options.lookupd_http_address)
@@ -142,7 +136,8 @@ class Nsqadmin:
         logger.info("HTTP: listening on %s", join_address(*self.http_address))
 
     async def stop(self) -> None:
-        """Stop accepting, answer what is under way, say what is still to be said. Twice is safe."""
+        """Stop accepting, answer the requests in progress, send the waiting notifications. Twice is
+        safe."""
         http, self._http = self._http, None
         if http is None:
             return
@@ -156,14 +151,14 @@ class Nsqadmin:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def reload(self) -> None:
-        """SIGHUP: the policy file is read again. Whoever has changed in it logs in again."""
+        """SIGHUP: read the policy file again. Users that changed in it must log in again."""
         if self._policy is None:
             logger.info("SIGHUP: nothing to reload")
         else:
             self._policy.reload()
 
     def problems(self) -> list[Problem]:
-        """What needs a person, the worst first; worked out once for each poll."""
+        """The most urgent first. Computed once for each poll."""
         seen = (self.watch.number, id(self.pipelines.found))
         if self._problems[0] != seen:
             self._problems = (seen, find_problems(self.watch, self.pipelines.found))
@@ -171,7 +166,7 @@ class Nsqadmin:
 
     def _show_error(self, request: Request, error: ApiError) -> Response | None:
         endpoint = request.endpoint
-        if request.method in CHANGES and error.status in (401, 403) and not isinstance(error, Refused):
+        if request.method in CHANGES and error.status in (401, 403) and not isinstance(error, Forbidden):
             reason = str(error.more.get("reason", "")) or error.code
             audit(request.method.lower(), self.guard.actor(request), f"refused - {reason}", path=request.path)
         return self.pages.error(request, error) if endpoint and endpoint.group == "Pages" else None
@@ -191,14 +186,9 @@ async def _check_resolve(flag: str, addresses: tuple[str, ...]) -> None:
     loop = asyncio.get_running_loop()
     for address in addresses:
         place = split_address(address)
-        assert place is not None  # validate() has seen to it
+        assert place is not None  # validate() has checked it
         try:
             await loop.getaddrinfo(*place, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError, OverflowError) as error:
             reason = getattr(error, "strerror", "") or error
             raise StartError(f"failed to resolve --{flag} ({address}) - {reason}") from error
-
-
-def describe() -> AdminApi:
-    """The API without a daemon behind it."""
-    return Nsqadmin(NsqadminOptions()).api

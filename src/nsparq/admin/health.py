@@ -1,7 +1,7 @@
-"""What is unhealthy, and why: worked out from the figures of the last polls, sorted by what needs a person.
+"""Finds problems in the figures of the last polls, the most urgent first.
 
-Each finding says what was seen, in numbers, and what it usually means. None is a verdict: a queue that grows
-at night and is empty by noon is how some people work, so what only may be wrong is said as such.
+Each problem has a title, the figures, and a hint about the usual cause. What may be intended, such
+as a queue that grows at night and is empty by noon, is only a notice.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from nsparq.admin.collect.pipelines import readers
 from nsparq.admin.collect.watch import Watch
+from nsparq.admin.show.templating import size
 from nsparq.names import is_ephemeral
 
 __all__ = ["Problem", "Severity", "find_problems"]
@@ -24,30 +25,30 @@ __all__ = ["Problem", "Severity", "find_problems"]
 Array = NDArray[np.float64]
 
 GROWING_S: Final = 300.0
-"""Growth is looked at over so long; over less, but a minute at least, while there is not more to look at."""
+"""Growth is measured over this time; soon after the start over less, but at least over a minute."""
 GROWN: Final = 100
-"""Messages by which a queue must have grown to be worth a word."""
+"""A queue that has grown by fewer messages is no problem."""
 STUCK_S: Final = 60.0
-"""Rates are those of so long; and who finishes nothing for so long is stuck."""
+"""Rates are means over this time. A consumer that finishes nothing for this time is stuck."""
 MANY_TIMEOUTS: Final = 0.05
 MANY_REQUEUES: Final = 0.5
-"""Timeouts and requeues, as parts of what is finished."""
+"""Timeouts and requeues, relative to finished messages."""
 DISK_LOW, DISK_CRITICAL = 0.15, 0.05
-"""Free share of the disk."""
+"""Free shares of a disk."""
 DISK_SOON_S: Final = 24 * 3600.0
 MAX_PER_KIND: Final = 100
-"""A cluster in which everything is wrong has one cause, not ten thousand: more are only counted."""
+"""Further problems of a kind are counted, not listed: ten thousand usually have one cause."""
 
 
 class Severity(IntEnum):
-    """How soon somebody should look."""
+    """How urgent a problem is."""
 
     CRITICAL = 3
-    """Something is lost, or will be."""
+    """Data is lost, or will be soon."""
     WARNING = 2
-    """It does not go on like this."""
+    """It gets worse unless somebody acts."""
     NOTICE = 1
-    """As it is meant, perhaps."""
+    """It may be intended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +56,18 @@ class Problem:
     kind: str
     severity: Severity
     title: str
-    """What is wrong, in a few words, without names."""
+    """A few words, without names."""
     detail: str
     """The figures."""
     hint: str
-    """What it usually means."""
+    """The usual cause, or what to do."""
     topic: str = ""
     channel: str = ""
     node: str = ""
     client: str = ""
     pipeline: str = ""
     weight: float = 0.0
-    """Among those of the same severity the larger comes first."""
+    """Orders problems of the same severity, the heaviest first."""
 
     def as_json(self) -> dict[str, Any]:
         found = {name: getattr(self, name) for name in ("kind", "title", "detail", "hint")}
@@ -76,18 +77,16 @@ class Problem:
 
 
 def find_problems(watch: Watch, pipelines: Sequence[Mapping[str, Any]] = ()) -> list[Problem]:
-    """The worst first."""
-    found: list[Problem] = []
-    for kind in (
-        _asking(watch),
-        _nodes(watch),
-        _lost(watch),
-        _channels(watch, readers(pipelines)),
-        _topics(watch),
-        _clients(watch),
-        _pipelines(pipelines),
-    ):
-        found += kind
+    """The most urgent first."""
+    found = [
+        *_lookups(watch),
+        *_nodes(watch),
+        *_lost(watch),
+        *_channels(watch, readers(pipelines)),
+        *_topics(watch),
+        *_clients(watch),
+        *_pipelines(pipelines),
+    ]
     found.sort(key=lambda one: (-one.severity, -one.weight, one.topic, one.channel, one.node))
     return _bounded(found)
 
@@ -101,15 +100,15 @@ def _bounded(found: list[Problem]) -> list[Problem]:
             kept.append(one)
     for kind, count in counts.items():
         if count > MAX_PER_KIND:
-            text = f"{count - MAX_PER_KIND:,} more like it are not listed"
-            kept.append(Problem(kind, Severity.NOTICE, "and more", f"{kind}: {text}", ""))
+            text = f"{kind}: {count - MAX_PER_KIND:,} more are not listed"
+            kept.append(Problem(kind, Severity.NOTICE, "more of the same kind", text, ""))
     return kept
 
 
 # Daemons
 
 
-def _asking(watch: Watch) -> Iterator[Problem]:
+def _lookups(watch: Watch) -> Iterator[Problem]:
     unreachable = {f"{address}: {state.error}" for address, state in watch.nodes.items() if state.error}
     for error in watch.errors:
         if error in unreachable:
@@ -120,7 +119,7 @@ def _asking(watch: Watch) -> Iterator[Problem]:
             Severity.CRITICAL if is_all else Severity.WARNING,
             "no nsqlookupd answers" if is_all and "nsqlookupd" in error else "a daemon does not answer",
             error,
-            "What is shown may not be all there is." if not is_all else "New nodes and topics are not seen.",
+            "New nodes and topics are not detected." if is_all else "Some data may be missing.",
             weight=1e9,
         )
 
@@ -133,7 +132,7 @@ def _nodes(watch: Watch) -> Iterator[Problem]:
                 Severity.CRITICAL,
                 "node does not answer",
                 f"for {_duration(watch.polled_s - state.since_s)}: {state.error}",
-                "It is listed, so it was there lately; or it is there, and cannot be reached from here.",
+                "It is registered, so it ran a short time ago. It may be down, or nsqadmin cannot reach it.",
                 node=address,
                 weight=1e8,
             )
@@ -142,9 +141,9 @@ def _nodes(watch: Watch) -> Iterator[Problem]:
             yield Problem(
                 "unhealthy",
                 Severity.CRITICAL,
-                "node says that it is not well",
+                "node is unhealthy",
                 state.health,
-                "Publishing to it fails while this lasts; most often its disk is full.",
+                "Publishing to it fails meanwhile. Often its disk is full.",
                 node=address,
                 weight=1e8,
             )
@@ -153,8 +152,8 @@ def _nodes(watch: Watch) -> Iterator[Problem]:
                 "version",
                 Severity.NOTICE,
                 "node runs an older version",
-                f"{state.node.version}, while others run a newer one",
-                "Fine during an upgrade.",
+                f"{state.node.version}; other nodes run a newer version",
+                "Normal during an upgrade.",
                 node=address,
             )
         yield from _disk(watch, address)
@@ -168,20 +167,21 @@ def _disk(watch: Watch, address: str) -> Iterator[Problem]:
     left_s = _time_left(watch, address, share)
     if share >= DISK_LOW and left_s > DISK_SOON_S:
         return
-    soon = f"; at the present rate full in {_duration(left_s)}" if left_s < 30 * 24 * 3600 else ""
+    soon = f"; full in {_duration(left_s)} at the current rate" if left_s < 30 * 24 * 3600 else ""
     yield Problem(
         "disk",
         Severity.CRITICAL if share < DISK_CRITICAL or left_s < 3600 else Severity.WARNING,
         "disk is filling" if soon else "disk is nearly full",
-        f"{share:.1%} of {_bytes(state.disk_size)} free ({_bytes(state.disk_free)}){soon}",
-        "When it is full publishing fails; consumers go on. Channels without consumers hold messages back.",
+        f"{share:.1%} of {size(state.disk_size)} free ({size(state.disk_free)}){soon}",
+        "When it is full, publishing fails; consumers still work. Channels without consumers keep their "
+        "messages on disk.",
         node=address,
         weight=1e7 * (1 - share),
     )
 
 
 def _time_left(watch: Watch, address: str, share: float) -> float:
-    """Until the disk is full, if it goes on as in the last hours or minutes; infinity if it does not fill."""
+    """Seconds until the disk is full at the rate of the last hours or minutes, or infinity."""
     for resolution in (1, 0):
         points = watch.nodes_table.points((address,), resolution)
         free = points.values[:, watch.nodes_table.column["disk_free"]] if points.times else np.empty(0)
@@ -199,8 +199,8 @@ def _lost(watch: Watch) -> Iterator[Problem]:
             "lost",
             Severity.CRITICAL,
             "messages were lost",
-            f"{count:,} since the node was started, to a damaged disk or for lack of room",
-            "See the node's log. Ephemeral topics and channels drop what does not fit in memory.",
+            f"{count:,} since the node was started: a damaged disk, or no room in memory",
+            "See the node's log. Ephemeral topics and channels drop messages that do not fit in memory.",
             topic=key[0],
             channel=key[1] if len(key) > 1 else "",
             weight=1e9,
@@ -211,7 +211,7 @@ def _lost(watch: Watch) -> Iterator[Problem]:
 
 
 def _growth(watch: Watch, depth: Array) -> tuple[Array, float]:
-    """By how much each channel's depth has grown, and over which time; NaN where it is not known."""
+    """How much the depth of each channel has grown, and over which time; NaN if unknown."""
     for age_s in (GROWING_S, GROWING_S / 2, 60.0):
         found = watch.channels.before(age_s, "depth")
         if found is not None:
@@ -221,8 +221,8 @@ def _growth(watch: Watch, depth: Array) -> tuple[Array, float]:
 
 
 def _channels(watch: Watch, read: Set[tuple[str, str]]) -> Iterator[Problem]:
-    """What is worth a word is found for all channels at once; few are. `read` are those that a pipeline
-    reads."""
+    """The signs of a problem are computed for all channels at once; only the few with a sign are
+    looked at one by one. `read`: the channels that a pipeline reads."""
     table = watch.channels
     now = {name: table.now[:, column] for name, column in table.column.items()}
     rates = {name: table.recent(name, STUCK_S) for name in ("out_rate", "timeout_rate", "requeue_rate")}
@@ -231,8 +231,9 @@ def _channels(watch: Watch, read: Set[tuple[str, str]]) -> Iterator[Problem]:
     with np.errstate(invalid="ignore"):
         signs = {
             "growing": (growth >= GROWN) & (growth >= 0.1 * (depth - growth)),
-            # Spark reads ranges of the log, and is no consumer; but what it has read goes.
-            "alone": (now["clients"] == 0) & (depth > 0) & ~(rates["out_rate"] > 0),
+            # Spark reads ranges of the log and is no consumer. Its commits show as finished
+            # messages.
+            "unread": (now["clients"] == 0) & (depth > 0) & ~(rates["out_rate"] > 0),
             "timeouts": (rates["timeout_rate"] > 0) & (rates["timeout_rate"] > MANY_TIMEOUTS * out),
             "requeues": (rates["requeue_rate"] > 0.1) & (rates["requeue_rate"] > MANY_REQUEUES * out),
             "stuck": (now["clients"] > 0) & (now["in_flight"] > 0) & (rates["out_rate"] == 0) & (depth > 0),
@@ -246,7 +247,7 @@ def _channels(watch: Watch, read: Set[tuple[str, str]]) -> Iterator[Problem]:
             figures = {name: float(values[place]) for name, values in {**now, **rates}.items()}
             speed = float(growth[place]) / elapsed_s if signs["growing"][place] else 0.0
             seen = {name for name, sign in signs.items() if sign[place]}
-            yield from _about_channel(watch, key, seen - {"alone"} if key in read else seen, figures, speed)
+            yield from _about_channel(watch, key, seen - {"unread"} if key in read else seen, figures, speed)
 
 
 def _about_channel(
@@ -255,20 +256,20 @@ def _about_channel(
     topic, channel = key
     about: dict[str, Any] = {"topic": topic, "channel": channel}
     waiting, out = figures["depth"], f"{figures['out_rate']:,.1f}/s"
-    shown = f"{waiting:,.0f} waiting" + (f", {speed:+,.1f} a second" if speed else "")
+    shown = f"{waiting:,.0f} waiting" + (f", {speed:+,.1f}/s" if speed else "")
     if key in watch.paused or (topic,) in watch.paused:
         if "growing" in signs:
             yield Problem(
                 "paused",
                 Severity.NOTICE,
-                "paused, and messages wait",
+                "paused with a growing backlog",
                 shown,
-                "Somebody has paused it.",
+                "Resume it if the pause is no longer needed.",
                 weight=waiting,
                 **about,
             )
         return
-    if "alone" in signs:
+    if "unread" in signs:
         yield _without_consumers(channel, shown, speed > 0, waiting, about)
         return
     if "growing" in signs:
@@ -276,10 +277,10 @@ def _about_channel(
         yield Problem(
             "growing",
             Severity.WARNING,
-            "falls behind",
-            f"{shown}; {figures['in_rate']:,.1f}/s come, {out} are finished, by "
-            + (f"{clients:.0f} consumers" if clients else "a reader of the log, such as a pipeline"),
-            "The consumers are too slow or too few." if clients else "What reads it is too slow.",
+            "backlog is growing",
+            f"{shown}; {figures['in_rate']:,.1f}/s arrive, {out} are finished by "
+            + (f"{clients:.0f} consumers" if clients else "a pipeline or another reader of the log"),
+            "The consumers are too slow or too few." if clients else "The reader is too slow.",
             weight=waiting,
             **about,
         )
@@ -288,9 +289,9 @@ def _about_channel(
             "timeouts",
             Severity.WARNING,
             "messages time out",
-            f"{figures['timeout_rate']:,.2f}/s, while {out} are finished",
-            "A consumer takes messages and does not answer in time: it hangs, or needs longer than "
-            "msg-timeout; each is then worked on twice.",
+            f"{figures['timeout_rate']:,.2f}/s time out, {out} are finished",
+            "A consumer does not finish messages in time: it hangs, or needs longer than msg-timeout. "
+            "Messages that time out are delivered again.",
             weight=figures["timeout_rate"] * 1000,
             **about,
         )
@@ -300,7 +301,7 @@ def _about_channel(
             Severity.WARNING,
             "consumers finish nothing",
             f"{figures['in_flight']:,.0f} in flight and {waiting:,.0f} waiting for over a minute",
-            "The consumers hang, or each message takes them very long.",
+            "The consumers hang, or need very long for each message.",
             weight=waiting,
             **about,
         )
@@ -308,9 +309,9 @@ def _about_channel(
         yield Problem(
             "requeues",
             Severity.NOTICE,
-            "many messages are put back",
-            f"{figures['requeue_rate']:,.2f}/s, while {out} are finished",
-            "Consumers fail on messages; those that always fail come back again and again.",
+            "high requeue rate",
+            f"{figures['requeue_rate']:,.2f}/s are requeued, {out} are finished",
+            "Consumers fail on messages. A message that always fails is delivered again and again.",
             weight=figures["requeue_rate"] * 100,
             **about,
         )
@@ -320,11 +321,11 @@ def _without_consumers(
     channel: str, shown: str, is_growing: bool, waiting: float, about: dict[str, Any]
 ) -> Problem:
     if is_ephemeral(channel):
-        hint = "It goes with its last consumer, so one has just left."
+        hint = "The last consumer has just left. nsqd deletes an ephemeral channel without consumers."
     elif is_growing:
-        hint = "Nobody reads it and it keeps growing: start its consumer or pipeline, or delete the channel."
+        hint = "The backlog keeps growing. Start a consumer or pipeline, or delete the channel."
     else:
-        hint = "Nobody reads it: start its consumer or pipeline, or delete the channel if nobody needs it."
+        hint = "Start a consumer or pipeline, or delete the channel if it is no longer needed."
     return Problem(
         "no consumers",
         Severity.WARNING if is_growing else Severity.NOTICE,
@@ -347,8 +348,8 @@ def _topics(watch: Watch) -> Iterator[Problem]:
             yield Problem(
                 "no channel",
                 Severity.NOTICE,
-                "nobody has ever read it",
-                f"{waiting:,.0f} messages, and no channel",
+                "topic has no channel",
+                f"{waiting:,.0f} messages waiting",
                 "Messages wait in the topic until its first channel is created.",
                 topic=name,
                 weight=float(waiting),
@@ -359,7 +360,7 @@ def _topics(watch: Watch) -> Iterator[Problem]:
 
 
 def _clients(watch: Watch) -> Iterator[Problem]:
-    """Those that hold messages and finish none, while others of the same channel do."""
+    """Consumers that hold messages and finish none, while others of the same channel do."""
     table = watch.clients
     if not len(table):
         return
@@ -382,14 +383,14 @@ def _clients(watch: Watch) -> Iterator[Problem]:
             continue
         others = watch.channels.latest((topic, channel)) or {}
         if not others.get("out_rate", 0) > 0:
-            continue  # the channel as a whole is stuck, which is said there
+            continue  # the whole channel is stuck: _channels() reports that
         yield Problem(
             "slow client",
             Severity.WARNING,
             "a consumer finishes nothing",
-            f"{in_flight[place]:,.0f} in flight for over a minute, while others finish "
-            f"{others['out_rate']:,.1f} a second",
-            "It hangs, or has a message that takes very long.",
+            f"{in_flight[place]:,.0f} in flight for over a minute; other consumers finish "
+            f"{others['out_rate']:,.1f}/s",
+            "It hangs, or needs very long for a message.",
             topic=topic,
             channel=channel,
             node=node,
@@ -408,7 +409,7 @@ def _pipelines(pipelines: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
             yield Problem(
                 "pipeline",
                 Severity.WARNING,
-                "a runner of pipelines does not answer",
+                "pipeline runner does not answer",
                 str(error),
                 "",
                 **about,  # type: ignore[arg-type]  # a name and a number
@@ -417,28 +418,20 @@ def _pipelines(pipelines: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
             yield Problem(
                 "pipeline",
                 Severity.CRITICAL if one["state"] == "failed" else Severity.WARNING,
-                "pipeline has failed" if one["state"] == "failed" else "pipeline has failed, and is retried",
-                str(one.get("error") or "no reason is given")[:500],
-                "Nothing is lost: its channels keep what it has not read.",
+                "pipeline failed" if one["state"] == "failed" else "pipeline failed and is being retried",
+                str(one.get("error") or "no error text")[:500],
+                "No data is lost: its channels keep the messages that it has not read.",
                 **about,  # type: ignore[arg-type]  # a name and a number
             )
 
 
-# Words
+# Formatting
 
 
 def _duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "a long time"
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if abs(count) < 1000:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} PB"

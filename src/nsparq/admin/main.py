@@ -1,4 +1,4 @@
-"""The `nsqadmin` command. See nsparq.process for what it does with the command line and with signals."""
+"""The `nsqadmin` command. nsparq.process handles its command line and signals."""
 
 import sys
 from collections.abc import Sequence

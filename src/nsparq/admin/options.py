@@ -1,6 +1,7 @@
-"""The options of nsqadmin: the one table behind its flags, its TOML file, its help and its reference page.
+"""The options of nsqadmin: one table for its flags, its TOML file, its help and its reference page.
 
-`python -m nsparq.admin.options --markdown` (or `--toml`) prints the checked-in copies under docs/reference.
+`python -m nsparq.admin.options --markdown` (or `--toml`) prints the checked-in copies under
+docs/reference.
 """
 
 import ipaddress
@@ -30,7 +31,7 @@ __all__ = ["TABLE", "NsqadminOptions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NsqadminOptions:
-    """What an operator can set. Durations are in seconds."""
+    """Durations are in seconds."""
 
     log_level: str = opt(
         "info",
@@ -41,7 +42,7 @@ class NsqadminOptions:
     log_prefix: str = opt("[nsqadmin] ", "start of every log line", STRING)
 
     http_address: str = opt("0.0.0.0:4171", "`host:port` for HTTP clients", STRING, heading="Addresses")
-    base_path: str = opt("/", "path that all URLs begin with, for use behind a proxy", STRING)
+    base_path: str = opt("/", "prefix of all URLs, for use behind a proxy", STRING)
     lookupd_http_address: tuple[str, ...] = opt(
         (),
         "`host:port` of an nsqlookupd's HTTP API",
@@ -50,72 +51,68 @@ class NsqadminOptions:
     )
     nsqd_http_address: tuple[str, ...] = opt(
         (),
-        "`host:port` of an nsqd's HTTP API, where there is no nsqlookupd",
+        "`host:port` of an nsqd's HTTP API, if there is no nsqlookupd",
         STRINGS,
         file_key="nsqd_http_addresses",
     )
     pipeline_http_address: tuple[str, ...] = opt(
         (),
-        "`host:port` where a runner of Spark pipelines tells its status",
+        "`host:port` of a pipeline runner's status: the `metrics_address` of its file",
         STRINGS,
         file_key="pipeline_http_addresses",
     )
 
     http_client_connect_timeout: float = opt(
         2.0,
-        "time to connect to an nsqlookupd, an nsqd or graphite",
+        "timeout to connect to an nsqlookupd, an nsqd or graphite",
         DURATION,
-        heading="Asking others",
+        heading="Requests to daemons",
         bound="positive",
     )
-    http_client_request_timeout: float = opt(
-        5.0, "time until one of them has answered in full", DURATION, bound="positive"
-    )
+    http_client_request_timeout: float = opt(5.0, "timeout for a whole answer", DURATION, bound="positive")
     http_client_tls_insecure_skip_verify: bool = opt(
-        False, "do not check the certificates of nsqds that want HTTPS", BOOL
+        False, "do not check the certificates of nsqds with HTTPS", BOOL
     )
     http_client_tls_root_ca_file: str = opt(
-        "", "PEM file with the authorities that signed them (empty: those of the system)", STRING
+        "", "PEM file with the authorities to trust (empty: those of the system)", STRING
     )
-    http_client_tls_cert: str = opt("", "PEM file with our own certificate for them", STRING)
+    http_client_tls_cert: str = opt("", "PEM file with nsqadmin's own certificate", STRING)
     http_client_tls_key: str = opt("", "PEM file with its key", STRING)
     auth_secret: str = opt(
         "",
-        "what nsqds are shown that guard their HTTP API with a policy file; better given in the config file. "
-        "It is sent to nodes of `--nsqd-http-address` and of `--auth-secret-for`, and over HTTPS to nodes "
-        "with a certificate of `--http-client-tls-root-ca-file`; to no others",
+        "secret for nsqds that guard their HTTP API with a policy file; better set in the config file. It is "
+        "sent to nodes of `--nsqd-http-address` and of `--auth-secret-for`, and over HTTPS to nodes with a "
+        "certificate of `--http-client-tls-root-ca-file`; to no others",
         STRING,
     )
     auth_secret_for: tuple[str, ...] = opt(
         (),
-        "nodes found by nsqlookupd that may be shown `--auth-secret`: a host, `host:port`, a network such as "
+        "nodes found by nsqlookupd that may get `--auth-secret`: a host, `host:port`, a network such as "
         "`10.1.0.0/16`, a pattern such as `*.nsq.example.com`, or `*` for every node, whoever registered it",
         STRINGS,
     )
 
     acl_http_header: str = opt(
         "X-Forwarded-User",
-        "header by which a proxy says who the user is",
+        "header with the user's name, set by a proxy",
         STRING,
-        heading="Who may do what",
+        heading="Access",
     )
     admin_user: tuple[str, ...] = opt(
         (),
-        "user, as named by that header, who may change things (none given: everybody may)",
+        "user in that header who may change things (none given: everybody may)",
         STRINGS,
         file_key="admin_users",
     )
     auth_policy_file: str = opt(
-        "", "TOML file with identities and their permissions, as for nsqd: users log in", STRING
+        "", "TOML file with identities and their permissions, as for nsqd; users then log in", STRING
     )
-    allow_config_from_cidr: str = opt(
-        "127.0.0.1/8", "network from which `/config` may be used (empty: any)", STRING
-    )
+    allow_config_from_cidr: str = opt("127.0.0.1/8", "network that may use `/config` (empty: any)", STRING)
     allowed_host: tuple[str, ...] = opt(
         (),
-        "host name under which browsers may use us, besides IP addresses, our own names, and names that only "
-        "a private network has. Others are refused, so that no foreign page can reach us through a name of "
-        "its own; programs may use any, and so may everybody with `--auth-policy-file`",
+        "host name that browsers may use for nsqadmin, besides IP addresses, the machine's own names and "
+        "names of private networks. Other names are refused, so that no foreign page can reach nsqadmin "
+        "through DNS rebinding. Programs may use any name, and so may everybody with `--auth-policy-file`",
         STRINGS,
         file_key="allowed_hosts",
     )
@@ -126,24 +123,22 @@ class NsqadminOptions:
 
     poll_interval: float = opt(
         5.0,
-        "how often figures are gathered for the overview and the charts; less often if that takes long",
+        "how often nsqds are asked for the overview and the charts; less often if that takes long",
         DURATION,
         heading="Overview and charts",
         bound="positive",
     )
     history_memory: int = opt(
         320 << 20,
-        "bytes that the figures kept for charts may take at the most; a channel needs some 25 KB",
+        "limit in bytes for the history behind the charts; a channel needs about 25 KB",
         INT,
         bound="not negative",
     )
-    history_clients: int = opt(
-        2000, "clients of which figures are kept for charts", INT, bound="not negative"
-    )
+    history_clients: int = opt(2000, "clients with a history for charts", INT, bound="not negative")
 
     graphite_url: str = opt(
         "",
-        "URL of graphite, for `/api/graphite` and `/render`; our own charts need none",
+        "URL of graphite, for `/api/graphite` and `/render`; the charts do not need it",
         STRING,
         heading="Graphite",
     )
@@ -152,7 +147,7 @@ class NsqadminOptions:
     statsd_counter_format: str = opt("stats.counters.%s.count", "how statsd names counters", STRING)
     statsd_gauge_format: str = opt("stats.gauges.%s", "how statsd names gauges", STRING)
     statsd_interval: float = opt(60.0, "as given to nsqd", DURATION, bound="positive")
-    dev_static_dir: str = opt("", "serve the pages' files from this directory", STRING)
+    dev_static_dir: str = opt("", "serve the static files of the pages from this directory", STRING)
 
     def validate(self) -> None:
         """Raise OptionError for a value that nsqadmin cannot start with."""
@@ -188,7 +183,7 @@ class NsqadminOptions:
 
 
 def network(cidr: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """What --allow-config-from-cidr says; None is everybody. Raises OptionError."""
+    """The network of --allow-config-from-cidr; None for any. Raises OptionError."""
     if not cidr:
         return None
     try:
@@ -200,7 +195,7 @@ def network(cidr: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
 
 
 def clean_base_path(path: str) -> str:
-    """With a leading slash and none at the end; empty for the root."""
+    """With a slash at the start and none at the end; empty for the root."""
     cleaned = posixpath.normpath("/" + path.strip("/"))
     return "" if cleaned == "/" else cleaned
 

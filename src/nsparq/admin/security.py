@@ -1,12 +1,14 @@
-"""Who may use nsqadmin, and from where: admin users by header, logins and secrets of a policy file; and that
-no foreign page makes a browser do anything here.
+"""Who may do what: admin users by header, or logins and secrets of a policy file.
 
-A program has no cookies of ours and says no `Origin`: it needs nothing but what NSQ's nsqadmin asked of it. A
-browser that changes something must come from our own pages, by its own word and by a token that they carry.
+Also the protection against foreign pages (CSRF). A browser that changes something must come from
+our own pages: its headers must say so, and the request must carry the page's token. A program sends
+no `Origin` and none of our cookies, so it needs no token, as with NSQ's nsqadmin.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import secrets
@@ -17,13 +19,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
-from nsparq.admin.change.actor import Actor
-from nsparq.admin.show.routing import path_values
+from nsparq.addresses import join_address
+from nsparq.admin.routing import path_values
 from nsparq.http.api import ApiError, Endpoint, Request
 from nsparq.server.auth.grants import AuthFailed, Grant, Permission
 from nsparq.server.auth.tokens import TokenCache, secret_from_header
 
-__all__ = ["CHANGES", "EVERYTHING", "PAGE_HEADERS", "Access", "Guard", "Sessions", "cookie"]
+__all__ = ["CHANGES", "EVERYTHING", "PAGE_HEADERS", "Access", "Actor", "Guard", "Sessions", "cookie"]
 
 SESSION_COOKIE: Final = "nsqadmin_session"
 TOKEN_COOKIE: Final = "nsqadmin_token"
@@ -47,21 +49,58 @@ PAGE_HEADERS: Final = (
     ("Cross-Origin-Opener-Policy", "same-origin"),
     ("Cross-Origin-Resource-Policy", "same-origin"),
 )
-"""What every page tells the browser: no script but our files, nothing from elsewhere, in nobody's frame."""
+"""Headers of every page: scripts only from our files, nothing from other sites, no frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Who asks for a change, for the log and for notifications."""
+
+    user: str
+    """Empty if unknown."""
+    remote_address: str
+    user_agent: str
+    url: str
+
+    @classmethod
+    def of(cls, request: Request, user: str = "") -> Actor:
+        """`user` is the verified user. Without one it is the unverified user of HTTP Basic, as in
+        NSQ."""
+        is_secure = request.secure is not None or request.header("X-Scheme") == "https"
+        target = request.path + (f"?{request.query}" if request.query else "")
+        return cls(
+            user=user or _basic_user(request),
+            remote_address=join_address(request.peer, request.peer_port) if request.peer_port else "",
+            user_agent=request.header("User-Agent"),
+            url=f"{'https' if is_secure else 'http'}://{request.header('Host')}{target}",
+        )
+
+
+def _basic_user(request: Request) -> str:
+    """The name in an Authorization header of the basic scheme, or an empty text."""
+    scheme, _, credentials = request.header("Authorization").partition(" ")
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        decoded = base64.b64decode(credentials, validate=True).decode("utf-8", "replace")
+    except (binascii.Error, ValueError):
+        return ""
+    name, colon, _ = decoded.partition(":")
+    return name if colon else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who it is and what they may do."""
+    """A user and their permissions."""
 
     user: str
     grant: Grant | None = None
-    """None where there is no policy file: then `is_admin` alone decides."""
+    """None without a policy file: then `is_admin` alone decides."""
     is_admin: bool = True
     is_logged_in: bool = False
-    """By a session, which can be ended."""
+    """By a session, which a log out ends."""
     is_known: bool = True
-    """False where there is a login, and nobody has logged in."""
+    """False if there is a login and the user has not logged in."""
 
     def may(self, permission: str, topic: str = "", channel: str = "") -> bool:
         if not self.is_known:
@@ -71,12 +110,13 @@ class Access:
         return self.is_admin or permission == Permission.READ
 
     def may_any(self, permission: str) -> bool:
-        """Whether it is permitted for any topic at all."""
+        """Whether the user has the permission for any topic."""
         if self.grant is not None:
             return self.grant.may(Permission(permission))
         return self.may(permission)
 
     def check(self, permission: str, topic: str = "", channel: str = "") -> None:
+        """Raises ApiError."""
         if not self.may(permission, topic, channel):
             raise ApiError(403, "FORBIDDEN")
 
@@ -93,14 +133,14 @@ class _Session:
 
 
 class Sessions:
-    """Who has logged in. In memory only: after a restart they log in again."""
+    """Users who have logged in. In memory only: after a restart they log in again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._known: OrderedDict[bytes, _Session] = OrderedDict()
 
     def begin(self, grant: Grant) -> str:
-        """The value of the cookie."""
+        """Returns the value of the cookie."""
         name = secrets.token_urlsafe(32)
         now = self._clock()
         self._known[_digest(name)] = _Session(grant, now, now)
@@ -131,7 +171,7 @@ def _digest(name: str) -> bytes:
 
 
 class Guard:
-    """Stands before every endpoint."""
+    """Checks every request before its handler runs."""
 
     def __init__(
         self,
@@ -154,7 +194,8 @@ class Guard:
         return self._tokens is not None
 
     def __call__(self, request: Request, endpoint: Endpoint) -> Awaitable[None] | None:
-        """Let the request pass, or raise ApiError; something to wait for if a password is to be checked."""
+        """Raises ApiError for a request that is not allowed. Checking a password takes time: then
+        the result is to be awaited."""
         if request.method in CHANGES:
             self.check_source(request)
         if not endpoint.permission:
@@ -164,11 +205,11 @@ class Guard:
             return None
         access = self._known(request)
         if access is None:
-            return self._ask(request, endpoint)
+            return self._check_secret(request, endpoint)
         _check(access, request, endpoint)
         return None
 
-    async def _ask(self, request: Request, endpoint: Endpoint) -> None:
+    async def _check_secret(self, request: Request, endpoint: Endpoint) -> None:
         assert self._tokens is not None
         try:
             secret = secret_from_header(request.header("Authorization"))
@@ -178,8 +219,8 @@ class Guard:
         _check(Access(grant.identity, grant, is_admin=False), request, endpoint)
 
     async def log_in(self, request: Request, name: str, password: str) -> str:
-        """The value of the session's cookie. Without a name the password is a generated secret. Raises
-        AuthFailed."""
+        """Returns the value of the session's cookie. Without a name the password is a generated
+        secret. Raises AuthFailed."""
         assert self._tokens is not None
         secret = f"{name}:{password}" if name else password
         if not secret:
@@ -187,7 +228,7 @@ class Guard:
         return self.sessions.begin(await self._tokens.grant(secret.encode(), **_about(request)))
 
     def access(self, request: Request) -> Access:
-        """Who it is that has passed; somebody who may do nothing, if it is not known."""
+        """The user of a request that has passed the guard. An unknown user has no permissions."""
         if self._tokens is None:
             return self._by_header(request)
         try:
@@ -196,7 +237,7 @@ class Guard:
             return _NOBODY
 
     def actor(self, request: Request) -> Actor:
-        """Whom the log and notifications name."""
+        """The user for the log and for notifications."""
         return Actor.of(request, self.access(request).user)
 
     def _by_header(self, request: Request) -> Access:
@@ -206,7 +247,7 @@ class Guard:
         return Access(user, is_admin=user in self._admin_users)
 
     def _known(self, request: Request) -> Access | None:
-        """Who it is, if that needs no waiting."""
+        """The user, if no password has to be checked."""
         assert self._tokens is not None
         if session := cookie(request, SESSION_COOKIE):
             grant = self.sessions.find(session)
@@ -219,10 +260,10 @@ class Guard:
         grant = self._tokens.known(secret, **_about(request))
         return None if grant is None else Access(grant.identity, grant, is_admin=False)
 
-    # Where it comes from
+    # Foreign pages
 
     def check_source(self, request: Request) -> None:
-        """Refuse what a page of somebody else's has made a browser send."""
+        """Raises ApiError for a request that another site's page made a browser send."""
         site, origin = request.header("Sec-Fetch-Site"), request.header("Origin")
         if site and site not in ("same-origin", "none"):
             raise ApiError(403, "FORBIDDEN", reason="sent by another site's page")
@@ -233,7 +274,7 @@ class Guard:
             raise ApiError(403, "FORBIDDEN", reason="the page is out of date; load it again")
 
     def token(self, request: Request) -> tuple[str, str]:
-        """What the forms of a page carry, and the cookie that it belongs to; it may have to be set."""
+        """The token for the forms of a page, and the value of the cookie that it belongs to."""
         known = cookie(request, TOKEN_COOKIE) or secrets.token_urlsafe(24)
         return self._token_of(known), known
 
@@ -246,7 +287,7 @@ class Guard:
         return bool(known) and hmac.compare_digest(shown.encode(), self._token_of(known).encode())
 
     def set_cookie(self, request: Request, name: str, value: str) -> tuple[str, str]:
-        """The header that sets it; an empty value ends it."""
+        """The header that sets a cookie. An empty value deletes it."""
         parts = [f"{name}={value}", f"Path={self._base or '/'}", "HttpOnly", "SameSite=Lax"]
         if not value:
             parts.append("Max-Age=0")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from nsparq.admin.change.replay import BadTarget, parse_target
+from nsparq.admin.change.operations import BadTarget, parse_target
 from nsparq.admin.collect.cluster import Cluster, NotFound, Unreachable
 from nsparq.admin.collect.merge import Node, mark_out_of_date, node_channel
-from nsparq.admin.collect.upstream import IDLE_S, AskFailed, Upstream
-from nsparq.admin.show.bodies import for_people, read_letter
-from nsparq.admin.show.routing import AdminApi, path_values
+from nsparq.admin.collect.messages import read_letter, readable
+from nsparq.admin.collect.upstream import IDLE_S, RequestFailed, Upstream
+from nsparq.admin.routing import AdminApi, path_values
 from nsparq.http.api import Endpoint, Request
 from tests.support.aio import run
 from tests.support.auth_server import AuthServer
@@ -67,7 +67,7 @@ def test_a_topic_that_no_nsqlookupd_knows_is_not_found() -> None:
 def test_errors_show_no_password() -> None:
     async def main() -> None:
         upstream = Upstream(connect_timeout=1.0, request_timeout=1.0)
-        with pytest.raises(AskFailed) as caught:
+        with pytest.raises(RequestFailed) as caught:
             await upstream.ask("GET", "http://me:secret@127.0.0.1:1/x?token=hidden")
         assert "secret" not in str(caught.value) and "hidden" not in str(caught.value)
         await upstream.close()
@@ -125,7 +125,7 @@ def test_topology_counts_are_left_out_when_nothing_is_known_of_them() -> None:
     [(b'{"a":1}', "json"), (b"[1", "text"), (b"plain", "text"), (b"\xff", "binary"), (b"a\x00b", "binary")],
 )
 def test_bodies_are_shown_by_their_kind(body: bytes, kind: str) -> None:
-    assert for_people(body)[0] == kind
+    assert readable(body)[0] == kind
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"topic":"t","error":"e"}', b'{"topic":5,"error":""}'])

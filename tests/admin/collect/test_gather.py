@@ -59,7 +59,7 @@ class Polls:
             None if one is None else NodeStats.parse(node, one)
             for node, one in zip(NODES, answers, strict=False)
         ]
-        self.watch._take(states, stats)
+        self.watch._record(states, stats)
         self.watch.number += 1
 
     def channel(self) -> dict[str, float]:
@@ -156,7 +156,7 @@ def test_a_node_that_was_never_seen_leaves_nothing_open() -> None:
     assert polls.channel()["depth"] == 0
 
 
-# What needs a person
+# Problems
 
 
 def kinds(polls: Polls) -> dict[str, Severity]:
@@ -200,7 +200,7 @@ def test_a_reader_of_ranges_that_falls_behind_is_found() -> None:
         polls.poll(said(number * 100, channel(message_count=number * 100, depth=number * 50)))
     (problem,) = find_problems(polls.watch)
     assert (problem.kind, problem.severity) == ("growing", Severity.WARNING)
-    assert "by a reader of the log" in problem.detail
+    assert "by a pipeline or another reader of the log" in problem.detail
 
 
 def test_consumers_that_fall_behind_are_found() -> None:
@@ -210,7 +210,7 @@ def test_consumers_that_fall_behind_are_found() -> None:
         polls.poll(said(number * 100, grown))
     assert kinds(polls) == {"growing": Severity.WARNING}
     (problem,) = find_problems(polls.watch)
-    assert "950 waiting, +10.0 a second" in problem.detail
+    assert "950 waiting, +10.0/s" in problem.detail
 
 
 def test_timeouts_and_consumers_that_finish_nothing_are_found() -> None:

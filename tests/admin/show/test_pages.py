@@ -127,7 +127,7 @@ def test_topics_are_listed_and_filtered(cluster: Cluster, admin: AdminThread) ->
 
 def test_what_is_not_there_is_a_page_that_says_so(cluster: Cluster, admin: AdminThread) -> None:
     answer = admin.call("GET", "/topics/nowhere")
-    assert answer.status == 404 and b"There is no such topic" in answer.body
+    assert answer.status == 404 and b"Topic not found" in answer.body
     idle = unique_name("idle")
     cluster.lookupd.post("/topic/create", topic=idle)
     answer = admin.call("GET", f"/topics/{idle}")
@@ -189,7 +189,7 @@ def test_what_cannot_be_undone_needs_the_name(
         note = browser.act(
             action=action, topic=topic, node=cluster.addresses[0], confirm=confirm, to="start", **channel
         )
-        assert note.startswith("Not done: to confirm, type")
+        assert note.startswith("Not confirmed: type ")
     assert admin.get(f"/api/topics/{topic}/c")["channel_name"] == "c"
 
 
@@ -233,7 +233,7 @@ def test_dead_letters_are_copied_back_to_where_they_came_from(
     chosen = admin.get(f"/api/messages/{topic}")["messages"][0]
     value = f"{chosen['sequence']}@{chosen['node']}"
     note = browser.act(action="copy", topic=topic, message=value, to=source, unwrap="1")
-    assert note == "Published 1 once more."
+    assert note == "Messages published again: 1."
     (copied,) = admin.get(f"/api/messages/{source}")["messages"]
     assert json.loads(copied["body"]) in ({"n": 1}, {"n": 2})
     assert admin.get(f"/api/topics/{topic}/review")["depth"] == 2
@@ -247,7 +247,7 @@ def test_what_a_channel_holds_is_moved_and_finished(
     cluster.nsqds[0].publish(topic, *map(letter, range(30)))
     cluster.nsqds[1].publish(topic, letter(30))
     note = browser.act(action="move", topic=topic, channel="review", to=source, unwrap="1", confirm="review")
-    assert note == "Moved 31; 0 are left."
+    assert note == "Messages moved: 31; left in the channel: 0."
     assert admin.get(f"/api/topics/{topic}/review")["depth"] == 0
     bodies = [json.loads(one["body"])["n"] for one in admin.get(f"/api/messages/{source}")["messages"]]
     assert sorted(bodies) == [*range(31)]
@@ -271,7 +271,7 @@ def test_the_channel_of_a_query_is_not_moved(cluster: Cluster, admin: AdminThrea
     where = f"topic={topic}&channel=review&sequence=0&owner=q"
     assert cluster.nsqds[0].request("POST", f"/channel/commit?{where}").status == 200
     note = browser.act(action="move", topic=topic, channel="review", to="x", confirm="review")
-    assert "the channel belongs to a query of Spark, q" in note
+    assert "the channel belongs to the Spark query q" in note
     assert admin.get(f"/api/topics/{topic}/review")["depth"] == 1
 
 
@@ -289,12 +289,12 @@ def test_replay_shows_what_it_would_do_and_then_does_it(
             client.barrier()
     assert admin.get(f"/api/topics/{topic}/c")["depth"] == 0
     assert 'id="plan-again">6<' in admin.page(f"/replay/{topic}/c?to=start")
-    assert "is no time" in admin.page(f"/replay/{topic}/c?to=time&time=yesterday")
+    assert "is not a time" in admin.page(f"/replay/{topic}/c?to=time&time=yesterday")
     planned = admin.call("POST", f"/api/replay/{topic}/c", {"to": "start"}).json()
     assert (planned["done"], sum(one["again"] for one in planned["nodes"])) == (False, 6)
     assert admin.get(f"/api/topics/{topic}/c")["depth"] == 0
     note = browser.act(action="seek", topic=topic, channel="c", to="start", confirm="c")
-    assert note == "Done: 6 messages come again, 0 are skipped."
+    assert note == "Channel moved. Messages delivered again: 6; skipped: 0."
     assert admin.get(f"/api/topics/{topic}/c")["depth"] == 6
 
 

@@ -1,32 +1,40 @@
-"""The changes that nsqadmin makes: on which daemons, in which order, and what is said about the outcome.
+"""NSQ's changes: create, delete, pause, unpause, empty, tombstone. On which daemons, and in which
+order.
 
-Every one is written to the log, whether it worked or not, and notified if it did something.
+Actions.run() is the frame of every change, also of those in operations.py: it writes a line to the
+log, whether the change worked or not, and sends a notification if it did something.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import socket
+import time
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Any, Final
 
-from nsparq.admin.change.actor import Actor
-from nsparq.admin.change.notify import Notifier
 from nsparq.admin.collect.cluster import Changed, Cluster, Found, NotFound, Unreachable
-from nsparq.admin.collect.merge import Node
-from nsparq.admin.security import Access
+from nsparq.admin.collect.upstream import RequestFailed, Upstream
+from nsparq.admin.security import Access, Actor
+from nsparq.fetch import without_secrets
 from nsparq.http.api import ApiError
 from nsparq.names import is_valid_name
 
-__all__ = ["ACTIONS", "Actions", "Refused", "audit", "check_channel", "check_topic", "upstream_error"]
+__all__ = ["ACTIONS", "Actions", "Forbidden", "Notifier", "audit", "check_topic"]
 
 logger = logging.getLogger(__name__)
 
 ACTIONS: Final = ("pause", "unpause", "empty")
+MAX_WAITING: Final = 1000
+"""Notifications that wait for a slow endpoint. Further ones are dropped, with a line in the log."""
+DRAIN_S: Final = 2.0
+"""Time at shutdown to send the notifications that wait."""
 
 
-class Refused(ApiError):
-    """What was asked for is not permitted, and the log says so already."""
+class Forbidden(ApiError):
+    """The user may not do this. Creating it writes the audit line."""
 
     def __init__(self, action: str, actor: Actor, **names: str) -> None:
         audit(action, actor, "refused", **names)
@@ -34,21 +42,47 @@ class Refused(ApiError):
 
 
 class Actions:
-    """Each method answers with what is to be said beside success: nothing, or a warning. Raises ApiError."""
+    """Each method returns a warning, or an empty text if everything worked. Raises ApiError."""
 
     def __init__(self, cluster: Cluster, notifier: Notifier) -> None:
         self._cluster = cluster
         self._notifier = notifier
 
-    async def create(self, actor: Actor, access: Access, topic: str, channel: str = "") -> str:
-        """A channel is created with its topic, if there is none: that takes the right to the whole topic."""
-        check_topic(topic)
-        if channel:
-            check_channel(channel)
-        if not access.may("admin", topic) and not await self._exists(topic):
-            raise Refused("create_topic", actor, topic=topic)
+    async def run(
+        self,
+        action: str,
+        actor: Actor,
+        work: Callable[[], Awaitable[list[str]]],
+        outcome: Callable[[], str] | None = None,
+        /,
+        **names: str,
+    ) -> str:
+        """Make a change, log it and notify. `work` returns what failed on some daemons; `outcome`
+        describes for the log what was done."""
+        try:
+            errors = await work()
+        except ApiError as error:
+            audit(action, actor, f"failed - {error.code}", **names)
+            raise
+        message = Found(None, errors).message
+        done = f"done, {outcome()}" if outcome is not None else "done"
+        self._report(action, actor, f"{done}; {message}" if message else done, **names)
+        return message
 
-        async def run() -> list[str]:
+    def _report(self, action: str, actor: Actor, outcome: str, **names: str) -> None:
+        audit(action, actor, outcome, **names)
+        self._notifier.notify(action, actor, names)
+
+    async def create(self, actor: Actor, access: Access, topic: str, channel: str = "") -> str:
+        """A channel is created with its topic if there is none. Then it needs the right to the
+        topic."""
+        check_topic(topic)
+        if channel and not _is_valid(channel):
+            raise ApiError(400, "INVALID_CHANNEL")
+        if not access.may("admin", topic) and not await self._exists(topic):
+            raise Forbidden("create_topic", actor, topic=topic)
+
+        async def work() -> list[str]:
             cluster = self._cluster
             if not cluster.lookupds:
                 return await self._create_on_nsqds(topic, channel)
@@ -67,9 +101,9 @@ class Actions:
                 errors += producers.errors + done.errors
             return errors
 
-        message = await self._run("create_topic", actor, run, topic=topic)
+        message = await self.run("create_topic", actor, work, topic=topic)
         if channel:
-            self._told("create_channel", actor, "done", topic=topic, channel=channel)
+            self._report("create_channel", actor, "done", topic=topic, channel=channel)
         return message
 
     async def _exists(self, topic: str) -> bool:
@@ -77,12 +111,10 @@ class Actions:
             await self._cluster.producers(topic)
         except NotFound:
             return False
-        except Unreachable as error:
-            raise upstream_error(error) from error
         return True
 
     async def _create_on_nsqds(self, topic: str, channel: str) -> list[str]:
-        """There is no nsqlookupd to tell: each nsqd that we were given gets it."""
+        """Without nsqlookupds, on each nsqd of --nsqd-http-address."""
         nodes = await self._cluster.nodes()
         done = await self._cluster.post_to_nodes(nodes.value, "/topic/create", topic=topic)
         if done.done and channel:
@@ -94,40 +126,29 @@ class Actions:
             raise Unreachable("nsqd", nodes.errors + done.errors)
         return nodes.errors + done.errors
 
-    async def delete_topic(self, actor: Actor, topic: str) -> str:
-        async def run() -> list[str]:
+    async def delete(self, actor: Actor, topic: str, channel: str = "") -> str:
+        """On the nsqlookupds first, so that they send no consumer there meanwhile. If it is missing
+        somewhere, that is a warning."""
+        kind, names = _kind(topic, channel)
+
+        async def work() -> list[str]:
             producers = await self._cluster.producers(topic)
-            return await self._delete(producers, "topic", topic=topic)
+            lookupds = await self._cluster.post_to_lookupds(f"/{kind}/delete", **names)
+            nodes = await self._cluster.post_to_nodes(producers.value, f"/{kind}/delete", **names)
+            if not nodes.done and len(nodes.errors) > len(nodes.missing):
+                raise Unreachable("nsqd", nodes.errors)
+            return producers.errors + lookupds.errors + nodes.errors
 
-        return await self._run("delete_topic", actor, run, topic=topic)
+        return await self.run(f"delete_{kind}", actor, work, **names)
 
-    async def delete_channel(self, actor: Actor, topic: str, channel: str) -> str:
-        async def run() -> list[str]:
+    async def change(self, actor: Actor, action: str, topic: str, channel: str = "") -> str:
+        """Pause, unpause or empty."""
+        if action not in ACTIONS:
+            raise ApiError(400, "INVALID_ACTION")
+        kind, names = _kind(topic, channel)
+
+        async def work() -> list[str]:
             producers = await self._cluster.producers(topic)
-            return await self._delete(producers, "channel", topic=topic, channel=channel)
-
-        return await self._run("delete_channel", actor, run, topic=topic, channel=channel)
-
-    async def _delete(self, producers: Found[list[Node]], kind: str, **names: str) -> list[str]:
-        """On the nsqlookupds first, so that no consumer is sent there in between. What is not there is
-        not an error, but said."""
-        told = await self._cluster.post_to_lookupds(f"/{kind}/delete", **names)
-        done = await self._cluster.post_to_nodes(producers.value, f"/{kind}/delete", **names)
-        if not done.done and len(done.errors) > len(done.missing):
-            raise Unreachable("nsqd", done.errors)
-        return producers.errors + told.errors + done.errors
-
-    async def change_topic(self, actor: Actor, action: str, topic: str) -> str:
-        _check_action(action)
-        return await self._change(actor, action, "topic", topic=topic)
-
-    async def change_channel(self, actor: Actor, action: str, topic: str, channel: str) -> str:
-        _check_action(action)
-        return await self._change(actor, action, "channel", topic=topic, channel=channel)
-
-    async def _change(self, actor: Actor, action: str, kind: str, **names: str) -> str:
-        async def run() -> list[str]:
-            producers = await self._cluster.producers(names["topic"])
             if not producers.value:
                 raise NotFound("NO_PRODUCERS")
             done = await self._cluster.post_to_nodes(producers.value, f"/{kind}/{action}", **names)
@@ -137,72 +158,46 @@ class Actions:
                 raise Unreachable("nsqd", done.errors)
             return producers.errors + done.errors
 
-        return await self._run(f"{action}_{kind}", actor, run, **names)
+        return await self.run(f"{action}_{kind}", actor, work, **names)
 
     async def tombstone(self, actor: Actor, topic: str, address: str) -> str:
-        """Take the topic off one nsqd: hidden from lookups first, so that no consumer goes back to it."""
+        """Remove the topic from one nsqd. nsqlookupds hide it first, so that no consumer goes back
+        there."""
         check_topic(topic)
 
-        async def run() -> list[str]:
+        async def work() -> list[str]:
             node, errors = await self._cluster.node(address)
-            told = await self._cluster.post_to_lookupds("/topic/tombstone", topic=topic, node=address)
+            lookupds = await self._cluster.post_to_lookupds("/topic/tombstone", topic=topic, node=address)
             done = await self._cluster.post_to_nodes([node], "/topic/delete", topic=topic)
             if not done.done and not done.missing:
                 raise Unreachable("nsqd", done.errors)
-            return errors + told.errors + done.errors
+            return errors + lookupds.errors + done.errors
 
-        return await self._run("tombstone_topic_producer", actor, run, topic=topic, node=address)
+        return await self.run("tombstone_topic_producer", actor, work, topic=topic, node=address)
 
-    async def other(
-        self,
-        action: str,
-        actor: Actor,
-        run: Callable[[], Awaitable[list[str]]],
-        came_of_it: Callable[[], str],
-        **names: str,
-    ) -> str:
-        """A change that NSQ's does not have, run and told like the others, with what came of it."""
-        return await self._run(action, actor, run, came_of_it, **names)
 
-    async def _run(
-        self,
-        action: str,
-        actor: Actor,
-        run: Callable[[], Awaitable[list[str]]],
-        came_of_it: Callable[[], str] | None = None,
-        /,
-        **names: str,
-    ) -> str:
-        try:
-            errors = await run()
-        except NotFound as error:
-            audit(action, actor, f"failed - {error}", **names)
-            raise ApiError(404, error.code) from error
-        except Unreachable as error:
-            audit(action, actor, f"failed - {error}", **names)
-            raise upstream_error(error) from error
-        except ApiError as error:
-            audit(action, actor, f"failed - {error.code}", **names)
-            raise
-        message = Found(None, errors).message
-        done = f"done, {came_of_it()}" if came_of_it is not None else "done"
-        self._told(action, actor, f"{done}; {message}" if message else done, **names)
-        return message
+def _kind(topic: str, channel: str) -> tuple[str, dict[str, str]]:
+    if channel:
+        return "channel", {"topic": topic, "channel": channel}
+    return "topic", {"topic": topic}
 
-    def _told(self, action: str, actor: Actor, outcome: str, **names: str) -> None:
-        audit(action, actor, outcome, **names)
-        self._notifier.notify(
-            action,
-            actor,
-            topic=names.get("topic", ""),
-            channel=names.get("channel", ""),
-            node=names.get("node", ""),
-        )
+
+def check_topic(name: str) -> None:
+    """Raises ApiError."""
+    if not _is_valid(name):
+        raise ApiError(400, "INVALID_TOPIC")
+
+
+def _is_valid(name: str) -> bool:
+    return is_valid_name(name.encode("utf-8", "replace"))
+
+
+# The log
 
 
 def audit(action: str, actor: Actor, outcome: str, **names: str) -> None:
-    """One line for each action. What users and daemons chose can neither look like something else nor begin
-    another line."""
+    """One line in the log for each action. Names are quoted and line breaks removed, so that no
+    user and no daemon can forge a line."""
     shown = " ".join(f"{name}={_quoted(value)}" for name, value in names.items() if value)
     logger.info(
         "AUDIT: %s %s user=%s from=%s: %s",
@@ -218,20 +213,65 @@ def _quoted(value: str) -> str:
     return json.dumps(value[:200])
 
 
-def check_topic(name: str) -> None:
-    if not is_valid_name(name.encode("utf-8", "replace")):
-        raise ApiError(400, "INVALID_TOPIC")
+# Notifications
 
 
-def check_channel(name: str) -> None:
-    if not is_valid_name(name.encode("utf-8", "replace")):
-        raise ApiError(400, "INVALID_CHANNEL")
+class Notifier:
+    """Sends each change to --notification-http-endpoint, in the background, one at a time.
 
+    Without an endpoint it does nothing. If the endpoint cannot be reached, that is a line in the
+    log; NSQ's nsqadmin exits. start() and close() once each.
+    """
 
-def _check_action(action: str) -> None:
-    if action not in ACTIONS:
-        raise ApiError(400, "INVALID_ACTION")
+    def __init__(self, upstream: Upstream, endpoint: str) -> None:
+        self._upstream = upstream
+        self._endpoint = endpoint
+        self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
+        self._task: asyncio.Task[None] | None = None
 
+    def start(self) -> None:
+        if self._endpoint:
+            self._task = asyncio.create_task(self._run())
 
-def upstream_error(error: Unreachable) -> ApiError:
-    return ApiError(502, f"UPSTREAM_ERROR: {error}")
+    async def close(self) -> None:
+        """Send the notifications that wait, for at most DRAIN_S."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                await self._waiting.join()
+        except TimeoutError:
+            logger.warning("notifications: %d dropped at shutdown", self._waiting.qsize())
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    def notify(self, action: str, actor: Actor, names: dict[str, str]) -> None:
+        if self._task is None:
+            return
+        content: dict[str, Any] = {"action": action, "topic": names.get("topic", "")}
+        content |= {name: value for name in ("channel", "node") if (value := names.get(name))}
+        content["timestamp"] = int(time.time())
+        if actor.user:
+            content["user"] = actor.user
+        content |= {
+            "remote_ip": actor.remote_address,
+            "user_agent": actor.user_agent,
+            "url": actor.url,
+            "via": socket.gethostname(),
+        }
+        try:
+            self._waiting.put_nowait(json.dumps(content).encode())
+        except asyncio.QueueFull:
+            topic = content["topic"]
+            logger.error("notifications: the endpoint is too slow; %s of topic %s is dropped", action, topic)
+
+    async def _run(self) -> None:
+        while True:
+            body = await self._waiting.get()
+            try:
+                await self._upstream.exchange("POST", self._endpoint, body, content_type="application/json")
+            except RequestFailed as error:
+                logger.warning("notifications: %s: %s", without_secrets(self._endpoint), error)
+            finally:
+                self._waiting.task_done()

@@ -1,180 +1,39 @@
-"""Messages: looking at them, publishing, bringing dead letters back. All but publishing needs nsqds of ours.
+"""Publishing, copying and moving messages. All but publishing needs nsparq's own nsqd.
 
-Looking takes nothing away. Moving does: messages are published where they are to go, and only then finished
-where they were, so that a failure in between leaves them in both places and never in none.
+A move publishes the messages first and finishes them in their channel afterwards. So a failure
+half-way leaves messages in both places, and never in none.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from nsparq.admin.collect.cluster import Cluster
 from nsparq.admin.collect.merge import Node, number, objects, text
-from nsparq.admin.collect.upstream import Answer, AskFailed, Refused
-from nsparq.admin.show.bodies import DeadLetter, for_people, read_letter
+from nsparq.admin.collect.messages import MAX_COUNT, Peeked, peek, read_letter, reason
+from nsparq.admin.collect.upstream import Answer, RequestFailed
 from nsparq.errors import NsparqError
 from nsparq.names import is_valid_name
 from nsparq.storage.decode import CorruptRange, iter_batches
 
-__all__ = ["MessagesFailed", "Peeked", "Shown", "Target", "copy", "move", "peek", "publish"]
+__all__ = ["MessagesFailed", "Target", "copy", "move", "publish"]
 
-DEFAULT_COUNT: Final = 50
-MAX_COUNT: Final = 1000
 MAX_BODY: Final = 1 << 20
 """Bytes of a message that can be published here."""
 MOVED_AT_ONCE: Final = 1000
 HOLD_S: Final = 60
-"""How long nothing is delivered from a channel while so many are moved. What takes longer is refused."""
+"""How long nsqd delivers nothing from a channel while messages are moved. A slower move is
+refused."""
 CHUNK: Final = 1 << 20
-"""Bytes that are published at a time."""
-STATES: Final = ("in_flight", "requeued", "deferred", "ready")
+"""Bytes in one publish request."""
 
 
 class MessagesFailed(NsparqError):
-    """It cannot be done; the text is for the person who asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """A message as it is shown."""
-
-    node: str
-    id: str
-    sequence: int
-    timestamp_ns: int
-    attempts: int
-    state: str
-    size: int
-    body: bytes
-    """Its beginning, if it is long."""
-    due_ns: int = 0
-    deadline_ns: int = 0
-    client: str = ""
-    letter: DeadLetter | None = None
-    kind: str = "text"
-    """`json`, `text` or `binary`."""
-    shown: str = ""
-    """The body for people: JSON indented, bytes as a hex dump."""
-
-    @property
-    def is_cut(self) -> bool:
-        return len(self.body) < self.size
-
-    def contains(self, words: str) -> bool:
-        wanted = words.lower()
-        return wanted in self.shown.lower() or wanted in self.id or wanted in self.node
-
-    def as_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "node": self.node,
-            "id": self.id,
-            "sequence": self.sequence,
-            "timestamp": self.timestamp_ns,
-            "attempts": self.attempts,
-            "state": self.state,
-            "size": self.size,
-            "kind": self.kind,
-        }
-        if self.kind == "binary":
-            found["body_base64"] = base64.b64encode(self.body).decode()
-        else:
-            found["body"] = self.body.decode("utf-8", "replace")
-        more = {"due": self.due_ns, "deadline": self.deadline_ns, "client": self.client}
-        found |= {name: value for name, value in more.items() if value}
-        if self.letter is not None:
-            letter = self.letter
-            found["dead_letter"] = {
-                "topic": letter.topic,
-                "channel": letter.channel,
-                "id": letter.id,
-                "attempts": letter.attempts,
-                "error": letter.error,
-            }
-        return found
-
-
-@dataclass(slots=True)
-class Peeked:
-    """What was found, the newest first, and what was not."""
-
-    messages: list[Shown] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    missing: int = 0
-    """Messages that a damaged disk has lost."""
-    next_from: dict[str, int] = field(default_factory=dict)
-    """For each node, the sequence number behind the last message."""
-
-
-# Looking
-
-
-async def peek(
-    cluster: Cluster,
-    nodes: Iterable[Node],
-    topic: str,
-    channel: str = "",
-    *,
-    count: int = DEFAULT_COUNT,
-    start: int | None = None,
-    state: str = "",
-) -> Peeked:
-    """Messages of the topic, or those that the channel holds, from each of the nodes."""
-    query = {"topic": topic, "count": str(max(1, min(count, MAX_COUNT)))}
-    if channel:
-        query["channel"] = channel
-        if state in STATES:
-            query["state"] = state
-    elif start is not None:
-        query["from"] = str(start)
-    found = Peeked()
-    for node in nodes:
-        try:
-            said = await cluster.get(node, "/channel/peek" if channel else "/topic/peek", **query)
-        except AskFailed as error:
-            found.errors.append(f"{node.address}: {_reason(error)}")
-            continue
-        if not isinstance(said, dict):
-            continue
-        shown = [_shown(node.address, one) for one in objects(said, "messages")]
-        found.messages += shown
-        found.missing += number(said, "missing")
-        if shown:
-            found.next_from[node.address] = max(one.sequence for one in shown) + 1
-    if not channel:
-        found.messages.sort(key=lambda one: (-one.timestamp_ns, -one.sequence))
-    return found
-
-
-def _shown(node: str, said: Mapping[str, Any]) -> Shown:
-    body = text(said, "body").encode("utf-8", "replace")
-    if encoded := text(said, "body_base64"):
-        try:
-            body = base64.b64decode(encoded, validate=True)
-        except (binascii.Error, ValueError):
-            body = b""
-    kind, shown = for_people(body)
-    return Shown(
-        node=node,
-        id=text(said, "id"),
-        sequence=number(said, "sequence"),
-        timestamp_ns=number(said, "timestamp"),
-        attempts=number(said, "attempts"),
-        state=text(said, "state"),
-        size=number(said, "size"),
-        body=body,
-        due_ns=number(said, "due"),
-        deadline_ns=number(said, "deadline"),
-        client=text(said, "client"),
-        letter=read_letter(body),
-        kind=kind,
-        shown=shown,
-    )
+    """A message operation failed. The text is for the user."""
 
 
 # Publishing
@@ -187,8 +46,8 @@ async def publish(cluster: Cluster, node: Node, topic: str, body: bytes, *, defe
         query["defer"] = str(defer_ms)
     try:
         await cluster.ask(node, "POST", "/pub", body, **query)
-    except AskFailed as error:
-        raise MessagesFailed(f"{node.address}: {_reason(error)}") from error
+    except RequestFailed as error:
+        raise MessagesFailed(f"{node.address}: {reason(error)}") from error
 
 
 async def _publish_all(cluster: Cluster, node: Node, by_topic: Mapping[str, Sequence[bytes]]) -> None:
@@ -199,12 +58,12 @@ async def _publish_all(cluster: Cluster, node: Node, by_topic: Mapping[str, Sequ
             )
             try:
                 await cluster.ask(node, "POST", "/mpub", packed, topic=topic, binary="true")
-            except AskFailed as error:
-                raise MessagesFailed(f"{node.address}: {_reason(error)}") from error
+            except RequestFailed as error:
+                raise MessagesFailed(f"{node.address}: {reason(error)}") from error
 
 
 def _chunks(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Each small enough for nsqd's default limits, if its messages are."""
+    """Chunks within nsqd's default limit for a request, unless a single message is larger."""
     chunk: list[bytes] = []
     size = 0
     for body in bodies:
@@ -217,46 +76,48 @@ def _chunks(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
         yield chunk
 
 
-# Bringing back
+# Copying and moving
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where messages go."""
+    """Where messages are published."""
 
     to: str
-    """A topic; if empty, dead letters go to where they came from."""
+    """A topic. If it is empty, dead letters go to the topics that they came from."""
     unwrap: bool
-    """Whether of a dead letter what it holds is published, and not the letter."""
+    """Whether to publish the message inside a dead letter, and not the letter."""
     source: str = ""
-    """The topic that they are taken from: nothing goes there, where it would be found again."""
+    """The topic that the messages come from. Nothing is published there: it would be found
+    again."""
     may_publish: Callable[[str], bool] = lambda topic: True
 
-    def address(self, bodies: Iterable[bytes]) -> dict[str, list[bytes]]:
-        """What is to be published, by topic. Raises MessagesFailed."""
+    def by_topic(self, bodies: Iterable[bytes]) -> dict[str, list[bytes]]:
+        """The bodies to publish, by topic. Raises MessagesFailed."""
         found: dict[str, list[bytes]] = {}
         for body in bodies:
             letter = read_letter(body) if self.unwrap else None
-            held, topic = (body, self.to) if letter is None else (letter.body, self.to or letter.topic)
+            content, topic = (body, self.to) if letter is None else (letter.body, self.to or letter.topic)
             if not topic:
-                raise MessagesFailed("one of the messages does not say which topic it came from: name one")
+                raise MessagesFailed("a message does not say which topic it came from: enter a topic")
             if not is_valid_name(topic.encode("utf-8", "replace")):
-                raise MessagesFailed(f"{topic!r} is no name of a topic")
+                raise MessagesFailed(f"{topic!r} is not a valid topic name")
             if topic == self.source:
-                raise MessagesFailed("one of the messages came from this topic: name another")
-            if not held:
-                raise MessagesFailed("one of the dead letters holds an empty message: NSQ has no such thing")
-            found.setdefault(topic, []).append(held)
+                raise MessagesFailed("a message came from this very topic: enter another one")
+            if not content:
+                raise MessagesFailed("the message inside a dead letter is empty, which NSQ does not allow")
+            found.setdefault(topic, []).append(content)
         for topic in found:
             if not self.may_publish(topic):
-                raise MessagesFailed(f"you may not publish to {topic}")
+                raise MessagesFailed(f"you are not allowed to publish to {topic}")
         return found
 
 
 async def copy(cluster: Cluster, node: Node, topic: str, sequences: Iterable[int], target: Target) -> int:
-    """Publish messages of the topic's log once more. They stay where they are. Raises MessagesFailed."""
+    """Publish messages of the topic's log again. They stay where they are. Raises
+    MessagesFailed."""
     bodies = await _bodies(cluster, node, topic, sorted(set(sequences)))
-    by_topic = target.address(bodies)
+    by_topic = target.by_topic(bodies)
     await _publish_all(cluster, node, by_topic)
     return len(bodies)
 
@@ -264,12 +125,13 @@ async def copy(cluster: Cluster, node: Node, topic: str, sequences: Iterable[int
 async def move(
     cluster: Cluster, node: Node, topic: str, channel: str, target: Target, count: int
 ) -> tuple[int, int]:
-    """Publish what the channel holds, the oldest first, and finish it in the channel. How many were moved,
-    and how many are left. Raises MessagesFailed, with nothing finished that was not published.
+    """Publish the channel's messages, the oldest first, and finish them in the channel. Returns how
+    many were moved and how many are left. Raises MessagesFailed; then nothing is finished that was
+    not published.
 
-    Only where nobody else works on the channel, and while nothing is delivered from it: what is finished is
-    everything up to a number, so nothing must come to be below it that was not published. The hold ends by
-    itself, whatever becomes of us.
+    The commit finishes everything below a sequence number. So the channel must have no consumers,
+    and nsqd must deliver nothing meanwhile: no unpublished message may end up below that number.
+    nsqd ends the hold by itself if nsqadmin dies.
     """
     if await _channel_state(cluster, node, topic, channel) is None:
         return 0, 0
@@ -286,21 +148,22 @@ async def move(
 async def _move_held(
     cluster: Cluster, node: Node, topic: str, channel: str, target: Target, count: int, hold: str
 ) -> tuple[int, int]:
-    # With nothing in flight now, nothing will be: the channel is held. If that ends, the commit is refused.
+    # The channel is held: if nothing is in flight now, nothing will be. If the hold ends, nsqd
+    # refuses the commit.
     await _check_idle(cluster, node, topic, channel)
     ready = await peek(cluster, [node], topic, channel, count=min(count, MOVED_AT_ONCE), state="ready")
-    _check(ready)
-    # What was deferred below the last of these has either come due by now, and is among those put back, or is
-    # seen here; what is deferred later gets a higher number.
+    _check(node, ready)
+    # A message deferred below the last of these has either come due, and is then among the requeued
+    # ones, or this check finds it. A message deferred later gets a higher number.
     await _check_idle(cluster, node, topic, channel)
     requeued = await peek(cluster, [node], topic, channel, count=MAX_COUNT, state="requeued")
-    _check(requeued)
+    _check(node, requeued)
     if len(requeued.messages) >= MAX_COUNT:
-        raise MessagesFailed(f"{node.address}: too many messages of the channel were put back")
+        raise MessagesFailed(f"{node.address}: the channel has too many requeued messages")
     chosen = sorted({one.sequence for one in (*requeued.messages, *ready.messages)})
     if not chosen:
         return 0, 0
-    by_topic = target.address(await _bodies(cluster, node, topic, chosen))
+    by_topic = target.by_topic(await _bodies(cluster, node, topic, chosen))
     await _publish_all(cluster, node, by_topic)
     try:
         answer = await _post(
@@ -317,30 +180,30 @@ async def _move_held(
     return len(chosen), number(answer.json(), "depth")
 
 
-def _check(found: Peeked) -> None:
+def _check(node: Node, found: Peeked) -> None:
     if found.errors:
         raise MessagesFailed(found.errors[0])
     if found.missing:
-        raise MessagesFailed(f"{found.missing} messages are damaged; see the node's log")
+        raise MessagesFailed(f"{found.missing} messages are damaged; see the log of {node.address}")
 
 
 class _ChannelState(NamedTuple):
-    """How a channel is on one node."""
+    """A channel on one node."""
 
     clients: int
     in_flight: int
     deferred: int
     owner: str
-    """The query of Spark that it belongs to; empty for none."""
+    """The Spark query that owns the channel; empty if none does."""
 
 
 async def _channel_state(cluster: Cluster, node: Node, topic: str, channel: str) -> _ChannelState | None:
     """None if the node has no such channel. Raises MessagesFailed."""
     try:
-        said = await cluster.get(node, "/stats", format="json", topic=topic, channel=channel)
-    except AskFailed as error:
-        raise MessagesFailed(f"{node.address}: {_reason(error)}") from error
-    for its_topic in objects(said if isinstance(said, dict) else {}, "topics"):
+        answer = await cluster.get(node, "/stats", format="json", topic=topic, channel=channel)
+    except RequestFailed as error:
+        raise MessagesFailed(f"{node.address}: {reason(error)}") from error
+    for its_topic in objects(answer if isinstance(answer, dict) else {}, "topics"):
         for one in objects(its_topic, "channels"):
             if text(one, "channel_name") == channel:
                 return _ChannelState(
@@ -353,42 +216,40 @@ async def _channel_state(cluster: Cluster, node: Node, topic: str, channel: str)
 
 
 async def _check_idle(cluster: Cluster, node: Node, topic: str, channel: str) -> None:
-    """Raises MessagesFailed where somebody works on the channel, or messages wait for their time."""
+    """Raises MessagesFailed if the channel has consumers, an owner, or deferred messages."""
     state = await _channel_state(cluster, node, topic, channel)
     if state is None:
-        raise MessagesFailed(f"{node.address}: the channel has gone")
+        raise MessagesFailed(f"{node.address}: the channel was deleted")
     if state.owner:
         raise MessagesFailed(
-            f"{node.address}: the channel belongs to a query of Spark, {state.owner}, which reads the "
-            "topic's log; copy messages instead"
+            f"{node.address}: the channel belongs to the Spark query {state.owner}, which reads the topic's "
+            "log; copy the messages instead"
         )
     if state.clients or state.in_flight:
         raise MessagesFailed(
-            f"{node.address}: the channel has consumers; stop them, or copy messages instead"
+            f"{node.address}: the channel has consumers; stop them, or copy the messages instead"
         )
     if state.deferred:
-        raise MessagesFailed(
-            f"{node.address}: messages of the channel wait for their time; copy them instead"
-        )
+        raise MessagesFailed(f"{node.address}: the channel has deferred messages; copy them instead")
 
 
 async def _post(cluster: Cluster, node: Node, path: str, **query: str) -> Answer:
     """Raises MessagesFailed."""
     try:
         return await cluster.ask(node, "POST", path, **query)
-    except AskFailed as error:
-        raise MessagesFailed(f"{node.address}: {_reason(error)}") from error
+    except RequestFailed as error:
+        raise MessagesFailed(f"{node.address}: {reason(error)}") from error
 
 
 async def _bodies(cluster: Cluster, node: Node, topic: str, sequences: Sequence[int]) -> list[bytes]:
-    """Whole bodies, from the log itself: what is shown of a message may be its beginning only."""
+    """Whole bodies, from the log: a peek may return only the beginning of a body."""
     wanted = set(sequences)
     found: dict[int, bytes] = {}
     for sequence in sequences:
         if sequence not in found:
             found |= await _read(cluster, node, topic, sequence, wanted)
         if sequence not in found:
-            raise MessagesFailed(f"{node.address}: message {sequence} is not there any more")
+            raise MessagesFailed(f"{node.address}: message {sequence} is no longer there")
     return [found[sequence] for sequence in sequences]
 
 
@@ -401,10 +262,6 @@ async def _read(cluster: Cluster, node: Node, topic: str, start: int, wanted: se
             for sequence, body in enumerate(batch.bodies(), batch.base):
                 if sequence in wanted:
                     found[sequence] = bytes(body)
-    except (AskFailed, CorruptRange) as error:
-        raise MessagesFailed(f"{node.address}: {_reason(error)}") from error
+    except (RequestFailed, CorruptRange) as error:
+        raise MessagesFailed(f"{node.address}: {reason(error)}") from error
     return found
-
-
-def _reason(error: Exception) -> str:
-    return (error.code or str(error)) if isinstance(error, Refused) else str(error)

@@ -1,55 +1,73 @@
-"""What nsqadmin does beyond NSQ's: publishing, bringing messages back, replay. For pages and the API alike.
+"""The changes that NSQ does not have: publish, copy, move and replay. For the pages and the API.
 
-Each is checked, written to the log and notified as the changes of NSQ's are.
+Each is checked, logged and notified in Actions.run(), as NSQ's changes are. A replay moves a
+channel to another position in its topic's log; a dry run reports the effect before.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+import re
+import time
+from collections.abc import Awaitable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from nsparq.admin.change import messages
-from nsparq.admin.change.actions import Refused, check_topic, upstream_error
-from nsparq.admin.change.actor import Actor
-from nsparq.admin.change.replay import Plan, seek
+from nsparq.admin.change.actions import Forbidden, check_topic
 from nsparq.admin.collect.cluster import NotFound, Unreachable
-from nsparq.admin.collect.merge import Node
-from nsparq.admin.collect.upstream import AskFailed
-from nsparq.admin.security import Access
+from nsparq.admin.collect.merge import Node, number
+from nsparq.admin.collect.messages import DEFAULT_COUNT, Peeked, peek
+from nsparq.admin.collect.upstream import BadStatus, RequestFailed
+from nsparq.admin.security import Access, Actor
+from nsparq.errors import NsparqError
+from nsparq.flags import parse_duration
 from nsparq.http.api import ApiError
 
 if TYPE_CHECKING:
     from nsparq.admin.daemon import Nsqadmin
 
-__all__ = ["PEEK", "SEEK", "Able", "Operations"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["PEEK", "SEEK", "BadTarget", "Operations", "Plan", "Support", "parse_target"]
 
 T = TypeVar("T")
 
 PEEK, SEEK = "/topic/peek", "/channel/seek"
-"""Features by the path that they need."""
+"""Features of nsparq's nsqd, named by their path."""
 MAX_MOVES: Final = 20
-"""Rounds of a move in one request: what is left is told, and can be asked for again."""
+"""Rounds of a move in one request. The answer says how many messages are left."""
 
 
-class Able(NamedTuple):
-    """The nodes that have a topic, and those of them that can do something."""
+class Support(NamedTuple):
+    """The nodes that have a topic, by whether they support a feature."""
 
     all: list[Node]
     able: list[Node]
     unable: list[Node]
     errors: list[str]
-    """Of nodes that did not answer: nobody knows whether they can."""
+    """Nodes that did not answer, and why: whether they support it is unknown."""
 
     def require(self) -> None:
-        """Raise ApiError unless a node is able."""
+        """Raises ApiError if no node supports the feature."""
         if not self.able and self.errors:
-            raise upstream_error(Unreachable("nsqd", self.errors))
+            raise Unreachable("nsqd", self.errors)
         if not self.able:
             raise ApiError(501, "NOT_SUPPORTED")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The effect of a replay on one node."""
+
+    node: str
+    again: int = 0
+    """Messages that are delivered again."""
+    skipped: int = 0
+    """Messages that are no longer delivered."""
+    error: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 class Operations:
@@ -59,24 +77,19 @@ class Operations:
         self._admin = admin
         self._cluster = admin.cluster
         self._moving = asyncio.Lock()
-        """Two moves of one channel would pause and resume it in each other's way."""
+        """One move at a time: two moves of one channel would end each other's hold."""
 
-    async def nodes_with(self, topic: str, feature: str) -> Able:
-        try:
-            found = await self._cluster.producers(topic)
-        except NotFound as error:
-            raise ApiError(404, error.code) from error
-        except Unreachable as error:
-            raise upstream_error(error) from error
-        sorted_out = Able(found.value, [], [], [*found.errors])
+    async def nodes_with(self, topic: str, feature: str) -> Support:
+        found = await self._cluster.producers(topic)
+        support = Support(found.value, [], [], [*found.errors])
         for node in found.value:
             try:
-                has_it = feature in await self._admin.watch.features(node)
-            except AskFailed as error:
-                sorted_out.errors.append(f"{node.address}: {error}")
+                is_able = feature in await self._admin.watch.features(node)
+            except RequestFailed as error:
+                support.errors.append(f"{node.address}: {error}")
             else:
-                (sorted_out.able if has_it else sorted_out.unable).append(node)
-        return sorted_out
+                (support.able if is_able else support.unable).append(node)
+        return support
 
     async def peek(
         self,
@@ -84,53 +97,45 @@ class Operations:
         channel: str = "",
         *,
         node: str = "",
-        count: int = messages.DEFAULT_COUNT,
+        count: int = DEFAULT_COUNT,
         start: int | None = None,
         state: str = "",
-    ) -> tuple[Able, messages.Peeked]:
-        able = await self.nodes_with(topic, PEEK)
-        chosen = [one for one in able.able if not node or one.address == node]
-        found = await messages.peek(
-            self._cluster, chosen, topic, channel, count=count, start=start, state=state
-        )
-        return able, found
+    ) -> tuple[Support, Peeked]:
+        nodes = await self.nodes_with(topic, PEEK)
+        chosen = [one for one in nodes.able if not node or one.address == node]
+        return nodes, await peek(self._cluster, chosen, topic, channel, count=count, start=start, state=state)
 
     async def publish(
         self, actor: Actor, topic: str, body: bytes, *, node: str = "", defer_ms: int = 0
     ) -> str:
-        """Where it was published. Without a node: on the first that has the topic."""
+        """Returns the address of the node. Without `node` it is the first that has the topic."""
         check_topic(topic)
         if not body:
             raise ApiError(400, "MSG_EMPTY")
         target = await self._node_for(topic, node)
 
-        async def run() -> list[str]:
+        async def work() -> list[str]:
             try:
                 await messages.publish(self._cluster, target, topic, body, defer_ms=defer_ms)
             except messages.MessagesFailed as error:
                 raise ApiError(502, f"UPSTREAM_ERROR: {error}") from error
             return []
 
-        await self._admin.actions.other(
-            "publish", actor, run, lambda: f"{len(body)} bytes", topic=topic, node=target.address
+        await self._admin.actions.run(
+            "publish", actor, work, lambda: f"{len(body)} bytes", topic=topic, node=target.address
         )
         return target.address
 
     async def _node_for(self, topic: str, address: str) -> Node:
+        if address:
+            return (await self._cluster.node(address))[0]
         try:
-            if address:
-                return (await self._cluster.node(address))[0]
-            try:
-                having = (await self._cluster.producers(topic)).value
-            except NotFound:
-                having = []
-            nodes = having or (await self._cluster.nodes()).value
-        except NotFound as error:
-            raise ApiError(404, error.code) from error
-        except Unreachable as error:
-            raise upstream_error(error) from error
+            nodes = (await self._cluster.producers(topic)).value
+        except NotFound:
+            nodes = []
+        nodes = nodes or (await self._cluster.nodes()).value
         if not nodes:
-            raise ApiError(404, "NO_PRODUCERS")
+            raise NotFound("NO_PRODUCERS")
         return nodes[0]
 
     async def copy(
@@ -143,29 +148,29 @@ class Operations:
         to: str,
         unwrap: bool,
     ) -> int:
-        """Publish messages, named by node and sequence number, once more. How many."""
+        """Publish messages, given by node and sequence number, again. Returns how many."""
         by_node: dict[str, list[int]] = {}
         for address, sequence in sequences:
             by_node.setdefault(address, []).append(sequence)
         if not by_node:
             raise ApiError(400, "NOTHING_CHOSEN")
-        # The copy may go where the user can read it.
+        # Otherwise a user could copy messages to a topic that they can read.
         if not access.may("subscribe", topic):
-            raise Refused("copy_messages", actor, topic=topic, to=to)
-        able = await self.nodes_with(topic, PEEK)
+            raise Forbidden("copy_messages", actor, topic=topic, to=to)
+        nodes = await self.nodes_with(topic, PEEK)
         target = self._target(access, topic, to, unwrap)
         copied = 0
 
-        async def run() -> list[str]:
+        async def work() -> list[str]:
             nonlocal copied
-            for node in able.able:
+            for node in nodes.able:
                 if wanted := by_node.get(node.address):
-                    work = messages.copy(self._cluster, node, topic, wanted, target)
-                    copied += await self._tell(work, copied, "published")
+                    copying = messages.copy(self._cluster, node, topic, wanted, target)
+                    copied += await self._count_done(copying, copied, "published")
             return []
 
-        await self._admin.actions.other(
-            "copy_messages", actor, run, lambda: f"{copied} published", topic=topic, to=to
+        await self._admin.actions.run(
+            "copy_messages", actor, work, lambda: f"{copied} published", topic=topic, to=to
         )
         return copied
 
@@ -180,23 +185,23 @@ class Operations:
         unwrap: bool,
         count: int = 0,
     ) -> tuple[int, int]:
-        """Publish what the channel holds elsewhere, and finish it. How many were moved, how many are left.
-        With `count` so many at the most of each node."""
+        """Publish the channel's messages elsewhere and finish them in the channel. Returns how many
+        were moved and how many are left. `count` is the most from each node; 0 is all."""
         if not access.may("subscribe", topic, channel):
-            raise Refused("move_messages", actor, topic=topic, channel=channel, to=to)
-        able = await self.nodes_with(topic, PEEK)
-        able.require()
+            raise Forbidden("move_messages", actor, topic=topic, channel=channel, to=to)
+        nodes = await self.nodes_with(topic, PEEK)
+        nodes.require()
         target = self._target(access, topic, to, unwrap)
         moved = left = 0
 
-        async def run() -> list[str]:
+        async def work() -> list[str]:
             nonlocal moved, left
-            for node in able.able:
+            for node in nodes.able:
                 wanted = count or MAX_MOVES * messages.MOVED_AT_ONCE
                 remaining = 0
                 for _ in range(MAX_MOVES):
-                    work = messages.move(self._cluster, node, topic, channel, target, wanted)
-                    done, remaining = await self._tell(work, moved, "moved")
+                    moving = messages.move(self._cluster, node, topic, channel, target, wanted)
+                    done, remaining = await self._count_done(moving, moved, "moved")
                     moved += done
                     wanted -= done
                     if not remaining or wanted <= 0 or not done:
@@ -204,15 +209,10 @@ class Operations:
                 left += remaining
             return []
 
+        names = {"topic": topic, "channel": channel, "to": to}
         async with self._moving:
-            await self._admin.actions.other(
-                "move_messages",
-                actor,
-                run,
-                lambda: f"{moved} moved, {left} left",
-                topic=topic,
-                channel=channel,
-                to=to,
+            await self._admin.actions.run(
+                "move_messages", actor, work, lambda: f"{moved} moved, {left} left", **names
             )
         return moved, left
 
@@ -223,39 +223,85 @@ class Operations:
             raise ApiError(400, "SAME_TOPIC")
         return messages.Target(to, unwrap, topic, lambda name: access.may("publish", name))
 
-    async def _tell(self, work: Awaitable[T], before: int, what: str) -> T:
-        """A failure also says how many had been done before it."""
+    async def _count_done(self, work: Awaitable[T], before: int, done: str) -> T:
+        """The error of a failure says how many messages were done before it."""
         try:
             return await work
         except messages.MessagesFailed as error:
-            done = f"{before:,} were {what}, then: " if before else ""
-            raise ApiError(409, f"{done}{error}") from error
+            prefix = f"{before:,} were {done}, then: " if before else ""
+            raise ApiError(409, f"{prefix}{error}") from error
 
-    async def plan(self, topic: str, channel: str, target: dict[str, str]) -> list[Plan]:
-        """What going there would do."""
-        able = await self.nodes_with(topic, SEEK)
-        return await seek(self._cluster, able.able, topic, channel, target, dry_run=True)
+    async def plan(self, topic: str, channel: str, target: Mapping[str, str]) -> list[Plan]:
+        """A dry run of a replay."""
+        nodes = await self.nodes_with(topic, SEEK)
+        return [await self._seek(node, topic, channel, target, dry_run="true") for node in nodes.able]
 
-    async def replay(self, actor: Actor, topic: str, channel: str, target: dict[str, str]) -> list[Plan]:
-        able = await self.nodes_with(topic, SEEK)
-        able.require()
+    async def replay(self, actor: Actor, topic: str, channel: str, target: Mapping[str, str]) -> list[Plan]:
+        nodes = await self.nodes_with(topic, SEEK)
+        nodes.require()
         plans: list[Plan] = []
 
-        async def run() -> list[str]:
-            plans.extend(await seek(self._cluster, able.able, topic, channel, target, dry_run=False))
+        async def work() -> list[str]:
+            plans.extend([await self._seek(node, topic, channel, target) for node in nodes.able])
             errors = [f"{plan.node}: {plan.error}" for plan in plans if plan.error]
             if len(errors) == len(plans):
                 raise ApiError(409, "; ".join(errors))
             return errors
 
-        place = " ".join(f"{name}={value}" for name, value in target.items())
-        await self._admin.actions.other(
+        await self._admin.actions.run(
             "seek_channel",
             actor,
-            run,
+            work,
             lambda: f"{sum(p.again for p in plans)} again, {sum(p.skipped for p in plans)} skipped",
             topic=topic,
             channel=channel,
-            place=place,
+            place=" ".join(f"{name}={value}" for name, value in target.items()),
         )
         return plans
+
+    async def _seek(
+        self, node: Node, topic: str, channel: str, target: Mapping[str, str], **dry_run: str
+    ) -> Plan:
+        query = {"topic": topic, "channel": channel, **target, **dry_run}
+        try:
+            answer = (await self._cluster.ask(node, "POST", "/channel/seek", **query)).json()
+        except BadStatus as error:
+            missing = {"CHANNEL_NOT_FOUND": "has no such channel", "NOT_FOUND": "does not support replay"}
+            return Plan(node.address, error=missing.get(error.code, error.code or str(error)))
+        except RequestFailed as error:
+            return Plan(node.address, error=str(error))
+        fields = answer if isinstance(answer, dict) else {}
+        return Plan(node.address, number(fields, "again"), number(fields, "skipped"))
+
+
+class BadTarget(NsparqError):
+    """Not a position to replay from. The text is for the user."""
+
+
+def parse_target(to: str, when: str = "", *, now_s: float | None = None) -> dict[str, str]:
+    """The query that tells nsqd where to move a channel: to the start, the end, or a time.
+
+    A time is an RFC 3339 time, `YYYY-MM-DD HH:MM` in UTC, Unix seconds, or a duration ago such as
+    90m. Raises BadTarget.
+    """
+    if to in ("start", "end"):
+        return {"to": to}
+    if to != "time":
+        raise BadTarget("choose the start, the end, or a time")
+    wanted = when.strip()
+    if not wanted:
+        raise BadTarget("enter a time")
+    if re.fullmatch(r"[0-9]{9,10}(\.[0-9]+)?", wanted):
+        return {"time": wanted}
+    try:
+        ago_s = parse_duration(wanted)
+        return {"time": f"{(time.time() if now_s is None else now_s) - abs(ago_s):.3f}"}
+    except ValueError:
+        pass
+    try:
+        found = datetime.fromisoformat(wanted.removesuffix("UTC").strip())
+    except ValueError:
+        raise BadTarget(f"{wanted!r} is not a time; enter one such as 2026-01-31 12:00 or 90m") from None
+    if found.tzinfo is None:
+        found = found.replace(tzinfo=UTC)
+    return {"time": found.isoformat()}

@@ -1,21 +1,43 @@
-"""The cluster, as its nsqlookupds and nsqds tell it: all are asked at once, and their answers put together.
+"""The cluster: requests to all nsqlookupds and nsqds at once, and their answers merged.
 
-With nsqlookupds they know the topics and who has them; with nsqds alone each is asked itself. Where some fail
-the rest counts, and what failed is told along with it; only if all fail there is no result.
+nsqlookupds know the topics and the nsqds that have them; without nsqlookupds every nsqd is asked.
+If some daemons fail, the result has the others' answers and a list of errors. It is an error only
+if all fail.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 from urllib.parse import urlencode
 
 from nsparq.addresses import heard_address
-from nsparq.admin.collect.merge import Node, NodeStats, mark_out_of_date, number, objects, text, texts
-from nsparq.admin.collect.upstream import Answer, AskFailed, Refused, Secret, Upstream, Withheld, with_query
-from nsparq.errors import NsparqError
+from nsparq.admin.collect.merge import (
+    Node,
+    NodeStats,
+    channel_total,
+    mark_out_of_date,
+    node_channel,
+    node_topic,
+    number,
+    objects,
+    text,
+    texts,
+    topic_total,
+)
+from nsparq.admin.collect.upstream import (
+    Answer,
+    BadStatus,
+    RequestFailed,
+    Secret,
+    SecretWithheld,
+    Upstream,
+    with_query,
+)
+from nsparq.http.api import ApiError
 from nsparq.secret_scope import SecretScope
 
 __all__ = ["Cluster", "Found", "NotFound", "Unreachable"]
@@ -27,24 +49,27 @@ LOOKUPD: Final = "nsqlookupd"
 NSQD: Final = "nsqd"
 
 
-class Unreachable(NsparqError):
-    """Nobody could be asked."""
+class Unreachable(ApiError):
+    """No daemon of a kind gave a usable answer."""
 
     def __init__(self, kind: str, errors: Sequence[str]) -> None:
-        super().__init__(f"failed to query any {kind}: " + "\n".join(errors))
+        self.reason = f"failed to query any {kind}: " + "\n".join(errors)
+        super().__init__(502, f"UPSTREAM_ERROR: {self.reason}")
         self.errors = tuple(errors)
 
+    def __str__(self) -> str:
+        return self.reason
 
-class NotFound(NsparqError):
-    """There is no such thing; the text is NSQ's code for it."""
 
-    @property
-    def code(self) -> str:
-        return str(self)
+class NotFound(ApiError):
+    """There is no such topic, channel or node. The code is NSQ's."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(404, code)
 
 
 class Found(NamedTuple, Generic[T]):
-    """What was found, and why it may not be all."""
+    """A result, and the errors of the daemons whose answers are missing in it."""
 
     value: T
     errors: list[str]
@@ -56,7 +81,7 @@ class Found(NamedTuple, Generic[T]):
 
 
 class Cluster:
-    """Asks the daemons. `lookupds` may change while it is in use."""
+    """`lookupds` may change while it is in use."""
 
     def __init__(
         self,
@@ -71,10 +96,10 @@ class Cluster:
         self.lookupds = tuple(lookupds)
         self.nsqds = tuple(nsqds)
         self._secret = secret
-        """What nsqds are shown that we may show it to: see _secret_for()."""
+        """For nsqds that may have it: see _secret_for()."""
         self._scope = SecretScope(secret_for)
 
-    # What there is
+    # Topics and nodes
 
     async def topics(self) -> Found[list[str]]:
         """Names, sorted. Raises Unreachable."""
@@ -88,11 +113,11 @@ class Cluster:
         return Found(sorted(names), found.errors)
 
     async def inactive(self) -> Found[dict[str, list[str]]]:
-        """Topics that no nsqd has, and their channels. Raises Unreachable."""
+        """Topics that only nsqlookupd knows, and their channels. Raises Unreachable."""
         if not self.lookupds:
             return Found({}, [])
         topics, nodes = await asyncio.gather(self.topics(), self.nodes())
-        # Two questions to each nsqlookupd; NSQ's asks about every topic.
+        # Two requests to each nsqlookupd; NSQ's nsqadmin asks about every topic.
         produced = {name for node in nodes.value for name, is_dead in node.topics if not is_dead}
         names = [name for name in topics.value if name not in produced]
         channels = await self._each(names, self._channels, "")
@@ -117,16 +142,17 @@ class Cluster:
         return Found(mark_out_of_date(everyone), found.errors)
 
     async def _nodes_of(self, lookupd: str) -> list[Node]:
-        said = await self.upstream.get_json(f"http://{lookupd}/nodes")
-        return [_node(one, lookupd) for one in objects(_object(said), "producers")]
+        answer = await self.upstream.get_json(f"http://{lookupd}/nodes")
+        return [_node(one, lookupd) for one in objects(_object(answer), "producers")]
 
     async def producers(self, topic: str) -> Found[list[Node]]:
-        """The nsqds that have the topic; none, if it is known all the same. Raises NotFound, Unreachable."""
+        """The nsqds that have the topic. None if only nsqlookupd knows it. Raises NotFound,
+        Unreachable."""
         if not self.lookupds:
             stats = await self._stats_of_configured(topic=topic)
             having = [one.node for one in stats.value if any(_is_named(t, topic) for t in one.topics)]
             if not having:
-                # Those that did not answer may have it.
+                # An nsqd that did not answer may have it.
                 raise Unreachable(NSQD, stats.errors) if stats.errors else NotFound("TOPIC_NOT_FOUND")
             return Found(having, stats.errors)
         found = await self._each(self.lookupds, lambda lookupd: self._lookup(lookupd, topic), LOOKUPD)
@@ -139,61 +165,115 @@ class Cluster:
         return Found([*merged.values()], found.errors)
 
     async def _lookup(self, lookupd: str, topic: str) -> list[Node] | None:
-        """None where the topic is not known."""
+        """None if this nsqlookupd does not know the topic."""
         try:
-            said = await self.upstream.get_json(f"http://{lookupd}/lookup", topic=topic)
-        except Refused as refused:
-            if refused.status == 404:
+            answer = await self.upstream.get_json(f"http://{lookupd}/lookup", topic=topic)
+        except BadStatus as error:
+            if error.status == 404:
                 return None
             raise
-        return [_node(one, lookupd) for one in objects(_object(said), "producers")]
+        return [_node(one, lookupd) for one in objects(_object(answer), "producers")]
 
     async def node(self, address: str) -> tuple[Node, list[str]]:
-        """The nsqd of this name, and what failed on the way. Raises NotFound, Unreachable."""
+        """The nsqd of this address, and errors of others. Raises NotFound, Unreachable."""
         found = await self.nodes()
         for node in found.value:
             if node.address == address:
                 return node, found.errors
         raise NotFound("NODE_NOT_FOUND")
 
-    # Figures
+    # Statistics
+
+    async def topic(self, name: str) -> Found[dict[str, Any]]:
+        """A topic over all nodes, as NSQ's nsqadmin answers it. Raises NotFound, Unreachable."""
+        stats = await self._stats_of_producers(name)
+        now_s = time.time()
+        parts = [
+            node_topic(one.node, topic, now_s)
+            for one in stats.value
+            for topic in one.topics
+            if _is_named(topic, name)
+        ]
+        return Found(topic_total(name, parts), stats.errors)
+
+    async def channel(self, topic: str, name: str) -> Found[dict[str, Any]]:
+        """A channel over all nodes, as NSQ's nsqadmin answers it. Raises NotFound, Unreachable."""
+        stats = await self._stats_of_producers(topic, name, clients=True)
+        now_s = time.time()
+        parts = [
+            node_channel(one.node, topic, channel, now_s, clients=True)
+            for one in stats.value
+            for its_topic in one.topics
+            if _is_named(its_topic, topic)
+            for channel in objects(its_topic, "channels")
+            if text(channel, "channel_name") == name
+        ]
+        if not parts:
+            raise NotFound("CHANNEL_NOT_FOUND")
+        return Found(channel_total(topic, name, parts), stats.errors)
+
+    async def node_stats(self, address: str) -> Found[dict[str, Any]]:
+        """All topics of one nsqd, as NSQ's nsqadmin answers them. Raises NotFound, Unreachable."""
+        node, errors = await self.node(address)
+        stats = await self.stats([node], clients=True)
+        now_s = time.time()
+        topics = [node_topic(node, topic, now_s, clients=True) for topic in stats.value[0].topics]
+        channels = [channel for topic in topics for channel in topic["channels"]]
+        value = {
+            "node": address,
+            "topics": topics or None,
+            "total_messages": sum(topic["message_count"] for topic in topics),
+            "total_clients": sum(channel["client_count"] for channel in channels),
+        }
+        return Found(value, errors + stats.errors)
+
+    async def _stats_of_producers(
+        self, topic: str, channel: str = "", *, clients: bool = False
+    ) -> Found[list[NodeStats]]:
+        producers = await self.producers(topic)
+        if not producers.value:
+            raise NotFound("NO_PRODUCERS")
+        stats = await self.stats(producers.value, topic=topic, channel=channel, clients=clients)
+        return Found(stats.value, producers.errors + stats.errors)
 
     async def stats(
         self, nodes: Iterable[Node], *, topic: str = "", channel: str = "", clients: bool = False
     ) -> Found[list[NodeStats]]:
-        """What each of the nsqds says about itself. Raises Unreachable."""
+        """The /stats of each of the nsqds. Raises Unreachable."""
         wanted = {"topic": topic, "channel": channel}
         query = {name: value for name, value in wanted.items() if value}
         query |= {"include_clients": str(clients).lower(), "include_mem": "false"}
 
         async def ask(node: Node) -> NodeStats:
-            said = await self.get(node, "/stats", format="json", **query)
-            return NodeStats.parse(node, _object(said))
+            answer = await self.get(node, "/stats", format="json", **query)
+            return NodeStats.parse(node, _object(answer))
 
         return await self._each(nodes, ask, NSQD)
 
-    # Asking one nsqd
+    # Requests to one nsqd
 
     async def get(self, node: Node, path: str, **query: str) -> Any:
-        """Raises AskFailed."""
+        """Raises RequestFailed."""
         return (await self.ask(node, "GET", path, **query)).json()
 
     async def ask(
         self, node: Node, method: str, path: str, body: bytes | None = None, /, **query: str
     ) -> Answer:
-        """Every request to an nsqd goes through here, with the secret if it may have it. Raises AskFailed."""
+        """Every request to an nsqd goes through here, with the secret if the node may have it.
+        Raises RequestFailed."""
         url = with_query(f"{_url(node)}{path}", query)
         try:
             return await self.upstream.ask(method, url, body, secret=self._secret_for(node))
-        except Withheld as error:
-            raise AskFailed(
-                f"{node.address} asks for a secret, and nsqadmin has none for it: --auth-secret is sent only "
-                "to nodes that --nsqd-http-address or --auth-secret-for names, and to those with a "
-                "certificate of --http-client-tls-root-ca-file"
+        except SecretWithheld as error:
+            raise RequestFailed(
+                f"{node.address} requires a secret, and nsqadmin has none for it: --auth-secret is sent only "
+                "to nodes named by --nsqd-http-address or --auth-secret-for, and to nodes with a certificate "
+                "of --http-client-tls-root-ca-file"
             ) from error
 
     def _secret_for(self, node: Node) -> Secret:
-        """Anybody can register a node at nsqlookupd. So it takes more than that to be shown the secret."""
+        """Anybody can register a node at nsqlookupd, so a registered node is not trusted with the
+        secret."""
         is_ours = bool(node.configured) or self._scope.covers(node.broadcast_address, node.http_port)
         return Secret(self._secret, needs_proof=not is_ours)
 
@@ -203,7 +283,7 @@ class Cluster:
         return Found(found.value, nodes.errors + found.errors)
 
     async def _configured_nodes(self, *, with_topics: bool = False) -> Found[list[Node]]:
-        found = await self._each(self.nsqds, self._introduce, NSQD)
+        found = await self._each(self.nsqds, self._ask_info, NSQD)
         nodes = mark_out_of_date({node.address: node for node in found.value}.values())
         if not with_topics:
             return Found(nodes, found.errors)
@@ -215,14 +295,14 @@ class Cluster:
         ]
         return Found(complete, found.errors + stats.errors)
 
-    async def _introduce(self, address: str) -> Node:
-        said = await self.upstream.ask("GET", f"http://{address}/info", secret=Secret(self._secret))
-        return replace(_node(_object(said.json()), ""), configured=address)
+    async def _ask_info(self, address: str) -> Node:
+        answer = await self.upstream.ask("GET", f"http://{address}/info", secret=Secret(self._secret))
+        return replace(_node(_object(answer.json()), ""), configured=address)
 
     # Changes
 
     async def post_to_lookupds(self, path: str, **query: str) -> Found[list[str]]:
-        """Those that did it. Raises nothing: what failed is told."""
+        """Returns the nsqlookupds that did it, and errors of the others."""
 
         async def post(lookupd: str) -> str:
             await self.upstream.ask("POST", f"http://{lookupd}{path}?{urlencode(query)}")
@@ -231,22 +311,22 @@ class Cluster:
         return await self._each(self.lookupds, post, "")
 
     async def post_to_nodes(self, nodes: Iterable[Node], path: str, **query: str) -> Changed:
-        """Have each of the nsqds do it. What failed is told."""
+        """Errors are part of the result."""
         missing: list[str] = []
 
         async def post(node: Node) -> str:
             try:
                 await self.ask(node, "POST", path, **query)
-            except Refused as refused:
-                if refused.status == 404:
-                    missing.append(refused.code)
+            except BadStatus as error:
+                if error.status == 404:
+                    missing.append(error.code)
                 raise
             return node.address
 
         found = await self._each(nodes, post, "")
         return Changed(found.value, found.errors, missing)
 
-    # Asking several
+    # Requests to several
 
     async def _ask_lookupds(self, path: str, **query: str) -> Found[list[Mapping[str, Any]]]:
         async def ask(lookupd: str) -> Mapping[str, Any]:
@@ -255,12 +335,12 @@ class Cluster:
         return await self._each(self.lookupds, ask, LOOKUPD)
 
     async def _each(self, of: Iterable[S], ask: Callable[[S], Awaitable[T]], kind: str) -> Found[list[T]]:
-        """Ask about each, all at once. With `kind`, raises Unreachable if no answer comes."""
+        """All at once. With `kind`, raises Unreachable if all fail."""
         asked: Collection[S] = [*of]
         values: list[T] = []
         errors: list[str] = []
         for outcome in await asyncio.gather(*(ask(one) for one in asked), return_exceptions=True):
-            if isinstance(outcome, AskFailed | Unreachable):
+            if isinstance(outcome, RequestFailed | Unreachable):
                 errors.append(str(outcome))
             elif isinstance(outcome, BaseException):
                 raise outcome
@@ -272,28 +352,28 @@ class Cluster:
 
 
 class Changed(NamedTuple):
-    """What came of a change on several nsqds."""
+    """The outcome of a change on several nsqds."""
 
     done: list[str]
-    """Where it worked."""
+    """Addresses of the nsqds where it worked."""
     errors: list[str]
     missing: list[str]
-    """NSQ's codes for what was not there, of those among the errors that say so."""
+    """NSQ's codes, of those errors that say that the topic or channel is not there."""
 
 
-def _object(said: Any) -> Mapping[str, Any]:
-    if not isinstance(said, dict):
-        raise AskFailed("the answer is not what NSQ would say")
-    return said
+def _object(answer: Any) -> Mapping[str, Any]:
+    if not isinstance(answer, dict):
+        raise RequestFailed("the answer is not NSQ's")
+    return answer
 
 
 def _url(node: Node) -> str:
-    """Where its HTTP API is. Raises AskFailed for a node that cannot be anywhere."""
+    """The URL of its HTTP API. Raises RequestFailed for an invalid address."""
     if node.configured:
         return f"http://{node.configured}"
     address = heard_address(node.broadcast_address, node.http_port)
     if address is None:
-        raise AskFailed(f"{node.address}: nsqlookupd names an nsqd at an address that cannot be")
+        raise RequestFailed(f"{node.address}: nsqlookupd reports an invalid address")
     return f"http://{address}"
 
 
@@ -301,29 +381,29 @@ def _is_named(topic: Mapping[str, Any], name: str) -> bool:
     return topic.get("topic_name") == name
 
 
-def _node(said: Mapping[str, Any], lookupd: str) -> Node:
-    names = texts(said, "topics")
-    tombstones = said.get("tombstones")
+def _node(answer: Mapping[str, Any], lookupd: str) -> Node:
+    names = texts(answer, "topics")
+    tombstones = answer.get("tombstones")
     dead = [one is True for one in tombstones] if isinstance(tombstones, list) else []
     dead += [False] * (len(names) - len(dead))
-    remote = text(said, "remote_address")
+    remote = text(answer, "remote_address")
     return Node(
-        # Very old ones said `address` alone.
-        broadcast_address=text(said, "broadcast_address") or text(said, "address"),
-        hostname=text(said, "hostname"),
-        tcp_port=number(said, "tcp_port"),
-        http_port=number(said, "http_port"),
-        version=text(said, "version"),
+        # Very old nsqds report only `address`.
+        broadcast_address=text(answer, "broadcast_address") or text(answer, "address"),
+        hostname=text(answer, "hostname"),
+        tcp_port=number(answer, "tcp_port"),
+        http_port=number(answer, "http_port"),
+        version=text(answer, "version"),
         remote_address=remote,
         remote_addresses=(f"{lookupd}/{remote}",) if lookupd else (),
         topics=tuple(sorted(zip(names, dead, strict=False))),
-        topology_zone=text(said, "topology_zone"),
-        topology_region=text(said, "topology_region"),
+        topology_zone=text(answer, "topology_zone"),
+        topology_region=text(answer, "topology_region"),
     )
 
 
 def _merged(known: Node, other: Node) -> Node:
-    """Of one nsqd, what two nsqlookupds say. Tombstoned by either is tombstoned."""
+    """One nsqd as two nsqlookupds report it. A topic is tombstoned if either says so."""
     topics = dict(known.topics)
     for name, is_dead in other.topics:
         topics[name] = topics.get(name, False) or is_dead

@@ -1,8 +1,9 @@
-"""Figures of single nsqds, put together for the tables of the history. Knows no I/O.
+"""Merges the figures of single nsqds into the history tables. Knows no I/O.
 
-Rates are differences of the counters of one nsqd: one that restarts, or does not answer for a while, makes no
-jump in the sum. 10,000 channels come every few seconds, so all of a node's are worked on at once, as arrays;
-what was worked out about their names is kept as long as these stay the same.
+A rate is the difference of one nsqd's counter between two polls. So an nsqd that restarts, or does
+not answer for a while, makes no jump in the sum. There may be 10,000 channels every few seconds, so
+all channels of a node are processed at once, as arrays, and the places of their names are reused
+while the names are the same.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsparq.admin.collect.history import Places, Table
-from nsparq.admin.collect.merge import MOST, NodeStats, number, objects, real, text
+from nsparq.admin.collect.merge import MAX_NUMBER, NodeStats, number, objects, real, text
 
 __all__ = ["CHANNEL", "CLIENT", "NODE", "TOPIC", "TOTAL", "Gatherer", "Parts"]
 
 TOPIC: Final = ("depth", "backlog", "in_flight", "in_rate", "latency")
-"""`backlog` is what waits in the channels; rates are per second; `latency` is the highest percentile that
-nsqd is told to count, `median` the lowest, in seconds."""
+"""`backlog` is the depth of the channels. Rates are per second. `latency` is the highest percentile
+that nsqd counts, `median` the lowest, in seconds."""
 CHANNEL: Final = (
     "depth",
     "in_flight",
@@ -37,7 +38,7 @@ CHANNEL: Final = (
     "median",
 )
 NODE: Final = ("depth", "in_flight", "clients", "in_rate", "disk_free")
-"""`disk_free` is a share of the whole."""
+"""`disk_free` is a share of the disk's size."""
 CLIENT: Final = ("in_flight", "ready", "finish_rate", "requeue_rate")
 TOTAL: Final = ("depth", "in_flight", "clients", "in_rate", "out_rate", "requeue_rate", "timeout_rate")
 
@@ -57,66 +58,67 @@ Key = tuple[str, ...]
 Array = NDArray[np.float64]
 
 
-def _nowhere() -> Places:
+def _no_places() -> Places:
     return np.empty(0, dtype=np.intp)
 
 
 @dataclass(slots=True)
 class Parts:
-    """An nsqd's figures at one time, by topic, channel and client, and where they belong in the tables."""
+    """The counters of one nsqd at one poll, and the places of their series in the tables."""
 
     time_s: float = -math.inf
     topics: list[Key] = field(default_factory=list)
-    topic_places: Places = field(default_factory=_nowhere)
+    topic_places: Places = field(default_factory=_no_places)
     topic_counts: Array = field(default_factory=lambda: np.empty((0, 1)))
     channels: list[Key] = field(default_factory=list)
-    channel_places: Places = field(default_factory=_nowhere)
-    channel_topics: Places = field(default_factory=_nowhere)
+    channel_places: Places = field(default_factory=_no_places)
+    channel_topics: Places = field(default_factory=_no_places)
     """For each channel, the place of its topic."""
     channel_counts: Array = field(default_factory=lambda: np.empty((0, 4)))
-    """Messages, requeues, timeouts; and all that the channel holds."""
+    """Messages, requeues, timeouts, and unfinished messages."""
     clients: dict[Key, tuple[float, float]] = field(default_factory=dict)
     client_count: int = 0
 
 
 class Gatherer:
-    """For each poll: begin(), take() or leave_open() for each nsqd, finish()."""
+    """For each poll: begin(), take() or mark_unknown() for each nsqd, finish()."""
 
     def __init__(self, topics: Table, channels: Table, clients: Table) -> None:
         self._topics, self._channels, self._clients = topics, channels, clients
         self.paused: set[Key] = set()
         self.lost: dict[Key, int] = {}
-        self._open: list[Parts] = []
+        self._unknown: list[Parts] = []
         self._listed: dict[str, list[str]] = {}
         self._listed_of: list[list[Key]] = []
 
     def begin(self) -> None:
         self.paused = set()
         self.lost = {}
-        self._open = []
+        self._unknown = []
 
-    def leave_open(self, parts: Parts) -> None:
-        """The nsqd has not answered: the sums over what it had are not known."""
-        self._open.append(parts)
+    def mark_unknown(self, parts: Parts) -> None:
+        """The nsqd has not answered. The sums of its topics and channels are unknown."""
+        self._unknown.append(parts)
 
     def take(self, stats: NodeStats, before: Parts, now_s: float) -> tuple[Parts, Array]:
-        """What is to be remembered of the nsqd until the next time, and its part of the totals."""
+        """Returns the counters to remember until the next poll, and the nsqd's part of the
+        totals."""
         names: list[Key] = []
         channels: list[Key] = []
-        said: list[Mapping[str, Any]] = []
+        entries: list[Mapping[str, Any]] = []
         owners: list[int] = []
         for place, topic in enumerate(stats.topics):
             name = text(topic, "topic_name")
             names.append((name,))
             for channel in objects(topic, "channels"):
                 channels.append((name, text(channel, "channel_name")))
-                said.append(channel)
+                entries.append(channel)
                 owners.append(place)
         parts = Parts(time_s=now_s)
         elapsed_s = now_s - before.time_s
         arrived = self._take_topics(stats.topics, names, parts, before, elapsed_s)
-        values = self._take_channels(said, channels, owners, parts, before, elapsed_s)
-        self._take_clients(stats.node.address, said, channels, parts, before, elapsed_s)
+        values = self._take_channels(entries, channels, owners, parts, before, elapsed_s)
+        self._take_clients(stats.node.address, entries, channels, parts, before, elapsed_s)
         held = values.sum(axis=0) if len(values) else np.zeros(8)
         parts.client_count = int(held[3])
         own_depth = float(arrived[:, 0].sum()) if len(arrived) else 0.0
@@ -124,12 +126,12 @@ class Gatherer:
         return parts, np.array([own_depth + held[0], held[1], held[3], in_rate, *held[5:8]])
 
     def finish(self) -> None:
-        for parts in self._open:
+        for parts in self._unknown:
             self._topics.now[parts.topic_places] = np.nan
             self._channels.now[parts.channel_places] = np.nan
 
     def channels_of(self, everyone: Sequence[Parts]) -> dict[str, list[str]]:
-        """Names of channels by topic, all sorted."""
+        """Channel names by topic, both sorted."""
         known = [parts.channels for parts in everyone] + [parts.topics for parts in everyone]
         if known == self._listed_of:
             return self._listed
@@ -143,32 +145,32 @@ class Gatherer:
         self._listed = {name: sorted(listed[name]) for name in sorted(listed)}
         return self._listed
 
-    # The kinds
+    # One kind each
 
     def _take_topics(
         self,
-        said: Sequence[Mapping[str, Any]],
+        entries: Sequence[Mapping[str, Any]],
         names: list[Key],
         parts: Parts,
         before: Parts,
         elapsed_s: float,
     ) -> Array:
-        """Depth and arrivals per second of each."""
+        """Returns depth and publish rate of each topic."""
         table = self._topics
         is_same = names == before.topics
         parts.topics = before.topics if is_same else names
         parts.topic_places = places = before.topic_places if is_same else table.places(names)
         table.see(places)
-        fields = _matrix(said, _TOPIC_FIELDS)
+        fields = _matrix(entries, _TOPIC_FIELDS)
         parts.topic_counts = fields[:, 1:]
         known = before.topic_counts if is_same else _aligned(names, before.topics, before.topic_counts)
         arrived = _rates(parts.topic_counts, known, elapsed_s)
-        latencies = np.array([_latencies(one)[0] for one in said]) if said else np.empty(0)
+        latencies = np.array([_latencies(one)[0] for one in entries]) if entries else np.empty(0)
         _add(table.now, places, 0, fields[:, :1])
-        _add(table.now, places, 1, np.zeros((len(said), 2)))
+        _add(table.now, places, 1, np.zeros((len(entries), 2)))
         _add(table.now, places, 3, arrived)
         _raise(table.now, places, 4, latencies[:, None])
-        for key, one in zip(names, said, strict=True):
+        for key, one in zip(names, entries, strict=True):
             if one.get("paused") is True:
                 self.paused.add(key)
             if gone := number(one, "corrupt_messages") + number(one, "dropped_count"):
@@ -177,47 +179,47 @@ class Gatherer:
 
     def _take_channels(
         self,
-        said: Sequence[Mapping[str, Any]],
+        entries: Sequence[Mapping[str, Any]],
         names: list[Key],
         owners: list[int],
         parts: Parts,
         before: Parts,
         elapsed_s: float,
     ) -> Array:
-        """Gauges and rates of each."""
+        """Returns gauges and rates of each channel."""
         table = self._channels
         is_same = names == before.channels
         parts.channels = before.channels if is_same else names
         parts.channel_places = places = before.channel_places if is_same else table.places(names)
-        parts.channel_topics = parts.topic_places[owners] if owners else _nowhere()
+        parts.channel_topics = parts.topic_places[owners] if owners else _no_places()
         table.see(places)
-        fields = _matrix(said, _CHANNEL_FIELDS)
+        fields = _matrix(entries, _CHANNEL_FIELDS)
         held = fields[:, :3].sum(axis=1, keepdims=True)
         parts.channel_counts = np.concatenate([fields[:, 4:], held], axis=1)
         known = before.channel_counts if is_same else _aligned(names, before.channels, before.channel_counts)
         rates = _rates(parts.channel_counts[:, :3], known[:, :3], elapsed_s)
         grown = (held - known[:, 3:]) / elapsed_s
-        # What came and is not there any more was finished. Emptying looks the same.
+        # Messages that came in and are no longer there were finished. Emptying looks the same.
         left = np.maximum(rates[:, :1] - np.nan_to_num(grown), 0.0)
         values = np.concatenate([fields[:, :4], rates[:, :1], left, rates[:, 1:]], axis=1)
         _add(table.now, places, 0, values)
-        _raise(table.now, places, 8, np.array([_latencies(one) for one in said]).reshape(-1, 2))
+        _raise(table.now, places, 8, np.array([_latencies(one) for one in entries]).reshape(-1, 2))
         for column, values_of_all in ((1, fields[:, 0]), (2, fields[:, 1])):
             sums = np.bincount(parts.channel_topics, values_of_all, minlength=len(self._topics.now))
             self._topics.now[:, column] += sums
-        self.paused.update(key for key, one in zip(names, said, strict=True) if one.get("paused") is True)
+        self.paused.update(key for key, one in zip(names, entries, strict=True) if one.get("paused") is True)
         return values
 
     def _take_clients(
         self,
         node: str,
-        said: Sequence[Mapping[str, Any]],
+        entries: Sequence[Mapping[str, Any]],
         names: list[Key],
         parts: Parts,
         before: Parts,
         elapsed_s: float,
     ) -> None:
-        for key, channel in zip(names, said, strict=True):
+        for key, channel in zip(names, entries, strict=True):
             if not channel.get("clients"):
                 continue
             for client in objects(channel, "clients"):
@@ -232,22 +234,22 @@ class Gatherer:
                 self._clients.put(name, [in_flight, ready, *rates])
 
 
-def _matrix(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Array:
-    """These fields of all of them; what is no number counts as 0."""
-    if not said:
+def _matrix(entries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Array:
+    """A row for each object, a column for each field. A field that is not a number counts as 0."""
+    if not entries:
         return np.empty((0, len(names)))
     try:
-        found = np.array([*map(itemgetter(*names), said)], dtype=np.float64)
-        # A list in place of a number makes one dimension more.
-        if found.ndim == 2 and (np.abs(found) <= MOST).all():
+        found = np.array([*map(itemgetter(*names), entries)], dtype=np.float64)
+        # A list in place of a number adds a dimension.
+        if found.ndim == 2 and (np.abs(found) <= MAX_NUMBER).all():
             return found
     except (KeyError, TypeError, ValueError, OverflowError):
         pass
-    return np.array([[number(one, name) for name in names] for one in said], dtype=np.float64)
+    return np.array([[number(one, name) for name in names] for one in entries], dtype=np.float64)
 
 
 def _aligned(names: Iterable[Key], known: Sequence[Key], values: Array) -> Array:
-    """The rows for these names; NaN for those that are new."""
+    """The rows of these names; NaN for new names."""
     index = {key: row for row, key in enumerate(known)}
     rows = np.fromiter((index.get(name, -1) for name in names), dtype=np.intp)
     found = np.full((len(rows), values.shape[1]), np.nan)
@@ -256,8 +258,8 @@ def _aligned(names: Iterable[Key], known: Sequence[Key], values: Array) -> Array
 
 
 def _rates(now: Array, then: Array, elapsed_s: float) -> Array:
-    """A counter that has gone back was set to 0 by a restart; a new one says nothing yet, and the first
-    answer of an nsqd says nothing about any."""
+    """A counter that is lower than before was reset by a restart. A new counter has rate 0. After
+    the first answer of an nsqd all rates are unknown."""
     if elapsed_s == math.inf:
         return np.full(now.shape, math.nan)
     grown = np.where(now >= then, now - then, now)
@@ -265,13 +267,13 @@ def _rates(now: Array, then: Array, elapsed_s: float) -> Array:
 
 
 def _add(table: Array, places: Places, column: int, values: Array) -> None:
-    """Add to what other nsqds have said."""
+    """Add to the values of other nsqds."""
     columns = slice(column, column + values.shape[1])
     table[places, columns] = np.nan_to_num(table[places, columns]) + values
 
 
 def _raise(table: Array, places: Places, column: int, values: Array) -> None:
-    """The higher of this and what other nsqds have said."""
+    """Keep the higher of these values and those of other nsqds."""
     columns = slice(column, column + values.shape[1])
     table[places, columns] = np.fmax(table[places, columns], values)
 
@@ -279,9 +281,9 @@ def _raise(table: Array, places: Places, column: int, values: Array) -> None:
 _NO_LATENCY: Final = (math.nan, math.nan)
 
 
-def _latencies(said: Mapping[str, Any]) -> tuple[float, float]:
-    """The highest and the lowest percentile that is counted, in seconds; NaN if none is."""
-    latency = said.get("e2e_processing_latency")
+def _latencies(entry: Mapping[str, Any]) -> tuple[float, float]:
+    """The highest and the lowest percentile, in seconds; NaN if nsqd counts none."""
+    latency = entry.get("e2e_processing_latency")
     if not isinstance(latency, dict) or not latency.get("count") or not latency.get("percentiles"):
         return _NO_LATENCY
     found = sorted(

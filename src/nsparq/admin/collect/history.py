@@ -1,13 +1,14 @@
-"""Figures over time, kept in memory: what the charts are drawn from and the overview compares with.
+"""Figures over time, in memory, for the charts and for the overview.
 
-A table holds the series of one kind (topics, channels, …), each with the same few figures. It keeps them in
-four rings: every poll for some minutes, then a point per minute, per ten minutes, per two hours for a week.
-The arrays grow with the number of series, in blocks, and never beyond what the table was given:
+A table holds the series of one kind (topics, channels, …), each with the same few figures, in four
+rings: every poll for some minutes, then a point per minute, per ten minutes, per two hours for a
+week. The arrays grow with the number of series, in blocks, up to the table's limit:
 
-    block: [slot][series][figure], float32      a poll writes one slot of each block, which lies together
+    block: [slot][series][figure], float32      a poll writes one slot of each block, in one piece
 
-A series that was not seen for a while gives its place to another. One that finds no room in the rings has its
-latest figures, and no history. NaN is "not known": a node did not answer, or the series was not there yet.
+A series that was not seen for a while gives its place to another. A series without room in the
+rings has its latest figures but no history. NaN means unknown: a node did not answer, or the series
+was not there yet.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ Places = NDArray[np.intp]
 
 BLOCK: Final = 256
 STEPS: Final = (60, 600, 7200)
-"""Seconds from point to point in the coarser rings; in the finest it is the time between polls."""
+"""Seconds between points in the coarser rings; in the finest ring it is the time between polls."""
 SLOTS: Final = (240, 150, 144, 84)
 RANGES: Final = ("now", "hours", "day", "week")
-"""What the rings cover, in words."""
+"""Names of the rings."""
 FORGET_S: Final = 900.0
-"""How long a series that is not seen keeps its place."""
+"""How long an unseen series keeps its place."""
 
 
 def steady_clock() -> Callable[[], float]:
-    """Unix time as it is now, moving evenly from here on: the times of a table must not go back."""
+    """Unix time that never goes back, whatever happens to the system's clock."""
     offset = time.time() - time.monotonic()
     return lambda: time.monotonic() + offset
 
@@ -49,17 +50,17 @@ class Points(NamedTuple):
 
 
 class _Ring:
-    """One resolution. Slots are reused when their time has passed."""
+    """One resolution. Slots are reused in turn."""
 
     def __init__(self, step_s: float, slots: int, width: int) -> None:
         self.step_s, self.slots, self.width = step_s, slots, width
         self.blocks: list[Floats] = []
         self.ordinals = np.full(slots, -1, dtype=np.int64)
-        """Which point each slot holds: its time divided by the step; -1 for none."""
+        """The point in each slot: its time divided by the step; -1 for none."""
         self.newest = -1
 
     def add_block(self) -> None:
-        # Zeros that were never written take no memory: it comes with the slots as time passes.
+        # Zeros take no memory until they are written.
         self.blocks.append(np.zeros((self.slots, BLOCK, self.width), dtype=np.float32))
 
     def open(self, ordinal: int) -> int:
@@ -70,15 +71,15 @@ class _Ring:
         return slot
 
     def known(self) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-        """The slots that hold something, in the order of time, and their times."""
+        """The used slots in order of time, and their times."""
         found = np.flatnonzero((self.ordinals >= 0) & (self.ordinals > self.newest - self.slots))
         found = found[np.argsort(self.ordinals[found])]
         return found, self.ordinals[found].astype(np.float64) * self.step_s
 
 
 class Table:
-    """Series of one kind. For each poll: begin(), figures of the series that are there into `now` at their
-    places, commit()."""
+    """Series of one kind. For each poll: begin(), write the figures of each series to its place in
+    `now`, commit()."""
 
     def __init__(
         self,
@@ -89,7 +90,8 @@ class Table:
         peaks: Sequence[str] = (),
         max_series: int = 1 << 30,
     ) -> None:
-        """Of `peaks` the coarser rings keep the highest value, of the others the mean."""
+        """The coarser rings keep the highest value of `peaks`, and the mean of the other
+        figures."""
         self.figures = tuple(figures)
         self.column = {name: place for place, name in enumerate(self.figures)}
         width = len(self.figures)
@@ -101,12 +103,12 @@ class Table:
         self._index: dict[Hashable, int] = {}
         self._free: list[int] = []
         self._count = 0
-        """Places in use or free again."""
+        """Places in use, or free again."""
         self._born_s = np.empty(0)
-        """For each place, since when it belongs to its present series."""
+        """For each place, the time since when its present series has it."""
         self._seen_s = np.empty(0)
         self.now = np.empty((0, width))
-        """The latest figures of every place; NaN where nothing is known."""
+        """The latest figures of every place; NaN if unknown."""
         self._time_s = 0.0
         self._tidied_s = 0.0
 
@@ -118,13 +120,8 @@ class Table:
 
     @property
     def size_bytes(self) -> int:
-        """The most that the history of the present series can take."""
+        """The most memory that the history of the present series can take."""
         return len(self._rings[0].blocks) * BLOCK * self.bytes_per_series
-
-    @property
-    def without_history(self) -> int:
-        """Series that found no room, at the most."""
-        return max(0, len(self._index) - len(self._rings[0].blocks) * BLOCK)
 
     # Writing
 
@@ -133,7 +130,7 @@ class Table:
         self.now[:] = np.nan
 
     def places(self, keys: Iterable[Hashable]) -> Places:
-        """Where the series have their figures; new ones get a place."""
+        """The places of these series; a new series gets one."""
         index, wanted = self._index, [*keys]
         found = np.fromiter((index.get(key, -1) for key in wanted), dtype=np.intp)
         for position in np.flatnonzero(found < 0):
@@ -141,7 +138,7 @@ class Table:
         return found
 
     def see(self, places: Places) -> None:
-        """These series are there."""
+        """Note that these series are still there."""
         self._seen_s[places] = self._time_s
 
     def put(self, key: Hashable, values: Sequence[float] | NDArray[np.float64]) -> None:
@@ -174,7 +171,7 @@ class Table:
                 ring.add_block()
 
     def commit(self) -> None:
-        """Take `now` for one point in time."""
+        """Store `now` as the point of this poll."""
         for coarse, fine in zip(self._rings[1:], self._rings, strict=False):
             ordinal = int(self._time_s // coarse.step_s)
             if ordinal > coarse.newest + 1:
@@ -187,7 +184,7 @@ class Table:
             self._forget()
 
     def _condense(self, coarse: _Ring, fine: _Ring, ordinal: int) -> None:
-        """Write a point that is complete now, from those of the finer ring."""
+        """Write a point of the coarse ring from the points of the finer one."""
         begin_s, end_s = ordinal * coarse.step_s, (ordinal + 1) * coarse.step_s
         slots, times = fine.known()
         within = slots[(times >= begin_s) & (times < end_s)]
@@ -198,19 +195,19 @@ class Table:
         for block, finer in zip(coarse.blocks, fine.blocks, strict=True):
             part = finer[within]
             with warnings.catch_warnings():
-                # Of nothing but NaN the mean is NaN, which is what is meant.
+                # The mean of nothing but NaN is NaN, as it should be.
                 warnings.simplefilter("ignore", RuntimeWarning)
                 block[slot] = np.where(self._is_peak, np.nanmax(part, axis=0), np.nanmean(part, axis=0))
 
     def _forget(self) -> None:
-        """Free the places of series that are gone."""
+        """Free the places of series that were not seen for FORGET_S."""
         self._tidied_s = self._time_s
         limit_s = self._time_s - FORGET_S
         for key in [key for key, place in self._index.items() if self._seen_s[place] < limit_s]:
             place = self._index.pop(key)
             self._free.append(place)
             self.now[place] = np.nan
-        # The places with history go first.
+        # Use places with history first.
         self._free.sort(reverse=True)
 
     # Reading
@@ -220,19 +217,19 @@ class Table:
         return iter(self._index.items())
 
     def find(self, key: Hashable) -> int:
-        """The place of the series; -1 if it is not known."""
+        """The place of the series; -1 if it is unknown."""
         return self._index.get(key, -1)
 
     def latest(self, key: Hashable) -> dict[str, float] | None:
-        """The figures of the last poll by name; None if the series is not known. NaN where nothing is."""
+        """The figures of the last poll by name, NaN if unknown; None if the series is unknown."""
         place = self._index.get(key)
         if place is None:
             return None
         return dict(zip(self.figures, map(float, self.now[place]), strict=True))
 
     def top(self, figure: str, count: int) -> list[Any]:
-        """The keys of the series in which the figure is highest at present, the highest first; without those
-        in which it is nothing."""
+        """The keys of the series with the highest values of a figure, the highest first, without
+        zeros."""
         values = self.now[:, self.column[figure]]
         known = np.flatnonzero(values > 0)
         if not len(known):
@@ -242,13 +239,13 @@ class Table:
         return [key for _, key in sorted(found, key=lambda one: one[0])]
 
     def points(self, key: Hashable, resolution: int = 0) -> Points:
-        """The series at one of the resolutions; no points if it is not known."""
+        """The series at one of the resolutions; no points if it is unknown."""
         place = self._index.get(key, -1)
         ring = self._rings[resolution]
         if place < 0 or place // BLOCK >= len(ring.blocks):
             return Points([], np.empty((0, len(self.figures)), dtype=np.float32))
         slots, times = ring.known()
-        # A coarse point from before may hold something of the series that had the place.
+        # A coarse point from before may belong to the series that had the place.
         is_own = times > self._born_s[place] - (0 if resolution else ring.step_s)
         block = ring.blocks[place // BLOCK]
         return Points([*map(float, times[is_own])], block[slots[is_own], place % BLOCK])
@@ -257,8 +254,8 @@ class Table:
         return self._rings[resolution].step_s
 
     def before(self, age_s: float, figure: str) -> tuple[NDArray[np.float64], float] | None:
-        """A figure of all series, by place, about so long ago, and how long ago that was. NaN for series that
-        were not there or have no history; None if nothing is kept of that time."""
+        """A figure of all series, by place, about `age_s` ago, and the exact age. NaN for series
+        that were not there or have no history. None if there is no point of that time."""
         ring = self._rings[0]
         slots, times = ring.known()
         if not len(slots):
@@ -274,7 +271,8 @@ class Table:
         return found, self._time_s - float(times[nearest])
 
     def recent(self, figure: str, for_s: float) -> NDArray[np.float64]:
-        """The mean of a figure over the last while, of all series by place. NaN where nothing is known."""
+        """The mean of a figure over the last `for_s` seconds, of all series by place. NaN if
+        unknown."""
         ring = self._rings[0]
         slots, times = ring.known()
         slots, column = slots[times > self._time_s - for_s], self.column[figure]
@@ -282,7 +280,7 @@ class Table:
         for number, block in enumerate(ring.blocks if len(slots) else ()):
             rows = slice(number * BLOCK, (number + 1) * BLOCK)
             part = block[slots, :, column].astype(np.float64)
-            # What stands in a slot from before a series was born is not its own.
+            # Points from before a series had its place are not its own.
             part[times[-len(slots) :, None] + ring.step_s <= self._born_s[None, rows]] = np.nan
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)

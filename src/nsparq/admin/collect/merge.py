@@ -1,12 +1,12 @@
-"""From what single nsqds say to figures of the whole cluster, in the shapes of NSQ's nsqadmin. Knows no I/O.
+"""Merges the /stats of single nsqds into the JSON of NSQ's nsqadmin. Knows no I/O.
 
-What comes in was said by others: a field that is missing or of the wrong type counts as empty.
+The input is not trusted: a field that is missing or of the wrong type counts as empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from nsparq.addresses import join_address
@@ -14,8 +14,8 @@ from nsparq.addresses import join_address
 __all__ = ["Node", "NodeStats", "channel_total", "mark_out_of_date", "node_topic", "topic_total"]
 
 EVERY_NODE: Final = "*"
-MOST: Final = 1 << 63
-"""The largest number that a daemon can mean."""
+MAX_NUMBER: Final = 1 << 63
+"""Larger numbers are nonsense: nothing in a cluster has so many."""
 LOCAL_COUNTS: Final = ("zone_local_msg_count", "region_local_msg_count", "global_msg_count")
 TOPIC_SUMS: Final = ("depth", "memory_depth", "backend_depth", "message_count")
 CHANNEL_SUMS: Final = (
@@ -51,18 +51,18 @@ class Node:
     version: str
     remote_address: str = ""
     remote_addresses: tuple[str, ...] = ()
-    """Of its connections to nsqlookupds, each behind that nsqlookupd's address and a slash."""
+    """`nsqlookupd's address/address of the connection`, one for each nsqlookupd."""
     topics: tuple[tuple[str, bool], ...] = ()
-    """Its topics by name, and whether it is tombstoned for them."""
+    """Names of its topics, and whether each is tombstoned."""
     topology_zone: str = ""
     topology_region: str = ""
     configured: str = ""
-    """The address that we were given for it, if any; it may be reached there only."""
+    """Its address in --nsqd-http-address, if any. It may be reachable only there."""
     out_of_date: bool = False
 
     @property
     def address(self) -> str:
-        """What it is called everywhere."""
+        """Its name everywhere in nsqadmin."""
         return join_address(self.broadcast_address, self.http_port)
 
     @property
@@ -87,148 +87,144 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class NodeStats:
-    """What an nsqd says in /stats."""
+    """The answer of an nsqd to /stats."""
 
     node: Node
     topics: Sequence[Mapping[str, Any]]
     health: str = "OK"
     start_time: int = 0
-    producers: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
 
     @classmethod
-    def parse(cls, node: Node, said: Any) -> NodeStats:
-        found = said if isinstance(said, dict) else {}
-        return cls(
-            node,
-            objects(found, "topics"),
-            text(found, "health") or "OK",
-            number(found, "start_time"),
-            objects(found, "producers"),
-        )
+    def parse(cls, node: Node, fields: Any) -> NodeStats:
+        found = fields if isinstance(fields, dict) else {}
+        health = text(found, "health") or "OK"
+        return cls(node, objects(found, "topics"), health, number(found, "start_time"))
 
 
-# Fields of what was said. Whatever comes out of these can be added up, shown, and put into a URL.
+# Fields of untrusted JSON. The results can safely be added up, shown, and put into a URL.
 
 
-def objects(said: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    found = said.get(name)
+def objects(fields: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    found = fields.get(name)
     return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
-def texts(said: Mapping[str, Any], name: str) -> list[str]:
-    found = said.get(name)
-    return [_whole(one) for one in found if isinstance(one, str)] if isinstance(found, list) else []
+def texts(fields: Mapping[str, Any], name: str) -> list[str]:
+    found = fields.get(name)
+    return [_encodable(one) for one in found if isinstance(one, str)] if isinstance(found, list) else []
 
 
-def text(said: Mapping[str, Any], name: str) -> str:
-    found = said.get(name)
-    return _whole(found) if isinstance(found, str) else ""
+def text(fields: Mapping[str, Any], name: str) -> str:
+    found = fields.get(name)
+    return _encodable(found) if isinstance(found, str) else ""
 
 
-def number(said: Mapping[str, Any], name: str) -> int:
-    return int(real(said, name) or 0)
+def number(fields: Mapping[str, Any], name: str) -> int:
+    return int(real(fields, name) or 0)
 
 
-def real(said: Mapping[str, Any], name: str) -> float | None:
-    """None for what is no number, and for numbers that nothing in a cluster can have."""
-    found = said.get(name)
+def real(fields: Mapping[str, Any], name: str) -> float | None:
+    """None if it is not a number, or too large a number."""
+    found = fields.get(name)
     if type(found) is not int and type(found) is not float:
         return None
-    return found if -MOST <= found <= MOST else None
+    return found if -MAX_NUMBER <= found <= MAX_NUMBER else None
 
 
-def _whole(text: str) -> str:
-    """Without halves of characters, which JSON can hold and UTF-8 cannot."""
+def _encodable(text: str) -> str:
+    """Without lone surrogates, which JSON can hold and UTF-8 cannot."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def flag(said: Mapping[str, Any], name: str) -> bool:
-    return said.get(name) is True
+def flag(fields: Mapping[str, Any], name: str) -> bool:
+    return fields.get(name) is True
 
 
-# One nsqd's part
+# One nsqd
 
 
-def node_topic(node: Node, said: Mapping[str, Any], now_s: float, *, clients: bool = False) -> dict[str, Any]:
+def node_topic(
+    node: Node, fields: Mapping[str, Any], now_s: float, *, clients: bool = False
+) -> dict[str, Any]:
     """A topic on one nsqd, with its channels there."""
-    name = text(said, "topic_name")
-    channels = [node_channel(node, name, one, now_s, clients=clients) for one in objects(said, "channels")]
+    name = text(fields, "topic_name")
+    channels = [node_channel(node, name, one, now_s, clients=clients) for one in objects(fields, "channels")]
     local = {key: sum(channel.get(key, 0) for channel in channels) for key in LOCAL_COUNTS}
     return {
         "node": node.address,
         "hostname": node.hostname,
         "topic_name": name,
-        **_depths(said),
-        "message_count": number(said, "message_count"),
+        **_depths(fields),
+        "message_count": number(fields, "message_count"),
         "delivery_msg_count": sum(local.values()),
         **{key: count for key, count in local.items() if count},
         "nodes": None,
         "channels": channels,
-        "paused": flag(said, "paused"),
-        "e2e_processing_latency": _node_latency(said),
+        "paused": flag(fields, "paused"),
+        "e2e_processing_latency": _node_latency(fields),
     }
 
 
 def node_channel(
-    node: Node, topic: str, said: Mapping[str, Any], now_s: float, *, clients: bool
+    node: Node, topic: str, fields: Mapping[str, Any], now_s: float, *, clients: bool
 ) -> dict[str, Any]:
-    connected = objects(said, "clients")
-    local = {key: count for key in LOCAL_COUNTS if (count := number(said, key))}
+    connected = objects(fields, "clients")
+    local = {key: count for key in LOCAL_COUNTS if (count := number(fields, key))}
     delivered = sum(local.values())
     return {
         "node": node.address,
         "hostname": node.hostname,
         "topic_name": topic,
-        "channel_name": text(said, "channel_name"),
-        **_depths(said),
-        "in_flight_count": number(said, "in_flight_count"),
-        "deferred_count": number(said, "deferred_count"),
-        "requeue_count": number(said, "requeue_count"),
-        "timeout_count": number(said, "timeout_count"),
-        "message_count": number(said, "message_count"),
-        # Before 1.1 an nsqd did not count them.
-        "client_count": number(said, "client_count") if "client_count" in said else len(connected),
+        "channel_name": text(fields, "channel_name"),
+        **_depths(fields),
+        "in_flight_count": number(fields, "in_flight_count"),
+        "deferred_count": number(fields, "deferred_count"),
+        "requeue_count": number(fields, "requeue_count"),
+        "timeout_count": number(fields, "timeout_count"),
+        "message_count": number(fields, "message_count"),
+        # NSQ before 1.1 has no such count.
+        "client_count": number(fields, "client_count") if "client_count" in fields else len(connected),
         **({"delivery_msg_count": delivered, **local} if delivered else {}),
         "nodes": None,
         "clients": [_client(node, one, now_s) for one in connected] if clients else None,
-        "paused": flag(said, "paused"),
-        "e2e_processing_latency": _node_latency(said),
+        "paused": flag(fields, "paused"),
+        "e2e_processing_latency": _node_latency(fields),
     }
 
 
-def _depths(said: Mapping[str, Any]) -> dict[str, int]:
-    depth, backend = number(said, "depth"), number(said, "backend_depth")
+def _depths(fields: Mapping[str, Any]) -> dict[str, int]:
+    depth, backend = number(fields, "depth"), number(fields, "backend_depth")
     return {"depth": depth, "memory_depth": depth - backend, "backend_depth": backend}
 
 
-def _client(node: Node, said: Mapping[str, Any], now_s: float) -> dict[str, Any]:
-    connected_s = number(said, "connect_ts")
+def _client(node: Node, fields: Mapping[str, Any], now_s: float) -> dict[str, Any]:
+    connected_s = number(fields, "connect_ts")
     return {
         "node": node.address,
-        **{name: text(said, name) for name in CLIENT_TEXTS},
+        **{name: text(fields, name) for name in CLIENT_TEXTS},
         "connect_ts": connected_s,
         "connected": max(0, int(now_s) - connected_s) * 1_000_000_000,
-        **{name: number(said, name) for name in CLIENT_NUMBERS},
-        **{key: count for key in LOCAL_COUNTS if (count := number(said, key))},
-        "deflate": flag(said, "deflate"),
-        "snappy": flag(said, "snappy"),
-        "authed": flag(said, "authed"),
-        "auth_identity": text(said, "auth_identity"),
-        "auth_identity_url": text(said, "auth_identity_url"),
-        "topology_zone": text(said, "topology_zone"),
-        "topology_region": text(said, "topology_region"),
+        **{name: number(fields, name) for name in CLIENT_NUMBERS},
+        **{key: count for key in LOCAL_COUNTS if (count := number(fields, key))},
+        "deflate": flag(fields, "deflate"),
+        "snappy": flag(fields, "snappy"),
+        "authed": flag(fields, "authed"),
+        "auth_identity": text(fields, "auth_identity"),
+        "auth_identity_url": text(fields, "auth_identity_url"),
+        "topology_zone": text(fields, "topology_zone"),
+        "topology_region": text(fields, "topology_region"),
         "node_topology_zone": node.topology_zone,
         "node_topology_region": node.topology_region,
-        "tls": flag(said, "tls"),
-        "tls_cipher_suite": text(said, "tls_cipher_suite"),
-        "tls_version": text(said, "tls_version"),
-        "tls_negotiated_protocol": text(said, "tls_negotiated_protocol"),
-        "tls_negotiated_protocol_is_mutual": flag(said, "tls_negotiated_protocol_is_mutual"),
+        "tls": flag(fields, "tls"),
+        "tls_cipher_suite": text(fields, "tls_cipher_suite"),
+        "tls_version": text(fields, "tls_version"),
+        "tls_negotiated_protocol": text(fields, "tls_negotiated_protocol"),
+        "tls_negotiated_protocol_is_mutual": flag(fields, "tls_negotiated_protocol_is_mutual"),
     }
 
 
-def _node_latency(said: Mapping[str, Any]) -> dict[str, Any]:
-    found = said.get("e2e_processing_latency")
+def _node_latency(fields: Mapping[str, Any]) -> dict[str, Any]:
+    found = fields.get("e2e_processing_latency")
     found = found if isinstance(found, dict) else {}
     count = number(found, "count")
     percentiles = [
@@ -251,7 +247,7 @@ def _node_latency(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def topic_total(name: str, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The topic over all nsqds; each part is its figures on one."""
+    """The topic over all nsqds. Each part is the topic on one nsqd."""
     nodes = sorted(parts, key=_by_hostname)
     by_channel: dict[str, list[dict[str, Any]]] = {}
     for part in nodes:
@@ -274,7 +270,7 @@ def topic_total(name: str, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def channel_total(topic: str, name: str, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The channel over all nsqds; each part is its figures on one."""
+    """The channel over all nsqds. Each part is the channel on one nsqd."""
     nodes = sorted(parts, key=_by_hostname)
     local = {key: count for key in LOCAL_COUNTS if (count := sum(part.get(key, 0) for part in nodes))}
     delivered = sum(local.values())
@@ -302,7 +298,7 @@ def _sums(parts: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str,
 
 
 def _client_order(client: Mapping[str, Any]) -> tuple[str, int, str]:
-    """By node; of those, clients in the node's own zone first, then in its region."""
+    """By node; within a node, clients in its zone first, then those in its region."""
     region, zone = client["node_topology_region"], client["node_topology_zone"]
     in_region = bool(region) and client["topology_region"] == region
     in_zone = in_region and bool(zone) and client["topology_zone"] == zone
@@ -325,7 +321,7 @@ def _latency_total(parts: Sequence[Mapping[str, Any]], topic: str, channel: str)
 
 
 def _percentile(quantile: float, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """An nsqd where nothing was finished lately has nothing to say about it."""
+    """Nsqds that finished nothing lately are left out."""
     entries = [entry for entry in entries if entry["count"]] or entries
     count = sum(entry["count"] for entry in entries)
     weighed = sum(entry["average"] * entry["count"] for entry in entries)
@@ -343,19 +339,14 @@ def _percentile(quantile: float, entries: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def mark_out_of_date(nodes: Iterable[Node]) -> list[Node]:
-    """Those of a lower version than the highest among them."""
+    """Marks the nodes whose version is lower than the highest."""
     found = list(nodes)
     newest = max((_version(node.version) for node in found), default=())
-    return [_outdated(node) if _version(node.version) < newest else node for node in found]
-
-
-def _outdated(node: Node) -> Node:
-    fields = {name: getattr(node, name) for name in Node.__slots__}
-    return Node(**{**fields, "out_of_date": True})
+    return [replace(node, out_of_date=True) if _version(node.version) < newest else node for node in found]
 
 
 def _version(shown: str) -> tuple[int, ...]:
-    """For comparing: numbers, and a release behind its own previews."""
+    """For comparing. A release is higher than its previews."""
     core, _, preview = shown.removeprefix("v").partition("-")
     parts = [part[:9] for part in core.split(".")[:3]]
     numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in parts]

@@ -1,6 +1,7 @@
-"""Spark pipelines that read or write here, as their runners tell: see docs/pipelines.md for what they say.
+"""The poll loop for Spark pipelines: asks each runner of --pipeline-http-address for its /status.
 
-A runner is named with --pipeline-http-address, the `metrics_address` of its file.
+The address of a runner is the `metrics_address` of its file. docs/pipelines.md describes the
+answer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Final
 
 from nsparq.admin.collect.history import Table, steady_clock
 from nsparq.admin.collect.merge import objects, real, text
-from nsparq.admin.collect.upstream import AskFailed, Upstream
+from nsparq.admin.collect.upstream import RequestFailed, Upstream
 
 __all__ = ["PIPELINE", "Pipelines", "readers"]
 
@@ -34,13 +35,13 @@ NUMBERS: Final = (
     "restarts",
 )
 PIPELINE: Final = ("lag", "rows_per_second", "batch_seconds")
-"""What is kept over time."""
+"""The figures in the history."""
 HISTORY_BYTES: Final = 4 << 20
 """Enough for 500 pipelines."""
 
 
 class Pipelines:
-    """Asks the runners now and then; `found` is what they said last."""
+    """`found` is the runners' last answer."""
 
     def __init__(self, upstream: Upstream, addresses: Sequence[str], interval_s: float) -> None:
         self._upstream = upstream
@@ -48,9 +49,10 @@ class Pipelines:
         self._interval_s = interval_s
         self._clock = steady_clock()
         self.found: list[dict[str, Any]] = []
-        """A pipeline each; for a runner that does not answer an entry with `unreachable`."""
+        """An entry for each pipeline. A runner that does not answer has one entry, with
+        `unreachable`."""
         self.history = Table(PIPELINE, poll_s=interval_s, peaks=PIPELINE, max_bytes=HISTORY_BYTES)
-        """By runner and name."""
+        """Keys are (runner, pipeline)."""
         self.was_asked = False
         self._task: asyncio.Task[None] | None = None
 
@@ -69,7 +71,7 @@ class Pipelines:
             try:
                 await self.poll()
             except Exception:
-                logger.exception("asking for pipelines failed")
+                logger.exception("polling the pipelines failed")
             await asyncio.sleep(self._interval_s)
 
     async def poll(self) -> None:
@@ -85,42 +87,42 @@ class Pipelines:
 
     async def _ask(self, address: str) -> list[dict[str, Any]]:
         try:
-            said = await self._upstream.get_json(f"http://{address}/status")
-        except AskFailed as error:
+            status = await self._upstream.get_json(f"http://{address}/status")
+        except RequestFailed as error:
             return [{"name": address, "runner": address, "unreachable": str(error)}]
-        if not isinstance(said, dict):
-            return [{"name": address, "runner": address, "unreachable": "what it says is no status"}]
-        return [_pipeline(one, address, said) for one in objects(said, "pipelines")]
+        if not isinstance(status, dict):
+            return [{"name": address, "runner": address, "unreachable": "its answer is not a status"}]
+        return [_pipeline(one, address, status) for one in objects(status, "pipelines")]
 
 
-def _pipeline(said: Mapping[str, Any], address: str, runner: Mapping[str, Any]) -> dict[str, Any]:
+def _pipeline(fields: Mapping[str, Any], address: str, runner: Mapping[str, Any]) -> dict[str, Any]:
     names = ("name", "topics", "channel", "sink", "state", "error")
     ui = text(runner, "ui")
     return {
         "runner": address,
         "file": text(runner, "file"),
-        # Shown as a link, so it must be one that leads to a page and does nothing else.
+        # Shown as a link: no javascript: and the like.
         "ui": ui if ui.startswith(("http://", "https://")) else "",
-        **{name: text(said, name) for name in names},
-        "channels": _channels(said),
-        # None where the runner does not know it.
-        **{name: real(said, name) for name in NUMBERS},
+        **{name: text(fields, name) for name in names},
+        "channels": _channels(fields),
+        # None if the runner does not know it.
+        **{name: real(fields, name) for name in NUMBERS},
     }
 
 
-def _channels(said: Mapping[str, Any]) -> dict[str, str]:
-    """By which the pipeline reads, and the topics of each."""
-    given = said.get("channels")
+def _channels(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The channels that the pipeline reads, and the topics of each."""
+    given = fields.get("channels")
     if isinstance(given, dict) and given:
         return {str(channel): str(topics) for channel, topics in given.items()}
-    # A runner from before pipelines had several.
-    channel, topics = text(said, "channel"), text(said, "topics")
+    # An older runner reports one channel.
+    channel, topics = text(fields, "channel"), text(fields, "topics")
     return {channel: topics, f"{channel}.dead": topics} if channel else {}
 
 
 def readers(pipelines: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
-    """Topics and channels that a pipeline reads at present. It does so by ranges of the log, and is not among
-    the consumers that nsqd counts."""
+    """The (topic, channel) pairs that running pipelines read. Pipelines read the log by ranges, so
+    nsqd does not count them as consumers."""
     found = set()
     for one in pipelines:
         if one.get("state") in ("running", "starting"):

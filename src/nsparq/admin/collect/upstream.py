@@ -1,7 +1,9 @@
-"""Requests to nsqlookupds, nsqds and others: HTTP/1.1 on connections that are kept, some at a time.
+"""The HTTP client for nsqlookupds, nsqds and others: HTTP/1.1 with kept connections, some at a
+time.
 
-A page about a cluster asks everybody in it, and asks again a few seconds later: what is kept saves most of
-that time. It follows no redirects, but goes to HTTPS where an nsqd says that it wants that.
+A page about a cluster asks every node, and asks again a few seconds later, so kept connections save
+most of the time. Redirects are not followed. If an nsqd requires HTTPS and names its port, it is
+asked there.
 """
 
 from __future__ import annotations
@@ -24,27 +26,36 @@ from nsparq.errors import NsparqError, StartError
 from nsparq.fetch import without_secrets
 from nsparq.version import NSQ_VERSION
 
-__all__ = ["Answer", "AskFailed", "Refused", "Secret", "TlsFiles", "Upstream", "Withheld", "client_context"]
+__all__ = [
+    "Answer",
+    "RequestFailed",
+    "BadStatus",
+    "Secret",
+    "TlsFiles",
+    "Upstream",
+    "SecretWithheld",
+    "client_context",
+]
 
 AT_A_TIME: Final = 32
-"""Requests under way, to everybody together."""
+"""Requests in progress, to all daemons together."""
 MAX_IDLE: Final = 4
 """Connections kept for each address."""
 IDLE_S: Final = 60.0
-"""For how long; nsqd keeps them longer."""
+"""How long an idle connection is kept. nsqd keeps it longer."""
 MAX_BODY: Final = 256 << 20
-"""Bytes of an answer. The stats of 10,000 channels with their clients are some 20 MB."""
+"""Bytes of an answer. The stats of 10,000 channels with their clients are about 20 MB."""
 MAX_SHOWN: Final = 500
-"""Characters of an unexpected answer that an error shows."""
+"""Characters of an unexpected answer in an error."""
 HEADERS: Final = f"User-Agent: nsqadmin/{NSQ_VERSION}\r\nAccept: application/vnd.nsq; version=1.0\r\n"
 
 
-class AskFailed(NsparqError):
-    """There is no usable answer. The text says whom, and why; it holds no secret."""
+class RequestFailed(NsparqError):
+    """A request got no usable answer. The text names the URL and the reason, and no secret."""
 
 
-class Refused(AskFailed):
-    """There is an answer, and it is not success."""
+class BadStatus(RequestFailed):
+    """The answer has another status than 200."""
 
     def __init__(self, status: int, body: bytes) -> None:
         text = body[:MAX_SHOWN].decode("utf-8", "replace").strip()
@@ -53,7 +64,7 @@ class Refused(AskFailed):
 
     @property
     def code(self) -> str:
-        """What NSQ says is wrong; nothing if it is not NSQ that says it."""
+        """NSQ's error code; empty if the answer has none."""
         try:
             found = json.loads(self.body).get("message", "")
         except (ValueError, AttributeError, RecursionError):
@@ -61,8 +72,8 @@ class Refused(AskFailed):
         return found if isinstance(found, str) else ""
 
 
-class Withheld(AskFailed):
-    """It wants a secret, and may not be shown the one that we have."""
+class SecretWithheld(RequestFailed):
+    """The daemon requires a secret, and is not trusted with ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +84,29 @@ class Answer:
     body: bytes
 
     def json(self) -> Any:
-        """What it holds, without the envelope of NSQ before 1.0. Raises AskFailed."""
+        """The parsed body, without the envelope of NSQ before 1.0. Raises RequestFailed."""
         try:
             parsed = json.loads(self.body)
         except (ValueError, RecursionError):
-            raise AskFailed("the answer is not JSON") from None
+            raise RequestFailed("the answer is not JSON") from None
         if isinstance(parsed, dict) and "status_code" in parsed and "data" in parsed:
             return parsed["data"]
         return parsed
 
 
 class Secret(NamedTuple):
-    """What a daemon is shown."""
+    """The secret for a daemon."""
 
     text: str = ""
     needs_proof: bool = False
-    """Whether it is sent only over HTTPS, to one whose certificate our own authority has signed."""
+    """Send it only over HTTPS, to a daemon whose certificate our own authority has signed."""
 
 
 NO_SECRET: Final = Secret()
 
 
 class TlsFiles(NamedTuple):
-    """How HTTPS nsqds are to be trusted, and what they are shown."""
+    """Files for HTTPS: the authority to trust, and our own certificate."""
 
     ca_file: str = ""
     cert: str = ""
@@ -125,18 +136,13 @@ class _Place(NamedTuple):
 
 
 class Upstream:
-    """Asks. One for the whole daemon; close() at its end."""
+    """The client. One for the whole daemon; close() at its end."""
 
-    def __init__(
-        self,
-        *,
-        connect_timeout: float,
-        request_timeout: float,
-    ) -> None:
+    def __init__(self, *, connect_timeout: float, request_timeout: float) -> None:
         self._connect_timeout, self._request_timeout = connect_timeout, request_timeout
         self._tls: ssl.SSLContext | None = None
         self._proves = False
-        """Whether a certificate that we accept says more than that its owner has some host name."""
+        """Whether an accepted certificate proves that a node is ours."""
         self._idle: defaultdict[_Place, list[_Connection]] = defaultdict(list)
         self._swept_at = 0.0
         self._slots = asyncio.Semaphore(AT_A_TIME)
@@ -144,11 +150,11 @@ class Upstream:
     def use_tls(self, files: TlsFiles) -> None:
         """Raises StartError."""
         self._tls = client_context(files)
-        # The authorities of the system give a certificate to anybody, for a name of their own.
+        # The system's authorities give anybody a certificate for a name of their own.
         self._proves = bool(files.ca_file) and not files.skip_verify
 
     async def get_json(self, url: str, **query: str) -> Any:
-        """Raises AskFailed."""
+        """Raises RequestFailed."""
         return (await self.ask("GET", with_query(url, query))).json()
 
     async def ask(
@@ -159,21 +165,17 @@ class Upstream:
         *,
         content_type: str = "application/octet-stream",
         secret: Secret = NO_SECRET,
-        within: float | None = None,
     ) -> Answer:
-        """An answer with status 200. Raises Refused for any other, AskFailed if there is none."""
-        answer = await self.exchange(
-            method, url, body, content_type=content_type, secret=secret, within=within
-        )
+        """An answer with status 200. Raises BadStatus for another status, RequestFailed without an
+        answer."""
+        answer = await self.exchange(method, url, body, content_type=content_type, secret=secret)
         if answer.status == 403 and url.startswith("http:") and (secure := _https_url(url, answer.body)):
             url = secure
-            answer = await self.exchange(
-                method, url, body, content_type=content_type, secret=secret, within=within
-            )
+            answer = await self.exchange(method, url, body, content_type=content_type, secret=secret)
         if answer.status == 401 and secret.text and not self._may_show(secret, url):
-            raise Withheld(f'{method.capitalize()} "{without_secrets(url)}": it wants a secret')
+            raise SecretWithheld(f'{method.capitalize()} "{without_secrets(url)}": it requires a secret')
         if answer.status != 200:
-            raise Refused(answer.status, answer.body)
+            raise BadStatus(answer.status, answer.body)
         return answer
 
     async def exchange(
@@ -184,41 +186,41 @@ class Upstream:
         *,
         content_type: str = "application/octet-stream",
         secret: Secret = NO_SECRET,
-        within: float | None = None,
     ) -> Answer:
-        """Any answer. Raises AskFailed."""
+        """An answer with any status. Raises RequestFailed."""
         shown = secret.text if self._may_show(secret, url) else ""
         try:
             place, request = _encode(method, url, body, content_type, shown)
         except ValueError as error:
-            raise AskFailed(f"{method} {without_secrets(url)}: {error}") from None
+            raise RequestFailed(f"{method} {without_secrets(url)}: {error}") from None
         async with self._slots:
             try:
-                async with asyncio.timeout(within or self._request_timeout):
+                async with asyncio.timeout(self._request_timeout):
                     return await self._send(place, request, may_reuse=method == "GET")
             except TimeoutError:
                 reason = "timed out"
             except (OSError, UnicodeError) as error:
-                # A host name that cannot be is an error of its encoding.
+                # An impossible host name is an encoding error.
                 reason = getattr(error, "strerror", "") or str(error) or type(error).__name__
-            except _Broken as error:
+            except _BadAnswer as error:
                 reason = str(error)
-        raise AskFailed(f'{method.capitalize()} "{without_secrets(url)}": {reason}')
+        raise RequestFailed(f'{method.capitalize()} "{without_secrets(url)}": {reason}')
 
     def _may_show(self, secret: Secret, url: str) -> bool:
         return not secret.needs_proof or (self._proves and url.startswith("https:"))
 
     async def _send(self, place: _Place, request: bytes, *, may_reuse: bool) -> Answer:
         while True:
-            # What must not happen twice goes over a new connection: there is no doubt whether it has arrived.
+            # A change must not happen twice. On a new connection there is no doubt whether it
+            # arrived.
             connection = self._take(place) if may_reuse else None
             is_new = connection is None
             if connection is None:
                 connection = await self._connect(place)
             try:
                 answer = await connection.exchange(request)
-            except (_Broken, OSError):
-                # A kept connection may have been ended just now: that says nothing about the server.
+            except (_BadAnswer, OSError):
+                # The server may have closed a kept connection just now. Then try again on another.
                 if is_new or connection.has_answered:
                     raise
                 continue
@@ -257,7 +259,8 @@ class Upstream:
             self._sweep(now)
 
     def _sweep(self, now: float) -> None:
-        """Close what was idle too long: nodes come and go, and one that has gone is never asked again."""
+        """Close connections that were idle too long: nobody asks a node again that has left the
+        cluster."""
         self._swept_at = now
         for place, idle in [*self._idle.items()]:
             kept = [one for one in idle if one.is_usable and now - one.idle_since < IDLE_S]
@@ -273,16 +276,16 @@ class Upstream:
             for connection in idle:
                 connection.close()
         self._idle.clear()
-        # The loop has to come round for the sockets to be gone.
+        # The sockets are closed in the next turn of the loop.
         await asyncio.sleep(0)
 
 
-class _Broken(Exception):
-    """What came is no answer, or not all of one."""
+class _BadAnswer(Exception):
+    """The answer is malformed or incomplete."""
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time."""
+    """A connection, for one request at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport
@@ -290,12 +293,12 @@ class _Connection(asyncio.Protocol):
         self._is_lost = False
         self._keeps = False
         self.has_answered = False
-        """Whether anything of the answer to the present request has come."""
+        """Whether any byte of the answer to the current request has arrived."""
         self.idle_since = 0.0
 
     async def exchange(self, request: bytes) -> Answer:
         if self._is_lost:
-            raise _Broken("the connection has ended")
+            raise _BadAnswer("the connection has ended")
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
         self._pieces: list[bytes] = []
@@ -313,7 +316,7 @@ class _Connection(asyncio.Protocol):
         return self._keeps and not self._is_lost
 
     def close(self) -> None:
-        # Not close(): with TLS that would wait for the other side.
+        # Not close(): with TLS it would wait for the other side.
         self._transport.abort()
 
     # asyncio.Protocol
@@ -323,16 +326,18 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():
-            # Nobody has asked: it must not be taken for the answer to what comes next.
+            # Bytes without a request: they must not be taken for the next answer.
             self._keeps = False
             return
         self.has_answered = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
-            self._fail(error.__context__ if isinstance(error.__context__, _Broken) else _Broken(str(error)))
+            self._fail(
+                error.__context__ if isinstance(error.__context__, _BadAnswer) else _BadAnswer(str(error))
+            )
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._fail(_Broken(f"the answer is not HTTP: {data[:50]!r}"))
+            self._fail(_BadAnswer(f"the answer is not HTTP: {data[:50]!r}"))
 
     def eof_received(self) -> None:
         return None
@@ -342,15 +347,15 @@ class _Connection(asyncio.Protocol):
         if self._answer is None or self._answer.done():
             return
         if self.has_answered and "content-length" not in self._headers and self._size and not error:
-            # An answer whose end is the end of the connection.
+            # The end of the connection is the end of the answer.
             self._finish()
         else:
-            self._fail(_Broken("the connection ended before the answer did"))
+            self._fail(_BadAnswer("the connection ended in the middle of the answer"))
 
     def _fail(self, error: BaseException | None) -> None:
         self._keeps = False
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error or _Broken("unknown"))
+            self._answer.set_exception(error or _BadAnswer("unknown"))
 
     def _finish(self) -> None:
         if self._answer is not None and not self._answer.done():
@@ -365,7 +370,7 @@ class _Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._size += len(body)
         if self._size > MAX_BODY:
-            raise _Broken(f"the answer has more than {MAX_BODY} bytes")
+            raise _BadAnswer(f"the answer has more than {MAX_BODY} bytes")
         self._pieces.append(body)
 
     def on_message_complete(self) -> None:
@@ -382,7 +387,7 @@ def with_query(url: str, query: Mapping[str, str]) -> str:
 def _encode(
     method: str, url: str, body: bytes | None, content_type: str, secret: str
 ) -> tuple[_Place, bytes]:
-    """Raises ValueError for what is no address."""
+    """Raises ValueError for an invalid URL."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     if parts.scheme not in ("http", "https") or not is_host(host):
@@ -397,7 +402,7 @@ def _encode(
         login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
         head += f"Authorization: Basic {base64.b64encode(login.encode()).decode()}\r\n"
     elif secret:
-        # As the basic scheme has it: a generated secret has no name, a password comes as `name:password`.
+        # Basic scheme: a password is `name:password`; a generated secret has no name.
         shown = secret if ":" in secret else f":{secret}"
         head += f"Authorization: Basic {base64.b64encode(shown.encode()).decode()}\r\n"
     if body is not None:
@@ -408,7 +413,7 @@ def _encode(
 
 
 def _https_url(url: str, body: bytes) -> str:
-    """Where an nsqd that wants TLS is to be asked instead; nothing if it does not say."""
+    """The HTTPS URL that an nsqd names when it requires TLS; empty if it names none."""
     try:
         port = json.loads(body).get("https_port")
     except (ValueError, AttributeError, RecursionError):

@@ -1,8 +1,8 @@
-"""Watching the cluster: every few seconds all nsqds are asked for their figures, which are kept for charts
-and for the overview.
+"""The poll loop: asks all nsqds for their /stats every few seconds, for the charts and the
+overview.
 
-How often is bounded by what it costs: at most a twentieth of the time. See `gather` for how figures of
-several nsqds become one.
+The interval grows so that polling takes at most a twentieth of the time. gather.py merges the
+figures of several nsqds, history.py keeps them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from nsparq.admin.collect.cluster import Cluster, Unreachable
 from nsparq.admin.collect.gather import CHANNEL, CLIENT, NODE, TOPIC, TOTAL, Gatherer, Parts
 from nsparq.admin.collect.history import Table, steady_clock
 from nsparq.admin.collect.merge import Node, NodeStats
-from nsparq.admin.collect.upstream import AskFailed, Refused
+from nsparq.admin.collect.upstream import BadStatus, RequestFailed
 
 __all__ = ["NodeState", "Watch"]
 
 logger = logging.getLogger(__name__)
 
 MOST_BUSY: Final = 20
-"""Asking may take one part in so many of the time."""
+"""A poll may take one part in so many of the time."""
 DETAILS_S: Final = 60.0
-"""How often an nsqd is asked what else it can say: features, room on disk."""
+"""How often an nsqd is asked for its features and its disk."""
 PEAKS: Final = ("depth", "backlog", "in_flight", "deferred", "latency", "median")
 
 Key = tuple[str, ...]
@@ -39,13 +39,13 @@ Key = tuple[str, ...]
 
 @dataclass(slots=True)
 class NodeState:
-    """What is known about an nsqd."""
+    """The last known state of an nsqd."""
 
     node: Node
     error: str = ""
-    """Why the last poll brought nothing; empty if it did."""
+    """Why the last poll failed; empty if it worked."""
     since_s: float = 0.0
-    """When it began to be so, in Unix time."""
+    """Unix time since when it fails, or works."""
     health: str = "OK"
     start_time: int = 0
     features: frozenset[str] = frozenset()
@@ -53,16 +53,16 @@ class NodeState:
     disk_free: int | None = None
     disk_size: int | None = None
     asked_s: float = -math.inf
-    """When it was last asked about those."""
+    """When it was last asked for features and disk."""
     parts: Parts = field(default_factory=Parts)
-    """Its figures at the last poll that brought any."""
+    """Its counters at the last poll that worked."""
 
     def has(self, path: str) -> bool:
         return path in self.features
 
 
 class Watch:
-    """start() and close() once each. Everything else may be read at any time, on the loop's thread."""
+    """start() and close() once each. The rest may be read at any time, on the loop's thread."""
 
     def __init__(
         self,
@@ -76,30 +76,30 @@ class Watch:
         self._cluster = cluster
         self._interval_s = interval_s
         self._clock = clock or steady_clock()
-        """Unix time that moves evenly."""
+        """Unix time that never jumps."""
         self._max_clients = max_clients
         share = history_bytes // 16
         self.totals = self._table(TOTAL, min(history_bytes, 8 << 20), 1)
         self.nodes_table = self._table(NODE, share)
         self.clients = self._table(CLIENT, share, max_clients)
         self.topics = self._table(TOPIC, share)
-        # A topic may have ten of them, and each takes twice as much.
+        # A topic may have ten channels, and a channel needs twice as much as a topic.
         self.channels = self._table(CHANNEL, history_bytes - 3 * share)
         self._gatherer = Gatherer(self.topics, self.channels, self.clients)
         self.nodes: dict[str, NodeState] = {}
         self.errors: list[str] = []
-        """Why the last poll may not be all."""
+        """Errors of the last poll."""
         self.paused: set[Key] = set()
-        """Topics and channels that are paused on some node, as (topic,) and (topic, channel)."""
+        """Topics and channels that are paused on any node, as (topic,) and (topic, channel)."""
         self.channels_of: dict[str, list[str]] = {}
-        """Channels by topic, sorted, as of the last poll."""
+        """Channels by topic, both sorted, at the last poll."""
         self.lost: dict[Key, int] = {}
-        """Messages that nsqds have lost, by topic: to a damaged disk, or for lack of room."""
+        """Lost messages by topic: to a damaged disk, or for lack of room."""
         self.polled_s = 0.0
         self.took_s = 0.0
-        """Processor time of the last poll, about."""
+        """Processor time of the last poll, roughly."""
         self.number = 0
-        """Of the last poll, counted from 1."""
+        """Polls so far."""
         self._task: asyncio.Task[None] | None = None
         self._polled = asyncio.Condition()
 
@@ -110,17 +110,17 @@ class Watch:
 
     @property
     def interval_s(self) -> float:
-        """From poll to poll, at present."""
+        """The current time from poll to poll."""
         return max(self._interval_s, MOST_BUSY * self.took_s)
 
     @property
     def message_count(self) -> int:
-        """Messages that all channels have had, as their nodes count them."""
+        """Messages of all channels, as their nodes count them."""
         return int(sum(state.parts.channel_counts[:, 0].sum() for state in self.nodes.values()))
 
     @property
     def history_bytes(self) -> int:
-        """The most that the figures of what is there now can take."""
+        """The most memory that the history of the present series can take."""
         tables = (self.totals, self.nodes_table, self.clients, self.topics, self.channels)
         return sum(table.size_bytes for table in tables)
 
@@ -140,18 +140,18 @@ class Watch:
             try:
                 await self.poll()
             except Exception:
-                logger.exception("gathering figures failed")
+                logger.exception("the poll failed")
             await asyncio.sleep(max(begun + self.interval_s - loop.time(), self._interval_s / 10))
 
     # Polling
 
     async def poll(self) -> None:
-        """Ask everybody, and take down what they say."""
+        """Ask every node, and record the answers."""
         try:
             found = await self._cluster.nodes()
             nodes, errors = found.value, list(found.errors)
         except Unreachable as error:
-            # Who was there before is asked all the same.
+            # Ask the nodes of the last poll.
             nodes, errors = [state.node for state in self.nodes.values()], [str(error)]
         now_s = self._clock()
         known = {node.address: node for node in nodes}
@@ -162,7 +162,7 @@ class Watch:
         states = [self.nodes[address] for address in known]
         begun = time.process_time()
         answers = await asyncio.gather(*(self._ask(state) for state in states))
-        self._take(states, answers)
+        self._record(states, answers)
         self.took_s = time.process_time() - begun
         self.errors = errors + [f"{state.node.address}: {state.error}" for state in states if state.error]
         self.number += 1
@@ -170,7 +170,7 @@ class Watch:
             self._polled.notify_all()
 
     async def wait_for_first(self) -> None:
-        """Return when there is something to show, or soon in any case."""
+        """Returns after the first poll, or after one interval."""
         try:
             async with asyncio.timeout(self._interval_s), self._polled:
                 await self._polled.wait_for(lambda: self.number)
@@ -193,14 +193,15 @@ class Watch:
             state.error, state.since_s = "", now_s
             logger.info("%s: answers again", node.address)
         if now_s - state.asked_s > DETAILS_S:
-            # Without an answer features() asks for itself, and the next poll asks again.
-            with suppress(AskFailed):
+            # If this fails, features() asks itself, and the next poll asks again.
+            with suppress(RequestFailed):
                 await self._ask_details(state)
                 state.asked_s = now_s
         return found.value[0]
 
     async def features(self, node: Node) -> frozenset[str]:
-        """What the nsqd can do beyond NSQ's; asked now, if it was not before. Raises AskFailed."""
+        """The paths of the nsqd's HTTP API. Asks the node if that is not known yet. Raises
+        RequestFailed."""
         state = self.nodes.get(node.address)
         if state is None or state.asked_s == -math.inf:
             state = state or NodeState(node)
@@ -208,12 +209,12 @@ class Watch:
         return state.features
 
     async def _ask_details(self, state: NodeState) -> None:
-        """Raises AskFailed. NSQ's own nsqd answers that there is no such path."""
+        """Raises RequestFailed. NSQ's own nsqd has no /openapi.json: it answers 404."""
         try:
-            said = await self._cluster.get(state.node, "/openapi.json")
-            paths = said.get("paths") if isinstance(said, dict) else None
+            answer = await self._cluster.get(state.node, "/openapi.json")
+            paths = answer.get("paths") if isinstance(answer, dict) else None
             state.features = frozenset(paths) if isinstance(paths, dict) else frozenset()
-        except Refused:
+        except BadStatus:
             state.features = frozenset()
         if "/metrics" in state.features:
             state.disk_free, state.disk_size = await self._ask_disk(state.node)
@@ -221,7 +222,7 @@ class Watch:
     async def _ask_disk(self, node: Node) -> tuple[int | None, int | None]:
         try:
             answer = await self._cluster.ask(node, "GET", "/metrics")
-        except AskFailed:
+        except RequestFailed:
             return None, None
         found: dict[bytes, int] = {}
         for line in answer.body[:65536].splitlines():
@@ -233,9 +234,9 @@ class Watch:
                     continue
         return found.get(b"nsqd_disk_free_bytes"), found.get(b"nsqd_disk_size_bytes")
 
-    # Taking down
+    # Recording
 
-    def _take(self, states: list[NodeState], answers: list[NodeStats | None]) -> None:
+    def _record(self, states: list[NodeState], answers: list[NodeStats | None]) -> None:
         now_s = self._clock()
         tables = (self.totals, self.nodes_table, self.topics, self.channels, self.clients)
         for table in tables:
@@ -247,7 +248,7 @@ class Watch:
         for state, stats in zip(states, answers, strict=True):
             if stats is None:
                 is_whole = False
-                gathered.leave_open(state.parts)
+                gathered.mark_unknown(state.parts)
                 figures = np.full(len(NODE), math.nan)
             else:
                 state.health, state.start_time = stats.health, stats.start_time

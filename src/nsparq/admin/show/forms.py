@@ -1,6 +1,8 @@
-"""The forms of the pages: what they ask for is done, and the browser is sent to the page that shows it.
+"""The forms of the pages. A POST to /act makes the change, then redirects to a page that shows the
+outcome.
 
-What cannot be undone must be confirmed by typing the name of what it concerns.
+ACTIONS lists the changes. Those that cannot be undone must be confirmed by typing the name of the
+topic or channel.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-from nsparq.admin.change.actions import Refused, audit
-from nsparq.admin.change.actor import Actor
+from nsparq.admin.change.actions import Forbidden, audit
 from nsparq.admin.change.messages import MAX_BODY
-from nsparq.admin.change.replay import BadTarget, parse_target
-from nsparq.admin.security import SESSION_COOKIE, Access, cookie
+from nsparq.admin.change.operations import BadTarget, parse_target
+from nsparq.admin.security import SESSION_COOKIE, Access, Actor, cookie
+from nsparq.admin.show.pages import error_text
 from nsparq.http.api import ApiError, Endpoint, Request, Response
 from nsparq.server.auth.grants import AuthFailed
 
@@ -31,19 +33,20 @@ MAX_FIELDS: Final = 2000
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What is said on the next page."""
+    """A message at the top of the next page."""
 
     text: str
     is_good: bool = True
 
 
 class Notes:
-    """Kept until they are shown, each once."""
+    """Notes that wait to be shown. Each is shown once."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, Note] = OrderedDict()
 
-    def leave(self, note: Note) -> str:
+    def add(self, note: Note) -> str:
+        """Returns its name, for the query of the next page."""
         name = secrets.token_urlsafe(9)
         self._waiting[name] = note
         if len(self._waiting) > MAX_NOTES:
@@ -55,7 +58,7 @@ class Notes:
 
 
 class Form:
-    """What was filled in; of a repeated field all values."""
+    """The fields of a form. A repeated field has several values."""
 
     def __init__(self, body: bytes) -> None:
         try:
@@ -80,8 +83,8 @@ class Form:
         return int(value)
 
 
-class _Filled(NamedTuple):
-    """A form that somebody has sent."""
+class _Sent(NamedTuple):
+    """A form and who sent it."""
 
     form: Form
     actor: Actor
@@ -101,16 +104,15 @@ class _Filled(NamedTuple):
 
 
 class FormAction(NamedTuple):
-    """What a form can ask for, and what that takes."""
+    """A change that a form can ask for."""
 
-    run: Callable[[Forms, _Filled], Awaitable[Note]]
-    needs: str = "admin"
-    """The permission."""
+    run: Callable[[Forms, _Sent], Awaitable[Note]]
+    permission: str = "admin"
     is_of_channel: bool = False
-    """Whether it concerns the form's channel alone, if there is one. Anything else concerns the whole topic,
-    whatever else the form says: then a permission for one channel is not enough."""
+    """It changes only the form's channel, if there is one. Other actions change the whole topic,
+    whatever the form's channel: a permission for one channel is not enough for them."""
     is_confirmed: bool = False
-    """Whether the name of what it concerns must be typed."""
+    """The user must type the name of the channel or topic."""
 
 
 class Forms:
@@ -125,7 +127,7 @@ class Forms:
             method="POST",
             path="/act",
             handler=self.act,
-            summary="What the forms of the pages send.",
+            summary="Changes from the forms of the pages.",
             permission="read",
             checks_names=True,
             keeps_body=True,
@@ -164,96 +166,92 @@ class Forms:
         form = Form(request.body)
         name = form["action"]
         guard = self._admin.guard
-        filled = _Filled(form, guard.actor(request), guard.access(request))
+        sent = _Sent(form, guard.actor(request), guard.access(request))
         action = ACTIONS.get(name)
         if action is None:
             raise ApiError(400, "INVALID_ACTION")
-        channel = filled.channel if action.is_of_channel else ""
-        if not filled.access.may(action.needs, filled.topic, channel):
-            names = {"topic": filled.topic, "channel": filled.channel, "node": filled.node}
-            raise Refused(f"{name}_form", filled.actor, **names)
+        channel = sent.channel if action.is_of_channel else ""
+        if not sent.access.may(action.permission, sent.topic, channel):
+            names = {"topic": sent.topic, "channel": sent.channel, "node": sent.node}
+            raise Forbidden(f"{name}_form", sent.actor, **names)
         if action.is_confirmed:
-            expected = channel or filled.topic
+            expected = channel or sent.topic
             if not expected or form["confirm"].strip() != expected:
-                note = Note(f"Not done: to confirm, type {expected} exactly.", is_good=False)
+                note = Note(f"Not confirmed: type {expected} exactly.", is_good=False)
                 return self._go(self._place(name, form), note)
         try:
-            said = await action.run(self, filled)
-        except Refused:
+            note = await action.run(self, sent)
+        except Forbidden:
             raise
         except ApiError as error:
-            reason = str(error.more.get("reason", "")) or error.code
-            return self._go(self._place(name, form), Note(f"Not done: {reason}", is_good=False))
-        return self._go(self._place(name, form, is_done=True), said)
+            return self._go(self._place(name, form), Note(f"Failed: {error_text(error)}", is_good=False))
+        return self._go(self._place(name, form, is_done=True), note)
 
-    async def _create(self, filled: _Filled) -> Note:
+    async def _create(self, sent: _Sent) -> Note:
         actions = self._admin.actions
-        said = await actions.create(filled.actor, filled.access, filled.topic, filled.channel)
-        return _done("Created.", said)
+        warning = await actions.create(sent.actor, sent.access, sent.topic, sent.channel)
+        return _done("Created.", warning)
 
-    async def _delete(self, filled: _Filled) -> Note:
-        actions, topic, channel = self._admin.actions, filled.topic, filled.channel
-        if channel:
-            return _done(f"Deleted {channel}.", await actions.delete_channel(filled.actor, topic, channel))
-        return _done(f"Deleted {topic}.", await actions.delete_topic(filled.actor, topic))
+    async def _delete(self, sent: _Sent) -> Note:
+        topic, channel = sent.topic, sent.channel
+        warning = await self._admin.actions.delete(sent.actor, topic, channel)
+        return _done(f"Deleted {channel or topic}.", warning)
 
-    async def _change(self, filled: _Filled) -> Note:
-        name = filled.form["action"]
+    async def _change(self, sent: _Sent) -> Note:
+        name = sent.form["action"]
         done = {"pause": "Paused.", "unpause": "Resumed.", "empty": "Emptied."}[name]
-        actions, topic, channel = self._admin.actions, filled.topic, filled.channel
-        if channel:
-            return _done(done, await actions.change_channel(filled.actor, name, topic, channel))
-        return _done(done, await actions.change_topic(filled.actor, name, topic))
+        return _done(done, await self._admin.actions.change(sent.actor, name, sent.topic, sent.channel))
 
-    async def _tombstone(self, filled: _Filled) -> Note:
-        said = await self._admin.actions.tombstone(filled.actor, filled.topic, filled.node)
-        return _done(f"{filled.topic} is taken off {filled.node}.", said)
+    async def _tombstone(self, sent: _Sent) -> Note:
+        warning = await self._admin.actions.tombstone(sent.actor, sent.topic, sent.node)
+        return _done(f"Removed {sent.topic} from {sent.node}.", warning)
 
-    async def _publish(self, filled: _Filled) -> Note:
-        form = filled.form
+    async def _publish(self, sent: _Sent) -> Note:
+        form = sent.form
         body = form["body"].replace("\r\n", "\n").encode()
-        where = await self._admin.operations.publish(
-            filled.actor, filled.topic, body, node=filled.node, defer_ms=form.number("defer_ms")
+        address = await self._admin.operations.publish(
+            sent.actor, sent.topic, body, node=sent.node, defer_ms=form.number("defer_ms")
         )
-        return Note(f"Published to {where}.")
+        return Note(f"Published to {address}.")
 
-    async def _copy(self, filled: _Filled) -> Note:
-        form = filled.form
+    async def _copy(self, sent: _Sent) -> Note:
+        form = sent.form
         copied = await self._admin.operations.copy(
-            filled.actor,
-            filled.access,
-            filled.topic,
+            sent.actor,
+            sent.access,
+            sent.topic,
             [_chosen(value) for value in form.all("message")],
             to=form["to"].strip(),
             unwrap=form["unwrap"] == "1",
         )
-        return Note(f"Published {copied:,} once more.")
+        return Note(f"Messages published again: {copied:,}.")
 
-    async def _move(self, filled: _Filled) -> Note:
-        form = filled.form
+    async def _move(self, sent: _Sent) -> Note:
+        form = sent.form
         moved, left = await self._admin.operations.move(
-            filled.actor,
-            filled.access,
-            filled.topic,
-            filled.channel,
+            sent.actor,
+            sent.access,
+            sent.topic,
+            sent.channel,
             to=form["to"].strip(),
             unwrap=form["unwrap"] == "1",
             count=form.number("count"),
         )
-        return Note(f"Moved {moved:,}; {left:,} are left.")
+        return Note(f"Messages moved: {moved:,}; left in the channel: {left:,}.")
 
-    async def _seek(self, filled: _Filled) -> Note:
+    async def _seek(self, sent: _Sent) -> Note:
         try:
-            target = parse_target(filled.form["to"], filled.form["time"])
+            target = parse_target(sent.form["to"], sent.form["time"])
         except BadTarget as error:
             raise ApiError(400, str(error)) from error
-        plans = await self._admin.operations.replay(filled.actor, filled.topic, filled.channel, target)
+        plans = await self._admin.operations.replay(sent.actor, sent.topic, sent.channel, target)
         again, skipped = sum(p.again for p in plans), sum(p.skipped for p in plans)
         warning = "; ".join(f"{p.node}: {p.error}" for p in plans if p.error)
-        return _done(f"Done: {again:,} messages come again, {skipped:,} are skipped.", warning)
+        return _done(f"Channel moved. Messages delivered again: {again:,}; skipped: {skipped:,}.", warning)
 
     def _place(self, action: str, form: Form, *, is_done: bool = False) -> tuple[str, ...]:
-        """Which page shows what came of it. Made of names, so it is always one of ours."""
+        """The page that shows the outcome. It is made of names, so it is always one of our
+        pages."""
         topic, channel, node, origin = form["topic"], form["channel"], form["node"], form["page"]
         if origin == "lookup":
             return ("lookup",)
@@ -274,7 +272,7 @@ class Forms:
         return ("topics", topic) if topic else ("topics",)
 
     def _go(self, place: tuple[str, ...], note: Note) -> Response:
-        location = self._admin.pages.page_of(*place, note=self._admin.notes.leave(note))
+        location = self._admin.pages.page_of(*place, note=self._admin.notes.add(note))
         return Response(status=303, headers=(("Location", location),), nsq_header=False)
 
     # Logging in
@@ -311,7 +309,7 @@ class Forms:
         return Response(status=303, headers=headers, nsq_header=False)
 
     def _own_path(self, wanted: str) -> str:
-        """Where to go after logging in: a page of ours, whatever the form says."""
+        """The page after the login: always one of ours, whatever the form says."""
         home = self._admin.base or "/"
         try:
             parts = urlsplit(wanted)
@@ -329,7 +327,7 @@ ACTIONS: Final[Mapping[str, FormAction]] = {
     "unpause": FormAction(Forms._change, is_of_channel=True),
     "empty": FormAction(Forms._change, is_of_channel=True, is_confirmed=True),
     "tombstone": FormAction(Forms._tombstone, is_confirmed=True),
-    "publish": FormAction(Forms._publish, needs="publish"),
+    "publish": FormAction(Forms._publish, permission="publish"),
     "copy": FormAction(Forms._copy),
     "move": FormAction(Forms._move, is_of_channel=True, is_confirmed=True),
     "seek": FormAction(Forms._seek, is_of_channel=True, is_confirmed=True),
@@ -342,7 +340,7 @@ def _done(text: str, warning: str) -> Note:
 
 
 def _chosen(value: str) -> tuple[str, int]:
-    """A message among those shown: its number, and its node."""
+    """The node and the sequence number of a selected message."""
     sequence, _, node = value.partition("@")
     if not (sequence.isascii() and sequence.isdigit()) or len(sequence) > 19:
         raise ApiError(400, "INVALID_MESSAGE")

@@ -1,7 +1,8 @@
-"""The pages: what is shown, gathered for the templates, and the forms on them.
+"""The pages. Each handler collects the data for its template; render() makes the page.
 
-Everything is rendered here, with every value escaped; the script on the pages only draws charts, filters, and
-replaces the live part of a page by what it asks for again with `live=1`. Without it the pages work too.
+The server renders everything and escapes every value. The script on a page draws the charts,
+filters, and refreshes the live part of the page by asking for it with `live=1`. The pages also work
+without it.
 """
 
 from __future__ import annotations
@@ -13,35 +14,52 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
-from nsparq.admin.change.messages import DEFAULT_COUNT, MAX_COUNT, STATES
-from nsparq.admin.change.operations import PEEK, SEEK
-from nsparq.admin.change.replay import BadTarget, Plan, parse_target
+from nsparq.admin.change.operations import PEEK, SEEK, BadTarget, Plan, parse_target
 from nsparq.admin.collect.cluster import Unreachable
 from nsparq.admin.collect.history import RANGES
 from nsparq.admin.collect.merge import Node, number
-from nsparq.admin.collect.upstream import AskFailed
+from nsparq.admin.collect.messages import DEFAULT_COUNT, MAX_COUNT, STATES
+from nsparq.admin.collect.upstream import RequestFailed
 from nsparq.admin.health import Severity
+from nsparq.admin.routing import path_values, topic_and_channel
 from nsparq.admin.security import PAGE_HEADERS, TOKEN_COOKIE, cookie
-from nsparq.admin.show.routing import path_values
 from nsparq.admin.show.templating import Assets, make_environment
 from nsparq.http.api import ApiError, Endpoint, Request, Response
 
 if TYPE_CHECKING:
     from nsparq.admin.daemon import Nsqadmin
 
-__all__ = ["Pages"]
+__all__ = ["Pages", "error_text"]
 
 HTML_TYPE: Final = "text/html; charset=utf-8"
 MAX_ROWS: Final = 2000
-"""Topics on one page; the filter finds the others."""
+"""Topics on one page. The filter finds others."""
 MAX_NODE_ROWS: Final = 400
-"""The same on the page of a node, where a row has more to it."""
+"""Rows on the page of a node, which are larger."""
 MAX_PROBLEMS: Final = 20
-"""On the overview; the others are a click away."""
+"""Problems on the overview. A link shows all."""
 BUSIEST: Final = 8
 PROBLEM_COUNT: Final = "X-Problem-Count"
-"""Header by which an open page learns how many need a person."""
+"""Header with the number of problems, for open pages."""
+ERRORS: Final = {
+    "TOPIC_NOT_FOUND": "topic not found",
+    "CHANNEL_NOT_FOUND": "channel not found",
+    "NODE_NOT_FOUND": "node not found",
+    "NO_PRODUCERS": "no node has this topic",
+    "FORBIDDEN": "you are not allowed to do this",
+    "INVALID_TOPIC": "not a valid topic name",
+    "INVALID_CHANNEL": "not a valid channel name",
+    "MSG_EMPTY": "the message is empty",
+    "NOTHING_CHOSEN": "no messages are selected",
+    "SAME_TOPIC": "the messages are already in this topic: enter another one",
+    "NOT_SUPPORTED": "the nodes run NSQ's own nsqd, which does not support this",
+}
+"""Error codes in words."""
 Show = Callable[[Request], Awaitable["Response"]]
+
+
+def error_text(error: ApiError) -> str:
+    return str(error.more.get("reason", "")) or ERRORS.get(error.code, error.code)
 
 
 class Pages:
@@ -55,17 +73,17 @@ class Pages:
 
     def endpoints(self) -> list[Endpoint]:
         shown: list[tuple[str, str, Show, str]] = [
-            ("/", "read", self.overview, "What needs a person."),
+            ("/", "read", self.overview, "What needs attention."),
             ("/topics", "read", self.topics, "All topics."),
             ("/topics/{topic}", "read", self.topic, "A topic."),
             ("/topics/{topic}/{channel}", "read", self.channel, "A channel."),
             ("/nodes", "read", self.nodes, "All nodes."),
             ("/nodes/{node}", "read", self.node, "A node."),
-            ("/lookup", "read", self.lookup, "nsqlookupds, and topics that nobody has."),
-            ("/counter", "read", self.counter, "One number."),
+            ("/lookup", "read", self.lookup, "nsqlookupds, and inactive topics."),
+            ("/counter", "read", self.counter, "The message count."),
             ("/messages/{topic}", "subscribe", self.messages, "Messages of a topic."),
             ("/messages/{topic}/{channel}", "subscribe", self.messages, "Messages of a channel."),
-            ("/replay/{topic}/{channel}", "admin", self.replay, "A channel moved in its log."),
+            ("/replay/{topic}/{channel}", "admin", self.replay, "Move a channel in its topic's log."),
             ("/pipelines", "read", self.pipelines, "Spark pipelines."),
         ]
         found = [
@@ -87,7 +105,7 @@ class Pages:
                 method="GET",
                 path=f"/{folder}/{{file}}",
                 handler=self.assets.serve,
-                summary="What the pages are made of.",
+                summary="Style sheet, scripts, icon.",
                 success="the file",
             )
             for folder in ("static", "fonts")
@@ -97,7 +115,7 @@ class Pages:
     # Rendering
 
     def render(self, request: Request, template: str, /, status: int = 200, **context: Any) -> Response:
-        """A page; or its live part alone, if that is what is asked for."""
+        """The whole page, or with `live=1` only its live part."""
         guard = self._admin.guard
         token, value = guard.token(request)
         found = self._environment.get_template(template)
@@ -134,30 +152,22 @@ class Pages:
         )
 
     def error(self, request: Request, error: ApiError) -> Response:
-        """A page that says what is wrong."""
+        """The error page."""
         if error.status == 401:
             back = request.path + (f"?{request.query}" if request.query else "")
             location = f"{self._admin.base}/login?{urlencode({'next': back})}"
             return Response(status=303, headers=(("Location", location),), nsq_header=False)
-        titles = {
-            "TOPIC_NOT_FOUND": "There is no such topic",
-            "CHANNEL_NOT_FOUND": "There is no such channel",
-            "NODE_NOT_FOUND": "There is no such node",
-            "NO_PRODUCERS": "No node has this topic",
-            "FORBIDDEN": "You may not do this",
-        }
-        is_upstream = error.code.startswith("UPSTREAM_ERROR")
-        title = "Nobody answers" if is_upstream else titles.get(error.code, "This did not work")
-        reason = str(error.more.get("reason", "")) or (error.code if title != titles.get(error.code) else "")
-        names = path_values(request) if request.path_value else []
-        is_idle = error.code == "NO_PRODUCERS" and "/topics/" in request.path
+        if error.code in ERRORS:
+            words = ERRORS[error.code]
+            title, reason = words[0].upper() + words[1:], str(error.more.get("reason", ""))
+        else:
+            is_upstream = error.code.startswith("UPSTREAM_ERROR")
+            title = "No daemon answers" if is_upstream else "Request failed"
+            reason = error_text(error)
+        is_inactive = error.code == "NO_PRODUCERS" and "/topics/" in request.path
+        topic = topic_and_channel(request)[0] if is_inactive else ""
         return self.render(
-            request,
-            "error.html",
-            status=error.status,
-            title=title,
-            reason=reason,
-            idle_topic=names[0] if is_idle and names else "",
+            request, "error.html", status=error.status, title=title, reason=reason, inactive_topic=topic
         )
 
     # Pages
@@ -185,7 +195,7 @@ class Pages:
     async def topic(self, request: Request) -> Response:
         (name,) = path_values(request)
         await self._watch.wait_for_first()
-        found = await self._admin.json_api.topic_stats(name)
+        found = await self._admin.cluster.topic(name)
         nodes = [part["node"] for part in found.value["nodes"]]
         return self.render(
             request,
@@ -204,7 +214,7 @@ class Pages:
     async def channel(self, request: Request) -> Response:
         topic, name = path_values(request)
         await self._watch.wait_for_first()
-        found = await self._admin.json_api.channel_stats(topic, name)
+        found = await self._admin.cluster.channel(topic, name)
         nodes = [part["node"] for part in found.value["nodes"]]
         return self.render(
             request,
@@ -238,7 +248,7 @@ class Pages:
 
     async def node(self, request: Request) -> Response:
         (address,) = path_values(request)
-        found = await self._admin.json_api.node_stats(address)
+        found = await self._admin.cluster.node_stats(address)
         words = request.parameters.get("q", "").strip().lower()
         wanted = [topic for topic in found.value["topics"] or () if words in topic["topic_name"].lower()]
         return self.render(
@@ -256,14 +266,19 @@ class Pages:
 
     async def lookup(self, request: Request) -> Response:
         cluster = self._admin.cluster
-        message, idle = "", {}
+        message, inactive = "", {}
         try:
             found = await cluster.inactive()
-            message, idle = found.message, found.value
+            message, inactive = found.message, found.value
         except Unreachable as error:
-            message = str(error)
+            message = error.reason
         return self.render(
-            request, "lookup.html", idle=idle, message=message, lookupds=cluster.lookupds, nsqds=cluster.nsqds
+            request,
+            "lookup.html",
+            inactive=inactive,
+            message=message,
+            lookupds=cluster.lookupds,
+            nsqds=cluster.nsqds,
         )
 
     async def counter(self, request: Request) -> Response:
@@ -271,12 +286,12 @@ class Pages:
         return self.render(request, "counter.html", totals=self._watch.totals.latest(()) or {})
 
     async def messages(self, request: Request) -> Response:
-        topic, channel = [*path_values(request), ""][:2]
+        topic, channel = topic_and_channel(request)
         parameters = request.parameters
         count = _whole(parameters, "count") or DEFAULT_COUNT
         start = _whole(parameters, "from")
         node, state = parameters.get("node", ""), parameters.get("state", "")
-        able, found = await self._admin.operations.peek(
+        nodes, found = await self._admin.operations.peek(
             topic, channel, node=node, count=min(count, MAX_COUNT), start=start, state=state
         )
         words = parameters.get("q", "")
@@ -285,7 +300,7 @@ class Pages:
             "messages.html",
             topic=topic,
             channel=channel,
-            able=able,
+            nodes=nodes,
             found=found,
             shown=[one for one in found.messages if not words or one.contains(words)],
             words=words,
@@ -301,7 +316,7 @@ class Pages:
         topic, channel = path_values(request)
         parameters = request.parameters
         to, when = parameters.get("to", ""), parameters.get("time", "")
-        able = await self._admin.operations.nodes_with(topic, SEEK)
+        nodes = await self._admin.operations.nodes_with(topic, SEEK)
         plans: list[Plan] = []
         problem = ""
         if to:
@@ -309,13 +324,13 @@ class Pages:
                 plans = await self._admin.operations.plan(topic, channel, parse_target(to, when))
             except BadTarget as error:
                 problem = str(error)
-        positions = await asyncio.gather(*(self._positions(node, topic) for node in able.able))
+        positions = await asyncio.gather(*(self._positions(node, topic) for node in nodes.able))
         return self.render(
             request,
             "replay.html",
             topic=topic,
             channel=channel,
-            able=able,
+            nodes=nodes,
             to=to,
             when=when,
             plans=plans,
@@ -326,27 +341,25 @@ class Pages:
 
     async def _positions(self, node: Node, topic: str) -> dict[str, Any] | None:
         try:
-            said = await self._admin.cluster.get(node, "/topic/positions", topic=topic)
-        except AskFailed:  # the page says what it can without it
+            answer = await self._admin.cluster.get(node, "/topic/positions", topic=topic)
+        except RequestFailed:  # the page works without it
             return None
-        if not isinstance(said, dict):
+        if not isinstance(answer, dict):
             return None
         names = ("messages", "bytes", "first_timestamp", "last_timestamp")
-        return {"node": node.address, **{name: number(said, name) for name in names}}
+        return {"node": node.address, **{name: number(answer, name) for name in names}}
 
     async def pipelines(self, request: Request) -> Response:
         return self.render(request, "pipelines.html", pipelines=self._admin.pipelines)
 
-    # Places
-
     def page_of(self, *names: str, note: str = "") -> str:
-        """The path of a page, with a note to be shown there."""
+        """The path of a page, with a note to show there."""
         path = self._admin.base + "".join(f"/{quote(name, safe='')}" for name in names) or "/"
         return f"{path}?note={note}" if note else path
 
 
 def _within(topics: Iterable[Mapping[str, Any]], rows: int) -> Iterator[Mapping[str, Any]]:
-    """As many topics as fit, with their channels and consumers, into so many rows; one at the least."""
+    """As many topics, with their channels and consumers, as fit into `rows`; at least one."""
     for topic in topics:
         yield topic
         rows -= 1 + sum(1 + len(channel["clients"] or ()) for channel in topic["channels"])

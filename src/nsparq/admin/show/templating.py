@@ -1,4 +1,5 @@
-"""What the pages are made of: templates, in which every value is escaped, and the files beside them."""
+"""The templates of the pages, in which every value is escaped, their filters, and the static
+files."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ TYPES: Final = {
     ".txt": TEXT_TYPE,
 }
 UNKNOWN: Final = "–"
-"""Stands for a figure that is not known."""
+"""Shown in place of an unknown figure."""
 
 
 class Assets:
-    """The files under static/, read once. With a directory given its files are read each time."""
+    """The files under static/, read once. Files in `directory` come first, and are read each
+    time."""
 
     def __init__(self, base: str, directory: str = "") -> None:
         self._base = base
@@ -99,7 +101,7 @@ def make_environment(assets: Assets, base: str) -> Environment:
     return environment
 
 
-# How figures are written
+# Filters
 
 
 def _is_unknown(value: Any) -> bool:
@@ -145,14 +147,14 @@ def size(value: Any) -> str:
 
 
 def moment(value: Any) -> str:
-    """A time given in Unix seconds, in UTC."""
+    """Unix seconds as a UTC time."""
     if _is_unknown(value) or not 0 < value < 1e11:
         return UNKNOWN
     return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def slug(*names: Iterable[str]) -> str:
-    """An id for an element, of any names: what is no letter or digit is written as its number."""
+    """An element id from any names. Other characters than letters and digits become their code."""
     return "-".join(
         "".join(c if c.isascii() and (c.isalnum() or c == "_") else f"_{ord(c):x}_" for c in str(name))
         for name in names

@@ -1,4 +1,4 @@
-// What makes the pages live: refreshing, filtering, confirming, keyboard, charts. They work without it, too.
+// Live updates, filters, confirmations, keyboard shortcuts, charts. The pages also work without this script.
 "use strict";
 (function () {
   const { Chart } = window.NsqCharts;
@@ -15,7 +15,7 @@
       if (value === undefined) return localStorage.getItem("nsqadmin-" + name);
       localStorage.setItem("nsqadmin-" + name, value);
     } catch (error) {
-      // Storage may be switched off.
+      // Storage may be disabled.
     }
     return null;
   }
@@ -37,13 +37,13 @@
     const answer = await fetch(url, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store", credentials: "same-origin" });
     if (answer.headers.has("X-Problem-Count")) badge(Number(answer.headers.get("X-Problem-Count")));
     if (answer.status === 304) return;
-    if (answer.redirected || answer.status === 401) throw new Error("you are not logged in any more");
+    if (answer.redirected || answer.status === 401) throw new Error("you are no longer logged in");
     if (!answer.ok) throw new Error("status " + answer.status);
     tag = answer.headers.get("ETag") || "";
     replace(await answer.text());
   }
 
-  // In the tab too: the page may be one of many that are open.
+  // Also in the title: the page may be one of many open tabs.
   const title = document.title;
   function badge(count) {
     const shown = byId("problem-badge");
@@ -53,7 +53,7 @@
     document.title = count ? "(" + count + ") " + title : title;
   }
 
-  // Rendered by nsqadmin, with every value escaped, and parsed apart: what is in it can be no script.
+  // nsqadmin has escaped every value, and DOMParser runs no scripts.
   function replace(text) {
     const parsed = new DOMParser().parseFromString("<!doctype html><body>" + text, "text/html");
     const focused = live.contains(document.activeElement) ? document.activeElement.id : "";
@@ -70,7 +70,7 @@
     clearTimeout(timer);
     if (!document.hidden) {
       try {
-        // The page itself has only just come.
+        // The page itself has just been loaded.
         await Promise.all([isNew ? null : refreshPart(), ...charts.map((chart) => chart.load(range))]);
         failures = 0;
         if (live || charts.length) say(stopped ? "stopped" : "live", stopped ? "stopped" : "live");
@@ -119,7 +119,7 @@
     refresh();
   });
 
-  // Filter, as one types
+  // Filter while typing
 
   const box = document.querySelector("[data-filter]");
   function filter() {
@@ -136,12 +136,12 @@
   }
   if (box) {
     box.addEventListener("input", filter);
-    // What was not sent along is found by the server.
+    // If the page does not have all rows, the server filters.
     if (!byId("more-topics")) box.form?.addEventListener("submit", (event) => box.id === "filter" && event.preventDefault());
     filter();
   }
 
-  // Confirming by name: the button waits until the name is there
+  // Confirmation: the button is disabled until the name is typed
 
   for (const form of document.querySelectorAll("form[data-confirm], form[data-confirm-of]")) {
     const input = form.querySelector("[name=confirm]"), button = form.querySelector("button");
@@ -160,9 +160,9 @@
       details.querySelector("summary").focus();
     });
   }
-  // Who enters a time means it.
+  // Typing a time selects "a time".
   byId("time")?.addEventListener("input", () => (byId("to-time").checked = true));
-  // One click is one message.
+  // A double click sends a form once.
   document.addEventListener("submit", (event) => {
     if (event.target.method === "post") setTimeout(() => event.target.querySelectorAll("button").forEach((button) => (button.disabled = true)));
   });
@@ -239,7 +239,7 @@
   });
   showTheme();
 
-  // The counter runs on at the present rate between two answers
+  // Between two answers the counter goes on at the current rate
 
   const counter = document.querySelector("[data-counter]");
   if (counter) {

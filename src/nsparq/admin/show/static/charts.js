@@ -1,5 +1,5 @@
-// Charts: lines drawn as SVG from /api/history, values on hover and by the arrow keys, and the same as a table.
-// Nothing here makes markup of text: elements are created one by one, and texts are set as texts.
+// Charts: SVG lines from /api/history, values on hover and by the arrow keys, and the same data as a table.
+// No text becomes markup: elements are created one by one, with textContent.
 "use strict";
 (function () {
   const SVG = "http://www.w3.org/2000/svg";
@@ -42,7 +42,7 @@
     return step >= 3600 ? when.toLocaleDateString([], { month: "short", day: "numeric" }) + " " + time : time;
   }
 
-  // A round number not below the highest value, so that the axis has even steps.
+  // The next round number, so that the axis has even steps.
   function ceiling(value) {
     if (!(value > 0)) return 1;
     const power = Math.pow(10, Math.floor(Math.log10(value)));
@@ -78,7 +78,7 @@
       const headers = this.url === url && this.tag ? { "If-None-Match": this.tag } : {};
       const answer = await fetch(url, { headers, cache: "no-store", credentials: "same-origin" });
       if (answer.status === 304) return;
-      if (answer.status === 401) throw new Error("you are not logged in any more");
+      if (answer.status === 401) throw new Error("you are no longer logged in");
       if (!answer.ok) throw new Error("status " + answer.status);
       this.tag = answer.headers.get("ETag") || "";
       this.url = url;
@@ -86,7 +86,7 @@
     }
 
     show(data) {
-      // Who looks at a time goes on looking at it.
+      // Keep the selected time.
       const time = this.data?.times[this.chosen];
       this.chosen = data.times.indexOf(time);
       this.data = data;
@@ -102,15 +102,15 @@
       this.plot.replaceChildren();
       this.figure.dataset.drawn = known ? "yes" : "empty";
       if (!known || !times.length) {
-        html("p", this.plot, "Nothing is known yet.", "muted");
+        html("p", this.plot, "No data yet.", "muted");
         this.describe(-1);
         return;
       }
       const first = times[0], last = Math.max(times[times.length - 1], first + step);
       const highest = Math.max(...this.series.flat().filter((value) => value !== null));
-      // There is no half of a message.
+      // Counts have no halves on the axis.
       const most = this.unit === "count" ? Math.max(2, ceiling(highest)) : ceiling(highest);
-      // In pixels of the screen, so that texts are as large as elsewhere.
+      // Screen pixels, so that text has its usual size.
       const width = (this.width = this.plot.clientWidth) || 480;
       this.x = (time) => LEFT + ((time - first) / (last - first)) * (width - LEFT - RIGHT);
       this.y = (value) => HEIGHT - BOTTOM - (value / most) * (HEIGHT - TOP - BOTTOM);
@@ -133,11 +133,11 @@
       this.point(chosen < times.length ? chosen : -1);
     }
 
-    // Pieces: where something is not known, or was not asked for a while, the line has a gap.
+    // The line has a gap where a value is unknown or missing.
     line(root, times, values, number, step) {
       let path = "", alone = null, previous = null, piece = "", began = 0;
       const floor = HEIGHT - BOTTOM;
-      // Below the first line there is a shade.
+      // The area below the first line is shaded.
       const close = () => {
         if (!number && piece && previous !== began) element("path", { class: "shade", d: `${piece}L${this.x(times[previous]).toFixed(1)} ${floor}L${this.x(times[began]).toFixed(1)} ${floor}Z` }, root);
         piece = "";

@@ -1,10 +1,10 @@
-// Light or dark, before the first paint: what was chosen here wins over what the system has.
+// Sets light or dark before the first paint: the user's choice wins over the system's setting.
 "use strict";
 (function () {
   try {
     var chosen = localStorage.getItem("nsqadmin-theme");
     if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
   } catch (error) {
-    // Storage may be switched off: then the system decides.
+    // Storage may be disabled: then the system decides.
   }
 })();

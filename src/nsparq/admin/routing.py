@@ -1,8 +1,10 @@
-"""What nsqadmin's HTTP needs beyond nsparq.http: paths with several names, a base path, compression."""
+"""What nsqadmin adds to nsparq.http: paths with several names, a base path, error pages,
+compression."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
@@ -22,16 +24,18 @@ from nsparq.http.api import (
 )
 from nsparq.http.describe import openapi
 
-__all__ = ["AdminApi", "described", "path_values"]
+__all__ = ["AdminApi", "describe_paths", "path_values", "topic_and_channel"]
+
+logger = logging.getLogger(__name__)
 
 MIN_COMPRESSED: Final = 1024
-"""Bytes below which compressing costs more than it saves."""
+"""Bytes. Compressing a smaller body costs more than it saves."""
 COMPRESSED_TYPES: Final = ("text/", "application/json", "image/svg+xml")
 GZIP_BITS, DEFLATE_BITS = 31, 15
 
 
 class AdminApi(Api):
-    """A table whose paths may have `{…}` for any of their parts, all below a base path."""
+    """A table of endpoints below a base path. Any part of a path may be a `{name}`."""
 
     def __init__(
         self,
@@ -44,12 +48,13 @@ class AdminApi(Api):
         check_host: Callable[[Request], None] | None = None,
         show_error: Callable[[Request, ApiError], Response | None] = lambda request, error: None,
     ) -> None:
-        """`base` has no slash at its end. `show_error` may give an answer for people in place of JSON."""
+        """`base` has no slash at its end. `show_error` may answer with a page in place of JSON."""
         placed = [dataclasses.replace(one, path=(base + one.path).rstrip("/") or "/") for one in endpoints]
         super().__init__(title=title, version=version, endpoints=placed, guard=guard, check_host=check_host)
         self._show_error = show_error
         self._patterns: dict[int, list[tuple[list[str], str]]] = {}
-        """Paths with `{…}` by their number of parts; those that begin with more fixed ones come first."""
+        """Paths with a `{name}`, by their number of parts. Paths with a longer fixed beginning come
+        first."""
         for path in sorted({one.path for one in placed if "{" in one.path}, key=lambda path: path.find("{")):
             parts = path.split("/")
             self._patterns.setdefault(len(parts), []).insert(0, (parts, path))
@@ -83,17 +88,25 @@ class AdminApi(Api):
         return _complete(request, response)
 
     def _from_error(self, request: Request, error: ApiError) -> Response:
-        shown = self._show_error(request, error)
-        return shown or error_response(error.status, error.code, error.headers, **error.more)
+        if error.status == 502:
+            logger.error("%s %s: %s", request.method, request.path, error.code)
+        page = self._show_error(request, error)
+        return page or error_response(error.status, error.code, error.headers, **error.more)
 
 
 def path_values(request: Request) -> list[str]:
-    """What stands in place of the `{…}` of the endpoint's path, in their order."""
+    """The values of the `{name}` parts of the endpoint's path, in order."""
     return request.path_value.split("/")
 
 
-def described(api: Api) -> dict[str, Any]:
-    """The OpenAPI document, with each of a path's names."""
+def topic_and_channel(request: Request) -> tuple[str, str]:
+    """Of a path that ends in `{topic}` or `{topic}/{channel}`; the channel may be empty."""
+    topic, _, channel = request.path_value.partition("/")
+    return topic, channel
+
+
+def describe_paths(api: Api) -> dict[str, Any]:
+    """The OpenAPI document, with a parameter for each `{name}` of a path."""
     document = openapi(api)
     for path, operations in document["paths"].items():
         names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
@@ -107,7 +120,8 @@ def described(api: Api) -> dict[str, Any]:
 
 
 def _complete(request: Request, response: Response) -> Response:
-    """Compress it, if the client takes that and it is worth it."""
+    """Add the cache headers, and compress the body if the client accepts that and it is large
+    enough."""
     headers = [("Vary", "Accept-Encoding")]
     has_own = any(name == "Cache-Control" for name, _ in response.headers)
     if response.content_type == JSON_TYPE and not has_own:

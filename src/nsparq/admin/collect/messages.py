@@ -1,0 +1,237 @@
+"""Messages as they are shown: peeked from nsqds, JSON indented, bytes as a hex dump, dead letters
+opened.
+
+Peeking consumes nothing. It needs nsparq's own nsqd.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from nsparq.admin.collect.cluster import Cluster
+from nsparq.admin.collect.merge import Node, number, objects, text
+from nsparq.admin.collect.upstream import BadStatus, RequestFailed
+
+__all__ = ["DeadLetter", "Peeked", "ShownMessage", "peek", "read_letter", "readable", "reason"]
+
+DEFAULT_COUNT: Final = 50
+MAX_COUNT: Final = 1000
+MAX_SHOWN: Final = 64 << 10
+"""Characters of a body that are shown."""
+STATES: Final = ("in_flight", "requeued", "deferred", "ready")
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A message that could not be processed, as our client library and pipelines wrap it."""
+
+    topic: str
+    channel: str
+    id: str
+    attempts: int
+    error: str
+    body: bytes
+
+    @property
+    def kind(self) -> str:
+        """`json`, `text` or `binary`."""
+        return readable(self.body)[0]
+
+    @property
+    def shown(self) -> str:
+        """The wrapped message in readable form."""
+        return readable(self.body)[1]
+
+
+def readable(body: bytes) -> tuple[str, str]:
+    """The kind of body (`json`, `text` or `binary`) and its readable form."""
+    try:
+        decoded = body.decode()
+    except UnicodeDecodeError:
+        return "binary", _hex_dump(body[:1024])
+    if decoded[:1] in ("{", "["):
+        try:
+            value = json.loads(decoded)
+            return "json", json.dumps(value, indent=2, ensure_ascii=False)[:MAX_SHOWN]
+        except (ValueError, RecursionError):
+            pass
+    if any(character < " " and character not in "\t\r\n" for character in decoded[:1024]):
+        return "binary", _hex_dump(body[:1024])
+    return "text", decoded[:MAX_SHOWN]
+
+
+def _hex_dump(body: bytes) -> str:
+    lines = []
+    for place in range(0, len(body), 16):
+        row = body[place : place + 16]
+        letters = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
+        lines.append(f"{place:06x}  {row.hex(' '):<47}  {letters}")
+    return "\n".join(lines)
+
+
+def read_letter(body: bytes) -> DeadLetter | None:
+    """The dead letter in a body; None if it has none, or if it is cut off."""
+    if not body.startswith(b"{"):
+        return None
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or not {"topic", "error"} <= fields.keys() or not text(fields, "topic"):
+        return None
+    if isinstance(fields.get("base64"), str):
+        try:
+            inner = base64.b64decode(fields["base64"], validate=True)
+        except (binascii.Error, ValueError):
+            return None
+    elif isinstance(fields.get("text"), str):
+        inner = fields["text"].encode("utf-8", "surrogatepass")
+    else:
+        return None
+    return DeadLetter(
+        topic=text(fields, "topic"),
+        channel=text(fields, "channel"),
+        id=text(fields, "id"),
+        attempts=number(fields, "attempts"),
+        error=text(fields, "error"),
+        body=inner,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ShownMessage:
+    """A message of a node, with its body in readable form."""
+
+    node: str
+    id: str
+    sequence: int
+    timestamp_ns: int
+    attempts: int
+    state: str
+    size: int
+    body: bytes
+    """Only the beginning of a long body."""
+    due_ns: int = 0
+    deadline_ns: int = 0
+    client: str = ""
+    letter: DeadLetter | None = None
+    kind: str = "text"
+    """`json`, `text` or `binary`."""
+    shown: str = ""
+    """The body in readable form."""
+
+    @property
+    def is_cut(self) -> bool:
+        return len(self.body) < self.size
+
+    def contains(self, words: str) -> bool:
+        wanted = words.lower()
+        return wanted in self.shown.lower() or wanted in self.id or wanted in self.node
+
+    def as_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "node": self.node,
+            "id": self.id,
+            "sequence": self.sequence,
+            "timestamp": self.timestamp_ns,
+            "attempts": self.attempts,
+            "state": self.state,
+            "size": self.size,
+            "kind": self.kind,
+        }
+        if self.kind == "binary":
+            found["body_base64"] = base64.b64encode(self.body).decode()
+        else:
+            found["body"] = self.body.decode("utf-8", "replace")
+        more = {"due": self.due_ns, "deadline": self.deadline_ns, "client": self.client}
+        found |= {name: value for name, value in more.items() if value}
+        if self.letter is not None:
+            letter = self.letter
+            found["dead_letter"] = {
+                "topic": letter.topic,
+                "channel": letter.channel,
+                "id": letter.id,
+                "attempts": letter.attempts,
+                "error": letter.error,
+            }
+        return found
+
+
+@dataclass(slots=True)
+class Peeked:
+    """Messages of several nodes, those of a topic the newest first."""
+
+    messages: list[ShownMessage] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    missing: int = 0
+    """Messages lost to a damaged disk."""
+
+
+async def peek(
+    cluster: Cluster,
+    nodes: Iterable[Node],
+    topic: str,
+    channel: str = "",
+    *,
+    count: int = DEFAULT_COUNT,
+    start: int | None = None,
+    state: str = "",
+) -> Peeked:
+    """Messages of the topic's log, or those that the channel holds, from each of the nodes."""
+    query = {"topic": topic, "count": str(max(1, min(count, MAX_COUNT)))}
+    if channel:
+        query["channel"] = channel
+        if state in STATES:
+            query["state"] = state
+    elif start is not None:
+        query["from"] = str(start)
+    found = Peeked()
+    for node in nodes:
+        try:
+            fields = await cluster.get(node, "/channel/peek" if channel else "/topic/peek", **query)
+        except RequestFailed as error:
+            found.errors.append(f"{node.address}: {reason(error)}")
+            continue
+        if not isinstance(fields, dict):
+            continue
+        found.messages += [_shown(node.address, one) for one in objects(fields, "messages")]
+        found.missing += number(fields, "missing")
+    if not channel:
+        found.messages.sort(key=lambda one: (-one.timestamp_ns, -one.sequence))
+    return found
+
+
+def _shown(node: str, fields: Mapping[str, Any]) -> ShownMessage:
+    body = text(fields, "body").encode("utf-8", "replace")
+    if encoded := text(fields, "body_base64"):
+        try:
+            body = base64.b64decode(encoded, validate=True)
+        except (binascii.Error, ValueError):
+            body = b""
+    kind, shown = readable(body)
+    return ShownMessage(
+        node=node,
+        id=text(fields, "id"),
+        sequence=number(fields, "sequence"),
+        timestamp_ns=number(fields, "timestamp"),
+        attempts=number(fields, "attempts"),
+        state=text(fields, "state"),
+        size=number(fields, "size"),
+        body=body,
+        due_ns=number(fields, "due"),
+        deadline_ns=number(fields, "deadline"),
+        client=text(fields, "client"),
+        letter=read_letter(body),
+        kind=kind,
+        shown=shown,
+    )
+
+
+def reason(error: Exception) -> str:
+    """Why a request to a node failed: NSQ's code if there is one."""
+    return (error.code or str(error)) if isinstance(error, BadStatus) else str(error)
