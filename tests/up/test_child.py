@@ -39,7 +39,7 @@ def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_it_is_told_to_stop_when_its_parent_is_gone(tmp_path: Path) -> None:
+def test_a_child_stops_when_its_parent_dies(tmp_path: Path) -> None:
     with start(tmp_path) as process:
         assert process.stdout is not None and process.stdin is not None
         assert process.stdout.readline() == "running\n"
@@ -48,7 +48,7 @@ def test_it_is_told_to_stop_when_its_parent_is_gone(tmp_path: Path) -> None:
         assert process.wait(DEADLINE) == -15
 
 
-def test_one_that_does_not_stop_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
+def test_a_child_that_does_not_stop_is_killed_with_its_children(tmp_path: Path) -> None:
     with start(tmp_path, "stubborn") as process:
         assert process.stdout is not None and process.stdin is not None
         assert process.stdout.readline() == "running\n"

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "up.md").read_text(encoding="utf-8")
 
 
-def test_what_is_printed_when_all_is_ready_is_what_the_page_shows() -> None:
+def test_the_banner_is_the_one_on_the_page() -> None:
     assert banner(Cluster(Plan(data_path=Path("data")))).strip() in PAGE
 
 
@@ -26,8 +26,8 @@ def test_the_page_has_every_flag_and_no_other() -> None:
     assert set(re.findall(r"`(--[a-z-]+)", PAGE)) == known - {"--help"}
 
 
-def test_what_is_said_of_a_taken_port_is_what_the_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "_why_not", lambda host, port: "is taken" if port == 4151 else "")
+def test_the_message_about_a_port_in_use_is_the_one_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "_why_not", lambda host, port: "is in use" if port == 4151 else "")
     with pytest.raises(StartError) as caught:
         ports.check_free("127.0.0.1", Cluster(Plan(data_path=Path("data"))).wanted())
     first, second = str(caught.value).splitlines()
@@ -41,6 +41,6 @@ def test_the_examples_of_the_help_are_commands() -> None:
         _parser().parse_args(shlex.split(line))
 
 
-def test_the_links_of_the_page_lead_somewhere() -> None:
+def test_the_links_of_the_page_work() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
         assert (ROOT / "docs" / target).exists(), target

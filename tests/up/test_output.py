@@ -15,7 +15,7 @@ def lines(*said: tuple[str, str], level: str = "info", is_coloured: bool = False
     return stream.getvalue().splitlines()
 
 
-def test_every_line_has_the_name_of_who_said_it() -> None:
+def test_every_line_has_the_name_of_its_process() -> None:
     found = lines(("nsqd-1", "2026/11/15 12:00:00.000001 INFO: hello"), ("nsqlookupd", "x"))
     assert found == ["nsqd-1     | 2026/11/15 12:00:00.000001 INFO: hello", "nsqlookupd | x"]
 
@@ -28,7 +28,7 @@ def test_the_margin_is_as_wide_as_the_longest_name() -> None:
     assert stream.getvalue() == "nsqd          | x\n"
 
 
-def test_lines_below_the_level_are_left_out_and_others_never() -> None:
+def test_log_lines_below_the_level_are_left_out_and_no_others() -> None:
     said = [
         ("nsqd", "2026/11/15 12:00:00.000001 DEBUG: a"),
         ("nsqd", "2026/11/15 12:00:00.000001 INFO: b"),
@@ -52,13 +52,13 @@ def test_on_a_terminal_names_have_colours_and_errors_are_red() -> None:
     assert second.startswith("\x1b[32mnsqd-2") and "\x1b[31m" in second
 
 
-def test_what_we_say_ourselves_is_never_left_out() -> None:
+def test_our_own_lines_are_always_shown() -> None:
     stream = io.StringIO()
     Output(level="fatal", stream=stream).say("stopping\nnow")
     assert stream.getvalue() == "up         | stopping\nup         | now\n"
 
 
-def test_a_reader_that_leaves_is_no_reason_to_stop() -> None:
+def test_a_closed_output_does_not_stop_the_stack() -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError

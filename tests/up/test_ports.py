@@ -31,14 +31,14 @@ def test_further_nsqds_are_two_ports_on() -> None:
     assert Ports(nsqd_tcp=6000, nsqd_http=7000).for_nsqd(2) == (6004, 7004)
 
 
-def test_a_base_moves_all_of_them() -> None:
+def test_a_base_moves_all_ports() -> None:
     ports = Ports(base=5150)
     assert (ports.for_nsqd(1), ports.for_lookupd(), ports.for_admin()) == ((5152, 5153), (5160, 5161), 5171)
     assert [ports.for_pipeline(number) for number in range(2)] == [5180, 5181]
 
 
 @pytest.mark.parametrize("base", [4150, 5150])
-def test_no_number_of_members_makes_two_of_them_meet(base: int) -> None:
+def test_no_two_members_share_a_port(base: int) -> None:
     ports = Ports(base=base)
     given = [*ports.for_lookupd(), ports.for_admin()]
     given += [port for number in range(MAX_NSQD) for port in ports.for_nsqd(number)]
@@ -57,15 +57,15 @@ def test_free_ports_are_no_problem() -> None:
     check_free(HOST, [Wanted(free_port(HOST), "nsqd, TCP", "--nsqd-tcp-port"), Wanted(0, "x", "--x")])
 
 
-def test_a_taken_port_is_named_with_its_owner_and_the_flag(taken: int) -> None:
+def test_a_port_in_use_is_named_with_its_owner_and_the_flag(taken: int) -> None:
     with pytest.raises(StartError) as caught:
         check_free(HOST, [Wanted(taken, "nsqd-2, HTTP", "--nsqd-http-port")])
     first, hint = str(caught.value).splitlines()
-    assert first == f"port {taken} is taken, and nsqd-2, HTTP needs it: use --nsqd-http-port"
+    assert first == f"port {taken} for nsqd-2, HTTP is in use: use --nsqd-http-port"
     assert "--port-base" in hint
 
 
-def test_all_problems_are_said_at_once(taken: int) -> None:
+def test_all_problems_are_reported_at_once(taken: int) -> None:
     free = free_port(HOST)
     wanted = [
         Wanted(taken, "a", "--a"),
@@ -76,20 +76,20 @@ def test_all_problems_are_said_at_once(taken: int) -> None:
     with pytest.raises(StartError) as caught:
         check_free(HOST, wanted)
     assert str(caught.value).splitlines()[:-1] == [
-        f"port {taken} is taken, and a needs it: use --a",
-        "there is no port 70000, which b would have: use --b",
-        f"port {free} would be that of c and of d: use --d",
+        f"port {taken} for a is in use: use --a",
+        "port 70000 for b is above 65535: use --b",
+        f"port {free} is assigned to c and to d: use --d",
     ]
 
 
-def test_a_port_that_is_taken_on_all_interfaces_is_taken_here() -> None:
+def test_a_port_in_use_on_all_interfaces_is_in_use_here() -> None:
     with socket.create_server(("0.0.0.0", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(StartError, match=f"port {port} is taken"):
+        with pytest.raises(StartError, match=f"port {port} for a is in use"):
             check_free(HOST, [Wanted(port, "a", "--a")])
 
 
-def test_a_host_that_is_not_ours_is_named() -> None:
+def test_a_host_of_another_machine_is_named() -> None:
     with pytest.raises(StartError, match=r"--host=192\.0\.2\.1: "):
         check_free("192.0.2.1", [Wanted(free_port(HOST), "a", "--a")])
 
@@ -98,5 +98,5 @@ def test_a_host_that_is_not_ours_is_named() -> None:
     ("host", "expected"),
     [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.1.2.3", "10.1.2.3"), ("localhost", "localhost")],
 )
-def test_nobody_connects_to_an_address_that_stands_for_all(host: str, expected: str) -> None:
+def test_nobody_connects_to_the_unspecified_address(host: str, expected: str) -> None:
     assert reachable(host) == expected

@@ -112,44 +112,44 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     return run
 
 
-def test_one_that_dies_too_often_is_given_up_with_its_last_lines(play: Play) -> None:
+def test_a_member_that_dies_too_often_ends_the_stack_with_its_last_output(play: Play) -> None:
     async def act(stack: Stack, actor: Actor, heard: Heard) -> None:
         with pytest.raises(StartError) as caught:
             await asyncio.wait_for(stack.watch(), DEADLINE)
         assert str(caught.value).splitlines() == [
-            "actor ended with status 5, and was started again 2 times before; its last lines:",
+            "actor exited with status 5 after 2 restarts; its last output:",
             "  no such luck",
         ]
         assert actor.runs == 3
 
     heard = play("dies", act, is_vital=True)
     assert heard.said == [
-        "actor ended with status 5; it is started again in 0.01 s",
-        "actor ended with status 5; it is started again in 0.02 s",
+        "actor exited with status 5; restarting it in 0.01 s",
+        "actor exited with status 5; restarting it in 0.02 s",
     ]
 
 
-def test_one_that_the_others_can_do_without_is_tried_for_ever(play: Play) -> None:
+def test_a_member_that_is_not_vital_is_restarted_for_ever(play: Play) -> None:
     async def act(stack: Stack, actor: Actor, heard: Heard) -> None:
         watching = asyncio.create_task(stack.watch())
         await asyncio.to_thread(wait_until, lambda: actor.runs >= 5, 20.0)
         assert not watching.done()
         watching.cancel()
 
-    assert "ended with status 5" in play("dies", act, is_vital=False).said[-1]
+    assert "exited with status 5" in play("dies", act, is_vital=False).said[-1]
 
 
-def test_one_that_has_done_its_work_is_not_started_again(play: Play) -> None:
+def test_a_member_that_has_finished_is_not_restarted(play: Play) -> None:
     async def act(stack: Stack, actor: Actor, heard: Heard) -> None:
         await asyncio.wait_for(stack.watch(), DEADLINE)
         assert actor.runs == 1
 
-    assert play("finishes", act, is_vital=False).said == ["actor has done its work, and ended"]
+    assert play("finishes", act, is_vital=False).said == ["actor has finished"]
 
 
-def test_one_that_ends_at_once_and_should_not_is_an_error(play: Play) -> None:
+def test_a_vital_member_that_exits_at_once_is_an_error(play: Play) -> None:
     async def act(stack: Stack, actor: Actor, heard: Heard) -> None:
         raise AssertionError("it is not up")
 
-    with pytest.raises(StartError, match="actor ended with status 0"):
+    with pytest.raises(StartError, match="actor exited with status 0"):
         play("finishes", act, is_vital=True)

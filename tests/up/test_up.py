@@ -96,7 +96,7 @@ def test_a_second_one_in_the_same_folder_is_refused(up: Up, capfd: pytest.Captur
     assert f"--data-path={folder} is in use by another `nsparq up`" in capfd.readouterr().err
 
 
-def test_taken_ports_are_refused_before_anything_is_started(
+def test_ports_in_use_are_refused_before_anything_is_started(
     up: Up, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tcp, admin = (
@@ -105,8 +105,8 @@ def test_taken_ports_are_refused_before_anything_is_started(
     flags = ["--port-base=0", f"--nsqd-tcp-port={tcp}", f"--admin-port={admin}"]
     assert main([f"--data-path={tmp_path}", *flags]) == 1
     said = capfd.readouterr().err
-    assert f"port {tcp} is taken, and nsqd, TCP needs it: use --nsqd-tcp-port" in said
-    assert f"port {admin} is taken, and nsqadmin, HTTP needs it: use --admin-port" in said
+    assert f"port {tcp} for nsqd, TCP is in use: use --nsqd-tcp-port" in said
+    assert f"port {admin} for nsqadmin, HTTP is in use: use --admin-port" in said
     assert "listening" not in said
     assert not (tmp_path / "nsqd-1").exists()
 
@@ -159,7 +159,7 @@ def test_pipelines_without_spark_are_refused_with_what_to_install(
     assert "pip install 'nsparq[spark]'" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main([f"--data-path={tmp_path / 'file' / 'data'}", "--port-base=0"]) == 1
     assert f"--data-path={tmp_path / 'file' / 'data'}: " in capsys.readouterr().err
@@ -168,18 +168,18 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.Ca
 # deaths
 
 
-def test_a_child_that_dies_is_started_again_where_it_was_with_its_data(up: Up) -> None:
+def test_a_child_that_dies_is_restarted_with_its_port_and_data(up: Up) -> None:
     with Producer(up.address("nsqd-1", "tcp")) as producer:
         producer.publish("kept", b"still here")
     os.kill(up.child("/nsqd-1"), signal.SIGKILL)
     up.wait_for(lambda: "nsqd-1 answers again" in up.err(), "it is back")
-    assert "nsqd-1 was ended by SIGKILL; it is started again in 0.5 s" in up.err()
+    assert "nsqd-1 was killed by SIGKILL; restarting it in 0.5 s" in up.err()
     found = consume("kept", "look", nsqd=[up.address("nsqd-1", "tcp")])
     assert next(message.body for message in found) == b"still here"
     assert up.process.poll() is None
 
 
-def test_nsqlookupd_can_die_and_everybody_finds_it_again(up: Up) -> None:
+def test_nsqlookupd_can_die_and_all_reconnect(up: Up) -> None:
     os.kill(up.child("nsparq.lookup.main"), signal.SIGKILL)
     up.wait_for(lambda: "nsqlookupd answers again" in up.err(), "it is back")
 
@@ -189,7 +189,7 @@ def test_nsqlookupd_can_die_and_everybody_finds_it_again(up: Up) -> None:
     wait_until(is_registered, what="both nsqds are registered again")
 
 
-def test_one_that_cannot_start_stops_all_and_its_last_lines_are_shown(tmp_path: Path) -> None:
+def test_a_member_that_cannot_start_stops_all_and_its_last_output_is_shown(tmp_path: Path) -> None:
     data = tmp_path / "nsparq-data" / "nsqd-1"
     data.mkdir(parents=True)
     taken = Files().lock_directory(data)
@@ -199,7 +199,7 @@ def test_one_that_cannot_start_stops_all_and_its_last_lines_are_shown(tmp_path: 
             last = up.err().partition("nsparq up: ")[2].splitlines()
     finally:
         os.close(taken)
-    assert last[0] == "nsqd ended with status 1; its last lines:"
+    assert last[0] == "nsqd exited with status 1; its last output:"
     assert any("FATAL: " in line and "nsqd-1" in line for line in last[1:])
     assert up.out() == ""
 
@@ -233,7 +233,7 @@ def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
         assert up.out() == ""
 
 
-def test_one_that_does_not_stop_in_time_is_killed(tmp_path: Path) -> None:
+def test_a_member_that_does_not_stop_in_time_is_killed(tmp_path: Path) -> None:
     with Up(tmp_path, "--stop-timeout=500ms") as up:
         up.wait_until_ready()
         children = up.children()
@@ -241,10 +241,10 @@ def test_one_that_does_not_stop_in_time_is_killed(tmp_path: Path) -> None:
         up.signal(signal.SIGTERM)
         assert up.wait() == 1
         assert not any(map(is_alive, children))
-        assert "nsqd did not stop within 0.5 s, and was killed" in up.err()
+        assert "nsqd did not stop within 0.5 s and was killed" in up.err()
 
 
-def test_who_asks_twice_does_not_wait(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_kills_all_at_once(tmp_path: Path) -> None:
     with Up(tmp_path, "--stop-timeout=1h") as up:
         up.wait_until_ready()
         children = up.children()
@@ -254,10 +254,10 @@ def test_who_asks_twice_does_not_wait(tmp_path: Path) -> None:
         up.signal(signal.SIGINT)
         assert up.wait() == 1
         assert not any(map(is_alive, children))
-        assert "all are killed" in up.err()
+        assert "killing all" in up.err()
 
 
-def test_the_children_do_not_outlive_it_when_it_is_killed(tmp_path: Path) -> None:
+def test_the_children_stop_when_it_is_killed(tmp_path: Path) -> None:
     with Up(tmp_path, "--stop-timeout=1s") as up:
         up.wait_until_ready()
         children = up.children()

@@ -1,5 +1,9 @@
-"""The whole stack with one command: nsqlookupd, nsqd, nsqadmin and pipelines as supervised child processes.
+"""`nsparq up`: nsqlookupd, nsqd, nsqadmin and pipelines as supervised child processes.
 
-`nsparq up` is `main`; a program that wants the same (the demo does) makes a `members.Plan` and runs a
-`stack.Stack`.
+main        the command
+stack       starts the members in order, restarts the dead, stops all; also used by the demo
+members     the members: their command lines, their ports, the check that they answer
+process     a child process and its output; child is its first code, pipelines its code for Spark
+ports       which port each member gets, and whether it is free
+output      prints the children's lines with their names in front
 """

@@ -1,9 +1,9 @@
-"""What a child process of `nsparq up` begins with: it sees to it that it does not outlive its parent.
+"""The first code of a child process of `nsparq up`: it stops the child when the parent dies.
 
     python -m nsparq.up.child MODULE ARGUMENTS      runs MODULE.main(ARGUMENTS)
 
-Standard input is a pipe that only the parent can write to, and never does. It ends when the parent does,
-however that came about; then we stop as for SIGTERM, and by force if that takes too long.
+Standard input is a pipe from the parent, which never writes to it. The pipe ends when the parent
+dies, however it dies. Then the child stops as for SIGTERM, and is killed if that takes too long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 __all__ = ["GRACE_VARIABLE", "main", "watch_parent"]
 
 GRACE_VARIABLE: Final = "NSPARQ_UP_GRACE"
-"""In the environment: seconds that a clean stop may take once the parent is gone."""
+"""Environment variable: seconds that a clean stop may take after the parent's death."""
 GRACE_S: Final = 10.0
 
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def watch_parent(grace_s: float) -> None:
-    """Whatever else reads standard input finds it empty from now on."""
+    """Takes over standard input: other readers find it empty from now on."""
     pipe = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -45,7 +45,7 @@ def _watch(pipe: int, grace_s: float) -> None:
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace_s)
-    # We lead a process group: what we have started goes with us.
+    # The child leads a process group: its own children are killed too.
     os.killpg(0, signal.SIGKILL)
 
 

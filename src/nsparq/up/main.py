@@ -1,6 +1,6 @@
 """`nsparq up`: the whole stack in one terminal, until Ctrl-C.
 
-Status 0 when a signal has ended it, 1 when something could not be started, kept running or stopped cleanly,
+Exit status 0 after a signal, 1 if something could not be started, kept running or stopped cleanly,
 2 for a wrong command line.
 """
 
@@ -29,22 +29,22 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 DESCRIPTION: Final = """\
 Runs the whole stack in this terminal: nsqlookupd (the directory), nsqd (the broker; one or more),
-nsqadmin (the pages) and, if you like, Spark pipelines. Ctrl-C stops all of it, cleanly.
+nsqadmin (the web pages) and, with --pipeline, Spark pipelines. Ctrl-C stops all of it cleanly.
 
-Once everything answers, the addresses are printed. Publish something, and look at it:
+When everything answers, it prints the addresses. Publish a message, and look at it:
 
   nsparq up
   echo 'hello' | nsparq publish --topic=greetings --nsqd-tcp-address=127.0.0.1:4150
   open http://127.0.0.1:4171/ in a browser
 
-What dies is started again. Data stays in one folder, and is there again next time.
+A process that dies is restarted. Data stays in one folder and is used again by the next run.
 """
 EPILOG: Final = """\
 Examples:
   nsparq up                                       NSQ's usual ports, data in ./nsparq-data
   nsparq up --nsqd=3 --port-base=5150             three brokers; nsqd 5150 to 5155, nsqadmin 5171
-  nsparq up --port-base=0                         any ports that are free
-  nsparq up --pipeline=shop.toml                  and the pipelines of a file
+  nsparq up --port-base=0                         any free ports
+  nsparq up --pipeline=shop.toml                  also run the pipelines of a file
 """
 
 
@@ -77,38 +77,43 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nsqd", type=_count, default=1, metavar="N", help="how many brokers (%(default)s)")
+    add("--nsqd", type=_count, default=1, metavar="N", help="number of brokers (%(default)s)")
     add(
         "--pipeline", action="append", default=[], type=Path, metavar="FILE",
-        help="run the pipelines of this file too; repeatable. The addresses in it give way to ours",
+        help="also run the pipelines of this file, with the addresses of this stack; repeatable",
     )  # fmt: skip
     add(
         "--data-path", type=Path, default=Path("nsparq-data"), metavar="DIR",
-        help="folder for messages and checkpoints; made if need be (%(default)s)",
+        help="folder for messages and checkpoints; created if missing (%(default)s)",
     )  # fmt: skip
     add(
         "--host", default="127.0.0.1", metavar="HOST",
         help="address to listen on (%(default)s: this machine only; 0.0.0.0: everybody)",
     )  # fmt: skip
-    add("--log-level", choices=LEVELS, default="info", help="least severe lines that are shown (%(default)s)")
+    add(
+        "--log-level",
+        choices=LEVELS,
+        default="info",
+        help="lowest level that is shown (%(default)s)",
+    )
     add(
         "--stop-timeout", type=_duration, default=15.0, metavar="DURATION",
-        help="how long each may take to stop before it is killed (15s)",
+        help="time that each may take to stop before it is killed (15s)",
     )  # fmt: skip
-    ports = parser.add_argument_group("ports", "0 is any that is free.")
+    ports = parser.add_argument_group("ports", "0 is any free port.")
     add = ports.add_argument
     add(
         "--port-base", type=_port, default=BASE, metavar="N",
-        help="where the ports begin (%(default)s): nsqd +0 and +1, the next +2 and +3, …; nsqlookupd +10 and "
-        "+11; nsqadmin +21; figures of pipelines +30, …; from the sixth nsqd on +50, …",
+        help="first port (%(default)s): nsqd +0 and +1, the next +2 and +3, …; nsqlookupd +10 and "
+        "+11; nsqadmin +21; status of pipelines +30, …; from the sixth nsqd on +50, …",
     )  # fmt: skip
     for flag, what in (
         ("--nsqd-tcp-port", "nsqd, for clients; further nsqds +2 each"),
         ("--nsqd-http-port", "nsqd, for HTTP; further nsqds +2 each"),
-        ("--lookupd-tcp-port", "nsqlookupd, where nsqds register"),
-        ("--lookupd-http-port", "nsqlookupd, for consumers that look for nsqds"),
+        ("--lookupd-tcp-port", "nsqlookupd, for nsqds"),
+        ("--lookupd-http-port", "nsqlookupd, for consumers"),
         ("--admin-port", "nsqadmin, for your browser"),
-        ("--pipeline-port", "figures of the first pipeline file; further files +1 each"),
+        ("--pipeline-port", "status of the first pipeline file; further files +1 each"),
     ):
         add(flag, type=_port, metavar="N", help=what)
     return parser
@@ -157,11 +162,11 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _check_pipelines(files: Sequence[Path]) -> None:
-    """What can be said about them without Spark is said before anything is started. Raises NsparqError."""
+    """Checks that need no Spark, before anything is started. Raises NsparqError."""
     if not files:
         return
     if len(files) > MAX_PIPELINES:
-        raise StartError(f"--pipeline: {MAX_PIPELINES} files at the most; a file may have many pipelines")
+        raise StartError(f"--pipeline: at most {MAX_PIPELINES} files; a file may have many pipelines")
     from nsparq.pipeline.file.reading import load
 
     for file in files:
@@ -174,18 +179,18 @@ def _check_pipelines(files: Sequence[Path]) -> None:
 
 
 async def run_until_signal(stack: Stack, output: Output) -> int:
-    """The status of the command. Somebody at a keyboard who asks twice does not want to wait."""
+    """Returns the exit status. A second Ctrl-C kills all at once."""
     output.expect(member.name for member in stack.cluster.members)
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
 
     def on_signal(number: int) -> None:
         if asked.is_set() and number == signal.SIGINT:
-            output.say("all are killed")
+            output.say("killing all")
             stack.kill()
         asked.set()
 
-    # Under nohup it is to go on when the terminal is closed.
+    # Under nohup SIGHUP is ignored: the stack outlives its terminal.
     heard = [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
     for number in heard:
         loop.add_signal_handler(number, on_signal, number)
@@ -201,7 +206,7 @@ async def run_until_signal(stack: Stack, output: Output) -> int:
             output.say("stopping")
         is_clean = await stack.stop()
         if is_over:
-            # What it raises is why we stop.
+            # Raises the error that ended the work.
             work.result()
         output.say("stopped")
         return OK if is_clean else FAILED
@@ -211,7 +216,7 @@ async def run_until_signal(stack: Stack, output: Output) -> int:
 
 
 async def _work(stack: Stack, output: Output) -> None:
-    """Start, say so, and watch. Raises StartError."""
+    """Start, print the addresses, and watch. Raises StartError."""
     output.say(f"starting; data is in {stack.plan.data_path}")
     await stack.start()
     sys.stdout.write(banner(stack.cluster))
@@ -220,7 +225,7 @@ async def _work(stack: Stack, output: Output) -> None:
 
 
 def banner(cluster: Cluster) -> str:
-    """Where everything is, once it is."""
+    """The addresses of all members."""
     lines = ["", "ready: everything answers", ""]
     rows = [(cluster.admin.name, f"http  {cluster.admin.page}   <- open this")]
     rows += [

@@ -1,4 +1,5 @@
-"""Who is in the stack: how each is started, where it listens, and how one tells that it really answers."""
+"""The members of the stack: how each is started, where it listens, and how to check that it
+answers."""
 
 from __future__ import annotations
 
@@ -17,54 +18,55 @@ from nsparq.up.ports import Ports, Wanted, free_port, reachable
 __all__ = ["Admin", "Cluster", "Lookupd", "Member", "Nsqd", "Pipelines", "Plan"]
 
 ASK_S: Final = 2.0
-"""How long an answer to the question whether somebody is there may take."""
+"""Timeout of a readiness check."""
 DAEMON_READY_S: Final = 30.0
 SPARK_READY_S: Final = 180.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to be run."""
+    """What to run."""
 
     data_path: Path
     nsqd: int = 1
     pipelines: tuple[Path, ...] = ()
     host: str = "127.0.0.1"
-    """Where all of them listen."""
+    """All members listen on this address."""
     ports: Ports = field(default_factory=Ports)
     log_level: str = "info"
     stop_timeout: float = 15.0
-    """How long each may take to stop before it is killed."""
+    """Seconds that each may take to stop before it is killed."""
 
 
 class Member:
-    """One child process. What it is told depends on where others have come to listen, so it is asked late."""
+    """One child process. Its arguments have the ports of others, so they are made just before its
+    start."""
 
     module = ""
     ready_within_s = DAEMON_READY_S
     may_finish = False
-    """Status 0 is not a death but the end of its work."""
+    """Exit status 0 means that its work is finished."""
     is_vital = True
-    """Without it the others are of no use."""
+    """The stack cannot run without it."""
 
     def __init__(self, cluster: Cluster, name: str, **ports: int) -> None:
         self.cluster, self.name = cluster, name
         self.ports = ports
-        """By what the log calls them: TCP, HTTP, metrics. 0 until it is known."""
+        """By their names in the log: TCP, HTTP, metrics. 0 until the port is known."""
 
     def address(self, of: str) -> str:
-        """`host:port` for others."""
+        """`host:port` for clients."""
         return join_address(reachable(self.cluster.plan.host), self.ports[of])
 
     def listens(self, of: str) -> str:
         return join_address(self.cluster.plan.host, self.ports[of])
 
     def arguments(self) -> list[str]:
-        """Raises OSError for a folder that cannot be made."""
+        """The command line. Raises OSError if a folder cannot be created."""
         raise NotImplementedError
 
     def why_not_ready(self) -> str:
-        """Asks it, which may take a moment. Empty when it answers as it should."""
+        """Asks the member; may block for ASK_S. Empty if it is ready."""
         raise NotImplementedError
 
     def wanted(self) -> Iterator[Wanted]:
@@ -75,7 +77,7 @@ class Member:
         return [f"--log-level={level}", "--log-prefix="]
 
     def _broadcast(self) -> list[str]:
-        """A host that stands for all interfaces is no address for others; then it is the machine's name."""
+        """0.0.0.0 is no address for clients: then the daemon broadcasts the machine's name."""
         host = self.cluster.plan.host
         return [f"--broadcast-address={host}"] if reachable(host) == host else []
 
@@ -118,7 +120,7 @@ class Nsqd(Member):
             "--https-address=",
             f"--lookupd-tcp-address={self.cluster.lookupd.address('TCP')}",
             f"--data-path={self.data_path}",
-            # By default it is made of the host's name, which they share.
+            # The default is derived from the host name, which all nsqds here share.
             f"--node-id={self.number}",
             *self._broadcast(),
             *self._common(),
@@ -136,7 +138,7 @@ class Nsqd(Member):
         nodes = answer.get("producers", []) if isinstance(answer, dict) else []
         if any(one.get("tcp_port") == self.ports["TCP"] for one in nodes):
             return ""
-        return reason or "it is not registered with nsqlookupd"
+        return reason or "not registered with nsqlookupd yet"
 
     def wanted(self) -> Iterator[Wanted]:
         yield Wanted(self.ports["TCP"], f"{self.name}, TCP", "--nsqd-tcp-port")
@@ -167,7 +169,7 @@ class Admin(Member):
         if reason:
             return reason
         is_known = isinstance(answer, dict) and len(answer.get("nodes", [])) >= len(self.cluster.nsqds)
-        return "" if is_known else "it does not know all nsqds"
+        return "" if is_known else "does not list all nsqds yet"
 
     def wanted(self) -> Iterator[Wanted]:
         yield Wanted(self.ports["HTTP"], f"{self.name}, HTTP", "--admin-port")
@@ -206,7 +208,7 @@ class Pipelines(Member):
         return "; ".join(f"{one['name']} is {one['state']}: {one['error']}".rstrip(": ") for one in behind)
 
     def wanted(self) -> Iterator[Wanted]:
-        yield Wanted(self.ports["metrics"], f"{self.name}, its figures", "--pipeline-port")
+        yield Wanted(self.ports["metrics"], f"{self.name}, status", "--pipeline-port")
 
 
 class Cluster:
@@ -225,13 +227,13 @@ class Cluster:
         self.admin = Admin(self, "nsqadmin", HTTP=ports.for_admin())
         self.pipelines: list[Pipelines] = []
         for number, (name, file) in enumerate(_named(plan.pipelines)):
-            # nsqadmin is told where before they run: they cannot choose.
+            # nsqadmin needs the port before the runner starts, so the runner cannot choose it.
             port = ports.for_pipeline(number) or free_port(plan.host)
             self.pipelines.append(Pipelines(self, name, file, metrics=port))
 
     @property
     def stages(self) -> list[Sequence[Member]]:
-        """In the order of starting. They are stopped the other way round."""
+        """In the order of starting. Stopping goes the other way round."""
         return [[self.lookupd], self.nsqds, [self.admin], self.pipelines]
 
     @property
@@ -244,13 +246,14 @@ class Cluster:
 
 
 def _named(files: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """By the file's name, since the checkpoint goes by it. Raises StartError for two of the same."""
+    """The name of a file is the name of its checkpoint. Raises StartError for two files of one
+    name."""
     known: dict[str, Path] = {}
     for file in files:
         name = f"pipeline-{file.stem}"
         other = known.setdefault(name, file)
         if other is not file:
-            raise StartError(f"--pipeline: {other} and {file} need different names, to be told apart")
+            raise StartError(f"--pipeline: {other} and {file} need different names")
         yield name, file
 
 
@@ -260,7 +263,7 @@ def _why_no_ping(address: str) -> str:
     except FetchError as error:
         return str(error)
     if answer.status != 200:
-        return f"{address} says {answer.status}: {answer.body[:200].decode(errors='replace')}"
+        return f"{address} answers {answer.status}: {answer.body[:200].decode(errors='replace')}"
     return ""
 
 
@@ -273,11 +276,11 @@ def _why_no_connection(member: Member) -> str:
 
 
 def _ask(address: str, path: str) -> tuple[Any, str]:
-    """What it says, and why it says nothing."""
+    """The JSON answer, or None and the reason."""
     try:
         answer = fetch(f"http://{address}{path}", connect_timeout=ASK_S, request_timeout=ASK_S)
         if answer.status != 200:
-            return None, f"{address}{path} says {answer.status}"
+            return None, f"{address}{path} answers {answer.status}"
         return json.loads(answer.body), ""
     except (FetchError, ValueError) as error:
         return None, str(error)

@@ -1,7 +1,7 @@
-"""The runner of a pipeline file as a child of `nsparq up`: `nsparq pipeline run`, but for where things are.
+"""`nsparq pipeline run` as a child of `nsparq up`, with three differences.
 
-What [nsq] says about addresses gives way to the nsqlookupd of the stack; checkpoints are in its folder, and
-figures are told where nsqadmin asks for them.
+It uses the stack's nsqlookupd in place of the addresses in [nsq], keeps checkpoints in the stack's
+folder, and serves its status where nsqadmin asks for it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from nsparq.pipeline.file.reading import load
 from nsparq.pipeline.file.spec import PipelineFile, SpecError
 from nsparq.tools.pipeline_common import FAILED, WRONG, configure_logs, run_file
 
-__all__ = ["main", "moved"]
+__all__ = ["main", "relocated"]
 
 logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Status as of `nsparq pipeline run`."""
+    """Returns the status of `nsparq pipeline run`."""
     parser = argparse.ArgumentParser(prog="nsparq.up.pipelines")
     parser.add_argument("file", type=Path)
     parser.add_argument("--nsqlookupd", required=True)
@@ -33,10 +33,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--metrics-address", required=True)
     arguments = parser.parse_args(argv, argparse.Namespace(master="", conf=[], plain=True))
     configure_logs()
-    # Our parent says who speaks.
+    # The parent puts the name in front of each line.
     logs.configure("info", "")
     try:
-        file = moved(load(arguments.file), arguments.nsqlookupd, arguments.checkpoint)
+        file = relocated(load(arguments.file), arguments.nsqlookupd, arguments.checkpoint)
         return run_file(file, arguments, fail_fast=True)
     except SpecError as error:
         sys.stderr.write(f"{error}\n")
@@ -46,9 +46,9 @@ def main(argv: Sequence[str]) -> int:
         return FAILED
 
 
-def moved(file: PipelineFile, nsqlookupd: str, checkpoint: str) -> PipelineFile:
-    """The same pipelines with another nsqlookupd and another place for checkpoints, but for pipelines that
-    name one of their own."""
+def relocated(file: PipelineFile, nsqlookupd: str, checkpoint: str) -> PipelineFile:
+    """The same pipelines with another nsqlookupd and another checkpoint folder. A pipeline that
+    names its own checkpoint keeps it."""
     elsewhere = {"nsqd", "nsqlookupd"}
     nsq = {name: value for name, value in file.nsq.items() if name not in elsewhere}
     pipelines = [

@@ -1,4 +1,4 @@
-"""Which daemon listens where, and whether it can: what is taken is said before anything is started."""
+"""Which port each daemon gets, and a check before the start that all of them are free."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from nsparq.listening import listen_on
 __all__ = ["BASE", "MAX_NSQD", "MAX_PIPELINES", "Ports", "Wanted", "check_free", "free_port", "reachable"]
 
 BASE: Final = 4150
-"""Where NSQ's ports begin."""
+"""The first of NSQ's ports."""
 MAX_NSQD: Final = 50
 MAX_PIPELINES: Final = 10
 _PORT_MAX: Final = 65535
 
-# Distances from the base; with 4150 these are NSQ's own ports.
+# Offsets from the base. With 4150 they give NSQ's own ports.
 _LOOKUPD_TCP, _LOOKUPD_HTTP, _ADMIN, _PIPELINES, _FURTHER_NSQD = 10, 11, 21, 30, 50
 _NSQD_BELOW_LOOKUPD: Final = 5
-"""So many pairs fit below the ports of nsqlookupd."""
+"""Pairs of ports that fit below those of nsqlookupd."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """Ports as asked for: None follows from `base`, 0 is any that is free."""
+    """None: derived from `base`. 0: any free port."""
 
     base: int = BASE
     lookupd_tcp: int | None = None
@@ -41,7 +41,7 @@ class Ports:
         return self._of(self.lookupd_tcp, _LOOKUPD_TCP), self._of(self.lookupd_http, _LOOKUPD_HTTP)
 
     def for_nsqd(self, number: int) -> tuple[int, int]:
-        """Of the nsqd with this number, from 0 on: each two further than the one before."""
+        """TCP and HTTP port of the nsqd with this number, counted from 0."""
         step = 2 * number
         from_base = step
         if number >= _NSQD_BELOW_LOOKUPD:
@@ -62,55 +62,57 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A port somebody will listen on."""
+    """A port that a member needs."""
 
     port: int
     owner: str
-    """In words: `nsqd, TCP`."""
+    """Such as `nsqd, TCP`."""
     flag: str
-    """The flag by which it can be changed."""
+    """The flag that changes the port."""
 
 
 def check_free(host: str, wanted: Iterable[Wanted]) -> None:
-    """Raises StartError that names every port that cannot be had, whose it would be, and what to do."""
+    """Raises StartError with every port that cannot be used, its owner, and the flag to change
+    it."""
     problems: list[str] = []
     owners: dict[int, Wanted] = {}
     for one in wanted:
         if not one.port:
             continue
         if one.port > _PORT_MAX:
-            problems.append(f"there is no port {one.port}, which {one.owner} would have: use {one.flag}")
+            problems.append(f"port {one.port} for {one.owner} is above {_PORT_MAX}: use {one.flag}")
             continue
         other = owners.setdefault(one.port, one)
         if other is not one:
             problems.append(
-                f"port {one.port} would be that of {other.owner} and of {one.owner}: use {one.flag}"
+                f"port {one.port} is assigned to {other.owner} and to {one.owner}: use {one.flag}"
             )
             continue
         reason = _why_not(host, one.port)
         if reason:
-            problems.append(f"port {one.port} {reason}, and {one.owner} needs it: use {one.flag}")
+            problems.append(f"port {one.port} for {one.owner} {reason}: use {one.flag}")
     if problems:
-        hint = "--port-base=N moves all of them, --port-base=0 takes any that are free"
+        hint = "--port-base=N moves all ports, --port-base=0 uses any free ports"
         raise StartError("\n".join([*problems, hint]))
 
 
 def _why_not(host: str, port: int) -> str:
-    """Why nobody could listen there; empty if somebody can."""
+    """Why the port cannot be used; empty if it can."""
     try:
         for probe in listen_on((host, port)):
             probe.close()
         return ""
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return "is taken"
+            return "is in use"
         if error.errno == errno.EACCES:
-            return "is not for us to have (those below 1024 are the system's)"
+            return "needs root rights, as all ports below 1024 do"
         raise StartError(f"--host={host}: {error.strerror or error}") from error
 
 
 def free_port(host: str) -> int:
-    """One that nobody has now. Only for who cannot be told to take any: somebody may be faster."""
+    """A port that is free now. Another process may take it first, so use port 0 where that is
+    possible."""
     probes = listen_on((host, 0))
     port: int = probes[0].getsockname()[1]
     for probe in probes:
@@ -119,8 +121,7 @@ def free_port(host: str) -> int:
 
 
 def reachable(host: str) -> str:
-    """Where to connect to for what listens on this host: one that stands for all interfaces is none to go
-    to."""
+    """The address to connect to: 127.0.0.1 or ::1 for a host that stands for all interfaces."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A child process: started in a group of its own, read line by line, stopped or killed."""
+"""A child process in its own process group: started, read line by line, stopped or killed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from nsparq.up.child import GRACE_VARIABLE
 __all__ = ["Process", "describe_status"]
 
 TAIL: Final = 20
-"""Last lines that are kept, to be shown should it die."""
+"""Last lines of output that are kept, to show them if it dies."""
 MAX_LINE: Final = 32 * 1024
 DRAIN_S: Final = 2.0
-"""What is left of its output may take so long after its end; a grandchild might keep the pipe open."""
+"""Time to read the rest of the output after the end; a grandchild may keep the pipe open."""
 
 
 class Process:
-    """`lines` is told what it says. Ctrl-C does not reach it: the order of stopping is for us to keep."""
+    """`lines` gets each line of output. Ctrl-C does not reach the child: the stack stops its
+    members in order."""
 
     def __init__(self, process: asyncio.subprocess.Process, lines: Callable[[str], None]) -> None:
         self._process, self._lines = process, lines
         self.tail: deque[str] = deque(maxlen=TAIL)
         self._reader = asyncio.create_task(self._read())
         self.ended = asyncio.create_task(self._wait())
-        """Its result is the exit status, once its last line has been read."""
+        """Ends after the last line was read. The result is the exit status."""
 
     @classmethod
     async def start(
@@ -39,13 +40,13 @@ class Process:
         """Raises OSError."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            # A file of the user's must not be taken for a module of ours.
+            # A user's file in this folder must not be imported in place of a module.
             "-P",
             "-m",
             "nsparq.up.child",
             module,
             *arguments,
-            # It ends when we do; see nsparq.up.child.
+            # It ends when the parent dies: see nsparq.up.child.
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -63,7 +64,8 @@ class Process:
         return not self.ended.done()
 
     async def stop(self, timeout_s: float) -> bool:
-        """SIGTERM, and SIGKILL when time is up. Whether it went by itself. Twice is safe."""
+        """SIGTERM, then SIGKILL after the timeout. Returns whether it stopped by itself. Twice is
+        safe."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -75,7 +77,7 @@ class Process:
         return False
 
     def kill(self) -> None:
-        """It, and what it has started."""
+        """The process and its children."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -93,14 +95,14 @@ class Process:
         while chunk := await stream.read(1 << 16):
             *whole, rest = (rest + chunk).split(b"\n")
             for line in whole:
-                self._said(line)
+                self._take(line)
             if len(rest) > MAX_LINE:
-                self._said(rest)
+                self._take(rest)
                 rest = b""
         if rest:
-            self._said(rest)
+            self._take(rest)
 
-    def _said(self, line: bytes) -> None:
+    def _take(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")
         self.tail.append(text)
         self._lines(text)
@@ -109,8 +111,8 @@ class Process:
 def describe_status(status: int) -> str:
     """How a process has ended, in words."""
     if status >= 0:
-        return f"ended with status {status}"
+        return f"exited with status {status}"
     try:
-        return f"was ended by {signal.Signals(-status).name}"
+        return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
-        return f"was ended by signal {-status}"
+        return f"was killed by signal {-status}"

@@ -1,7 +1,7 @@
-"""Starts the members one after the other, keeps them running, and stops them in order.
+"""Starts the members in order, restarts those that die, and stops them in reverse order.
 
-async with Stack(plan, told) as stack:     # everything answers
-    await stack.watch()                    # until it is cancelled; what dies is started again
+async with Stack(plan, output) as stack:   # everything answers
+    await stack.watch()                    # restarts the dead, until it is cancelled
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from nsparq.up.members import Cluster, Member, Plan
 from nsparq.up.ports import check_free
 from nsparq.up.process import Process, describe_status
 
-__all__ = ["Stack", "Told", "together"]
+__all__ = ["Stack", "Listener", "together"]
 
 POLL_S: Final = 0.05
 FIRST_DELAY_S: Final = 0.5
 MAX_DELAY_S: Final = 30.0
 STEADY_S: Final = 30.0
-"""Who has run for so long has recovered: a death after that is the first one again."""
+"""A member that has run for this long has recovered: its next death counts as the first."""
 MAX_RESTARTS: Final = 6
-"""In a row. Then all are stopped, unless it is one that the others can do without."""
+"""In a row. Then the whole stack stops, if the member is vital."""
 _LISTENING: Final = re.compile(r"INFO: (TCP|HTTP|metrics): listening on \S*:(\d+)$")
 
 
-class Told(Protocol):
-    """Who hears what goes on."""
+class Listener(Protocol):
+    """Gets the lines of the children, and those of the stack itself."""
 
     def line(self, name: str, text: str) -> None:
-        """A child has said something."""
+        """A line of a child."""
 
     def say(self, text: str) -> None:
-        """We have something to say."""
+        """A line of the stack."""
 
 
 class Stack:
     """Start, watch and stop once each. All of it on one event loop."""
 
-    def __init__(self, plan: Plan, told: Told) -> None:
-        """Raises StartError for a plan that cannot be carried out."""
+    def __init__(self, plan: Plan, listener: Listener) -> None:
+        """Raises StartError for an impossible plan."""
         self.plan = plan
         self.cluster = Cluster(plan)
-        self._told = told
+        self._listener = listener
         self._processes: dict[str, Process] = {}
         self._lock = -1
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self.is_clean = True
-        """Nobody had to be killed."""
+        """No member had to be killed."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -71,26 +71,26 @@ class Stack:
         await self.stop()
 
     def pid(self, name: str) -> int | None:
-        """Of the process that is, or was last, the member of this name."""
+        """Of the member's last process, running or not."""
         process = self._processes.get(name)
         return None if process is None else process.pid
 
     # start
 
     async def start(self) -> None:
-        """Returns when all of them answer. Raises StartError, after which stop() ends what was started."""
+        """Returns when all members answer. Raises StartError; then stop() stops those that run."""
         self._lock = _lock(self.plan.data_path)
         check_free(self.plan.host, self.cluster.wanted())
         for stage in self.cluster.stages:
-            await together(self._begin(member) for member in stage)
+            await together(self._start_member(member) for member in stage)
         for member in self.cluster.members:
             self._keepers[member.name] = asyncio.create_task(self._keep(member))
 
-    async def _begin(self, member: Member) -> None:
+    async def _start_member(self, member: Member) -> None:
         """Start it and wait until it answers. Raises StartError."""
         try:
             process = await self._launch(member)
-            reason = await self._answers(member, process)
+            reason = await self._wait_until_ready(member, process)
         except OSError as error:
             raise StartError(f"{member.name} cannot be started: {error}") from error
         if reason:
@@ -100,9 +100,9 @@ class Stack:
         def heard(line: str) -> None:
             found = _LISTENING.search(line)
             if found is not None and not member.ports.get(found[1], 1):
-                # It was free to choose. Should it be started again, it is to be found in the same place.
+                # It has chosen a free port. After a restart it must use the same.
                 member.ports[found[1]] = int(found[2])
-            self._told.line(member.name, line)
+            self._listener.line(member.name, line)
 
         process = await Process.start(
             member.module, member.arguments(), heard, grace_s=self.plan.stop_timeout
@@ -110,14 +110,14 @@ class Stack:
         self._processes[member.name] = process
         return process
 
-    async def _answers(self, member: Member, process: Process) -> str:
-        """Wait for that. Empty, or what has happened instead."""
+    async def _wait_until_ready(self, member: Member, process: Process) -> str:
+        """Wait until it answers. Returns an empty text, or what happened instead."""
         deadline = time.monotonic() + member.ready_within_s
         while True:
             if not process.is_running:
                 status = process.ended.result()
                 return "" if status == 0 and member.may_finish else describe_status(status)
-            reason = "it has not said where it listens"
+            reason = "it has not reported its ports"
             if all(member.ports.values()):
                 reason = await asyncio.to_thread(member.why_not_ready)
             if not reason and process.is_running:
@@ -129,52 +129,53 @@ class Stack:
     # watch
 
     async def watch(self) -> None:
-        """Until it is cancelled. Raises StartError when one of them cannot be brought back."""
+        """Until it is cancelled. Raises StartError if a vital member cannot be restarted."""
         done, _ = await asyncio.wait(self._keepers.values(), return_when=asyncio.FIRST_EXCEPTION)
         for keeper in done:
             if not keeper.cancelled():
                 keeper.result()
 
     async def _keep(self, member: Member) -> None:
-        """Start it again whenever it dies. Raises StartError after too many deaths in a row."""
+        """Restart it whenever it dies. Raises StartError after too many deaths in a row."""
         deaths = 0
         while True:
             process, began = self._processes[member.name], time.monotonic()
-            # Whoever stops looking after it has not ended it.
+            # Cancelling this task must not cancel the wait for the process.
             status = await asyncio.shield(process.ended)
             if status == 0 and member.may_finish:
-                self._told.say(f"{member.name} has done its work, and ended")
+                self._listener.say(f"{member.name} has finished")
                 return
             if time.monotonic() - began > STEADY_S:
                 deaths = 0
-            deaths = await self._bring_back(member, describe_status(status), deaths)
+            deaths = await self._restart(member, describe_status(status), deaths)
 
-    async def _bring_back(self, member: Member, what: str, deaths: int) -> int:
-        """Try until it answers; `what` has happened to it, after so many deaths. How many there are now."""
+    async def _restart(self, member: Member, what: str, deaths: int) -> int:
+        """Restart until it answers. `what` has happened to it, after `deaths` deaths in a row.
+        Returns the new number of deaths."""
         while what:
             deaths += 1
             if deaths > MAX_RESTARTS and member.is_vital:
-                text = f"{member.name} {what}, and was started again {MAX_RESTARTS} times before"
+                text = f"{member.name} {what} after {MAX_RESTARTS} restarts"
                 raise StartError(_with_tail(text, self._processes[member.name]))
             delay = min(FIRST_DELAY_S * 2 ** min(deaths - 1, 10), MAX_DELAY_S)
-            self._told.say(f"{member.name} {what}; it is started again in {delay:g} s")
+            self._listener.say(f"{member.name} {what}; restarting it in {delay:g} s")
             await asyncio.sleep(delay)
             try:
                 process = await self._launch(member)
             except OSError as error:
-                raise StartError(f"{member.name} cannot be started again: {error}") from error
-            what = await self._answers(member, process)
+                raise StartError(f"{member.name} cannot be restarted: {error}") from error
+            what = await self._wait_until_ready(member, process)
             if what:
-                # It may be there, and not answer.
+                # It may run without answering.
                 await process.stop(self.plan.stop_timeout)
-        self._told.say(f"{member.name} answers again, as process {self.pid(member.name)}")
+        self._listener.say(f"{member.name} answers again (process {self.pid(member.name)})")
         return deaths
 
     # stop
 
     async def stop(self) -> bool:
-        """All of them, those last that others depend on. Whether nobody had to be killed. Twice is safe."""
-        await self._let_go(self.cluster.members)
+        """In reverse order of the start. Returns whether none had to be killed. Twice is safe."""
+        await self._stop_restarting(self.cluster.members)
         for stage in reversed(self.cluster.stages):
             await self._stop(stage)
         if self._lock >= 0:
@@ -183,12 +184,12 @@ class Stack:
         return self.is_clean
 
     async def stop_pipelines(self) -> bool:
-        """Only those: what they have written is final then."""
-        await self._let_go(self.cluster.pipelines)
+        """Afterwards their output is final."""
+        await self._stop_restarting(self.cluster.pipelines)
         return await self._stop(self.cluster.pipelines)
 
-    async def _let_go(self, members: Sequence[Member]) -> None:
-        """From now on their end is no surprise."""
+    async def _stop_restarting(self, members: Sequence[Member]) -> None:
+        """Do not restart them any more."""
         keepers = [self._keepers[one.name] for one in members if one.name in self._keepers]
         for keeper in keepers:
             keeper.cancel()
@@ -201,18 +202,18 @@ class Stack:
         for member, by_itself in zip(running, went, strict=True):
             if not by_itself:
                 self.is_clean = False
-                self._told.say(f"{member.name} did not stop within {timeout:g} s, and was killed")
+                self._listener.say(f"{member.name} did not stop within {timeout:g} s and was killed")
         return all(went)
 
     def kill(self) -> None:
-        """All of them, now. stop() is still to be awaited."""
+        """Kill all members now. stop() must still be awaited."""
         self.is_clean = False
         for process in self._processes.values():
             process.kill()
 
 
 async def together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Together; the first that fails ends the others, and is raised as it is."""
+    """All at once. The first error cancels the others and is raised."""
     tasks = [asyncio.create_task(one) for one in work]
     if not tasks:
         return
@@ -227,7 +228,7 @@ async def together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 def _lock(directory: Path) -> int:
-    """Two stacks in one folder would ruin each other's data. Raises StartError."""
+    """Only one stack may use a folder. Raises StartError."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -243,5 +244,5 @@ def _lock(directory: Path) -> int:
 
 
 def _with_tail(text: str, process: Process) -> str:
-    lines = [f"{text}; its last lines:", *(f"  {line}" for line in process.tail)]
+    lines = [f"{text}; its last output:", *(f"  {line}" for line in process.tail)]
     return "\n".join(lines) if process.tail else text
