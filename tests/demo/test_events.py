@@ -31,11 +31,11 @@ def seconds(text: object) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def test_the_same_day_comes_again() -> None:
+def test_the_same_seed_gives_the_same_day() -> None:
     assert whole_day()[1] == whole_day()[1]
 
 
-def test_what_is_expected_follows_from_what_was_sent() -> None:
+def test_the_expected_result_follows_from_the_messages() -> None:
     shop, sent = whole_day()
     events = [event for body in sent if (event := decoded(body)) is not None]
     once = {event["id"]: event for event in events}
@@ -52,14 +52,14 @@ def test_what_is_expected_follows_from_what_was_sent() -> None:
     assert expected.cents.total() == sum(int(str(one["cents"])) for one in counted)
 
 
-def test_there_is_some_of_everything() -> None:
+def test_a_day_has_events_of_every_kind() -> None:
     shop, _ = whole_day()
     expected = shop.expected
     assert set(expected.rows) == {*KINDS, CLOSING}
     assert 50 < expected.broken < 200 and 100 < expected.twice < 400 and 100 < expected.late < 400
 
 
-def test_what_is_not_late_is_within_the_watermark_of_all_that_was_sent_before() -> None:
+def test_events_in_time_are_within_the_watermark() -> None:
     """Else Spark would drop it, and nobody could say beforehand how much of it."""
     shop = Shop(EVENTS)
     newest, seen = 0.0, set()

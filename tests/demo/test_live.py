@@ -18,7 +18,7 @@ class Live(Up):
     module = "tests.demo.without_spark"
 
 
-def test_events_trickle_in_and_are_consumed_until_it_is_stopped_and_nothing_stays(tmp_path: Path) -> None:
+def test_events_are_consumed_until_it_is_stopped_and_nothing_is_left(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     paths = os.pathsep.join(map(str, (SOURCE, SOURCE.parent)))

@@ -14,9 +14,8 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from nsparq.demo.chart import draw
-from nsparq.demo.checks import problems
 from nsparq.demo.events import Expected, Shop
-from nsparq.demo.results import Found
+from nsparq.demo.results import Found, problems
 from nsparq.demo.show import Timing, show
 from nsparq.demo.watching import Series
 
@@ -98,7 +97,7 @@ def lose_money(found: Found) -> None:
         lose_money,
     ],
 )
-def test_what_is_wrong_is_found(fault: Callable[[Found], None]) -> None:
+def test_each_fault_is_found(fault: Callable[[Found], None]) -> None:
     expected, found = day()
     fault(found)
     assert all(" instead of " in problem for problem in problems(expected, found))
@@ -111,7 +110,7 @@ def test_many_differences_are_a_few_lines() -> None:
     assert len(problems(expected, found)) < 8
 
 
-def test_the_picture_is_a_picture() -> None:
+def test_the_chart_is_valid_svg() -> None:
     _, found = day()
     series = Series()
     for count in (0, 2000, 5000):

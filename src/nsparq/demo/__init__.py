@@ -1,5 +1,13 @@
-"""`make demo` and `make up`: a shop whose events go through the whole stack, which runs as it does for users.
+"""`make demo` and `make up`: the events of a made-up shop go through the whole stack.
 
-`python -m nsparq.demo` pushes a day's events through it, checks that every one of them is where it belongs,
-and shows the result. `python -m nsparq.demo up` leaves the stack running, with events trickling in.
+`python -m nsparq.demo` (run.py) sends a day of events through the stack, checks that every event
+arrived exactly once, and shows the result. `python -m nsparq.demo up` (live.py) leaves the stack
+running, with a slow stream of events.
+
+events      generates the events, and counts what must come out
+sending     sends them to nsqd
+watching    asks the daemons for their progress
+results     reads what came out, and compares
+show, chart print it, and draw it
+steps       the Python step of the pipeline in shop.toml
 """

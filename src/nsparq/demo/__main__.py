@@ -1,6 +1,6 @@
 """The command line of the demo.
 
-Status 0 if everything is as it must be, 1 if not, 2 for a wrong command line, 130 after Ctrl-C.
+Exit status 0 if the result is right, 1 if not, 2 for a wrong command line, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,34 +25,39 @@ NEEDED: Final = ("rich", "pyspark", "pyarrow", "uvloop")
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m nsparq.demo",
-        description="Pushes a day of a shop's events through nsqd and Spark, into Parquet files and a topic "
-        "of results, checks that every one of them is where it belongs, and shows what came out. Everything "
-        "it starts is gone in the end; only a picture stays.",
+        description="Sends a day of a shop's events through nsqd and Spark, into Parquet files and a topic "
+        "of results, checks that every event arrived exactly once, and shows the result. At the end it "
+        "stops everything that it started and keeps only a chart.",
     )
-    parser.add_argument("--events", type=int, default=1_000_000, metavar="N", help="how many (%(default)s)")
+    parser.add_argument(
+        "--events", type=int, default=1_000_000, metavar="N", help="number of events (%(default)s)"
+    )
     parser.add_argument(
         "--rate", type=float, default=20_000, metavar="N",
-        help="events per second; 0 is as fast as it goes (%(default)g)",
+        help="events per second; 0 is as fast as possible (%(default)g)",
     )  # fmt: skip
     parser.add_argument(
         "--results", type=Path, default=Path("demo-results"), metavar="DIR",
-        help="where the picture is left (%(default)s)",
+        help="folder for the chart (%(default)s)",
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", metavar="")
     command = commands.add_parser(
         "up",
-        help="instead: run the stack with events trickling in, until Ctrl-C",
+        help="run the stack with a slow stream of events, until Ctrl-C",
         description="Runs nsqlookupd, nsqd, nsqadmin and, if Spark is installed, the demo's pipelines, with "
-        "events trickling in, until Ctrl-C. Its data is gone then; `nsparq up` keeps it.",
+        "a slow stream of events, until Ctrl-C. It deletes its data at the end; `nsparq up` keeps it.",
     )
     command.add_argument(
-        "--port-base", type=int, default=BASE, metavar="N", help="as of `nsparq up` (%(default)s)"
+        "--port-base", type=int, default=BASE, metavar="N", help="as for `nsparq up` (%(default)s)"
     )
     command.add_argument(
         "--trickle", type=float, default=200, metavar="N", help="events per second (%(default)g)"
     )
     command.add_argument(
-        "--log-level", choices=LEVELS, default="warn", help="lines that are shown (%(default)s)"
+        "--log-level",
+        choices=LEVELS,
+        default="warn",
+        help="lowest level of the lines that are shown (%(default)s)",
     )
     arguments = parser.parse_args(argv)
     try:
@@ -84,7 +89,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     async def until_signal() -> bool:
         task = asyncio.current_task()
         assert task is not None
-        # As Ctrl-C: whoever is told to end cleans up first.
+        # As Ctrl-C: the demo cleans up before it ends.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return await run(settings, Console())
 

@@ -1,4 +1,4 @@
-"""The result as a picture: SVG, which every browser shows, and which needs no package to be written."""
+"""The result as an SVG chart, written without any package."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ text { font: 13px system-ui, sans-serif; fill: #333 }
 
 
 class Panel:
-    """A part of the picture, with axes; in it, values become places."""
+    """A part of the chart, with axes. x() and y() turn values into coordinates."""
 
     def __init__(self, top: float, bottom: float, most_x: float, most_y: float) -> None:
         self.top, self.bottom = top, bottom
@@ -59,7 +59,7 @@ class Panel:
             self.text(self.x(value), self.bottom + 18, label, kind="note", anchor="middle")
 
     def area(self, below: Sequence[float], above: Sequence[float], colour: str) -> None:
-        """Between two lines over 0, 1, 2, …, each value as wide as it lasts."""
+        """The area between two step lines over 0, 1, 2, …"""
         there = [
             f"{self.x(at + side):.1f} {self.y(value):.1f}"
             for at, value in enumerate(above)
@@ -88,7 +88,7 @@ class Panel:
 
 
 def draw(found: Found, series: Series) -> str:
-    """What the shop did, by the results; and how the stack kept up."""
+    """The events of the day above, the progress of the run below."""
     panels = (_day(found), _progress(series))
     body = "\n".join(part for panel in panels for part in panel.parts)
     return (
@@ -117,7 +117,7 @@ def _day(found: Found) -> Panel:
 def _progress(series: Series) -> Panel:
     seconds = series.seconds or [0.0]
     panel = Panel(450, 580, seconds[-1], _ceiling(max(series.published, default=1)))
-    panel.text(LEFT, 405, "How the stack kept up: messages over the seconds of the run", kind="title")
+    panel.text(LEFT, 405, "Messages published and written, over the seconds of the run", kind="title")
     panel.legend([("published", PUBLISHED), ("in Parquet", WRITTEN)])
     step = _ceiling(panel.most_x) / 5
     marks = [(at * step, f"{at * step:.0f} s") for at in range(6) if at * step <= panel.most_x]
@@ -128,7 +128,7 @@ def _progress(series: Series) -> Panel:
 
 
 def _ceiling(value: float) -> float:
-    """The next number that is round enough for an axis."""
+    """The next round number."""
     power = 1.0
     while power * 10 <= value:
         power *= 10

@@ -1,8 +1,8 @@
-"""A day of a made-up shop, as the messages that its apps would send; and what is to become of them.
+"""A day of a made-up shop: the messages that its apps send, and the result that must come out.
 
-Some events come late, as phones send them when they are online again; some come twice, as apps send again
-what they are not sure of; some are broken. The same seed gives the same day, and what comes out can be
-compared with what `Expected` says, to the last event.
+Some events are late, because phones were offline; some are duplicates, because apps send again when
+they get no answer; some are malformed. The same seed gives the same day. `Expected` has the exact
+result.
 """
 
 from __future__ import annotations
@@ -19,48 +19,49 @@ from typing import Final
 __all__ = ["CLOSING", "DAY_S", "KINDS", "LATE_S", "OPENED", "WINDOW_S", "Expected", "Shop"]
 
 OPENED: Final = datetime(2026, 11, 14, tzinfo=UTC)
-"""Midnight, when the day begins."""
+"""Midnight at the start of the day."""
 DAY_S: Final = 86_400
 WINDOW_S: Final = 900
-"""As in shop.toml: a quarter of an hour."""
+"""A quarter of an hour, as in shop.toml."""
 LATE_S: Final = 3600
-"""As in shop.toml: what is sent more than an hour after it happened is too late to be counted."""
+"""As in shop.toml: an event that is sent more than an hour after it happened is not counted."""
 KINDS: Final = ("view", "search", "basket", "order", "refund")
 CLOSING: Final = "closing"
-"""The kind of the last event. It is hours past the day, so that all windows of the day are over."""
+"""The kind of the last event. It is hours after the day, so that it closes all windows of the
+day."""
 _ITEMS: Final = ("tea", "coffee", "cake", "bread", "jam", "honey", "milk", "apples")
 _OF_100: Final = ("view",) * 60 + ("search",) * 20 + ("basket",) * 12 + ("order",) * 7 + ("refund",)
-"""How often each kind is met. There is a million of them: nothing here may be slow."""
+"""The kinds by frequency. A lookup in a tuple is fast: there are a million events."""
 
 _SLOW, _LATE, _TWICE, _BROKEN = 0.02, 0.01, 0.01, 0.005
-"""How many of the events are delayed, are too late, come twice, are none."""
+"""Shares of the events: delayed, too late, duplicate, malformed."""
 _USUAL_S, _SLOW_S = 5.0, 50 * 60.0
 _LATEST_S: Final = 6.0 * 3600
 _REMEMBERED: Final = 2000
-"""Something comes a second time while so many others come, at the most."""
+"""A duplicate comes within this many other events."""
 
 
 @dataclass
 class Expected:
-    """What has been sent, and what must come of it."""
+    """What was sent, and the result that must come out."""
 
     sent: int = 0
-    """Messages, of whatever kind."""
+    """All messages."""
     broken: int = 0
-    """Of these, those that are no events, and become dead letters."""
+    """Malformed messages, which become dead letters."""
     rows: Counter[str] = field(default_factory=Counter)
-    """Events by kind, twice those that were sent twice."""
+    """Events by kind, with duplicates."""
     twice: int = 0
     late: int = 0
-    """Events that are too late to be counted, without their copies."""
+    """Events that are too late, without duplicates."""
     windows: Counter[tuple[int, str]] = field(default_factory=Counter)
-    """Events that count, each once: by the begin of their window, in Unix seconds, and their kind."""
+    """Counted events, each once, by the start of their window in Unix seconds and their kind."""
     cents: Counter[tuple[int, str]] = field(default_factory=Counter)
-    """What they come to."""
+    """Their amounts."""
 
 
 class Shop:
-    """Sends `per_day` messages in a day, which goes as fast as they are taken."""
+    """Generates `per_day` messages for a day, as fast as they are consumed."""
 
     def __init__(self, per_day: int, seed: int = 7) -> None:
         self.expected = Expected()
@@ -70,7 +71,7 @@ class Shop:
         self._recent: deque[tuple[bytes, str]] = deque(maxlen=_REMEMBERED)
 
     def day(self, number: int = 0) -> Iterator[bytes]:
-        """The messages of the day with this number, without the last one, which ends it."""
+        """The messages of the day with this number, without closing()."""
         begin = int(OPENED.timestamp()) + number * DAY_S
         weights = [_busyness(minute / 60) for minute in range(DAY_S // 60)]
         total, sum_so_far, made = sum(weights), 0.0, 0
@@ -82,7 +83,7 @@ class Shop:
                 yield self._message(begin + minute * 60 + at * 60 / count)
 
     def closing(self, number: int = 0) -> bytes:
-        """After it, no window of the day is open. Its own is, and stays so."""
+        """The last message: it closes all windows of the day. Its own window stays open."""
         self.expected.sent += 1
         self.expected.rows[CLOSING] += 1
         return self._event(CLOSING, OPENED.timestamp() + (number + 1) * DAY_S + 3 * LATE_S, 0.0)[0]
@@ -113,7 +114,7 @@ class Shop:
         return body
 
     def _age(self, draw: float) -> float:
-        """How long ago it happened, when it is sent."""
+        """Seconds from the event until it is sent."""
         rest = draw - _BROKEN - _TWICE
         chance = self._chance.random()
         if rest < _LATE:
@@ -121,7 +122,7 @@ class Shop:
         return chance * (_SLOW_S if rest < _LATE + _SLOW else _USUAL_S)
 
     def _event(self, kind: str, sent_s: float, age_s: float) -> tuple[bytes, int]:
-        """The message, and what it comes to in cents."""
+        """The message and its amount in cents."""
         self._number += 1
         chance = self._chance.random()
         cents = int(100 + chance * 9900) if kind in ("order", "refund") else 0
@@ -134,7 +135,7 @@ class Shop:
         return text.encode(), cents
 
     def _broken(self, sent_s: float) -> bytes:
-        """Something that is no event, in one of the ways that happen."""
+        """A malformed event, of five kinds in turn."""
         whole, _ = self._event("order", sent_s, 0.0)
         return (
             whole[: len(whole) // 2],
@@ -156,5 +157,5 @@ def _second(unix_s: int) -> str:
 
 
 def _busyness(hour: float) -> float:
-    """People shop at noon and in the evening."""
+    """Relative traffic: highest at noon and in the evening."""
     return 0.15 + math.exp(-(((hour - 12.5) / 2.6) ** 2)) + 1.3 * math.exp(-(((hour - 20) / 1.9) ** 2))

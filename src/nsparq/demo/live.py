@@ -1,7 +1,7 @@
-"""`make up`: the stack as `nsparq up` runs it, with a shop's events trickling in, to be looked at.
+"""`make up`: the stack of `nsparq up` with a slow stream of a shop's events, to look at.
 
-A day of the shop takes a quarter of an hour. Without Spark there are no pipelines; the events are consumed
-all the same.
+A day of the shop takes a quarter of an hour. Without Spark there are no pipelines, but the events
+have consumers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Final
 
 from nsparq.client import Consumer, Message, Producer
 from nsparq.demo.events import Shop
-from nsparq.demo.pipeline import pipeline_file
-from nsparq.demo.sending import send
+from nsparq.demo.sending import pipeline_file, send
 from nsparq.demo.watching import ACTIVITY, EVENTS
 from nsparq.up.main import run_until_signal
 from nsparq.up.members import Plan
@@ -29,11 +28,11 @@ from nsparq.up.stack import Stack, together
 __all__ = ["up"]
 
 SECONDS_PER_DAY: Final = 960.0
-"""So a quarter of an hour of the shop's passes in 10 seconds."""
+"""A quarter of an hour of the shop takes 10 seconds."""
 
 
 class LiveStack(Stack):
-    """A stack with customers."""
+    """A stack with a shop that sends events, and consumers."""
 
     def __init__(self, plan: Plan, output: Output, rate: float) -> None:
         super().__init__(plan, output)
@@ -43,7 +42,7 @@ class LiveStack(Stack):
         await together([self._trade(), super().watch()])
 
     async def _trade(self) -> None:
-        """Events come in, and are consumed by somebody besides the pipelines."""
+        """Send events, and consume them beside the pipelines."""
         shop = Shop(round(self._rate * SECONDS_PER_DAY))
 
         async def handle(message: Message) -> None:
@@ -66,7 +65,7 @@ def _days(shop: Shop) -> Iterator[bytes]:
 
 
 def up(ports: Ports, rate: float, level: str) -> int:
-    """Until a signal comes. The status of the command. Raises NsparqError."""
+    """Runs until a signal. Returns the exit status. Raises NsparqError."""
     output = Output(level=level)
     with tempfile.TemporaryDirectory(prefix="nsparq-up-") as folder:
         directory = Path(folder)

@@ -1,4 +1,7 @@
-"""What came out: read from the Parquet files and the topics themselves, not from what anybody counted."""
+"""What came out of the stack, read from the Parquet files and the topics; and whether it is right.
+
+It is right if every message is in exactly one place, and every event is counted exactly once.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from nsparq.client import Consumer, Message
+from nsparq.demo.events import CLOSING, Expected
 from nsparq.demo.watching import ACTIVITY, DEAD, DemoFailed, topic_count
 from nsparq.up.members import Cluster
 
-__all__ = ["Found", "find"]
+__all__ = ["Found", "find", "problems"]
+
+K = TypeVar("K")
 
 CHANNEL: Final = "demo"
 PATIENCE_S: Final = 30.0
@@ -27,14 +33,14 @@ class Found:
     rows: Counter[str] = field(default_factory=Counter)
     """Rows in Parquet, by kind."""
     twice: int = 0
-    """Rows whose id is in another row too, without the first of each."""
+    """Rows that repeat the id of an earlier row."""
     late: int = 0
-    """Different ids of rows that are marked as too late."""
+    """Distinct ids of rows that are marked as too late."""
     places: int = 0
-    """Different messages in Parquet and among the dead letters: each has its own offset in the log."""
+    """Distinct messages in Parquet and among the dead letters, by their offsets in the log."""
     letters: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    """Why they are dead, by the beginning of the text."""
+    """Errors of the dead letters, by the beginning of the text."""
     results: int = 0
     """Messages in the topic of results."""
     windows: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -42,7 +48,7 @@ class Found:
     files: int = 0
     bytes: int = 0
     latencies_s: tuple[float, float] = (0.0, 0.0)
-    """From publishing to the end of the file that has it: median, and 95 of 100."""
+    """From publishing a message to the end of its file: median and 95th percentile."""
 
 
 async def find(cluster: Cluster, directory: Path) -> Found:
@@ -65,12 +71,12 @@ async def find(cluster: Cluster, directory: Path) -> Found:
 
     await _consume(cluster, DEAD, letter)
     await _consume(cluster, ACTIVITY, result)
-    found.places = sum(_different(offsets) for offsets in places.values())
+    found.places = sum(_count_distinct(offsets) for offsets in places.values())
     return found
 
 
 def _read_files(directory: Path, found: Found) -> defaultdict[str, list[Any]]:
-    """The offsets of the rows in the logs of the nodes; everything else goes to `found`."""
+    """Returns the log offsets of the rows by node; everything else goes to `found`."""
     import numpy
     import pyarrow.compute as compute
     import pyarrow.parquet as parquet
@@ -93,22 +99,22 @@ def _read_files(directory: Path, found: Found) -> defaultdict[str, list[Any]]:
         late.append(table.filter(table["late"])["id"].to_numpy())
         found.files += 1
         found.bytes += path.stat().st_size
-    found.twice = found.rows.total() - _different(ids)
-    found.late = _different(late)
+    found.twice = found.rows.total() - _count_distinct(ids)
+    found.late = _count_distinct(late)
     if waits:
         median, most = numpy.percentile(numpy.concatenate(waits), [50, 95])
         found.latencies_s = (float(median), float(most))
     return places
 
 
-def _different(numbers: list[Any]) -> int:
+def _count_distinct(numbers: list[Any]) -> int:
     import numpy
 
     return len(numpy.unique(numpy.concatenate(numbers))) if numbers else 0
 
 
 async def _consume(cluster: Cluster, topic: str, take: Callable[[bytes], None]) -> None:
-    """All messages of a topic that nobody publishes to any more. Raises DemoFailed."""
+    """All messages of a topic that gets no more. Raises DemoFailed."""
     expected = await asyncio.to_thread(topic_count, cluster, topic)
     taken, all_taken = 0, asyncio.Event()
     if not expected:
@@ -127,5 +133,36 @@ async def _consume(cluster: Cluster, topic: str, take: Callable[[bytes], None]) 
             async with asyncio.timeout(PATIENCE_S):
                 await all_taken.wait()
         except TimeoutError:
-            text = f"{topic}: {taken:,} of {expected:,} messages came within {PATIENCE_S:.0f} s"
+            text = f"{topic}: {taken:,} of {expected:,} messages arrived within {PATIENCE_S:.0f} s"
             raise DemoFailed(text) from None
+
+
+# Checks
+
+
+def problems(expected: Expected, found: Found) -> list[str]:
+    """Each difference in words; none if the result is right."""
+    rows = found.rows.total()
+    explained = found.windows.total() + found.twice + found.late + found.rows[CLOSING]
+    pairs = [
+        ("messages in Parquet and dead letters", rows + found.letters, expected.sent),
+        ("distinct messages among these", found.places, expected.sent),
+        ("dead letters", found.letters, expected.broken),
+        ("duplicate events", found.twice, expected.twice),
+        ("events that were too late", found.late, expected.late),
+        ("rows that were counted, duplicate, too late, or the end of the day", explained, rows),
+        ("results", found.results, len(expected.windows)),
+    ]
+    wrong = [f"{what}: {is_:,} instead of {must:,}" for what, is_, must in pairs if is_ != must]
+    wrong += _differences("rows of kind", found.rows, expected.rows)
+    wrong += _differences("events in window", found.windows, expected.windows)
+    wrong += _differences("cents in window", found.cents, expected.cents)
+    return wrong
+
+
+def _differences(what: str, found: Counter[K], expected: Counter[K], shown: int = 3) -> list[str]:
+    keys = [key for key in {**expected, **found} if found[key] != expected[key]]
+    wrong = [f"{what} {key}: {found[key]:,} instead of {expected[key]:,}" for key in keys[:shown]]
+    if len(keys) > shown:
+        wrong.append(f"{what} …: {len(keys) - shown:,} more of these")
+    return wrong

@@ -1,4 +1,5 @@
-"""The demo from beginning to end: stack up, events in, results out, counted, shown, and everything gone."""
+"""The demo: start the stack, send the events, read and check the results, show them, stop
+everything."""
 
 from __future__ import annotations
 
@@ -14,13 +15,10 @@ from rich.console import Console
 
 from nsparq.client import Producer
 from nsparq.demo.chart import draw
-from nsparq.demo.checks import problems
 from nsparq.demo.events import DAY_S, KINDS, WINDOW_S, Shop
-from nsparq.demo.pipeline import pipeline_file
-from nsparq.demo.progress import Bars
-from nsparq.demo.results import find
-from nsparq.demo.sending import send
-from nsparq.demo.show import Timing, show
+from nsparq.demo.results import find, problems
+from nsparq.demo.sending import pipeline_file, send
+from nsparq.demo.show import Bars, Timing, show
 from nsparq.demo.watching import EVENTS, DemoFailed, Now, Series, look, pipelines_on_the_page
 from nsparq.up.members import Plan
 from nsparq.up.ports import Ports
@@ -28,27 +26,26 @@ from nsparq.up.stack import Stack
 
 __all__ = ["Settings", "run"]
 
-PICTURE: Final = "demo.svg"
+CHART: Final = "demo.svg"
 PIPELINES: Final = {"events": "running", "activity": "running"}
 POLL_S: Final = 0.5
 STUCK_S: Final = 120.0
-"""If nothing moves for so long, nothing will."""
-
+"""Without progress for this long, the demo fails."""
 STOP_S: Final = 60.0
-"""A micro-batch under way is to end: on a busy machine that takes its time."""
+"""Time for a micro-batch to end, on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     events: int
     rate: float
-    """Per second; 0 is as fast as it goes."""
+    """Per second; 0 is as fast as possible."""
     results: Path
-    """The folder for the picture."""
+    """The folder for the chart."""
 
 
 class Quiet:
-    """Hears what the children say, and shows it only if it comes to the worst."""
+    """Keeps the last lines of the children, to show them if the demo fails."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -62,28 +59,28 @@ class Quiet:
 
 
 async def run(settings: Settings, console: Console) -> bool:
-    """Whether everything is as it must be. Raises DemoFailed, NsparqError."""
+    """Returns whether the result is right. Raises DemoFailed, NsparqError."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="nsparq-demo-") as folder:
         directory = Path(folder)
         file = pipeline_file(directory / "shop")
         plan = Plan(data_path=directory / "data", pipelines=(file,), ports=Ports(base=0), stop_timeout=STOP_S)
-        told = Quiet(console)
-        console.print("nsqlookupd, nsqd, nsqadmin and Spark are starting …")
+        quiet = Quiet(console)
+        console.print("Starting nsqlookupd, nsqd, nsqadmin and Spark …")
         try:
-            async with Stack(plan, told) as stack:
+            async with Stack(plan, quiet) as stack:
                 day = Day(settings, console, stack, began)
                 await day.stream()
                 wrong = await day.result(file.parent / "events")
         except DemoFailed:
-            console.print("\n".join(told.lines), style="dim", markup=False, highlight=False)
+            console.print("\n".join(quiet.lines), style="dim", markup=False, highlight=False)
             raise
     for problem in wrong:
         console.print(f"wrong: {problem}", style="bold red", markup=False)
     if not wrong:
         console.print(
-            "Every message is in exactly one place, and every event was counted exactly once. "
-            "Nothing is left running.",
+            "OK: every message is in exactly one place, and every event is counted exactly once. "
+            "All processes are stopped.",
             style="bold green",
             soft_wrap=True,
         )
@@ -91,7 +88,7 @@ async def run(settings: Settings, console: Console) -> bool:
 
 
 class Day:
-    """One day of the shop, through a stack that is up."""
+    """One day of the shop, through a running stack."""
 
     def __init__(self, settings: Settings, console: Console, stack: Stack, began: float) -> None:
         self._settings, self._console, self._stack, self._began = settings, console, stack, began
@@ -102,11 +99,9 @@ class Day:
         self._publishing = self._until_results = 0.0
 
     async def stream(self) -> None:
-        """Publish, and wait until everything has come out. Raises DemoFailed, and what publishing raises."""
+        """Publish, and wait for all results. Raises DemoFailed, and what publishing raises."""
         page = self._stack.cluster.admin.page
-        self._console.print(
-            f"Everything answers after {self._starting:.1f} s. nsqadmin: {page}", highlight=False
-        )
+        self._console.print(f"Ready after {self._starting:.1f} s. nsqadmin: {page}", highlight=False)
         windows = DAY_S // WINDOW_S * len(KINDS)
         self._series = Series()
         with Bars(self._console, self._settings.events, self._settings.events // 200, windows) as bars:
@@ -136,7 +131,7 @@ class Day:
             now = await look(self._stack.cluster)
             self._series.add(self._published, now.written)
             if sending.done():
-                # Raises what has happened, if it is not done but dead.
+                # Raises the error if sending failed.
                 sending.result()
                 expected = self._shop.expected
                 bars.expect(expected.sent, expected.broken, len(expected.windows))
@@ -148,9 +143,7 @@ class Day:
             if last != (self._published, now):
                 last, moved = (self._published, now), time.monotonic()
             if time.monotonic() - moved > STUCK_S:
-                raise DemoFailed(
-                    f"nothing has moved for {STUCK_S:.0f} s: {self._published:,} published, {now}"
-                )
+                raise DemoFailed(f"no progress for {STUCK_S:.0f} s: {self._published:,} published, {now}")
             await asyncio.wait({sending, watching}, timeout=POLL_S)
             if watching.done():
                 watching.result()
@@ -164,18 +157,18 @@ class Day:
         )
 
     async def result(self, files: Path) -> list[str]:
-        """Show it. What is wrong with it. Raises DemoFailed."""
+        """Show the result. Returns what is wrong with it. Raises DemoFailed."""
         shown = await pipelines_on_the_page(self._stack.cluster)
         wrong = [f"nsqadmin shows the pipelines as {shown}"] if shown != PIPELINES else []
-        # What the pipelines have written is final once they have stopped.
+        # The output of the pipelines is final only when they have stopped.
         if not await self._stack.stop_pipelines():
-            raise DemoFailed("the pipelines had to be killed")
+            raise DemoFailed("the pipelines did not stop and were killed")
         found = await find(self._stack.cluster, files)
-        picture = self._settings.results / PICTURE
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.write_text(draw(found, self._series), encoding="utf-8")
+        chart_file = self._settings.results / CHART
+        chart_file.parent.mkdir(parents=True, exist_ok=True)
+        chart_file.write_text(draw(found, self._series), encoding="utf-8")
         total = time.monotonic() - self._began
         timing = Timing(self._starting, self._publishing, self._until_results, total)
         show(self._console, self._shop.expected, found, timing)
-        self._console.print(f"The picture is in {picture}", highlight=False, soft_wrap=True)
+        self._console.print(f"The chart is in {chart_file}", highlight=False, soft_wrap=True)
         return wrong + problems(self._shop.expected, found)

@@ -1,4 +1,4 @@
-"""A step of shop.toml that SQL has no words for."""
+"""The step of shop.toml that SQL cannot express."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["without_duplicates"]
 
 
 def without_duplicates(events: DataFrame) -> DataFrame:
-    """What was sent twice counts once. An id is remembered as long as its event could still come."""
+    """Drops duplicates. Spark remembers an id until the watermark has passed its event."""
     return events.dropDuplicatesWithinWatermark(["id"])

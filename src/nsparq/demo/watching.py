@@ -1,4 +1,4 @@
-"""How far it is: asked of the daemons themselves, now and then, as an operator would."""
+"""The progress of the demo, asked from the daemons as an operator would."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ ASK_S: Final = 20.0
 
 
 class DemoFailed(Exception):
-    """The demo cannot go on; the text says why."""
+    """The demo failed; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """What is where, at a moment."""
+    """The counts at one moment."""
 
     written: int = 0
     """Events in Parquet."""
@@ -44,14 +44,14 @@ class Now:
     letters: int = 0
     results: int = 0
     lag: int | None = None
-    """Messages that the pipeline furthest behind has yet to read; None if nobody knows."""
+    """Messages that the slowest pipeline has not read yet; None if unknown."""
     errors: str = ""
-    """Of pipelines that have failed."""
+    """Errors of failed pipelines."""
 
 
 @dataclass
 class Series:
-    """What was seen over time, for the chart."""
+    """The counts over time, for the chart."""
 
     began: float = field(default_factory=time.monotonic)
     seconds: list[float] = field(default_factory=list)
@@ -90,7 +90,7 @@ def _worst(lags: Iterable[int | None]) -> int | None:
 
 
 def topic_count(cluster: Cluster, topic: str) -> int:
-    """Messages that were published to a topic, on all nsqds. Raises DemoFailed."""
+    """Messages published to a topic, on all nsqds. Raises DemoFailed."""
     count = 0
     for nsqd in cluster.nsqds:
         said = _get(f"http://{nsqd.address('HTTP')}/stats?format=json&topic={topic}")
@@ -99,7 +99,7 @@ def topic_count(cluster: Cluster, topic: str) -> int:
 
 
 async def pipelines_on_the_page(cluster: Cluster) -> dict[str, str]:
-    """What nsqadmin shows as their states, by name. Raises DemoFailed."""
+    """The states of the pipelines as nsqadmin shows them, by name. Raises DemoFailed."""
     said = await asyncio.to_thread(_get, f"http://{cluster.admin.address('HTTP')}/api/pipelines")
     return {one["name"]: one.get("state", "") for one in said["pipelines"]}
 
@@ -108,7 +108,7 @@ def _get(url: str) -> Any:
     try:
         answer = fetch(url, connect_timeout=ASK_S, request_timeout=ASK_S)
         if answer.status != 200:
-            raise DemoFailed(f"{url} says {answer.status}")
+            raise DemoFailed(f"{url} answers {answer.status}")
         return json.loads(answer.body)
     except (FetchError, ValueError) as error:
         raise DemoFailed(f"{url}: {error}") from error
