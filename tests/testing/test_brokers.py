@@ -65,7 +65,7 @@ def test_options_are_those_of_nsqd() -> None:
             client.expect_fatal("E_BAD_MESSAGE PUB message too big 11 > 10")
 
 
-def test_a_list_is_as_good_as_a_tuple_for_an_option() -> None:
+def test_an_option_may_be_a_list_or_a_tuple() -> None:
     with run_lookupd() as lookupd, run_broker(lookupd_tcp_address=[lookupd.tcp_address]) as broker:
         broker.create("t")
         wait_until(lambda: lookupd.producers("t") == [broker.tcp_address])
@@ -85,7 +85,7 @@ def test_a_broker_that_cannot_start_says_why_and_leaves_nothing() -> None:
     assert {*threading.enumerate()} <= threads
 
 
-def test_data_in_a_directory_that_was_given_stay(tmp_path: Path) -> None:
+def test_data_in_a_given_directory_is_kept(tmp_path: Path) -> None:
     with run_broker(tmp_path) as broker:
         broker.publish("t", b"kept")
     with run_broker(tmp_path) as broker:
@@ -133,12 +133,12 @@ def shared() -> object:
         yield broker
 
 
-def test_publish_wants_a_name_and_messages(shared: Broker) -> None:
+def test_publish_needs_a_name_and_messages(shared: Broker) -> None:
     with pytest.raises(ValueError, match="invalid topic name"):
         shared.publish("no blanks", b"x")
-    with pytest.raises(ValueError, match="none of them empty"):
+    with pytest.raises(ValueError, match="none may be empty"):
         shared.publish("t", b"x", b"")
-    with pytest.raises(ValueError, match="there must be messages"):
+    with pytest.raises(ValueError, match="at least one message is needed"):
         shared.publish("t")
 
 
@@ -159,7 +159,7 @@ def test_peek_shows_a_large_message_whole(shared: Broker) -> None:
     assert shared.peek("large")[0].body == body
 
 
-def test_peek_at_what_is_not_there_finds_nothing(shared: Broker) -> None:
+def test_peek_at_a_missing_topic_finds_nothing(shared: Broker) -> None:
     assert shared.peek("absent") == []
     shared.create("empty", "ch")
     assert shared.peek("empty") == []
@@ -218,7 +218,7 @@ def test_wait_empty_says_what_is_left(
         shared.wait_empty(topic, "ch", within=0.02)
 
 
-def test_wait_empty_does_not_stop_an_event_loop(shared: Broker) -> None:
+def test_wait_empty_does_not_block_an_event_loop(shared: Broker) -> None:
     async def main() -> None:
         with pytest.raises(RuntimeError, match="await wait_empty_async"):
             shared.wait_empty("t", "ch")
@@ -234,7 +234,7 @@ def test_wait_empty_does_not_stop_an_event_loop(shared: Broker) -> None:
 # nsqlookupd
 
 
-def test_a_broker_registers_with_and_takes_leave_of_nsqlookupd() -> None:
+def test_a_broker_registers_with_and_leaves_nsqlookupd() -> None:
     with run_lookupd() as lookupd, run_broker() as broker:
         broker.create("t", "ch")
         assert lookupd.producers("t") == []
@@ -282,9 +282,9 @@ def test_the_proxy_needs_no_extra() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
-def test_an_error_of_the_daemons_loop_fails_whoever_stops_it() -> None:
+def test_stop_raises_an_error_of_the_daemons_loop() -> None:
     broker = run_broker()
     broker._call(lambda: broker._thread.loop.call_soon(lambda: 1 / 0))
-    with pytest.raises(AssertionError, match="unhandled in the daemon"):
+    with pytest.raises(AssertionError, match="unhandled error in the daemon"):
         broker.close()
     assert not broker.data_path.exists()

@@ -103,7 +103,7 @@ def test_without_faults_everything_passes_both_ways(proxy: FaultProxy) -> None:
         assert proxy.passed_bytes(direction) == len(data)
 
 
-def test_an_end_passes_after_what_came_before_it(proxy: FaultProxy, echo: Echo) -> None:
+def test_the_end_of_the_stream_passes_after_the_data(proxy: FaultProxy, echo: Echo) -> None:
     with connect(proxy) as client:
         client.sendall(b"last words")
         client.shutdown(socket.SHUT_WR)
@@ -134,7 +134,7 @@ def test_one_direction_can_be_stalled(proxy: FaultProxy, echo: Echo) -> None:
         assert read(client, 5) == b"heard"
 
 
-def test_a_stalled_sender_is_held_up_before_long(proxy: FaultProxy) -> None:
+def test_a_stalled_sender_soon_blocks(proxy: FaultProxy) -> None:
     proxy.stall("to_broker")
     with connect(proxy) as client:
         client.settimeout(0.2)
@@ -145,7 +145,7 @@ def test_a_stalled_sender_is_held_up_before_long(proxy: FaultProxy) -> None:
         assert sent < 32 << 20
 
 
-def test_an_end_does_not_pass_a_stall(proxy: FaultProxy, echo: Echo) -> None:
+def test_a_stall_holds_back_the_end_of_the_stream(proxy: FaultProxy, echo: Echo) -> None:
     with connect(proxy) as client:
         client.sendall(b"x")
         read(client, 1)
@@ -156,7 +156,7 @@ def test_an_end_does_not_pass_a_stall(proxy: FaultProxy, echo: Echo) -> None:
     wait_until(lambda: echo.ends)
 
 
-def test_what_is_dropped_is_lost_for_good(proxy: FaultProxy, echo: Echo) -> None:
+def test_dropped_data_stays_lost(proxy: FaultProxy, echo: Echo) -> None:
     with connect(proxy) as client:
         proxy.drop("to_broker")
         client.sendall(b"lost")
@@ -188,7 +188,7 @@ def test_healing_ends_a_delay_at_once(proxy: FaultProxy) -> None:
         assert read(client, 1) == b"a"
 
 
-def test_a_throttled_direction_lets_through_so_much_a_second(proxy: FaultProxy) -> None:
+def test_a_throttle_limits_the_rate(proxy: FaultProxy) -> None:
     proxy.throttle(10_000, "to_client")
     with connect(proxy) as client:
         began = time.monotonic()
@@ -197,12 +197,12 @@ def test_a_throttled_direction_lets_through_so_much_a_second(proxy: FaultProxy) 
         assert time.monotonic() - began >= 0.15
 
 
-def test_a_throttle_of_nothing_is_a_mistake(proxy: FaultProxy) -> None:
+def test_a_throttle_must_be_positive(proxy: FaultProxy) -> None:
     with pytest.raises(ValueError, match="stall"):
         proxy.throttle(0)
 
 
-def test_a_cut_comes_after_exactly_so_many_bytes(proxy: FaultProxy) -> None:
+def test_a_cut_comes_after_exactly_the_given_bytes(proxy: FaultProxy) -> None:
     proxy.cut_after(7)
     for _ in range(2):  # every connection, until healed
         with connect(proxy) as client:
@@ -235,7 +235,7 @@ def test_a_cut_can_be_on_the_way_to_the_broker(proxy: FaultProxy, echo: Echo) ->
     assert echo.received == b"half"
 
 
-def test_a_cut_after_nothing_is_at_once(proxy: FaultProxy) -> None:
+def test_a_cut_after_0_bytes_is_immediate(proxy: FaultProxy) -> None:
     with connect(proxy) as client:
         client.sendall(b"x")
         assert read(client, 1) == b"x"
@@ -259,7 +259,7 @@ def test_a_reset_is_seen_as_such_at_both_ends(proxy: FaultProxy, echo: Echo) -> 
     assert proxy.accepted_count == 2
 
 
-def test_a_disconnect_is_an_end_in_order(proxy: FaultProxy, echo: Echo) -> None:
+def test_a_disconnect_is_a_clean_close(proxy: FaultProxy, echo: Echo) -> None:
     with connect(proxy) as client:
         client.sendall(b"x")
         read(client, 1)
@@ -268,7 +268,7 @@ def test_a_disconnect_is_an_end_in_order(proxy: FaultProxy, echo: Echo) -> None:
         wait_until(lambda: echo.ends == ["end"])
 
 
-def test_refusing_leaves_connections_and_comes_back_on_the_same_port(proxy: FaultProxy) -> None:
+def test_refuse_keeps_open_connections_and_heal_listens_on_the_same_port(proxy: FaultProxy) -> None:
     address = proxy.address
     with connect(proxy) as client:
         client.sendall(b"a")
@@ -286,7 +286,7 @@ def test_refusing_leaves_connections_and_comes_back_on_the_same_port(proxy: Faul
         assert read(client, 1) == b"c"
 
 
-def test_a_target_that_is_not_there_resets(echo: Echo) -> None:
+def test_a_missing_target_resets_the_connection(echo: Echo) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with FaultProxy(f"127.0.0.1:{port}") as proxy:

@@ -1,11 +1,11 @@
-"""For tests of programs that use NSQ: the real broker in milliseconds, a network that misbehaves, and
-pipelines without a broker.
+"""For tests of programs that use NSQ: a real broker that starts in milliseconds, a proxy that
+simulates network faults, and pipelines without a broker.
 
     with run_broker() as broker, FaultProxy(broker.tcp_address) as proxy:
         ...
 
-`nsparq.testing.plugin` has them as pytest fixtures. The broker needs the extra `server`, pipelines the extra
-`spark`; the proxy needs neither.
+`nsparq.testing.plugin` offers them as pytest fixtures. The broker needs the extra `server`,
+pipelines need the extra `spark`, the proxy needs neither.
 """
 
 import importlib
@@ -29,7 +29,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded at first use: pytest imports this package for its plugin, wherever it is installed."""
+    """Loads at first use: pytest imports this package for its plugin wherever nsparq is
+    installed."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = {

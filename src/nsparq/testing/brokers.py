@@ -1,4 +1,4 @@
-"""nsqd and nsqlookupd in the process of the test: the real daemons, each on a loop in its own thread."""
+"""nsqd and nsqlookupd in the test's process: the real daemons, each on a loop in its own thread."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ PEEK_BYTES: Final = 64 << 20
 
 
 def run_broker(data_path: Path | str | None = None, **options: Any) -> Broker:
-    """A running nsqd, to be used with `with`. Options are those of nsqd, in snake_case; durations are
-    seconds. It listens on free ports of 127.0.0.1 and keeps its data in a temporary directory unless told
-    otherwise. Raises StartError, which says so if the extra `server` is not installed."""
+    """A running nsqd, for a `with` statement. `options` are nsqd's, in snake_case; durations are
+    seconds. By default it listens on free ports of 127.0.0.1 and keeps its data in a temporary
+    directory. Raises StartError, also if the extra `server` is not installed."""
     return Broker(data_path, **options)
 
 
 def run_lookupd(**options: Any) -> Lookupd:
-    """A running nsqlookupd, likewise. `run_broker(lookupd_tcp_address=[lookupd.tcp_address])` registers
-    with it."""
+    """A running nsqlookupd, in the same way.
+    `run_broker(lookupd_tcp_address=[lookupd.tcp_address])` registers with it."""
     return Lookupd(**options)
 
 
@@ -67,7 +67,7 @@ class _Background:
         self.close()
 
     def _load(self) -> tuple[Callable[..., Any], Callable[[], Daemon]]:
-        """What runs a coroutine, and what makes the daemon; called on its loop."""
+        """A function that runs a coroutine, and one that creates the daemon on its loop."""
         raise NotImplementedError
 
     def start(self) -> None:
@@ -81,22 +81,24 @@ class _Background:
         daemon = self._thread.resource
         self.tcp_address = _text(daemon.tcp_address)
         self.http_address = _text(daemon.http_address)
-        # Whoever reconnects after a restart knows no other.
+        # After a restart clients reconnect to the same ports.
         self._options["tcp_address"] = self.tcp_address
         self._options["http_address"] = self.http_address
 
     def stop(self) -> None:
-        """A clean stop. Fails if the daemon's event loop has met an error; twice is safe."""
+        """A clean stop. Raises AssertionError after an error on the daemon's loop. Twice is
+        safe."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         thread.stop()
         errors, self._errors = self._errors, []
         if errors:
-            raise AssertionError(f"unhandled in the daemon: {errors}") from errors[0].get("exception")
+            raise AssertionError(f"unhandled error in the daemon: {errors}") from errors[0].get("exception")
 
     def restart(self) -> None:
-        """Stop, and start on the same ports and data: clients lose their connections and find it again."""
+        """Stop, and start with the same ports and data. Clients lose their connections and
+        reconnect."""
         self.stop()
         self.start()
 
@@ -105,19 +107,19 @@ class _Background:
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         if self._thread is None:
-            raise RuntimeError("it is not running")
+            raise RuntimeError("not running")
         return self._thread.call(function, *arguments)
 
     @property
     def _daemon(self) -> Any:
         if self._thread is None:
-            raise RuntimeError("it is not running")
+            raise RuntimeError("not running")
         return self._thread.resource
 
 
 class Broker(_Background):
-    """nsqd. Its methods wait for the broker, for milliseconds, and may be called from any thread; in a
-    coroutine use `wait_empty_async`, since what is waited for may have to happen on that very loop."""
+    """nsqd. Its methods block for milliseconds and may be called from any thread. In a coroutine
+    use `wait_empty_async`: `wait_empty` would block the loop that the test's client may need."""
 
     def __init__(self, data_path: Path | str | None = None, **options: Any) -> None:
         self._own_directory = "" if data_path else tempfile.mkdtemp(prefix="nsparq-")
@@ -151,7 +153,7 @@ class Broker(_Background):
             self._options["https_address"] = self.https_address
 
     def close(self) -> None:
-        """Stop, and remove the data unless they are in a directory that was given."""
+        """Stop, and remove the temporary directory, if there is one."""
         try:
             self.stop()
         finally:
@@ -165,7 +167,7 @@ class Broker(_Background):
         if not is_valid_name(topic.encode()):
             raise ValueError(f"invalid topic name {topic!r}")
         if not bodies or not all(bodies):
-            raise ValueError("there must be messages, and none of them empty")
+            raise ValueError("at least one message is needed, and none may be empty")
         self._call(self._publish, topic, bodies, defer)
 
     async def _publish(self, topic: str, bodies: tuple[bytes, ...], defer: float) -> None:
@@ -179,9 +181,9 @@ class Broker(_Background):
         await done
 
     def peek(self, topic: str, channel: str = "", *, count: int = 100) -> list[PeekedMessage]:
-        """Messages, without consuming them: the unfinished ones of a channel, in flight, requeued, deferred
-        and ready, or the newest of a topic's log, whatever its channels have made of them. They have
-        `body`, `attempts`, `state` and more."""
+        """Messages, without consuming them: the unfinished ones of a channel (in flight, requeued,
+        deferred and ready), or the newest of the topic's log, finished or not. They have `body`,
+        `attempts`, `state` and more."""
         found: list[PeekedMessage] = self._call(self._peek, topic, channel, count)
         return found
 
@@ -197,10 +199,10 @@ class Broker(_Background):
         newest = peek_topic(known, None, count, PEEK_BYTES, PEEK_BYTES)
         return await asyncio.to_thread(newest.read)
 
-    # what is there
+    # topics and channels
 
     def create(self, topic: str, channel: str = "") -> None:
-        """A topic, and one of its channels, which gets every message from now on."""
+        """Create a topic, and a channel, which gets every message from now on."""
 
         def work() -> None:
             made = self._daemon.broker.get_topic(topic)
@@ -210,43 +212,43 @@ class Broker(_Background):
         self._call(work)
 
     def delete(self, topic: str) -> None:
-        """A topic with its channels and messages, if it is there."""
+        """Delete a topic with its channels and messages, if it exists."""
         broker = self._daemon.broker
         self._call(lambda: broker.delete_topic(topic) if topic in broker.topics else None)
 
     def stats(self, topic: str = "", channel: str = "") -> dict[str, Any]:
-        """What nsqd's /stats says, as a dictionary."""
+        """nsqd's /stats, as a dictionary."""
         text = self._call(lambda: json.dumps(self._daemon.broker.stats(topic, channel)))
         stats: dict[str, Any] = json.loads(text)
         return stats
 
     def channel_stats(self, topic: str, channel: str) -> dict[str, Any] | None:
-        """A channel's part of it: `depth`, `in_flight_count`, `deferred_count`, `clients` and more. None
-        while there is no such channel."""
+        """The /stats of a channel: `depth`, `in_flight_count`, `deferred_count`, `clients` and
+        more. None if there is no such channel."""
         found = [one for part in self.stats(topic)["topics"] or [] for one in part["channels"] or []]
         return next((one for one in found if one["channel_name"] == channel), None)
 
     # waiting
 
     def wait_empty(self, topic: str, channel: str, within: float = PATIENCE_S) -> None:
-        """Until a channel is there and every message of it has been finished: none waits, is in flight, or is
-        deferred. Raises AssertionError with what is left after so many seconds."""
+        """Wait until the channel exists and all its messages are finished: none is waiting, in
+        flight or deferred. Raises AssertionError after `within` seconds, with what is left."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             pass
         else:
-            raise RuntimeError("wait_empty() would stop this event loop: await wait_empty_async()")
+            raise RuntimeError("wait_empty() would block this event loop: await wait_empty_async()")
         for _ in self._until_empty(topic, channel, within):
             time.sleep(POLL_S)
 
     async def wait_empty_async(self, topic: str, channel: str, within: float = PATIENCE_S) -> None:
-        """The same for coroutines."""
+        """wait_empty() for coroutines."""
         for _ in self._until_empty(topic, channel, within):
             await asyncio.sleep(POLL_S)
 
     def _until_empty(self, topic: str, channel: str, within: float) -> Iterator[None]:
-        """One step for each time to look again."""
+        """Yields before each further look. Raises AssertionError."""
         deadline = time.monotonic() + within
         while left := self._left(topic, channel):
             if time.monotonic() > deadline:
@@ -254,7 +256,7 @@ class Broker(_Background):
             yield
 
     def _left(self, topic: str, channel: str) -> str:
-        """What is not yet finished, in words."""
+        """The unfinished messages in words; empty if there are none."""
         stats = self.channel_stats(topic, channel)
         if stats is None:
             return f"there is no channel {topic}/{channel}"
@@ -264,7 +266,7 @@ class Broker(_Background):
     # nsqlookupd
 
     def register_with(self, *lookupds: Lookupd) -> None:
-        """Tell these nsqlookupds of our topics from now on, and no others."""
+        """Register with these nsqlookupds from now on, and with no others."""
         addresses = tuple(lookupd.tcp_address for lookupd in lookupds)
         self._options["lookupd_tcp_address"] = addresses
         self._call(self._daemon.change_lookupds, addresses)
@@ -274,7 +276,7 @@ _COUNTS: Final = {"waiting": "depth", "in flight": "in_flight_count", "deferred"
 
 
 class Lookupd(_Background):
-    """nsqlookupd. Clients ask its `http_address`, brokers register at its `tcp_address`."""
+    """nsqlookupd. Clients use its `http_address`, brokers its `tcp_address`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(options)
@@ -295,7 +297,7 @@ class Lookupd(_Background):
         return run, lambda: lookupd(NsqlookupdOptions(**self._options))
 
     def producers(self, topic: str) -> list[str]:
-        """Addresses of the nsqd that have a topic, as consumers would be told."""
+        """Addresses of the nsqds that have a topic, as consumers get them."""
 
         def work() -> list[str]:
             daemon = self._daemon

@@ -1,12 +1,12 @@
-"""pytest fixtures, there wherever nsparq is installed.
+"""pytest fixtures, available wherever nsparq is installed.
 
-nsq_broker    a broker for the whole session; nsq_broker_options, to be overridden, are its options
+nsq_broker    a broker for all tests; override nsq_broker_options to set its options
 nsq_topic     the name of a topic that no other test uses
-nsq_lookupd   an nsqlookupd that the broker registers with
-nsq_proxy     a FaultProxy in front of the broker, for this test
-nsq_spark     a local Spark session for the whole session of tests, for try_pipeline()
+nsq_lookupd   an nsqlookupd with which the broker registers
+nsq_proxy     a FaultProxy in front of the broker, for one test
+nsq_spark     a local Spark session for all tests, for try_pipeline()
 
-Nothing is imported or started before a test asks for it.
+Nothing is imported or started before a test uses it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def nsq_broker(nsq_broker_options: dict[str, Any]) -> Iterator[Broker]:
 @pytest.fixture
 def nsq_topic(request: pytest.FixtureRequest, nsq_broker: Broker) -> Iterator[str]:
     """The name of a topic for this test alone, deleted afterwards."""
-    # 64 characters at the most, and room for what a test adds.
+    # A name has at most 64 characters; this leaves room for what a test adds.
     readable = re.sub(r"[^a-zA-Z0-9_.-]+", "_", request.node.name)[:40]
     topic = f"{readable}_{next(_numbers)}"
     yield topic
@@ -53,7 +53,7 @@ def nsq_topic(request: pytest.FixtureRequest, nsq_broker: Broker) -> Iterator[st
 
 @pytest.fixture(scope="session")
 def nsq_lookupd(nsq_broker: Broker) -> Iterator[Lookupd]:
-    """A running nsqlookupd that knows of nsq_broker's topics; clients ask its `http_address`."""
+    """A running nsqlookupd that knows the topics of nsq_broker. Clients use its `http_address`."""
     from nsparq.testing import run_lookupd
 
     with run_lookupd() as lookupd:
@@ -64,7 +64,7 @@ def nsq_lookupd(nsq_broker: Broker) -> Iterator[Lookupd]:
 
 @pytest.fixture
 def nsq_proxy(nsq_broker: Broker) -> Iterator[FaultProxy]:
-    """A FaultProxy in front of nsq_broker: have the client connect to its `address`."""
+    """A FaultProxy in front of nsq_broker. The client connects to its `address`."""
     from nsparq.testing import FaultProxy
 
     with FaultProxy(nsq_broker.tcp_address) as proxy:
@@ -73,7 +73,7 @@ def nsq_proxy(nsq_broker: Broker) -> Iterator[FaultProxy]:
 
 @pytest.fixture(scope="session")
 def nsq_spark() -> Iterator[SparkSession]:
-    """A local Spark session, the same for all tests: try_pipeline() runs in it. One core, no web pages."""
+    """A local Spark session for all tests; try_pipeline() uses it. One core, no web UI."""
     from nsparq.testing.pipelines import local_session
 
     spark = local_session()

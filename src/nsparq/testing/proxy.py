@@ -1,12 +1,12 @@
-"""A network that misbehaves on demand: a TCP proxy to put between a client and its broker.
+"""A TCP proxy between a client and its broker that simulates network faults.
 
     with FaultProxy(broker.tcp_address) as proxy:
         client = Producer(proxy.address)
-        proxy.stall()           # and the client hears nothing any more
+        proxy.stall()           # the client gets no more data
         proxy.heal()
 
-It runs on a loop in a thread of its own, so that tests of blocking and of asyncio code use it the same way.
-A fault holds for connections that are there and for those that come, until heal().
+It runs on a loop in its own thread, so tests of blocking and of asyncio code use it the same way. A
+fault affects open and new connections until heal().
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ Direction = Literal["both", "to_broker", "to_client"]
 
 CHUNK: Final = 64 << 10
 PIECES_PER_S: Final = 50
-"""How often a throttled direction lets something through."""
-HELD_BYTES: Final = 1 << 20
-"""What a direction takes in ahead of what it lets out."""
+"""How often a throttled direction passes data on."""
+MAX_BUFFERED: Final = 1 << 20
+"""Bytes that a direction buffers."""
 DIAL_S: Final = 5.0
 PATIENCE_S: Final = 5.0
 _RESET: Final = struct.pack("ii", 1, 0)
-"""Linger for no time: closing then resets."""
+"""SO_LINGER with 0 seconds: close() then resets the connection."""
 
 
 class FaultProxy:
-    """Listens on `address`, and passes on to and from the target what the faults of the moment let by."""
+    """Listens on `address`, and passes data to and from the target, subject to the current
+    faults."""
 
     def __init__(self, target: str) -> None:
         """`target` is `host:port`."""
@@ -57,69 +58,69 @@ class FaultProxy:
         self.close()
 
     def close(self) -> None:
-        """End all connections and listen no more. Twice is safe."""
+        """Stop listening and end all connections. Twice is safe."""
         self._thread.stop()
 
     # faults
 
     def stall(self, direction: Direction = "both") -> None:
-        """Take nothing in and let nothing out: what is sent piles up with its sender. Nobody sees an end."""
+        """Read and write nothing: data piles up at its sender. Connections stay open."""
         self._set(direction, "is_stalled", True)
 
     def drop(self, direction: Direction = "both") -> None:
-        """Take everything in and let nothing of it out."""
+        """Read all data and discard it."""
         self._set(direction, "is_dropping", True)
 
     def delay(self, seconds: float, direction: Direction = "both") -> None:
-        """Let everything out so much later, in order."""
+        """Pass all data on later by this time, in order."""
         self._set(direction, "delay", seconds)
 
     def throttle(self, bytes_per_second: float, direction: Direction = "both") -> None:
-        """Let out no more than this, on each connection."""
+        """Limit the rate of each connection."""
         if bytes_per_second <= 0:
-            raise ValueError("a throttle lets something through; stall() does not")
+            raise ValueError("bytes_per_second must be positive; use stall() to pass nothing")
         self._set(direction, "bytes_per_second", bytes_per_second)
 
     def cut_after(self, count: int, direction: Direction = "to_client", *, reset: bool = True) -> None:
-        """End every connection once it has let out `count` more bytes in this direction: with a reset, or in
-        order."""
+        """End each connection after `count` more bytes in this direction, with a reset or a clean
+        close."""
         self._set(direction, "cut_after", count)
         self._set(direction, "cut_resets", reset)
 
     def refuse(self) -> None:
-        """Refuse new connections. Those that are there stay."""
+        """Refuse new connections. Open ones stay."""
         self._call(self._proxy.refuse)
 
     def reset(self) -> None:
-        """Reset every connection, now. New ones are taken."""
+        """Reset all connections now. New ones are accepted."""
         self._call(self._proxy.end_all, True)
 
     def disconnect(self) -> None:
-        """End every connection in order, now. New ones are taken."""
+        """Close all connections cleanly now. New ones are accepted."""
         self._call(self._proxy.end_all, False)
 
     def heal(self) -> None:
-        """No faults any more: what was held back flows on, what was dropped stays lost."""
+        """End all faults. Delayed data is passed on; dropped data stays lost."""
         self._call(self._proxy.heal)
 
-    # what is there
+    # connections
 
     @property
     def connection_count(self) -> int:
-        """Connections of clients that are open."""
+        """Open connections of clients."""
         return len(self._proxy.links)
 
     @property
     def accepted_count(self) -> int:
-        """Connections of clients that have ever been taken."""
+        """Connections of clients accepted so far."""
         return self._proxy.accepted_count
 
     def passed_bytes(self, direction: Literal["to_broker", "to_client"]) -> int:
-        """Let out so far, over all connections."""
+        """Bytes passed on so far, over all connections."""
         return self._proxy.faults[direction].passed_bytes
 
     def wait_connections(self, count: int, timeout: float = PATIENCE_S) -> None:
-        """Until so many are open. Raises AssertionError."""
+        """Wait until `count` are open. Raises AssertionError after the timeout."""
         deadline = time.monotonic() + timeout
         while self.connection_count != count:
             if time.monotonic() > deadline:
@@ -137,7 +138,7 @@ class FaultProxy:
 
 
 class _Faults:
-    """What is wrong with one direction."""
+    """The faults of one direction."""
 
     def __init__(self) -> None:
         self.passed_bytes = 0
@@ -153,7 +154,7 @@ class _Faults:
 
 
 class _Proxy:
-    """All of it, on the loop. Sockets without streams over them: what is stalled is not read ahead."""
+    """The proxy on its loop. It uses plain sockets: streams would read ahead while stalled."""
 
     def __init__(self, host: str, port: int) -> None:
         self.target = host, port
@@ -162,7 +163,7 @@ class _Proxy:
         self.accepted_count = 0
         self.faults = {"to_broker": _Faults(), "to_client": _Faults()}
         self._socket = _bind(("127.0.0.1", 0))
-        """Listens, or only keeps the port while connections are refused."""
+        """Listens, or only reserves the port while connections are refused."""
         self._accepting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> _Proxy:
@@ -226,7 +227,7 @@ class _Proxy:
 
 
 class _Link:
-    """A client's connection and its counterpart to the broker."""
+    """A client's connection and the one to the broker."""
 
     task: asyncio.Task[None]
 
@@ -250,10 +251,10 @@ class _Link:
             async with asyncio.timeout(DIAL_S):
                 await asyncio.get_running_loop().sock_connect(self._broker, self._proxy.target)
             for pipe in self.pipes.values():
-                tasks += (asyncio.create_task(pipe.take_in()), asyncio.create_task(pipe.let_out()))
+                tasks += (asyncio.create_task(pipe.receive()), asyncio.create_task(pipe.send_on()))
             await self._ended.wait()
         except OSError:
-            # There is no broker: the client's connection must not seem to be one.
+            # No connection to the broker: the client must not believe that it has one.
             self._with_reset = True
         finally:
             for task in tasks:
@@ -264,7 +265,7 @@ class _Link:
             self._proxy.links.discard(self)
 
     def end(self, with_reset: bool) -> None:
-        """Have it ended; `task` is done when it is."""
+        """Start to end it; `task` is done when it has ended."""
         if not self._ended.is_set():
             self._with_reset = with_reset
             self._ended.set()
@@ -281,16 +282,16 @@ class _Pipe:
         self._link = link
         self._source, self._sink = source, sink
         self._faults = faults
-        self._held: deque[tuple[float, bytes]] = deque()
-        """What was taken in and when. Nothing, in the place of bytes, is the end."""
-        self._held_bytes = 0
+        self._buffer: deque[tuple[float, bytes]] = deque()
+        """Data read, and when. Empty data is the end of the stream."""
+        self._buffered_bytes = 0
         self._cut_left = faults.cut_after
         self._change = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.is_ended = False
 
     def changed(self, name: str) -> None:
-        """A fault came or went."""
+        """A fault was set or healed."""
         if name == "cut_after":
             self._cut_left = self._faults.cut_after
         self._change.set()
@@ -301,51 +302,51 @@ class _Pipe:
             async with asyncio.timeout(within):
                 await self._change.wait()
 
-    async def take_in(self) -> None:
+    async def receive(self) -> None:
         data = b"x"
         while data:
-            while self._faults.is_stalled or self._held_bytes > HELD_BYTES:
+            while self._faults.is_stalled or self._buffered_bytes > MAX_BUFFERED:
                 await self._until_change()
             try:
                 data = await self._loop.sock_recv(self._source, CHUNK)
             except OSError:
                 self._link.end(True)
                 return
-            self._held.append((self._loop.time(), data))
-            self._held_bytes += len(data)
+            self._buffer.append((self._loop.time(), data))
+            self._buffered_bytes += len(data)
             self._change.set()
 
-    async def let_out(self) -> None:
+    async def send_on(self) -> None:
         faults = self._faults
         while not self.is_ended:
             if self._cut_left is not None and self._cut_left <= 0:
                 self._link.end(faults.cut_resets)
                 return
-            if faults.is_stalled or not self._held:
+            if faults.is_stalled or not self._buffer:
                 await self._until_change()
                 continue
-            arrived, data = self._held[0]
+            arrived, data = self._buffer[0]
             early = arrived + faults.delay - self._loop.time()
             if early > 0:
                 await self._until_change(early)
                 continue
-            self._held.popleft()
+            self._buffer.popleft()
             if faults.is_dropping:
-                self._took_out(data)
+                self._sent_on(data)
                 self.is_ended = not data
                 continue
             most = len(data) if self._cut_left is None else self._cut_left
             if faults.bytes_per_second:
                 most = min(most, max(1, int(faults.bytes_per_second / PIECES_PER_S)))
             if len(data) > most:
-                self._held.appendleft((arrived, data[most:]))
+                self._buffer.appendleft((arrived, data[most:]))
                 data = data[:most]
             try:
                 await self._send(data)
             except OSError:
                 self._link.end(True)
                 return
-            self._took_out(data)
+            self._sent_on(data)
             if faults.bytes_per_second:
                 await asyncio.sleep(len(data) / faults.bytes_per_second)
         self._link.pipe_ended()
@@ -360,13 +361,13 @@ class _Pipe:
         if self._cut_left is not None:
             self._cut_left -= len(data)
 
-    def _took_out(self, data: bytes) -> None:
-        self._held_bytes -= len(data)
+    def _sent_on(self, data: bytes) -> None:
+        self._buffered_bytes -= len(data)
         self._change.set()
 
 
 def _bind(address: tuple[str, int]) -> socket.socket:
-    """A socket that has its port and does not listen yet: connecting to it is refused."""
+    """A socket with a port that does not listen yet: connections to it are refused."""
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setblocking(False)
@@ -380,7 +381,7 @@ def _close(connection: socket.socket, with_reset: bool) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         else:
             connection.shutdown(socket.SHUT_WR)
-            # What is not read would turn the end into a reset.
+            # Unread data would turn the close into a reset.
             while connection.recv(CHUNK):
                 pass
     connection.close()
