@@ -117,7 +117,7 @@ def test_counters_are_looked_at_by_rate_and_gauges_as_they_are(exported: dict[st
 @pytest.mark.parametrize(
     "text", ["sum(", "sum(a))", "sum by topic (a)", "summ(a)", 'a{b="c"', "a ? b", "sum by (x)", "[5m]"]
 )
-def test_what_is_not_promql_is_noticed(text: str) -> None:
+def test_invalid_promql_is_noticed(text: str) -> None:
     with pytest.raises(ValueError, match="."):
         parse(text)
 

@@ -103,7 +103,7 @@ def test_our_library_publishes(broker: BrokerProcess, folder: Path) -> None:
         producer.publish(unique_name("library"), b"hello")
 
 
-def test_https_wants_the_certificate(broker: BrokerProcess, folder: Path) -> None:
+def test_https_requires_the_certificate(broker: BrokerProcess, folder: Path) -> None:
     with broker.http_connect(https=True, tls=context(folder)) as connection:
         assert connection.request("GET", "/ping").body == b"OK"
     answer = broker.request("GET", "/ping")
@@ -140,7 +140,7 @@ def test_spark_has_these_options() -> None:
         assert f"/etc/nsparq/tls/{name}" in shown
 
 
-def test_a_new_certificate_is_taken_up_without_a_restart(broker: BrokerProcess, folder: Path) -> None:
+def test_a_new_certificate_is_used_without_a_restart(broker: BrokerProcess, folder: Path) -> None:
     """Last: what was there before is replaced, by the commands of the page."""
     before = served(broker, folder)
     with broker.http_connect(https=True, tls=context(folder)) as connection:

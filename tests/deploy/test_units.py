@@ -64,7 +64,7 @@ def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
 
 
 @each_daemon
-def test_the_command_of_a_unit_is_one_that_the_daemon_takes(name: str) -> None:
+def test_the_daemon_accepts_the_command_of_its_unit(name: str) -> None:
     (command,) = unit_of(name)["ExecStart"]
     program, *flags = command.split()
     assert program == f"{INSTALLED}/{name}"
@@ -74,7 +74,7 @@ def test_the_command_of_a_unit_is_one_that_the_daemon_takes(name: str) -> None:
 
 
 @each_daemon
-def test_the_configuration_is_one_that_the_daemon_takes(name: str) -> None:
+def test_the_daemon_accepts_its_configuration(name: str) -> None:
     """Also with everything that is commented out."""
     text = (ETC / f"{name}.toml").read_text(encoding="utf-8")
     options, warnings = DAEMONS[name].read_command_line([f"--config={ETC / name}.toml"])
@@ -129,7 +129,7 @@ def test_a_unit_stops_by_sigterm_and_comes_back_after_a_crash(unit: Path) -> Non
 
 
 @each_unit
-def test_a_unit_may_do_little(unit: Path) -> None:
+def test_a_unit_is_sandboxed(unit: Path) -> None:
     found = settings(unit)
     assert found["CapabilityBoundingSet"] == [""]
     for key in ("NoNewPrivileges", "ProtectHome", "PrivateTmp", "PrivateDevices", "RestrictSUIDSGID"):
@@ -138,6 +138,6 @@ def test_a_unit_may_do_little(unit: Path) -> None:
     assert (found["User"], found["Group"]) == (["nsparq"], ["nsparq"])
 
 
-def test_the_user_of_the_units_is_made() -> None:
+def test_the_user_of_the_units_is_created() -> None:
     lines = (ROOT / "deploy/systemd/nsparq.sysusers.conf").read_text(encoding="utf-8").splitlines()
     assert [line.split()[:2] for line in lines if not line.startswith("#")] == [["u", "nsparq"]]
