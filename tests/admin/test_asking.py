@@ -37,7 +37,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestBroker]:
 
 
 @pytest.mark.parametrize("secret", ["the-secret", "ada:pass"])
-def test_guarded_nsqds_are_shown_the_secret_with_every_question(guarded: TestBroker, secret: str) -> None:
+def test_guarded_nsqds_get_the_secret_with_every_request(guarded: TestBroker, secret: str) -> None:
     topic = unique_name("t")
     with start_admin(nsqd_http_address=(join(guarded.http_address),), auth_secret=secret) as admin:
         for body in ({"topic": topic, "channel": "c"}, {"topic": f"{topic}.other"}):
@@ -58,7 +58,7 @@ def test_without_the_right_secret_nothing_is_shown(guarded: TestBroker, secret: 
         assert answer.status == 502 and "401" in answer.json()["message"]
 
 
-def test_the_secret_is_shown_to_nsqds_alone(tmp_path: Path) -> None:
+def test_only_nsqds_get_the_secret(tmp_path: Path) -> None:
     """Neither to graphite, nor to a runner of pipelines, nor in the configuration."""
     with AuthServer() as elsewhere, start_broker(broadcast_address="127.0.0.1") as nsqd:
         elsewhere.answer(b"[]", 200)
@@ -93,7 +93,7 @@ def impostor(lookupd: TestLookupd, address: str) -> LookupdConnection:
 
 
 @pytest.mark.parametrize("secret_for", [(), ("10.0.0.0/8", "127.0.0.1:1", "*.example.com")])
-def test_a_node_that_anybody_registered_is_not_shown_the_secret(secret_for: tuple[str, ...]) -> None:
+def test_a_node_found_by_nsqlookupd_does_not_get_the_secret(secret_for: tuple[str, ...]) -> None:
     with start_lookupd() as lookupd, AuthServer() as thief, impostor(lookupd, thief.address):
         thief.answer({"message": "AUTH_REQUIRED"}, 401)
         with start_admin(
@@ -114,7 +114,7 @@ def test_a_node_that_anybody_registered_is_not_shown_the_secret(secret_for: tupl
 
 
 @pytest.mark.parametrize("secret_for", [("127.0.0.0/8",), ("*",), ("10.0.0.0/8", "127.0.0.1")])
-def test_a_found_node_that_the_operator_names_is_shown_the_secret(
+def test_a_found_node_named_by_the_operator_gets_the_secret(
     guarded: TestBroker, secret_for: tuple[str, ...]
 ) -> None:
     with start_lookupd() as lookupd, impostor(lookupd, join(guarded.http_address)):
@@ -127,7 +127,7 @@ def test_a_found_node_that_the_operator_names_is_shown_the_secret(
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_a_found_node_is_shown_the_secret_over_https_if_our_authority_knows_it(is_ours: bool) -> None:
+def test_a_found_node_with_our_certificate_gets_the_secret_over_https(is_ours: bool) -> None:
     """It says over plain HTTP where its HTTPS is, as nsqd does that requires TLS."""
     pair = certificates().server if is_ours else certificates().foreign
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -156,7 +156,7 @@ def graphite() -> Iterator[AuthServer]:
         yield server
 
 
-def test_the_rate_of_a_metric_is_asked_of_graphite(graphite: AuthServer) -> None:
+def test_the_rate_of_a_metric_comes_from_graphite(graphite: AuthServer) -> None:
     flags = {"nsqd_http_address": ("127.0.0.1:1",), "graphite_url": f"http://user:pass@{graphite.address}/g"}
     with start_admin(**flags, statsd_interval=10.0) as admin:
         graphite.answer(json.dumps([{"target": "x", "datapoints": [[123.45, 1], [9, 2]]}]).encode(), 200)
@@ -176,7 +176,7 @@ def test_the_rate_of_a_metric_is_asked_of_graphite(graphite: AuthServer) -> None
         admin.call("GET", "/render").expect_error(404, "NOT_FOUND")
 
 
-def test_pictures_of_graphite_are_passed_on_where_that_is_wanted(graphite: AuthServer) -> None:
+def test_render_is_forwarded_with_proxy_graphite(graphite: AuthServer) -> None:
     graphite.answer(b"<script>alert(1)</script>", 200)
     url = f"http://{graphite.address}"
     with start_admin(nsqd_http_address=("127.0.0.1:1",), graphite_url=url, proxy_graphite=True) as admin:
@@ -204,7 +204,7 @@ def runner() -> Iterator[tuple[Endpoint, Status]]:
     endpoint.close()
 
 
-def test_pipelines_are_shown_as_their_runner_tells(
+def test_pipelines_are_shown_as_their_runner_reports_them(
     runner: tuple[Endpoint, Status], caplog: pytest.LogCaptureFixture
 ) -> None:
     endpoint, status = runner

@@ -59,7 +59,7 @@ def request_for(cluster: Cluster, admin: AdminThread, method: str, path: str) ->
 
 
 @pytest.mark.parametrize(("method", "path"), TABLE)
-def test_a_change_is_told_whether_it_is_made_or_refused(
+def test_every_change_is_logged_whether_made_or_refused(
     cluster: Cluster, admin: AdminThread, caplog: pytest.LogCaptureFixture, method: str, path: str
 ) -> None:
     caplog.set_level("INFO")

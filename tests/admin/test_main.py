@@ -40,7 +40,7 @@ def test_a_wrong_flag_is_status_2_with_usage_on_stderr() -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_it_tells_its_address_survives_a_hangup_and_stops_cleanly(signum: int) -> None:
+def test_it_logs_its_address_survives_sighup_and_stops_cleanly(signum: int) -> None:
     with AdminProcess(nsqd_http_address=("127.0.0.1:1",)) as admin:
         line = rf"^{LINE}INFO: HTTP: listening on 127\.0\.0\.1:\d+$"
         assert re.search(line, admin.stderr_text(), re.MULTILINE)
@@ -58,7 +58,7 @@ def test_it_tells_its_address_survives_a_hangup_and_stops_cleanly(signum: int) -
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
-def test_browsers_of_both_families_get_in() -> None:
+def test_it_listens_on_ipv4_and_ipv6() -> None:
     with AdminThread(http_address="0.0.0.0:0", nsqd_http_address=("127.0.0.1:1",)) as admin:
         for host in ("127.0.0.1", "::1"):
             with HttpConnection((host, admin.http_address[1])) as http:

@@ -205,7 +205,7 @@ async def concerned(admin: Nsqadmin, upstream: OddUpstream, path: str) -> list[s
 
 
 @pytest.mark.parametrize("path", SAID)
-def test_an_odd_answer_is_no_failure_of_ours(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_odd_answer_does_not_break_nsqadmin(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nsparq.admin.daemon.Upstream", lambda **_: OddUpstream())
 
     async def main() -> list[str]:

@@ -66,7 +66,7 @@ def test_every_flag_of_nsq_is_there_with_its_file_key_and_default() -> None:
         ({"allow_config_from_cidr": "10.0.0.0"}, "failed to parse --allow-config-from-cidr"),
     ],
 )
-def test_what_cannot_work_is_refused_by_flag(values: dict[str, Any], text: str) -> None:
+def test_an_invalid_option_is_refused_with_its_flag(values: dict[str, Any], text: str) -> None:
     NsqadminOptions(nsqd_http_address=("127.0.0.1:4151",)).validate()
     with pytest.raises(OptionError, match=f"^{text}"):
         NsqadminOptions(nsqd_http_address=("127.0.0.1:4151",), **values).validate()

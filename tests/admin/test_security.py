@@ -193,13 +193,13 @@ def concrete(path: str, fake: FakeCluster) -> str:
     return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], "x"), path)
 
 
-def test_the_tables_name_every_change_there_is(admin: AdminThread) -> None:
+def test_the_tables_name_every_change(admin: AdminThread) -> None:
     assert endpoints(admin, CHANGES) == {*API, "POST /act"}
     assert ACTIONS.keys() == FORMS.keys()
 
 
 @pytest.mark.parametrize("user", USERS)
-def test_a_change_by_the_api_takes_its_permission(admin: AdminThread, fake: FakeCluster, user: str) -> None:
+def test_a_change_by_the_api_needs_its_permission(admin: AdminThread, fake: FakeCluster, user: str) -> None:
     for endpoint, (needs, body) in API.items():
         method, path = endpoint.split()
         lookupds = admin.daemon.cluster.lookupds
@@ -214,7 +214,7 @@ def test_a_change_by_the_api_takes_its_permission(admin: AdminThread, fake: Fake
 
 
 @pytest.mark.parametrize("user", USERS)
-def test_a_change_by_a_form_takes_its_permission(admin: AdminThread, fake: FakeCluster, user: str) -> None:
+def test_a_change_by_a_form_needs_its_permission(admin: AdminThread, fake: FakeCluster, user: str) -> None:
     for action, needs in FORMS.items():
         fields = {"action": action, "topic": "t", "channel": "c", "node": fake.address}
         fields |= {"confirm": "t" if needs[0] == TOPIC else "c", "body": "x", "message": f"1@{fake.address}"}
@@ -229,7 +229,7 @@ def test_a_change_by_a_form_takes_its_permission(admin: AdminThread, fake: FakeC
 
 
 @pytest.mark.parametrize("user", USERS)
-def test_looking_takes_its_permission(admin: AdminThread, fake: FakeCluster, user: str) -> None:
+def test_reading_needs_its_permission(admin: AdminThread, fake: FakeCluster, user: str) -> None:
     for endpoint in admin.daemon.api.endpoints:
         if endpoint.method != "GET" or f"GET {endpoint.path}" in OPEN:
             continue

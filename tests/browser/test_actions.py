@@ -113,7 +113,7 @@ def test_pause_resume_empty_and_delete(
 
 
 @pytest.mark.parametrize("origin", ["topic", "node"])
-def test_a_topic_is_taken_off_a_node(visitor: Visitor, cluster: Cluster, topic: str, origin: str) -> None:
+def test_a_topic_is_removed_from_a_node(visitor: Visitor, cluster: Cluster, topic: str, origin: str) -> None:
     node = cluster.addresses[0]
     if origin == "topic":
         visitor.go(f"/topics/{topic}")
@@ -130,7 +130,7 @@ def test_a_topic_is_taken_off_a_node(visitor: Visitor, cluster: Cluster, topic: 
     assert [bool(nsqd.topic_stats(topic)) for nsqd in cluster.nsqds] == [False, True]
 
 
-def test_what_only_nsqlookupd_knows_is_deleted(visitor: Visitor, cluster: Cluster) -> None:
+def test_inactive_topics_and_channels_are_deleted(visitor: Visitor, cluster: Cluster) -> None:
     topic = unique_name("gone")
     for channel in ("a", "b"):
         cluster.lookupd.post("/channel/create", topic=topic, channel=channel)
@@ -142,7 +142,7 @@ def test_what_only_nsqlookupd_knows_is_deleted(visitor: Visitor, cluster: Cluste
     assert topic not in cluster.lookupd.topics()
 
 
-def test_what_cannot_be_done_says_why(visitor: Visitor, cluster: Cluster, topic: str) -> None:
+def test_a_failed_action_says_why(visitor: Visitor, cluster: Cluster, topic: str) -> None:
     visitor.go(f"/topics/{topic}/c")
     for nsqd in cluster.nsqds:
         nsqd.control("delete", topic, "c")
@@ -154,7 +154,7 @@ def test_what_cannot_be_done_says_why(visitor: Visitor, cluster: Cluster, topic:
 # Messages
 
 
-def test_messages_are_published_looked_at_and_searched(
+def test_messages_are_published_viewed_and_searched(
     visitor: Visitor, cluster: Cluster, admin: AdminProcess, topic: str
 ) -> None:
     visitor.go(f"/topics/{topic}")
@@ -202,7 +202,7 @@ def test_an_impatient_click_publishes_once(visitor: Visitor, cluster: Cluster, t
     assert depth(cluster, topic) == 1
 
 
-def test_dead_letters_are_published_once_more(
+def test_dead_letters_are_published_again(
     visitor: Visitor, cluster: Cluster, admin: AdminProcess, topic: str
 ) -> None:
     source = unique_name("source")
@@ -222,7 +222,7 @@ def test_dead_letters_are_published_once_more(
     assert audited(admin, topic) == ["copy_messages: done, 2 published"]
 
 
-def test_dead_letters_are_moved_back_to_where_they_came_from(
+def test_dead_letters_are_moved_back_to_their_original_topic(
     visitor: Visitor, cluster: Cluster, admin: AdminProcess, topic: str
 ) -> None:
     source = unique_name("source")
@@ -243,7 +243,7 @@ def test_dead_letters_are_moved_back_to_where_they_came_from(
 # Replay
 
 
-def test_a_channel_is_replayed_after_a_look_at_what_that_does(
+def test_a_channel_is_replayed_after_a_preview(
     visitor: Visitor, cluster: Cluster, admin: AdminProcess, topic: str
 ) -> None:
     for nsqd in cluster.nsqds:
@@ -306,7 +306,7 @@ def log_in(visitor: Visitor, secret: str) -> None:
     visitor.wait_for_script()
 
 
-def test_people_log_in_see_what_they_may_do_and_log_out(
+def test_users_log_in_see_what_they_may_do_and_log_out(
     visit: Callable[..., Visitor], cluster: Cluster, guarded: AdminProcess, topic: str
 ) -> None:
     visitor = visit(guarded)

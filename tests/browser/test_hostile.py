@@ -50,7 +50,7 @@ def hostile() -> Iterator[AdminProcess]:
         yield admin
 
 
-def test_what_a_hostile_node_says_stays_text(visit: Callable[..., Visitor], hostile: AdminProcess) -> None:
+def test_text_from_a_hostile_node_stays_text(visit: Callable[..., Visitor], hostile: AdminProcess) -> None:
     visitor = visit(hostile)
     wait_until(lambda: hostile.get("/api/pipelines")["pipelines"])
     name = quote(IN_PATH, safe="")
@@ -117,7 +117,7 @@ def test_messages_and_clients_of_a_real_node_stay_text(
         "/topics?q=%22%3E%3Cscript%3Ealert(1)%3C/script%3E&note=%3Cscript%3E",
     ],
 )
-def test_what_an_address_says_stays_text(visitor: Visitor, cluster: Cluster, path: str) -> None:
+def test_text_in_a_url_stays_text(visitor: Visitor, cluster: Cluster, path: str) -> None:
     cluster.add("orders", "c")
     visitor.allowed.append("status of 404")
     visitor.page.goto(visitor.site + path)

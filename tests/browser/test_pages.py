@@ -75,7 +75,7 @@ def is_too_wide(visitor: Visitor) -> str:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_for_everybody_in_light_and_dark_and_on_a_phone(
+def test_a_page_is_accessible_in_light_and_dark_and_on_a_phone(
     visitor: Visitor, place: Callable[[str], str], name: str
 ) -> None:
     if name == "not there":
@@ -185,7 +185,7 @@ def test_pipelines_are_shown_with_their_figures_charts_and_errors(
 # Live
 
 
-def test_a_page_follows_what_happens_and_says_when_it_cannot(
+def test_a_page_updates_itself_and_says_when_it_cannot(
     visitor: Visitor, cluster: Cluster, admin: AdminProcess
 ) -> None:
     topic = unique_name("live")
@@ -209,7 +209,7 @@ def test_a_page_follows_what_happens_and_says_when_it_cannot(
     assert visitor.page.evaluate("window.wasHere"), "the page was loaded anew"
 
 
-def test_what_somebody_is_doing_outlives_an_update(visitor: Visitor, cluster: Cluster) -> None:
+def test_an_update_keeps_focus_and_input(visitor: Visitor, cluster: Cluster) -> None:
     topic = unique_name("live")
     cluster.add(topic, "c")
     visitor.go(f"/topics/{topic}")
@@ -222,7 +222,7 @@ def test_what_somebody_is_doing_outlives_an_update(visitor: Visitor, cluster: Cl
     expect(visitor.find("#delete-name")).to_have_value(topic[:3])
 
 
-def test_topics_are_filtered_while_one_types_and_updates_keep_to_it(
+def test_topics_are_filtered_while_typing_and_updates_keep_the_filter(
     visitor: Visitor, cluster: Cluster, place: Callable[[str], str]
 ) -> None:
     other = unique_name("other")
@@ -286,7 +286,7 @@ def test_the_range_of_the_charts_is_chosen_and_kept(visitor: Visitor, place: Cal
     expect(visitor.find("#range-week")).to_have_attribute("aria-pressed", "true")
 
 
-def test_a_consumer_has_charts_of_its_own(visitor: Visitor, place: Callable[[str], str]) -> None:
+def test_a_consumer_has_its_own_charts(visitor: Visitor, place: Callable[[str], str]) -> None:
     visitor.go(place("channel"))
     visitor.find("#clients-table tbody a").click()
     expect(visitor.find("#chart-client")).to_have_attribute("data-drawn", "yes")

@@ -110,7 +110,7 @@ def test_a_move_that_fails_half_way_leaves_every_message_somewhere(
     assert bodies(nsqd, letters, "review") == []
 
 
-def test_a_move_says_what_had_been_done_when_it_failed(
+def test_a_failed_move_reports_what_was_done_before(
     nsqd: TestBroker, faulty: FaultyNsqd, admin: AdminThread, letters: str
 ) -> None:
     faulty.fail("/channel/commit", "before")
@@ -122,7 +122,7 @@ def test_a_move_says_what_had_been_done_when_it_failed(
     assert said.startswith("1,000 were moved, then: ") and "500 messages were published" in said
 
 
-def test_a_move_whose_nsqadmin_is_killed_does_not_stop_the_channel_for_good(
+def test_a_channel_is_delivered_again_after_nsqadmin_is_killed_during_a_move(
     nsqd: TestBroker, faulty: FaultyNsqd, admin: AdminThread, letters: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody ends the hold; it ends by itself, and a commit that comes after is refused."""
@@ -176,7 +176,7 @@ def test_a_consumer_that_comes_and_goes_during_a_move_loses_nothing(
     assert {*published(nsqd, letters), *bodies(nsqd, letters, "review")} == {*range(COUNT)}
 
 
-def test_messages_that_were_put_back_are_moved_too_and_a_pause_is_kept(
+def test_requeued_messages_are_moved_too_and_a_pause_is_kept(
     nsqd: TestBroker, admin: AdminThread, letters: str
 ) -> None:
     with nsqd.connect() as consumer:
@@ -194,7 +194,7 @@ def test_messages_that_were_put_back_are_moved_too_and_a_pause_is_kept(
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_copy_that_fails_says_so_and_takes_nothing_away(
+def test_a_failed_copy_is_reported_and_removes_nothing(
     nsqd: TestBroker, faulty: FaultyNsqd, admin: AdminThread, letters: str, when: str
 ) -> None:
     found = admin.get(f"/api/messages/{letters}")["messages"]
@@ -209,7 +209,7 @@ def test_a_copy_that_fails_says_so_and_takes_nothing_away(
     assert {*published(nsqd, letters)} == {*range(COUNT)}
 
 
-def test_what_cannot_be_brought_back_is_refused_before_anything_is_published(
+def test_an_impossible_move_is_refused_before_anything_is_published(
     nsqd: TestBroker, admin: AdminThread, letters: str
 ) -> None:
     nsqd.publish(letters, b"no letter")
@@ -225,7 +225,7 @@ def test_what_cannot_be_brought_back_is_refused_before_anything_is_published(
     assert answer.status == 409 and "came from this very topic" in answer.json()["message"]
 
 
-def test_a_node_that_does_not_say_what_it_can_is_asked_again(
+def test_a_node_that_does_not_report_its_features_is_asked_again(
     nsqd: TestBroker, faulty: FaultyNsqd, letters: str
 ) -> None:
     """An answer that fails is not taken for NSQ's own nsqd, which says that there is no such thing."""
@@ -243,7 +243,7 @@ def limited(faulty: FaultyNsqd) -> FaultyNsqd:
     return faulty
 
 
-def test_what_only_our_nsqd_can_do_is_shown_as_absent_with_nsqs_own(
+def test_features_of_our_nsqd_are_shown_as_absent_with_nsqs_own(
     nsqd: TestBroker, limited: FaultyNsqd, admin: AdminThread, letters: str
 ) -> None:
     shown = admin.page(f"/topics/{letters}/review")
@@ -257,7 +257,7 @@ def test_what_only_our_nsqd_can_do_is_shown_as_absent_with_nsqs_own(
     assert admin.call("POST", f"/api/messages/{letters}", {"body": "x"}).status == 200
 
 
-def test_an_nsqd_that_does_not_say_what_it_can_do_is_not_taken_for_nsqs_own(
+def test_an_nsqd_that_does_not_report_its_features_is_not_taken_for_nsqs_own(
     nsqd: TestBroker, faulty: FaultyNsqd, letters: str
 ) -> None:
     faulty.cut_off("/openapi.json")

@@ -40,13 +40,13 @@ def test_answers_that_are_not_nsq_are_errors() -> None:
         assert asking(lambda cluster: cluster.topics(), server.address).value == ["a"]
 
 
-def test_the_envelope_of_nsq_before_1_0_is_taken_off() -> None:
+def test_the_envelope_of_nsq_before_1_0_is_removed() -> None:
     with AuthServer() as server:
         server.answer({"status_code": 200, "status_txt": "OK", "data": {"topics": ["old"]}})
         assert asking(lambda cluster: cluster.topics(), server.address).value == ["old"]
 
 
-def test_one_that_does_not_answer_in_time_is_an_error_and_holds_nobody_up() -> None:
+def test_a_slow_nsqlookupd_is_an_error_and_delays_no_other() -> None:
     with AuthServer() as slow, AuthServer() as quick:
         slow.stalled.set()
         quick.answer({"topics": ["a"]})
@@ -129,11 +129,11 @@ def test_bodies_are_shown_by_their_kind(body: bytes, kind: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"topic":"t","error":"e"}', b'{"topic":5,"error":""}'])
-def test_what_is_no_dead_letter_is_not_taken_for_one(body: bytes) -> None:
+def test_other_bodies_are_not_taken_for_dead_letters(body: bytes) -> None:
     assert read_letter(body) is None
 
 
-def test_a_dead_letter_gives_back_the_bytes_that_it_holds() -> None:
+def test_a_dead_letter_returns_the_original_bytes() -> None:
     found = read_letter(b'{"topic":"t","channel":"c","error":"e","text":null,"base64":"/wA="}')
     assert found is not None and (found.topic, found.body) == ("t", b"\xff\x00")
 
@@ -152,7 +152,7 @@ def test_times_of_a_replay(when: str, expected: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("to", "when"), [("", ""), ("time", ""), ("time", "yesterday"), ("away", "1h")])
-def test_what_is_no_place_to_go_is_refused(to: str, when: str) -> None:
+def test_an_invalid_replay_target_is_refused(to: str, when: str) -> None:
     with pytest.raises(BadTarget):
         parse_target(to, when)
 
@@ -177,7 +177,7 @@ def test_paths_with_several_names_find_their_endpoint() -> None:
         assert answer is not None and answer.status == 404
 
 
-def test_connections_to_nodes_that_have_gone_are_not_kept_for_ever() -> None:
+def test_idle_connections_are_closed_after_a_while() -> None:
     async def main() -> None:
         upstream = Upstream(connect_timeout=5, request_timeout=5)
         upstream._sweep(asyncio.get_running_loop().time())

@@ -108,21 +108,21 @@ def test_memory_is_bounded_while_topics_and_clients_come_and_go() -> None:
     assert all(len(table) < 300 for table in tables)
 
 
-def test_what_comes_and_stays_is_not_finished() -> None:
+def test_messages_that_stay_do_not_count_as_finished() -> None:
     polls = Polls()
     polls.poll(said(0, channel(message_count=0, depth=0)))
     polls.poll(said(100, channel(message_count=100, depth=60, in_flight_count=10)))
     assert (polls.channel()["in_rate"], polls.channel()["out_rate"]) == (20, 6)
 
 
-def test_a_restart_makes_no_jump() -> None:
+def test_a_restart_makes_no_jump_in_the_rate() -> None:
     polls = Polls()
     polls.poll(said(1000, channel(message_count=1000)))
     polls.poll(said(10, channel(message_count=10)))
     assert polls.channel()["in_rate"] == 2
 
 
-def test_while_a_node_does_not_answer_the_sums_are_not_known_and_then_no_jump() -> None:
+def test_sums_are_unknown_while_a_node_does_not_answer_and_do_not_jump_after() -> None:
     polls = Polls()
     polls.poll(said(100, channel(message_count=100)), said(100, channel(message_count=100)))
     polls.poll(said(110, channel(message_count=110)), None)
@@ -131,7 +131,7 @@ def test_while_a_node_does_not_answer_the_sums_are_not_known_and_then_no_jump() 
     assert polls.channel()["in_rate"] == 2 + 2
 
 
-def test_what_is_no_number_counts_as_nothing() -> None:
+def test_a_field_that_is_not_a_number_counts_as_0() -> None:
     polls = Polls()
     odd = channel(depth="many", message_count=None, client_count={"x": 1}, in_flight_count=1e400)
     polls.poll(said(1, odd, channel("d", depth=5)), {"topics": "none"})
@@ -150,7 +150,7 @@ def test_latencies_are_the_highest_of_all_nodes() -> None:
     assert (polls.channel()["latency"], polls.channel()["median"]) == (5.0, 0.001)
 
 
-def test_a_node_that_was_never_seen_leaves_nothing_open() -> None:
+def test_a_node_that_was_never_seen_makes_nothing_unknown() -> None:
     polls = Polls()
     polls.poll(said(1, channel()), None)
     assert polls.channel()["depth"] == 0
@@ -163,14 +163,14 @@ def kinds(polls: Polls) -> dict[str, Severity]:
     return {one.kind: one.severity for one in find_problems(polls.watch)}
 
 
-def test_a_well_cluster_has_no_problems() -> None:
+def test_a_healthy_cluster_has_no_problems() -> None:
     polls = Polls()
     for number in range(20):
         polls.poll(said(number * 10, channel(message_count=number * 10, client_count=1)))
     assert kinds(polls) == {}
 
 
-def test_a_channel_that_nobody_reads_is_a_notice_and_a_warning_when_it_grows() -> None:
+def test_a_channel_without_consumers_is_a_notice_and_a_warning_when_it_grows() -> None:
     polls = Polls()
     polls.poll(said(5, channel(depth=5)))
     assert kinds(polls) == {"no consumers": Severity.NOTICE}
@@ -179,7 +179,7 @@ def test_a_channel_that_nobody_reads_is_a_notice_and_a_warning_when_it_grows() -
     assert kinds(polls) == {"no consumers": Severity.WARNING}
 
 
-def test_a_channel_that_is_read_by_ranges_has_a_reader_though_no_consumer() -> None:
+def test_a_channel_that_spark_reads_is_not_without_consumers() -> None:
     """Spark commits what it has read; nsqd counts no consumer."""
     polls = Polls()
     for number in range(20):
@@ -194,7 +194,7 @@ def test_a_channel_that_is_read_by_ranges_has_a_reader_though_no_consumer() -> N
     assert problem.kind == "no consumers"
 
 
-def test_a_reader_of_ranges_that_falls_behind_is_found() -> None:
+def test_a_spark_reader_that_falls_behind_is_found() -> None:
     polls = Polls()
     for number in range(20):
         polls.poll(said(number * 100, channel(message_count=number * 100, depth=number * 50)))
@@ -224,7 +224,7 @@ def test_timeouts_and_consumers_that_finish_nothing_are_found() -> None:
     assert "timeouts" in kinds(polls)
 
 
-def test_nodes_that_do_not_answer_or_are_not_well_come_first() -> None:
+def test_nodes_that_do_not_answer_or_are_unhealthy_come_first() -> None:
     polls = Polls()
     polls.poll(said(5, channel(depth=5)), {"topics": [], "health": "NOK - disk full"})
     polls.watch.nodes["h1:4151"].error = "timed out"

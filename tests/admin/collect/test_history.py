@@ -20,7 +20,7 @@ def poll(into: Table, time_s: float, **figures: tuple[float, float]) -> None:
     into.commit()
 
 
-def test_points_come_back_in_the_order_of_time() -> None:
+def test_points_are_in_order_of_time() -> None:
     kept = table()
     for number in range(10):
         poll(kept, 1000.0 + 5 * number, x=(number, 2 * number))
@@ -48,7 +48,7 @@ def test_a_coarse_point_is_the_mean_or_the_peak_of_its_time() -> None:
     assert points.values[:, 1].tolist() == [23, 35]
 
 
-def test_what_is_not_put_is_not_known() -> None:
+def test_a_series_without_a_value_is_unknown() -> None:
     kept = table()
     poll(kept, 1000.0, x=(1, 1), y=(2, 2))
     poll(kept, 1005.0, y=(3, 3))
@@ -67,7 +67,7 @@ def test_a_series_that_comes_later_has_no_points_from_before() -> None:
     assert before[0][kept.find("x")] == 1
 
 
-def test_memory_is_bounded_and_what_finds_no_room_keeps_its_latest_figures() -> None:
+def test_memory_is_bounded_and_series_without_room_keep_their_latest_figures() -> None:
     kept = table(max_bytes=table().bytes_per_series * BLOCK)
     kept.begin(1000.0)
     for number in range(BLOCK + 10):
@@ -91,7 +91,7 @@ def test_a_series_that_is_gone_gives_its_place_to_another() -> None:
     assert kept.points("z").times == [4000.0]
 
 
-def test_the_mean_of_the_last_while_leaves_out_what_is_not_known() -> None:
+def test_a_recent_mean_leaves_out_unknown_values() -> None:
     kept = table()
     for number in range(20):
         poll(kept, 1000.0 + 5 * number, x=(10, 1))

@@ -107,7 +107,7 @@ def test_every_page_is_html_that_allows_no_foreign_script(cluster: Cluster, admi
         assert len(ids) == len(set(ids)), path
 
 
-def test_the_live_part_is_tagged_and_not_sent_twice(cluster: Cluster, admin: AdminThread) -> None:
+def test_the_live_part_has_an_etag_and_is_not_sent_twice(cluster: Cluster, admin: AdminThread) -> None:
     topic = unique_name("t")
     cluster.add(topic, "c")
     first = admin.call("GET", f"/topics/{topic}?live=1")
@@ -125,7 +125,7 @@ def test_topics_are_listed_and_filtered(cluster: Cluster, admin: AdminThread) ->
     assert f">{topic}</a>" in shown and f">{other}</a>" not in shown
 
 
-def test_what_is_not_there_is_a_page_that_says_so(cluster: Cluster, admin: AdminThread) -> None:
+def test_a_missing_topic_has_an_error_page(cluster: Cluster, admin: AdminThread) -> None:
     answer = admin.call("GET", "/topics/nowhere")
     assert answer.status == 404 and b"Topic not found" in answer.body
     idle = unique_name("idle")
@@ -135,7 +135,7 @@ def test_what_is_not_there_is_a_page_that_says_so(cluster: Cluster, admin: Admin
     assert idle in admin.page("/lookup")
 
 
-def test_files_are_served_with_a_tag_and_kept_for_good_by_their_address(admin: AdminThread) -> None:
+def test_files_have_an_etag_and_are_cached_for_good_by_version(admin: AdminThread) -> None:
     shown = admin.page("/")
     (path,) = re.findall(r'href="(/static/admin\.css\?v=\w+)"', shown)
     answer = admin.call("GET", path)
@@ -179,7 +179,7 @@ def test_forms_create_pause_empty_and_delete(cluster: Cluster, admin: AdminThrea
 
 
 @pytest.mark.parametrize("action", ["delete", "empty", "tombstone", "seek", "move"])
-def test_what_cannot_be_undone_needs_the_name(
+def test_a_change_that_cannot_be_undone_needs_the_name(
     cluster: Cluster, admin: AdminThread, browser: Browser, action: str
 ) -> None:
     topic = unique_name("t")
@@ -223,7 +223,7 @@ def letter(number: int) -> bytes:
     ).encode()
 
 
-def test_dead_letters_are_copied_back_to_where_they_came_from(
+def test_dead_letters_are_copied_back_to_their_original_topic(
     cluster: Cluster, admin: AdminThread, browser: Browser
 ) -> None:
     topic, source = unique_name("dead"), unique_name("source")
@@ -239,7 +239,7 @@ def test_dead_letters_are_copied_back_to_where_they_came_from(
     assert admin.get(f"/api/topics/{topic}/review")["depth"] == 2
 
 
-def test_what_a_channel_holds_is_moved_and_finished(
+def test_the_messages_of_a_channel_are_moved_and_finished(
     cluster: Cluster, admin: AdminThread, browser: Browser
 ) -> None:
     topic, source = unique_name("dead"), unique_name("source")
@@ -264,7 +264,9 @@ def test_a_channel_with_consumers_is_not_moved(cluster: Cluster, browser: Browse
     assert "the channel has consumers" in note
 
 
-def test_the_channel_of_a_query_is_not_moved(cluster: Cluster, admin: AdminThread, browser: Browser) -> None:
+def test_the_channel_of_a_spark_query_is_not_moved(
+    cluster: Cluster, admin: AdminThread, browser: Browser
+) -> None:
     topic = unique_name("dead")
     cluster.add(topic, "review")
     cluster.nsqds[0].publish(topic, letter(1))
@@ -275,9 +277,7 @@ def test_the_channel_of_a_query_is_not_moved(cluster: Cluster, admin: AdminThrea
     assert admin.get(f"/api/topics/{topic}/review")["depth"] == 1
 
 
-def test_replay_shows_what_it_would_do_and_then_does_it(
-    cluster: Cluster, admin: AdminThread, browser: Browser
-) -> None:
+def test_a_replay_is_previewed_and_then_done(cluster: Cluster, admin: AdminThread, browser: Browser) -> None:
     topic = unique_name("t")
     cluster.add(topic, "c", "keeps")
     for nsqd in cluster.nsqds:
@@ -324,7 +324,7 @@ def test_bodies_client_names_and_errors_never_become_markup(cluster: Cluster, ad
         assert "&lt;script&gt;" in admin.page(f"/topics/{topic}/c")
 
 
-def test_names_that_a_hostile_nsqlookupd_tells_never_become_markup(cluster: Cluster) -> None:
+def test_names_from_a_hostile_nsqlookupd_never_become_markup(cluster: Cluster) -> None:
     with cluster.lookupd.peer(broadcast_address=f"{EVIL}.test", hostname=EVIL, version=EVIL) as peer:
         peer.register("t_evil")
         admin = cluster.admin(poll_interval=0.2)
@@ -380,7 +380,7 @@ def test_a_foreign_page_cannot_make_a_browser_change_anything(
 # Who may what
 
 
-def test_users_who_are_no_admins_see_no_buttons_and_no_messages(cluster: Cluster) -> None:
+def test_users_who_are_not_admins_see_no_buttons_and_no_messages(cluster: Cluster) -> None:
     admin = cluster.admin(admin_user=("ada",))
     topic = unique_name("t")
     cluster.add(topic, "c")
