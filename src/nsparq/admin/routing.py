@@ -4,6 +4,7 @@ compression."""
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
@@ -24,7 +25,7 @@ from nsparq.http.api import (
 )
 from nsparq.http.describe import openapi
 
-__all__ = ["AdminApi", "describe_paths", "path_values", "topic_and_channel"]
+__all__ = ["AdminApi", "describe_paths", "path_values", "topic_and_channel", "with_etag"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,15 @@ def topic_and_channel(request: Request) -> tuple[str, str]:
     """Of a path that ends in `{topic}` or `{topic}/{channel}`; the channel may be empty."""
     topic, _, channel = request.path_value.partition("/")
     return topic, channel
+
+
+def with_etag(request: Request, response: Response) -> Response:
+    """A browser that has this content already gets 304 and no body."""
+    tag = f'"{hashlib.blake2b(response.body, digest_size=12).hexdigest()}"'
+    headers = (*response.headers, ("ETag", tag))
+    if request.header("If-None-Match") == tag:
+        return Response(status=304, headers=headers, nsq_header=response.nsq_header)
+    return dataclasses.replace(response, headers=headers)
 
 
 def describe_paths(api: Api) -> dict[str, Any]:

@@ -70,8 +70,8 @@ async def look(cluster: Cluster) -> Now:
 
 
 def _look(cluster: Cluster) -> Now:
-    said = _get(f"http://{cluster.pipelines[0].address('metrics')}/status")
-    found: dict[str, Mapping[str, Any]] = {one["name"]: one for one in said["pipelines"]}
+    status = _get(f"http://{cluster.pipelines[0].address('metrics')}/status")
+    found: dict[str, Mapping[str, Any]] = {one["name"]: one for one in status["pipelines"]}
     events, activity = found["events"], found["activity"]
     failed = [f"{one['name']}: {one['error']}" for one in found.values() if one["state"] == "failed"]
     return Now(
@@ -93,15 +93,15 @@ def topic_count(cluster: Cluster, topic: str) -> int:
     """Messages published to a topic, on all nsqds. Raises DemoFailed."""
     count = 0
     for nsqd in cluster.nsqds:
-        said = _get(f"http://{nsqd.address('HTTP')}/stats?format=json&topic={topic}")
-        count += sum(one["message_count"] for one in said["topics"] or ())
+        stats = _get(f"http://{nsqd.address('HTTP')}/stats?format=json&topic={topic}")
+        count += sum(one["message_count"] for one in stats["topics"] or ())
     return count
 
 
 async def pipelines_on_the_page(cluster: Cluster) -> dict[str, str]:
     """The states of the pipelines as nsqadmin shows them, by name. Raises DemoFailed."""
-    said = await asyncio.to_thread(_get, f"http://{cluster.admin.address('HTTP')}/api/pipelines")
-    return {one["name"]: one.get("state", "") for one in said["pipelines"]}
+    answer = await asyncio.to_thread(_get, f"http://{cluster.admin.address('HTTP')}/api/pipelines")
+    return {one["name"]: one.get("state", "") for one in answer["pipelines"]}
 
 
 def _get(url: str) -> Any:

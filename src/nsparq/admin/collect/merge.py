@@ -15,7 +15,7 @@ __all__ = ["Node", "NodeStats", "channel_total", "mark_out_of_date", "node_topic
 
 EVERY_NODE: Final = "*"
 MAX_NUMBER: Final = 1 << 63
-"""Larger numbers are nonsense: nothing in a cluster has so many."""
+"""Larger numbers in an answer are nonsense and count as missing."""
 LOCAL_COUNTS: Final = ("zone_local_msg_count", "region_local_msg_count", "global_msg_count")
 TOPIC_SUMS: Final = ("depth", "memory_depth", "backend_depth", "message_count")
 CHANNEL_SUMS: Final = (

@@ -163,15 +163,14 @@ class Upstream:
         url: str,
         body: bytes | None = None,
         *,
-        content_type: str = "application/octet-stream",
         secret: Secret = NO_SECRET,
     ) -> Answer:
         """An answer with status 200. Raises BadStatus for another status, RequestFailed without an
         answer."""
-        answer = await self.exchange(method, url, body, content_type=content_type, secret=secret)
+        answer = await self.exchange(method, url, body, secret=secret)
         if answer.status == 403 and url.startswith("http:") and (secure := _https_url(url, answer.body)):
             url = secure
-            answer = await self.exchange(method, url, body, content_type=content_type, secret=secret)
+            answer = await self.exchange(method, url, body, secret=secret)
         if answer.status == 401 and secret.text and not self._may_show(secret, url):
             raise SecretWithheld(f'{method.capitalize()} "{without_secrets(url)}": it requires a secret')
         if answer.status != 200:

@@ -29,7 +29,7 @@ __all__ = ["NodeState", "Watch"]
 logger = logging.getLogger(__name__)
 
 MOST_BUSY: Final = 20
-"""A poll may take one part in so many of the time."""
+"""A poll may use at most this fraction of the time: 1/20."""
 DETAILS_S: Final = 60.0
 """How often an nsqd is asked for its features and its disk."""
 PEAKS: Final = ("depth", "backlog", "in_flight", "deferred", "latency", "median")

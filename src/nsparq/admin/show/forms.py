@@ -11,15 +11,15 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from nsparq.admin.change.actions import Forbidden, audit
 from nsparq.admin.change.messages import MAX_BODY
 from nsparq.admin.change.operations import BadTarget, parse_target
-from nsparq.admin.security import SESSION_COOKIE, Access, Actor, cookie
+from nsparq.admin.security import FORM_TYPE, SESSION_COOKIE, Access, Actor, cookie
 from nsparq.admin.show.pages import error_text
-from nsparq.http.api import ApiError, Endpoint, Request, Response
+from nsparq.http.api import ApiError, Endpoint, Handler, Request, Response
 from nsparq.server.auth.grants import AuthFailed
 
 if TYPE_CHECKING:
@@ -122,42 +122,21 @@ class Forms:
         self._admin = admin
 
     def endpoints(self) -> list[Endpoint]:
-        act = Endpoint(
-            group="Pages",
-            method="POST",
-            path="/act",
-            handler=self.act,
-            summary="Changes from the forms of the pages.",
+        act = _post(
+            "/act",
+            self.act,
+            "Changes from the forms of the pages.",
             permission="read",
             checks_names=True,
-            keeps_body=True,
             max_body=4 * MAX_BODY,
-            body_type="application/x-www-form-urlencoded",
         )
         if not self._admin.guard.has_login:
             return [act]
         return [
             act,
             Endpoint(group="Pages", method="GET", path="/login", handler=self.show_login, summary="Log in."),
-            Endpoint(
-                group="Pages",
-                method="POST",
-                path="/login",
-                handler=self.log_in,
-                summary="Log in.",
-                keeps_body=True,
-                max_body=64 << 10,
-                body_type="application/x-www-form-urlencoded",
-            ),
-            Endpoint(
-                group="Pages",
-                method="POST",
-                path="/logout",
-                handler=self.log_out,
-                summary="Log out.",
-                keeps_body=True,
-                body_type="application/x-www-form-urlencoded",
-            ),
+            _post("/login", self.log_in, "Log in.", max_body=64 << 10),
+            _post("/logout", self.log_out, "Log out."),
         ]
 
     # Acting
@@ -333,6 +312,19 @@ ACTIONS: Final[Mapping[str, FormAction]] = {
     "seek": FormAction(Forms._seek, is_of_channel=True, is_confirmed=True),
 }
 """By the form's field `action`."""
+
+
+def _post(path: str, handler: Handler, summary: str, **more: Any) -> Endpoint:
+    return Endpoint(
+        group="Pages",
+        method="POST",
+        path=path,
+        handler=handler,
+        summary=summary,
+        keeps_body=True,
+        body_type=FORM_TYPE,
+        **more,
+    )
 
 
 def _done(text: str, warning: str) -> Note:

@@ -8,7 +8,6 @@ without it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +20,7 @@ from nsparq.admin.collect.merge import Node, number
 from nsparq.admin.collect.messages import DEFAULT_COUNT, MAX_COUNT, STATES
 from nsparq.admin.collect.upstream import RequestFailed
 from nsparq.admin.health import Severity
-from nsparq.admin.routing import path_values, topic_and_channel
+from nsparq.admin.routing import path_values, topic_and_channel, with_etag
 from nsparq.admin.security import PAGE_HEADERS, TOKEN_COOKIE, cookie
 from nsparq.admin.show.templating import Assets, make_environment
 from nsparq.http.api import ApiError, Endpoint, Request, Response
@@ -136,20 +135,20 @@ class Pages:
             text = "".join(found.blocks["live"](found.new_context(context)))
         else:
             text = found.render(context)
-        body = text.encode("utf-8", "replace")
         headers = list(PAGE_HEADERS)
         if not cookie(request, TOKEN_COOKIE):
             headers.append(guard.set_cookie(request, TOKEN_COOKIE, value))
+        headers.append(("Cache-Control", "no-cache" if is_live else "no-store"))
         if is_live:
-            tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
-            headers += [("ETag", tag), ("Cache-Control", "no-cache"), (PROBLEM_COUNT, str(problem_count))]
-            if request.header("If-None-Match") == tag:
-                return Response(status=304, headers=tuple(headers), nsq_header=False)
-        else:
-            headers.append(("Cache-Control", "no-store"))
-        return Response(
-            status=status, body=body, content_type=HTML_TYPE, headers=tuple(headers), nsq_header=False
+            headers.append((PROBLEM_COUNT, str(problem_count)))
+        response = Response(
+            status=status,
+            body=text.encode("utf-8", "replace"),
+            content_type=HTML_TYPE,
+            headers=tuple(headers),
+            nsq_header=False,
         )
+        return with_etag(request, response) if is_live else response
 
     def error(self, request: Request, error: ApiError) -> Response:
         """The error page."""

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from nsparq.admin.routing import with_etag
 from nsparq.admin.security import PAGE_HEADERS
 from nsparq.http.api import TEXT_TYPE, Request, Response
 from nsparq.version import NSQ_VERSION, __version__
@@ -54,17 +55,13 @@ class Assets:
             content = found.read_bytes() if found else content
         if content is None:
             return Response(status=404, body=b"NOT_FOUND", content_type=TEXT_TYPE, nsq_header=False)
-        tag = f'"{hashlib.blake2b(content, digest_size=8).hexdigest()}"'
         is_exact = self._live is None and request.query == f"v={self._tags[name]}"
-        headers = (
-            *PAGE_HEADERS,
-            ("ETag", tag),
-            ("Cache-Control", "public, max-age=31536000, immutable" if is_exact else "no-cache"),
-        )
-        if request.header("If-None-Match") == tag:
-            return Response(status=304, headers=headers, nsq_header=False)
+        cache = "public, max-age=31536000, immutable" if is_exact else "no-cache"
+        headers = (*PAGE_HEADERS, ("Cache-Control", cache))
         kind = TYPES.get(Path(name).suffix, "application/octet-stream")
-        return Response(body=content, content_type=kind, headers=headers, nsq_header=False)
+        return with_etag(
+            request, Response(body=content, content_type=kind, headers=headers, nsq_header=False)
+        )
 
 
 def _files(directory: Path) -> list[Path]:

@@ -3,8 +3,6 @@ polled."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from functools import partial
 from typing import Any, Final
@@ -12,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 
 from nsparq.admin.collect.history import RANGES, Table
-from nsparq.admin.routing import path_values
+from nsparq.admin.routing import path_values, with_etag
 from nsparq.admin.show.api.table import Handlers, look
-from nsparq.http.api import JSON_TYPE, ApiError, Endpoint, Param, Request, Response, Result
+from nsparq.http.api import JSON_TYPE, ApiError, Endpoint, Param, Request, Response, Result, encode_json
 
 __all__ = ["History"]
 
@@ -31,7 +29,7 @@ class History(Handlers):
         watch = self._admin.watch
         await watch.wait_for_first()
         totals = watch.totals.latest(()) or {}
-        return _with_etag(
+        return _json(
             request,
             {
                 "polled": round(watch.polled_s, 3),
@@ -107,17 +105,12 @@ def _points(table: Table, request: Request) -> Response:
         name: [_rounded(value) for value in column.tolist()]
         for name, column in zip(table.figures, columns, strict=True)
     }
-    return _with_etag(request, {"step": table.step_s(resolution), "times": points.times, "values": values})
+    return _json(request, {"step": table.step_s(resolution), "times": points.times, "values": values})
 
 
-def _with_etag(request: Request, value: Any) -> Response:
-    """A browser that asks again gets 304 while nothing has changed."""
-    body = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
-    tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
-    headers = (("ETag", tag), ("Cache-Control", "no-cache"))
-    if request.header("If-None-Match") == tag:
-        return Response(status=304, headers=headers)
-    return Response(body=body, content_type=JSON_TYPE, headers=headers)
+def _json(request: Request, value: Any) -> Response:
+    headers = (("Cache-Control", "no-cache"),)
+    return with_etag(request, Response(body=encode_json(value), content_type=JSON_TYPE, headers=headers))
 
 
 def _rounded(value: float) -> float | None:
