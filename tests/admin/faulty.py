@@ -1,11 +1,11 @@
-"""A proxy in front of an nsqd's HTTP API that fails where a test wants it to.
+"""A proxy in front of an nsqd's HTTP API that fails on demand.
 
 with FaultyNsqd(nsqd) as faulty:            nsqd is a real one, see tests.support
     faulty.address                          for --nsqd-http-address
     faulty.fail("/mpub", "before", on=2)    the second request for that path never reaches nsqd …
     faulty.fail("/mpub", "after")           … or it does, and its answer never comes back
     faulty.cut_off("/openapi.json")         no request for that path reaches nsqd
-    faulty.do("/channel/peek", function)    call this before the next one that has `state=ready` is passed on
+    faulty.do("/channel/peek", function)    call this before the next request with `state=ready`
     faulty.hide("/openapi.json")            answer as if there were no such path
     faulty.seen                             paths that were asked for, in order
 """

@@ -1,14 +1,14 @@
-"""nsqadmin for tests, in a thread of this process or as a real process, and a cluster for it to look at.
+"""nsqadmin for tests, in a thread of this process or as a real process, and a cluster for it.
 
-AdminThread(**flags), AdminProcess(**flags)     flags in snake_case, floats are seconds; context managers
+AdminThread(**flags), AdminProcess(**flags)     context managers; flags in snake_case, seconds as floats
     get(path, **query)                  the JSON of an answer with status 200
-    call(method, path, body, headers)   any Answer; a body that is no bytes goes as JSON
+    call(method, path, body, headers)   any Answer; a body other than bytes is sent as JSON
     page(path) -> str                   the HTML of a page
-start_admin(**flags), start_admin_process(**flags)      ours, or the nsqadmin that the environment names:
-    NSPARQ_TEST_NSQADMIN=/path/to/nsqadmin (is_reference is then True).
+start_admin(**flags), start_admin_process(**flags)      ours, or with NSPARQ_TEST_NSQADMIN=PATH another
+    nsqadmin (is_reference is then True).
 
-with Cluster(nsqds=2) as cluster:       an nsqlookupd and nsqds, those under test (see tests.support); with
-                                        as_processes=True real processes, nsqadmin too
+with Cluster(nsqds=2) as cluster:       an nsqlookupd and nsqds under test (see tests.support);
+                                        as_processes=True: all of them as real processes
     cluster.lookupd, cluster.nsqds, cluster.addresses       the nodes, as nsqadmin calls them
     cluster.admin(**flags)              an nsqadmin that asks this nsqlookupd; ends with the cluster
     cluster.add(topic, *channels)       on every nsqd, known to nsqlookupd when it returns
@@ -60,7 +60,7 @@ class TestAdmin(TestBroker):
 
 
 class AdminThread(TestAdmin, BrokerThread):
-    """Our nsqadmin on an event loop in a background thread of this process; `daemon` is the daemon."""
+    """Our nsqadmin on an event loop in a background thread; `daemon` is the Nsqadmin."""
 
     def start(self) -> None:
         from nsparq.admin.daemon import Nsqadmin
@@ -164,7 +164,7 @@ class Cluster:
         return self._stack.enter_context(start(**wanted))
 
     def add(self, topic: str, *channels: str) -> None:
-        # Topics first: an nsqd with a new one asks nsqlookupd for its channels, and creates what it finds.
+        # Topics first: an nsqd with a new topic asks nsqlookupd for channels and creates them.
         for nsqd in self.nsqds:
             nsqd.http("POST", "/topic/create", topic=topic)
         wait_until(lambda: self._producers(topic) == len(self.nsqds), what=f"producers of {topic}")

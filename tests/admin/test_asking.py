@@ -1,4 +1,4 @@
-"""nsqds that guard their HTTP API, graphite, runners of pipelines: what they are asked, and what is shown."""
+"""Requests to guarded nsqds, graphite and pipeline runners, and what is shown of the answers."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_render_is_forwarded_with_proxy_graphite(graphite: AuthServer) -> None:
 
 @pytest.fixture
 def runner() -> Iterator[tuple[Endpoint, Status]]:
-    """What `nsparq pipeline run` serves at its `metrics_address`, with figures that a test can change."""
+    """The status of `nsparq pipeline run`, with figures that a test can change."""
     figures = [
         Figures("daily", "orders, refunds", "parquet /data/daily", State.RUNNING, rows=1200, lag=5),
         Figures("broken", "orders", "topic bills", State.FAILED, failures=2, error="no such column <b>x</b>"),

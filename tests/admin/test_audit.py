@@ -1,5 +1,4 @@
-"""Every change is a line in the log, whatever came of it: for each endpoint of the table that makes one, so
-that a new one is not forgotten."""
+"""Every endpoint that changes something writes a line to the log, whatever the outcome."""
 
 from __future__ import annotations
 

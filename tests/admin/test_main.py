@@ -1,4 +1,4 @@
-"""The nsqadmin command as a process: what it prints, how it ends; and the checked-in pages about it."""
+"""The nsqadmin command as a process: its output, its exit; and the checked-in reference pages."""
 
 from __future__ import annotations
 

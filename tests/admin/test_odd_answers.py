@@ -1,4 +1,4 @@
-"""Daemons that say odd things: nsqadmin shows what it can, goes on polling, and never fails itself."""
+"""Odd answers of daemons: nsqadmin shows what it can, keeps polling, and never fails itself."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ ALONE = {"topic_name", "channel_name", "broadcast_address", "http_port"}
 
 
 class OddUpstream(Upstream):
-    """Answers for an nsqlookupd, an nsqd and a runner in place of the network; one answer can be bent."""
+    """Answers as an nsqlookupd, an nsqd and a runner, without a network; one answer can be bent."""
 
     def __init__(self) -> None:
         super().__init__(connect_timeout=1, request_timeout=1)
@@ -138,7 +138,7 @@ class OddUpstream(Upstream):
 
 
 def bends(said: Any, place: tuple[Any, ...] = ()) -> Iterator[list[tuple[Any, ...]]]:
-    """Places that are bent together: the plain fields of an object at once, everything else by itself."""
+    """Places that are bent together: the plain fields of an object; everything else alone."""
     yield [place]
     if isinstance(said, dict):
         plain = [key for key, value in said.items() if not isinstance(value, dict | list)]
@@ -188,7 +188,7 @@ def everything(admin: Nsqadmin) -> list[str]:
 
 
 async def concerned(admin: Nsqadmin, upstream: OddUpstream, path: str) -> list[str]:
-    """Those that ask for this path; and if it is polled, those that ask for nothing and show what was."""
+    """Pages that ask for this path; for a polled path also those that show the last poll."""
     await look(admin, [])
     is_polled = path in upstream.asked
     found = []

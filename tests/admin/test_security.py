@@ -97,7 +97,7 @@ FORMS: dict[str, list[Need]] = {
 
 
 class FakeCluster:
-    """An nsqlookupd and an nsqd that know the topic t with the channel c, and agree to everything."""
+    """An nsqlookupd and an nsqd with the topic t and its channel c. They accept every change."""
 
     def __init__(self) -> None:
         self.changes: list[str] = []

@@ -1,7 +1,7 @@
 """One browser for all these tests, and one cluster of real processes for it to look at.
 
-Both end with the folder's last test on a worker: while Playwright runs, its event loop is this thread's, and
-tests elsewhere have loops of their own.
+Both end with the last test of this folder: while Playwright runs, it uses this thread's event loop,
+and other tests need loops of their own.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def profile(chromium: Browser) -> Profile:
 
 @pytest.fixture
 def visit(chromium: Browser, profile: Profile) -> Iterator[Callable[..., Visitor]]:
-    """A function of an nsqadmin and of what is special about the browser, for a new visitor. There may be one
-    at a time with nothing special."""
+    """A function that makes a visitor for an nsqadmin, with options of the browser context. Only
+    one visitor at a time may have no options."""
     with ExitStack() as stack:
 
         def visit(admin: AdminProcess, **context: Any) -> Visitor:

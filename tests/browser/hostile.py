@@ -1,4 +1,4 @@
-"""An nsqd, and a runner of pipelines, that say the worst they can: names, errors and bodies that are markup.
+"""An nsqd and a pipeline runner whose names, errors and bodies are hostile markup.
 
 HostileNode()       listens on a port of its own until close(); a context manager
     address         for --nsqd-http-address and --pipeline-http-address

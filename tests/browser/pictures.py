@@ -1,6 +1,6 @@
-"""PNG files made small: our pages have few colours, but Chromium writes them as if they had many.
+"""Shrinks PNG files: our pages have few colours, but Chromium writes them with many.
 
-shrink(path)        rewrites the file with a palette of 256 of its colours; others become the nearest of them
+shrink(path)        rewrites the file with a palette of 256 of its colours
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def decode(data: bytes) -> Bytes:
 
 
 def _unfiltered(kind: int, row: NDArray[np.int64], above: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What was written is the difference to a guess from the pixels to the left, above, and above left."""
+    """A byte is the difference to a prediction from the pixels left, above, and above left."""
     if kind == 0:
         return row
     if kind == 1:
@@ -73,7 +73,8 @@ def _paeth(left: int, up: int, corner: int) -> int:
 
 
 def _palette(colours: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The most frequent colours, but one of each kind at the least: a green dot is small, and stays green."""
+    """The most frequent colours, and at least one of each kind, so that a small green dot stays
+    green."""
     ranked = colours[np.argsort(-counts)]
     _, first = np.unique(ranked // KIND, axis=0, return_index=True)
     chosen = sorted(first)[:200]

@@ -1,7 +1,7 @@
-"""The pictures in the docs: `python -m tests.browser.screenshots` makes them anew, of a live cluster.
+"""The pictures in the docs: `python -m tests.browser.screenshots` takes them of a live cluster.
 
-A shop's events go through two nsqds for a few minutes, so that the charts have something to show and some
-channels have troubles of their own: one consumer is too slow, one hangs, one channel has none at all.
+A shop's events go through two nsqds for a few minutes, so that the charts have data. Some channels
+have problems: one consumer is too slow, one hangs, one channel has no consumer.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PICTURES = {"overview": "/", "channel": "/topics/payments/ledger"}
 TICK_S = 0.1
 PERIOD_S = 75.0
 """Traffic comes and goes in waves of this length."""
-# For each topic, messages a second at the most; for each channel of it, consumers on each node and how many
-# messages a second one of them can do.
+# For each topic the highest rate in messages per second; for each of its channels the consumers on
+# each node, and the messages per second that one consumer can process.
 SHOP: dict[str, tuple[int, dict[str, tuple[int, float]]]] = {
     "orders": (400, {"billing": (2, 1000), "warehouse": (1, 1000), "analytics": (1, 1000)}),
     "page_views": (900, {"sessions": (2, 2000), "archive": (1, 2000)}),

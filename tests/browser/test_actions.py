@@ -1,5 +1,5 @@
-"""Everything that can be done on the pages, done by hand in a real browser, and what the daemons then say;
-and that the log has a line about each."""
+"""Every action on the pages, in a real browser: its effect on the daemons, and its line in the
+log."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Nothing that others say becomes markup or script, and no foreign page makes a browser do anything here.
+"""No foreign text becomes markup or script, and no foreign page makes a browser change anything.
 
-A script that ran would open a dialog or leave a trace that the visitor takes for a complaint; and whatever it
-tried, the policy of the pages forbids, which the browser would say on its console.
+A script that ran would open a dialog or log an error, and the visitor records both as complaints.
+The Content-Security-Policy forbids the rest, and the browser logs each violation.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def test_text_in_a_url_stays_text(visitor: Visitor, cluster: Cluster, path: str)
 
 
 class ForeignSite:
-    """A page on another port of this machine: another origin, yet the same site, so that cookies go along."""
+    """A page on another port: another origin of the same site, so the browser sends our cookies."""
 
     def __init__(self, target: str, topic: str) -> None:
         page = f"""<!doctype html><title>evil</title>

@@ -1,6 +1,5 @@
-"""Every page in a real browser: what it shows, that it stays up to date, on a phone, in the dark, by
-keyboard, and to somebody who cannot see it. That nothing is fetched from elsewhere and no script fails is
-checked in every test, by the visitor."""
+"""Every page in a real browser: content, live updates, phone, dark mode, keyboard, accessibility.
+The visitor checks in every test that nothing is fetched from other hosts and no script fails."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ PAGES = {
 
 @pytest.fixture(scope="module")
 def consumer(cluster: Cluster, admin: AdminProcess) -> Iterator[RawConnection]:
-    """Of orders / emails; beside it nobody reads orders / billing, and nobody has idle.topic. The topics of
-    other tests are gone: with them pages are long, and a check of one takes seconds."""
+    """A consumer of orders / emails. orders / billing has none, and idle.topic is inactive. Topics
+    of other tests are deleted: long pages take seconds to check."""
     cluster.clear()
     cluster.add("orders", "billing", "emails")
     cluster.lookupd.post("/channel/create", topic="idle.topic", channel="c")

@@ -7,14 +7,14 @@ Visitor(profile, site)
     page                                Playwright's Page, for what is not here
     go(path)                            open a page of nsqadmin's, and wait until its script has run
     switch_scripts_off()                those of the pages, until the end of the visit
-    act(id)                             click what sends a form, and read the note on the page that follows
-    confirm(id, name)                   open a dangerous action, type the name, do it; the note
-    text(selector) number(selector)     what is shown there, now
+    act(id)                             send a form, and read the note on the next page
+    confirm(id, name)                   open a confirmation, type the name, send it; returns the note
+    text(selector) number(selector)     the text or number shown there now
     sees(selector, text)                wait until it is there, with this text in it
     close()                             end of the visit; raises for a complaint that is left
-    axe(*rules)                         what an accessibility check has to say, one line each
-    complaints                          console errors, uncaught errors, dialogs, requests to other hosts
-    allowed                             parts of complaints that are expected, for tests that provoke them
+    axe(*rules)                         findings of an accessibility check, one line each
+    complaints                          console and uncaught errors, dialogs, foreign requests
+    allowed                             parts of complaints that a test expects
 
 Everything that a page does wrong by itself is a complaint.
 """

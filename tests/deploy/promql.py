@@ -1,4 +1,4 @@
-"""As much of PromQL as is needed to say what an expression uses. Anything it does not know is an error."""
+"""The part of PromQL that our expressions use. Anything else is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The alerts, the dashboard and the page about them: of metrics that running daemons export, used rightly."""
+"""The alerts, the dashboard and their page use metrics that the daemons export, and use them
+right."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ class Metric(NamedTuple):
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, Metric]:
-    """By the name of the sample, from an nsqd with a topic, a channel and a consumer, and from a runner's
-    endpoint with a pipeline that has done something; and `up`, which is Prometheus' own."""
+    """By sample name: from an nsqd with a topic, a channel and a consumer, from a runner with a
+    pipeline that has run, and Prometheus' own `up`."""
     found = {"up": Metric("gauge", frozenset())}
     for text in (nsqd_metrics(), pipeline_metrics()):
         for family in text_string_to_metric_families(text):

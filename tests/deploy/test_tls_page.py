@@ -1,4 +1,4 @@
-"""docs/how-to/tls.md, followed to the letter: its openssl commands, then nsqd, clients, tools, nsqadmin."""
+"""docs/how-to/tls.md, step by step: its openssl commands, then nsqd, clients, tools, nsqadmin."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FILES = ("ca.pem", "client.pem", "client.key")
 
 
 def run(text: str, folder: Path, input: bytes = b"", **variables: str) -> str:
-    """The commands of a block, as somebody would who has our programs on the path. What they print."""
+    """Runs the commands of a block, with our programs on the path. Returns their output."""
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],

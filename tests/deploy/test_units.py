@@ -1,4 +1,4 @@
-"""The systemd units and the configuration with them: accepted by systemd, and by what they start."""
+"""systemd accepts the units, and the daemons accept their configuration."""
 
 from __future__ import annotations
 

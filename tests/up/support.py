@@ -1,6 +1,6 @@
-"""`nsparq up` as somebody in a terminal has it.
+"""`nsparq up` as a process, as in a terminal.
 
-Up(directory, "--nsqd=2")       a context manager: started, on free ports; what is left at the end is killed
+Up(directory, "--nsqd=2")       a context manager: starts it on free ports; kills what is left
     wait_until_ready()          then address("nsqd-1", "tcp"), address("nsqadmin", "http") …
     children()                  pids of its child processes
     child("nsqd-1")             the one with this in its command line

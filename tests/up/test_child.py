@@ -1,4 +1,4 @@
-"""A child process does not outlive its parent, nor does what it has started, however stubborn it is."""
+"""A child process and its own children do not outlive the parent, even if they ignore SIGTERM."""
 
 from __future__ import annotations
 

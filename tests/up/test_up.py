@@ -1,4 +1,4 @@
-"""`nsparq up` with real daemons: that it is ready when it says so, keeps them running, and leaves nothing."""
+"""`nsparq up` with real daemons: it is ready when it says so, restarts them, and leaves nothing."""
 
 from __future__ import annotations
 

@@ -136,8 +136,7 @@ class Nsqadmin:
         logger.info("HTTP: listening on %s", join_address(*self.http_address))
 
     async def stop(self) -> None:
-        """Stop accepting, answer the requests in progress, send the waiting notifications. Twice is
-        safe."""
+        """Stop accepting, finish the open requests, send waiting notifications. Twice is safe."""
         http, self._http = self._http, None
         if http is None:
             return

@@ -1,5 +1,4 @@
-"""What nsqadmin adds to nsparq.http: paths with several names, a base path, error pages,
-compression."""
+"""What nsqadmin adds to nsparq.http: paths with several names, base path, ETags, compression."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class AdminApi(Api):
         super().__init__(title=title, version=version, endpoints=placed, guard=guard, check_host=check_host)
         self._show_error = show_error
         self._patterns: dict[int, list[tuple[list[str], str]]] = {}
-        """Paths with a `{name}`, by their number of parts. Paths with a longer fixed beginning come
-        first."""
+        """Paths with a `{name}`, by their number of parts; longer fixed beginnings come first."""
         for path in sorted({one.path for one in placed if "{" in one.path}, key=lambda path: path.find("{")):
             parts = path.split("/")
             self._patterns.setdefault(len(parts), []).insert(0, (parts, path))
@@ -130,8 +128,7 @@ def describe_paths(api: Api) -> dict[str, Any]:
 
 
 def _complete(request: Request, response: Response) -> Response:
-    """Add the cache headers, and compress the body if the client accepts that and it is large
-    enough."""
+    """Add the cache headers, and compress a large body if the client accepts that."""
     headers = [("Vary", "Accept-Encoding")]
     has_own = any(name == "Cache-Control" for name, _ in response.headers)
     if response.content_type == JSON_TYPE and not has_own:

@@ -64,8 +64,7 @@ class Actor:
 
     @classmethod
     def of(cls, request: Request, user: str = "") -> Actor:
-        """`user` is the verified user. Without one it is the unverified user of HTTP Basic, as in
-        NSQ."""
+        """`user` is verified. Without one it is the unverified user of HTTP Basic, as in NSQ."""
         is_secure = request.secure is not None or request.header("X-Scheme") == "https"
         target = request.path + (f"?{request.query}" if request.query else "")
         return cls(

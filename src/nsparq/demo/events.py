@@ -27,8 +27,7 @@ LATE_S: Final = 3600
 """As in shop.toml: an event that is sent more than an hour after it happened is not counted."""
 KINDS: Final = ("view", "search", "basket", "order", "refund")
 CLOSING: Final = "closing"
-"""The kind of the last event. It is hours after the day, so that it closes all windows of the
-day."""
+"""The kind of the last event. It is hours after the day and closes all windows of the day."""
 _ITEMS: Final = ("tea", "coffee", "cake", "bread", "jam", "honey", "milk", "apples")
 _OF_100: Final = ("view",) * 60 + ("search",) * 20 + ("basket",) * 12 + ("order",) * 7 + ("refund",)
 """The kinds by frequency. A lookup in a tuple is fast: there are a million events."""

@@ -1,5 +1,4 @@
-"""The demo: start the stack, send the events, read and check the results, show them, stop
-everything."""
+"""The demo: starts the stack, sends events, checks and shows the results, stops everything."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the demo puts into the stack: its pipeline file, and the events, in batches at a given
-rate."""
+"""What the demo puts into the stack: its pipeline file, and the events at a given rate."""
 
 from __future__ import annotations
 

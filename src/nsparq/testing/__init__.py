@@ -33,10 +33,6 @@ def __getattr__(name: str) -> Any:
     installed."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = {
-        "FaultProxy": "proxy",
-        "PipelineResult": "pipelines",
-        "given": "pipelines",
-        "try_pipeline": "pipelines",
-    }
-    return getattr(importlib.import_module(f"{__name__}.{module.get(name, 'brokers')}"), name)
+    pipelines = ("PipelineResult", "given", "try_pipeline")
+    module = "proxy" if name == "FaultProxy" else "pipelines" if name in pipelines else "brokers"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

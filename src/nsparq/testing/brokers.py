@@ -86,8 +86,7 @@ class _Background:
         self._options["http_address"] = self.http_address
 
     def stop(self) -> None:
-        """A clean stop. Raises AssertionError after an error on the daemon's loop. Twice is
-        safe."""
+        """A clean stop. Raises AssertionError after an error on its loop. Twice is safe."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

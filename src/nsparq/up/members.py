@@ -1,11 +1,10 @@
-"""The members of the stack: how each is started, where it listens, and how to check that it
-answers."""
+"""The members of the stack: how each is started, where it listens, whether it answers."""
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -39,10 +38,11 @@ class Plan:
 
 
 class Member:
-    """One child process. Its arguments have the ports of others, so they are made just before its
-    start."""
+    """One child process. Its arguments have the ports of others: they are made at its start."""
 
     module = ""
+    port_flags: Mapping[str, str] = {}
+    """The flag of each port."""
     ready_within_s = DAEMON_READY_S
     may_finish = False
     """Exit status 0 means that its work is finished."""
@@ -70,7 +70,8 @@ class Member:
         raise NotImplementedError
 
     def wanted(self) -> Iterator[Wanted]:
-        raise NotImplementedError
+        for kind, flag in self.port_flags.items():
+            yield Wanted(self.ports[kind], f"{self.name}, {kind}", flag)
 
     def _common(self) -> list[str]:
         level = "debug" if self.cluster.plan.log_level == "debug" else "info"
@@ -84,6 +85,7 @@ class Member:
 
 class Lookupd(Member):
     module = "nsparq.lookup.main"
+    port_flags: Mapping[str, str] = {"TCP": "--lookupd-tcp-port", "HTTP": "--lookupd-http-port"}
 
     def arguments(self) -> list[str]:
         return [
@@ -94,15 +96,12 @@ class Lookupd(Member):
         ]
 
     def why_not_ready(self) -> str:
-        return _why_no_ping(self.address("HTTP")) or _why_no_connection(self)
-
-    def wanted(self) -> Iterator[Wanted]:
-        yield Wanted(self.ports["TCP"], f"{self.name}, TCP", "--lookupd-tcp-port")
-        yield Wanted(self.ports["HTTP"], f"{self.name}, HTTP", "--lookupd-http-port")
+        return _get(self.address("HTTP"), "/ping")[1] or _why_no_connection(self)
 
 
 class Nsqd(Member):
     module = "nsparq.server.main"
+    port_flags: Mapping[str, str] = {"TCP": "--nsqd-tcp-port", "HTTP": "--nsqd-http-port"}
 
     def __init__(self, cluster: Cluster, name: str, number: int, **ports: int) -> None:
         super().__init__(cluster, name, **ports)
@@ -128,7 +127,7 @@ class Nsqd(Member):
 
     def why_not_ready(self) -> str:
         return (
-            _why_no_ping(self.address("HTTP"))
+            _get(self.address("HTTP"), "/ping")[1]
             or _why_no_connection(self)
             or self._why_not_registered(self.cluster.lookupd.address("HTTP"))
         )
@@ -140,13 +139,10 @@ class Nsqd(Member):
             return ""
         return reason or "not registered with nsqlookupd yet"
 
-    def wanted(self) -> Iterator[Wanted]:
-        yield Wanted(self.ports["TCP"], f"{self.name}, TCP", "--nsqd-tcp-port")
-        yield Wanted(self.ports["HTTP"], f"{self.name}, HTTP", "--nsqd-http-port")
-
 
 class Admin(Member):
     module = "nsparq.admin.main"
+    port_flags: Mapping[str, str] = {"HTTP": "--admin-port"}
 
     def arguments(self) -> list[str]:
         pipelines = (one.address("metrics") for one in self.cluster.pipelines)
@@ -162,23 +158,18 @@ class Admin(Member):
         return f"http://{self.address('HTTP')}/"
 
     def why_not_ready(self) -> str:
-        reason = _why_no_ping(self.address("HTTP"))
-        if reason:
-            return reason
         answer, reason = _ask(self.address("HTTP"), "/api/nodes")
         if reason:
             return reason
-        is_known = isinstance(answer, dict) and len(answer.get("nodes", [])) >= len(self.cluster.nsqds)
+        is_known = isinstance(answer, dict) and len(answer.get("nodes") or ()) >= len(self.cluster.nsqds)
         return "" if is_known else "does not list all nsqds yet"
-
-    def wanted(self) -> Iterator[Wanted]:
-        yield Wanted(self.ports["HTTP"], f"{self.name}, HTTP", "--admin-port")
 
 
 class Pipelines(Member):
     """The runner of one pipeline file."""
 
     module = "nsparq.up.pipelines"
+    port_flags: Mapping[str, str] = {"metrics": "--pipeline-port"}
     ready_within_s = SPARK_READY_S
     may_finish = True
     is_vital = False
@@ -206,9 +197,6 @@ class Pipelines(Member):
         pipelines = answer.get("pipelines", []) if isinstance(answer, dict) else []
         behind = [one for one in pipelines if one["state"] in ("starting", "waiting", "failed")]
         return "; ".join(f"{one['name']} is {one['state']}: {one['error']}".rstrip(": ") for one in behind)
-
-    def wanted(self) -> Iterator[Wanted]:
-        yield Wanted(self.ports["metrics"], f"{self.name}, status", "--pipeline-port")
 
 
 class Cluster:
@@ -246,8 +234,7 @@ class Cluster:
 
 
 def _named(files: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """The name of a file is the name of its checkpoint. Raises StartError for two files of one
-    name."""
+    """A checkpoint has the name of its file. Raises StartError for two files of one name."""
     known: dict[str, Path] = {}
     for file in files:
         name = f"pipeline-{file.stem}"
@@ -255,16 +242,6 @@ def _named(files: Sequence[Path]) -> Iterator[tuple[str, Path]]:
         if other is not file:
             raise StartError(f"--pipeline: {other} and {file} need different names")
         yield name, file
-
-
-def _why_no_ping(address: str) -> str:
-    try:
-        answer = fetch(f"http://{address}/ping", connect_timeout=ASK_S, request_timeout=ASK_S)
-    except FetchError as error:
-        return str(error)
-    if answer.status != 200:
-        return f"{address} answers {answer.status}: {answer.body[:200].decode(errors='replace')}"
-    return ""
 
 
 def _why_no_connection(member: Member) -> str:
@@ -275,12 +252,22 @@ def _why_no_connection(member: Member) -> str:
         return f"{member.address('TCP')}: {error.strerror or error}"
 
 
-def _ask(address: str, path: str) -> tuple[Any, str]:
-    """The JSON answer, or None and the reason."""
+def _get(address: str, path: str) -> tuple[bytes, str]:
+    """The body of the answer, and why there is none."""
     try:
         answer = fetch(f"http://{address}{path}", connect_timeout=ASK_S, request_timeout=ASK_S)
-        if answer.status != 200:
-            return None, f"{address}{path} answers {answer.status}"
-        return json.loads(answer.body), ""
-    except (FetchError, ValueError) as error:
+    except FetchError as error:
+        return b"", str(error)
+    if answer.status != 200:
+        shown = answer.body[:200].decode(errors="replace")
+        return b"", f"{address}{path} answers {answer.status}: {shown}"
+    return answer.body, ""
+
+
+def _ask(address: str, path: str) -> tuple[Any, str]:
+    """The JSON answer, or None and the reason."""
+    body, reason = _get(address, path)
+    try:
+        return (None, reason) if reason else (json.loads(body), "")
+    except ValueError as error:
         return None, str(error)

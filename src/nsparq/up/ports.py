@@ -72,8 +72,7 @@ class Wanted:
 
 
 def check_free(host: str, wanted: Iterable[Wanted]) -> None:
-    """Raises StartError with every port that cannot be used, its owner, and the flag to change
-    it."""
+    """Raises StartError with every port that cannot be used, its owner, and its flag."""
     problems: list[str] = []
     owners: dict[int, Wanted] = {}
     for one in wanted:
@@ -111,8 +110,7 @@ def _why_not(host: str, port: int) -> str:
 
 
 def free_port(host: str) -> int:
-    """A port that is free now. Another process may take it first, so use port 0 where that is
-    possible."""
+    """A port that is free now. Another process may take it: prefer port 0."""
     probes = listen_on((host, 0))
     port: int = probes[0].getsockname()[1]
     for probe in probes:

@@ -23,8 +23,7 @@ DRAIN_S: Final = 2.0
 
 
 class Process:
-    """`lines` gets each line of output. Ctrl-C does not reach the child: the stack stops its
-    members in order."""
+    """`lines` gets each line of output. Ctrl-C does not reach it: the stack stops it in order."""
 
     def __init__(self, process: asyncio.subprocess.Process, lines: Callable[[str], None]) -> None:
         self._process, self._lines = process, lines
@@ -64,8 +63,7 @@ class Process:
         return not self.ended.done()
 
     async def stop(self, timeout_s: float) -> bool:
-        """SIGTERM, then SIGKILL after the timeout. Returns whether it stopped by itself. Twice is
-        safe."""
+        """SIGTERM, then SIGKILL. Returns whether it stopped by itself. Twice is safe."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What nsqadmin does with messages when something goes wrong in between: nothing is lost, and it is said."""
+"""Message operations of nsqadmin that fail half-way: nothing is lost, and the error is reported."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_an_impossible_move_is_refused_before_anything_is_published(
 def test_a_node_that_does_not_report_its_features_is_asked_again(
     nsqd: TestBroker, faulty: FaultyNsqd, letters: str
 ) -> None:
-    """An answer that fails is not taken for NSQ's own nsqd, which says that there is no such thing."""
+    """A failed answer is not taken for NSQ's own nsqd, which answers 404."""
     faulty.fail("/openapi.json", "before", on=1)
     with start_admin(nsqd_http_address=(faulty.address,), poll_interval=0.1) as admin:
         found = wait_until(lambda: (one := admin.get(f"/api/messages/{letters}"))["messages"] and one)

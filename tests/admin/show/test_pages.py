@@ -1,4 +1,4 @@
-"""The pages over real daemons: what they show, what their forms do, that nothing in them becomes markup."""
+"""The pages over real daemons: what they show, what their forms do, that no data becomes markup."""
 
 from __future__ import annotations
 

@@ -74,8 +74,7 @@ class Actions:
         self._notifier.notify(action, actor, names)
 
     async def create(self, actor: Actor, access: Access, topic: str, channel: str = "") -> str:
-        """A channel is created with its topic if there is none. Then it needs the right to the
-        topic."""
+        """Creating a channel of a new topic also needs the permission for the topic."""
         check_topic(topic)
         if channel and not _is_valid(channel):
             raise ApiError(400, "INVALID_CHANNEL")
@@ -161,8 +160,8 @@ class Actions:
         return await self.run(f"{action}_{kind}", actor, work, **names)
 
     async def tombstone(self, actor: Actor, topic: str, address: str) -> str:
-        """Remove the topic from one nsqd. nsqlookupds hide it first, so that no consumer goes back
-        there."""
+        """Remove a topic from an nsqd. nsqlookupds hide it first, so that no consumer comes
+        back."""
         check_topic(topic)
 
         async def work() -> list[str]:

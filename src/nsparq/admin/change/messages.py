@@ -26,8 +26,7 @@ MAX_BODY: Final = 1 << 20
 """Bytes of a message that can be published here."""
 MOVED_AT_ONCE: Final = 1000
 HOLD_S: Final = 60
-"""How long nsqd delivers nothing from a channel while messages are moved. A slower move is
-refused."""
+"""How long nsqd holds a channel while messages are moved. A slower move is refused."""
 CHUNK: Final = 1 << 20
 """Bytes in one publish request."""
 
@@ -88,8 +87,7 @@ class Target:
     unwrap: bool
     """Whether to publish the message inside a dead letter, and not the letter."""
     source: str = ""
-    """The topic that the messages come from. Nothing is published there: it would be found
-    again."""
+    """The topic that the messages come from. Nothing may be published there."""
     may_publish: Callable[[str], bool] = lambda topic: True
 
     def by_topic(self, bodies: Iterable[bytes]) -> dict[str, list[bytes]]:
@@ -114,8 +112,7 @@ class Target:
 
 
 async def copy(cluster: Cluster, node: Node, topic: str, sequences: Iterable[int], target: Target) -> int:
-    """Publish messages of the topic's log again. They stay where they are. Raises
-    MessagesFailed."""
+    """Publish messages again. They also stay where they are. Raises MessagesFailed."""
     bodies = await _bodies(cluster, node, topic, sorted(set(sequences)))
     by_topic = target.by_topic(bodies)
     await _publish_all(cluster, node, by_topic)

@@ -146,7 +146,7 @@ class Cluster:
         return [_node(one, lookupd) for one in objects(_object(answer), "producers")]
 
     async def producers(self, topic: str) -> Found[list[Node]]:
-        """The nsqds that have the topic. None if only nsqlookupd knows it. Raises NotFound,
+        """The nsqds that have the topic; none for an inactive topic. Raises NotFound,
         Unreachable."""
         if not self.lookupds:
             stats = await self._stats_of_configured(topic=topic)
@@ -259,8 +259,7 @@ class Cluster:
     async def ask(
         self, node: Node, method: str, path: str, body: bytes | None = None, /, **query: str
     ) -> Answer:
-        """Every request to an nsqd goes through here, with the secret if the node may have it.
-        Raises RequestFailed."""
+        """A request to an nsqd, with the secret if the node may have it. Raises RequestFailed."""
         url = with_query(f"{_url(node)}{path}", query)
         try:
             return await self.upstream.ask(method, url, body, secret=self._secret_for(node))
@@ -272,8 +271,7 @@ class Cluster:
             ) from error
 
     def _secret_for(self, node: Node) -> Secret:
-        """Anybody can register a node at nsqlookupd, so a registered node is not trusted with the
-        secret."""
+        """Anybody can register a node at nsqlookupd, so that alone does not earn the secret."""
         is_ours = bool(node.configured) or self._scope.covers(node.broadcast_address, node.http_port)
         return Secret(self._secret, needs_proof=not is_ours)
 

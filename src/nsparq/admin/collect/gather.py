@@ -101,8 +101,7 @@ class Gatherer:
         self._unknown.append(parts)
 
     def take(self, stats: NodeStats, before: Parts, now_s: float) -> tuple[Parts, Array]:
-        """Returns the counters to remember until the next poll, and the nsqd's part of the
-        totals."""
+        """Returns the counters for the next poll, and the nsqd's part of the totals."""
         names: list[Key] = []
         channels: list[Key] = []
         entries: list[Mapping[str, Any]] = []

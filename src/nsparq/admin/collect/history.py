@@ -90,8 +90,7 @@ class Table:
         peaks: Sequence[str] = (),
         max_series: int = 1 << 30,
     ) -> None:
-        """The coarser rings keep the highest value of `peaks`, and the mean of the other
-        figures."""
+        """Coarser rings keep the highest value of `peaks`, and the mean of other figures."""
         self.figures = tuple(figures)
         self.column = {name: place for place, name in enumerate(self.figures)}
         width = len(self.figures)
@@ -228,8 +227,7 @@ class Table:
         return dict(zip(self.figures, map(float, self.now[place]), strict=True))
 
     def top(self, figure: str, count: int) -> list[Any]:
-        """The keys of the series with the highest values of a figure, the highest first, without
-        zeros."""
+        """The keys of the series with the highest values of a figure, without zeros."""
         values = self.now[:, self.column[figure]]
         known = np.flatnonzero(values > 0)
         if not len(known):
@@ -271,8 +269,7 @@ class Table:
         return found, self._time_s - float(times[nearest])
 
     def recent(self, figure: str, for_s: float) -> NDArray[np.float64]:
-        """The mean of a figure over the last `for_s` seconds, of all series by place. NaN if
-        unknown."""
+        """The mean of a figure over `for_s` seconds, of all series by place. NaN if unknown."""
         ring = self._rings[0]
         slots, times = ring.known()
         slots, column = slots[times > self._time_s - for_s], self.column[figure]

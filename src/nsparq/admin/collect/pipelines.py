@@ -49,8 +49,7 @@ class Pipelines:
         self._interval_s = interval_s
         self._clock = steady_clock()
         self.found: list[dict[str, Any]] = []
-        """An entry for each pipeline. A runner that does not answer has one entry, with
-        `unreachable`."""
+        """A dict for each pipeline; one with `unreachable` for a runner that does not answer."""
         self.history = Table(PIPELINE, poll_s=interval_s, peaks=PIPELINE, max_bytes=HISTORY_BYTES)
         """Keys are (runner, pipeline)."""
         self.was_asked = False

@@ -165,8 +165,7 @@ class Upstream:
         *,
         secret: Secret = NO_SECRET,
     ) -> Answer:
-        """An answer with status 200. Raises BadStatus for another status, RequestFailed without an
-        answer."""
+        """An answer with status 200. Raises BadStatus for another, RequestFailed without one."""
         answer = await self.exchange(method, url, body, secret=secret)
         if answer.status == 403 and url.startswith("http:") and (secure := _https_url(url, answer.body)):
             url = secure
@@ -258,8 +257,7 @@ class Upstream:
             self._sweep(now)
 
     def _sweep(self, now: float) -> None:
-        """Close connections that were idle too long: nobody asks a node again that has left the
-        cluster."""
+        """Close idle connections, also those to nodes that have left the cluster."""
         self._swept_at = now
         for place, idle in [*self._idle.items()]:
             kept = [one for one in idle if one.is_usable and now - one.idle_since < IDLE_S]

@@ -200,8 +200,7 @@ class Watch:
         return found.value[0]
 
     async def features(self, node: Node) -> frozenset[str]:
-        """The paths of the nsqd's HTTP API. Asks the node if that is not known yet. Raises
-        RequestFailed."""
+        """The paths of the nsqd's HTTP API; asks the node if needed. Raises RequestFailed."""
         state = self.nodes.get(node.address)
         if state is None or state.asked_s == -math.inf:
             state = state or NodeState(node)

@@ -229,8 +229,7 @@ class Forms:
         return _done(f"Channel moved. Messages delivered again: {again:,}; skipped: {skipped:,}.", warning)
 
     def _place(self, action: str, form: Form, *, is_done: bool = False) -> tuple[str, ...]:
-        """The page that shows the outcome. It is made of names, so it is always one of our
-        pages."""
+        """The page for the outcome, as names: so it is always one of our own pages."""
         topic, channel, node, origin = form["topic"], form["channel"], form["node"], form["page"]
         if origin == "lookup":
             return ("lookup",)

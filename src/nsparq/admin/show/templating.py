@@ -1,5 +1,4 @@
-"""The templates of the pages, in which every value is escaped, their filters, and the static
-files."""
+"""The templates of the pages, which escape every value, their filters, and the static files."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ UNKNOWN: Final = "–"
 
 
 class Assets:
-    """The files under static/, read once. Files in `directory` come first, and are read each
-    time."""
+    """The files of static/, read once. A file in `directory` wins, and is read each time."""
 
     def __init__(self, base: str, directory: str = "") -> None:
         self._base = base

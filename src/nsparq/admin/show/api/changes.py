@@ -1,5 +1,4 @@
-"""NSQ's changing endpoints: create, delete, pause, empty, tombstone. change/actions.py does the
-work."""
+"""NSQ's changing endpoints: create, delete, pause, empty, tombstone. See change/actions.py."""
 
 from __future__ import annotations
 

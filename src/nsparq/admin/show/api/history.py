@@ -1,5 +1,4 @@
-"""The overview, the figures behind the charts, and the Spark pipelines: what nsqadmin has
-polled."""
+"""The data of the polls: the overview, the figures behind the charts, the Spark pipelines."""
 
 from __future__ import annotations
 

@@ -75,8 +75,7 @@ def look(path: str, summary: str, **more: Any) -> Callable[[F], F]:
 def change(
     method: str, path: str, summary: str, body: Mapping[str, Any] | None = None, **more: Any
 ) -> Callable[[F], F]:
-    """An endpoint that changes something. `body`: the properties of the JSON object that it
-    takes."""
+    """An endpoint that changes something. `body`: the properties of its JSON body."""
     entry: dict[str, Any] = {
         "group": "Changes",
         "permission": "admin",
