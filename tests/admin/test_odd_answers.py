@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from nsparq.admin.change.messages import MessagesFailed, Target, move
+from nsparq.admin.collect.cluster import Cluster
 from nsparq.admin.collect.upstream import Answer, Upstream
 from nsparq.admin.daemon import Nsqadmin
 from nsparq.admin.options import NsqadminOptions
@@ -239,3 +241,15 @@ def test_an_odd_answer_does_not_break_nsqadmin(path: str, monkeypatch: pytest.Mo
         return failures
 
     assert asyncio.run(main()) == []
+
+
+def test_a_move_that_gets_nonsense_in_place_of_a_hold_fails_as_a_move() -> None:
+    async def main() -> None:
+        upstream = OddUpstream()
+        upstream.bent, upstream.body = "/channel/hold", b"nonsense"
+        cluster = Cluster(upstream, lookupds=[ADDRESS], nsqds=())
+        node, _ = await cluster.node(ADDRESS)
+        with pytest.raises(MessagesFailed, match="not JSON"):
+            await move(cluster, node, "t", "c", Target("u", unwrap=False), 1)
+
+    asyncio.run(main())

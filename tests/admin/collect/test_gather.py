@@ -15,19 +15,8 @@ NODES = [Node(f"h{number}", f"h{number}", 4150, 4151, "1.3.0") for number in (1,
 
 
 def channel(name: str = "c", **fields: Any) -> dict[str, Any]:
-    figures = dict.fromkeys(
-        (
-            "depth",
-            "backend_depth",
-            "in_flight_count",
-            "deferred_count",
-            "message_count",
-            "requeue_count",
-            "timeout_count",
-            "client_count",
-        ),
-        0,
-    )
+    counts = ("in_flight", "deferred", "message", "requeue", "timeout", "client")
+    figures = dict.fromkeys(("depth", "backend_depth", *(f"{one}_count" for one in counts)), 0)
     latency = {"count": 0, "percentiles": None}
     return {"channel_name": name, **figures, "paused": False, "e2e_processing_latency": latency, **fields}
 

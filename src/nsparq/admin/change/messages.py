@@ -10,7 +10,7 @@ import contextlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from nsparq.admin.collect.cluster import Cluster
 from nsparq.admin.collect.merge import Node, number, objects, text
@@ -43,10 +43,7 @@ async def publish(cluster: Cluster, node: Node, topic: str, body: bytes, *, defe
     query = {"topic": topic}
     if defer_ms:
         query["defer"] = str(defer_ms)
-    try:
-        await cluster.ask(node, "POST", "/pub", body, **query)
-    except RequestFailed as error:
-        raise MessagesFailed(f"{node.address}: {reason(error)}") from error
+    await _ask(cluster, node, "POST", "/pub", body, **query)
 
 
 async def _publish_all(cluster: Cluster, node: Node, by_topic: Mapping[str, Sequence[bytes]]) -> None:
@@ -55,10 +52,7 @@ async def _publish_all(cluster: Cluster, node: Node, by_topic: Mapping[str, Sequ
             packed = struct.pack(">i", len(chunk)) + b"".join(
                 struct.pack(">i", len(body)) + body for body in chunk
             )
-            try:
-                await cluster.ask(node, "POST", "/mpub", packed, topic=topic, binary="true")
-            except RequestFailed as error:
-                raise MessagesFailed(f"{node.address}: {reason(error)}") from error
+            await _ask(cluster, node, "POST", "/mpub", packed, topic=topic, binary="true")
 
 
 def _chunks(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
@@ -133,13 +127,13 @@ async def move(
     if await _channel_state(cluster, node, topic, channel) is None:
         return 0, 0
     where = {"topic": topic, "channel": channel}
-    answer = await _post(cluster, node, "/channel/hold", **where, for_seconds=str(HOLD_S))
-    hold = text(answer.json(), "hold")
+    held = await _ask_fields(cluster, node, "POST", "/channel/hold", **where, for_seconds=str(HOLD_S))
+    hold = text(held, "hold")
     try:
         return await _move_held(cluster, node, topic, channel, target, count, hold)
     finally:
         with contextlib.suppress(MessagesFailed):
-            await _post(cluster, node, "/channel/hold", **where, for_seconds="0", hold=hold)
+            await _ask(cluster, node, "POST", "/channel/hold", **where, for_seconds="0", hold=hold)
 
 
 async def _move_held(
@@ -162,19 +156,12 @@ async def _move_held(
         return 0, 0
     by_topic = target.by_topic(await _bodies(cluster, node, topic, chosen))
     await _publish_all(cluster, node, by_topic)
+    commit = {"topic": topic, "channel": channel, "sequence": str(chosen[-1] + 1), "hold": hold}
     try:
-        answer = await _post(
-            cluster,
-            node,
-            "/channel/commit",
-            topic=topic,
-            channel=channel,
-            sequence=str(chosen[-1] + 1),
-            hold=hold,
-        )
+        committed = await _ask_fields(cluster, node, "POST", "/channel/commit", **commit)
     except MessagesFailed as error:
         raise MessagesFailed(f"{len(chosen)} messages were published, but not finished: {error}") from error
-    return len(chosen), number(answer.json(), "depth")
+    return len(chosen), number(committed, "depth")
 
 
 def _check(node: Node, found: Peeked) -> None:
@@ -196,11 +183,9 @@ class _ChannelState(NamedTuple):
 
 async def _channel_state(cluster: Cluster, node: Node, topic: str, channel: str) -> _ChannelState | None:
     """None if the node has no such channel. Raises MessagesFailed."""
-    try:
-        answer = await cluster.get(node, "/stats", format="json", topic=topic, channel=channel)
-    except RequestFailed as error:
-        raise MessagesFailed(f"{node.address}: {reason(error)}") from error
-    for its_topic in objects(answer if isinstance(answer, dict) else {}, "topics"):
+    where = {"topic": topic, "channel": channel}
+    stats = await _ask_fields(cluster, node, "GET", "/stats", format="json", **where)
+    for its_topic in objects(stats, "topics"):
         for one in objects(its_topic, "channels"):
             if text(one, "channel_name") == channel:
                 return _ChannelState(
@@ -230,12 +215,26 @@ async def _check_idle(cluster: Cluster, node: Node, topic: str, channel: str) ->
         raise MessagesFailed(f"{node.address}: the channel has deferred messages; copy them instead")
 
 
-async def _post(cluster: Cluster, node: Node, path: str, **query: str) -> Answer:
+async def _ask(
+    cluster: Cluster, node: Node, method: str, path: str, body: bytes | None = None, /, **query: str
+) -> Answer:
     """Raises MessagesFailed."""
     try:
-        return await cluster.ask(node, "POST", path, **query)
+        return await cluster.ask(node, method, path, body, **query)
     except RequestFailed as error:
         raise MessagesFailed(f"{node.address}: {reason(error)}") from error
+
+
+async def _ask_fields(
+    cluster: Cluster, node: Node, method: str, path: str, /, **query: str
+) -> Mapping[str, Any]:
+    """The JSON object of the answer. Raises MessagesFailed."""
+    answer = await _ask(cluster, node, method, path, **query)
+    try:
+        fields = answer.json()
+    except RequestFailed as error:
+        raise MessagesFailed(f"{node.address}: {error}") from error
+    return fields if isinstance(fields, dict) else {}
 
 
 async def _bodies(cluster: Cluster, node: Node, topic: str, sequences: Sequence[int]) -> list[bytes]:
@@ -252,13 +251,13 @@ async def _bodies(cluster: Cluster, node: Node, topic: str, sequences: Sequence[
 
 async def _read(cluster: Cluster, node: Node, topic: str, start: int, wanted: set[int]) -> dict[int, bytes]:
     query = {"topic": topic, "from": str(start), "max_bytes": str(4 << 20), "verify": "true"}
+    answer = await _ask(cluster, node, "GET", "/topic/read", **query)
     found = {}
     try:
-        answer = await cluster.ask(node, "GET", "/topic/read", **query)
         for batch in iter_batches(answer.body):
             for sequence, body in enumerate(batch.bodies(), batch.base):
                 if sequence in wanted:
                     found[sequence] = bytes(body)
-    except (RequestFailed, CorruptRange) as error:
-        raise MessagesFailed(f"{node.address}: {reason(error)}") from error
+    except CorruptRange as error:
+        raise MessagesFailed(f"{node.address}: {error}") from error
     return found
