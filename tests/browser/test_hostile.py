@@ -184,7 +184,7 @@ def test_a_foreign_page_can_change_nothing_with_the_cookies_of_a_visitor(
         visitor.page.evaluate("window.done")
         with visitor.page.expect_navigation():
             visitor.page.evaluate("document.getElementById('form').submit()")
-        visitor.sees("#error-title", "You may not do this")
+        visitor.sees("#error-title", "You are not allowed to do this")
         framed = visitor.page.evaluate(
             """(address) => new Promise((resolve) => {
               const frame = document.createElement("iframe");
