@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, Final, TypeVar
 
-from nsparq.spark.options import COUNT, DURATION, NAME, Kind
+from nsparq.spark.option_fields import COUNT, DURATION, NAME, Kind
 
 T = TypeVar("T")
 Read = Callable[[Any], T]

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from nsparq.pipeline.file.keys import Problems, did_you_mean, expand, is_local, keys
 from nsparq.pipeline.file.sinks import Topic
-from nsparq.spark.options import TABLE, NsqOptions, OptionError, SparkOption, Use
+from nsparq.spark.option_fields import SparkOption
+from nsparq.spark.options import TABLE, NsqOptions, OptionError, Use
 
 DEFAULT_NSQD: Final = "127.0.0.1:4151"
 

@@ -12,7 +12,8 @@ from typing import Final
 
 from nsparq.pipeline.decode.samples import guess_format, infer_json
 from nsparq.pipeline.file.nsq_options import DEFAULT_NSQD
-from nsparq.spark.cluster.http_client import Access, Client, Refused, Unreachable
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Access, Refused, Unreachable
 
 ARCHIVE_BATCH: Final = "512m"
 """Limit of a micro-batch of the archive, which takes a few seconds."""

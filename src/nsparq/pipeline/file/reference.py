@@ -16,7 +16,7 @@ from nsparq.pipeline.file.nsq_options import DEFAULT_NSQD, NSQ_KEYS, SINK_KEYS, 
 from nsparq.pipeline.file.sinks import SINKS, Noop, Topic
 from nsparq.pipeline.file.spec import Decode, Output, PipelineKeys, Run, Source, Spark, Step, Watermark
 from nsparq.pipeline.file.tables import TABLES
-from nsparq.spark.options import SparkOption
+from nsparq.spark.option_fields import SparkOption
 
 HEAD: Final = """\
 # The pipeline file

@@ -11,9 +11,9 @@ from concurrent.futures import Executor
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
-from nsparq.private_random import private_random
 from nsparq.errors import NsparqError
 from nsparq.fetch import Answer, FetchError, fetch, without_secrets
+from nsparq.private_random import private_random
 from nsparq.server.auth.grants import AuthFailed, Authorization, Grant, Permission
 from nsparq.server.auth.patterns import BadPattern, compile_pattern
 
