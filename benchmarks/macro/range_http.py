@@ -32,7 +32,7 @@ from benchmarks.macro.http import HttpBroker
 from benchmarks.macro.report import describe_machine, print_facts
 from benchmarks.macro.wire import Address
 from nsparq.storage.batch import HEADER_SIZE
-from nsparq.storage.decode import iter_batches
+from nsparq.storage.raw_batch import iter_batches
 
 MIB = 1 << 20
 PLAIN_PIECE = MIB

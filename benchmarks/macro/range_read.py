@@ -17,9 +17,9 @@ from pathlib import Path
 
 from benchmarks.macro.report import describe_machine
 from nsparq.storage.cache import BatchCache
-from nsparq.storage.decode import iter_batches
 from nsparq.storage.files import Files
 from nsparq.storage.log import Log, LogSettings
+from nsparq.storage.raw_batch import iter_batches
 
 MIB = 1 << 20
 

@@ -34,7 +34,7 @@ from nsparq.addresses import join_address
 from nsparq.spark.cluster.api import Client
 from nsparq.spark.cluster.http_client import Access
 from nsparq.spark.session.build import build_session
-from nsparq.storage.decode import iter_batches
+from nsparq.storage.raw_batch import iter_batches
 
 DIGITS = 20
 HELP = {

@@ -10,9 +10,9 @@ NsparqError
 │   ├── WriteFailed      the disk refused an append (full, I/O error); nothing of it is kept
 │   ├── SyncFailed       an fsync failed; the messages may be delivered, and may be lost
 │   ├── CorruptBatch     bytes on disk that differ from what was written
-│   ├── CorruptRange     storage.decode: bytes of a range that are not valid batches
-│   ├── OffsetGone       storage.ranges: the log no longer has this sequence number
-│   └── OffsetAhead      storage.ranges: the log has not reached this sequence number
+│   ├── CorruptRange     storage.raw_batch: bytes of a range that are not valid batches
+│   ├── OffsetGone       storage.log_range: the log no longer has this sequence number
+│   └── OffsetAhead      storage.log_range: the log has not reached this sequence number
 ├── AlreadyCommitted     broker.transactions: the transaction was committed before
 ├── Incomplete           broker.transactions: not all of it has been staged
 ├── Unfinished           broker.transactions: an earlier one of the same producer is not finished

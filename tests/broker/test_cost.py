@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nsparq.broker.carrying import Carrying
+from nsparq.broker.carried_over import CarriedOver
 from nsparq.broker.channel import Channel
 from nsparq.broker.checkpoint import Checkpoint
 from nsparq.broker.delivery import Delivery
@@ -20,7 +20,7 @@ from nsparq.broker.inflight import Run
 from nsparq.broker.publishing import Publishing
 from nsparq.broker.topic import Topic
 from nsparq.storage.log import Log
-from nsparq.storage.memory import MemoryLog
+from nsparq.storage.memory_log import MemoryLog
 from tests.broker.rig import SECOND, Later, Rig, bodies
 
 MakeRig = Callable[..., Rig]
@@ -33,7 +33,7 @@ TOUCHES = [
     (Channel, ["expire", "next_event", "low"]),
     (Delivery, ["pump"]),
     (Checkpoint, ["capture"]),
-    (Carrying, ["begin", "drop_finished", "only_in_log"]),
+    (CarriedOver, ["begin", "drop_finished", "only_in_log"]),
     (Log, ["trim", "release_files", "sealed_segments", "begin_sync", "append", "read"]),
     (MemoryLog, ["trim", "append", "read"]),
 ]
@@ -262,7 +262,7 @@ def test_no_step_of_upkeep_looks_at_each_of_many_unfinished_messages(
             with Lines() as lines:
                 then()
             assert lines.count < HELD_LINES
-    assert len(channel.carrying.store) >= 5000
+    assert len(channel.carried_over.store) >= 5000
     assert rig.names("*.log")[0] > segments[3], "the log has let go of what was carried over"
     assert sorted(channel.checkpoint.capture()().sequences.tolist()) == unfinished
     channel.unfinished.in_flight.clear()
@@ -278,14 +278,14 @@ def test_nor_does_it_where_they_are_in_memory(make_rig: MakeRig, leave: Callable
     leave(channel, unfinished)
     rig.broker.upkeep.note_changed(rig.topic("t#ephemeral"))
     for step in [rig.maintain, rig.broker.turn, rig.broker.turn]:
-        before = len(channel.carrying.store)
+        before = len(channel.carried_over.store)
         with Lines() as lines:
             step()
         assert lines.count < HELD_LINES
-        assert len(channel.carrying.store) > before
+        assert len(channel.carried_over.store) > before
     assert rig.topic("t#ephemeral").log.start > unfinished[0]
     rig.turn()
-    assert len(channel.carrying.store) == MANY
+    assert len(channel.carried_over.store) == MANY
     assert rig.topic("t#ephemeral").log.start == channel.cursor.position
     channel.unfinished.in_flight.clear()
     rig.disconnect(client)

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from nsparq.storage.memory import MemoryLog
+from nsparq.storage.memory_log import MemoryLog
 from tests.broker.rig import Delivered, FakeClient, Rig, bodies, counts
 
 MakeRig = Callable[..., Rig]
@@ -327,7 +327,7 @@ def test_a_message_held_while_its_neighbours_leave_memory_is_still_redelivered(m
     assert again == held._replace(attempts=2)
     rig.finish(client, again)
     rig.maintain()
-    assert len(rig.channel(CHANNEL, TOPIC).carrying.store) == 0
+    assert len(rig.channel(CHANNEL, TOPIC).carried_over.store) == 0
 
 
 # Bytes.
@@ -344,7 +344,7 @@ def memory_of(rig: Rig) -> int:
     for topic in rig.broker.topics.values():
         if isinstance(topic.log, MemoryLog):
             size += sum(batch.size for batch in topic.log._batches.values())
-            size += sum(b.size for c in topic.channels.values() for b in c.carrying.store.kept.values())
+            size += sum(b.size for c in topic.channels.values() for b in c.carried_over.store.kept.values())
     assert rig.broker.ephemeral_memory.size_bytes == size
     return size
 
@@ -460,7 +460,7 @@ def test_what_channels_of_an_ephemeral_topic_carry_over_is_bounded_by_bytes(make
         rig.maintain()
         assert memory_of(rig) <= LIMIT
     channel = rig.channel("a", TOPIC)
-    assert len(channel.carrying.store) >= 20, "each channel has its own copy"
+    assert len(channel.carried_over.store) >= 20, "each channel has its own copy"
     rig.pass_time(60)
     kept = len(slow[0].take())
     assert channel.dropped_count == 100 - kept

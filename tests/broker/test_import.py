@@ -15,7 +15,7 @@ from nsparq.broker import importer
 from nsparq.broker.importer import IMPORTED
 from nsparq.broker.topic import Topic
 from nsparq.errors import StartError
-from nsparq.storage.state import ChannelState, decode_channel_state
+from nsparq.storage.state_files import ChannelState, decode_channel_state
 from tests.broker.rig import NODE_ID, Delivered, FakeClient, Rig, TestFiles, counts
 from tests.support.go_queue import GO_TIME_NS, GoMessage, GoQueue, go_messages, write_metadata
 

@@ -14,7 +14,7 @@ from nsparq.broker.inflight import Run
 from nsparq.broker.topic import Topic
 from nsparq.storage.batch import Batch
 from nsparq.storage.log import Log
-from nsparq.storage.memory import MemoryLog
+from nsparq.storage.memory_log import MemoryLog
 from nsparq.storage.segment import Segment
 from tests.broker.rig import Later, Rig
 

@@ -18,7 +18,7 @@ from nsparq.broker.peek import (
     peek_channel,
     peek_topic,
 )
-from nsparq.storage.ranges import OffsetAhead, OffsetGone
+from nsparq.storage.log_range import OffsetAhead, OffsetGone
 from tests.broker.rig import MILLISECOND, SECOND, Rig, bodies, counts
 
 MakeRig = Callable[..., Rig]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from nsparq.errors import Exiting
-from nsparq.storage.ranges import OffsetAhead
+from nsparq.storage.log_range import OffsetAhead
 from tests.broker.rig import SECOND, FakeClient, Later, Rig, bodies, counts
 
 MakeRig = Callable[..., Rig]

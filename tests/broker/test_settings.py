@@ -13,7 +13,7 @@ from nsparq.broker.settings import TopicSettings
 from nsparq.errors import WriteFailed
 from nsparq.storage.files import Files
 from nsparq.storage.log import Durability, LogSettings
-from nsparq.storage.state import TopicState, _crc_of, read_topic_state
+from nsparq.storage.state_files import TopicState, _crc_of, read_topic_state
 from tests.broker.rig import Later, Rig, bodies, counts
 
 MakeRig = Callable[..., Rig]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nsparq.broker.data_path import RESERVE_NAME
+from nsparq.broker.data_directory import RESERVE_NAME
 from nsparq.errors import StartError
 from tests.broker.rig import Rig, TestFiles, bodies
 

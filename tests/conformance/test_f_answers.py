@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nsparq.storage.files import Files
-from nsparq.storage.state import read_channel_state
+from nsparq.storage.state_files import read_channel_state
 from tests.support import BrokerThread, wait_until
 
 ABSENT = "0123456789abcdef"

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nsparq.storage.files import Files
-from nsparq.storage.state import ChannelState, read_channel_state
+from nsparq.storage.state_files import ChannelState, read_channel_state
 from tests.support import (
     ERROR,
     RESPONSE,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from nsparq.storage.decode import iter_batches
+from nsparq.storage.raw_batch import iter_batches
 from tests.support import BrokerProcess, ConnectionClosed, wait_until
 
 TOPICS = ("left", "right")

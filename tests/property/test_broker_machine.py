@@ -35,8 +35,8 @@ from nsparq.broker.peek import STATES, peek_channel, peek_topic
 from nsparq.broker.settings import TopicSettings
 from nsparq.errors import ClientError
 from nsparq.packed import PackedBodies
-from nsparq.storage.decode import iter_batches
-from nsparq.storage.ranges import OffsetAhead
+from nsparq.storage.log_range import OffsetAhead
+from nsparq.storage.raw_batch import iter_batches
 from nsparq.wire.message import SEQUENCE_BITS
 from tests.broker.rig import MILLISECOND, SECOND, FakeClient, Later, Rig
 from tests.property.broker_model import ChannelModel, State, TopicModel

@@ -18,7 +18,7 @@ from nsparq.errors import WriteFailed
 from nsparq.storage.cache import BatchCache
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.log import Durability, Log
-from nsparq.storage.state import ChannelState, decode_channel_state
+from nsparq.storage.state_files import ChannelState, decode_channel_state
 from tests.storage.support import (
     FLOOR,
     NOW_NS,

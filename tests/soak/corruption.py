@@ -27,7 +27,7 @@ from nsparq.errors import CorruptBatch
 from nsparq.packed import PackedBodies
 from nsparq.storage.batch import data_range, decode_head, decode_lengths
 from nsparq.storage.files import Files
-from nsparq.storage.state import read_channel_state, read_topic_state
+from nsparq.storage.state_files import read_channel_state, read_topic_state
 from tests.broker.rig import Clock, Delivered, FakeClient, Rig
 
 TOPICS = ("orders", "mails", "clicks")

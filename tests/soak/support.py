@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nsparq.storage.decode import iter_batches
+from nsparq.storage.raw_batch import iter_batches
 from tests.support import BrokerProcess, wait_until
 from tests.support.lookupd import LookupdProcess
 

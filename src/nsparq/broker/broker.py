@@ -17,7 +17,7 @@ from typing import Any
 from nsparq.broker.channel import Channel
 from nsparq.broker.client import Client
 from nsparq.broker.clocks import AgeClock
-from nsparq.broker.data_path import TOPIC_SUFFIX, TRASH_SUFFIX, DataPath, topic_of_trash
+from nsparq.broker.data_directory import TOPIC_SUFFIX, TRASH_SUFFIX, DataDirectory, topic_of_trash
 from nsparq.broker.durable_changes import DurableChanges
 from nsparq.broker.health import Health
 from nsparq.broker.importer import import_queues
@@ -32,7 +32,7 @@ from nsparq.options import NsqdOptions
 from nsparq.storage.cache import BatchCache
 from nsparq.storage.files import Files, RunEach, Work, run_one_by_one
 from nsparq.storage.log import EPOCH_BITS, Durability, Log, LogSettings
-from nsparq.storage.memory import EphemeralMemory
+from nsparq.storage.memory_log import EphemeralMemory
 from nsparq.storage.metadata import BAD_FILE_NAME, FILE_NAME, Metadata, TopicEntry, read_metadata
 from nsparq.storage.segment import READ_SIZE, Cold
 from nsparq.version import NSQ_VERSION
@@ -75,7 +75,7 @@ class Broker:
         self.options = options
         self.files = files or Files()
         self.health = Health()
-        self.data_path = DataPath(Path(options.data_path or "."), self.files, self.health)
+        self.data_path = DataDirectory(Path(options.data_path or "."), self.files, self.health)
         self.wall_ns = wall_ns
         """The time of day: for stamps, sequence numbers, and every time on disk. It may be set."""
         self.monotonic_ns = monotonic_ns

@@ -1,7 +1,7 @@
 """A channel: its clients, and what becomes of the messages that they are sent.
 
 Where the channel stands is `cursor`, what it has delivered and is not finished is `unfinished`. `delivery`
-sends, `checkpoint` keeps the state on disk, and `carrying` keeps messages that the log must not hold any
+sends, `checkpoint` keeps the state on disk, and `carried_over` keeps messages that the log must not hold any
 longer. Messages are known by their sequence numbers. The ids that clients see also hold the node id, which
 may be another one after a restart.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from nsparq.broker.carrying import Carrying
+from nsparq.broker.carried_over import CarriedOver
 from nsparq.broker.checkpoint import Checkpoint
 from nsparq.broker.client import Client
 from nsparq.broker.cursor import Cursor
@@ -21,7 +21,7 @@ from nsparq.broker.latency import Latency, summarize
 from nsparq.broker.unfinished import Unfinished
 from nsparq.errors import ClientError, Exiting, SubscribeRefused
 from nsparq.names import is_ephemeral
-from nsparq.storage.ranges import OffsetAhead, Range
+from nsparq.storage.log_range import LogRange, OffsetAhead
 
 if TYPE_CHECKING:
     from nsparq.broker.topic import Topic
@@ -63,7 +63,7 @@ class Channel:
         """Wall time of the claim."""
         self.cursor = Cursor(topic, position)
         self.unfinished = Unfinished()
-        self.carrying = Carrying(self)
+        self.carried_over = CarriedOver(self)
         self.checkpoint = Checkpoint(self)
         options = topic.broker.options
         percentiles = options.e2e_processing_latency_percentile
@@ -104,13 +104,13 @@ class Channel:
         position, lowest = self.cursor.position, self.unfinished.lowest()
         if lowest is None or lowest >= position:
             return position
-        if lowest in self.carrying.store:
-            return min(position, min(self.carrying.only_in_log(), default=position))
+        if lowest in self.carried_over.store:
+            return min(position, min(self.carried_over.only_in_log(), default=position))
         return lowest
 
-    def locate(self, sequence: int) -> Range:
+    def locate(self, sequence: int) -> LogRange:
         """Where an unfinished message can be read."""
-        carried = self.carrying.store
+        carried = self.carried_over.store
         return carried.locate(sequence) if sequence in carried else self.topic.log.locate(sequence, 1)
 
     # clients
@@ -298,7 +298,7 @@ class Channel:
         if cursor.position < before:
             cursor.jump(min(before, self.topic.visible_end))
             self.dropped_count += ahead - cursor.ahead
-        self.carrying.give_up(before)
+        self.carried_over.give_up(before)
 
     def add_tried(self, sequence: int, attempts: list[int]) -> None:
         """Messages from `sequence` on that another nsqd has delivered before, so many times each: they wait
@@ -398,7 +398,7 @@ class Channel:
     def _drop_all(self) -> None:
         """Count everything unfinished as done."""
         self.cursor.deferred_ahead.clear()
-        self.carrying.clear_plans()
+        self.carried_over.clear_plans()
         self.unfinished.clear()
 
     def _offer_all(self) -> None:

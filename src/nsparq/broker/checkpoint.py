@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from nsparq.storage.gaps import Gaps
-from nsparq.storage.state import CHANNEL_SUFFIX, ChannelState, StateFile
+from nsparq.storage.state_files import CHANNEL_SUFFIX, ChannelState, StateFile
 
 if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
@@ -44,7 +44,7 @@ class Checkpoint:
             paused=channel.paused,
             skips=[*cursor.skips.ranges],
             replay=cursor.replay if cursor.position < cursor.replay[0] else (0, 0),
-            carried_before=channel.carrying.before,
+            carried_before=channel.carried_over.before,
             incarnation=topic.incarnation,
             channel=channel.name,
             disk_end=topic.log.disk_end,
@@ -92,12 +92,12 @@ class Checkpoint:
 
     def written(self, state: ChannelState) -> None:
         """This state is on disk now. That also ends the trouble of an earlier checkpoint."""
-        self._channel.carrying.note_named(state)
+        self._channel.carried_over.note_named(state)
         self._channel.topic.broker.health.set(None, f"checkpoint {self._channel}")
 
     def remove_files(self) -> None:
         # The file that a channel is known by goes last.
-        self._channel.carrying.store.remove()
+        self._channel.carried_over.store.remove()
         if self.file is not None:
             self.file.remove()
 
@@ -105,9 +105,9 @@ class Checkpoint:
 
     def restore(self, state: ChannelState | None) -> None:
         """Go on where an earlier run stood. Without its state, everything that is kept is sent again."""
-        channel, carrying = self._channel, self._channel.carrying
-        carried = carrying.store.load()
-        if carrying.store.is_damaged:
+        channel, carried_over = self._channel, self._channel.carried_over
+        carried = carried_over.store.load()
+        if carried_over.store.is_damaged:
             channel.topic.corrupt_files += 1
         self.is_stale = False
         if state is None:
@@ -118,22 +118,22 @@ class Checkpoint:
         # Delivered and carried over after the checkpoint. What the log still has, the cursor finds.
         reached = channel.cursor.position
         channel.unfinished.requeue(s for s in carried if state.cursor <= s < reached and s not in unfinished)
-        carrying.note_named(state)
-        carrying.drop_finished()
+        carried_over.note_named(state)
+        carried_over.drop_finished()
 
     def resume(self, state: ChannelState) -> set[int]:
         """Stand where `state` says. Gives the sequence numbers that it names as unfinished, and are here."""
         channel = self._channel
-        cursor, unfinished, carrying = channel.cursor, channel.unfinished, channel.carrying
+        cursor, unfinished, carried_over = channel.cursor, channel.unfinished, channel.carried_over
         topic, log = channel.topic, channel.topic.log
         cursor.position = max(state.cursor, log.start)
         cursor.skips = Gaps(state.skips)
         cursor.replay = state.replay
         channel.paused = state.paused
         channel.owner, channel.owned_since_ns = state.owner, state.owned_since_ns
-        carrying.before = state.carried_before
+        carried_over.before = state.carried_before
         # Files of before do not say which messages had been carried over.
-        carried_before = log.start if carrying.store.is_damaged else state.carried_before
+        carried_before = log.start if carried_over.store.is_damaged else state.carried_before
         found = set()
         missing = 0
         due_at = topic.broker.due_times(state.written_ns)
@@ -143,7 +143,7 @@ class Checkpoint:
         ):
             # The log lets go only of what is finished or carried: this one was finished after the checkpoint,
             # unless the carry file should have it, or a segment that is gone.
-            if sequence < log.start and sequence not in carrying.store:
+            if sequence < log.start and sequence not in carried_over.store:
                 missing += sequence < carried_before or log.lost.skip(sequence) > sequence
                 continue
             found.add(sequence)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from nsparq.storage.memory import EphemeralMemory, MemoryLog
+from nsparq.storage.memory_log import EphemeralMemory, MemoryLog
 
 if TYPE_CHECKING:
     from nsparq.broker.topic import Topic
@@ -49,7 +49,7 @@ class EphemeralBound:
             topic.dropped_count += dropped
             topic.held_back = [held for held in topic.held_back if log.gaps.skip(held[0]) == held[0]]
         cursor = min(channel.cursor.position for channel in topic.channels.values())
-        needed = min([channel.carrying.carry_over(log, cursor) for channel in topic.channels.values()])
+        needed = min([channel.carried_over.carry_over(log, cursor) for channel in topic.channels.values()])
         self._has_more_to_carry = needed < cursor
         if self._has_more_to_carry:
             topic.broker.next_turn.add_topic(topic)
@@ -73,7 +73,7 @@ class EphemeralBound:
         topic, log = self._topic, self._log
         before = 0
         # What channels have carried over is older than the log.
-        carried = [held for channel in topic.channels.values() for held in channel.carrying.sizes()]
+        carried = [held for channel in topic.channels.values() for held in channel.carried_over.sizes()]
         for sequence, size in sorted(carried):
             if size_bytes <= 0 or sequence >= log.start:
                 break

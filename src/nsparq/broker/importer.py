@@ -22,7 +22,7 @@ from nsparq.errors import StartError, WriteFailed
 from nsparq.names import is_ephemeral, is_valid_name
 from nsparq.storage.diskqueue import DiskQueue, Record, find_queues
 from nsparq.storage.log import Log
-from nsparq.storage.state import ChannelState
+from nsparq.storage.state_files import ChannelState
 
 if TYPE_CHECKING:
     from nsparq.broker.broker import Broker

@@ -1,7 +1,7 @@
 """Looking at messages without taking them: nothing of the topic or channel changes, nor of what is cached.
 
 Choosing is done at once, from what is in memory; the bodies are then read from the log in a thread, through
-ranges (see storage.ranges), so that a cold disk holds nobody up.
+ranges (see storage.log_range), so that a cold disk holds nobody up.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 
 from nsparq.broker.channel import Channel
 from nsparq.broker.topic import Topic
-from nsparq.storage.decode import RawBatch, iter_batches
-from nsparq.storage.ranges import OffsetGone, Range
+from nsparq.storage.log_range import LogRange, OffsetGone
+from nsparq.storage.raw_batch import RawBatch, iter_batches
 
 IN_FLIGHT: Final = "in_flight"
 REQUEUED: Final = "requeued"
@@ -68,7 +68,7 @@ class ChannelPeek:
     """Messages of a channel, chosen but not yet read. read() once, in any thread."""
 
     def __init__(
-        self, first_id: int, chosen: list[tuple[_Wanted, Range]], max_bytes: int, body_limit: int
+        self, first_id: int, chosen: list[tuple[_Wanted, LogRange]], max_bytes: int, body_limit: int
     ) -> None:
         self.missing = 0
         """Chosen messages that could not be read: lost to a damaged disk."""
@@ -81,7 +81,7 @@ class ChannelPeek:
         """In the order in which they were chosen, until `max_bytes` are full; one in any case."""
         found: list[PeekedMessage] = []
         size = 0
-        known: Range | None = None
+        known: LogRange | None = None
         batches: list[RawBatch] = []
         for wanted, place in self._chosen:
             if place is not known:
@@ -102,7 +102,7 @@ class TopicPeek:
     """Messages of a topic's log from a number on. read() once, in any thread."""
 
     def __init__(
-        self, first_id: int, start: int, count: int, ranges: list[Range], max_bytes: int, body_limit: int
+        self, first_id: int, start: int, count: int, ranges: list[LogRange], max_bytes: int, body_limit: int
     ) -> None:
         self.missing = 0
         """Numbers among those looked at whose messages are lost to a damaged disk."""
@@ -142,7 +142,7 @@ def peek_topic(
     OffsetAhead."""
     log = topic.log
     start = max(log.start, log.gaps.back(log.end, count)) if sequence is None else sequence
-    ranges: list[Range] = []
+    ranges: list[LogRange] = []
     size, reached = 0, start
     while not ranges or (log.count(start, reached) < count and size <= max_bytes and reached < log.end):
         ranges.append(log.locate(reached, 1))
@@ -163,8 +163,8 @@ def peek_channel(
     wanted: list[_Wanted] = []
     for state in states:
         wanted += _CHOOSE[state](channel, count - len(wanted))
-    places: dict[int, Range] = {}
-    known: Range | None = None
+    places: dict[int, LogRange] = {}
+    known: LogRange | None = None
     for sequence in sorted(one.sequence for one in wanted):
         if known is None or not known.first <= sequence < known.next:
             try:

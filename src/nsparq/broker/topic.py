@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nsparq.broker.carrying import CarryCopy, CarryOver
+from nsparq.broker.carried_over import Compaction, CopyFromLog
 from nsparq.broker.channel import Channel
 from nsparq.broker.ephemeral import EphemeralBound
 from nsparq.broker.importer import let_import_count, undo_import
@@ -26,10 +26,10 @@ from nsparq.names import is_ephemeral
 from nsparq.packed import PackedBodies
 from nsparq.storage.batch import mark_of
 from nsparq.storage.log import Durability, Log, LogSettings
-from nsparq.storage.memory import MemoryLog
+from nsparq.storage.memory_log import MemoryLog
 from nsparq.storage.metadata import TopicEntry
 from nsparq.storage.segment import Segment
-from nsparq.storage.state import (
+from nsparq.storage.state_files import (
     ChannelState,
     TopicState,
 )
@@ -553,7 +553,7 @@ class Topic:
         if isinstance(self.log, MemoryLog):
             assert self.bound is not None
             for channel in self.channels.values():
-                channel.carrying.drop_finished()
+                channel.carried_over.drop_finished()
             self.bound.reclaim()
             return []
         cursor = min((channel.cursor.position for channel in self.channels.values()), default=self.origin)
@@ -561,22 +561,22 @@ class Topic:
         pinned = passed[:-PINNED_SEGMENTS]
         for channel in self.channels.values():
             try:
-                job = channel.carrying.drop_finished() or channel.carrying.begin(pinned)
+                job = channel.carried_over.drop_finished() or channel.carried_over.begin(pinned)
             except OSError as error:
                 self._note_carry(channel, error)
             else:
                 self._do_carry(channel, job)
         return self.log.trim(self.low(), age_ns / 1e9)
 
-    def _do_carry(self, channel: Channel, job: CarryOver | CarryCopy | None) -> None:
+    def _do_carry(self, channel: Channel, job: CopyFromLog | Compaction | None) -> None:
         if job is None:
-            if not channel.carrying.is_running:
+            if not channel.carried_over.is_running:
                 # What could not be carried over before has been finished since.
                 self.broker.health.set(None, f"carry {channel}")
             return
 
         def done() -> None:
-            channel.carrying.end(job)
+            channel.carried_over.end(job)
             if not channel.is_exiting:
                 self._note_carry(channel, job.error)
 

@@ -35,7 +35,7 @@ from nsparq.packed import PackedBodies
 from nsparq.storage.files import Files
 from nsparq.storage.log import Durability, Log
 from nsparq.storage.staging import Chunk, Part
-from nsparq.storage.state import read_json, write_json
+from nsparq.storage.state_files import read_json, write_json
 
 if TYPE_CHECKING:
     from nsparq.broker.broker import Broker

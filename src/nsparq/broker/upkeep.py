@@ -16,7 +16,7 @@ from nsparq.errors import SyncFailed
 from nsparq.storage.files import Work
 from nsparq.storage.log import Log
 from nsparq.storage.segment import Segment
-from nsparq.storage.state import ChannelState, StateFile
+from nsparq.storage.state_files import ChannelState, StateFile
 
 if TYPE_CHECKING:
     from nsparq.broker.broker import Broker

@@ -26,13 +26,13 @@ from nsparq.storage.batch import Batch, decode_head, encode_head
 from nsparq.storage.cache import BatchCache
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.gaps import Gaps
-from nsparq.storage.ranges import (
+from nsparq.storage.log_range import (
     Handle,
     LogPositions,
+    LogRange,
     Lost,
     OffsetAhead,
     OffsetGone,
-    Range,
     TimeSearch,
     inside,
     memory_range,
@@ -510,7 +510,7 @@ class Log:
         last_ns = self._tail[-1].timestamp_of(0) if kept is not None else 0
         return LogPositions(start, self.end, first_ns, max([last_ns, *(s.last_ns for s in stored)]))
 
-    def locate(self, sequence: int, max_bytes: int) -> Range:
+    def locate(self, sequence: int, max_bytes: int) -> LogRange:
         """Whole batches from the one with `sequence` on, or a little before it, up to about `max_bytes`.
         Raises OffsetGone or OffsetAhead; at the end the range is empty.
 
@@ -534,13 +534,13 @@ class Log:
         entry = max(0, bisect_right(self._bases, wanted) - 1)
         following = (self._memory[self._bases[i]] for i in range(entry, len(self._bases)))
         found = memory_range((b for b in following if b.end > wanted), max_bytes, self.gaps.ranges)
-        return found or Range(self.end, self.end, 0)
+        return found or LogRange(self.end, self.end, 0)
 
-    def _range_of(self, segment: Segment, stretch: Stretch) -> Range:
+    def _range_of(self, segment: Segment, stretch: Stretch) -> LogRange:
         if stretch.end == segment.size:
             # A reader that follows the log comes back for exactly what is appended behind this.
             self._note_position(stretch.next, segment, stretch.end)
-        return Range(
+        return LogRange(
             stretch.first,
             stretch.next,
             stretch.end - stretch.position,
@@ -555,7 +555,7 @@ class Log:
             handle = self._handles[segment.path] = Handle(self.files, segment.path)
         return handle
 
-    def note_lost(self, found: Range, lost: Sequence[Lost]) -> None:
+    def note_lost(self, found: LogRange, lost: Sequence[Lost]) -> None:
         """Damage that reading a range has met: reported and counted once, whoever meets it first."""
         for segment in self._segments:
             if found.handle is None or segment.path != found.handle.path:

@@ -21,7 +21,7 @@ from nsparq.server.api import log as log_api
 from nsparq.server.api import settings as settings_api
 from nsparq.server.api.log import BATCHES_TYPE, MAX_PEEK
 from nsparq.server.daemon import Nsqd
-from nsparq.storage.decode import CorruptRange, iter_batches
+from nsparq.storage.raw_batch import CorruptRange, iter_batches
 from tests.support import Answer, BrokerProcess, BrokerThread, HttpConnection, unique_name, wait_until
 
 KEPT = {"retention_bytes": 1 << 30}

@@ -13,7 +13,7 @@ import pytest
 
 from nsparq.broker.transactions import MIN_REQUEST
 from nsparq.storage.files import Files
-from nsparq.storage.state import write_json
+from nsparq.storage.state_files import write_json
 from tests.support import Answer, BrokerProcess, BrokerThread, unique_name, wait_until
 
 

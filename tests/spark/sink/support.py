@@ -15,7 +15,7 @@ from pyspark.sql.types import StructType
 
 from nsparq.spark.options import NsqOptions, Use
 from nsparq.spark.sink.writers import NsqStreamWriter, NsqWriter, Task
-from nsparq.storage.decode import iter_batches
+from nsparq.storage.raw_batch import iter_batches
 
 SCHEMA = StructType().add("body", "binary")
 QUERY = "0b5f3c1e-query"

@@ -18,7 +18,7 @@ from nsparq.spark.datasource import SCHEMA
 from nsparq.spark.source import arrow
 from nsparq.spark.source.arrow import RowBuilder, unpack
 from nsparq.storage.batch import encode_head
-from nsparq.storage.decode import CorruptRange
+from nsparq.storage.raw_batch import CorruptRange
 
 ARROW_SCHEMA = to_arrow_schema(SCHEMA, timezone="UTC")
 COMPILED = kernel.unpack_batches

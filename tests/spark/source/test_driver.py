@@ -31,7 +31,7 @@ from nsparq.spark.source.stream import LogStreamReader
 from nsparq.spark.stream_api import ReadAllAvailable
 from nsparq.spark.trigger import Limit
 from nsparq.storage.files import Files
-from nsparq.storage.state import read_channel_state
+from nsparq.storage.state_files import read_channel_state
 from nsparq.testing import Broker, run_broker, run_lookupd
 from tests.spark.source.support import FakeClock, Query, bodies, numbered, options, read_batch
 from tests.support import BrokerProcess, BrokerThread, wait_until

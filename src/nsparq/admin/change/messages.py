@@ -18,7 +18,7 @@ from nsparq.admin.collect.messages import MAX_COUNT, Peeked, peek, read_letter, 
 from nsparq.admin.collect.upstream import Answer, RequestFailed
 from nsparq.errors import NsparqError
 from nsparq.names import is_valid_name
-from nsparq.storage.decode import CorruptRange, iter_batches
+from nsparq.storage.raw_batch import CorruptRange, iter_batches
 
 __all__ = ["MessagesFailed", "Target", "copy", "move", "publish"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.http.api import ApiError, Param, Request
 from nsparq.names import is_valid_name
-from nsparq.storage.ranges import OffsetAhead, OffsetGone
+from nsparq.storage.log_range import OffsetAhead, OffsetGone
 
 if TYPE_CHECKING:
     from nsparq.broker.broker import Broker

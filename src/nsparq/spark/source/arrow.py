@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from nsparq import kernel
 from nsparq.storage.batch import HEADER_SIZE
-from nsparq.storage.decode import CorruptRange, iter_batches
+from nsparq.storage.raw_batch import CorruptRange, iter_batches
 
 __all__ = ["MAX_BYTES", "MAX_ROWS", "RowBuilder", "unpack"]
 

@@ -22,7 +22,7 @@ from nsparq.spark.errors import DataLoss, NoAnswer
 from nsparq.spark.options import NsqOptions
 from nsparq.spark.source.arrow import RowBuilder
 from nsparq.spark.source.plan import begins_epoch
-from nsparq.storage.decode import CorruptRange
+from nsparq.storage.raw_batch import CorruptRange
 
 __all__ = ["LogRange", "close_idle", "read_range"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nsparq.storage.carry import _WORTH_REWRITING, CARRY_SUFFIX, CarryFile
+from nsparq.storage.carried import _WORTH_REWRITING, CARRY_SUFFIX, CarriedFile
 
 from .support import NOW_NS, FaultyFiles, Message, encoded, flip, messages_of
 
@@ -27,13 +27,13 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def carried(files: FaultyFiles, path: Path) -> CarryFile:
-    made = CarryFile(files, path)
+def carried(files: FaultyFiles, path: Path) -> CarriedFile:
+    made = CarriedFile(files, path)
     made.add(MESSAGES)
     return made
 
 
-def keep_only(made: CarryFile, wanted: Iterable[int]) -> None:
+def keep_only(made: CarriedFile, wanted: Iterable[int]) -> None:
     """What a channel does when all others have been finished."""
     made.drop(made.kept.keys() - {*wanted})
     if made.is_empty:
@@ -42,7 +42,7 @@ def keep_only(made: CarryFile, wanted: Iterable[int]) -> None:
         made.accept_copy(made.copy(made.kept.copy()))
 
 
-def contents(carried: CarryFile, *sequences: int) -> list[Message | None]:
+def contents(carried: CarriedFile, *sequences: int) -> list[Message | None]:
     found: list[Message | None] = []
     for sequence in sequences:
         batch = carried.read(sequence)
@@ -55,7 +55,7 @@ def expected(*numbers: int) -> list[Message]:
 
 
 def test_nothing_is_carried_at_first(files: FaultyFiles, path: Path) -> None:
-    made = CarryFile(files, path)
+    made = CarriedFile(files, path)
     assert made.load() == []
     assert len(made) == 0
     assert 5 not in made
@@ -63,27 +63,27 @@ def test_nothing_is_carried_at_first(files: FaultyFiles, path: Path) -> None:
     assert not path.exists()
 
 
-def test_carried_messages_are_read_with_their_numbers_and_times(carried: CarryFile) -> None:
+def test_carried_messages_are_read_with_their_numbers_and_times(carried: CarriedFile) -> None:
     assert len(carried) == 3
     assert 9 in carried
     assert 10 not in carried
     assert contents(carried, 100, 5, 9) == expected(2, 0, 1)
 
 
-def test_carried_messages_survive_reopening(carried: CarryFile, files: FaultyFiles, path: Path) -> None:
+def test_carried_messages_survive_reopening(carried: CarriedFile, files: FaultyFiles, path: Path) -> None:
     carried.add([(7, NOW_NS, b"seven")])
-    again = CarryFile(files, path)
+    again = CarriedFile(files, path)
     assert again.load() == [5, 9, 100, 7]
     assert contents(again, 5, 9, 100) == expected(0, 1, 2)
     again.add([(8, NOW_NS, b"eight")])
-    third = CarryFile(files, path)
+    third = CarriedFile(files, path)
     assert third.load() == [5, 9, 100, 7, 8]
     assert contents(third, 5, 9, 100) == expected(0, 1, 2)
     assert contents(third, 8) == [Message(8, b"eight", NOW_NS)]
 
 
 def test_they_are_synced_before_they_count(files: FaultyFiles, path: Path) -> None:
-    made = CarryFile(files, path)
+    made = CarriedFile(files, path)
     made.add(MESSAGES)
     assert files.calls["sync"] == 1
 
@@ -92,7 +92,7 @@ def test_they_are_synced_before_they_count(files: FaultyFiles, path: Path) -> No
     ("call", "torn"), [("open", 0), ("write", 0), ("write", 60), ("write", 120), ("write", 999), ("sync", 0)]
 )
 def test_what_could_not_be_written_is_not_carried(
-    carried: CarryFile, files: FaultyFiles, path: Path, call: str, torn: int
+    carried: CarriedFile, files: FaultyFiles, path: Path, call: str, torn: int
 ) -> None:
     files.fail(call, torn=torn)
     with pytest.raises(OSError, match="No space left"):
@@ -103,13 +103,13 @@ def test_what_could_not_be_written_is_not_carried(
     carried.add([(8, NOW_NS, b"eight")])
     assert contents(carried, 5, 9, 100) == expected(0, 1, 2)
     assert contents(carried, 8) == [Message(8, b"eight", NOW_NS)]
-    again = CarryFile(files, path)
+    again = CarriedFile(files, path)
     assert {5, 9, 100, 8} <= {*again.load()}
     assert contents(again, 5, 9, 100) == expected(0, 1, 2)
     assert contents(again, 8) == [Message(8, b"eight", NOW_NS)]
 
 
-def test_finished_messages_are_let_go_of(carried: CarryFile, files: FaultyFiles, path: Path) -> None:
+def test_finished_messages_are_let_go_of(carried: CarriedFile, files: FaultyFiles, path: Path) -> None:
     size = path.stat().st_size
     keep_only(carried, [100, 5, 12345])
     assert len(carried) == 2
@@ -118,7 +118,7 @@ def test_finished_messages_are_let_go_of(carried: CarryFile, files: FaultyFiles,
     assert path.stat().st_size == size, "not worth rewriting"
 
 
-def test_the_file_goes_with_its_last_message(carried: CarryFile, path: Path) -> None:
+def test_the_file_goes_with_its_last_message(carried: CarriedFile, path: Path) -> None:
     keep_only(carried, [])
     assert not path.exists()
     assert len(carried) == 0
@@ -127,7 +127,7 @@ def test_the_file_goes_with_its_last_message(carried: CarryFile, path: Path) -> 
 
 
 def test_the_file_shrinks_when_most_of_it_is_dead(files: FaultyFiles, path: Path) -> None:
-    made = CarryFile(files, path)
+    made = CarriedFile(files, path)
     big = [(n, NOW_NS + n, b"%02d" % n * 50_000) for n in range(30)]
     made.add(big)
     keep_only(made, range(20))
@@ -136,7 +136,7 @@ def test_the_file_shrinks_when_most_of_it_is_dead(files: FaultyFiles, path: Path
     assert path.stat().st_size < 210_000
     assert contents(made, 17, 3) == [Message(n, b"%02d" % n * 50_000, NOW_NS + n) for n in (17, 3)]
     made.add([(99, NOW_NS, b"more")])
-    again = CarryFile(files, path)
+    again = CarriedFile(files, path)
     assert sorted(again.load()) == [3, 17, 99]
     assert contents(again, 17, 99) == [
         Message(17, b"17" * 50_000, NOW_NS + 17),
@@ -145,7 +145,7 @@ def test_the_file_shrinks_when_most_of_it_is_dead(files: FaultyFiles, path: Path
 
 
 def test_a_little_dead_space_is_not_worth_rewriting(files: FaultyFiles, path: Path) -> None:
-    made = CarryFile(files, path)
+    made = CarriedFile(files, path)
     made.add([(1, NOW_NS, b"x" * (_WORTH_REWRITING - 100)), (2, NOW_NS, b"small")])
     keep_only(made, [2])
     assert path.stat().st_size > _WORTH_REWRITING - 100
@@ -153,7 +153,7 @@ def test_a_little_dead_space_is_not_worth_rewriting(files: FaultyFiles, path: Pa
 
 @pytest.mark.parametrize("call", ["write", "sync"])
 def test_a_file_that_cannot_be_rewritten_stays_as_it_was(files: FaultyFiles, path: Path, call: str) -> None:
-    made = CarryFile(files, path)
+    made = CarriedFile(files, path)
     big = [(n, NOW_NS + n, b"%02d" % n * 50_000) for n in range(30)]
     made.add(big)
     files.fail(call, torn=100)
@@ -167,32 +167,32 @@ def test_a_file_that_cannot_be_rewritten_stays_as_it_was(files: FaultyFiles, pat
     assert contents(made, 99, 3) == [Message(99, b"more", NOW_NS), Message(3, b"03" * 50_000, NOW_NS + 3)]
 
 
-def test_a_torn_tail_costs_what_was_torn(carried: CarryFile, files: FaultyFiles, path: Path) -> None:
+def test_a_torn_tail_costs_what_was_torn(carried: CarriedFile, files: FaultyFiles, path: Path) -> None:
     whole = path.read_bytes()
     first = len(encoded(5, b"five"))
     second = first + len(encoded(9, b""))
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
-        again = CarryFile(files, path)
+        again = CarriedFile(files, path)
         assert again.load() == [n for n, end in ((5, first), (9, second)) if end <= cut], f"cut at {cut}"
         again.add([(7, NOW_NS, b"seven")])
-        third = CarryFile(files, path)
+        third = CarriedFile(files, path)
         assert 7 in third.load()
         assert contents(third, 7) == [Message(7, b"seven", NOW_NS)]
 
 
 def test_a_damaged_message_costs_itself_and_is_reported(
-    carried: CarryFile, files: FaultyFiles, path: Path, caplog: pytest.LogCaptureFixture
+    carried: CarriedFile, files: FaultyFiles, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The segment it came from is gone: this is the end of the message, and the operator must know."""
     flip(path, 50)
-    again = CarryFile(files, path)
+    again = CarriedFile(files, path)
     assert again.load() == [9, 100]
     assert contents(again, 9, 100) == expected(1, 2)
     assert str(path) in caplog.text
 
 
-def test_a_message_whose_bytes_have_gone_bad_since_is_none(carried: CarryFile, path: Path) -> None:
+def test_a_message_whose_bytes_have_gone_bad_since_is_none(carried: CarriedFile, path: Path) -> None:
     whole = path.read_bytes()
     for position in (0, 20, 50):
         path.write_bytes(whole)
@@ -204,14 +204,14 @@ def test_a_message_whose_bytes_have_gone_bad_since_is_none(carried: CarryFile, p
     assert contents(carried, 5) == [None]
 
 
-def test_an_error_of_the_disk_is_not_taken_for_bad_bytes(carried: CarryFile, files: FaultyFiles) -> None:
+def test_an_error_of_the_disk_is_not_taken_for_bad_bytes(carried: CarriedFile, files: FaultyFiles) -> None:
     files.fail("read", errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         carried.read(5)
     assert contents(carried, 5) == expected(0)
 
 
-def test_no_descriptor_is_left_open(carried: CarryFile, files: FaultyFiles) -> None:
+def test_no_descriptor_is_left_open(carried: CarriedFile, files: FaultyFiles) -> None:
     before = len(os.listdir("/proc/self/fd"))
     carried.read(5)
     for call in ("read", "write"):
@@ -221,7 +221,7 @@ def test_no_descriptor_is_left_open(carried: CarryFile, files: FaultyFiles) -> N
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_removing_is_for_good(carried: CarryFile, path: Path) -> None:
+def test_removing_is_for_good(carried: CarriedFile, path: Path) -> None:
     carried.remove()
     assert not path.exists()
     assert len(carried) == 0
@@ -229,7 +229,7 @@ def test_removing_is_for_good(carried: CarryFile, path: Path) -> None:
 
 
 def test_what_is_finished_while_the_file_is_copied_is_let_go_of(files: FaultyFiles, path: Path) -> None:
-    made = CarryFile(files, path)
+    made = CarriedFile(files, path)
     made.add([(n, NOW_NS + n, b"%02d" % n * 50_000) for n in range(30)])
     made.drop(range(5, 30))
     places = made.copy(made.kept.copy())
@@ -239,6 +239,6 @@ def test_what_is_finished_while_the_file_is_copied_is_let_go_of(files: FaultyFil
     assert sorted(made.kept) == [1, 2, 3]
     assert contents(made, 1, 3) == [Message(n, b"%02d" % n * 50_000, NOW_NS + n) for n in (1, 3)]
     made.add([(99, NOW_NS, b"more")])
-    again = CarryFile(files, path)
+    again = CarriedFile(files, path)
     assert {1, 2, 3, 99} <= {*again.load()}
     assert contents(again, 99, 2) == [Message(99, b"more", NOW_NS), Message(2, b"02" * 50_000, NOW_NS + 2)]

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from nsparq.storage.batch import Batch, mark_of
-from nsparq.storage.carry import CARRY_SUFFIX, Carried, CarryFile, MemoryCarry
-from nsparq.storage.decode import iter_batches
-from nsparq.storage.memory import MemoryLog
-from nsparq.storage.ranges import OffsetGone, Range
+from nsparq.storage.carried import CARRY_SUFFIX, Carried, CarriedFile, CarriedInMemory
+from nsparq.storage.log_range import LogRange, OffsetGone
+from nsparq.storage.memory_log import MemoryLog
+from nsparq.storage.raw_batch import iter_batches
 from nsparq.storage.segment import Segment
-from nsparq.storage.state import ChannelState
+from nsparq.storage.state_files import ChannelState
 
 if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
@@ -34,10 +34,10 @@ MEMORY_SLICE: Final = 500
 """The same in memory, where all of it is done on the event loop."""
 
 
-class CarryOver:
-    """Messages to be copied out of the log. run() it in a thread, then Carrying.end()."""
+class CopyFromLog:
+    """Messages to be copied out of the log. run() it in a thread, then CarriedOver.end()."""
 
-    def __init__(self, carried: CarryFile, chosen: list[tuple[Range, list[int]]], before: int) -> None:
+    def __init__(self, carried: CarriedFile, chosen: list[tuple[LogRange, list[int]]], before: int) -> None:
         self.error: OSError | None = None
         self.before = before
         """When this is done, what is unfinished below this has been carried over."""
@@ -66,10 +66,10 @@ class CarryOver:
             self._carried.accept(self._places)
 
 
-class CarryCopy:
-    """What a channel carries, to be copied into a smaller file. run() it in a thread, then Carrying.end()."""
+class Compaction:
+    """What a channel carries, to be copied into a smaller file. run() it in a thread, then end()."""
 
-    def __init__(self, carried: CarryFile) -> None:
+    def __init__(self, carried: CarriedFile) -> None:
         self.error: OSError | None = None
         self._carried = carried
         self._kept = carried.kept.copy()
@@ -89,7 +89,7 @@ class CarryCopy:
             self.error = error
 
 
-class Carrying:
+class CarriedOver:
     """What one channel carries."""
 
     def __init__(self, channel: Channel) -> None:
@@ -107,13 +107,13 @@ class Carrying:
         self._to_carry_end = 0
         """There is nothing else to be carried over below this."""
         topic = channel.topic
-        self.store: CarryFile | MemoryCarry
+        self.store: CarriedFile | CarriedInMemory
         if channel.is_durable and topic.directory is not None:
             path = topic.directory / (channel.name + CARRY_SUFFIX)
-            self.store = CarryFile(topic.broker.files, path, mark_of(topic.incarnation))
+            self.store = CarriedFile(topic.broker.files, path, mark_of(topic.incarnation))
         else:
             hold = topic.log.hold if isinstance(topic.log, MemoryLog) else lambda size_bytes: None
-            self.store = MemoryCarry(hold)
+            self.store = CarriedInMemory(hold)
 
     def only_in_log(self) -> Iterator[int]:
         """Unfinished messages that are not carried. Nothing is done here message by message in Python: there
@@ -125,11 +125,11 @@ class Carrying:
         kept = self.store.kept
         self._named = kept.keys() & state.sequences.tolist() if kept else set()
 
-    def begin(self, segments: list[Segment]) -> CarryOver | None:
+    def begin(self, segments: list[Segment]) -> CopyFromLog | None:
         """Choose messages of these segments to be copied, so that the log can let go of them: some at a time,
         and none of a segment in which they are many. None if nothing is to be done now."""
         store, channel = self.store, self._channel
-        if not segments or not isinstance(store, CarryFile) or self.is_running:
+        if not segments or not isinstance(store, CarriedFile) or self.is_running:
             return None
         waiting = sorted(self.only_in_log())
         cursor = channel.cursor.position
@@ -143,7 +143,7 @@ class Carrying:
         if number > FILE_SLICE:
             number = FILE_SLICE
             before = waiting[number]
-        chosen: list[tuple[Range, list[int]]] = []
+        chosen: list[tuple[LogRange, list[int]]] = []
         for sequence in waiting[:number]:
             if not chosen or sequence >= chosen[-1][0].next:
                 try:
@@ -155,21 +155,21 @@ class Carrying:
         if not chosen:
             return None
         self.is_running = True
-        return CarryOver(store, chosen, before)
+        return CopyFromLog(store, chosen, before)
 
-    def end(self, done: CarryOver | CarryCopy) -> None:
+    def end(self, done: CopyFromLog | Compaction) -> None:
         channel = self._channel
         self.is_running = False
         if channel.topic.is_exiting or channel.topic.channels.get(channel.name) is channel:
             done.accept()
-            if done.error is None and isinstance(done, CarryOver):
+            if done.error is None and isinstance(done, CopyFromLog):
                 self.before = max(self.before, done.before)
                 channel.mark_changed()
         else:
             # The channel was deleted meanwhile, and this has brought the file back.
             self.store.remove()
 
-    def drop_finished(self) -> CarryCopy | None:
+    def drop_finished(self) -> Compaction | None:
         """Let go of carried messages that have been finished, and that the state on disk does not name. Gives
         the work of making the file smaller if that is due."""
         store, unfinished = self.store, self._channel.unfinished
@@ -178,13 +178,13 @@ class Carrying:
             finished.difference_update(unfinished.requeued)
             finished.difference_update(unfinished.in_flight, self._named)
             store.drop(finished)
-        if not isinstance(store, CarryFile) or self.is_running:
+        if not isinstance(store, CarriedFile) or self.is_running:
             return None
         if store.is_empty:
             store.remove()
         elif store.is_wasteful:
             self.is_running = True
-            return CarryCopy(store)
+            return Compaction(store)
         return None
 
     # in memory
@@ -219,7 +219,7 @@ class Carrying:
     def sizes(self) -> list[tuple[int, int]]:
         """The sequence number and the bytes in memory of each message."""
         store = self.store
-        return [(s, b.size) for s, b in store.kept.items()] if isinstance(store, MemoryCarry) else []
+        return [(s, b.size) for s, b in store.kept.items()] if isinstance(store, CarriedInMemory) else []
 
     def give_up(self, before: int) -> None:
         self.store.drop([sequence for sequence in self.store.kept if sequence < before])

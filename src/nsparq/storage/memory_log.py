@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from nsparq.packed import PackedBodies
 from nsparq.storage.batch import Batch
 from nsparq.storage.gaps import Gaps
-from nsparq.storage.ranges import LogPositions, Lost, OffsetAhead, OffsetGone, Range, TimeSearch, memory_range
+from nsparq.storage.log_range import (
+    LogPositions,
+    LogRange,
+    Lost,
+    OffsetAhead,
+    OffsetGone,
+    TimeSearch,
+    memory_range,
+)
 
 
 class EphemeralMemory:
@@ -87,7 +95,7 @@ class MemoryLog:
         first, last = self._batches[self._bases[0]], self._batches[self._bases[-1]]
         return LogPositions(self.start, self.end, first.timestamp_of(0), last.timestamp_of(0))
 
-    def locate(self, sequence: int, max_bytes: int) -> Range:
+    def locate(self, sequence: int, max_bytes: int) -> LogRange:
         """As in Log, from memory."""
         if sequence < self.start:
             raise OffsetGone(sequence, self.start)
@@ -97,7 +105,7 @@ class MemoryLog:
         entry = max(0, bisect_right(self._bases, wanted) - 1)
         following = (self._batches[self._bases[i]] for i in range(entry, len(self._bases)))
         found = memory_range((b for b in following if b.end > wanted), max_bytes, self.gaps.ranges)
-        return found or Range(self.end, self.end, 0)
+        return found or LogRange(self.end, self.end, 0)
 
     def search_time(self, timestamp_ns: int) -> TimeSearch:
         """As in Log."""
@@ -108,7 +116,7 @@ class MemoryLog:
     def sequence_at(self, timestamp_ns: int) -> int:
         return self.search_time(timestamp_ns).run()
 
-    def note_lost(self, found: Range, lost: Sequence[Lost]) -> None:
+    def note_lost(self, found: LogRange, lost: Sequence[Lost]) -> None:
         """Memory loses nothing."""
 
     def count(self, start: int, end: int) -> int:

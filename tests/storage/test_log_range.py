@@ -15,10 +15,10 @@ import pytest
 
 from nsparq.errors import CorruptBatch
 from nsparq.storage import log as log_module
-from nsparq.storage.decode import CorruptRange, RawBatch, iter_batches
 from nsparq.storage.log import Durability, Log
-from nsparq.storage.memory import MemoryLog
-from nsparq.storage.ranges import MAX_BATCHES, OffsetAhead, OffsetGone, Range
+from nsparq.storage.log_range import MAX_BATCHES, LogRange, OffsetAhead, OffsetGone
+from nsparq.storage.memory_log import MemoryLog
+from nsparq.storage.raw_batch import CorruptRange, RawBatch, iter_batches
 from nsparq.storage.segment import INDEX_EVERY
 
 from .support import (
@@ -46,7 +46,7 @@ ROOMY: dict[str, Any] = {"segment_bytes": 400_000, "memory_messages": 50}
 in_all_modes = pytest.mark.parametrize("durability", ALL_MODES)
 
 
-def messages_in(found: Range, data: bytes | None = None) -> list[Message]:
+def messages_in(found: LogRange, data: bytes | None = None) -> list[Message]:
     """What a reader makes of a range."""
     batches = iter_batches(found.read() if data is None else data)
     return [
@@ -326,7 +326,7 @@ def test_reading_goes_on_while_others_append_roll_and_reclaim(tmp_path: Path, du
     log.reader_low = lambda: position[0]
     written: list[Message] = []
     read: list[Message] = []
-    pending: Queue[Range | None] = Queue()
+    pending: Queue[LogRange | None] = Queue()
 
     def reading() -> None:
         while (found := pending.get()) is not None:

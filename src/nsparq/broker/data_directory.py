@@ -23,7 +23,7 @@ RESERVE_BYTES: Final = 1 << 20
 number of channels, unless they have tens of thousands of unfinished messages each."""
 
 
-class DataPath:
+class DataDirectory:
     """The directory that belongs to one running nsqd."""
 
     def __init__(self, path: Path, files: Files, health: Health) -> None:
@@ -98,5 +98,5 @@ class DataPath:
 
 
 def topic_of_trash(name: str) -> str:
-    """The topic whose directory it was: see DataPath.trash_of()."""
+    """The topic whose directory it was: see DataDirectory.trash_of()."""
     return name.removesuffix(TRASH_SUFFIX).rpartition(".")[0]

@@ -1,7 +1,7 @@
 """Raw batches, as a range of a log holds them, for those who read ranges: nothing here walks messages.
 
 A reader that meets CorruptRange asks for the rest, from the sequence number that it names, with the damage
-left out (Range.read_verified): the bytes in between tell nothing more.
+left out (LogRange.read_verified): the bytes in between tell nothing more.
 """
 
 from __future__ import annotations

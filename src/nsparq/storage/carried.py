@@ -22,7 +22,7 @@ from nsparq.storage.batch import (
     lengths_of,
 )
 from nsparq.storage.files import Files
-from nsparq.storage.ranges import Handle, Range, memory_range
+from nsparq.storage.log_range import Handle, LogRange, memory_range
 from nsparq.storage.recovery import Damage, scan
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ Carried = tuple[int, int, bytes]
 """Sequence number, publish time, body."""
 
 
-class CarryFile:
+class CarriedFile:
     """Single messages by sequence number, on disk; only their places are in memory."""
 
     def __init__(self, files: Files, path: Path, mark: int = 0) -> None:
@@ -124,14 +124,14 @@ class CarryFile:
         start, end = data_range(head)
         return Batch(head.base, head.timestamp_ns, 0, decode_lengths(head, raw), raw[start:end])
 
-    def locate(self, sequence: int) -> Range:
+    def locate(self, sequence: int) -> LogRange:
         """Where the message lies, for reading it in a thread."""
         position, size = self.kept[sequence]
         handle = self._handle() if self._handle is not None else None
         if handle is None:
             handle = Handle(self._files, self._path)
             self._handle = ref(handle)
-        return Range(sequence, sequence + 1, size, position=position, handle=handle)
+        return LogRange(sequence, sequence + 1, size, position=position, handle=handle)
 
     def drop(self, finished: Iterable[int]) -> None:
         """Let go of messages that have been finished."""
@@ -183,7 +183,7 @@ class CarryFile:
         self._size = self._live = 0
 
 
-class MemoryCarry:
+class CarriedInMemory:
     """The same for a channel that keeps nothing on disk."""
 
     is_damaged = False
@@ -210,7 +210,7 @@ class MemoryCarry:
     def read(self, sequence: int) -> Batch | None:
         return self.kept.get(sequence)
 
-    def locate(self, sequence: int) -> Range:
+    def locate(self, sequence: int) -> LogRange:
         found = memory_range([self.kept[sequence]], 1, ())
         assert found is not None
         return found

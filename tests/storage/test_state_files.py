@@ -12,7 +12,7 @@ import pytest
 from crc32c import crc32c
 
 from nsparq.storage.files import Files
-from nsparq.storage.state import (
+from nsparq.storage.state_files import (
     TOPIC_FILE,
     ChannelState,
     TopicState,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nsparq.storage.memory import MemoryLog
+from nsparq.storage.memory_log import MemoryLog
 
 from .support import FLOOR, NOW_NS, Message, messages_of, read_all
 

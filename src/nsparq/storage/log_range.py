@@ -1,6 +1,6 @@
 """Ranges of a log as they lie on disk, for readers that take them whole: found by the index, read anywhere.
 
-Log.locate() gives a Range on the event loop, without touching a message; what it names is then read in a
+Log.locate() gives a LogRange on the event loop, without touching a message; what it names is then read in a
 thread, through a descriptor of its own, whatever becomes of the segment meanwhile.
 """
 
@@ -86,7 +86,7 @@ class Verified(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class LogRange:
     """Whole batches, in a file or still in memory. The file is let go with the range."""
 
     first: int
@@ -143,7 +143,7 @@ class Range:
 class TimeSearch:
     """Looks for the first message published at or after a time. run() may be called in any thread."""
 
-    def __init__(self, timestamp_ns: int, answer: int, stretch: Range | None = None) -> None:
+    def __init__(self, timestamp_ns: int, answer: int, stretch: LogRange | None = None) -> None:
         self._timestamp_ns = timestamp_ns
         self._answer = answer
         """If the stretch does not have it."""
@@ -160,7 +160,9 @@ class TimeSearch:
         return self._answer
 
 
-def memory_range(batches: Iterable[Batch], max_bytes: int, gaps: Sequence[tuple[int, int]]) -> Range | None:
+def memory_range(
+    batches: Iterable[Batch], max_bytes: int, gaps: Sequence[tuple[int, int]]
+) -> LogRange | None:
     """The first of these neighbouring batches, up to about `max_bytes`; None if there are none."""
     chosen: list[Batch] = []
     size = 0
@@ -175,7 +177,7 @@ def memory_range(batches: Iterable[Batch], max_bytes: int, gaps: Sequence[tuple[
     if not chosen:
         return None
     first, following = chosen[0].base, chosen[-1].end
-    return Range(first, following, size, inside(gaps, first, following), batches=tuple(chosen))
+    return LogRange(first, following, size, inside(gaps, first, following), batches=tuple(chosen))
 
 
 def inside(gaps: Iterable[tuple[int, int]], start: int, end: int) -> tuple[tuple[int, int], ...]:
