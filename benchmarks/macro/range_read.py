@@ -17,16 +17,17 @@ from pathlib import Path
 
 from benchmarks.macro.report import describe_machine
 from nsparq.storage.cache import BatchCache
+from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.files import Files
-from nsparq.storage.log import Log, LogSettings
+from nsparq.storage.log import LogSettings
 from nsparq.storage.raw_batch import iter_batches
 
 MIB = 1 << 20
 
 
-def fill(directory: Path, batch: int, size: int, mebibytes: int) -> Log:
+def fill(directory: Path, batch: int, size: int, mebibytes: int) -> DiskLog:
     """A log of `mebibytes` on disk, published `batch` messages at a time."""
-    log = Log(Files(), directory, BatchCache(64 * MIB), LogSettings(), floor=1)
+    log = DiskLog(Files(), directory, BatchCache(64 * MIB), LogSettings(), floor=1)
     log.open(clean_end=1, epoch=1)
     bodies = [b"x" * size] * batch
     while log.size_bytes < mebibytes * MIB:
@@ -52,7 +53,7 @@ def read_files(directory: Path, piece: int) -> int:
     return total
 
 
-def read_ranges(log: Log, piece: int, look: Callable[[bytes], object] = len) -> int:
+def read_ranges(log: DiskLog, piece: int, look: Callable[[bytes], object] = len) -> int:
     total, sequence = 0, log.start
     while (found := log.locate(sequence, piece)).size:
         look(found.read())
@@ -62,7 +63,7 @@ def read_ranges(log: Log, piece: int, look: Callable[[bytes], object] = len) -> 
     return total
 
 
-def read_verified(log: Log, piece: int) -> int:
+def read_verified(log: DiskLog, piece: int) -> int:
     total, sequence = 0, log.start
     while (found := log.locate(sequence, piece)).size:
         verified = found.read_verified()

@@ -31,7 +31,6 @@ from nsparq.broker.topic import Topic
 from nsparq.errors import ClientError
 from nsparq.options import NsqdOptions
 from nsparq.storage.files import Buffer, Files, RunEach, run_one_by_one
-from nsparq.storage.log import Log
 from nsparq.wire.identify import Identity
 
 SECOND = 1_000_000_000
@@ -357,8 +356,7 @@ class Rig:
         """What `kill -9` does: everything not yet handed to the system is gone."""
         broker = self.broker
         for topic in broker.topics.values():
-            if isinstance(topic.log, Log):
-                topic.log.delete()  # only lets go of the descriptors
+            topic.log.discard()
         if broker.data_path._lock_fd >= 0:
             self.files.close(broker.data_path._lock_fd)
             broker.data_path._lock_fd = -1

@@ -103,7 +103,7 @@ def test_a_cold_redelivery_waits_and_comes(make_rig: MakeRig):
     rig.background.run_all()
     # Nothing that was read back stays in memory.
     log = rig.topic().log
-    for batch in [*log._memory.values()]:
+    for batch in [*log._batches]:
         if batch.base < log.memory_start:
             log.forget(batch)
     rig.files.is_cold = True

@@ -19,7 +19,7 @@ from nsparq.broker.ephemeral import EphemeralBound
 from nsparq.broker.inflight import Run
 from nsparq.broker.publishing import Publishing
 from nsparq.broker.topic import Topic
-from nsparq.storage.log import Log
+from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.memory_log import MemoryLog
 from tests.broker.rig import SECOND, Later, Rig, bodies
 
@@ -34,7 +34,7 @@ TOUCHES = [
     (Delivery, ["pump"]),
     (Checkpoint, ["capture"]),
     (CarriedOver, ["begin", "drop_finished", "only_in_log"]),
-    (Log, ["trim", "release_files", "sealed_segments", "begin_sync", "append", "read"]),
+    (DiskLog, ["trim", "release_files", "sealed_segments", "begin_sync", "append", "read"]),
     (MemoryLog, ["trim", "append", "read"]),
 ]
 

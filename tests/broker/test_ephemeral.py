@@ -343,7 +343,7 @@ def memory_of(rig: Rig) -> int:
     size = 0
     for topic in rig.broker.topics.values():
         if isinstance(topic.log, MemoryLog):
-            size += sum(batch.size for batch in topic.log._batches.values())
+            size += sum(batch.size for batch in topic.log._batches)
             size += sum(b.size for c in topic.channels.values() for b in c.carried_over.store.kept.values())
     assert rig.broker.ephemeral_memory.size_bytes == size
     return size

@@ -13,13 +13,13 @@ from nsparq.broker.client import Client
 from nsparq.broker.inflight import Run
 from nsparq.broker.topic import Topic
 from nsparq.storage.batch import Batch
-from nsparq.storage.log import Log
+from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.memory_log import MemoryLog
 from nsparq.storage.segment import Segment
 from tests.broker.rig import Later, Rig
 
 MakeRig = Callable[..., Rig]
-COUNTED = (Batch, Channel, Client, Log, MemoryLog, Run, Segment, Topic)
+COUNTED = (Batch, Channel, Client, DiskLog, MemoryLog, Run, Segment, Topic)
 
 
 def objects() -> Counter[str]:

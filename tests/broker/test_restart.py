@@ -524,7 +524,7 @@ def test_a_carried_message_gone_bad_is_counted_and_the_rest_goes_on(make_rig: Ma
     rig.maintain()
     damage_carry_file(rig)
     log = rig.topic().log
-    for batch in [*log._memory.values()]:
+    for batch in [*log._batches]:
         if batch.base < log.memory_start:
             log.forget(batch)
     rig.requeue(client, held)

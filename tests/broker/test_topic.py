@@ -9,7 +9,6 @@ import pytest
 
 from nsparq.broker.publishing import EAGER_BATCH, EAGER_BYTES, MAX_BATCH
 from nsparq.errors import Exiting, SyncFailed, WriteFailed
-from nsparq.storage.log import Log
 from tests.broker.rig import FakeClient, Later, Receipt, Rig, bodies, counts
 
 MakeRig = Callable[..., Rig]
@@ -787,7 +786,6 @@ def test_a_backlog_beyond_memory_is_read_back_in_order(make_rig: MakeRig):
 
 def test_the_name_of_a_topic_is_found_in_its_directory(rig: Rig):
     topic = rig.topic("some.topic")
-    assert isinstance(topic.log, Log)
     assert topic.directory == rig.data_path / "topics" / "some.topic.topic"
     assert topic.directory.is_dir()
 

@@ -20,7 +20,6 @@ from nsparq.errors import CorruptBatch
 from nsparq.options import NsqdOptions
 from nsparq.packed import PackedBodies
 from nsparq.storage.files import Files
-from nsparq.storage.log import Log
 from tests.broker.rig import SECOND, Clock, FakeClient, Later, Receipt
 from tests.support.power_cut import MODELS, RecordedFiles, cut
 
@@ -351,8 +350,7 @@ def _stored(log: Any) -> list[bytes]:
 def drop(broker: Broker) -> None:
     """As kill -9 does."""
     for topic in broker.topics.values():
-        if isinstance(topic.log, Log):
-            topic.log.delete()
+        topic.log.discard()
     broker.files.close(broker.data_path._lock_fd)
     broker.data_path._lock_fd = -1
 

@@ -606,7 +606,7 @@ class BrokerMachine(RuleBasedStateMachine):
         at_ns = data.draw(st.sampled_from(sorted(set(self.published_ns.values())))) + data.draw(
             st.sampled_from([0, 1])
         )
-        found = self.rig.topic(TOPIC).log.sequence_at(at_ns)
+        found = self.rig.topic(TOPIC).log.search_time(at_ns).run()
         stamps = {sequence: self.published_ns[body] for body, (sequence, _) in self.stored().items()}
         assert all(stamp < at_ns for sequence, stamp in stamps.items() if sequence < found)
         assert found not in stamps or stamps[found] >= at_ns

@@ -16,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nsparq.errors import WriteFailed
 from nsparq.storage.cache import BatchCache
+from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.gaps import Gaps
-from nsparq.storage.log import Durability, Log
+from nsparq.storage.log import Durability
 from nsparq.storage.state_files import ChannelState, decode_channel_state
 from tests.storage.support import (
     FLOOR,
@@ -78,7 +79,7 @@ class SmallLog:
         """The messages of all batches but some."""
         return [m for number, batch in enumerate(self.batches) if number not in lost for m in batch]
 
-    def open(self, *, clean_end: int = -1) -> Log:
+    def open(self, *, clean_end: int = -1) -> DiskLog:
         return open_log(self.directory, segment_bytes=300, clean_end=clean_end, epoch=self.end)
 
 
@@ -317,7 +318,7 @@ class LogMachine(RuleBasedStateMachine):
         self.opened_s = 0
         self.is_over = False
         """A disk that failed in memory mode has left more in memory than belongs there."""
-        self.log: Log | None = None
+        self.log: DiskLog | None = None
 
     @initialize(
         durability=st.sampled_from(Durability),
@@ -524,10 +525,10 @@ class LogMachine(RuleBasedStateMachine):
     @invariant()
     def memory_is_bounded(self) -> None:
         if self.log is not None and not self.is_over:
-            held = [*self.log._memory.values()]
+            held = [*self.log._batches]
             assert self.cache.size_bytes == sum(batch.size for batch in held)
             assert self.cache.size_bytes <= self.cache_bytes or len(held) == 1
-            newest = self.log._tail[-1].count if self.log._tail else 0
+            newest = held[-1].count if held else 0
             assert self.log.end - self.log.memory_start <= max(self.settings["memory_messages"], newest)
 
     def teardown(self) -> None:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from nsparq.storage.batch import Batch, encode_head, lengths_of
 from nsparq.storage.cache import BatchCache
+from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.files import Buffer, Files
-from nsparq.storage.log import Durability, Log, LogSettings
+from nsparq.storage.log import Durability, LogSettings
 from nsparq.storage.recovery import Read
 from nsparq.storage.segment import Segment
 
@@ -147,8 +148,8 @@ def open_log(
     clean_end: int = -1,
     epoch: int = FLOOR,
     **settings: Any,
-) -> Log:
-    log = Log(
+) -> DiskLog:
+    log = DiskLog(
         FaultyFiles() if files is None else files,
         directory,
         BatchCache(cache_bytes) if cache is None else cache,
@@ -159,18 +160,18 @@ def open_log(
     return log
 
 
-def crash(log: Log) -> None:
+def crash(log: DiskLog) -> None:
     """What kill -9 leaves: the files as they are, and no descriptor."""
-    log.delete()
+    log.discard()
 
 
-def stop(log: Log) -> int:
+def stop(log: DiskLog) -> int:
     """A clean stop; gives the end that the topic's state would name."""
     log.close()
     return log.end
 
 
-def append(log: Log, *bodies: bytes, due_ns: int = 0, now_ns: int = NOW_NS) -> list[Message]:
+def append(log: DiskLog, *bodies: bytes, due_ns: int = 0, now_ns: int = NOW_NS) -> list[Message]:
     """Append one batch."""
     return messages_of(log.append([([*bodies], due_ns)], now_ns))
 
@@ -194,7 +195,7 @@ def read_all(log: Any, sequence: int | None = None, *, wait: bool = True) -> lis
     return found
 
 
-def fill(log: Log, batches: int, per_batch: int = 3, size: int = 20) -> list[Message]:
+def fill(log: DiskLog, batches: int, per_batch: int = 3, size: int = 20) -> list[Message]:
     """Batches of different bodies and times."""
     written = []
     for number in range(batches):

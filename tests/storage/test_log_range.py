@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from nsparq.errors import CorruptBatch
-from nsparq.storage import log as log_module
+from nsparq.errors import CorruptBatch, WriteFailed
 from nsparq.storage.log import Durability, Log
 from nsparq.storage.log_range import MAX_BATCHES, LogRange, OffsetAhead, OffsetGone
 from nsparq.storage.memory_log import MemoryLog
 from nsparq.storage.raw_batch import CorruptRange, RawBatch, iter_batches
-from nsparq.storage.segment import INDEX_EVERY
+from nsparq.storage.segment_index import INDEX_EVERY
 
 from .support import (
     ALL_MODES,
@@ -57,7 +56,7 @@ def messages_in(found: LogRange, data: bytes | None = None) -> list[Message]:
     ]
 
 
-def follow(log: Log | MemoryLog, sequence: int, max_bytes: int) -> list[Message]:
+def follow(log: Log, sequence: int, max_bytes: int) -> list[Message]:
     """Everything from `sequence` on, range by range."""
     read: list[Message] = []
     while True:
@@ -70,7 +69,7 @@ def follow(log: Log | MemoryLog, sequence: int, max_bytes: int) -> list[Message]
         sequence = found.next
 
 
-def big_fill(log: Log | MemoryLog, batches: int, size: int = 9_000) -> list[Message]:
+def big_fill(log: Log, batches: int, size: int = 9_000) -> list[Message]:
     """A few messages to a batch, several batches to an index entry."""
     written = []
     for number in range(batches):
@@ -263,7 +262,7 @@ def test_a_range_is_read_though_its_segment_has_been_removed(tmp_path: Path) -> 
         segment.remove()
     assert len(segment_files(tmp_path)) == 1
     assert messages_in(found) == [m for m in written if m.sequence < found.next]
-    log.delete()
+    log.discard()
     assert messages_in(found) == [m for m in written if m.sequence < found.next]
 
 
@@ -276,7 +275,7 @@ def test_the_file_is_closed_when_its_last_range_is_gone(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     fill(log, 10)
     log.release_files()
-    log.unsynced = 0
+    log._sync.unsynced = 0
     assert log.release_files()
     assert open_descriptors(tmp_path) == 0
     ranges = [log.locate(FLOOR + i, 1000) for i in range(5)]
@@ -295,7 +294,7 @@ def test_a_failed_append_is_in_no_range(tmp_path: Path) -> None:
     written = append(log, b"first")
     files.fail("write", torn=100)
     files.fail("truncate")
-    with pytest.raises(log_module.WriteFailed):
+    with pytest.raises(WriteFailed):
         append(log, b"refused" * 30)
     files.heal()
     found = log.locate(FLOOR, 1000)
@@ -361,7 +360,7 @@ def test_what_memory_alone_holds_is_encoded(tmp_path: Path) -> None:
     log = open_log(tmp_path, durability=MEMORY, memory_messages=1000)
     batches = log.append([([b"a", b""], 0), ([b"later"], 9)], NOW_NS)
     found = log.locate(FLOOR + 1, 1000)
-    assert found.handle is None
+    assert found.reader is None
     assert found.first == FLOOR
     assert found.read() == encoded(FLOOR, b"a", b"") + encoded(FLOOR + 2, b"later", due_ns=9)
     assert found.size == len(found.read())
@@ -589,8 +588,8 @@ def test_a_time_leads_to_the_first_message_published_then_or_later(
         written += append(log, b"x" * 9000, b"y", now_ns=NOW_NS + 10 * (number // 3))
     for _ in range(2):
         for offset in [-5, *range(0, 680, 7), 665, 10_000]:
-            assert log.sequence_at(NOW_NS + offset) == expected_at(written, NOW_NS + offset, log.end)
-        assert log.sequence_at(0) == log.sequence_at(-1) == FLOOR
+            assert log.search_time(NOW_NS + offset).run() == expected_at(written, NOW_NS + offset, log.end)
+        assert log.search_time(0).run() == log.search_time(-1).run() == FLOOR
         clean_end = stop(log)
         log = open_log(tmp_path, clean_end=clean_end, **ROOMY)
     crash(log)
@@ -613,7 +612,7 @@ def test_a_clock_set_back_does_not_lead_astray(tmp_path: Path) -> None:
         log = open_log(tmp_path, **ROOMY)
         for offset in range(-50, now_ns - NOW_NS + 100, 13):
             at_ns = NOW_NS + offset
-            assert log.sequence_at(at_ns) == expected_at(written, at_ns, log.end)
+            assert log.search_time(at_ns).run() == expected_at(written, at_ns, log.end)
         crash(log)
 
 
@@ -625,7 +624,7 @@ def test_finding_a_time_reads_one_index_entry(tmp_path: Path) -> None:
     files.calls.clear()
     files.bytes_read = 0
     at_ns = NOW_NS + 170
-    assert log.sequence_at(at_ns) == written[bisect_left(times, at_ns)].sequence
+    assert log.search_time(at_ns).run() == written[bisect_left(times, at_ns)].sequence
     assert files.calls["read"] == 1
     assert files.bytes_read <= INDEX_EVERY + 10_000
     crash(log)
@@ -646,9 +645,9 @@ def test_a_search_passes_over_damage(tmp_path: Path) -> None:
     written = fill(log, 10)
     (path,) = segment_files(tmp_path)
     flip(path, places(path)[4].end - 1)
-    assert log.sequence_at(NOW_NS + 4) == written[15].sequence
+    assert log.search_time(NOW_NS + 4).run() == written[15].sequence
     flip(path, places(path)[9].end - 1)
-    assert log.sequence_at(NOW_NS + 9) == log.end
+    assert log.search_time(NOW_NS + 9).run() == log.end
     crash(log)
 
 
@@ -656,7 +655,7 @@ def test_times_in_an_ephemeral_log() -> None:
     log = MemoryLog(floor=FLOOR)
     written = big_fill(log, 20)
     for offset in range(-2, 22):
-        assert log.sequence_at(NOW_NS + offset) == expected_at(written, NOW_NS + offset, log.end)
+        assert log.search_time(NOW_NS + offset).run() == expected_at(written, NOW_NS + offset, log.end)
 
 
 # deferred messages

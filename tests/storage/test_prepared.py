@@ -103,7 +103,7 @@ def test_what_is_not_needed_is_given_back(segment: Segment, way: str) -> None:
     if way == "sealed":
         segment.write_index()
     else:
-        segment.settle()
+        segment.cut_to_size()
     assert segment.path.read_bytes() == written
     written += add(segment, 100)
     assert segment.path.read_bytes()[: segment.size] == written
@@ -121,7 +121,7 @@ def test_an_idle_log_gives_it_back(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert path.stat().st_size > log.size_bytes
     files.fail("truncate", errno.EIO)
     assert log.release_files(), "a disk that refuses is no reason to keep the file open"
-    assert "keeps more room than it needs" in caplog.text
+    assert "keeps more disk space than it needs" in caplog.text
     assert log.release_files()
     assert path.stat().st_size == log.size_bytes
     stop(log)

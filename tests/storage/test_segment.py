@@ -12,7 +12,8 @@ import pytest
 from nsparq.errors import CorruptBatch
 from nsparq.storage.batch import Batch, encode_head
 from nsparq.storage.recovery import Damage
-from nsparq.storage.segment import GATHER_SIZE, INDEX_EVERY, READ_SIZE, Cold, Segment
+from nsparq.storage.segment import GATHER_SIZE, READ_SIZE, Cold, Segment
+from nsparq.storage.segment_index import INDEX_EVERY
 
 from .support import NOW_NS, FaultyFiles, Message, encoded, flip, messages_of, write_segment
 
@@ -96,7 +97,7 @@ def test_what_is_written_is_read(segment: Segment) -> None:
     assert segment.end == 104
     assert segment.size == segment.path.stat().st_size
     assert (segment.first_ns, segment.last_ns) == (NOW_NS, NOW_NS + 1)
-    assert segment.deferred.tolist() == [103, 5]
+    assert segment.index.deferred.tolist() == [103, 5]
     segment.close()
 
 
@@ -185,7 +186,7 @@ def test_opening_learns_everything_again(segment: Segment, has_index: bool) -> N
     assert damage == []
     assert (fresh.base, fresh.end, fresh.size) == (segment.base, segment.end, segment.size)
     assert (fresh.first_ns, fresh.last_ns) == (NOW_NS, NOW_NS + 5)
-    assert fresh.deferred.tolist() == [110, 99]
+    assert fresh.index.deferred.tolist() == [110, 99]
     assert read_all(fresh) == (written, [])
     fresh.close()
 
@@ -245,7 +246,7 @@ def test_a_damaged_index_is_ignored(segment: Segment, damage) -> None:  # type: 
     fresh, found = reopened(segment)
     assert found == []
     assert fresh.end == segment.end
-    assert fresh.deferred == segment.deferred
+    assert fresh.index.deferred == segment.index.deferred
     assert read_all(fresh) == (written, [])
     fresh.close()
 

@@ -31,7 +31,7 @@ from nsparq.names import is_valid_name
 from nsparq.options import NsqdOptions
 from nsparq.storage.cache import BatchCache
 from nsparq.storage.files import Files, RunEach, Work, run_one_by_one
-from nsparq.storage.log import EPOCH_BITS, Durability, Log, LogSettings
+from nsparq.storage.log import EPOCH_BITS, Durability, LogSettings
 from nsparq.storage.memory_log import EphemeralMemory
 from nsparq.storage.metadata import BAD_FILE_NAME, FILE_NAME, Metadata, TopicEntry, read_metadata
 from nsparq.storage.segment import READ_SIZE, Cold
@@ -119,8 +119,7 @@ class Broker:
             self._load()
         except BaseException as error:
             for topic in self.topics.values():
-                if isinstance(topic.log, Log):
-                    topic.log.delete()  # only lets go of its files
+                topic.log.discard()
             self.data_path.unlock()
             if isinstance(error, OSError):
                 raise StartError(f"failed to load data-path {self.data_path.path}: {error}") from error
@@ -217,8 +216,7 @@ class Broker:
         for line in lost:
             logger.error("not kept: %s", line)
         for topic in self.topics.values():
-            if isinstance(topic.log, Log):
-                topic.log.delete()  # only lets go of its files
+            topic.log.discard()
         self.data_path.unlock()
         return lost
 
@@ -239,11 +237,10 @@ class Broker:
     def _make_room(self) -> None:
         """Give the disk back what can be spared."""
         for topic in self.topics.values():
-            if isinstance(topic.log, Log):
-                try:
-                    self.upkeep.remove_segments(topic.log.trim(topic.low(), self.age_ns() / 1e9))
-                except OSError as error:
-                    logger.warning("%s: cannot remove what nobody needs: %s", topic, error)
+            try:
+                self.upkeep.remove_segments(topic.log.trim(topic.low(), self.age_ns() / 1e9))
+            except OSError as error:
+                logger.warning("%s: cannot remove what nobody needs: %s", topic, error)
         self.data_path.use_reserve()
 
     def epoch(self) -> int:

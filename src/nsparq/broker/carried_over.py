@@ -17,8 +17,8 @@ import numpy as np
 
 from nsparq.storage.batch import Batch, mark_of
 from nsparq.storage.carried import CARRY_SUFFIX, Carried, CarriedFile, CarriedInMemory
+from nsparq.storage.log import Log
 from nsparq.storage.log_range import LogRange, OffsetGone
-from nsparq.storage.memory_log import MemoryLog
 from nsparq.storage.raw_batch import iter_batches
 from nsparq.storage.segment import Segment
 from nsparq.storage.state_files import ChannelState
@@ -112,8 +112,7 @@ class CarriedOver:
             path = topic.directory / (channel.name + CARRY_SUFFIX)
             self.store = CarriedFile(topic.broker.files, path, mark_of(topic.incarnation))
         else:
-            hold = topic.log.hold if isinstance(topic.log, MemoryLog) else lambda size_bytes: None
-            self.store = CarriedInMemory(hold)
+            self.store = CarriedInMemory(topic.log.hold)
 
     def only_in_log(self) -> Iterator[int]:
         """Unfinished messages that are not carried. Nothing is done here message by message in Python: there
@@ -189,7 +188,7 @@ class CarriedOver:
 
     # in memory
 
-    def carry_over(self, log: MemoryLog, before: int) -> int:
+    def carry_over(self, log: Log, before: int) -> int:
         """Copy what is unfinished of the log before `before`, some of it at a time. Gives from where on the
         log is still needed."""
         if not self._to_carry:

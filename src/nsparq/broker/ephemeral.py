@@ -24,6 +24,10 @@ class EphemeralBound:
         self._reclaim_above = 0
         """A log with more messages than this is reclaimed without waiting for upkeep."""
 
+    @property
+    def held_bytes(self) -> int:
+        return self._log.held_bytes
+
     def apply(self) -> None:
         """After an append: reclaim if there may be too much."""
         topic, log = self._topic, self._log
@@ -104,15 +108,13 @@ def bound_memory(topics: Mapping[str, Topic], memory: EphemeralMemory) -> None:
         return
     enough = memory.limit_bytes - memory.limit_bytes // 16
     least = memory.limit_bytes // 64
-    largest = [
-        (-topic.log.held_bytes, name) for name, topic in topics.items() if isinstance(topic.log, MemoryLog)
-    ]
+    bounds = {name: topic.bound for name, topic in topics.items() if topic.bound is not None}
+    largest = [(-bound.held_bytes, name) for name, bound in bounds.items()]
     heapify(largest)
     while largest and (surplus := memory.size_bytes - enough) > 0:
         size, name = heappop(largest)
         following = largest[0][0] if largest else 0
-        topic = topics[name]
-        assert topic.bound is not None and isinstance(topic.log, MemoryLog)
-        topic.bound.give_up(min(surplus, max(following - size, least, 1)))
-        if topic.log.held_bytes < -size:
-            heappush(largest, (-topic.log.held_bytes, name))
+        bound = bounds[name]
+        bound.give_up(min(surplus, max(following - size, least, 1)))
+        if bound.held_bytes < -size:
+            heappush(largest, (-bound.held_bytes, name))

@@ -84,7 +84,6 @@ def _import_topic(broker: Broker, name: str, queues: list[DiskQueue]) -> None:
                 logger.info(
                     "TOPIC(%s): imported %d messages from NSQ", topic, _append(topic, queue.records())
                 )
-        assert isinstance(topic.log, Log)
         topic.log.close()
         let_import_count(topic)
         # The names of what has just been written must be on disk before NSQ's files go.

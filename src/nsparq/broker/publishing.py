@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 
 from nsparq.errors import Exiting, StorageError, SyncFailed
 from nsparq.packed import PackedBodies
-from nsparq.storage.log import Log
 
 if TYPE_CHECKING:
     from nsparq.broker.topic import Topic
@@ -130,14 +129,14 @@ class Publishing:
         """Have `done` called once all that was appended so far is as durable as configured, or is known not
         to be."""
         topic = self._topic
-        if topic.is_synchronous and isinstance(topic.log, Log) and topic.log.doubtful:
+        if topic.is_synchronous and topic.log.doubtful:
             self._tell([(done, verb)], SyncFailed("an earlier one did"))
         else:
             self._await_commit([(done, verb)])
 
     def _await_commit(self, waiting: list[Publisher]) -> None:
         topic = self._topic
-        if topic.is_synchronous and isinstance(topic.log, Log):
+        if topic.is_synchronous and not topic.is_ephemeral:
             self._uncommitted.append((topic.log.end, waiting))
             topic.broker.upkeep.request_sync(topic)
         else:
@@ -151,7 +150,6 @@ class Publishing:
     def synced(self, error: Exception | None) -> None:
         """An fsync of the log has ended."""
         topic, uncommitted = self._topic, self._uncommitted
-        assert isinstance(topic.log, Log)
         number = len(uncommitted)
         if error is None:
             number = bisect_right(uncommitted, topic.log.committed, key=itemgetter(0))

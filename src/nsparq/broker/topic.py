@@ -25,6 +25,7 @@ from nsparq.errors import Exiting, StorageError
 from nsparq.names import is_ephemeral
 from nsparq.packed import PackedBodies
 from nsparq.storage.batch import mark_of
+from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.log import Durability, Log, LogSettings
 from nsparq.storage.memory_log import MemoryLog
 from nsparq.storage.metadata import TopicEntry
@@ -87,7 +88,7 @@ class Topic:
         self.corrupt_files = 0
         """Files beside the log, the topic's and its channels', that were damaged or missing."""
         self.incarnation = uuid.uuid4().hex
-        self.log: Log | MemoryLog
+        self.log: Log
         self.publishing = Publishing(self)
         self.bound: EphemeralBound | None = None
         """Bounds the memory of an ephemeral topic."""
@@ -133,8 +134,9 @@ class Topic:
         """A topic that was not there before."""
         epoch = self.broker.epoch()
         if self.directory is None:
-            self.log = MemoryLog(floor=epoch, memory=self.broker.ephemeral_memory)
-            self.bound = EphemeralBound(self, self.log)
+            log = MemoryLog(floor=epoch, memory=self.broker.ephemeral_memory)
+            self.bound = EphemeralBound(self, log)
+            self.log = log
         else:
             self.broker.files.make_directory(self.directory)
             self.log = self._new_log(self.directory, epoch)
@@ -190,12 +192,12 @@ class Topic:
         due_at = self.broker.due_times()
         self.held_back = [(sequence, due_at(due_ns)) for sequence, due_ns in log.deferred_since(since)]
 
-    def _new_log(self, directory: Path, floor: int) -> Log:
+    def _new_log(self, directory: Path, floor: int) -> DiskLog:
         settings = self.settings.applied_to(self.broker.log_settings)
-        log = Log(self.broker.files, directory, self.broker.cache, settings, floor=floor)
+        mark = mark_of(self.incarnation)
+        log = DiskLog(self.broker.files, directory, self.broker.cache, settings, floor=floor, mark=mark)
         log.reader_low = self._recent_low
         log.on_lost = self._lost
-        log.mark = mark_of(self.incarnation)
         return log
 
     def _lost(self, start: int, end: int) -> None:
@@ -256,7 +258,7 @@ class Topic:
 
         With `states_first`, the states of the channels have what room there is.
         """
-        if self.directory is None or not isinstance(self.log, Log):
+        if self.directory is None:
             return []
         steps: list[tuple[str, Callable[[], None]]] = [
             (f"{self}: messages not yet on disk", self.log.persist)
@@ -474,7 +476,7 @@ class Topic:
         """Depart from the daemon's flags, or go back to them (None). On disk when
         DurableChanges.when_durable() says so. Raises ValueError, WriteFailed or OSError, with nothing
         changed."""
-        if not isinstance(self.log, Log) or self.directory is None:
+        if self.directory is None:
             raise ValueError(f"{self} is ephemeral: it is not kept on disk, and has no settings for that")
         before = self.settings
         settings = before.changed(changes)
@@ -516,7 +518,7 @@ class Topic:
             channel.checkpoint.remove_files()
             self._end_channel(channel)
         self.publishing.refuse_all()
-        self.log.delete()
+        self.log.discard()
 
     # upkeep
 
@@ -550,8 +552,7 @@ class Topic:
         """Let go of what no channel needs; gives the segments to be removed. It is `age_ns` now."""
         for channel in self.channels.values():
             channel.cursor.step_over()
-        if isinstance(self.log, MemoryLog):
-            assert self.bound is not None
+        if self.bound is not None:
             for channel in self.channels.values():
                 channel.carried_over.drop_finished()
             self.bound.reclaim()

@@ -16,8 +16,8 @@ from pathlib import Path
 from nsparq.storage.batch import mark_of
 from nsparq.storage.carried import CARRY_SUFFIX
 from nsparq.storage.files import Files
-from nsparq.storage.log import read_marks
 from nsparq.storage.metadata import TopicEntry
+from nsparq.storage.segment_list import read_marks
 from nsparq.storage.state_files import (
     CHANNEL_SUFFIX,
     TOPIC_FILE,

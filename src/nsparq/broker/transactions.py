@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from nsparq.errors import CorruptBatch, NsparqError
 from nsparq.packed import PackedBodies
+from nsparq.storage.batch import decode_head
 from nsparq.storage.files import Files
 from nsparq.storage.log import Durability, Log
 from nsparq.storage.staging import Chunk, Part
@@ -54,6 +55,7 @@ UNKNOWN_OWNER: Final = "\0unknown"
 MIN_REQUEST: Final = 16 << 10
 """What a request that stages little counts as: each has an entry in memory, and each part a file."""
 MAX_TAG: Final = (1 << 16) - 1
+TAG_SEARCH_SIZE: Final = 4 << 20
 NAME: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Of a producer or a part."""
 
@@ -277,10 +279,10 @@ class Transaction:
         assert self.decision is not None
         incarnation, end = self.decision.topics[name]
         topic = self._broker.topics.get(name)
-        if topic is None or topic.incarnation != incarnation or not isinstance(topic.log, Log):
+        if topic is None or topic.incarnation != incarnation:
             return 0
         topic.holds[self] = end
-        return topic.log.count_tagged(self.decision.tag, end)
+        return count_tagged(topic.log, self.decision.tag, end)
 
     def __str__(self) -> str:
         return f"transaction {self.producer.name}/{self.sequence}"
@@ -634,6 +636,20 @@ class Transactions:
         except FileNotFoundError:
             return
         self._broker.upkeep.remove(trash.name, lambda: files.remove_tree(trash))
+
+
+def count_tagged(log: Log, tag: int, since: int) -> int:
+    """Messages with this tag, from a sequence number on. May wait for the disk."""
+    count, sequence = 0, max(since, log.start)
+    while sequence < log.end:
+        found = log.locate(sequence, TAG_SEARCH_SIZE)
+        data, position = found.read_verified().data, 0
+        while (head := decode_head(data, position)) is not None:
+            if head.tag == tag and head.base >= since:
+                count += head.count
+            position += head.size
+        sequence = found.next
+    return count
 
 
 def _weight(chunk: Chunk) -> int:

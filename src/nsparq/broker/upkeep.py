@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 from nsparq.broker.ephemeral import bound_memory
 from nsparq.errors import SyncFailed
 from nsparq.storage.files import Work
-from nsparq.storage.log import Log
 from nsparq.storage.segment import Segment
 from nsparq.storage.state_files import ChannelState, StateFile
 
@@ -77,8 +76,7 @@ class Upkeep:
         now_ns = self._broker.monotonic_ns()
         if now_ns - topic.synced_ns < MIN_SYNC_INTERVAL_NS or topic.is_synchronous:
             return
-        log = topic.log
-        if isinstance(log, Log) and log.unsynced >= self._broker.options.sync_every:
+        if topic.log.unsynced >= self._broker.options.sync_every:
             topic.synced_ns = now_ns
             self.request_sync(topic)
 
@@ -214,19 +212,21 @@ class Upkeep:
     def request_sync(self, topic: Topic) -> None:
         """fsync a topic's log in a thread, one at a time. Publishers that come meanwhile share the next."""
         log = topic.log
-        if not isinstance(log, Log) or log.is_syncing:
+        if log.is_syncing:
             return
         try:
             sync = log.begin_sync()
         except OSError as error:
             self._sync_later(topic, error)
             return
+        if sync is None:
+            return
 
         def synced() -> None:
             log.end_sync(sync)
             if topic.is_exiting:
-                log.close_descriptors()
-            elif sync.obstacle is not None:
+                return
+            if sync.obstacle is not None:
                 self._sync_later(topic, sync.obstacle)
             else:
                 self._note_sync(topic, sync.error)
@@ -247,13 +247,13 @@ class Upkeep:
         if error is not None:
             self._broker.health.set(f"{topic}: fsync failed: {_reason(error)}", source)
             self._changed.add(topic)
-        elif isinstance(topic.log, Log) and not topic.log.doubtful:
+        elif not topic.log.doubtful:
             self._broker.health.set(None, source)
 
     def _sync_in_time(self, topic: Topic) -> None:
         """Keep `--sync-timeout`, and copy segments whose fsync failed."""
         log, now_ns, options = topic.log, self._broker.monotonic_ns(), self._broker.options
-        if isinstance(log, Log) and log.unsynced:
+        if log.unsynced:
             self._changed.add(topic)
             # The next round would be too late.
             limit_s = options.sync_timeout - options.checkpoint_interval
@@ -261,15 +261,14 @@ class Upkeep:
             if is_time and not log.is_syncing:
                 topic.synced_ns = now_ns
                 self.request_sync(topic)
-        if isinstance(log, Log) and log.doubtful:
-            self._copy_doubtful(topic, log, now_ns)
+        if log.doubtful:
+            self._copy_doubtful(topic, log.doubtful[0], now_ns)
 
-    def _copy_doubtful(self, topic: Topic, log: Log, now_ns: int) -> None:
+    def _copy_doubtful(self, topic: Topic, segment: Segment, now_ns: int) -> None:
         """Copy a segment whose fsync failed. If that fails too, try again after COPY_INTERVAL_NS."""
         self._changed.add(topic)
         if topic in self._copying or now_ns < topic.copy_after_ns:
             return
-        segment = log.doubtful[0]
 
         def copied(error: OSError | None) -> None:
             self._copying.discard(topic)
@@ -278,7 +277,7 @@ class Upkeep:
             if error is not None:
                 topic.copy_after_ns = self._broker.monotonic_ns() + COPY_INTERVAL_NS
             else:
-                log.copied(segment)
+                segment.copied()
             self._note_sync(topic, error)
 
         self._copying.add(topic)
@@ -313,8 +312,7 @@ class Upkeep:
         segments = topic.reclaim(self._broker.age_ns())
         if segments:
             self.remove(f"segments of {topic}", partial(self.remove_segments, segments))
-        log = topic.log
-        if isinstance(log, Log) and log.settings.retention_s and log.sealed_segments():
+        if topic.log.has_aging_segments:
             self._aging.add(topic)
 
     def remove_segments(self, segments: list[Segment]) -> None:
@@ -335,7 +333,7 @@ class Upkeep:
         self._broker.try_in_background(work, removed)
 
     def _release_files(self, topic: Topic) -> None:
-        if isinstance(topic.log, Log) and topic.log.release_files():
+        if topic.log.release_files():
             self._with_files.discard(topic)
 
 

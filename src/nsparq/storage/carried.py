@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from weakref import ref
 
 from nsparq.errors import CorruptBatch
 from nsparq.storage.batch import (
@@ -22,7 +21,8 @@ from nsparq.storage.batch import (
     lengths_of,
 )
 from nsparq.storage.files import Files
-from nsparq.storage.log_range import Handle, LogRange, memory_range
+from nsparq.storage.gaps import Gaps
+from nsparq.storage.log_range import LogRange, SharedReader, range_in_memory
 from nsparq.storage.recovery import Damage, scan
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,7 @@ class CarriedFile:
         """Sequence number to position and size."""
         self._size = 0
         self._live = 0
-        self._handle: ref[Handle] | None = None
-        """Of the file as it is now, while somebody reads it."""
+        self._reader = SharedReader(files, path)
         self.is_damaged = False
         """Whether load() found anything but whole messages."""
 
@@ -127,11 +126,7 @@ class CarriedFile:
     def locate(self, sequence: int) -> LogRange:
         """Where the message lies, for reading it in a thread."""
         position, size = self.kept[sequence]
-        handle = self._handle() if self._handle is not None else None
-        if handle is None:
-            handle = Handle(self._files, self._path)
-            self._handle = ref(handle)
-        return LogRange(sequence, sequence + 1, size, position=position, handle=handle)
+        return LogRange(sequence, sequence + 1, size, position=position, reader=self._reader.get())
 
     def drop(self, finished: Iterable[int]) -> None:
         """Let go of messages that have been finished."""
@@ -169,7 +164,7 @@ class CarriedFile:
     def accept_copy(self, places: dict[int, tuple[int, int]]) -> None:
         """Go by the copy from now on. Should a power cut undo the new name, the old file has as much."""
         self._files.rename(self._copy_path, self._path)
-        self._handle = None
+        self._reader.forget()
         self._size = sum([size for _, size in places.values()])
         for finished in places.keys() - self.kept.keys():
             del places[finished]
@@ -177,7 +172,7 @@ class CarriedFile:
         self._live = sum([size for _, size in places.values()])
 
     def remove(self) -> None:
-        self._handle = None
+        self._reader.forget()
         self._files.unlink(self._path)
         self.kept.clear()
         self._size = self._live = 0
@@ -211,7 +206,7 @@ class CarriedInMemory:
         return self.kept.get(sequence)
 
     def locate(self, sequence: int) -> LogRange:
-        found = memory_range([self.kept[sequence]], 1, ())
+        found = range_in_memory([self.kept[sequence]], 1, Gaps())
         assert found is not None
         return found
 

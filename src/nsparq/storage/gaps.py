@@ -1,10 +1,10 @@
-"""Sequence numbers that hold no message: skipped by a restart, emptied, or lost to a bad disk."""
+"""Sequence numbers without a message: skipped by a restart, emptied, or lost to damage."""
 
 from __future__ import annotations
 
 
 class Gaps:
-    """Disjoint half-open ranges in order. There are few of them, so plain lists do."""
+    """Disjoint half-open ranges in order. There are few of them, so plain lists are fast enough."""
 
     def __init__(self, ranges: list[tuple[int, int]] | None = None) -> None:
         self.ranges: list[tuple[int, int]] = ranges or []
@@ -26,11 +26,23 @@ class Gaps:
             self.ranges = [gap for gap in self.ranges if gap[1] > sequence]
 
     def count(self, start: int, end: int) -> int:
-        """How many numbers of the range hold no message."""
+        """Number of sequence numbers in a range that have no message."""
         return sum(max(0, min(high, end) - max(low, start)) for low, high in self.ranges)
 
+    def count_messages(self, start: int, end: int) -> int:
+        """Number of sequence numbers in a range that have a message."""
+        if start >= end:
+            return 0
+        return end - start - self.count(start, end) if self.ranges else end - start
+
+    def inside(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """The parts of the gaps that lie between two sequence numbers."""
+        return tuple(
+            (max(low, start), min(high, end)) for low, high in self.ranges if low < end and high > start
+        )
+
     def back(self, end: int, count: int) -> int:
-        """The number from which on there are `count` messages before `end`."""
+        """The sequence number with `count` messages between it and `end`."""
         for low, high in reversed(self.ranges):
             if low < end:
                 if end - high >= count:

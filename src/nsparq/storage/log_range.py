@@ -1,27 +1,29 @@
-"""Ranges of a log as they lie on disk, for readers that take them whole: found by the index, read anywhere.
+"""Ranges of a log: whole batches, in a file or in memory, for readers that take many at once.
 
-Log.locate() gives a LogRange on the event loop, without touching a message; what it names is then read in a
-thread, through a descriptor of its own, whatever becomes of the segment meanwhile.
+Log.locate() finds a LogRange by the index alone, on the event loop. A thread then reads the bytes
+through a descriptor of its own, even if the segment is removed meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
+from weakref import ref
 
 from nsparq.errors import CorruptBatch, StorageError
 from nsparq.storage.batch import HEADER_SIZE, Batch, encode_head
 from nsparq.storage.files import Files
+from nsparq.storage.gaps import Gaps
 from nsparq.storage.recovery import Damage, scan
 
 MAX_BATCHES: Final = 4096
-"""Batches of a range that is still in memory alone: those are counted one by one."""
+"""Limit on the batches of a range in memory, because each costs time on the event loop."""
 
 
 class OffsetGone(StorageError):
-    """The log no longer holds this sequence number: retention, or nobody needed it any more."""
+    """The log no longer holds this sequence number."""
 
     def __init__(self, sequence: int, earliest: int) -> None:
         super().__init__(f"{sequence} is gone, the log begins at {earliest}")
@@ -36,21 +38,8 @@ class OffsetAhead(StorageError):
         self.sequence, self.latest = sequence, latest
 
 
-class LogPositions(NamedTuple):
-    """How far a log reaches."""
-
-    earliest: int
-    """The first sequence number that can be read."""
-    latest: int
-    """The one that the next message gets."""
-    first_ns: int
-    """When the earliest message was published; 0 if there is none."""
-    last_ns: int
-    """The latest publish time; 0 if there is no message."""
-
-
-class Handle:
-    """A file open for reading for as long as somebody refers to it; ranges of a segment share one."""
+class FileReader:
+    """A file that stays open while anything refers to this object."""
 
     __slots__ = ("__weakref__", "_fd", "_files", "path")
 
@@ -68,8 +57,28 @@ class Handle:
             self._files.close(self._fd)
 
 
+class SharedReader:
+    """Gives all ranges of a file the same FileReader, while any of them is in use."""
+
+    def __init__(self, files: Files, path: Path) -> None:
+        self._files = files
+        self._path = path
+        self._reader: ref[FileReader] | None = None
+
+    def get(self) -> FileReader:
+        reader = self._reader() if self._reader is not None else None
+        if reader is None:
+            reader = FileReader(self._files, self._path)
+            self._reader = ref(reader)
+        return reader
+
+    def forget(self) -> None:
+        """The path names another file from now on."""
+        self._reader = None
+
+
 class Lost(NamedTuple):
-    """Damage in a range: where it lies in the file, and the numbers that should have been there."""
+    """Damage in a range: its bytes in the file, and the sequence numbers that were there."""
 
     position: int
     end: int
@@ -78,46 +87,47 @@ class Lost(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Whole batches of a range, each of them checked."""
+    """Whole batches of a range, each with a correct checksum."""
 
     data: bytes
     lost: list[Lost]
-    """What had to be left out; to be told to Log.note_lost()."""
+    """Damage that was left out; pass it to Log.note_lost()."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogRange:
-    """Whole batches, in a file or still in memory. The file is let go with the range."""
+    """Whole batches of a log, one after the other."""
 
     first: int
-    """Sequence number that the first batch begins with. It may lie before the one asked for, as batches are
-    not cut; if it lies behind it, there is nothing in between."""
+    """Sequence number of the first message. It may be lower than the one asked for, because
+    batches are not split. If it is higher, the numbers in between have no message."""
     next: int
-    """Where to go on."""
+    """The sequence number after the last message."""
     size: int
     """Bytes."""
     gaps: tuple[tuple[int, int], ...] = ()
-    """Half-open ranges of numbers in it that hold no message: if the bytes have one nevertheless, it has been
-    emptied and is not to be used."""
+    """Half-open ranges of sequence numbers without a message. If the bytes have one there, it was
+    emptied and must not be used."""
     position: int = 0
-    handle: Handle | None = None
+    """Where the bytes begin in the file."""
+    reader: FileReader | None = None
+    """None if the batches are in memory."""
     batches: tuple[Batch, ...] = ()
-    """In memory alone, if there is no file."""
 
     def read(self) -> bytes:
-        """The bytes as they are. May be called in any thread."""
-        if self.handle is None:
+        """The bytes, unchecked. Any thread may call this."""
+        if self.reader is None:
             return b"".join([piece for batch in self.batches for piece in _encode(batch)])
-        data = self.handle.read(self.size, self.position)
+        data = self.reader.read(self.size, self.position)
         if len(data) < self.size:
-            raise CorruptBatch(self.handle.path, self.position + len(data), "the file is shorter than it was")
+            raise CorruptBatch(self.reader.path, self.position + len(data), "the file is shorter than it was")
         return data
 
     def read_verified(self) -> Verified:
-        """The same without what is damaged. May be called in any thread; walks the batches."""
-        if self.handle is None:
+        """The bytes without damaged batches. Any thread may call this. Reads every batch."""
+        if self.reader is None:
             return Verified(self.read(), [])
-        data = self.handle.read(self.size, self.position)
+        data = self.reader.read(self.size, self.position)
         kept: list[memoryview] = []
         lost: list[Lost] = []
         damage: Damage | None = None
@@ -141,29 +151,26 @@ class LogRange:
 
 
 class TimeSearch:
-    """Looks for the first message published at or after a time. run() may be called in any thread."""
+    """Finds the first message published at or after a time. Any thread may call run()."""
 
-    def __init__(self, timestamp_ns: int, answer: int, stretch: LogRange | None = None) -> None:
+    def __init__(self, timestamp_ns: int, otherwise: int, found: LogRange | None = None) -> None:
         self._timestamp_ns = timestamp_ns
-        self._answer = answer
-        """If the stretch does not have it."""
-        self._stretch = stretch
+        self._otherwise = otherwise
+        """The answer if the range has no such message."""
+        self._range = found
 
     def run(self) -> int:
-        """Its sequence number, or the log's end at the time of asking."""
-        stretch = self._stretch
-        if stretch is not None and stretch.handle is not None:
-            data = stretch.handle.read(stretch.size, stretch.position)
-            for item in scan(lambda size, at: data[at : at + size], len(data), first=stretch.first):
+        """Its sequence number; the log's end if there is none."""
+        if self._range is not None and self._range.reader is not None:
+            data = self._range.reader.read(self._range.size, self._range.position)
+            for item in scan(lambda size, at: data[at : at + size], len(data), first=self._range.first):
                 if not isinstance(item, Damage) and item.head.timestamp_ns >= self._timestamp_ns:
                     return item.head.base
-        return self._answer
+        return self._otherwise
 
 
-def memory_range(
-    batches: Iterable[Batch], max_bytes: int, gaps: Sequence[tuple[int, int]]
-) -> LogRange | None:
-    """The first of these neighbouring batches, up to about `max_bytes`; None if there are none."""
+def range_in_memory(batches: Iterable[Batch], max_bytes: int, gaps: Gaps) -> LogRange | None:
+    """The first of these batches that follow each other, up to about `max_bytes`, at least one."""
     chosen: list[Batch] = []
     size = 0
     for batch in batches:
@@ -177,16 +184,11 @@ def memory_range(
     if not chosen:
         return None
     first, following = chosen[0].base, chosen[-1].end
-    return LogRange(first, following, size, inside(gaps, first, following), batches=tuple(chosen))
-
-
-def inside(gaps: Iterable[tuple[int, int]], start: int, end: int) -> tuple[tuple[int, int], ...]:
-    """The parts of the gaps that lie between two numbers."""
-    return tuple((max(low, start), min(high, end)) for low, high in gaps if low < end and high > start)
+    return LogRange(first, following, size, gaps.inside(first, following), batches=tuple(chosen))
 
 
 def _encode(batch: Batch) -> tuple[bytes, bytes]:
-    # A batch that is in memory alone has been published at one time.
+    # A batch that was never on disk has one publish time.
     stamp_ns = batch.timestamp_of(0)
     head = encode_head(batch.base, stamp_ns, batch.due_ns, batch.lengths, batch.data, batch.tag)
     return head, batch.data

@@ -1,21 +1,12 @@
-"""One file of a topic's log: batches end to end, with a sparse index beside it once it is closed.
-
-The index file holds what a restart needs, so that opening a log reads no message: where each 64 KiB or so
-of the segment begins, the range of sequence numbers, the times, and which messages were deferred. It is
-written when the segment is sealed and at a clean stop, and believed only if it names the segment's size.
-"""
+"""One file of a topic's log: batches end to end, with a sparse index beside it once it is sealed."""
 
 from __future__ import annotations
 
 import logging
-import struct
 from array import array
-from bisect import bisect_left, bisect_right
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
-
-from crc32c import crc32c
+from typing import Final
 
 from nsparq.errors import CorruptBatch
 from nsparq.storage.batch import (
@@ -28,61 +19,46 @@ from nsparq.storage.batch import (
     decode_lengths,
 )
 from nsparq.storage.files import Buffer, Files
+from nsparq.storage.log_range import LogRange, SharedReader
 from nsparq.storage.recovery import Damage, behind_damage, scan
+from nsparq.storage.segment_index import Entry, Extent, SegmentIndex
 
 logger = logging.getLogger(__name__)
 
-INDEX_EVERY: Final = 64 << 10
 READ_SIZE: Final = 128 << 10
 GATHER_SIZE: Final = 96 << 10
 """Small neighbouring batches are read as one, up to about this many bytes."""
 PREPARE_SIZE: Final = 256 << 10
-"""A busy segment grows in steps of this: a file system makes room for many pages at once in half the time
-that it takes one by one. Batches are then written over the zeros there. Larger steps gain little more."""
+"""A busy segment grows in steps of this size, filled with zeros, and batches overwrite the zeros.
+A file system allocates many pages at once in half the time. Larger steps gain little more."""
 PREPARE_FROM: Final = 1 << 20
-"""The size from which on a segment is busy, so that one with a few messages stays small."""
+"""A segment of this size is busy. Smaller ones do not grow ahead, so that they stay small."""
 
 COPY_SUFFIX: Final = ".log.copy"
-"""Of a segment that is being copied."""
-_COPY_SIZE: Final = 1 << 20
-
-_INDEX = struct.Struct("<4sIQQQqqQQ")
-_INDEX_MAGIC = b"NQX3"
-_UNMARKED_INDEX_MAGIC = b"NQX2"
-"""The same without the log's mark, which is the first of the arrays' bytes."""
-_OLD_INDEX_MAGIC = b"NQX1"
-"""Without times; the segment is read instead, once."""
-_MARK = struct.Struct("<Q")
+"""Suffix of a segment's copy while it is written."""
 FOREIGN_SUFFIX: Final = ".log.foreign"
-"""Files in the place of a segment that hold another one."""
+"""Suffix of a file that was found in the place of a segment and belongs to another log."""
+_COPY_SIZE: Final = 1 << 20
 _ZEROS: Buffer = memoryview(bytes(16 << 10))
-"""Short, so that they stay in the processor's nearest memory."""
+"""Short, so that they stay in the processor's cache."""
 
 
 class Cold(Exception):
-    """The bytes are on the disk and not in memory: reading them here would stall the loop."""
+    """The bytes are on disk and not in memory: reading them would block the event loop."""
 
     def __init__(self, path: Path, position: int) -> None:
         super().__init__(f"{path} at byte {position}")
         self.path, self.position = path, position
 
 
-class Stretch(NamedTuple):
-    """Whole batches of a segment, from one byte position to another."""
-
-    position: int
-    end: int
-    first: int
-    """The sequence number that the first of them begins with."""
-    next: int
-    """The one after the last."""
-
-
 class Segment:
-    """A run of batches in one file. `base` names the file; `end` is the sequence number after the last."""
+    """Consecutive batches in one file. `base` names the file; `end` is the next sequence number.
+
+    It has more than 30 methods: writing, opening and reading share the file's size, index and damage.
+    """
 
     def __init__(self, files: Files, directory: Path, base: int, mark: int = 0) -> None:
-        """`mark` is the log's, see storage.batch.mark_of; 0 takes any."""
+        """`mark` is the mark of the log, see storage.batch.mark_of; 0 accepts any."""
         self.files = files
         self.mark = mark
         self.path = directory / f"{base:020d}.log"
@@ -90,27 +66,28 @@ class Segment:
         self.base = base
         self.end = base
         self.size = 0
-        self.index_end = base
-        """Where it ended when its index was written, if there is one."""
         self.first_ns = 0
+        """Publish time of the first message."""
         self.last_ns = 0
         """The latest publish time: that of the last message, unless the clock was set back."""
-        self.deferred = array("q")
-        """Pairs of sequence number and due time."""
-        self._sequences = array("Q")
-        self._positions = array("Q")
-        self._times = array("q")
-        """The latest publish time of all that lies before each entry; so in order, whatever the clock did."""
-        self._fd = -1
-        self._is_ragged = False
-        """Whether a failed write has left bytes behind `size`."""
-        self._prepared = 0
-        """How far the file reaches, zeros included, if that is beyond `size`."""
-        self._may_prepare = True
+        self.index = SegmentIndex()
+        self.index_end = base
+        """The segment's end when its index was written, if there is one."""
         self.has_index = False
-        """Whether the index on disk speaks of all that is here."""
+        """Whether the index on disk covers the whole segment."""
+        self.is_doubtful = False
+        """Whether an fsync failed. The system may then drop what it could not write, and still
+        report success for a second fsync of the same file. So nothing more is appended, and the
+        segment must be copied: see copy_anew()."""
+        self._fd = -1
+        self._reader = SharedReader(files, self.path)
+        self._is_ragged = False
+        """Whether a failed write left bytes after `size`."""
+        self._prepared = 0
+        """Size of the file with the zeros after `size`; 0 if there are none."""
+        self._may_prepare = True
         self._damage: dict[int, int] = {}
-        """Where unreadable bytes begin, and where reading goes on."""
+        """Start and end of unreadable bytes."""
 
     # writing
 
@@ -125,28 +102,28 @@ class Segment:
                 self._write(buffers + _zeros(room))
                 self._prepared = end + room
             except OSError:
-                # There may be room for the batches alone.
+                # There may still be room for the batches alone.
                 self._may_prepare = False
                 self._write(buffers)
         self.size = end
 
     def _write(self, buffers: list[Buffer]) -> None:
-        self.tidy()
+        self.cut_failed_write()
         try:
             self.files.write(self.fd, buffers, self.size)
         except OSError:
             self._is_ragged = True
             with suppress(OSError):
-                self.tidy()
+                self.cut_failed_write()
             raise
 
-    def tidy(self) -> None:
-        """Cut off what a failed write has left, so that it can never be read as if it had succeeded."""
+    def cut_failed_write(self) -> None:
+        """Remove what a failed write left, so that it is never read as if it had succeeded."""
         if self._is_ragged:
             self._cut()
 
-    def settle(self) -> None:
-        """Cut off what was prepared, too: nothing will be appended for a while."""
+    def cut_to_size(self) -> None:
+        """Remove the prepared zeros, too: nothing will be appended for a while."""
         if self._is_ragged or self._prepared > self.size:
             self._cut()
 
@@ -157,18 +134,13 @@ class Segment:
 
     def note(self, position: int, base: int, end: int, timestamp_ns: int, due_ns: int) -> None:
         """Account for a batch that stands at `position`."""
-        if not self._positions or position - self._positions[-1] >= INDEX_EVERY:
-            self._sequences.append(base)
-            self._positions.append(position)
-            self._times.append(self.last_ns)
+        self.index.note(position, base, self.last_ns, due_ns)
         if not self.first_ns:
             self.first_ns = timestamp_ns
         if timestamp_ns > self.last_ns:
             self.last_ns = timestamp_ns
         self.end = end
         self.has_index = False
-        if due_ns:
-            self.deferred.extend((base, due_ns))
 
     @property
     def fd(self) -> int:
@@ -177,7 +149,7 @@ class Segment:
         return self._fd
 
     def close(self) -> None:
-        """Let go of the file. It opens again by itself when used."""
+        """Close the file. It opens again when it is used."""
         if self._fd >= 0:
             self.files.close(self._fd)
             self._fd = -1
@@ -188,24 +160,19 @@ class Segment:
         return fd
 
     def write_index(self) -> None:
-        """Without waiting for the disk: a segment whose index is missing or torn is as good."""
-        self.settle()
-        arrays = (self._sequences, self._positions, self._times, self.deferred)
-        body = _MARK.pack(self.mark) + b"".join(entries.tobytes() for entries in arrays)
-        fields = (self.base, self.end, self.size, self.first_ns, self.last_ns)
-        counts = (len(self._positions), len(self.deferred))
-        crc = crc32c(body, crc32c(_INDEX.pack(_INDEX_MAGIC, 0, *fields, *counts)))
-        head = _INDEX.pack(_INDEX_MAGIC, crc, *fields, *counts)
-        # One in the place of another would have to be synced.
+        """Does not wait for the disk: a segment without an index is only slower to open."""
+        self.cut_to_size()
+        extent = Extent(self.base, self.end, self.size, self.first_ns, self.last_ns)
+        # Replacing an existing file would sync it.
         self.files.unlink(self.index_path)
-        self.files.replace(self.index_path, head + body, sync=False)
+        self.files.replace(self.index_path, self.index.encode(extent, self.mark), sync=False)
         self.files.never_sync(self.index_path)
         self.has_index = True
 
     def copy_anew(self) -> None:
-        """Put a copy of the whole file in its place, and have that on disk. Once an fsync has failed, only
-        another file can be known to be there: see Log.doubtful. Nothing may be appended any more. May be
-        called in a thread. Raises OSError, with the file as it was."""
+        """Replace the file by a synced copy: after a failed fsync, only a new file can be known to
+        be on disk. Nothing may be appended any more. A thread may call this. Raises OSError, with
+        the file as it was."""
         copy = self.path.with_suffix(COPY_SUFFIX)
         source = self.files.open_read(self.path)
         try:
@@ -216,7 +183,7 @@ class Segment:
                     size = min(_COPY_SIZE, self.size - position)
                     self.files.write(target, [self.files.read(source, size, position)], position)
                 self.files.sync(target)
-                self._report_lost(target)
+                self._log_new_damage(target)
             finally:
                 self.files.close(target)
         finally:
@@ -224,26 +191,32 @@ class Segment:
         self.files.rename(copy, self.path)
         self.files.sync_names(self.path.parent)
 
-    def _report_lost(self, fd: int) -> None:
-        """Say so if the system no longer had what it could not write."""
+    def copied(self) -> None:
+        """copy_anew() is done: the segment is safe again."""
+        self.is_doubtful = False
+        self.close()
+
+    def _log_new_damage(self, fd: int) -> None:
+        """Report messages that the system dropped because it could not write them."""
 
         def read(size: int, position: int) -> bytes:
             return self.files.read(fd, size, position)
 
         for item in scan(read, self.size, first=self.base):
             if isinstance(item, Damage) and item.position not in self._damage:
-                logger.error(
-                    "%s", CorruptBatch(self.path, item.position, "messages are lost to a failed fsync")
-                )
+                self._log_damage(item.position, "messages are lost to a failed fsync")
+
+    def _log_damage(self, position: int, reason: str) -> None:
+        logger.error("%s", CorruptBatch(self.path, position, reason))
 
     def remove(self) -> None:
         self.close()
-        # An index without its segment tells of a segment that is lost.
+        # The index goes first: an index without its segment means that the segment was lost.
         self.files.unlink(self.index_path)
         self.files.unlink(self.path)
 
     def is_foreign(self) -> bool:
-        """Whether the file begins with a whole batch of another log, or of another place in this one."""
+        """Whether the file begins with a batch of another log, or of another segment."""
         head = decode_head(self._read_at(HEADER_SIZE, 0))
         if head is None or (head.base == self.base and (not self.mark or head.mark in (0, self.mark))):
             return False
@@ -255,7 +228,7 @@ class Segment:
         return head.mark if head is not None and checksum_holds(head, self._read_at(head.size, 0)) else 0
 
     def set_aside(self) -> Path:
-        """Rename the file, so that it is no segment any more."""
+        """Rename the file, so that it does not count as a segment any more."""
         self.close()
         aside = self.path.with_suffix(FOREIGN_SUFFIX)
         self.files.rename(self.path, aside)
@@ -264,11 +237,11 @@ class Segment:
     # opening
 
     def open(self, *, last: bool) -> list[Damage]:
-        """Learn what the file holds, from its index or by reading it. Gives the damage found.
+        """Find out what the file holds, from its index or by reading it. Gives the damage found.
 
-        Only the last segment of a log can end in a torn batch, and then it is cut off: nothing in it was
-        acknowledged. In any other place bytes are never thrown away, except zeros at the end, where nothing
-        had been written yet.
+        Only the last segment of a log can end in a torn batch. It is cut off: no message in it was
+        acknowledged. Anywhere else bytes are kept, except zeros at the end, which were prepared
+        for batches that were never written.
         """
         self.size = self.files.size(self.fd)
         if self._load_index():
@@ -295,10 +268,7 @@ class Segment:
                 self.files.truncate(self.fd, torn.position)
                 self.size = torn.position
         for damage in found:
-            logger.error(
-                "%s",
-                CorruptBatch(self.path, damage.position, f"{damage.end - damage.position} bytes unreadable"),
-            )
+            self._log_damage(damage.position, f"{damage.end - damage.position} bytes unreadable")
         if not found and not last and self.size:
             # The next start need not read it again.
             with suppress(OSError):
@@ -306,94 +276,75 @@ class Segment:
         return found
 
     def _is_zero(self, damage: Damage) -> bool:
-        """Whether it is no damage, but what append() has prepared."""
+        """Whether these bytes are not damage but zeros that append() prepared."""
         if damage.end - damage.position >= PREPARE_SIZE:
             return False
         return not any(self._read_at(damage.end - damage.position, damage.position))
 
     def load_index_end(self) -> int:
-        """Where a segment ended whose file is gone, or another's."""
+        """The end of a segment whose file is missing or foreign, according to its index."""
         self._load_index()
         return self.index_end
 
     def _load_index(self) -> bool:
+        """Whether there is an index that covers the whole segment."""
         raw = self.files.read_whole(self.index_path)
-        if raw is None or len(raw) < _INDEX.size:
+        try:
+            found = None if raw is None else SegmentIndex.decode(raw, self.mark)
+        except ValueError as error:
+            logger.warning("%s is %s; reading the segment instead", self.index_path.name, error)
             return False
-        magic, crc, base, end, size, first_ns, last_ns, entries, deferred = _INDEX.unpack_from(raw)
-        body = raw[_INDEX.size :]
-        unsigned = _INDEX.pack(magic, 0, base, end, size, first_ns, last_ns, entries, deferred)
-        if magic == _OLD_INDEX_MAGIC:
+        if found is None or found[0].base != self.base:
             return False
-        is_known = magic in (_INDEX_MAGIC, _UNMARKED_INDEX_MAGIC)
-        if not is_known or crc32c(body, crc32c(unsigned)) != crc:
-            logger.warning("%s is damaged; reading the segment instead", self.index_path.name)
+        extent, index = found
+        self.index_end = extent.end
+        if extent.size != self.size:
             return False
-        if magic == _INDEX_MAGIC:
-            (mark,) = _MARK.unpack_from(body)
-            body = body[_MARK.size :]
-            if mark and self.mark and mark != self.mark:
-                logger.warning("%s is of another log; reading the segment instead", self.index_path.name)
-                return False
-        if base != self.base:
-            return False
-        self.index_end = end
-        if size != self.size:
-            return False
-        self.end, self.first_ns, self.last_ns = end, first_ns, last_ns
-        self._sequences.frombytes(body[: 8 * entries])
-        self._positions.frombytes(body[8 * entries : 16 * entries])
-        self._times.frombytes(body[16 * entries : 24 * entries])
-        self.deferred.frombytes(body[24 * entries :])
+        self.end, self.first_ns, self.last_ns = extent.end, extent.first_ns, extent.last_ns
+        self.index = index
         self.has_index = True
         return True
 
     # reading
 
-    def place_before(self, sequence: int) -> tuple[int, int]:
-        """The position of a batch at or before the one with `sequence`, and the number it begins with."""
-        entry = bisect_right(self._sequences, sequence) - 1
-        return (self._positions[entry], self._sequences[entry]) if entry >= 0 else (0, self.base)
+    def place_before(self, sequence: int) -> Entry:
+        """The position of a batch at or before the one with `sequence`, and its first number."""
+        return self.index.before(sequence) or (0, self.base)
 
-    def stretch(self, sequence: int, max_bytes: int, known: int | None = None) -> Stretch:
-        """About `max_bytes` of whole batches, the one with `sequence` among the first of them. By the index
-        alone: it begins and ends at entries, or at the segment's end, and so has one entry's worth at least.
-        `known` is where the batch that begins with `sequence` stands, if that is known.
+    def locate(self, sequence: int, max_bytes: int, known: int | None = None) -> LogRange:
+        """About `max_bytes` of whole batches; the one with `sequence` is among the first of them.
+
+        Uses the index alone. The range begins and ends at entries of the index, or at the
+        segment's end, and so has at least the batches of one entry. `known` is the position of the
+        batch that begins with `sequence`, if the caller knows it.
         """
-        place = self.place_before(sequence) if known is None else (known, sequence)
-        position, first = place
-        if self.size - position <= max_bytes:
-            return Stretch(position, self.size, first, self.end)
-        least = bisect_right(self._positions, position)
-        entry = max(least, bisect_right(self._positions, position + max_bytes) - 1)
-        if entry >= len(self._positions):
-            return Stretch(position, self.size, first, self.end)
-        return Stretch(position, self._positions[entry], first, self._sequences[entry])
+        start = self.place_before(sequence) if known is None else (known, sequence)
+        if self.size - start[0] <= max_bytes:
+            return self._range(start, None)
+        return self._range(start, self.index.after(start[0], max_bytes))
 
-    def stretch_at_time(self, timestamp_ns: int) -> Stretch:
-        """Where the first message published at or after a time is; there must be one."""
-        entry = max(0, bisect_left(self._times, timestamp_ns) - 1)
-        following = entry + 1
-        is_last = following == len(self._positions)
-        return Stretch(
-            self._positions[entry],
-            self.size if is_last else self._positions[following],
-            self._sequences[entry],
-            self.end if is_last else self._sequences[following],
-        )
+    def locate_time(self, timestamp_ns: int) -> LogRange:
+        """The batches with the first message published at or after a time. There must be one."""
+        return self._range(*self.index.around(timestamp_ns))
+
+    def _range(self, start: Entry, end: Entry | None) -> LogRange:
+        position, first = start
+        stop, following = end or (self.size, self.end)
+        return LogRange(first, following, stop - position, (), position, self._reader.get())
 
     def note_damage(self, position: int, end: int) -> bool:
-        """Bytes that are no batch. False if that is known already."""
+        """Note unreadable bytes. False if they are known already."""
         if position in self._damage:
             return False
         self._damage[position] = end
+        self._log_damage(position, f"{end - position} bytes unreadable")
         return True
 
-    def read(self, place: tuple[int, int], sequence: int, *, wait: bool) -> tuple[Batch, int] | None:
-        """The first batch from `place` on that ends beyond `sequence`, and the position behind it.
+    def read(self, place: Entry, sequence: int, *, wait: bool) -> tuple[Batch, int] | None:
+        """The first batch from `place` on that ends after `sequence`, and the position after it.
 
-        None at the end of the segment. Neighbouring small batches come joined. Raises CorruptBatch at
-        bytes that do not check out, Cold where the disk would have to be waited for and `wait` is false.
+        None at the end of the segment. Neighbouring small batches come joined. Raises CorruptBatch
+        at bytes with a wrong checksum, and Cold if the bytes are not in memory and `wait` is false.
         """
         position, expected = place
         while position < self.size:
@@ -411,7 +362,7 @@ class Segment:
                 if head.end > sequence:
                     return self._gather(block, offset, head, position, expected, wait)
                 if head.base != expected and not self._is_whole(block, offset, head, position):
-                    # Numbers in a segment follow each other. This may be a batch that we want, misnumbered.
+                    # Numbers in a segment have no gap. This may be the batch we want, with a wrong number.
                     raise self.corrupt(position + offset, "checksum mismatch", expected)
                 expected = head.end
                 offset += head.size
@@ -435,16 +386,14 @@ class Segment:
             return cached
         block = self._read_at(size, position)
         if len(block) < size:
-            logger.error(
-                "%s", CorruptBatch(self.path, position + len(block), "the file is shorter than it was")
-            )
+            self._log_damage(position + len(block), "the file is shorter than it was")
             self.size = position + len(block)
         return memoryview(block)
 
     def _gather(
         self, block: memoryview, offset: int, head: Head, position: int, expected: int, wait: bool
     ) -> tuple[Batch, int]:
-        """The batch at `offset` of a block read from `position`, joined with small ones that follow it."""
+        """The batch at `offset` of a block from `position`, joined with the small ones after it."""
         if head.size > len(block) - offset:
             position += offset
             block, offset = self._block(position, head.size, wait), 0
@@ -472,8 +421,8 @@ class Segment:
         return Batch.join(base, parts), position + offset
 
     def corrupt(self, position: int, reason: str, expected: int) -> CorruptBatch:
-        """Note the damage at `position`, where a batch beginning with the number `expected` should be (-1 if
-        that is not known), so that the next read goes on behind it."""
+        """Note damage at `position`, so that the next read continues after it. A batch that begins
+        with the number `expected` should be there; -1 if the number is not known."""
         known = None if expected < 0 else expected
         self._damage[position] = behind_damage(self._read_at, position, self.size, known)
         return CorruptBatch(self.path, position, reason)

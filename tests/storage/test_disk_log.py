@@ -13,8 +13,9 @@ import pytest
 
 from nsparq.errors import WriteFailed
 from nsparq.storage.cache import BatchCache
+from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.files import Buffer, Files
-from nsparq.storage.log import Durability, Log
+from nsparq.storage.log import Durability
 from nsparq.storage.segment import Cold
 
 from .support import (
@@ -49,7 +50,7 @@ def files() -> FaultyFiles:
     return FaultyFiles()
 
 
-def assert_in_order(log: Log) -> None:
+def assert_in_order(log: DiskLog) -> None:
     assert log.committed <= log.stable <= log.end
     assert log.start <= log.memory_start <= log.end
 
@@ -470,7 +471,7 @@ def test_memory_holds_no_more_bytes_than_the_cache_allows(tmp_path: Path, durabi
     cache = BatchCache(2_000)
     first = open_log(tmp_path / "first", files=Directories(), cache=cache, durability=durability)
     second = open_log(tmp_path / "second", files=Directories(), cache=cache, durability=durability)
-    written: dict[Log, list[Message]] = {first: [], second: []}
+    written: dict[DiskLog, list[Message]] = {first: [], second: []}
     for number in range(60):
         for log in (first, second) if number % 3 else (first,):
             written[log] += append(log, b"%d" % number * 50, b"y")
@@ -659,7 +660,9 @@ def test_an_error_of_the_disk_while_opening_is_not_taken_for_damage(
 # damage
 
 
-def damaged_log(tmp_path: Path, *, has_index: bool, batches: list[int]) -> tuple[Log, list[list[Message]]]:
+def damaged_log(
+    tmp_path: Path, *, has_index: bool, batches: list[int]
+) -> tuple[DiskLog, list[list[Message]]]:
     log = open_log(tmp_path, segment_bytes=600)
     written = [append(log, b"%d" % i * 20, b"second", now_ns=NOW_NS + i) for i in range(20)]
     stop(log) if has_index else crash(log)
@@ -920,12 +923,12 @@ def test_no_descriptor_is_left_open(tmp_path: Path, durability: Durability) -> N
     log.close()
     assert open_descriptors() == before
     read_all(log)
-    log.delete()
+    log.discard()
     assert open_descriptors() == before
     log = open_log(tmp_path, durability=durability, **SMALL)
     assert open_descriptors() == before, "opening reads, and lets go"
     fill(log, 20)
-    log.delete()
+    log.discard()
     assert open_descriptors() == before
 
 
@@ -933,7 +936,7 @@ def test_deleting_writes_nothing(tmp_path: Path, files: FaultyFiles) -> None:
     cache = BatchCache(1 << 20)
     log = open_log(tmp_path, files=files, cache=cache, durability=MEMORY)
     fill(log, 5)
-    log.delete()
+    log.discard()
     assert files.calls["write"] == 0
     assert cache.size_bytes == 0
 
@@ -1069,7 +1072,7 @@ def test_a_doubtful_segment_is_copied(tmp_path: Path) -> None:
     files.asked.clear()
     inode = segment.path.stat().st_ino
     segment.copy_anew()
-    log.copied(segment)
+    segment.copied()
     assert log.doubtful == []
     assert files.asked == [segment.path.stat().st_ino] != [inode]
     assert files.synced_directories[-1] == tmp_path
@@ -1123,7 +1126,7 @@ def test_a_stop_copies_what_an_earlier_sync_could_not_save(tmp_path: Path) -> No
     assert log.committed == log.end
     assert files.asked == [segment_files(tmp_path)[0].stat().st_ino]
     assert read_all(log) == written
-    log.delete()
+    log.discard()
 
 
 def test_a_sync_without_a_spare_descriptor_takes_the_segment_s_own_and_frees_it(
@@ -1139,7 +1142,7 @@ def test_a_sync_without_a_spare_descriptor_takes_the_segment_s_own_and_frees_it(
     assert open_descriptors() == before
     written += fill(log, 1)
     assert read_all(log) == written
-    log.delete()
+    log.discard()
     assert open_descriptors() == before
 
 
@@ -1152,7 +1155,7 @@ def test_a_sync_that_cannot_begin_loses_no_descriptor(tmp_path: Path, files: Fau
         log.sync_now()
     log.sync_now()
     assert log.committed == log.stable
-    log.delete()
+    log.discard()
     assert open_descriptors() == before
 
 
@@ -1170,7 +1173,7 @@ def test_a_stop_that_cannot_sync_says_so(tmp_path: Path, files: FaultyFiles) -> 
     files.fail("sync", errno.EIO)
     with pytest.raises(WriteFailed):
         log.close()
-    log.delete()
+    log.discard()
     log = open_log(tmp_path)
     assert read_all(log) == written
     crash(log)
@@ -1179,7 +1182,7 @@ def test_a_stop_that_cannot_sync_says_so(tmp_path: Path, files: FaultyFiles) -> 
 # reclaiming
 
 
-def remove(log: Log, low: int, now_s: float = NOW_NS / 1e9) -> int:
+def remove(log: DiskLog, low: int, now_s: float = NOW_NS / 1e9) -> int:
     """Trim as the broker does; gives the number of segments that went."""
     dropped = log.trim(low, now_s)
     for segment in dropped:
@@ -1389,4 +1392,4 @@ def test_after_refused_writes_memory_and_disk_together_still_hold_everything(
         assert read_all(log, FLOOR) == written
     assert len(written) >= 30 - refusals
     log.close()
-    log.delete()
+    log.discard()

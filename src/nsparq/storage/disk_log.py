@@ -1,0 +1,457 @@
+"""The log of a topic on disk: segments, and the newest batches also in memory.
+
+Three positions, always in this order: committed (fsynced) <= stable (written) <= end (appended).
+With durability `memory`, `stable` trails behind: batches are written when they leave memory and
+at a clean stop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from nsparq.errors import CorruptBatch, WriteFailed
+from nsparq.packed import PackedBodies
+from nsparq.storage.batch import Batch, encode_head
+from nsparq.storage.batch_list import BatchList
+from nsparq.storage.cache import BatchCache
+from nsparq.storage.files import Buffer, Files
+from nsparq.storage.gaps import Gaps
+from nsparq.storage.log import Durability, Group, LogPositions, LogSettings, check_reach
+from nsparq.storage.log_range import LogRange, Lost, TimeSearch
+from nsparq.storage.log_sync import Sync, SyncState
+from nsparq.storage.segment import Segment
+from nsparq.storage.segment_list import SegmentList, write_index
+
+logger = logging.getLogger(__name__)
+
+
+class DiskLog:
+    """One topic's messages on disk. Not thread safe; only Sync.run() may run in a thread.
+
+    See `Log` for the methods of both logs; with them this class has more than 30.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        directory: Path,
+        cache: BatchCache,
+        settings: LogSettings,
+        *,
+        floor: int,
+        mark: int = 0,
+    ) -> None:
+        """`floor` is the first sequence number to use if the disk names none. `mark` is written
+        into each batch, so that a segment of another log is recognised: see batch.mark_of."""
+        self.directory = directory
+        self.settings = settings
+        self.mark = mark
+        self.gaps = Gaps()
+        self.lost = Gaps()
+        self.corrupt_batches = 0
+        self.corrupt_messages = 0
+        self.end = floor
+        self.stable = floor
+        """End of the messages that were written to a file."""
+        self.memory_start = floor
+        self.low = floor
+        """No reader needs messages before this."""
+        self.reader_low: Callable[[], int] = lambda: self.low
+        """The current low. Asked in memory mode before writing messages that nobody may need."""
+        self.on_lost: Callable[[int, int], None] = lambda start, end: None
+        """Called with a half-open range of sequence numbers that turn out to be lost to damage."""
+        self._files = files
+        self._cache = cache
+        self._batches = BatchList()
+        """Batches in memory: all from `memory_start` on, and some that were read back from disk."""
+        self._sync = SyncState(files, directory, floor)
+        self._segments = SegmentList(files, directory, self._sync)
+        self._dropped_before = floor
+        """Messages before this are gone from the disk, though memory may still have some."""
+
+    def _check_positions(self) -> None:
+        assert self._sync.committed <= self.stable <= self.end
+        assert self.memory_start <= self.end
+
+    # opening and closing
+
+    def open(self, *, clean_end: int, epoch: int, needed: tuple[int, int] = (0, 0)) -> None:
+        """Read what is on disk.
+
+        `clean_end` is the log's end at the last clean stop, -1 after a crash. No number from
+        `epoch` on was ever used. `needed` are the first number that a reader needs and the end of
+        the messages on disk, as far as other files know.
+        """
+        on_disk = self._segments.bases_on_disk()
+        last = max((base for base, has_segment in on_disk.items() if has_segment), default=0)
+        for base, has_segment in on_disk.items():
+            segment = Segment(self._files, self.directory, base, self.mark)
+            if not has_segment:
+                self._lose(base, segment.load_index_end(), f"{segment.path} is missing")
+                segment.remove()
+                continue
+            if segment.is_foreign():
+                text = f"{segment.path} is another segment, and kept as {segment.set_aside().name}"
+                self._lose(base, max(base + 1, segment.load_index_end()), text)
+                segment.remove()
+                continue
+            self.corrupt_batches += len(segment.open(last=base == last))
+            self._lose(segment.end, segment.index_end, f"{segment.path} is shorter than it was")
+            if segment.size == 0:
+                segment.remove()
+                continue
+            if self._segments:
+                self.gaps.add(self._segments[-1].end, base)
+            self._segments.add(segment)
+        low, disk_end = needed
+        self._lose(max(low, self.disk_end), disk_end, f"{self.directory}: the log's end is missing")
+        if self._segments:
+            self.end = self.disk_end
+        elif clean_end >= 0:
+            self.end = clean_end
+        if self.end != clean_end:
+            start = max(self.end, clean_end, epoch)
+            # Without a segment nothing tells where the used numbers ended: none of them is left.
+            self.gaps.add(self.end if self._segments else 0, start)
+            self.end = start
+        self.stable = self._sync.committed = self.memory_start = self._dropped_before = self.end
+        self.low = self.start
+        self._check_positions()
+
+    def _lose(self, start: int, end: int, reason: str) -> None:
+        """Note that messages which were on disk are missing: none if `end` is not after `start`."""
+        if start >= end:
+            return
+        count = self.count(start, end)
+        self.corrupt_batches += 1
+        self.corrupt_messages += count
+        self.gaps.add(start, end)
+        self.lost.add(start, end)
+        logger.error("%s: %d messages are lost", reason, count)
+
+    @property
+    def start(self) -> int:
+        return self._segments[0].base if self._segments else max(self.memory_start, self._dropped_before)
+
+    @property
+    def disk_end(self) -> int:
+        return self._segments[-1].end if self._segments else 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(segment.size for segment in self._segments)
+
+    def close(self) -> None:
+        self.persist()
+        self._forget_all()
+
+    def persist(self) -> None:
+        self._write_out(self.end)
+        self.sync_now()
+        for segment in self.doubtful:
+            try:
+                segment.copy_anew()
+            except OSError as error:
+                raise WriteFailed(f"{self.directory.name}: {error}") from error
+            segment.copied()
+        active = self._segments.active
+        if active is not None and not active.has_index:
+            write_index(active)
+        for segment in self._segments:
+            segment.close()
+
+    def discard(self) -> None:
+        self._sync.close_descriptors()
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+        self._forget_all()
+
+    def release_files(self) -> bool:
+        if self.unsynced or self.is_syncing:
+            return False
+        for segment in self._segments:
+            try:
+                segment.cut_to_size()
+            except OSError as error:
+                logger.warning("%s: keeps more disk space than it needs: %s", segment.path.name, error)
+            segment.close()
+        return True
+
+    def change_settings(self, settings: LogSettings) -> None:
+        """Messages in memory are written first if the new settings want them on disk."""
+        if self.settings.durability is Durability.MEMORY is not settings.durability:
+            self._write_out(self.end)
+        self.settings = settings
+
+    # appending
+
+    def append(self, groups: Sequence[Group], now_ns: int, tag: int = 0) -> list[Batch]:
+        batches = []
+        base = self.end
+        for bodies, due_ns in groups:
+            packed = PackedBodies.of(bodies)
+            batch = Batch(base, now_ns, due_ns, packed.lengths, packed.data, tag)
+            batches.append(batch)
+            base = batch.end
+        if self.settings.durability is not Durability.MEMORY:
+            self._write(batches)
+        else:
+            # Write what these messages will push out of memory.
+            is_full = self._cache.size_bytes > self._cache.limit_bytes
+            leaving = self.end if is_full else min(base - self.settings.memory_messages, self.end)
+            if leaving > self.stable:
+                self._write_out(leaving)
+        self.end = base
+        for batch in batches:
+            self._batches.append(batch)
+            self._cache.add(self, batch)
+        # Keep the newest messages, up to the queue's size, and always the newest batch.
+        while self.end - self.memory_start > self.settings.memory_messages:
+            oldest = next(self._batches.since(self.memory_start))
+            if oldest.end == self.end or not self.forget(oldest):
+                break
+        self._check_positions()
+        return batches
+
+    def _write(self, batches: list[Batch]) -> None:
+        buffers: list[Buffer] = []
+        places = []
+        size = 0
+        for batch in batches:
+            stamp_ns = batch.timestamp_of(0)
+            head = encode_head(
+                batch.base, stamp_ns, batch.due_ns, batch.lengths, batch.data, batch.tag, self.mark
+            )
+            buffers += (head, batch.data)
+            places.append((size, batch.base, batch.end, stamp_ns, batch.due_ns))
+            size += len(head) + len(batch.data)
+        base, end = batches[0].base, batches[-1].end
+        assert base >= self.stable
+        try:
+            segment, position = self._segments.append(
+                buffers, size, base, self.mark, self.settings.segment_bytes
+            )
+        except OSError as error:
+            raise WriteFailed(f"{self.directory.name}: {error.strerror or error}") from error
+        for offset, *fields in places:
+            segment.note(position + offset, *fields)
+        assert segment.end == end
+        self._sync.unsynced += end - base
+        self.stable = end
+
+    def _write_out(self, end: int) -> None:
+        """Memory mode: write batches that begin before `end`. Batches that nobody needs any more
+        are not written: they are gone from now on, so that nobody goes back to them."""
+        settings = self.settings
+        low = -1 if settings.retention_s or settings.retention_bytes else self.reader_low()
+        for batch in self._batches.since(max(self.stable, self.memory_start)):
+            if batch.base >= end:
+                break
+            if batch.end > low:
+                self._write([batch])
+            elif self._segments:
+                self.gaps.add(batch.base, batch.end)
+            else:
+                self._dropped_before = batch.end
+            self.stable = batch.end
+
+    # memory
+
+    def forget(self, batch: Batch) -> bool:
+        """Drop a batch from memory, and all before it if it is one of the newest. Batches that
+        memory alone has are written first. False if the disk refuses: then they stay."""
+        if batch.end > self.stable:
+            try:
+                self._write_out(batch.end)
+            except WriteFailed as error:
+                logger.error("keeping messages in memory: %s", error)
+                return False
+        leaving = [batch]
+        if batch.base >= self.memory_start:
+            leaving = [one for one in self._batches.since(self.memory_start) if one.base <= batch.base]
+            self.memory_start = batch.end
+        for one in leaving:
+            self._batches.remove(one)
+            self._cache.remove(one)
+        return True
+
+    def _forget_all(self) -> None:
+        self.stable = self.memory_start = self.end
+        for batch in self._batches:
+            self._cache.remove(batch)
+        self._batches.clear()
+
+    def hold(self, size_bytes: int) -> None:
+        """Only the memory of ephemeral topics is counted."""
+
+    # reading
+
+    def read(self, sequence: int, *, wait: bool = False) -> Batch | None:
+        batch = self._batches.at_or_after(sequence)
+        if sequence >= self.memory_start:
+            return batch
+        if batch is not None and batch.base <= sequence:
+            self._cache.use(batch)
+            return batch
+        return self._read_disk(sequence, wait)
+
+    def _read_disk(self, sequence: int, wait: bool) -> Batch | None:
+        known = self._segments.recall(sequence)
+        while True:
+            if known is not None:
+                segment, place = known[0], (known[1], sequence)
+                known = None
+            else:
+                found_segment = self._segments.find(sequence)
+                if found_segment is None:
+                    return self._batches.at_or_after(sequence)
+                segment = found_segment
+                place = segment.place_before(sequence)
+            try:
+                found = segment.read(place, sequence, wait=wait)
+            except CorruptBatch as error:
+                self.corrupt_batches += 1
+                logger.error("%s; its messages are lost, reading continues after it", error)
+                continue
+            following = segment.end if found is None else found[0].base
+            if following > sequence:
+                self._note_gap(sequence, following, segment)
+            if found is None:
+                sequence = segment.end
+                continue
+            batch, behind = found
+            self._segments.remember(batch.end, segment, behind)
+            if batch not in self._batches:
+                self._batches.insert(batch)
+                self._cache.add(self, batch)
+            return batch
+
+    def _note_gap(self, start: int, end: int, segment: Segment) -> None:
+        """Note missing numbers. Inside a segment no number is left out on purpose: those are
+        lost."""
+        inside = max(start, segment.base)
+        self.corrupt_messages += self.gaps.count_messages(inside, end)
+        self.gaps.add(start, end)
+        self.on_lost(start, end)
+
+    def count(self, start: int, end: int) -> int:
+        return self.gaps.count_messages(start, end)
+
+    def deferred_since(self, sequence: int, due_after: int = 0) -> list[tuple[int, int]]:
+        found = self._segments.deferred_since(sequence, due_after)
+        for batch in self._batches.since(max(sequence, self.stable)):
+            if batch.due_ns > due_after:
+                found.append((batch.base, batch.due_ns))
+        if self.gaps.ranges:
+            found = [pair for pair in found if self.gaps.skip(pair[0]) == pair[0]]
+        return found
+
+    # ranges
+
+    def positions(self) -> LogPositions:
+        start = self.start
+        stored = [self._segments[0], self._segments[-1]] if self._segments else []
+        stored = [segment for segment in stored if segment.size]
+        kept = next(self._batches.since(max(start, self.memory_start)), None)
+        first_ns = stored[0].first_ns if stored else kept.timestamp_of(0) if kept is not None else 0
+        last_ns = self._batches[-1].timestamp_of(0) if kept is not None else 0
+        return LogPositions(start, self.end, first_ns, max([last_ns, *(s.last_ns for s in stored)]))
+
+    def locate(self, sequence: int, max_bytes: int) -> LogRange:
+        """Takes the same time whatever the range holds. On disk a range begins and ends at entries
+        of the index, about every 64 KiB, and is at least that long."""
+        check_reach(self, sequence)
+        wanted = min(self.gaps.skip(sequence), self.end)
+        known = self._segments.recall(wanted)
+        if known is not None and known[1] < known[0].size:
+            return self._finish_range(known[0], known[0].locate(wanted, max_bytes, known[1]))
+        segment = self._segments.find(wanted)
+        if segment is not None:
+            return self._finish_range(segment, segment.locate(wanted, max_bytes))
+        found = self._batches.locate(wanted, max_bytes, self.gaps)
+        return found or LogRange(self.end, self.end, 0)
+
+    def _finish_range(self, segment: Segment, found: LogRange) -> LogRange:
+        end = found.position + found.size
+        if end == segment.size:
+            # A reader that follows the log comes back for what is appended after this range.
+            self._segments.remember(found.next, segment, end)
+        gaps = self.gaps.inside(found.first, found.next)
+        return replace(found, gaps=gaps) if gaps else found
+
+    def note_lost(self, found: LogRange, lost: Sequence[Lost]) -> None:
+        for segment in self._segments:
+            if found.reader is None or segment.path != found.reader.path:
+                continue
+            for damage in lost:
+                self.corrupt_batches += segment.note_damage(damage.position, damage.end)
+                self._note_gap(damage.first, damage.next, segment)
+
+    def search_time(self, timestamp_ns: int) -> TimeSearch:
+        """Exact even if the clock was set back: all messages before the one found have earlier
+        publish times."""
+        for segment in self._segments:
+            if segment.last_ns >= timestamp_ns and segment.end > segment.base:
+                found = self._finish_range(segment, segment.locate_time(timestamp_ns))
+                return TimeSearch(timestamp_ns, found.next, found)
+        for batch in self._batches.since(max(self.start, self.stable)):
+            if batch.timestamp_of(0) >= timestamp_ns:
+                return TimeSearch(timestamp_ns, batch.base)
+        return TimeSearch(timestamp_ns, self.end)
+
+    # syncing
+
+    @property
+    def committed(self) -> int:
+        return self._sync.committed
+
+    @property
+    def unsynced(self) -> int:
+        return self._sync.unsynced
+
+    @property
+    def is_syncing(self) -> bool:
+        return self._sync.is_running
+
+    @property
+    def doubtful(self) -> list[Segment]:
+        return [segment for segment in self._segments if segment.is_doubtful]
+
+    def begin_sync(self) -> Sync:
+        is_awaited = self.settings.durability is Durability.FSYNC
+        return self._sync.begin(self._segments.active, self.stable, is_awaited=is_awaited)
+
+    def end_sync(self, sync: Sync) -> None:
+        self._sync.end(sync)
+        self._check_positions()
+
+    def sync_now(self) -> None:
+        """Sync everything that was written, and wait for it. Raises WriteFailed."""
+        if self._sync.is_needed(self.stable):
+            sync = self.begin_sync()
+            sync.run()
+            self.end_sync(sync)
+            error = sync.error or sync.obstacle
+            if error is not None:
+                raise WriteFailed(f"{self.directory.name}: {error}") from error
+
+    # removing
+
+    def sealed_segments(self) -> list[Segment]:
+        return self._segments.sealed()
+
+    @property
+    def has_aging_segments(self) -> bool:
+        return bool(self.settings.retention_s and len(self._segments) > 1)
+
+    def trim(self, low: int, now_s: float) -> list[Segment]:
+        self.low = low
+        dropped = self._segments.trim(low, now_s, self.settings)
+        if dropped:
+            self._dropped_before = dropped[-1].end
+            self.gaps.drop_before(min(low, self.start))
+        return dropped

@@ -1,0 +1,126 @@
+"""Fsyncs of one log: what is safe on disk, and what must be synced next."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from nsparq.storage.files import Files
+from nsparq.storage.segment import Segment
+
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+
+class Sync:
+    """One fsync of everything a log had written when it began."""
+
+    def __init__(
+        self,
+        files: Files,
+        opened: list[tuple[int, Segment]],
+        directory: Path,
+        end: int,
+        count: int,
+        *,
+        is_awaited: bool,
+    ) -> None:
+        self._files = files
+        self._opened = opened
+        self._directory = directory
+        """The log's directory. The names of new segments in it are synced as well."""
+        self._is_awaited = is_awaited
+        """Whether publishers wait for this. Then new states of the topic and its channels are
+        synced too: a message that is acknowledged must find them after a power cut."""
+        self.end = end
+        self.count = count
+        """Number of messages to be synced."""
+        self.failed: list[Segment] = []
+        """Segments whose fsync failed."""
+        self.error: OSError | None = None
+        """The disk refused: a power cut may lose these messages."""
+        self.obstacle: OSError | None = None
+        """The fsync could not be tried. Nothing is known to be wrong; it has to be repeated."""
+
+    def run(self) -> None:
+        for fd, segment in self._opened:
+            try:
+                self._files.sync(fd)
+            except OSError as error:
+                self.error = error
+                self.failed.append(segment)
+            finally:
+                self._files.close(fd)
+        try:
+            if self._is_awaited:
+                self._files.sync_written(self._directory)
+            else:
+                self._files.sync_names(self._directory)
+        except OSError as error:
+            if error.errno in _OUT_OF_DESCRIPTORS:
+                self.obstacle = error
+            else:
+                self.error = error
+
+
+class SyncState:
+    """How far a log is synced."""
+
+    def __init__(self, files: Files, directory: Path, committed: int) -> None:
+        self._files = files
+        self._directory = directory
+        self.committed = committed
+        """End of the messages known to be on disk. The messages of a failed fsync count as
+        committed with the next fsync that works: they are in a doubtful segment."""
+        self.unsynced = 0
+        """Messages written since the last fsync began."""
+        self.is_running = False
+        self._sealed: list[tuple[int, Segment]] = []
+        """Sealed segments not yet synced, with an open descriptor each."""
+
+    def add_sealed(self, segment: Segment) -> None:
+        """Have the next fsync include a segment that was just sealed."""
+        if segment.is_doubtful:
+            segment.close()
+        else:
+            self._sealed.append((segment.detach(), segment))
+
+    def is_needed(self, stable: int) -> bool:
+        return bool(self.unsynced or self._sealed or self.committed < stable)
+
+    def begin(self, active: Segment | None, stable: int, *, is_awaited: bool) -> Sync:
+        """An fsync of everything before `stable`. Raises OSError."""
+        opened = []
+        if active is not None and not active.is_doubtful:
+            opened.append((self._duplicate(active), active))
+        opened, self._sealed = self._sealed + opened, []
+        sync = Sync(self._files, opened, self._directory, stable, self.unsynced, is_awaited=is_awaited)
+        self.unsynced = 0
+        self.is_running = True
+        return sync
+
+    def _duplicate(self, segment: Segment) -> int:
+        """A descriptor of the segment that the fsync can use and close in its thread."""
+        try:
+            return self._files.duplicate(segment.fd)
+        except OSError as error:
+            if error.errno not in _OUT_OF_DESCRIPTORS:
+                raise
+            # Take the segment's own descriptor. The segment opens its file again when needed.
+            return segment.detach()
+
+    def end(self, sync: Sync) -> None:
+        """Note the outcome. Segments whose fsync failed become doubtful."""
+        self.is_running = False
+        if sync.error is None and sync.obstacle is None:
+            self.committed = max(self.committed, sync.end)
+            return
+        for segment in sync.failed:
+            segment.is_doubtful = True
+        # The next fsync repeats it.
+        self.unsynced += max(sync.count, 1)
+
+    def close_descriptors(self) -> None:
+        """Forget sealed segments that were not synced."""
+        for fd, _ in self._sealed:
+            self._files.close(fd)
+        self._sealed.clear()

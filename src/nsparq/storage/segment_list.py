@@ -1,0 +1,198 @@
+"""The segments of one log, oldest first. Messages are appended to the last one, the active segment."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from nsparq.storage.files import Buffer, Files
+from nsparq.storage.log import LogSettings
+from nsparq.storage.log_sync import SyncState
+from nsparq.storage.segment import COPY_SUFFIX, Segment
+
+logger = logging.getLogger(__name__)
+
+IDLE_ROLL_SIZE: Final = 8 << 20
+"""An active segment of this size is removed as well, once all channels have passed it."""
+
+_SEGMENT_NAME = re.compile(r"[0-9]{20}\.log")
+_INDEX_NAME = re.compile(r"[0-9]{20}\.index")
+_MAX_KNOWN: Final = 64
+
+
+def read_marks(files: Files, directory: Path) -> list[int]:
+    """The marks of the segments in a directory, except damaged segments and those without a mark."""
+    marks = []
+    for name in files.list_directory(directory):
+        if _SEGMENT_NAME.fullmatch(name):
+            segment = Segment(files, directory, int(name[:-4]))
+            marks.append(segment.read_mark())
+            segment.close()
+    return [mark for mark in marks if mark]
+
+
+class SegmentList:
+    """Appends to segments, seals them, finds them, and takes out those that are not needed."""
+
+    def __init__(self, files: Files, directory: Path, sync: SyncState) -> None:
+        self._files = files
+        self._directory = directory
+        self._sync = sync
+        self._segments: list[Segment] = []
+        self._known: dict[int, tuple[Segment, int]] = {}
+        """Position of the batch after one that was just read, by its sequence number; bounded."""
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._segments)
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def __getitem__(self, index: int) -> Segment:
+        return self._segments[index]
+
+    @property
+    def active(self) -> Segment | None:
+        return self._segments[-1] if self._segments else None
+
+    def sealed(self) -> list[Segment]:
+        return self._segments[:-1]
+
+    def clear(self) -> None:
+        self._segments.clear()
+        self._known.clear()
+
+    # opening
+
+    def bases_on_disk(self) -> dict[int, bool]:
+        """The first sequence number of every segment or index file, in order, and whether there is
+        a segment. Removes copies that were not finished."""
+        names = self._files.list_directory(self._directory)
+        for name in names:
+            if name.endswith(COPY_SUFFIX):
+                self._files.unlink(self._directory / name)
+        bases = {int(name[:-4]) for name in names if _SEGMENT_NAME.fullmatch(name)}
+        indexed = {int(name[:-6]) for name in names if _INDEX_NAME.fullmatch(name)}
+        return {base: base in bases for base in sorted(bases | indexed)}
+
+    def add(self, segment: Segment) -> None:
+        """Add a segment that was found on disk."""
+        assert not self._segments or self._segments[-1].end <= segment.base
+        segment.close()
+        self._segments.append(segment)
+
+    # appending
+
+    def append(
+        self, buffers: list[Buffer], size: int, base: int, mark: int, max_bytes: int
+    ) -> tuple[Segment, int]:
+        """Write batches that begin with the number `base`. Gives their segment and position."""
+        segment = self._segment_for(size, base, mark, max_bytes)
+        position = segment.size
+        try:
+            segment.append(buffers, size)
+        except OSError as error:
+            if error.errno != errno.EFBIG or not position:
+                raise
+            # The system allows no larger files (ulimit -f).
+            self._seal(segment)
+            segment, position = self._begin(base, mark), 0
+            segment.append(buffers, size)
+        return segment, position
+
+    def _segment_for(self, size: int, base: int, mark: int, max_bytes: int) -> Segment:
+        active = self.active
+        if active is not None:
+            # A gap in the numbers begins a new segment, so that opening a log finds its gaps again.
+            fits = active.size + size <= max_bytes or not active.size
+            if active.end == base and fits and not active.is_doubtful:
+                return active
+            if active.size:
+                self._seal(active)
+            else:
+                self._segments.pop().remove()
+        return self._begin(base, mark)
+
+    def _begin(self, base: int, mark: int) -> Segment:
+        segment = Segment(self._files, self._directory, base, mark)
+        self._segments.append(segment)
+        return segment
+
+    def _seal(self, segment: Segment) -> None:
+        segment.cut_failed_write()
+        write_index(segment)
+        self._sync.add_sealed(segment)
+
+    # finding
+
+    def find(self, sequence: int) -> Segment | None:
+        """The segment that holds `sequence`, or else the first one after it."""
+        number = max(0, bisect_right(self._segments, sequence, key=lambda s: s.base) - 1)
+        while number < len(self._segments) and self._segments[number].end <= sequence:
+            number += 1
+        return self._segments[number] if number < len(self._segments) else None
+
+    def remember(self, sequence: int, segment: Segment, position: int) -> None:
+        """Note where the batch that begins with `sequence` stands, or will stand."""
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[sequence] = (segment, position)
+
+    def recall(self, sequence: int) -> tuple[Segment, int] | None:
+        return self._known.get(sequence)
+
+    def deferred_since(self, sequence: int, due_after: int) -> list[tuple[int, int]]:
+        """Sequence number and due time of deferred messages: see Log.deferred_since."""
+        found: list[tuple[int, int]] = []
+        for segment in self._segments:
+            deferred = segment.index.deferred
+            if segment.end > sequence and deferred:
+                pairs = np.array(deferred, np.int64).reshape(-1, 2)
+                found += map(tuple, pairs[(pairs[:, 0] >= sequence) & (pairs[:, 1] > due_after)].tolist())
+        return found
+
+    # removing
+
+    def trim(self, low: int, now_s: float, settings: LogSettings) -> list[Segment]:
+        """Take out the segments before `low` that retention does not keep."""
+        number = 0
+        for segment in self._segments:
+            is_small = segment is self.active and segment.size < IDLE_ROLL_SIZE
+            # A copy of a doubtful segment may be running, and would bring the file back.
+            if segment.end > low or is_small or segment.is_doubtful:
+                break
+            if self._is_retained(number, now_s, settings):
+                break
+            number += 1
+        trimmed = self._segments[:number]
+        if trimmed:
+            del self._segments[:number]
+            self._known.clear()
+        return trimmed
+
+    def _is_retained(self, number: int, now_s: float, settings: LogSettings) -> bool:
+        """Whether retention keeps a segment, and so all segments after it."""
+        segments = self._segments[number:]
+        if not settings.retention_s and not settings.retention_bytes:
+            return False
+        # A time in the future is wrong. Such a segment is at least as old as the next one.
+        times_s = (segment.last_ns / 1e9 for segment in segments)
+        last_s = next((time_s for time_s in times_s if time_s <= now_s), now_s)
+        is_young = not settings.retention_s or last_s > now_s - settings.retention_s
+        size = sum(segment.size for segment in segments)
+        return is_young and (not settings.retention_bytes or size <= settings.retention_bytes)
+
+
+def write_index(segment: Segment) -> None:
+    """A segment without an index is only slower to open, so a failure is just logged."""
+    try:
+        segment.write_index()
+    except OSError as error:
+        logger.warning("%s: has no index, the next start reads all of it: %s", segment.path.name, error)
