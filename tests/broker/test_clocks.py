@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nsparq.broker.transactions import Incomplete
+from nsparq.broker.transaction import Incomplete
 from nsparq.flags import MAX_DURATION_S
 from nsparq.packed import PackedBodies
 from tests.broker.rig import SECOND, Later, Rig, bodies, counts

@@ -194,7 +194,7 @@ def test_carried_messages_that_are_gone_are_logged_and_counted(
     gone = 1 if damage == "torn" else 3
     rig.start()
     assert rig.channel().dropped_count == gone
-    assert f"{gone} messages are lost that were not finished" in caplog.text
+    assert f"{gone} unfinished messages are lost" in caplog.text
     found = drain(rig)
     assert found >= {message.body for message in left}
     assert len(found & {message.body for message in carried}) == 3 - gone
@@ -313,7 +313,7 @@ def test_a_damaged_file_of_a_transaction_is_logged_and_counted(
     path.write_bytes(changed[damage])
     rig.start()
     assert rig.broker.corrupt_files == 1
-    assert f"{path} cannot be understood" in caplog.text
+    assert f"{path} is damaged and ignored" in caplog.text
     # Whatever was staged is there still, and can be committed.
     transactions = rig.broker.transactions
     transactions.decide(transactions.promise("p", 2, {"0": 1}))

@@ -336,8 +336,8 @@ def test_damage_costs_the_rest_of_its_file_and_is_reported(
     assert drained(rig) == [b"0", b"1", b"2", b"3", b"6", b"7", b"8"]
     assert rig.channel().dropped_count == 0
     assert warnings(caplog) == [
-        "t:c.diskqueue.000001.dat: 62 bytes skipped from byte 31 on: no record is -1 bytes long",
-        "t:c.diskqueue.meta.dat: it counts 9 messages, 7 were found",
+        "t:c.diskqueue.000001.dat: 62 bytes skipped from byte 31 on: -1 is not the length of a record",
+        "t:c.diskqueue.meta.dat: it counts 9 messages, but 7 were found",
     ]
     assert left_of_nsq(tmp_path) == []
 
@@ -533,7 +533,7 @@ def test_a_disk_that_refuses_keeps_the_daemon_from_starting(tmp_path: Path, star
     GoQueue(tmp_path, "t", "c").write(*go_messages(5)).save()
     files = TestFiles()
     files.fail(call, ".dat" if call == "open_read" else ".log")
-    with pytest.raises(StartError, match="cannot take over the messages that NSQ has left of 't'"):
+    with pytest.raises(StartError, match="cannot import NSQ's messages of topic 't'"):
         start(files=files)
     assert len(left_of_nsq(tmp_path)) == 2
     rig = start()

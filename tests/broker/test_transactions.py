@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nsparq.broker.broker import Broker
-from nsparq.broker.transactions import AlreadyCommitted, Incomplete, Transaction, count_tagged
+from nsparq.broker.transaction import AlreadyCommitted, Incomplete, Transaction, count_tagged
 from nsparq.errors import CorruptBatch
 from nsparq.options import NsqdOptions
 from nsparq.packed import PackedBodies

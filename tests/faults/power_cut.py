@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsparq.broker.broker import Broker
-from nsparq.broker.transactions import Transaction
+from nsparq.broker.transaction import Transaction
 from nsparq.errors import CorruptBatch
 from nsparq.options import NsqdOptions
 from nsparq.packed import PackedBodies

@@ -40,7 +40,7 @@ def test_what_was_encoded_is_decoded() -> None:
     raw = b"before" + encoded(7, *BODIES, timestamp_ns=8, due_ns=9) + b"behind"
     head = decode_head(raw, 6)
     assert head is not None
-    assert (head.base, head.end, head.count, head.timestamp_ns, head.due_ns) == (7, 10, 3, 8, 9)
+    assert (head.base, head.end, head.messages, head.timestamp_ns, head.due_ns) == (7, 10, 3, 8, 9)
     assert (head.size, head.data_size) == (len(raw) - 12, 8)
     assert checksum_holds(head, raw, 6)
     assert checksum_holds(head, memoryview(raw), 6)

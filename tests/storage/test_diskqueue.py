@@ -207,7 +207,7 @@ def test_a_state_that_cannot_be_understood_is_reported_and_everything_is_read(
     GoQueue(tmp_path, "t").write(*go_messages(3)).meta_path.write_bytes(content)
     queue = found(tmp_path)
     assert bodies(queue) == [b"0", b"1", b"2"]
-    assert "cannot be understood" in queue.complaints["t.diskqueue.meta.dat"]
+    assert "cannot be parsed" in queue.complaints["t.diskqueue.meta.dat"]
 
 
 def test_stale_bytes_beyond_the_recorded_end_are_not_taken_for_messages(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_stale_bytes_beyond_the_recorded_end_are_not_taken_for_messages(tmp_path
     queue.write(GoMessage(b"new!")).save()
     read = found(tmp_path)
     assert bodies(read) == [b"new!"]
-    assert "what follows is no record" in read.complaints["t.diskqueue.000000.dat"]
+    assert "no valid id" in read.complaints["t.diskqueue.000000.dat"]
 
 
 def test_whole_stale_records_beyond_the_recorded_end_come_as_they_would_in_nsq(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_an_impossible_length_ends_its_file_only(tmp_path: Path, length: int) ->
     read = found(tmp_path)
     assert bodies(read) == [b"0", b"1", b"2", b"3", b"6", b"7", b"8"]
     assert read.complaints[path.name].startswith(f"{2 * record} bytes skipped from byte {record} on")
-    assert read.complaints["t.diskqueue.meta.dat"] == "it counts 9 messages, 7 were found"
+    assert read.complaints["t.diskqueue.meta.dat"] == "it counts 9 messages, but 7 were found"
 
 
 def test_missing_files_are_reported(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_missing_files_are_reported(tmp_path: Path) -> None:
     queue.data_path(3).unlink()
     read = found(tmp_path)
     assert bodies(read) == [b"0", b"2"]
-    assert read.complaints == {"t.diskqueue.meta.dat": "2 files that it speaks of are missing"}
+    assert read.complaints == {"t.diskqueue.meta.dat": "2 files that it names are missing"}
 
 
 def test_a_state_with_absurd_numbers_takes_no_time(tmp_path: Path) -> None:

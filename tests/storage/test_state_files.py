@@ -78,7 +78,7 @@ def test_a_topic_s_state_that_cannot_be_understood_is_reported_and_passed_over(
 ) -> None:
     (tmp_path / TOPIC_FILE).write_bytes(content)
     assert read_topic_state(Files(), tmp_path) is None
-    assert "cannot be understood" in caplog.text
+    assert "is damaged" in caplog.text
     assert "the log is kept" in caplog.text
 
 
@@ -238,7 +238,7 @@ def test_a_channel_s_state_under_another_name_is_not_believed(
         Files().replace(tmp_path / f"{name}.channel", state.encode(), sync=False)
     assert_same(read_channel_state(Files(), tmp_path / "c.channel"), state)
     assert read_channel_state(Files(), tmp_path / "d.channel") is None
-    assert "d.channel is damaged (it is of the channel c)" in caplog.text
+    assert "d.channel is damaged (it belongs to channel c)" in caplog.text
 
 
 def test_a_channel_s_state_is_read_from_its_file(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_what_is_written_behind_a_torn_checkpoint_counts(
     assert not caplog.records
     path.write_bytes(first + bytes(4096))
     assert_same(read_channel_state(Files(), path), channel_state(3))
-    assert "the last checkpoint was not written whole" in caplog.text
+    assert "the last checkpoint is incomplete" in caplog.text
 
 
 def test_a_topic_s_state_cut_anywhere_leaves_the_one_before_it(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Unfinished messages that a channel keeps outside of the log.
+"""Carried-over messages: unfinished messages that a channel keeps outside of the log.
 
-One stuck message must not pin its segment for ever. When segments pile up that all cursors have passed, each
-channel copies its unfinished messages of them into a small file of its own, and the log can let go of the
-segments. Channels of ephemeral topics do the same in memory.
+One stuck message must not pin its segment forever. When all cursors have passed several segments,
+each channel copies its unfinished messages out of them, and the segments can be removed. Channels
+with a file copy in a thread; channels of ephemeral topics keep the copies in memory.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
 
 MAX_SHARE: Final = 8
-"""Messages are carried over when they are less than one part in this of their segment."""
+"""Messages are carried over if they are at most one in so many of their segment."""
 FILE_SLICE: Final = 1000
-"""Messages that are carried over at a time."""
+"""Messages that a thread copies at a time."""
 MEMORY_SLICE: Final = 500
-"""The same in memory, where all of it is done on the event loop."""
+"""Messages that the event loop copies at a time, for ephemeral topics."""
 
 
 class CopyFromLog:
-    """Messages to be copied out of the log. run() it in a thread, then CarriedOver.end()."""
+    """Copies messages from the log to the file. run() it in a thread, then CarriedOver.end()."""
 
     def __init__(self, carried: CarriedFile, chosen: list[tuple[LogRange, list[int]]], before: int) -> None:
         self.error: OSError | None = None
         self.before = before
-        """When this is done, what is unfinished below this has been carried over."""
+        """After this, all unfinished messages below this number are carried over."""
         self._carried = carried
         self._chosen = chosen
         self._places: dict[int, tuple[int, int]] = {}
@@ -56,7 +56,7 @@ class CopyFromLog:
             batches = [*iter_batches(place.read_verified().data)]
             for sequence in sequences:
                 entry = bisect_right(batches, sequence, key=attrgetter("base")) - 1
-                # One that is not there is lost to a damaged disk, and is counted when it is to be sent.
+                # A missing message is lost to damage. Delivery counts it.
                 if entry >= 0 and sequence < batches[entry].end:
                     single = batches[entry].between(sequence, sequence + 1)
                     yield sequence, single.timestamp_ns, bytes(single.data)
@@ -67,7 +67,7 @@ class CopyFromLog:
 
 
 class Compaction:
-    """What a channel carries, to be copied into a smaller file. run() it in a thread, then end()."""
+    """Copies carried-over messages to a smaller file. run() it in a thread, then end()."""
 
     def __init__(self, carried: CarriedFile) -> None:
         self.error: OSError | None = None
@@ -90,22 +90,22 @@ class Compaction:
 
 
 class CarriedOver:
-    """What one channel carries."""
+    """The carried-over messages of one channel."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.is_running = False
-        """Whether a thread writes the file."""
+        """Whether a thread is writing the file."""
         self.before = 0
-        """What is unfinished below this has been carried over."""
+        """All unfinished messages below this number are carried over."""
         self._named: set[int] = set()
-        """Carried messages that the state on disk names. They stay until it does not: a message that it names
-        and that is nowhere is then lost for certain."""
+        """Carried-over messages that the checkpoint on disk names. They stay until it does not name
+        them: so a message that it names and that is nowhere is certainly lost."""
         self._to_carry: list[int] = []
-        """In memory: unfinished messages to be carried over, the oldest last. Some may be finished by then;
-        those go with the next drop_finished()."""
+        """In memory: messages still to be copied, the oldest last. Some may be finished meanwhile;
+        drop_finished() removes those."""
         self._to_carry_end = 0
-        """There is nothing else to be carried over below this."""
+        """Nothing else is to be copied below this number."""
         topic = channel.topic
         self.store: CarriedFile | CarriedInMemory
         if channel.is_durable and topic.directory is not None:
@@ -115,18 +115,18 @@ class CarriedOver:
             self.store = CarriedInMemory(topic.log.hold)
 
     def only_in_log(self) -> Iterator[int]:
-        """Unfinished messages that are not carried. Nothing is done here message by message in Python: there
-        may be very many."""
+        """Unfinished messages that are not carried over. There may be very many, so this runs no
+        Python code for each."""
         return filterfalse(self.store.kept.__contains__, self._channel.unfinished)
 
     def note_named(self, state: ChannelState) -> None:
-        """This is the state on disk."""
+        """Note the messages that the checkpoint on disk names."""
         kept = self.store.kept
         self._named = kept.keys() & state.sequences.tolist() if kept else set()
 
     def begin(self, segments: list[Segment]) -> CopyFromLog | None:
-        """Choose messages of these segments to be copied, so that the log can let go of them: some at a time,
-        and none of a segment in which they are many. None if nothing is to be done now."""
+        """Choose messages of these segments to be copied: some at a time, and none of a segment
+        with many unfinished ones. None if there is nothing to do now."""
         store, channel = self.store, self._channel
         if not segments or not isinstance(store, CarriedFile) or self.is_running:
             return None
@@ -148,7 +148,7 @@ class CarriedOver:
                 try:
                     chosen.append((channel.topic.log.locate(sequence, 1), []))
                 except OffsetGone:
-                    # It was finished, or lost, long ago. It will be dropped when its turn comes.
+                    # It was finished or lost long ago. Delivery drops it.
                     continue
             chosen[-1][1].append(sequence)
         if not chosen:
@@ -165,12 +165,12 @@ class CarriedOver:
                 self.before = max(self.before, done.before)
                 channel.mark_changed()
         else:
-            # The channel was deleted meanwhile, and this has brought the file back.
+            # The channel was deleted meanwhile, and the thread made its file again.
             self.store.remove()
 
     def drop_finished(self) -> Compaction | None:
-        """Let go of carried messages that have been finished, and that the state on disk does not name. Gives
-        the work of making the file smaller if that is due."""
+        """Forget carried-over messages that are finished and that the checkpoint on disk does not
+        name. Gives a Compaction if the file should become smaller."""
         store, unfinished = self.store, self._channel.unfinished
         if store.kept:
             finished = store.kept.keys() - unfinished.deferred.due_ns.keys()
@@ -189,8 +189,8 @@ class CarriedOver:
     # in memory
 
     def carry_over(self, log: Log, before: int) -> int:
-        """Copy what is unfinished of the log before `before`, some of it at a time. Gives from where on the
-        log is still needed."""
+        """Copy unfinished messages below `before`, some at a time. Gives the first number that is
+        still needed in the log."""
         if not self._to_carry:
             waiting = sorted(self.only_in_log())
             self._to_carry = waiting[: bisect_left(waiting, before)][::-1]
@@ -207,7 +207,7 @@ class CarriedOver:
                     break
                 ends = np.cumsum(np.frombuffer(batch.lengths, np.uint32), dtype=np.int64).tolist()
             if sequence < batch.base:
-                # It has been given up.
+                # The log has dropped it to save memory.
                 continue
             index = sequence - batch.base
             body = batch.data[ends[index] - batch.lengths[index] : ends[index]]
@@ -216,7 +216,7 @@ class CarriedOver:
         return min(before, self._to_carry[-1] if self._to_carry else self._to_carry_end)
 
     def sizes(self) -> list[tuple[int, int]]:
-        """The sequence number and the bytes in memory of each message."""
+        """Sequence number and size in memory of each message; none for a file."""
         store = self.store
         return [(s, b.size) for s, b in store.kept.items()] if isinstance(store, CarriedInMemory) else []
 
@@ -224,5 +224,5 @@ class CarriedOver:
         self.store.drop([sequence for sequence in self.store.kept if sequence < before])
 
     def clear_plans(self) -> None:
-        """Nothing is unfinished any more."""
+        """The channel was emptied: nothing is to be copied any more."""
         self._to_carry.clear()

@@ -1,4 +1,4 @@
-"""What a channel keeps on disk: writing it down, and going on from it after a restart or a seek."""
+"""Checkpoints of a channel: writing its state, and continuing from it after a restart or a seek."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Checkpoint:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.is_stale = True
-        """Whether a checkpoint would differ from the last one."""
+        """Whether the channel has changed since the last checkpoint."""
         self.file: StateFile | None = None
         """None for a channel that is not kept on disk."""
         topic = channel.topic
@@ -31,7 +31,7 @@ class Checkpoint:
     # writing
 
     def capture(self) -> Callable[[], ChannelState]:
-        """Copies the channel's state, quickly, and gives a function that puts it together in a thread."""
+        """Copies the channel's state, quickly. Gives a function that completes it in a thread."""
         channel = self._channel
         topic, cursor = channel.topic, channel.cursor
         build_exceptions = channel.unfinished.capture()
@@ -54,7 +54,7 @@ class Checkpoint:
 
         def build() -> ChannelState:
             state.sequences, state.attempts, due_ns = build_exceptions()
-            # On disk a due time is wall time.
+            # Due times on disk are wall time.
             due_ns[due_ns != 0] += ahead_ns
             state.due_ns = due_ns
             return state
@@ -62,7 +62,8 @@ class Checkpoint:
         return build
 
     def state_at(self, sequence: int) -> ChannelState:
-        """Standing at a number of the log, with everything from there on still to be delivered."""
+        """The state of the channel after a seek: everything from `sequence` on is to be
+        delivered."""
         channel = self._channel
         topic = channel.topic
         return ChannelState(
@@ -77,7 +78,7 @@ class Checkpoint:
         )
 
     def save(self, *, sync: bool, state: ChannelState | None = None) -> None:
-        """Write down where the channel stands, or is about to stand. Raises OSError."""
+        """Write the channel's state, or `state`, which it is about to have. Raises OSError."""
         if self.file is None:
             return
         state = state or self.capture()()
@@ -85,18 +86,18 @@ class Checkpoint:
         try:
             self.file.write(state.encode(), self.file.next_version(), sync=sync)
         except OSError:
-            # A checkpoint under way has been overtaken by this one, and is not written either.
+            # A running checkpoint is older than this one, and is not written either.
             self._channel.mark_changed()
             raise
         self.written(state)
 
     def written(self, state: ChannelState) -> None:
-        """This state is on disk now. That also ends the trouble of an earlier checkpoint."""
+        """This state is on disk now. Clears the error of an earlier checkpoint."""
         self._channel.carried_over.note_named(state)
         self._channel.topic.broker.health.set(None, f"checkpoint {self._channel}")
 
     def remove_files(self) -> None:
-        # The file that a channel is known by goes last.
+        # The state file goes last: a channel exists as long as it has one.
         self._channel.carried_over.store.remove()
         if self.file is not None:
             self.file.remove()
@@ -104,7 +105,7 @@ class Checkpoint:
     # reading
 
     def restore(self, state: ChannelState | None) -> None:
-        """Go on where an earlier run stood. Without its state, everything that is kept is sent again."""
+        """Continue where an earlier run stopped. Without its state, send all messages again."""
         channel, carried_over = self._channel, self._channel.carried_over
         carried = carried_over.store.load()
         if carried_over.store.is_damaged:
@@ -112,17 +113,18 @@ class Checkpoint:
         self.is_stale = False
         if state is None:
             channel.mark_changed()
-            # Whatever has been carried over lies before the log's start, and is among the late ones below.
+            # Carried-over messages lie before the log's start, and are requeued below.
             state = ChannelState(cursor=0, seen=0, paused=channel.paused)
         unfinished = self.resume(state)
-        # Delivered and carried over after the checkpoint. What the log still has, the cursor finds.
+        # Requeue messages that were delivered and carried over after the checkpoint. The cursor
+        # finds those that the log still has.
         reached = channel.cursor.position
         channel.unfinished.requeue(s for s in carried if state.cursor <= s < reached and s not in unfinished)
         carried_over.note_named(state)
         carried_over.drop_finished()
 
     def resume(self, state: ChannelState) -> set[int]:
-        """Stand where `state` says. Gives the sequence numbers that it names as unfinished, and are here."""
+        """Take over `state`. Gives the unfinished messages that it names and that still exist."""
         channel = self._channel
         cursor, unfinished, carried_over = channel.cursor, channel.unfinished, channel.carried_over
         topic, log = channel.topic, channel.topic.log
@@ -132,7 +134,7 @@ class Checkpoint:
         channel.paused = state.paused
         channel.owner, channel.owned_since_ns = state.owner, state.owned_since_ns
         carried_over.before = state.carried_before
-        # Files of before do not say which messages had been carried over.
+        # A damaged file does not tell which messages were carried over.
         carried_before = log.start if carried_over.store.is_damaged else state.carried_before
         found = set()
         missing = 0
@@ -141,8 +143,9 @@ class Checkpoint:
         for sequence, due_ns, attempts in zip(
             state.sequences.tolist(), state.due_ns.tolist(), state.attempts.tolist(), strict=True
         ):
-            # The log lets go only of what is finished or carried: this one was finished after the checkpoint,
-            # unless the carry file should have it, or a segment that is gone.
+            # The log drops only messages that are finished or carried over. So this one was
+            # finished after the checkpoint, unless the carried-over file or a lost segment should
+            # have it.
             if sequence < log.start and sequence not in carried_over.store:
                 missing += sequence < carried_before or log.lost.skip(sequence) > sequence
                 continue
@@ -151,7 +154,7 @@ class Checkpoint:
                 channel.defer(sequence, due_at(due_ns), attempts)
             else:
                 unfinished.requeue((sequence,), attempts)
-        # What is replayed is left out below, too; but a replay of years need not be looked at one by one.
+        # Skip replayed messages here already: a replay may cover years of them.
         replay_end, replay_due_ns = state.replay
         due_after = replay_due_ns if replay_end >= topic.visible_end else 0
         for sequence, due_ns in log.deferred_since(cursor.position, due_after):
@@ -159,9 +162,9 @@ class Checkpoint:
                 continue
             cursor.deferred_ahead.append(sequence)
             if sequence >= state.seen:
-                # Published after the checkpoint: the wall clock may have been set back in between.
+                # Published after the checkpoint, so the checkpoint's clock does not apply.
                 channel.defer(sequence, due_in_log(due_ns))
         if missing:
             channel.dropped_count += missing
-            logger.error("%s: %d messages are lost that were not finished", channel, missing)
+            logger.error("%s: %d unfinished messages are lost", channel, missing)
         return found

@@ -1,4 +1,4 @@
-"""The data path as a whole: its lock, the sign of a clean stop, and the room kept for one."""
+"""The data directory of an nsqd: its lock, the mark of a clean stop, and the disk space for one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TOPICS: Final = "topics"
 TOPIC_SUFFIX: Final = ".topic"
 TRASH_SUFFIX: Final = ".deleted"
 CLEAN_STOP: Final = "clean-stop"
-"""A clean stop leaves this file, and the next start removes it. Without it, sequence numbers may have been
-given out that no file tells of."""
+"""A clean stop leaves this file, and the next start removes it. Without it, the last run may have
+used sequence numbers that no file names."""
 RESERVE_NAME: Final = "reserve"
 RESERVE_BYTES: Final = 1 << 20
-"""Room kept on the disk for a clean stop. Files are replaced a few at a time, so this is enough for any
-number of channels, unless they have tens of thousands of unfinished messages each."""
+"""Disk space reserved for a clean stop. Files are replaced a few at a time, so this is enough for
+any number of channels, unless they have tens of thousands of unfinished messages each."""
 
 
 class DataDirectory:
@@ -39,7 +39,7 @@ class DataDirectory:
         return self._lock_fd >= 0
 
     def lock(self) -> None:
-        """Change nothing but take the directory. Raises StartError."""
+        """Changes nothing else. Raises StartError."""
         self._lock_fd = self._files.lock_directory(self.path)
 
     def unlock(self) -> None:
@@ -50,17 +50,17 @@ class DataDirectory:
         return self.topics / (name + TOPIC_SUFFIX)
 
     def trash_of(self, name: str, incarnation: str) -> Path:
-        """Where a topic's directory is moved before it is removed."""
+        """New name of a topic's directory before it is removed."""
         return self.topics / f"{name}.{incarnation}{TRASH_SUFFIX}"
 
     def remove_trash(self, trash: Path) -> None:
-        # If a power cut undoes the move, the topic must still be there whole.
+        # If a power cut undoes the move, the topic must still be complete.
         self._files.sync_names(trash.parent)
         self._files.remove_tree(trash)
 
     def take_clean_stop(self) -> bool:
-        """Whether the last run was stopped cleanly. From here on this run was not, whatever happens: that is
-        on disk before any sequence number is given out."""
+        """Whether the last run stopped cleanly. Removes the mark from the disk, before this run
+        uses any sequence number."""
         mark = self.path / CLEAN_STOP
         was_clean = self._files.read_whole(mark) is not None
         self._files.unlink(mark)
@@ -68,7 +68,7 @@ class DataDirectory:
         return was_clean
 
     def leave_clean_stop(self, run_each: RunEach) -> bool:
-        """Gives whether the next start will know that this was a clean stop."""
+        """Mark a clean stop for the next start. False if that failed."""
         try:
             self._files.sync_pending(run_each)
             self._files.replace(self.path / CLEAN_STOP, b"", sync=True)
@@ -78,14 +78,14 @@ class DataDirectory:
         return True
 
     def keep_reserve(self) -> None:
-        """Hold some room on the disk, for a clean stop when there is no other."""
+        """Reserve disk space for a clean stop when the disk is full."""
         if self._has_reserve:
             return
         try:
             self._files.allocate(self.path / RESERVE_NAME, RESERVE_BYTES)
         except OSError as error:
             reason = error.strerror or str(error)
-            self._health.set(f"no room to keep in reserve for a clean stop: {reason}", "reserve")
+            self._health.set(f"cannot reserve disk space for a clean stop: {reason}", "reserve")
         else:
             self._has_reserve = True
             self._health.set(None, "reserve")
@@ -98,5 +98,5 @@ class DataDirectory:
 
 
 def topic_of_trash(name: str) -> str:
-    """The topic whose directory it was: see DataDirectory.trash_of()."""
+    """The topic of a directory that trash_of() named."""
     return name.removesuffix(TRASH_SUFFIX).rpartition(".")[0]

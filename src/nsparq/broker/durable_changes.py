@@ -1,7 +1,8 @@
-"""Changes that must be on disk before they are answered: new channels, pauses, seeks, settings, deletions.
+"""Changes that must be on disk before nsqd answers: new channels, pauses, seeks, settings,
+deletions.
 
-The loop hands such a change to the operating system without a sync, and adds its directory here. A thread
-then syncs the directories that have changed and writes nsqd.dat. Changes made meanwhile share the next round.
+The event loop writes such a change without a sync, and adds its directory here. A thread then syncs
+the changed directories and writes nsqd.dat. Changes made meanwhile share the next round.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
     from nsparq.broker.topic import Topic
 
 Durable = Callable[[OSError | None], None]
-"""Told None once a change is on disk, or the error."""
+"""Called with None once a change is on disk, or with the error."""
 
 
 class DurableChanges:
-    """Syncs what somebody waits for, one round at a time."""
+    """Syncs the changes that somebody waits for, one round at a time."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self.is_metadata_stale = False
-        """Whether nsqd.dat differs from what it should say."""
+        """Whether nsqd.dat is out of date."""
         self._is_metadata_wanted = False
         """Whether somebody waits for nsqd.dat to be written."""
         self._unsynced: set[Path] = set()
@@ -36,17 +37,17 @@ class DurableChanges:
         """Directories that the present round syncs."""
         self._is_round_running = False
         self._await_round: list[Durable] = []
-        """Called when the present round has ended."""
+        """Called when the present round ends."""
         self._await_next_round: list[Durable] = []
 
     def write_metadata(self) -> None:
-        """Have nsqd.dat written in the next round."""
+        """Write nsqd.dat in the next round."""
         if not self._broker.is_loading:
             self.is_metadata_stale = self._is_metadata_wanted = True
             self.start_round()
 
     def sync_soon(self, directory: Path) -> None:
-        """Have what was written in a directory synced in the next round."""
+        """Sync a directory in the next round."""
         if self._broker.is_loading:
             self._broker.files.sync_written(directory)
         else:
@@ -57,8 +58,9 @@ class DurableChanges:
         return topic.directory not in self._unsynced and topic.directory not in self._syncing
 
     def when_durable(self, done: Durable) -> None:
-        """Have `done` called once all changes so far are on disk. If nsqd.dat cannot be written, health says
-        so, and `done` is told no error: the directories of the topics know enough."""
+        """Call `done` once all changes so far are on disk. A failure to write nsqd.dat shows in
+        health, but is no error for `done`: the directories of the topics have all that is
+        needed."""
         self.start_round()
         if not self._is_round_running:
             done(None)
@@ -68,7 +70,7 @@ class DurableChanges:
             self._await_round.append(done)
 
     def start_round(self) -> None:
-        """Write and sync what waits, in a thread, unless a round is running."""
+        """Start a thread that writes and syncs, unless one is running."""
         if self._is_round_running or not (self._is_metadata_wanted or self._unsynced):
             return
         self._is_round_running = True
@@ -110,13 +112,13 @@ class DurableChanges:
         for number, done in enumerate(waiting, 1):
             done(error)
             if self._unsynced:
-                # `done` has changed something more. Those behind it wait for that as well.
+                # `done` has changed something. The callbacks after it wait for that as well.
                 self._await_next_round[:0] = waiting[number:]
                 break
         self.start_round()
 
     def write_metadata_now(self) -> OSError | None:
-        """Write nsqd.dat at once. Gives the error, if there is one."""
+        """Write nsqd.dat at once. Gives the error, if any."""
         try:
             self._replace_metadata(self._encode_metadata())
         except OSError as error:

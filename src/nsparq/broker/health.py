@@ -1,4 +1,4 @@
-"""What is wrong with the daemon now, by source. `/ping`, `/stats` and the metrics show it."""
+"""Present errors of the daemon, by source. `/ping`, `/stats` and the metrics show them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ logger = logging.getLogger(__name__)
 
 
 class Health:
-    """The latest error of each source that has not worked since."""
+    """The latest error of each source, until the source works again."""
 
     def __init__(self) -> None:
         self._errors: dict[str, str] = {}
 
     def set(self, error: str | None, source: str = "publish") -> None:
-        """Note the error of one source, or with None that the source works again. A source is publishing,
-        or it is named after what it does and for whom: `sync TOPIC`, `checkpoint TOPIC:CHANNEL`."""
+        """Note the error of a source; None if it works again. A source is publishing, or an
+        activity and its subject: `sync TOPIC`, `checkpoint TOPIC:CHANNEL`."""
         known = self._errors.get(source)
         if error is not None:
             if error != known:
@@ -27,5 +27,5 @@ class Health:
 
     @property
     def error(self) -> str | None:
-        """The oldest error; None when nothing is wrong."""
+        """The oldest error, or None."""
         return next(iter(self._errors.values())) if self._errors else None

@@ -1,12 +1,13 @@
-"""At the start, taking over the messages that NSQ's own nsqd has left in the data path.
+"""Imports, at the start, the messages that NSQ's own nsqd left in the data path.
 
-What a topic's queue holds is for all of its channels, and is published as ever. What a channel's queue holds
-is for that channel alone: it goes into the same log, and every other channel passes it by. Messages keep
-their timestamps and attempts; their ids are new, since ours are positions in the log.
+Messages of a topic's queue are for all of its channels, and are published as usual. Messages of a
+channel's queue are for that channel alone: they go into the same log, and every other channel
+skips them. Messages keep their timestamps and attempts. Their ids are new, because ours are
+positions in the log.
 
-Topic by topic: append, sync, note where the channels stand, and only then move the files out of the way. A
-crash before that note has the topic's import begin anew, one right after it has it repeated: nothing is lost,
-whenever it comes.
+For each topic: append, sync, write the channels' states, and only then move NSQ's files away. A
+crash before the states are written undoes the import, and the next start begins it anew. A crash
+right after that repeats it. No message is lost in either case.
 """
 
 from __future__ import annotations
@@ -32,41 +33,39 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IMPORTED = "imported-from-nsq"
-"""Where NSQ's files go, beside our own, once their messages are in our log."""
+"""Directory for NSQ's files after the import, in the data path."""
 
 MAX_BATCH = 1000
 MAX_BATCH_BYTES = 1 << 20
 
 
 def import_queues(broker: Broker) -> None:
-    """Take over every queue of NSQ's in the data path. Raises StartError, with nothing lost."""
+    """Import every queue of NSQ in the data path. Raises StartError, with nothing lost."""
     by_topic: dict[str, list[DiskQueue]] = {}
     for queue in find_queues(broker.files, broker.data_path.path):
-        if _is_ours_to_take(queue):
+        if _can_import(queue):
             by_topic.setdefault(queue.topic, []).append(queue)
     for name, queues in by_topic.items():
         try:
             _import_topic(broker, name, queues)
             _move_away(broker, [path for queue in queues for path in queue.paths])
         except (OSError, WriteFailed) as error:
-            raise StartError(
-                f"cannot take over the messages that NSQ has left of {name!r}: {error}"
-            ) from error
+            raise StartError(f"cannot import NSQ's messages of topic {name!r}: {error}") from error
 
 
-def _is_ours_to_take(queue: DiskQueue) -> bool:
+def _can_import(queue: DiskQueue) -> bool:
     names = [queue.topic, queue.channel] if queue.channel else [queue.topic]
     if not all(is_valid_name(name.encode(errors="replace")) for name in names):
-        logger.warning("%s: not a valid name, its files are left alone", queue)
+        logger.warning("%s: not a valid name, not imported", queue)
         return False
     if any(map(is_ephemeral, names)):
-        logger.warning("%s: ephemeral, nothing of it is kept on disk here; NSQ's files are left alone", queue)
+        logger.warning("%s: ephemeral, so it has no files here; not imported", queue)
         return False
     return True
 
 
 def _import_topic(broker: Broker, name: str, queues: list[DiskQueue]) -> None:
-    # An empty queue brings nothing to life that the metadata does not list.
+    # An empty queue creates no topic or channel: nsqd.dat lists those.
     full = [queue for queue in queues if queue.has_records()]
     if full:
         logger.info("TOPIC(%s): importing from NSQ: %s", name, ", ".join(map(str, full)))
@@ -80,13 +79,13 @@ def _import_topic(broker: Broker, name: str, queues: list[DiskQueue]) -> None:
         _show(topic)
         for queue in full:
             if not queue.channel:
-                # It has not been delivered to anyone yet: attempts are of no interest.
+                # These messages were never delivered, so attempts do not matter.
                 logger.info(
                     "TOPIC(%s): imported %d messages from NSQ", topic, _append(topic, queue.records())
                 )
         topic.log.close()
         let_import_count(topic)
-        # The names of what has just been written must be on disk before NSQ's files go.
+        # The names of the new files must be on disk before NSQ's files are moved.
         broker.files.sync_names(broker.data_path.topic_directory(name))
     for queue in queues:
         for file_name, complaint in queue.complaints.items():
@@ -94,20 +93,21 @@ def _import_topic(broker: Broker, name: str, queues: list[DiskQueue]) -> None:
 
 
 def _begin(topic: Topic) -> None:
-    """Whatever is appended from here on does not count until let_import_count()."""
+    """Messages appended from here on do not count until let_import_count()."""
     topic.import_start = topic.log.end
     topic.write_state(clean=False, sync=True)
 
 
 def _show(topic: Topic) -> None:
-    """NSQ's channels had what has been appended so far: a paused topic does not hold it back."""
+    """Show the channels their own messages, even if the topic is paused: NSQ's channels had
+    them."""
     if topic.paused and topic.channels and not topic.log.count(topic.pause_position, topic.import_start):
         topic.pause_position = topic.log.end
 
 
 def let_import_count(topic: Topic) -> None:
-    """Write down that what was imported counts, or that an undone import is forgotten. The channels' states
-    come first: they must not speak of messages that the topic's state does not know."""
+    """Make an import, or its undoing, permanent. The channels' states are written before the
+    topic's, because they must not name messages that the topic's state does not know."""
     for channel in topic.channels.values():
         channel.cursor.step_over()
         channel.checkpoint.save(sync=True)
@@ -116,16 +116,16 @@ def let_import_count(topic: Topic) -> None:
 
 
 def undo_import(topic: Topic, log: Log, start: int, states: Iterable[ChannelState]) -> None:
-    """An import was broken off, and will begin anew: no channel may see the first part of it."""
-    logger.warning("%s: taking over another nsqd's messages was broken off, and begins anew", topic)
+    """Hide the messages of an import that was not finished: it begins anew."""
+    logger.warning("%s: an import from NSQ was interrupted, and begins anew", topic)
     log.gaps.add(start, log.end)
     for state in states:
         state.drop_from(start)
 
 
 def _import_channel(channel: Channel, queue: DiskQueue) -> int:
-    """Append the queue in two ranges, messages not yet delivered and messages that have been: reading it
-    twice keeps each of them whole, and so the number of ranges small."""
+    """Append messages without attempts first, then those with attempts. Reading the queue twice
+    gives two ranges to note instead of many."""
     topic = channel.topic
     attempts: list[int] = []
     start = topic.log.end
@@ -147,7 +147,7 @@ def _noting_attempts(records: Iterable[Record], attempts: list[int]) -> Iterator
 
 
 def _append(topic: Topic, records: Iterable[Record]) -> int:
-    """Append the records, in batches of one publish time each. Gives their number."""
+    """Append the records, in batches with one publish time each. Gives their number."""
     start = topic.log.end
     for timestamp_ns, group in groupby(records, attrgetter("timestamp_ns")):
         bodies: list[bytes] = []
@@ -169,7 +169,7 @@ def _move_away(broker: Broker, paths: list[Path]) -> None:
     for path in paths:
         name, number = path.name, 1
         while name in taken:
-            # Left by an import of another time.
+            # Left by an earlier import.
             number += 1
             name = f"{path.name}.{number}"
         files.rename(path, target / name)

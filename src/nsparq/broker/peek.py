@@ -1,7 +1,7 @@
-"""Looking at messages without taking them: nothing of the topic or channel changes, nor of what is cached.
+"""Shows messages without delivering them. Changes neither topic nor channel, nor the cache.
 
-Choosing is done at once, from what is in memory; the bodies are then read from the log in a thread, through
-ranges (see storage.log_range), so that a cold disk holds nobody up.
+The messages are chosen at once, from memory. A thread then reads the bodies (see
+storage.log_range), so that a slow disk does not block the event loop.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ DEFERRED: Final = "deferred"
 READY: Final = "ready"
 STORED: Final = "stored"
 STATES: Final = (IN_FLIGHT, REQUEUED, DEFERRED, READY)
-"""Where a channel's unfinished messages can be."""
+"""States of a channel's unfinished messages."""
 
 BODY_LIMIT: Final = 64 << 10
-"""Bytes shown of a body unless told otherwise."""
+"""Default for the bytes shown of a body."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeekedMessage:
-    """A message as it stands."""
+    """A message, for display."""
 
     id: str
     """16 hex digits, as clients get it."""
@@ -42,15 +42,15 @@ class PeekedMessage:
     attempts: int
     """Deliveries so far."""
     state: str
-    """One of STATES, or STORED: in the topic's log, whatever the channels have made of it."""
+    """One of STATES. STORED for a message of a topic's log, whatever the channels did with it."""
     due_ns: int | None
-    """When a deferred message may be delivered."""
+    """When a deferred message is due."""
     deadline_ns: int | None
-    """When a message in flight counts as timed out."""
+    """When a message in flight times out."""
     client: str
     """The address of the client that has it in flight."""
     body: bytes
-    """Its beginning, if it is long."""
+    """Only the beginning, if it is long."""
     size: int
     """Bytes of the whole body."""
 
@@ -65,20 +65,20 @@ class _Wanted(NamedTuple):
 
 
 class ChannelPeek:
-    """Messages of a channel, chosen but not yet read. read() once, in any thread."""
+    """Chosen messages of a channel. Call read() once, in any thread."""
 
     def __init__(
         self, first_id: int, chosen: list[tuple[_Wanted, LogRange]], max_bytes: int, body_limit: int
     ) -> None:
         self.missing = 0
-        """Chosen messages that could not be read: lost to a damaged disk."""
+        """Chosen messages that are lost to damage."""
         self._first_id = first_id
         self._chosen = chosen
         self._max_bytes = max_bytes
         self._body_limit = body_limit
 
     def read(self) -> list[PeekedMessage]:
-        """In the order in which they were chosen, until `max_bytes` are full; one in any case."""
+        """The messages in the order they were chosen, up to `max_bytes` of bodies, at least one."""
         found: list[PeekedMessage] = []
         size = 0
         known: LogRange | None = None
@@ -90,7 +90,7 @@ class ChannelPeek:
             if entry < 0 or wanted.sequence >= batches[entry].end:
                 self.missing += 1
                 continue
-            message = _shown(self._first_id, wanted, batches[entry], self._body_limit)
+            message = _to_show(self._first_id, wanted, batches[entry], self._body_limit)
             size += len(message.body)
             if found and size > self._max_bytes:
                 break
@@ -99,13 +99,13 @@ class ChannelPeek:
 
 
 class TopicPeek:
-    """Messages of a topic's log from a number on. read() once, in any thread."""
+    """Messages of a topic's log from a number on. Call read() once, in any thread."""
 
     def __init__(
         self, first_id: int, start: int, count: int, ranges: list[LogRange], max_bytes: int, body_limit: int
     ) -> None:
         self.missing = 0
-        """Numbers among those looked at whose messages are lost to a damaged disk."""
+        """Messages in the ranges that are lost to damage."""
         self._first_id = first_id
         self._start = start
         self._count = count
@@ -114,11 +114,11 @@ class TopicPeek:
         self._body_limit = body_limit
 
     def read(self) -> list[PeekedMessage]:
-        """In the order of the log, until `max_bytes` are full; one in any case."""
+        """The messages in the order of the log, up to `max_bytes` of bodies, at least one."""
         found: list[PeekedMessage] = []
         size = 0
         for wanted, batch in islice(self._walk(), self._count):
-            message = _shown(self._first_id, wanted, batch, self._body_limit)
+            message = _to_show(self._first_id, wanted, batch, self._body_limit)
             size += len(message.body)
             if found and size > self._max_bytes:
                 break
@@ -138,8 +138,8 @@ class TopicPeek:
 def peek_topic(
     topic: Topic, sequence: int | None, count: int, max_bytes: int, body_limit: int = BODY_LIMIT
 ) -> TopicPeek:
-    """Up to `count` messages of the log from `sequence` on; without it, the newest. Raises OffsetGone or
-    OffsetAhead."""
+    """Up to `count` messages of the log from `sequence` on; the newest ones if it is None. Raises
+    OffsetGone or OffsetAhead."""
     log = topic.log
     start = max(log.start, log.gaps.back(log.end, count)) if sequence is None else sequence
     ranges: list[LogRange] = []
@@ -158,8 +158,8 @@ def peek_channel(
     max_bytes: int,
     body_limit: int = BODY_LIMIT,
 ) -> ChannelPeek:
-    """Up to `count` of the channel's unfinished messages, those of the first state named first. In flight by
-    number, requeued as they will be sent, deferred by due time, ready from the cursor on."""
+    """Up to `count` unfinished messages of the channel, state by state. In flight by number,
+    requeued in the order of delivery, deferred by due time, ready from the cursor on."""
     wanted: list[_Wanted] = []
     for state in states:
         wanted += _CHOOSE[state](channel, count - len(wanted))
@@ -170,7 +170,7 @@ def peek_channel(
             try:
                 known = channel.locate(sequence)
             except OffsetGone:
-                # Finished, or lost, long since: it will be dropped when its turn comes.
+                # It was finished or lost long ago. Delivery drops it.
                 known = None
                 continue
         places[sequence] = known
@@ -210,7 +210,7 @@ def _ready(channel: Channel, count: int) -> list[_Wanted]:
 _CHOOSE = {IN_FLIGHT: _in_flight, REQUEUED: _requeued, DEFERRED: _deferred, READY: _ready}
 
 
-def _shown(first_id: int, wanted: _Wanted, batch: RawBatch, body_limit: int) -> PeekedMessage:
+def _to_show(first_id: int, wanted: _Wanted, batch: RawBatch, body_limit: int) -> PeekedMessage:
     body = batch.between(wanted.sequence, wanted.sequence + 1).data
     return PeekedMessage(
         id=f"{first_id + wanted.sequence:016x}",

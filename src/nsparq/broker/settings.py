@@ -1,4 +1,5 @@
-"""Where a topic departs from the daemon's flags: changed while it runs, and kept over restarts."""
+"""Settings of a topic that override the daemon's flags. They can change at any time and are
+kept."""
 
 from __future__ import annotations
 
@@ -12,21 +13,21 @@ from nsparq.storage.log import Durability, LogSettings
 
 @dataclass(frozen=True, slots=True)
 class TopicSettings:
-    """None: as the flag says."""
+    """None means: as the flag says."""
 
     retention_age: float | None = None
-    """Seconds that messages are kept after every channel has passed them; 0: not at all."""
+    """Seconds for which messages are kept after every channel has passed them."""
     retention_bytes: int | None = None
-    """Bytes that are kept after every channel has passed them; 0: none."""
+    """Bytes that are kept after every channel has passed them."""
     durability: str | None = None
     """When a publish is acknowledged: "os", "fsync" or "memory"."""
 
     def changed(self, changes: Mapping[str, object]) -> TopicSettings:
-        """With some of them changed, by name. Raises ValueError, with a text for people."""
+        """A copy with other values, by name. Raises ValueError with a text for the user."""
         return replace(self, **{name: _checked(name, value) for name, value in changes.items()})
 
     def applied_to(self, flags: LogSettings) -> LogSettings:
-        """What the topic's log is to go by."""
+        """The settings of the topic's log."""
         settings = flags
         if self.retention_age is not None:
             settings = settings._replace(retention_s=self.retention_age)
@@ -37,7 +38,7 @@ class TopicSettings:
         return settings
 
     def stored(self) -> dict[str, Any]:
-        """For the topic's state: what departs from the flags, and nothing else."""
+        """For the topic's state: the settings that override flags."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 

@@ -1,7 +1,7 @@
-"""What the files of a topic say after a restart: which log this is, where the topic and its channels stood.
+"""Reads the files of a topic after a restart: which log this is, and the states of its channels.
 
-Files may be damaged, lost, or of another log of the same name. They are compared: what does not agree with
-the others is counted as corrupt and not used.
+Files may be damaged, lost, or belong to another log of the same name. They are compared: a file
+that disagrees with the others counts as corrupt and is not used.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class FoundTopic:
-    """What an earlier run has left of a topic."""
+    """What an earlier run left of a topic."""
 
     incarnation: str
-    """Names the log."""
+    """Name of the log."""
     state: TopicState | None
-    """None if it was damaged, lost, or of another log."""
+    """None if it is damaged, lost, or of another log."""
     channels: dict[str, ChannelState | None]
-    """Every channel that any file tells of. None for one that has to start over."""
+    """Every channel that any file names. None for one that has to start over."""
     corrupt_files: int
 
     @property
@@ -48,13 +48,13 @@ class FoundTopic:
 
     @property
     def highest_used(self) -> int:
-        """No sequence number from here on has been used, as far as the files know."""
+        """No sequence number from here on was used, as far as the files tell."""
         seen = [state.seen for state in self.known_channels]
         return max([*seen, self.state.reserved if self.state else 0])
 
     @property
     def needed(self) -> tuple[int, int]:
-        """The first sequence number that any channel has to read, and where the log ended on disk."""
+        """The first sequence number that a channel needs, and the log's end on disk."""
         known = self.known_channels
         ends = [one.disk_end for one in known] + ([self.state.disk_end] if self.state is not None else [])
         lows = [min([one.cursor, *one.sequences.tolist()]) for one in known]
@@ -64,12 +64,12 @@ class FoundTopic:
 
 
 def find_topic(files: Files, directory: Path, name: str, listed: TopicEntry | None) -> FoundTopic:
-    """Read the files in a topic's directory. `listed` is the topic's entry in nsqd.dat: it names channels
-    whose files are lost."""
+    """Read the files in a topic's directory. `listed` is the topic's entry in nsqd.dat, which also
+    names channels whose files are lost."""
     names = files.list_directory(directory)
     channels = _read_channels(files, directory, names, listed)
     found = FoundTopic(uuid.uuid4().hex, None, channels, 0)
-    # A directory without any file is that of a topic whose creation was broken off.
+    # An empty directory belongs to a topic whose creation was interrupted.
     if names:
         found.state = read_topic_state(files, directory)
         _compare(files, directory, name, found)
@@ -87,22 +87,24 @@ def _read_channels(
 
 
 def _compare(files: Files, directory: Path, name: str, found: FoundTopic) -> None:
-    """Find out which log this is. Files of another log, and damaged ones, are counted and not used."""
+    """Find out which log this is. Count damaged files and those of another log, and drop them."""
     found.incarnation = _find_incarnation(files, directory, name, found)
     for channel, state in found.channels.items():
         if state is not None and state.incarnation not in ("", found.incarnation):
-            logger.error("%s:%s: its file is of another log: the channel starts over", name, channel)
+            logger.error("%s:%s: its file belongs to another log: the channel starts over", name, channel)
             found.channels[channel] = None
     if found.state is not None and found.state.incarnation != found.incarnation:
-        logger.error("%s: %s is of another log: the log is kept, from its start", name, TOPIC_FILE)
+        logger.error(
+            "%s: %s belongs to another log: the topic keeps its log, from the start", name, TOPIC_FILE
+        )
         found.state = None
     found.corrupt_files += sum(state is None for state in found.channels.values())
     found.corrupt_files += found.state is None
 
 
 def _find_incarnation(files: Files, directory: Path, name: str, found: FoundTopic) -> str:
-    """What the topic's file says. If the channels' files do not agree, the majority of all files and segments
-    decides."""
+    """The incarnation in the topic's file. If the channels' files disagree, the majority of all
+    files and segments decides."""
     state = found.state
     said = [one.incarnation for one in found.known_channels if one.incarnation]
     is_own = state is not None and state.name in ("", name)
@@ -117,7 +119,7 @@ def _find_incarnation(files: Files, directory: Path, name: str, found: FoundTopi
     if not votes:
         return found.incarnation
     mark = max(votes, key=votes.__getitem__)
-    # Segments know only the mark of an incarnation. If no file has its whole name, another one is made up
-    # that has the same mark.
+    # Segments have only the mark of an incarnation. If no file has the whole name, make up one with
+    # the same mark.
     others = (uuid.uuid4().hex for _ in count())
     return known.get(mark) or next(other for other in others if mark_of(other) == mark)

@@ -1,7 +1,7 @@
 """Upkeep: about once a second, checkpoint, sync and reclaim what has changed since the last round.
 
-A round looks only at topics that were used, so idle topics cost nothing. Whatever may block runs in a thread.
-What fails is reported in health and tried again in the next round.
+A round looks only at topics that were used, so idle topics cost nothing. Work that may block runs
+in a thread. Failures show in health, and the next round tries again.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_SYNC_INTERVAL_NS: Final = 100_000_000
-"""Between two fsyncs of one log, unless `--durability=fsync` makes publishers wait for them."""
+"""Time between two fsyncs of a log, unless publishers wait for them (`--durability=fsync`)."""
 SLICE_NS: Final = 5_000_000
-"""How long upkeep, or gathering stats, may hold up the event loop; a single topic may take longer."""
+"""Longest time that upkeep or stats block the event loop; one topic may take longer."""
 AGE_INTERVAL_NS: Final = 60_000_000_000
-"""How often idle topics are checked for segments beyond the retention age."""
+"""How often idle topics are checked for segments over the retention age."""
 COPY_INTERVAL_NS: Final = 10_000_000_000
-"""Between attempts to copy a segment whose fsync has failed."""
+"""Time between attempts to copy a segment whose fsync failed."""
 CHECKPOINT_SHARE: Final = 20
-"""Encoding checkpoints of one channel takes at most one part in so many of the time."""
+"""Encoding checkpoints of one channel takes at most this fraction, 1/20, of the time."""
 
 
 class Upkeep:
-    """Keeps note of what has to be looked at, and looks at it."""
+    """Notes what has changed, and looks after it."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self.use_count = 0
-        """Grows with every append. A long poll of many topics compares it to see whether anything came."""
+        """Grows with every append, so that a long poll of many topics sees new messages."""
         self._changed: set[Topic] = set()
         """Topics that the next round looks at."""
         self._with_files: set[Topic] = set()
@@ -53,24 +53,24 @@ class Upkeep:
         self._retried: set[Channel] = set()
         """Channels whose delivery failed. The next round tries again."""
         self._not_removed: list[tuple[str, Work]] = []
-        """Removals of files that failed: what is removed, and how."""
+        """Removals that failed: a description, and the work."""
         self._copying: set[Topic] = set()
-        """Topics of which a segment is being copied because its fsync failed."""
+        """Topics with a segment that is being copied because its fsync failed."""
         self._checkpointing: set[Channel] = set()
         self._next_checkpoint_ns: dict[Channel, int] = {}
-        """Channels whose last checkpoint was costly: no other before this time."""
+        """Channels with a costly checkpoint, and the earliest time for the next."""
         self._is_syncing_pending = False
         self._pending_synced_ns = 0
-        """When the last round of syncs of small files and names began."""
+        """Start of the last round of syncs of small files and names."""
 
     # what to look at
 
     def note_changed(self, topic: Topic) -> None:
-        """Have the next round look at the topic."""
+        """Let the next round look at the topic."""
         self._changed.add(topic)
 
     def note_used(self, topic: Topic) -> None:
-        """Messages were appended, or the topic was emptied or got other settings."""
+        """Messages were appended, or the topic was emptied or got new settings."""
         self.use_count += 1
         self._changed.add(topic)
         now_ns = self._broker.monotonic_ns()
@@ -81,7 +81,7 @@ class Upkeep:
             self.request_sync(topic)
 
     def retry(self, channel: Channel) -> None:
-        """Have the next round try to deliver again."""
+        """Let the next round try to deliver again."""
         self._retried.add(channel)
 
     def forget_topic(self, topic: Topic) -> None:
@@ -106,7 +106,7 @@ class Upkeep:
             pass
 
     def run_in_slices(self) -> Iterator[None]:
-        """A round that yields whenever it has held up the loop for SLICE_NS."""
+        """A round that yields whenever it has blocked the event loop for SLICE_NS."""
         broker = self._broker
         now_ns = broker.monotonic_ns()
         if broker.changes.is_metadata_stale:
@@ -132,7 +132,7 @@ class Upkeep:
                     yield
                     stop_ns = broker.monotonic_ns() + SLICE_NS
         finally:
-            # If the round was broken off, the next one goes on with these.
+            # If the round was interrupted, the next one continues with these.
             self._changed |= changed
         broker.transactions.expire()
         broker.scan.resize(broker.channel_count)
@@ -140,7 +140,7 @@ class Upkeep:
 
     def _try_again(self) -> None:
         for channel in self._retried:
-            # If it fails again, it reports that again.
+            # If it fails again, health shows the error again.
             self._broker.health.set(None, f"read {channel}")
             self._broker.next_turn.add_channel(channel)
         self._retried.clear()
@@ -158,8 +158,8 @@ class Upkeep:
             self._reclaim(topic)
             bound_memory(self._broker.topics, self._broker.ephemeral_memory)
         except Exception:
-            # One topic's trouble must not cost the others their checkpoints.
-            logger.exception("%s: maintenance failed", topic)
+            # An error of one topic must not stop the checkpoints of others.
+            logger.exception("%s: internal error in upkeep", topic)
             self._changed.add(topic)
 
     # checkpoints
@@ -195,7 +195,7 @@ class Upkeep:
             self._checkpointing.discard(channel)
             if channel.is_exiting:
                 return
-            # A channel with a million deferred messages takes long to encode, so that is done less often.
+            # Encoding a channel with a million deferred messages takes long, so do it less often.
             self._next_checkpoint_ns[channel] = began_ns + CHECKPOINT_SHARE * (encoded_ns - began_ns)
             if error is not None:
                 channel.checkpoint.is_stale = True
@@ -210,7 +210,7 @@ class Upkeep:
     # syncs
 
     def request_sync(self, topic: Topic) -> None:
-        """fsync a topic's log in a thread, one at a time. Publishers that come meanwhile share the next."""
+        """fsync a topic's log in a thread, one at a time. Later publishers share the next fsync."""
         log = topic.log
         if log.is_syncing:
             return
@@ -235,14 +235,14 @@ class Upkeep:
         self._broker.in_background(sync.run, synced)
 
     def _sync_later(self, topic: Topic, error: OSError) -> None:
-        """The fsync could not be tried, mostly because no file descriptor was left. Nothing is known to have
-        failed, so publishers who wait for it go on waiting, and the next round tries again."""
-        self._broker.health.set(f"{topic}: cannot fsync for now: {_reason(error)}", f"sync {topic}")
+        """The fsync could not be tried, mostly because no file descriptor was free. Nothing is
+        known to be lost, so publishers keep waiting, and the next round tries again."""
+        self._broker.health.set(f"{topic}: cannot fsync now: {_reason(error)}", f"sync {topic}")
         self._changed.add(topic)
 
     def _note_sync(self, topic: Topic, error: OSError | None) -> None:
-        """A failed fsync stays in health until the segment has been copied. A later fsync that works proves
-        nothing about the segment."""
+        """A failed fsync stays in health until the segment is copied. A later fsync that works
+        proves nothing about the segment."""
         source = f"sync {topic}"
         if error is not None:
             self._broker.health.set(f"{topic}: fsync failed: {_reason(error)}", source)
@@ -255,7 +255,7 @@ class Upkeep:
         log, now_ns, options = topic.log, self._broker.monotonic_ns(), self._broker.options
         if log.unsynced:
             self._changed.add(topic)
-            # The next round would be too late.
+            # Sync now if the next round would be too late.
             limit_s = options.sync_timeout - options.checkpoint_interval
             is_time = topic.publishing.awaits_sync or now_ns - topic.synced_ns >= limit_s * 1e9
             if is_time and not log.is_syncing:
@@ -265,7 +265,8 @@ class Upkeep:
             self._copy_doubtful(topic, log.doubtful[0], now_ns)
 
     def _copy_doubtful(self, topic: Topic, segment: Segment, now_ns: int) -> None:
-        """Copy a segment whose fsync failed. If that fails too, try again after COPY_INTERVAL_NS."""
+        """Copy a segment whose fsync failed. If that fails too, try again after
+        COPY_INTERVAL_NS."""
         self._changed.add(topic)
         if topic in self._copying or now_ns < topic.copy_after_ns:
             return
@@ -284,8 +285,8 @@ class Upkeep:
         self._broker.try_in_background(segment.copy_anew, copied)
 
     def _sync_pending(self) -> None:
-        """Sync what was written without a sync: checkpoints, states of topics, names. One round at a time, in
-        one thread: with many topics on a slow disk, the other threads stay free for reads."""
+        """Sync what was written without a sync: checkpoints, states of topics, names. Uses one
+        thread, so that many topics on a slow disk leave the other threads free for reads."""
         now_ns = self._broker.monotonic_ns()
         is_early = now_ns - self._pending_synced_ns < self._broker.options.sync_timeout * 1e9 / 2
         if self._is_syncing_pending or is_early:
@@ -306,7 +307,7 @@ class Upkeep:
         text = None if error is None else f"cannot sync checkpoints, states and names: {_reason(error)}"
         self._broker.health.set(text, "sync pending")
 
-    # files that nobody needs
+    # removing
 
     def _reclaim(self, topic: Topic) -> None:
         segments = topic.reclaim(self._broker.age_ns())
@@ -316,13 +317,13 @@ class Upkeep:
             self._aging.add(topic)
 
     def remove_segments(self, segments: list[Segment]) -> None:
-        # The checkpoints that let go of these segments, and what was carried over, are on disk first.
+        # First sync the checkpoints and carried-over messages that make these segments removable.
         self._broker.files.sync_pending()
         for segment in segments:
             segment.remove()
 
     def remove(self, what: str, work: Work) -> None:
-        """Remove files in a thread. If `work` raises OSError, the next round repeats it."""
+        """Run `work`, which removes files, in a thread. The next round repeats it if it fails."""
 
         def removed(error: OSError | None) -> None:
             if error is not None:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 from weakref import WeakValueDictionary
 
-from nsparq.broker.transactions import AlreadyCommitted, Damaged, Incomplete, Transaction, Unfinished
+from nsparq.broker.transaction import AlreadyCommitted, Damaged, Incomplete, Transaction, Unfinished
 from nsparq.errors import CorruptBatch, Exiting, StorageError
 from nsparq.http.api import ApiError
 

@@ -6,11 +6,10 @@
  +-------+-------+------+------+------+--------+-----------+-------+-------+-------+----------+--------+
   "NQB1"  crc32c  whole                sequence ns          ns      u32     bytes   count×u32
 
-The crc covers everything after itself. `due` is 0, or the time before which the messages may not be
-delivered. `tag` is 0, or tells by which transaction they came, while that is being committed. `mark` tells to
-which log they belong, see mark_of(); 0 in batches of before.
-Bodies lie end to end, so that the length table alone gives every position: one cumulative sum for a delivery,
-and the offsets buffer of an Arrow array for a pipeline.
+The crc covers everything after itself. `due` is 0, or the time before which the messages must not
+be delivered. `tag` is 0, or the tag of the transaction that published the messages. `mark` names
+the log, see mark_of(); 0 in old batches. Bodies lie end to end, so the length table alone gives
+every position: one cumulative sum for a delivery, and the offsets buffer of an Arrow array.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +31,7 @@ HEADER: Final = struct.Struct("<4sIIHHQqqII")
 HEADER_SIZE: Final = HEADER.size
 _SEALED = struct.Struct("<4sI")
 _CHECKED = struct.Struct("<IHHQqqII")
-"""The header in two parts: the second is what the checksum begins with."""
+"""The header in two parts. The checksum begins with the second."""
 CHECKED_FROM: Final = 8
 """The checksum covers everything from here on."""
 _BIG_ENDIAN = sys.byteorder == "big"
@@ -74,13 +73,13 @@ class Batch:
         self.lengths = lengths
         self.data = data
         self.size = 2 * len(data) + 48 * len(lengths)
-        """Bytes it is taken to occupy in memory, its frames included."""
+        """Estimated bytes in memory, frames included."""
         self.frames: tuple[bytes, array[int]] | None = None
-        """Message frames and their offsets, once some channel has needed them; shared by all channels."""
+        """Message frames and their offsets, built for the first channel and shared by all."""
 
     @classmethod
     def join(cls, base: int, parts: list[tuple[int, array[int], memoryview]]) -> Batch:
-        """Neighbouring batches, each as (publish time, lengths, bodies), as one."""
+        """One batch of several neighbours, given as (publish time, lengths, bodies)."""
         lengths = array("I")
         for part in parts:
             lengths.extend(part[1])
@@ -100,7 +99,7 @@ class Batch:
         return stamps if isinstance(stamps, int) else int(stamps[index])
 
     def timestamps_of(self, index: int, count: int) -> Timestamps:
-        """Those of `count` messages from that one on."""
+        """The publish times of `count` messages from `index` on."""
         stamps = self.timestamps_ns
         return stamps if isinstance(stamps, int) else stamps[index : index + count]
 
@@ -110,7 +109,7 @@ def lengths_of(bodies: list[bytes]) -> array[int]:
 
 
 def mark_of(incarnation: str) -> int:
-    """What a log's batches are known by: 16 bits of its incarnation, and never 0."""
+    """The mark of a log: 16 bits of its incarnation, and never 0."""
     return (crc32c(incarnation.encode()) & 0xFFFF) or 1
 
 
@@ -130,39 +129,35 @@ def encode_head(
     return _SEALED.pack(MAGIC, crc32c(data, crc32c(checked))) + checked
 
 
-class Head:
+class Head(NamedTuple):
     """A decoded and plausible batch header."""
 
-    __slots__ = ("base", "count", "crc", "data_size", "due_ns", "mark", "size", "tag", "timestamp_ns")
-
-    def __init__(self, fields: tuple[int, ...]) -> None:
-        (
-            _,
-            self.crc,
-            self.size,
-            self.tag,
-            self.mark,
-            self.base,
-            self.timestamp_ns,
-            self.due_ns,
-            self.count,
-            self.data_size,
-        ) = fields
+    magic: bytes
+    crc: int
+    size: int
+    tag: int
+    mark: int
+    base: int
+    timestamp_ns: int
+    due_ns: int
+    messages: int
+    data_size: int
 
     @property
     def end(self) -> int:
-        return self.base + self.count
+        return self.base + self.messages
 
 
 def decode_head(buffer: bytes | memoryview, position: int = 0) -> Head | None:
-    """The header at `position`; None when these bytes cannot be one."""
+    """The header at `position`; None if the bytes there are not a header."""
     if len(buffer) - position < HEADER_SIZE:
         return None
-    fields = HEADER.unpack_from(buffer, position)
-    if fields[0] != MAGIC:
-        return None
-    head = Head(fields)
-    if head.count == 0 or head.size != HEADER_SIZE + 4 * head.count + head.data_size:
+    head = Head._make(HEADER.unpack_from(buffer, position))
+    if (
+        head.magic != MAGIC
+        or head.messages == 0
+        or head.size != HEADER_SIZE + 4 * head.messages + head.data_size
+    ):
         return None
     return head
 
@@ -175,12 +170,12 @@ def checksum_holds(head: Head, buffer: bytes | memoryview, position: int = 0) ->
 
 def decode_lengths(head: Head, buffer: bytes | memoryview, position: int = 0) -> array[int]:
     start = position + HEADER_SIZE
-    return lengths_from(buffer[start : start + 4 * head.count])
+    return lengths_from(buffer[start : start + 4 * head.messages])
 
 
 def data_range(head: Head, position: int = 0) -> tuple[int, int]:
-    """Where the bodies lie in a buffer that holds the batch at `position`."""
-    start = position + HEADER_SIZE + 4 * head.count
+    """Start and end of the bodies in a buffer that holds the batch at `position`."""
+    start = position + HEADER_SIZE + 4 * head.messages
     return start, start + head.data_size
 
 

@@ -11,7 +11,8 @@ from nsparq.storage.log_range import LogRange, range_in_memory
 
 
 class BatchList:
-    """Batches in the order of their sequence numbers. Numbers between two batches may be missing."""
+    """Batches in the order of their sequence numbers. Numbers between two batches may be
+    missing."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []

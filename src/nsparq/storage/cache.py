@@ -1,4 +1,4 @@
-"""The memory that batches may take, over all topics of a daemon."""
+"""Limit on the memory of batches, for all topics of a daemon together."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from nsparq.storage.batch import Batch
 
 
 class Owner(Protocol):
-    """A log that keeps batches in memory and can let them go."""
+    """A log that keeps batches in memory and can drop them."""
 
     def forget(self, batch: Batch) -> bool: ...
 
 
 class BatchCache:
-    """Counts the bytes of every batch in memory; beyond the limit the least recently used one goes.
+    """Counts the bytes of all batches in memory. Over the limit, the least recently used one goes.
 
     The newest batch always stays, however large: it is about to be delivered.
     """
@@ -37,11 +37,11 @@ class BatchCache:
             if batch is newest:
                 return
             if not owner.forget(batch):
-                self._evict_what_can_go(newest)
+                self._evict_others(newest)
                 return
 
-    def _evict_what_can_go(self, newest: Batch) -> None:
-        """The disk does not take the oldest batch, which stays; that must not hold up the others."""
+    def _evict_others(self, newest: Batch) -> None:
+        """The disk refuses the oldest batch, so it stays. Evict others instead."""
         for batch, owner in [*self._batches.items()]:
             if self.size_bytes <= self.limit_bytes:
                 return
@@ -49,10 +49,10 @@ class BatchCache:
                 owner.forget(batch)
 
     def use(self, batch: Batch) -> None:
-        """Note that a batch read back from disk was of use again."""
+        """Note that a batch that was read back from disk was used again."""
         self._batches.move_to_end(batch)
 
     def remove(self, batch: Batch) -> None:
-        """Called by the owner, once, when it forgets a batch."""
+        """The owner calls this once, when it drops a batch."""
         del self._batches[batch]
         self.size_bytes -= batch.size

@@ -1,7 +1,7 @@
-"""Messages carried over: what a channel has not finished of segments that could otherwise go.
+"""Carried-over messages: unfinished messages of a channel, copied out of old segments.
 
-One stuck message must not pin a hundred megabytes. Its channel copies it into a small file of its own,
-batches of one message each, and the segment is free.
+One stuck message must not pin a segment of a hundred megabytes. Its channel copies it into a small
+file, as a batch of one message, and the segment can be removed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Carried = tuple[int, int, bytes]
 
 
 class CarriedFile:
-    """Single messages by sequence number, on disk; only their places are in memory."""
+    """Carried-over messages on disk. Memory has only their places."""
 
     def __init__(self, files: Files, path: Path, mark: int = 0) -> None:
-        """`mark` is the log's; see storage.batch.mark_of."""
+        """`mark` is the mark of the log; see storage.batch.mark_of."""
         self._files = files
         self._path = path
         self._mark = mark
@@ -52,7 +52,7 @@ class CarriedFile:
         """Whether load() found anything but whole messages."""
 
     def load(self) -> list[int]:
-        """Find what an earlier run left; gives the sequence numbers."""
+        """Read what an earlier run left; gives the sequence numbers."""
         raw = self._files.read_whole(self._path)
         if raw is None:
             return []
@@ -61,7 +61,7 @@ class CarriedFile:
             self._note_damage(0, "the file is empty")
         for item in scan(lambda size, at: raw[at : at + size], len(raw), first=None):
             if isinstance(item, Damage):
-                self._note_damage(item.position, "messages carried over are unreadable")
+                self._note_damage(item.position, "carried-over messages are unreadable")
             elif item.head.mark not in (0, self._mark):
                 self._note_damage(item.position, "a message of another log")
             else:
@@ -80,12 +80,11 @@ class CarriedFile:
         return len(self.kept)
 
     def add(self, messages: Iterable[Carried]) -> None:
-        """Keep messages."""
         self.accept(self.write(messages))
 
     def write(self, messages: Iterable[Carried]) -> dict[int, tuple[int, int]]:
-        """Have messages on disk, and give their places for accept(). May be called in a thread, one at a
-        time."""
+        """Write and sync messages; gives their places for accept(). A thread may call this, one at
+        a time."""
         pieces = []
         places = {}
         position = self._size
@@ -103,14 +102,14 @@ class CarriedFile:
         return places
 
     def accept(self, places: dict[int, tuple[int, int]]) -> None:
-        """Count messages as carried, now that the disk has them: their segments may go."""
+        """Count messages as carried over: they are on disk, and their segments may be removed."""
         self.kept |= places
         written = sum([size for _, size in places.values()])
         self._live += written
         self._size += written
 
     def read(self, sequence: int) -> Batch | None:
-        """The message as a batch of one; None if its bytes have gone bad."""
+        """The message as a batch of one; None if its bytes are damaged."""
         position, size = self.kept[sequence]
         fd = self._files.open(self._path)
         try:
@@ -124,28 +123,28 @@ class CarriedFile:
         return Batch(head.base, head.timestamp_ns, 0, decode_lengths(head, raw), raw[start:end])
 
     def locate(self, sequence: int) -> LogRange:
-        """Where the message lies, for reading it in a thread."""
+        """The message, to be read in a thread."""
         position, size = self.kept[sequence]
         return LogRange(sequence, sequence + 1, size, position=position, reader=self._reader.get())
 
     def drop(self, finished: Iterable[int]) -> None:
-        """Let go of messages that have been finished."""
+        """Forget finished messages."""
         for sequence in finished:
             self._live -= self.kept.pop(sequence)[1]
 
     @property
     def is_wasteful(self) -> bool:
-        """Whether most of the file is dead, so that it should be copied, or removed."""
+        """Whether most of the file is finished messages, so that it should be copied."""
         return self._size - self._live > max(self._live, _WORTH_REWRITING)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is a file, and nothing alive in it."""
+        """Whether there is a file with finished messages alone."""
         return self._size > 0 and not self.kept
 
     def copy(self, kept: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        """Write those messages to another file, and give their places in it for accept_copy(). May be called
-        in a thread."""
+        """Write these messages to a new file; gives their places in it for accept_copy(). A thread
+        may call this."""
         raw = self._files.read_whole(self._path) or b""
         pieces, places, position = [], {}, 0
         for sequence, (start, size) in kept.items():
@@ -162,7 +161,7 @@ class CarriedFile:
         return places
 
     def accept_copy(self, places: dict[int, tuple[int, int]]) -> None:
-        """Go by the copy from now on. Should a power cut undo the new name, the old file has as much."""
+        """Use the copy from now on. If a power cut undoes the rename, the old file is as good."""
         self._files.rename(self._copy_path, self._path)
         self._reader.forget()
         self._size = sum([size for _, size in places.values()])
@@ -179,12 +178,12 @@ class CarriedFile:
 
 
 class CarriedInMemory:
-    """The same for a channel that keeps nothing on disk."""
+    """Carried-over messages of a channel that keeps nothing on disk."""
 
     is_damaged = False
 
     def __init__(self, hold: Callable[[int], None]) -> None:
-        """`hold` is told how many bytes more, or less, are in memory."""
+        """`hold` is called with the bytes that were added to memory, negative for freed bytes."""
         self.kept: dict[int, Batch] = {}
         self._hold = hold
 

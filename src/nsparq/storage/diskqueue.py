@@ -1,4 +1,4 @@
-"""The queues that NSQ's own nsqd keeps in its data path, for reading only. Big endian.
+"""Reads the queues that NSQ's own nsqd keeps in its data path. Big endian.
 
  <topic>[:<channel>].diskqueue.meta.dat      depth, read side, write side: "3\\n0,76\\n1,38\\n"
  <topic>[:<channel>].diskqueue.000000.dat    records, one after the other; the next file has the next number
@@ -9,9 +9,9 @@
  +--------+-----------+----------+-----------------+------ … ------+
   of all behind it
 
-There are no checksums, and a crash leaves the state behind the data or missing altogether: then there may be
-whole records beyond the recorded end, and stale ones, and halves. Every record that can be one is given.
-Files named `.bad` have been given up by the nsqd that wrote them, mostly because they were read to their end.
+There are no checksums. After a crash the state is older than the data, or missing: then there may
+be whole records after the recorded end, and stale and half ones. Every plausible record is given.
+Files named `.bad` were given up by the nsqd that wrote them, mostly after reading all of them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _LENGTH_SIZE: Final = 4
 _SMALLEST: Final = _HEAD.size - _LENGTH_SIZE + 1
 """A message has a body."""
 _LARGEST: Final = 128 << 20
-"""Far beyond any sensible --max-msg-size."""
+"""Far above any sensible --max-msg-size."""
 _WINDOW: Final = 1 << 20
 """Bytes of a file held at a time, unless one record is larger."""
 
 
 class Record(NamedTuple):
-    """A message as it lies in a queue."""
+    """A message in a queue."""
 
     timestamp_ns: int
     attempts: int
@@ -56,7 +56,7 @@ class _State(NamedTuple):
 
 
 class DiskQueue:
-    """The queue of a topic, or of one channel if it has a name for that."""
+    """The queue of a topic; of one channel if `channel` is not empty."""
 
     def __init__(self, files: Files, topic: str, channel: str) -> None:
         self.topic = topic
@@ -64,13 +64,13 @@ class DiskQueue:
         self.meta_path: Path | None = None
         self.data_paths: dict[int, Path] = {}
         self.complaints: dict[str, str] = {}
-        """What could not be read, by file name; known once records() has come to its end."""
+        """What could not be read, by file name; complete after records() has ended."""
         self._files = files
 
     @property
     def paths(self) -> list[Path]:
-        """All files, in an order in which they may go one by one: without the state even what has been
-        consumed would come back, so it goes last."""
+        """All files, in an order in which they may be moved one by one. The state is last: without
+        it, consumed messages would come back."""
         data = [self.data_paths[number] for number in sorted(self.data_paths)]
         return data if self.meta_path is None else [*data, self.meta_path]
 
@@ -78,7 +78,7 @@ class DiskQueue:
         return next(self.records(), None) is not None
 
     def records(self) -> Iterator[Record]:
-        """Everything from the read side on. Raises OSError for a file that cannot be read."""
+        """Every message that was not consumed. Raises OSError for a file that cannot be read."""
         state = self._read_state()
         numbers = sorted(number for number in self.data_paths if state is None or number >= state.read_file)
         count = 0
@@ -103,7 +103,7 @@ class DiskQueue:
             return None
         found = _STATE.fullmatch(raw)
         if found is None:
-            self.complaints[self.meta_path.name] = "cannot be understood; reading everything there is"
+            self.complaints[self.meta_path.name] = "cannot be parsed; reading all messages"
             return None
         return _State(*map(int, found.groups()))
 
@@ -114,15 +114,15 @@ class DiskQueue:
         is_pending = (state.read_file, state.read_position) < (state.write_file, state.write_position)
         missing = end - state.read_file - sum(number < end for number in numbers) if is_pending else 0
         if missing > 0:
-            self.complaints[self.meta_path.name] = f"{missing} files that it speaks of are missing"
+            self.complaints[self.meta_path.name] = f"{missing} files that it names are missing"
         elif count < state.depth:
-            self.complaints[self.meta_path.name] = f"it counts {state.depth} messages, {count} were found"
+            self.complaints[self.meta_path.name] = f"it counts {state.depth} messages, but {count} were found"
 
     def _read_file(self, path: Path, position: int, trusted_to: int) -> Iterator[Record]:
-        """Records from `position` to the end of the file, or to bytes that cannot be one.
+        """Records from `position` to the end of the file, or to bytes that are not a record.
 
-        Beyond `trusted_to` the bytes may be left over from an earlier life of the file, and any four of them
-        can pass for a length: there the id must look like one, too.
+        After `trusted_to` the bytes may be stale, and any four of them can look like a length.
+        There the id must look like an id, too.
         """
         fd = self._files.open_read(path)
         try:
@@ -133,21 +133,21 @@ class DiskQueue:
                 if offset + _HEAD.size > len(window) and start + len(window) < size:
                     window, start, offset = self._files.read(fd, _WINDOW, position), position, 0
                 if len(window) - offset < _HEAD.size:
-                    self._complain(path, position, size, "the last record is not whole")
+                    self._complain(path, position, size, "the last record is incomplete")
                     return
                 length, timestamp_ns, attempts, message_id = _HEAD.unpack_from(window, offset)
                 end = offset + _LENGTH_SIZE + length
                 if not _SMALLEST <= length <= _LARGEST:
-                    self._complain(path, position, size, f"no record is {length} bytes long")
+                    self._complain(path, position, size, f"{length} is not the length of a record")
                     return
                 if position >= trusted_to and _ID.fullmatch(message_id) is None:
-                    self._complain(path, position, size, "what follows is no record")
+                    self._complain(path, position, size, "no valid id")
                     return
                 if end > len(window) and position + _LENGTH_SIZE + length <= size:
                     window = self._files.read(fd, max(_WINDOW, _LENGTH_SIZE + length), position)
                     start, offset, end = position, 0, _LENGTH_SIZE + length
                 if end > len(window):
-                    self._complain(path, position, size, "the last record is not whole")
+                    self._complain(path, position, size, "the last record is incomplete")
                     return
                 yield Record(timestamp_ns, attempts, window[offset + _HEAD.size : end])
                 position += _LENGTH_SIZE + length
@@ -162,7 +162,7 @@ class DiskQueue:
 
 
 def find_queues(files: Files, data_path: Path) -> list[DiskQueue]:
-    """All queues of which there are files, whether or not the metadata lists them."""
+    """All queues that have files, whether nsqd.dat lists them or not."""
     queues: dict[tuple[str, str], DiskQueue] = {}
     for name in files.list_directory(data_path):
         found = _NAME.fullmatch(name)

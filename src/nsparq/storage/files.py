@@ -1,18 +1,20 @@
-"""The one door to the disk: every system call of the storage layer, so that faults can be injected.
+"""The only door to the disk: every system call of the storage layer, so that tests can inject
+faults.
 
-What a power cut leaves, and which call decides it:
+What survives a power cut, and by which call:
 
 - The bytes of a file are safe after sync() of a descriptor of it.
-- A name that was created, renamed or removed is safe after sync_names() of its directory. That includes the
-  names of the directories above, as far as they are new.
+- A name that was created, renamed or removed is safe after sync_names() of its directory. That
+  includes the new names of the directories above.
 - replace() with `sync` does both before it returns.
-- add_version(), and replace() without `sync`, leave both to sync_written(), for one directory, or to
-  sync_pending(), for all. nsqd calls these in threads: sync_written() before it answers what it has promised,
-  sync_pending() often enough for what `--sync-timeout` promises. Until then a power cut leaves the older
-  content, never a torn or an empty file in its place; a file that is new may be empty or missing.
+- add_version(), and replace() without `sync`, leave both to sync_written(), for one directory, or
+  sync_pending(), for all. nsqd calls these in threads: sync_written() before it answers a request,
+  sync_pending() as often as `--sync-timeout` requires. Until then a power cut leaves the older
+  content, never a torn or empty file in its place; a new file may be empty or missing.
 
-Every call that changes a name notes its directory, so no caller has to remember which names are new.
-add_version() never waits for the disk. The event loop calls it, and replace() only for names that are new.
+Every call that changes a name notes its directory, so no caller has to remember which names are
+new. add_version() never waits for the disk. The event loop calls it, and replace() only for names
+that are new.
 """
 
 from __future__ import annotations
@@ -35,23 +37,23 @@ Buffer = bytes | bytearray | memoryview
 
 Work = Callable[[], None]
 RunEach = Callable[[Sequence[Work]], None]
-"""Runs each of some works, and returns when all are done."""
+"""Runs each work, and returns when all are done."""
 
 _MAX_BUFFERS = 512
 """Below the system's limit for one vectored write."""
 
 _MAX_VERSIONS = 4
 _SMALL = 16 << 10
-"""A file of versions is written anew when it has this many times the size of one, and this size at least."""
+"""A file of versions is rewritten when it exceeds both this size and so many versions."""
 
 
 class _Written(NamedTuple):
     """A file that was written without `sync`."""
 
     number: int
-    """Of the change: another one if it has been written since."""
+    """Number of the change; higher if the file was written again since."""
     start: int
-    """Where its last version begins; -1 for a file without versions."""
+    """Start of its last version; -1 for a file without versions."""
 
 
 def run_one_by_one(works: Sequence[Work]) -> None:
@@ -67,19 +69,19 @@ class Files:
         self._changes = count()
         self._lock = RLock()
         self._changed_directories: dict[Path, int] = {}
-        """Directories with names that are not synced, and the number of the last change to each."""
+        """Directories with unsynced names, and the number of the last change to each."""
         self._unsynced_files: dict[Path, dict[Path, _Written]] = {}
-        """Files that were written without `sync`, by their directories."""
+        """Files written without `sync`, by directory."""
         self._appending: set[Path] = set()
         """Files to which a version is being added."""
         self._large: set[Path] = set()
-        """Files of versions that the next sync writes anew, if it can."""
+        """Files of versions that the next sync rewrites, if it can."""
         self._doubtful: set[Path] = set()
-        """Those that it must write anew, because a sync has failed: the system may have dropped what it could
-        not write, and another sync of the same file would not tell."""
+        """Files that the next sync must rewrite, because a sync failed: the system may have dropped
+        what it could not write, and another sync of the same file would not tell."""
 
     def open(self, path: Path) -> int:
-        """For reading and writing; created if it is not there."""
+        """For reading and writing; created if it does not exist."""
         try:
             return os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -110,10 +112,10 @@ class Files:
         return os.pread(fd, size, position)
 
     def read_cached(self, fd: int, size: int, position: int) -> memoryview | None:
-        """The bytes if the system has them in memory; None where reading would wait for the disk.
+        """The bytes, if the system has them in memory; None if reading would wait for the disk.
 
-        They stand in a buffer that the next call overwrites: a fresh one for each read would cost more,
-        in page faults, than the reading.
+        The next call overwrites the buffer. A new buffer for each read would cost more in page
+        faults than the reading.
         """
         if size > len(self._scratch):
             self._scratch = bytearray(size)
@@ -139,7 +141,7 @@ class Files:
 
     def unlink(self, path: Path) -> None:
         with suppress(FileNotFoundError), self._lock:
-            # A thread that is writing it anew must not bring it back.
+            # A thread that rewrites the file must not bring it back.
             self._forget_file(path)
             os.unlink(path)
             self._mark_name(path)
@@ -150,7 +152,7 @@ class Files:
         self._mark_name(target)
 
     def make_directory(self, path: Path) -> None:
-        """With the directories above it that are missing. All of them are for the owner only."""
+        """Make the directory and missing ones above it, for the owner only."""
         missing = [directory for directory in (path, *path.parents) if not directory.exists()]
         for directory in reversed(missing):
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -165,7 +167,7 @@ class Files:
         self._mark_name(path)
 
     def list_directory(self, path: Path) -> list[str]:
-        """Names in the directory, sorted; none when it does not exist."""
+        """Names in the directory, sorted; none if it does not exist."""
         try:
             return sorted(os.listdir(path))
         except FileNotFoundError:
@@ -177,11 +179,12 @@ class Files:
         except FileNotFoundError:
             return None
 
-    # small files: see the top of this module for what survives a power cut
+    # small files: the module docstring says what survives a power cut
 
     def replace(self, path: Path, content: bytes, *, sync: bool) -> None:
-        """Put `content` at `path` so that a reader, or a restart, sees the old bytes or the new."""
-        # A power cut may leave the new name with none of the bytes: the old ones must not be lost to that.
+        """Replace a file so that a reader or a restart sees either the old bytes or the new
+        ones."""
+        # A power cut may leave the new name without its bytes. The old ones must survive that.
         is_synced = sync or path.exists()
         self.rename(self._write_temporary(path, content, sync=is_synced), path)
         if is_synced:
@@ -192,7 +195,7 @@ class Files:
             self.sync_names(path.parent)
 
     def _write_temporary(self, path: Path, content: bytes, *, sync: bool) -> Path:
-        """Write what is about to be renamed to `path`; gives its name."""
+        """Write the file that will be renamed to `path`; gives its name."""
         temporary = path.with_name(path.name + ".tmp")
         fd = self.open(temporary)
         try:
@@ -205,9 +208,9 @@ class Files:
         return temporary
 
     def add_version(self, path: Path, content: bytes) -> None:
-        """Write `content` behind the older versions in the file, without waiting for the disk. A reader takes
-        the last version that is whole, so that nothing need be synced for the older ones to be safe. One call
-        at a time for each file. The next sync writes a file anew that has become large."""
+        """Append `content` to the older versions in the file, without waiting for the disk. A
+        reader takes the last whole version, so older ones are safe without a sync. One call at a
+        time for each file. The next sync rewrites a file that has become large."""
         with self._lock:
             self._appending.add(path)
         try:
@@ -236,7 +239,7 @@ class Files:
     # names
 
     def sync_names(self, directory: Path) -> None:
-        """Have the names in a directory on disk, and those of the directories above it."""
+        """Sync the names in a directory and in the directories above it."""
         for path in (directory, *directory.parents):
             number = self._changed_directories.get(path)
             if number is not None:
@@ -244,7 +247,7 @@ class Files:
                 self._forget_names(path, number)
 
     def allocate(self, path: Path, size: int) -> None:
-        """Have a file take `size` bytes of the disk, whatever they hold."""
+        """Reserve `size` bytes of the disk for a file."""
         fd = self.open(path)
         try:
             os.posix_fallocate(fd, 0, size)
@@ -259,18 +262,18 @@ class Files:
             os.close(fd)
 
     def sync_written(self, directory: Path) -> None:
-        """Have everything in a directory on disk that was written without `sync`, with the names in it and
-        above it. May be called in any thread."""
+        """Sync all files in a directory that were written without `sync`, and the names in it and
+        above it. Any thread may call this."""
         with self._lock:
             files = [*self._unsynced_files.get(directory, {}).items()]
         for path, written in files:
             self._sync_file(path, written)
-        with suppress(FileNotFoundError):  # removed since, with all that was in it
+        with suppress(FileNotFoundError):  # the directory was removed since
             self.sync_names(directory)
 
     def sync_pending(self, run_each: RunEach = run_one_by_one) -> None:
-        """The same for all directories. Raises OSError when all of it has been tried; what failed is tried
-        again the next time. `run_each` may run the works it is given in threads."""
+        """The same for all directories. Tries everything, then raises OSError if something failed;
+        the next call repeats that. `run_each` may use threads."""
         failures: list[OSError] = []
 
         def sync_files(files: dict[Path, _Written]) -> None:
@@ -282,7 +285,7 @@ class Files:
 
         def sync_names(directory: Path, number: int) -> None:
             try:
-                with suppress(FileNotFoundError):  # removed since, with all that was in it
+                with suppress(FileNotFoundError):  # the directory was removed since
                     self.sync_directory(directory)
             except OSError as error:
                 failures.append(error)
@@ -292,7 +295,7 @@ class Files:
         with self._lock:
             files = [dict(found) for found in self._unsynced_files.values()]
         run_each([partial(sync_files, found) for found in files])
-        # Behind the files: those that were written anew have new names.
+        # After the files: rewritten files have new names.
         with self._lock:
             directories = [*self._changed_directories.items()]
         run_each([partial(sync_names, *changed) for changed in directories])
@@ -300,20 +303,20 @@ class Files:
             raise failures[0]
 
     def sync_later(self, path: Path) -> None:
-        """Have sync_pending() sync a file that was written through a descriptor."""
+        """Let sync_pending() sync a file that was written through a descriptor."""
         self._mark_file(path, -1)
 
     def never_sync(self, path: Path) -> None:
-        """The file can be done without: no sync takes the time for it."""
+        """Do not sync this file: it is not needed after a power cut."""
         self._forget_file(path)
 
     @property
     def has_pending(self) -> bool:
-        """Whether sync_pending() has anything to do."""
+        """Whether sync_pending() has work."""
         return bool(self._unsynced_files or self._changed_directories)
 
     def sync_file(self, path: Path) -> None:
-        """Have a file on disk that was written without `sync`, and its name."""
+        """Sync a file that was written without `sync`, and its name."""
         written = self._unsynced_files.get(path.parent, {}).get(path)
         if written is not None:
             self._sync_file(path, written)
@@ -340,8 +343,8 @@ class Files:
             self.close(fd)
 
     def _write_anew(self, path: Path, written: _Written) -> bool:
-        """Put a file with the last version alone in the place of one that is to be written anew. Gives
-        whether that is on disk; not if another version is added meanwhile, or another thread is at it."""
+        """Rewrite a file that has become large or doubtful, with its last version alone. False if
+        it needs no rewriting, or another thread adds a version or rewrites it."""
         with self._lock:
             is_doubtful = path in self._doubtful
             is_wanted = is_doubtful or path in self._large
@@ -355,7 +358,7 @@ class Files:
             if is_doubtful:
                 self._doubtful.add(path)
                 raise
-            # Most likely the disk is full. It will do as it is.
+            # Most likely the disk is full. The file is good as it is.
             is_done = False
         if not is_done:
             self._large.add(path)
@@ -377,7 +380,8 @@ class Files:
         return False
 
     def _mark_name(self, path: Path) -> None:
-        """Called behind the change: a sync between the two then costs one sync more, and is not missed."""
+        """Called after the change: a sync in between then costs one more sync, but none is
+        missed."""
         with self._lock:
             self._changed_directories[path.parent] = next(self._changes)
 
@@ -387,13 +391,13 @@ class Files:
             files[path] = _Written(next(self._changes), start)
 
     def _forget_names(self, directory: Path, number: int) -> None:
-        """The names in it have been synced, unless they have changed again meanwhile."""
+        """The names in it were synced, unless they changed again meanwhile."""
         with self._lock:
             if self._changed_directories.get(directory) == number:
                 del self._changed_directories[directory]
 
     def _forget_file(self, path: Path) -> None:
-        """It has been synced as it is, or is gone."""
+        """The file was synced, or is gone."""
         with self._lock:
             files = self._unsynced_files.get(path.parent, {})
             files.pop(path, None)
@@ -403,7 +407,7 @@ class Files:
             self._doubtful.discard(path)
 
     def lock_directory(self, path: Path) -> int:
-        """Take the data path for this process, with NSQ's words when another has it."""
+        """Lock the data path for this process. The error texts are NSQ's."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:

@@ -1,6 +1,6 @@
 """nsqd.dat: the topics, channels and pause flags in NSQ's own format, one line of JSON.
 
-One key is ours: "crc", a checksum of the topics. NSQ's nsqd ignores it, and writes files without it.
+One key is ours: "crc", a checksum of the topics. NSQ's nsqd ignores it and does not write it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from crc32c import crc32c
-
+from nsparq.storage.checked_json import crc_of
 from nsparq.storage.files import Files
 
 FILE_NAME = "nsqd.dat"
 BAD_FILE_NAME = "nsqd.dat.bad"
-"""Where a file goes that cannot be understood."""
+"""New name of an nsqd.dat that cannot be parsed."""
 
 
 class ChannelEntry(NamedTuple):
@@ -32,7 +31,7 @@ class TopicEntry(NamedTuple):
 class Metadata(NamedTuple):
     topics: list[TopicEntry]
     is_ours: bool = False
-    """Whether nsparq wrote it, so that a channel in it had a file of its own."""
+    """Whether nsparq wrote it. Then each channel in it had a file of its own."""
 
 
 def encode_metadata(topics: list[TopicEntry], version: str) -> bytes:
@@ -44,29 +43,24 @@ def encode_metadata(topics: list[TopicEntry], version: str) -> bytes:
         }
         for topic in topics
     ]
-    content = {"topics": listed, "version": version, "crc": _crc_of(listed)}
+    content = {"topics": listed, "version": version, "crc": crc_of(listed)}
     return json.dumps(content, separators=(",", ":")).encode()
 
 
 def read_metadata(files: Files, data_path: Path) -> Metadata:
-    """What nsqd.dat lists; nothing when there is no such file. Lists may be null, as NSQ writes them. Raises
-    ValueError when it cannot be understood, or is not what was written."""
+    """What nsqd.dat lists; nothing if there is no such file. NSQ may write null for a list. Raises
+    ValueError if the file cannot be parsed or has a wrong checksum."""
     raw = files.read_whole(data_path / FILE_NAME)
     if raw is None:
         return Metadata([])
     try:
         content = json.loads(raw)
         listed = content.get("topics") or []
-        if "crc" in content and content["crc"] != _crc_of(listed):
+        if "crc" in content and content["crc"] != crc_of(listed):
             raise ValueError("checksum mismatch")
         return Metadata([_topic(entry) for entry in listed], "crc" in content)
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"not what NSQ writes: {error!r}") from error
-
-
-def _crc_of(listed: list[Any]) -> int:
-    crc: int = crc32c(json.dumps(listed, sort_keys=True).encode())
-    return crc
 
 
 def _topic(entry: dict[str, Any]) -> TopicEntry:

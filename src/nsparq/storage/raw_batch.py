@@ -1,7 +1,7 @@
-"""Raw batches, as a range of a log holds them, for those who read ranges: nothing here walks messages.
+"""Batches decoded from the bytes of a LogRange, without a loop over single messages.
 
-A reader that meets CorruptRange asks for the rest, from the sequence number that it names, with the damage
-left out (LogRange.read_verified): the bytes in between tell nothing more.
+A reader that gets CorruptRange asks for the rest, from the sequence number in the error on, with
+damaged batches left out (LogRange.read_verified).
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ _U32 = np.dtype("<u4")
 
 
 class CorruptRange(StorageError):
-    """Bytes that are not the batch that should be here, or not all of it."""
+    """The bytes are not the batch that was written, or not all of it."""
 
     def __init__(self, position: int, sequence: int | None, reason: str) -> None:
         super().__init__(f"{reason} at byte {position}")
         self.position = position
         self.sequence = sequence
-        """The first message not read; None if nothing before it said so."""
+        """The first message that was not read; None if no batch came before it."""
         self.reason = reason
 
 
 class RawBatch(NamedTuple):
-    """Consecutive messages, published together. Views of the buffer that they were decoded from."""
+    """Consecutive messages, published together: views into the decoded buffer."""
 
     base: int
-    """Sequence number of the first."""
+    """Sequence number of the first message."""
     timestamp_ns: int
     due_ns: int
-    """The time before which they may not be delivered; 0 if there is none."""
+    """The time before which they must not be delivered; 0 for none."""
     lengths: npt.NDArray[np.uint32]
     data: memoryview
-    """Their bodies, end to end."""
+    """The bodies, end to end."""
 
     @property
     def end(self) -> int:
-        """The sequence number after the last."""
+        """The sequence number after the last message."""
         return self.base + len(self.lengths)
 
     def between(self, start: int, end: int) -> RawBatch:
-        """Those of the messages with numbers from `start` to before `end`."""
+        """The messages with numbers from `start` to before `end`."""
         low = min(max(start - self.base, 0), len(self.lengths))
         high = max(low, min(end - self.base, len(self.lengths)))
         if low == 0 and high == len(self.lengths):
@@ -58,7 +58,7 @@ class RawBatch(NamedTuple):
         return self._replace(base=self.base + low, lengths=self.lengths[low:high], data=self.data[first:last])
 
     def offsets(self) -> npt.NDArray[np.int64]:
-        """Where each body begins in `data`, and where the last one ends."""
+        """The start of each body in `data`, and the end of the last one."""
         offsets = np.zeros(len(self.lengths) + 1, np.int64)
         np.cumsum(self.lengths, out=offsets[1:])
         return offsets
@@ -69,7 +69,7 @@ class RawBatch(NamedTuple):
 
 
 def iter_batches(buffer: bytes | bytearray | memoryview) -> Iterator[RawBatch]:
-    """The batches of a range, each checked. Raises CorruptRange at the first that is not what was written."""
+    """The batches of a range, each checked. Raises CorruptRange at the first damaged one."""
     view = memoryview(buffer)
     size = len(view)
     position = 0

@@ -1,8 +1,9 @@
-"""Finding the batches in a file that a crash, or a bad disk, may have damaged.
+"""Finds the batches in a file that a crash or a bad disk may have damaged.
 
-A message body may itself look like a batch: someone publishes pieces of a log. So bytes behind damage are
-believed only where a batch can be: at the end of the damaged one, if its header still makes sense, or at
-a header whose numbers fit between what came before and what the skipped bytes could have held.
+A message body may itself look like a batch, if somebody publishes pieces of a log. So bytes after
+damage are believed only where a batch can be: at the end of the damaged batch, if its header is
+still plausible, or at a header whose numbers fit between the batch before the damage and the
+number of messages that the skipped bytes could have held.
 """
 
 from __future__ import annotations
@@ -13,34 +14,34 @@ from typing import NamedTuple
 from nsparq.storage.batch import HEADER_SIZE, MAGIC, Head, checksum_holds, decode_head
 
 _WINDOW = 4 << 20
-"""Bytes held while scanning: recovery costs the same memory whatever the segment's size."""
+"""Bytes in memory while scanning, whatever the size of the segment."""
 
 _LEAST_MESSAGE = 4
-"""Bytes that any message takes in a batch: its entry in the table of lengths."""
+"""The fewest bytes that a message takes in a batch: its entry in the table of lengths."""
 
 Read = Callable[[int, int], bytes]
-"""Bytes of the file: (size, position)."""
+"""Reads bytes of the file: (size, position)."""
 
 
 class Found(NamedTuple):
-    """A whole batch, checksum and all."""
+    """A whole batch with a correct checksum."""
 
     position: int
     head: Head
 
 
 class Damage(NamedTuple):
-    """Bytes that are no batch, with a whole batch, or the end of the file, behind them."""
+    """Bytes that are not a batch. A whole batch or the end of the file follows them."""
 
     position: int
     end: int
 
 
 def scan(read: Read, size: int, *, first: int | None) -> Iterator[Found | Damage]:
-    """Every whole batch of a file, and every stretch that is none.
+    """Every whole batch of a file, and the damage between them.
 
-    `first` is the number that the first batch begins with, and the others follow without a gap; None for
-    a file whose batches stand in no order.
+    The first batch begins with the number `first`, and the others follow without a gap. None is
+    for a file whose batches are in no order.
     """
     window = _Window(read, size)
     position, expected = 0, first
@@ -57,15 +58,15 @@ def scan(read: Read, size: int, *, first: int | None) -> Iterator[Found | Damage
 
 
 def behind_damage(read: Read, position: int, size: int, expected: int | None) -> int:
-    """Where reading goes on behind the damage at `position`, where a batch that begins with the number
-    `expected` should be (None if that is not known); `size` if nothing follows."""
+    """The position after the damage at `position`; `size` if no batch follows. A batch that begins
+    with the number `expected` should be there; None if the number is not known."""
     return _behind_damage(_Window(read, size), position, size, expected)
 
 
 def _behind_damage(window: _Window, position: int, size: int, expected: int | None) -> int:
     head = window.head_at(position)
     if head is not None and head.base == expected:
-        # The header makes sense, so the batch reaches as far as it says, or to the end of a torn file.
+        # The header is plausible, so the batch has the size it says, or ends with a torn file.
         behind = position + head.size
         if behind >= size or window.batch_at(behind) is not None:
             return min(behind, size)
@@ -93,8 +94,8 @@ class _Window:
         self._start = 0
 
     def _load(self, position: int, size: int) -> int:
-        """Have `size` bytes from `position` on in the buffer, as far as the file has them. Gives the
-        offset at which they stand."""
+        """Load `size` bytes from `position` on, as far as the file has them. Gives their offset in
+        the buffer."""
         offset = position - self._start
         if offset < 0 or offset + size > len(self._data):
             self._data = self._read(min(max(size, _WINDOW), self._size - position), position)
@@ -108,7 +109,7 @@ class _Window:
         return decode_head(self._data, offset)
 
     def batch_at(self, position: int) -> Head | None:
-        """The header of the batch at `position`, if the whole batch is there and is what was written."""
+        """The header of the batch at `position`, if the batch is whole and its checksum correct."""
         head = self.head_at(position)
         if head is None or position + head.size > self._size:
             return None
@@ -116,12 +117,13 @@ class _Window:
         return head if checksum_holds(head, self._data, offset) else None
 
     def find_magic(self, position: int) -> int:
-        """The next place from `position` on that begins like a batch; the file's size if there is none."""
+        """The next place from `position` on that begins like a batch; the file's size if none
+        does."""
         while self._size - position >= HEADER_SIZE:
             offset = self._load(position, HEADER_SIZE)
             found = self._data.find(MAGIC, offset)
             if found >= 0:
                 return self._start + found
-            # The magic may straddle two windows.
+            # The magic may lie across two windows.
             position = max(position + 1, self._start + len(self._data) - len(MAGIC) + 1)
         return self._size

@@ -1,4 +1,5 @@
-"""One file of a topic's log: batches end to end, with a sparse index beside it once it is sealed."""
+"""One file of a topic's log: batches end to end, with a sparse index beside it once it is
+sealed."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Cold(Exception):
 class Segment:
     """Consecutive batches in one file. `base` names the file; `end` is the next sequence number.
 
-    It has more than 30 methods: writing, opening and reading share the file's size, index and damage.
+    It has more than 30 methods: writing, opening and reading share the file's size, index and
+    damage.
     """
 
     def __init__(self, files: Files, directory: Path, base: int, mark: int = 0) -> None:
@@ -362,7 +364,8 @@ class Segment:
                 if head.end > sequence:
                     return self._gather(block, offset, head, position, expected, wait)
                 if head.base != expected and not self._is_whole(block, offset, head, position):
-                    # Numbers in a segment have no gap. This may be the batch we want, with a wrong number.
+                    # Numbers in a segment have no gap. This may be the batch we want, with a wrong
+                    # number.
                     raise self.corrupt(position + offset, "checksum mismatch", expected)
                 expected = head.end
                 offset += head.size

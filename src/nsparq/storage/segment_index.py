@@ -51,7 +51,8 @@ class SegmentIndex:
         self._sequences = array("Q")
         self._positions = array("Q")
         self._times = array("q")
-        """For each entry, the latest publish time before it: in order, even if the clock was not."""
+        """For each entry, the latest publish time before it: in order, even if the clock was
+        not."""
         self.deferred = array("q")
         """Pairs of sequence number and due time."""
 

@@ -1,4 +1,5 @@
-"""The segments of one log, oldest first. Messages are appended to the last one, the active segment."""
+"""The segments of one log, oldest first. Messages are appended to the last one, the active
+segment."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _MAX_KNOWN: Final = 64
 
 
 def read_marks(files: Files, directory: Path) -> list[int]:
-    """The marks of the segments in a directory, except damaged segments and those without a mark."""
+    """The marks of the segments in a directory, except damaged segments and those without a
+    mark."""
     marks = []
     for name in files.list_directory(directory):
         if _SEGMENT_NAME.fullmatch(name):

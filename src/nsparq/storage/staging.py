@@ -1,4 +1,4 @@
-"""Messages put aside until their transaction is committed: one file for each part, chunks end to end.
+"""Messages staged until their transaction commits: one file for each part, chunks end to end.
 
  0       4       8      12      16      20      22
  +-------+-------+------+-------+-------+-------+-------+----------+--------+
@@ -6,7 +6,7 @@
  +-------+-------+------+-------+-------+-------+-------+----------+--------+
   "NQT1"  crc32c  whole  u32     ms      length          count×u32
 
-Little endian; the crc covers everything after itself. A chunk is what one request brought.
+Little endian; the crc covers everything after itself. A chunk holds the messages of one request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHECKED_FROM: Final = 8
 
 
 class Chunk(NamedTuple):
-    """Where some messages of a part stand, and what is to become of them."""
+    """Place of some staged messages, with their topic and delay."""
 
     path: Path
     position: int
@@ -54,13 +54,13 @@ class Chunk(NamedTuple):
             raise CorruptBatch(self.path, self.position, "checksum mismatch")
         table = _HEAD.size + len(name)
         if fields != [self.size, self.messages, self.defer_ms, len(name)] or raw[_HEAD.size : table] != name:
-            raise CorruptBatch(self.path, self.position, "another chunk than the one that was staged")
+            raise CorruptBatch(self.path, self.position, "not the chunk that was staged")
         bodies = table + 4 * self.messages
         return PackedBodies(lengths_from(raw[table:bodies]), raw[bodies:])
 
 
 class Part:
-    """What one writer has staged. Its file is open only while something is done with it."""
+    """The messages that one writer staged. The file is open only while it is used."""
 
     def __init__(self, files: Files, path: Path) -> None:
         self._files = files
@@ -71,8 +71,8 @@ class Part:
         """Bytes of the file."""
 
     def load(self) -> None:
-        """Learn what an earlier run has staged. A chunk that was being written when it ended is cut off:
-        nobody was told that it was there."""
+        """Read what an earlier run staged. A half-written chunk at the end is cut off: nobody got
+        an answer for it."""
         with self._opened() as fd:
             for chunk in _chunks(self._files, fd, self.path):
                 self._note(chunk)
@@ -80,7 +80,7 @@ class Part:
                 self._files.truncate(fd, self.size)
 
     def restore(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Take the chunks from what rows() gave to an earlier run. Reading finds out which are damaged."""
+        """Take the chunks from what rows() gave in an earlier run. Chunk.read() checks them."""
         for size, topic, messages, defer_ms in rows:
             self._note(Chunk(self.path, self.size, size, topic, messages, defer_ms))
 
@@ -99,7 +99,7 @@ class Part:
             try:
                 self._files.write(fd, [head, bodies.data], self.size)
             except OSError:
-                # What has been written of it could be taken for a chunk some day.
+                # What was written of it could be taken for a chunk later.
                 self._files.truncate(fd, self.size)
                 raise
         self._note(Chunk(self.path, self.size, size, topic, len(bodies), defer_ms))
@@ -118,8 +118,8 @@ class Part:
             self._files.close(fd)
 
     def sync(self, *, now: bool) -> None:
-        """Have it on disk, now or in the next round of syncs. May be called in any thread, while nothing is
-        appended."""
+        """Sync the file now, or in the next round of syncs. Any thread may call this, while nothing
+        is appended."""
         if not now:
             self._files.sync_later(self.path)
             return

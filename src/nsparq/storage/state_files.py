@@ -1,18 +1,18 @@
-"""What is kept beside a topic's log: the topic's own state, and where each of its channels stands.
+"""The state of a topic and of its channels, in files beside the log.
 
 A channel's file, little endian:
 
  +-------+------+-------------+------+----------------------+----------------+--------------+
  | magic | crc  | JSON length | JSON | sequences  count×u64 | due  count×i64 | attempts u16 |
  +-------+------+-------------+------+----------------------+----------------+--------------+
-  "NQC2"  crc32c of all behind it     unfinished messages behind the cursor, or deferred ahead of it
+  "NQC2"  crc32c of the rest          unfinished messages before the cursor, or deferred ones after it
 
-A checkpoint is written behind the earlier ones, and the last that is whole counts: see Files.add_version. So
-neither a crash nor a power cut while one is written costs those before it. The topic's own state is kept in
-the same way, a line of JSON for each version.
+Each checkpoint is appended to the file, and the last whole one counts: see Files.add_version. So a
+crash or a power cut during a write does not damage earlier checkpoints. The topic's own state is
+kept in the same way, one line of JSON for each version.
 
-Checkpoints that begin with "NQC1" hold message ids in place of sequence numbers: the ten highest bits are the
-node id that wrote them. They still open, under any node id.
+Checkpoints that begin with "NQC1" have message ids instead of sequence numbers; the ten highest
+bits are the node id. They still open, under any node id.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import json
 import logging
 import operator
 import struct
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -31,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
+from nsparq.storage.checked_json import encode_json, read_json
 from nsparq.storage.files import Files
 
 logger = logging.getLogger(__name__)
@@ -42,34 +42,34 @@ _CHANNEL = struct.Struct("<4sII")
 _MAGIC = b"NQC2"
 _MAGIC_OF_IDS = b"NQC1"
 _SEQUENCE_IN_ID = np.uint64((1 << 54) - 1)
-"""The bits of a message id in an "NQC1" file that are the sequence number."""
+"""The bits of a message id in an "NQC1" file that hold the sequence number."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TopicState:
     incarnation: str
-    """Names this log: a topic deleted and created again gets another."""
+    """Name of this log. A topic that is deleted and created again gets another one."""
     origin: int
-    """Where the first channel starts."""
+    """Start of the first channel."""
     paused: bool = False
     pause_position: int = -1
     clean_end: int = -1
     """The log's end at a clean stop; -1 while the topic is in use."""
     reserved: int = 0
-    """No sequence number from here on has been used; 0 in files of before, where the clock alone says so."""
+    """No sequence number from here on was used. 0 in old files: there only the clock tells."""
     gaps: list[tuple[int, int]] = field(default_factory=list)
     """Sequence numbers emptied while the log still held them."""
     import_start: int = -1
-    """Where taking over another nsqd's messages began; -1 unless it was broken off, and then nothing from
-    here on counts."""
+    """Start of an import from another nsqd that was not finished: messages from here on do not
+    count. -1 if there is none."""
     name: str = ""
-    """The topic's; empty in files of before."""
+    """Name of the topic; empty in old files."""
     disk_end: int = 0
-    """The end of what the log had on disk; 0 if nothing, or in files of before."""
+    """End of the log's messages on disk; 0 if there are none, and in old files."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Where the topic departs from the daemon's flags; see broker.settings."""
+    """Settings that override the daemon's flags; see broker.settings."""
     discovery_start: int = -1
-    """Where channels begin that nsqlookupd knows of, if it has still to be asked for them; else -1."""
+    """Start of the channels that nsqlookupd must still be asked for; else -1."""
 
     def write(self, files: Files, directory: Path) -> None:
         """Does not wait for the disk."""
@@ -78,96 +78,57 @@ class TopicState:
             del fields["settings"]
         if self.discovery_start < 0:
             del fields["discovery_start"]
-        # Lines begin with a break as well: the one before may be torn.
-        files.add_version(directory / TOPIC_FILE, b"\n" + _encode_json(fields) + b"\n")
-
-
-def write_json(files: Files, path: Path, fields: Mapping[str, Any], *, sync: bool) -> None:
-    """An object with its checksum."""
-    files.replace(path, _encode_json(fields), sync=sync)
-
-
-def _encode_json(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps({**fields, "crc": _crc_of(fields)}).encode()
-
-
-def read_json(files: Files, path: Path) -> dict[str, Any] | None:
-    """What write_json() has written, the last whole line where there are several; None if there is nothing.
-    Raises ValueError if it is something else."""
-    raw = files.read_whole(path)
-    if raw is None:
-        return None
-    lines = raw.split(b"\n")
-    while True:
-        try:
-            return _decode_json(lines.pop())
-        except ValueError:
-            if not any(lines):
-                raise
-
-
-def _decode_json(line: bytes) -> dict[str, Any]:
-    try:
-        fields: dict[str, Any] = json.loads(line)
-        if fields.pop("crc") != _crc_of(fields):
-            raise ValueError("checksum mismatch")
-    except (TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError("not what was written") from error
-    return fields
-
-
-def _crc_of(fields: Mapping[str, Any]) -> int:
-    crc: int = crc32c(json.dumps(fields, sort_keys=True).encode())
-    return crc
+        # Begin with a line break, too: the line before may be torn.
+        files.add_version(directory / TOPIC_FILE, b"\n" + encode_json(fields) + b"\n")
 
 
 def read_topic_state(files: Files, directory: Path) -> TopicState | None:
-    """The topic's state; None when there is none, or none that can be understood."""
+    """The topic's state; None if it is missing or damaged."""
     path = directory / TOPIC_FILE
     try:
         fields = read_json(files, path)
         if fields is None:
-            logger.error("%s is missing: the log is kept, from its start", path)
+            logger.error("%s is missing: the topic keeps its log, from the start", path)
             return None
         fields["gaps"] = [(int(a), int(b)) for a, b in fields["gaps"]]
         return TopicState(**fields)
     except (ValueError, TypeError, KeyError) as error:
-        logger.error("%s cannot be understood (%s): the log is kept, from its start", path, error)
+        logger.error("%s is damaged (%s): the topic keeps its log, from the start", path, error)
         return None
 
 
 @dataclass(slots=True, kw_only=True)
 class ChannelState:
     cursor: int
-    """The next sequence number never delivered."""
+    """The next sequence number to deliver for the first time."""
     seen: int
-    """Deferred messages published before this are among the unfinished, or finished."""
+    """Deferred messages published before this are finished, or among the unfinished."""
     paused: bool = False
     written_ns: int = 0
-    """The wall time when it was taken; 0 if that is not known."""
+    """Wall time of the checkpoint; 0 if it is not known."""
     sequences: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     due_ns: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """Wall time; 0 for a message that may be delivered at once."""
+    """Wall time; 0 for a message that is not deferred."""
     attempts: npt.NDArray[np.uint16] = field(default_factory=lambda: np.empty(0, np.uint16))
     skips: list[tuple[int, int]] = field(default_factory=list)
-    """Sequence numbers ahead of the cursor that it passes by; see Backlog.skips."""
+    """Sequence numbers after the cursor that it skips; see Cursor.skips."""
     replay: tuple[int, int] = (0, 0)
-    """Deferred messages ahead of the cursor that are the cursor's to deliver; see Backlog.replay."""
+    """Deferred messages that the cursor delivers like any other; see Cursor.replay."""
     carried_before: int = 0
-    """Unfinished messages numbered below this are in the channel's carry file."""
+    """Unfinished messages below this number are in the file of carried-over messages."""
     incarnation: str = ""
-    """The log's, and the channel's name: a file that has got to another place is not believed. Empty in files
-    of before."""
+    """Names of the log and the channel, so that a misplaced file is not used. Empty in old
+    files."""
     channel: str = ""
     disk_end: int = 0
     """As in TopicState."""
     owner: str = ""
-    """Who alone may commit: see Channel.claim. Empty for nobody, and in files of before."""
+    """The only client that may commit: see Channel.claim. Empty for none, and in old files."""
     owned_since_ns: int = 0
     """Wall time of the claim."""
 
     def drop_from(self, sequence: int) -> None:
-        """Forget the unfinished messages from this sequence number on."""
+        """Drop the unfinished messages from this sequence number on."""
         kept = self.sequences < np.uint64(sequence)
         self.sequences, self.due_ns, self.attempts = (
             self.sequences[kept], self.due_ns[kept], self.attempts[kept]
@@ -202,8 +163,8 @@ class ChannelState:
 
 
 class StateFile:
-    """Where a channel's state is kept. Checkpoints are written in threads and may come late: each is numbered
-    when it is taken, and one that has been overtaken is not written any more."""
+    """The file of a channel's state. Threads write checkpoints and may be late, so each checkpoint
+    has a number, and only the latest is written."""
 
     def __init__(self, files: Files, path: Path) -> None:
         self._files = files
@@ -217,14 +178,14 @@ class StateFile:
             return self._version
 
     def write(self, content: bytes, version: int, *, sync: bool) -> bool:
-        """Write a state down unless a later one has been numbered since; with `sync`, have it on disk. Gives
-        whether it is there. May be called in any thread, with `sync` in any but the event loop's."""
+        """Write a state, unless there is a later one; `sync` waits for the disk. Gives whether it
+        was written. Any thread may call this; the event loop only without `sync`."""
         with self._writing:
             if version != self._version:
                 return False
             self._files.add_version(self._path, content)
         if sync:
-            # Not while others wait to write: the event loop may be one of them.
+            # Outside the lock: the event loop may wait for it.
             self._files.sync_file(self._path)
         return True
 
@@ -234,7 +195,7 @@ class StateFile:
 
 
 def decode_channel_state(raw: bytes) -> ChannelState:
-    """Raises ValueError for anything but a whole, unharmed state."""
+    """Raises ValueError for anything but a whole, undamaged state."""
     if len(raw) < _CHANNEL.size:
         raise ValueError("too short")
     magic, crc, length = _CHANNEL.unpack_from(raw)
@@ -245,7 +206,7 @@ def decode_channel_state(raw: bytes) -> ChannelState:
     try:
         state = _channel_state(json.loads(bytes(body[:length])), body, length)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"a field is missing or not what it should be: {error}") from error
+        raise ValueError(f"a field is missing or wrong: {error}") from error
     if magic == _MAGIC_OF_IDS:
         state.sequences = state.sequences & _SEQUENCE_IN_ID
     return state
@@ -254,7 +215,7 @@ def decode_channel_state(raw: bytes) -> ChannelState:
 def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> ChannelState:
     count = fields["count"]
     if len(body) != length + 18 * count:
-        raise ValueError("the count does not fit the size")
+        raise ValueError("the count does not match the size")
     replay = fields.get("replay", (0, 0))
     return ChannelState(
         cursor=operator.index(fields["cursor"]),
@@ -276,24 +237,22 @@ def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> Cha
 
 
 def read_channel_state(files: Files, path: Path) -> ChannelState | None:
-    """The channel's state; None when it is missing or damaged, and then the channel starts over."""
+    """The channel's state; None if it is missing or damaged: then the channel starts over."""
     raw = files.read_whole(path)
     state, error = _last_version(b"" if raw is None else raw)
     if state is not None and state.channel not in ("", path.name.removesuffix(CHANNEL_SUFFIX)):
-        error = ValueError(f"it is of the channel {state.channel}")
+        error = ValueError(f"it belongs to channel {state.channel}")
         state = None
     if state is None:
         reason = "missing" if raw is None else error
-        logger.error("%s is damaged (%s): the channel starts again at the oldest message kept", path, reason)
+        logger.error("%s is damaged (%s): the channel starts again at the oldest message", path, reason)
     elif error is not None:
-        logger.warning(
-            "%s: the last checkpoint was not written whole (%s): an earlier one counts", path, error
-        )
+        logger.warning("%s: the last checkpoint is incomplete (%s): using an earlier one", path, error)
     return state
 
 
 def _last_version(raw: bytes) -> tuple[ChannelState | None, ValueError | None]:
-    """The last state in the file that is whole, and what is wrong behind it."""
+    """The last whole state in the file, and the error after it, if any."""
     state: ChannelState | None = None
     error: ValueError | None = None
     position = 0
@@ -310,7 +269,7 @@ def _last_version(raw: bytes) -> tuple[ChannelState | None, ValueError | None]:
 
 
 def _version_size(raw: bytes, position: int) -> int:
-    """The size of the version that begins there, by what it says itself."""
+    """Size of the version at `position`, according to its header."""
     if len(raw) - position < _CHANNEL.size:
         raise ValueError("too short")
     _, _, length = _CHANNEL.unpack_from(raw, position)
@@ -318,6 +277,6 @@ def _version_size(raw: bytes, position: int) -> int:
     try:
         count = int(json.loads(raw[start : start + length])["count"])
     except (KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"a field is missing or not what it should be: {error}") from error
+        raise ValueError(f"a field is missing or wrong: {error}") from error
     size: int = _CHANNEL.size + length + 18 * max(0, count)
     return size

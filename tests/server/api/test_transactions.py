@@ -12,8 +12,8 @@ from urllib.parse import urlencode
 import pytest
 
 from nsparq.broker.transactions import MIN_REQUEST
+from nsparq.storage.checked_json import write_json
 from nsparq.storage.files import Files
-from nsparq.storage.state_files import write_json
 from tests.support import Answer, BrokerProcess, BrokerThread, unique_name, wait_until
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-from nsparq.broker.transactions import NAME, UNKNOWN_OWNER
+from nsparq.broker.transaction import UNKNOWN_OWNER
+from nsparq.broker.transactions import NAME
 from nsparq.http.api import ApiError, Endpoint, Param, Request, Result
 from nsparq.server.api.parameters import COUNT, INT, TEXT, fields, listed, obj
 

@@ -7,7 +7,7 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
-from nsparq.broker.transactions import (
+from nsparq.broker.transaction import (
     AlreadyCommitted,
     Committed,
     PartSealed,
