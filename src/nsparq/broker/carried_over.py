@@ -7,19 +7,19 @@ with a file copy in a thread; channels of ephemeral topics keep the copies in me
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import filterfalse
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from nsparq.storage.batch import Batch, mark_of
-from nsparq.storage.carried import CARRY_SUFFIX, Carried, CarriedFile, CarriedInMemory
+from nsparq.storage.carried import CARRY_SUFFIX, Carried, CarriedFile, CarriedInMemory, Places
 from nsparq.storage.log import Log
 from nsparq.storage.log_range import LogRange, OffsetGone
-from nsparq.storage.raw_batch import iter_batches
+from nsparq.storage.raw_batch import find_batch, iter_batches
 from nsparq.storage.segment import Segment
 from nsparq.storage.state_files import ChannelState
 
@@ -34,59 +34,42 @@ MEMORY_SLICE: Final = 500
 """Messages that the event loop copies at a time, for ephemeral topics."""
 
 
-class CopyFromLog:
-    """Copies messages from the log to the file. run() it in a thread, then CarriedOver.end()."""
+class CarryJob:
+    """Work on the file of carried-over messages. run() it in a thread, then CarriedOver.end()."""
 
-    def __init__(self, carried: CarriedFile, chosen: list[tuple[LogRange, list[int]]], before: int) -> None:
+    def __init__(
+        self, write: Callable[[], Places], accept: Callable[[Places], None], before: int = 0
+    ) -> None:
         self.error: OSError | None = None
         self.before = before
         """After this, all unfinished messages below this number are carried over."""
-        self._carried = carried
-        self._chosen = chosen
-        self._places: dict[int, tuple[int, int]] = {}
+        self._write = write
+        self._accept = accept
+        self._places: Places = {}
 
     def run(self) -> None:
         try:
-            self._places = self._carried.write(self._read())
-        except OSError as error:
-            self.error = error
-
-    def _read(self) -> Iterator[Carried]:
-        for place, sequences in self._chosen:
-            batches = [*iter_batches(place.read_verified().data)]
-            for sequence in sequences:
-                entry = bisect_right(batches, sequence, key=attrgetter("base")) - 1
-                # A missing message is lost to damage. Delivery counts it.
-                if entry >= 0 and sequence < batches[entry].end:
-                    single = batches[entry].between(sequence, sequence + 1)
-                    yield sequence, single.timestamp_ns, bytes(single.data)
-
-    def accept(self) -> None:
-        if self.error is None:
-            self._carried.accept(self._places)
-
-
-class Compaction:
-    """Copies carried-over messages to a smaller file. run() it in a thread, then end()."""
-
-    def __init__(self, carried: CarriedFile) -> None:
-        self.error: OSError | None = None
-        self._carried = carried
-        self._kept = carried.kept.copy()
-        self._places: dict[int, tuple[int, int]] = {}
-
-    def run(self) -> None:
-        try:
-            self._places = self._carried.copy(self._kept)
+            self._places = self._write()
         except OSError as error:
             self.error = error
 
     def accept(self) -> None:
         try:
             if self.error is None:
-                self._carried.accept_copy(self._places)
+                self._accept(self._places)
         except OSError as error:
             self.error = error
+
+
+def _read(chosen: list[tuple[LogRange, list[int]]]) -> Iterator[Carried]:
+    for place, sequences in chosen:
+        batches = [*iter_batches(place.read_verified().data)]
+        for sequence in sequences:
+            batch = find_batch(batches, sequence)
+            # A missing message is lost to damage. Delivery counts it.
+            if batch is not None:
+                single = batch.between(sequence, sequence + 1)
+                yield sequence, single.timestamp_ns, bytes(single.data)
 
 
 class CarriedOver:
@@ -124,7 +107,7 @@ class CarriedOver:
         kept = self.store.kept
         self._named = kept.keys() & state.sequences.tolist() if kept else set()
 
-    def begin(self, segments: list[Segment]) -> CopyFromLog | None:
+    def begin(self, segments: list[Segment]) -> CarryJob | None:
         """Choose messages of these segments to be copied: some at a time, and none of a segment
         with many unfinished ones. None if there is nothing to do now."""
         store, channel = self.store, self._channel
@@ -154,23 +137,23 @@ class CarriedOver:
         if not chosen:
             return None
         self.is_running = True
-        return CopyFromLog(store, chosen, before)
+        return CarryJob(lambda: store.write(_read(chosen)), store.accept, before)
 
-    def end(self, done: CopyFromLog | Compaction) -> None:
+    def end(self, done: CarryJob) -> None:
         channel = self._channel
         self.is_running = False
         if channel.topic.is_exiting or channel.topic.channels.get(channel.name) is channel:
             done.accept()
-            if done.error is None and isinstance(done, CopyFromLog):
+            if done.error is None and done.before:
                 self.before = max(self.before, done.before)
                 channel.mark_changed()
         else:
             # The channel was deleted meanwhile, and the thread made its file again.
             self.store.remove()
 
-    def drop_finished(self) -> Compaction | None:
+    def drop_finished(self) -> CarryJob | None:
         """Forget carried-over messages that are finished and that the checkpoint on disk does not
-        name. Gives a Compaction if the file should become smaller."""
+        name. Gives a job if the file should become smaller."""
         store, unfinished = self.store, self._channel.unfinished
         if store.kept:
             finished = store.kept.keys() - unfinished.deferred.due_ns.keys()
@@ -183,7 +166,7 @@ class CarriedOver:
             store.remove()
         elif store.is_wasteful:
             self.is_running = True
-            return Compaction(store)
+            return CarryJob(partial(store.copy, store.kept.copy()), store.accept_copy)
         return None
 
     # in memory

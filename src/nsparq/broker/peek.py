@@ -6,18 +6,16 @@ storage.log_range), so that a slow disk does not block the event loop.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import islice
-from operator import attrgetter
 from typing import Final, NamedTuple
 
 from nsparq.broker.channel import Channel
 from nsparq.broker.topic import Topic
 from nsparq.storage.log_range import LogRange, OffsetGone
-from nsparq.storage.raw_batch import RawBatch, iter_batches
+from nsparq.storage.raw_batch import RawBatch, find_batch, iter_batches
 
 IN_FLIGHT: Final = "in_flight"
 REQUEUED: Final = "requeued"
@@ -64,60 +62,22 @@ class _Wanted(NamedTuple):
     client: str = ""
 
 
-class ChannelPeek:
-    """Chosen messages of a channel. Call read() once, in any thread."""
+class Peek:
+    """Chosen messages. Call read() once, in any thread."""
 
-    def __init__(
-        self, first_id: int, chosen: list[tuple[_Wanted, LogRange]], max_bytes: int, body_limit: int
-    ) -> None:
+    def __init__(self, first_id: int, walk: Walk, max_bytes: int, body_limit: int) -> None:
         self.missing = 0
         """Chosen messages that are lost to damage."""
         self._first_id = first_id
-        self._chosen = chosen
+        self._walk = walk
         self._max_bytes = max_bytes
         self._body_limit = body_limit
 
     def read(self) -> list[PeekedMessage]:
-        """The messages in the order they were chosen, up to `max_bytes` of bodies, at least one."""
+        """The messages in order, up to `max_bytes` of bodies, but at least one."""
         found: list[PeekedMessage] = []
         size = 0
-        known: LogRange | None = None
-        batches: list[RawBatch] = []
-        for wanted, place in self._chosen:
-            if place is not known:
-                known, batches = place, [*iter_batches(place.read_verified().data)]
-            entry = bisect_right(batches, wanted.sequence, key=attrgetter("base")) - 1
-            if entry < 0 or wanted.sequence >= batches[entry].end:
-                self.missing += 1
-                continue
-            message = _to_show(self._first_id, wanted, batches[entry], self._body_limit)
-            size += len(message.body)
-            if found and size > self._max_bytes:
-                break
-            found.append(message)
-        return found
-
-
-class TopicPeek:
-    """Messages of a topic's log from a number on. Call read() once, in any thread."""
-
-    def __init__(
-        self, first_id: int, start: int, count: int, ranges: list[LogRange], max_bytes: int, body_limit: int
-    ) -> None:
-        self.missing = 0
-        """Messages in the ranges that are lost to damage."""
-        self._first_id = first_id
-        self._start = start
-        self._count = count
-        self._ranges = ranges
-        self._max_bytes = max_bytes
-        self._body_limit = body_limit
-
-    def read(self) -> list[PeekedMessage]:
-        """The messages in the order of the log, up to `max_bytes` of bodies, at least one."""
-        found: list[PeekedMessage] = []
-        size = 0
-        for wanted, batch in islice(self._walk(), self._count):
+        for wanted, batch in self._walk(self):
             message = _to_show(self._first_id, wanted, batch, self._body_limit)
             size += len(message.body)
             if found and size > self._max_bytes:
@@ -125,19 +85,14 @@ class TopicPeek:
             found.append(message)
         return found
 
-    def _walk(self) -> Iterator[tuple[_Wanted, RawBatch]]:
-        for place in self._ranges:
-            verified = place.read_verified()
-            self.missing += sum(max(0, lost.next - max(lost.first, self._start)) for lost in verified.lost)
-            for batch in iter_batches(verified.data):
-                for sequence in range(max(batch.base, self._start), batch.end):
-                    if not any(low <= sequence < high for low, high in place.gaps):
-                        yield _Wanted(sequence, STORED, due_ns=batch.due_ns or None), batch
+
+Walk = Callable[[Peek], Iterator[tuple[_Wanted, RawBatch]]]
+"""Reads the chosen messages one by one, and counts the missing ones."""
 
 
 def peek_topic(
     topic: Topic, sequence: int | None, count: int, max_bytes: int, body_limit: int = BODY_LIMIT
-) -> TopicPeek:
+) -> Peek:
     """Up to `count` messages of the log from `sequence` on; the newest ones if it is None. Raises
     OffsetGone or OffsetAhead."""
     log = topic.log
@@ -148,7 +103,17 @@ def peek_topic(
         ranges.append(log.locate(reached, 1))
         size += ranges[-1].size
         reached = ranges[-1].next
-    return TopicPeek(topic.first_id, start, count, ranges, max_bytes, body_limit)
+
+    def walk(peek: Peek) -> Iterator[tuple[_Wanted, RawBatch]]:
+        for place in ranges:
+            verified = place.read_verified()
+            peek.missing += sum(max(0, lost.next - max(lost.first, start)) for lost in verified.lost)
+            for batch in iter_batches(verified.data):
+                for number in range(max(batch.base, start), batch.end):
+                    if not any(low <= number < high for low, high in place.gaps):
+                        yield _Wanted(number, STORED, due_ns=batch.due_ns or None), batch
+
+    return Peek(topic.first_id, lambda peek: islice(walk(peek), count), max_bytes, body_limit)
 
 
 def peek_channel(
@@ -157,7 +122,7 @@ def peek_channel(
     count: int,
     max_bytes: int,
     body_limit: int = BODY_LIMIT,
-) -> ChannelPeek:
+) -> Peek:
     """Up to `count` unfinished messages of the channel, state by state. In flight by number,
     requeued in the order of delivery, deferred by due time, ready from the cursor on."""
     wanted: list[_Wanted] = []
@@ -175,7 +140,20 @@ def peek_channel(
                 continue
         places[sequence] = known
     chosen = [(one, places[one.sequence]) for one in wanted if one.sequence in places]
-    peek = ChannelPeek(channel.topic.first_id, chosen, max_bytes, body_limit)
+
+    def walk(peek: Peek) -> Iterator[tuple[_Wanted, RawBatch]]:
+        known: LogRange | None = None
+        batches: list[RawBatch] = []
+        for one, place in chosen:
+            if place is not known:
+                known, batches = place, [*iter_batches(place.read_verified().data)]
+            batch = find_batch(batches, one.sequence)
+            if batch is None:
+                peek.missing += 1
+            else:
+                yield one, batch
+
+    peek = Peek(channel.topic.first_id, walk, max_bytes, body_limit)
     peek.missing = len(wanted) - len(chosen)
     return peek
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nsparq.broker.carried_over import Compaction, CopyFromLog
+from nsparq.broker.carried_over import CarryJob
 from nsparq.broker.channel import Channel
 from nsparq.broker.ephemeral import EphemeralBound
 from nsparq.broker.importer import let_import_count, undo_import
@@ -569,7 +569,7 @@ class Topic:
                 self._do_carry(channel, job)
         return self.log.trim(self.low(), age_ns / 1e9)
 
-    def _do_carry(self, channel: Channel, job: CopyFromLog | Compaction | None) -> None:
+    def _do_carry(self, channel: Channel, job: CarryJob | None) -> None:
         if job is None:
             if not channel.carried_over.is_running:
                 # What could not be carried over before has been finished since.

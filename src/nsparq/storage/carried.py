@@ -32,6 +32,8 @@ _WORTH_REWRITING = 1 << 20
 
 Carried = tuple[int, int, bytes]
 """Sequence number, publish time, body."""
+Places = dict[int, tuple[int, int]]
+"""Position and size by sequence number."""
 
 
 class CarriedFile:
@@ -43,8 +45,7 @@ class CarriedFile:
         self._path = path
         self._mark = mark
         self._copy_path = path.with_name(path.name + ".copy")
-        self.kept: dict[int, tuple[int, int]] = {}
-        """Sequence number to position and size."""
+        self.kept: Places = {}
         self._size = 0
         self._live = 0
         self._reader = SharedReader(files, path)
@@ -82,7 +83,7 @@ class CarriedFile:
     def add(self, messages: Iterable[Carried]) -> None:
         self.accept(self.write(messages))
 
-    def write(self, messages: Iterable[Carried]) -> dict[int, tuple[int, int]]:
+    def write(self, messages: Iterable[Carried]) -> Places:
         """Write and sync messages; gives their places for accept(). A thread may call this, one at
         a time."""
         pieces = []
@@ -101,7 +102,7 @@ class CarriedFile:
             self._files.close(fd)
         return places
 
-    def accept(self, places: dict[int, tuple[int, int]]) -> None:
+    def accept(self, places: Places) -> None:
         """Count messages as carried over: they are on disk, and their segments may be removed."""
         self.kept |= places
         written = sum([size for _, size in places.values()])
@@ -142,7 +143,7 @@ class CarriedFile:
         """Whether there is a file with finished messages alone."""
         return self._size > 0 and not self.kept
 
-    def copy(self, kept: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    def copy(self, kept: Places) -> Places:
         """Write these messages to a new file; gives their places in it for accept_copy(). A thread
         may call this."""
         raw = self._files.read_whole(self._path) or b""
@@ -160,7 +161,7 @@ class CarriedFile:
             self._files.close(fd)
         return places
 
-    def accept_copy(self, places: dict[int, tuple[int, int]]) -> None:
+    def accept_copy(self, places: Places) -> None:
         """Use the copy from now on. If a power cut undoes the rename, the old file is as good."""
         self._files.rename(self._copy_path, self._path)
         self._reader.forget()

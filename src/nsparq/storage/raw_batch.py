@@ -6,7 +6,9 @@ damaged batches left out (LogRange.read_verified).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +68,12 @@ class RawBatch(NamedTuple):
     def bodies(self) -> list[bytes]:
         ends = self.offsets().tolist()
         return [bytes(self.data[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def find_batch(batches: Sequence[RawBatch], sequence: int) -> RawBatch | None:
+    """The batch that holds a sequence number, among batches in order."""
+    entry = bisect_right(batches, sequence, key=attrgetter("base")) - 1
+    return batches[entry] if entry >= 0 and sequence < batches[entry].end else None
 
 
 def iter_batches(buffer: bytes | bytearray | memoryview) -> Iterator[RawBatch]:
