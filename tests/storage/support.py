@@ -1,4 +1,4 @@
-"""A disk that fails when told to, and a log to try it on."""
+"""A disk that fails on demand, and helpers to fill and read a log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nsparq.storage.recovery import Read
 from nsparq.storage.segment import Segment
 
 FLOOR = 1_000
-"""Where the logs of these tests begin."""
+"""First sequence number of the logs in these tests."""
 
 NOW_NS = 1_700_000_000_000_000_000
 
@@ -33,7 +33,7 @@ class _Fault:
 
 
 class FaultyFiles(Files):
-    """The disk as it is, without waiting for its fsyncs, until a call is told to fail."""
+    """The real disk without fsyncs. Any call can be made to fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,13 +42,13 @@ class FaultyFiles(Files):
         self._faults: dict[str, _Fault] = {}
         self._buffer = bytearray()
         self._is_replacing = False
-        """What replace() does inside, writing aside, is not counted, and does not fail by itself."""
+        """The calls inside replace() are not counted, and do not fail by themselves."""
 
     def fail(
         self, call: str, code: int = errno.ENOSPC, *, after: int = 0, times: int | None = 1, torn: int = 0
     ) -> None:
-        """Let `call` fail, once or `times` times (None: until healed), when it has worked `after` times.
-        A torn write leaves its first bytes on the disk, but never all of them."""
+        """Let `call` fail `times` times (None: until healed), after it has worked `after` times. A
+        torn write leaves its first bytes on disk, but never all of them."""
         self._faults[call] = _Fault(code, after, times, torn)
 
     def heal(self) -> None:
@@ -92,8 +92,8 @@ class FaultyFiles(Files):
         return super().read(fd, size, position)
 
     def read_cached(self, fd: int, size: int, position: int) -> memoryview | None:
-        """Stands in for RWF_NOWAIT, which not every file system has: the fault is that nothing is cached.
-        As with the real one, the next call overwrites what was given."""
+        """Replaces RWF_NOWAIT, which not every file system has. Its fault is that nothing is
+        cached. As in the real call, the next call overwrites the buffer."""
         if self._due("read_cached") is not None:
             return None
         data = super().read(fd, size, position)
@@ -161,7 +161,7 @@ def open_log(
 
 
 def crash(log: DiskLog) -> None:
-    """What kill -9 leaves: the files as they are, and no descriptor."""
+    """Like kill -9: the files stay as they are, and descriptors are closed."""
     log.discard()
 
 
@@ -209,7 +209,7 @@ def segment_files(directory: Path) -> list[Path]:
 
 
 class Place(NamedTuple):
-    """Where a batch lies."""
+    """Place of a batch in a file."""
 
     path: Path
     position: int
@@ -218,7 +218,7 @@ class Place(NamedTuple):
 
 
 def places(path: Path) -> list[Place]:
-    """The batches of an undamaged segment, by its headers alone; behind them may be room for more."""
+    """The batches of an undamaged segment, by their headers; prepared zeros may follow."""
     content, position, found = path.read_bytes(), 0, []
     while any(content[position:]):
         (size,) = struct.unpack_from("<I", content, position + 8)
@@ -237,7 +237,7 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 
 def encoded(base: int, *bodies: bytes, timestamp_ns: int = NOW_NS, due_ns: int = 0) -> bytes:
-    """A batch as it lies on disk."""
+    """The bytes of a batch on disk."""
     data = b"".join(bodies)
     return encode_head(base, timestamp_ns, due_ns, lengths_of([*bodies]), data) + data
 

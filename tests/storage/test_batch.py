@@ -60,23 +60,23 @@ def test_positions_default_to_the_start_of_the_buffer() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, HEADER_SIZE - 1])
-def test_fewer_bytes_than_a_header_are_no_batch(size: int) -> None:
+def test_fewer_bytes_than_a_header_are_not_a_batch(size: int) -> None:
     assert decode_head(encoded(7, *BODIES)[:size]) is None
     assert decode_head(b"...." + encoded(7, *BODIES)[:size], 4) is None
 
 
-def test_bytes_without_the_magic_are_no_batch() -> None:
+def test_bytes_without_the_magic_are_not_a_batch() -> None:
     assert decode_head(b"NQB2" + encoded(7, *BODIES)[4:]) is None
 
 
 @pytest.mark.parametrize(("field", "value"), [(8, 1), (8, 1 << 31), (40, 2), (40, 4), (44, 9)])
-def test_sizes_that_contradict_each_other_are_no_batch(field: int, value: int) -> None:
+def test_a_header_with_contradicting_sizes_is_not_a_batch(field: int, value: int) -> None:
     raw = bytearray(encoded(7, *BODIES))
     struct.pack_into("<I", raw, field, value)
     assert decode_head(bytes(raw)) is None
 
 
-def test_a_batch_of_no_messages_is_no_batch() -> None:
+def test_a_header_without_messages_is_not_a_batch() -> None:
     assert decode_head(encode_head(7, 8, 0, array("I"), b"")) is None
 
 
@@ -92,7 +92,7 @@ def test_the_checksum_covers_every_bit() -> None:
             assert seen is None or not checksum_holds(seen, bytes(changed)), f"byte {position}, bit {bit}"
 
 
-def test_the_checksum_does_not_hold_for_a_batch_cut_short() -> None:
+def test_the_checksum_fails_for_a_batch_cut_short() -> None:
     raw = encoded(7, *BODIES)
     head = decode_head(raw)
     assert head is not None

@@ -1,4 +1,4 @@
-"""The memory that batches may take."""
+"""The limit on the memory of batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .support import NOW_NS
 
 
 class Keeper:
-    """An owner that forgets, unless told that it must not."""
+    """An owner that drops batches, except those it must keep."""
 
     def __init__(self, cache: BatchCache) -> None:
         self.cache = cache
@@ -52,7 +52,7 @@ def test_exactly_the_limit_is_within_it() -> None:
     assert keeper.forgotten == []
 
 
-def test_beyond_the_limit_the_oldest_go_first_whoever_owns_them() -> None:
+def test_over_the_limit_the_oldest_batches_go_first_whoever_owns_them() -> None:
     cache = BatchCache(250)
     one, other = Keeper(cache), Keeper(cache)
     cache.add(one, batch_of(1))
@@ -64,7 +64,7 @@ def test_beyond_the_limit_the_oldest_go_first_whoever_owns_them() -> None:
     assert cache.size_bytes == 200
 
 
-def test_a_batch_of_use_stays_longer() -> None:
+def test_a_batch_that_is_used_stays_longer() -> None:
     cache = BatchCache(250)
     keeper = Keeper(cache)
     first = batch_of(1)
@@ -88,7 +88,7 @@ def test_the_newest_batch_stays_however_large() -> None:
     assert cache.size_bytes == 100
 
 
-def test_a_limit_of_nothing_keeps_one_batch() -> None:
+def test_a_limit_of_zero_keeps_one_batch() -> None:
     cache = BatchCache(0)
     keeper = Keeper(cache)
     for base in range(5):
@@ -96,7 +96,7 @@ def test_a_limit_of_nothing_keeps_one_batch() -> None:
     assert keeper.forgotten == [0, 1, 2, 3]
 
 
-def test_a_batch_that_cannot_go_stays_and_is_counted() -> None:
+def test_a_batch_that_its_owner_keeps_is_still_counted() -> None:
     cache = BatchCache(100)
     keeper = Keeper(cache)
     keeper.stubborn = {1}
@@ -108,7 +108,7 @@ def test_a_batch_that_cannot_go_stays_and_is_counted() -> None:
     assert keeper.forgotten == [1, 2]
 
 
-def test_a_batch_that_cannot_go_does_not_hold_up_the_others() -> None:
+def test_a_batch_that_its_owner_keeps_does_not_block_the_eviction_of_others() -> None:
     cache = BatchCache(300)
     keeper = Keeper(cache)
     keeper.stubborn = {1}

@@ -1,4 +1,4 @@
-"""Messages carried over from segments that could otherwise go."""
+"""The file of carried-over messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def carried(files: FaultyFiles, path: Path) -> CarriedFile:
 
 
 def keep_only(made: CarriedFile, wanted: Iterable[int]) -> None:
-    """What a channel does when all others have been finished."""
+    """Drop finished messages and compact the file, as a channel does."""
     made.drop(made.kept.keys() - {*wanted})
     if made.is_empty:
         made.remove()
@@ -54,7 +54,7 @@ def expected(*numbers: int) -> list[Message]:
     return [Message(MESSAGES[n][0], MESSAGES[n][2], MESSAGES[n][1]) for n in numbers]
 
 
-def test_nothing_is_carried_at_first(files: FaultyFiles, path: Path) -> None:
+def test_a_new_file_has_no_messages(files: FaultyFiles, path: Path) -> None:
     made = CarriedFile(files, path)
     assert made.load() == []
     assert len(made) == 0
@@ -82,7 +82,7 @@ def test_carried_messages_survive_reopening(carried: CarriedFile, files: FaultyF
     assert contents(third, 8) == [Message(8, b"eight", NOW_NS)]
 
 
-def test_they_are_synced_before_they_count(files: FaultyFiles, path: Path) -> None:
+def test_messages_count_only_after_they_are_synced(files: FaultyFiles, path: Path) -> None:
     made = CarriedFile(files, path)
     made.add(MESSAGES)
     assert files.calls["sync"] == 1
@@ -91,7 +91,7 @@ def test_they_are_synced_before_they_count(files: FaultyFiles, path: Path) -> No
 @pytest.mark.parametrize(
     ("call", "torn"), [("open", 0), ("write", 0), ("write", 60), ("write", 120), ("write", 999), ("sync", 0)]
 )
-def test_what_could_not_be_written_is_not_carried(
+def test_messages_that_could_not_be_written_do_not_count(
     carried: CarriedFile, files: FaultyFiles, path: Path, call: str, torn: int
 ) -> None:
     files.fail(call, torn=torn)
@@ -109,7 +109,7 @@ def test_what_could_not_be_written_is_not_carried(
     assert contents(again, 8) == [Message(8, b"eight", NOW_NS)]
 
 
-def test_finished_messages_are_let_go_of(carried: CarriedFile, files: FaultyFiles, path: Path) -> None:
+def test_finished_messages_are_forgotten(carried: CarriedFile, files: FaultyFiles, path: Path) -> None:
     size = path.stat().st_size
     keep_only(carried, [100, 5, 12345])
     assert len(carried) == 2
@@ -118,7 +118,7 @@ def test_finished_messages_are_let_go_of(carried: CarriedFile, files: FaultyFile
     assert path.stat().st_size == size, "not worth rewriting"
 
 
-def test_the_file_goes_with_its_last_message(carried: CarriedFile, path: Path) -> None:
+def test_the_file_is_removed_with_its_last_message(carried: CarriedFile, path: Path) -> None:
     keep_only(carried, [])
     assert not path.exists()
     assert len(carried) == 0
@@ -126,7 +126,7 @@ def test_the_file_goes_with_its_last_message(carried: CarriedFile, path: Path) -
     assert contents(carried, 7) == [Message(7, b"seven", NOW_NS)]
 
 
-def test_the_file_shrinks_when_most_of_it_is_dead(files: FaultyFiles, path: Path) -> None:
+def test_the_file_shrinks_when_most_messages_are_finished(files: FaultyFiles, path: Path) -> None:
     made = CarriedFile(files, path)
     big = [(n, NOW_NS + n, b"%02d" % n * 50_000) for n in range(30)]
     made.add(big)
@@ -144,7 +144,7 @@ def test_the_file_shrinks_when_most_of_it_is_dead(files: FaultyFiles, path: Path
     ]
 
 
-def test_a_little_dead_space_is_not_worth_rewriting(files: FaultyFiles, path: Path) -> None:
+def test_a_few_finished_messages_do_not_cause_a_rewrite(files: FaultyFiles, path: Path) -> None:
     made = CarriedFile(files, path)
     made.add([(1, NOW_NS, b"x" * (_WORTH_REWRITING - 100)), (2, NOW_NS, b"small")])
     keep_only(made, [2])
@@ -167,7 +167,9 @@ def test_a_file_that_cannot_be_rewritten_stays_as_it_was(files: FaultyFiles, pat
     assert contents(made, 99, 3) == [Message(99, b"more", NOW_NS), Message(3, b"03" * 50_000, NOW_NS + 3)]
 
 
-def test_a_torn_tail_costs_what_was_torn(carried: CarriedFile, files: FaultyFiles, path: Path) -> None:
+def test_a_torn_tail_loses_only_the_torn_message(
+    carried: CarriedFile, files: FaultyFiles, path: Path
+) -> None:
     whole = path.read_bytes()
     first = len(encoded(5, b"five"))
     second = first + len(encoded(9, b""))
@@ -181,10 +183,10 @@ def test_a_torn_tail_costs_what_was_torn(carried: CarriedFile, files: FaultyFile
         assert contents(third, 7) == [Message(7, b"seven", NOW_NS)]
 
 
-def test_a_damaged_message_costs_itself_and_is_reported(
+def test_a_damaged_message_is_lost_alone_and_reported(
     carried: CarriedFile, files: FaultyFiles, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The segment it came from is gone: this is the end of the message, and the operator must know."""
+    """Its segment is gone, so the message is lost, and the operator must know."""
     flip(path, 50)
     again = CarriedFile(files, path)
     assert again.load() == [9, 100]
@@ -192,7 +194,7 @@ def test_a_damaged_message_costs_itself_and_is_reported(
     assert str(path) in caplog.text
 
 
-def test_a_message_whose_bytes_have_gone_bad_since_is_none(carried: CarriedFile, path: Path) -> None:
+def test_a_message_damaged_after_loading_reads_as_none(carried: CarriedFile, path: Path) -> None:
     whole = path.read_bytes()
     for position in (0, 20, 50):
         path.write_bytes(whole)
@@ -204,7 +206,7 @@ def test_a_message_whose_bytes_have_gone_bad_since_is_none(carried: CarriedFile,
     assert contents(carried, 5) == [None]
 
 
-def test_an_error_of_the_disk_is_not_taken_for_bad_bytes(carried: CarriedFile, files: FaultyFiles) -> None:
+def test_a_read_error_is_not_taken_for_damage(carried: CarriedFile, files: FaultyFiles) -> None:
     files.fail("read", errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         carried.read(5)
@@ -221,14 +223,14 @@ def test_no_descriptor_is_left_open(carried: CarriedFile, files: FaultyFiles) ->
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_removing_is_for_good(carried: CarriedFile, path: Path) -> None:
+def test_a_removed_file_does_not_come_back(carried: CarriedFile, path: Path) -> None:
     carried.remove()
     assert not path.exists()
     assert len(carried) == 0
     carried.remove()
 
 
-def test_what_is_finished_while_the_file_is_copied_is_let_go_of(files: FaultyFiles, path: Path) -> None:
+def test_messages_finished_during_a_copy_are_forgotten(files: FaultyFiles, path: Path) -> None:
     made = CarriedFile(files, path)
     made.add([(n, NOW_NS + n, b"%02d" % n * 50_000) for n in range(30)])
     made.drop(range(5, 30))

@@ -1,4 +1,4 @@
-"""The topic log: appending, memory, reading back, syncing, reclaiming, and starting again."""
+"""The log on disk: appending, memory, reading back, syncing, reclaiming, restarting."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def assert_in_order(log: DiskLog) -> None:
 
 
 @in_all_modes
-def test_what_is_appended_is_read(tmp_path: Path, durability: Durability) -> None:
+def test_appended_messages_can_be_read(tmp_path: Path, durability: Durability) -> None:
     log = open_log(tmp_path, durability=durability)
     assert log.end == log.start == FLOOR
     assert log.read(FLOOR) is None
@@ -158,7 +158,7 @@ def test_after_a_failed_append_the_log_is_as_before(
 
 REFUSING_CALLS = ["open", "write"]
 HARMLESS_CALLS = ["rename", "duplicate", "truncate"]
-"""A segment without its index, or longer than it need be, is as good as any."""
+"""A segment without its index, or longer than necessary, is still good."""
 
 
 @in_disk_modes
@@ -166,7 +166,7 @@ HARMLESS_CALLS = ["rename", "duplicate", "truncate"]
 def test_a_failure_while_rolling_leaves_the_log_as_before(
     tmp_path: Path, files: FaultyFiles, durability: Durability, call: str
 ) -> None:
-    """Whichever call fails, at whichever of its uses while a segment is sealed and the next begun."""
+    """Any call may fail, at any of its uses while a segment is sealed and the next one begins."""
     log = open_log(tmp_path, files=files, durability=durability, **SMALL)
     written: list[Message] = []
     for number in range(40):
@@ -188,7 +188,7 @@ def test_a_failure_while_rolling_leaves_the_log_as_before(
 
 @in_all_modes
 def test_a_limit_on_the_size_of_files_ends_a_segment_early(tmp_path: Path, durability: Durability) -> None:
-    """`ulimit -f` below the segment size: the system takes what fits, and then says EFBIG."""
+    """`ulimit -f` below the segment size: the system writes what fits, then raises EFBIG."""
 
     class Limited(FaultyFiles):
         def write(self, fd: int, buffers: Sequence[Buffer], position: int) -> None:
@@ -218,7 +218,7 @@ def test_a_limit_on_the_size_of_files_ends_a_segment_early(tmp_path: Path, durab
 def test_a_failed_append_that_could_not_be_cut_off_is_not_read_later(
     tmp_path: Path, files: FaultyFiles
 ) -> None:
-    """Some of its batches may stand whole in the file; none of them was acknowledged."""
+    """Some of its batches may be whole in the file; none of them was acknowledged."""
     for torn in range(0, 400, 7):
         directory = tmp_path / str(torn)
         directory.mkdir()
@@ -238,10 +238,10 @@ def test_a_failed_append_that_could_not_be_cut_off_is_not_read_later(
         crash(log)
 
 
-def test_a_failed_append_that_could_not_be_cut_off_is_no_corruption(
+def test_a_failed_append_that_could_not_be_cut_off_does_not_count_as_damage(
     tmp_path: Path, files: FaultyFiles
 ) -> None:
-    """The segment is sealed with the rest of a failed write behind its last batch."""
+    """The segment is sealed with the rest of a failed write after its last batch."""
     log = open_log(tmp_path, files=files, segment_bytes=200)
     written = append(log, b"first")
     files.fail("write", errno.EIO, torn=60)
@@ -257,7 +257,7 @@ def test_a_failed_append_that_could_not_be_cut_off_is_no_corruption(
     crash(log)
 
 
-def test_an_oversized_append_that_failed_once_does_not_cost_the_segment_later(
+def test_an_oversized_append_that_failed_once_does_not_lose_the_segment_later(
     tmp_path: Path, files: FaultyFiles
 ) -> None:
     log = open_log(tmp_path, files=files, segment_bytes=100)
@@ -324,8 +324,8 @@ def test_memory_mode_does_not_write_what_nobody_needs(tmp_path: Path, files: Fau
     crash(log)
 
 
-def test_memory_mode_passes_over_what_was_not_written(tmp_path: Path) -> None:
-    """Nobody needed some messages in the middle: a reader who asks all the same gets the next ones."""
+def test_memory_mode_skips_messages_that_were_not_written(tmp_path: Path) -> None:
+    """Nobody needed some messages in the middle. A reader that asks for them gets the next ones."""
     log = open_log(tmp_path, durability=MEMORY, memory_messages=2)
     low = FLOOR
     log.reader_low = lambda: low
@@ -345,7 +345,7 @@ def test_memory_mode_passes_over_what_was_not_written(tmp_path: Path) -> None:
     crash(log)
 
 
-def test_memory_mode_finds_what_is_in_memory_behind_damage_on_disk(tmp_path: Path) -> None:
+def test_memory_mode_reads_on_from_memory_after_damage_on_disk(tmp_path: Path) -> None:
     log = open_log(tmp_path, durability=MEMORY, memory_messages=4)
     written = fill(log, 6, 2)
     assert log.memory_start == FLOOR + 8
@@ -356,10 +356,11 @@ def test_memory_mode_finds_what_is_in_memory_behind_damage_on_disk(tmp_path: Pat
     crash(log)
 
 
-def test_memory_mode_keeps_within_the_bytes_even_when_the_disk_is_full(
+def test_memory_mode_respects_the_byte_limit_even_when_the_disk_is_full(
     tmp_path: Path, files: FaultyFiles
 ) -> None:
-    """Messages may be large: memory is bounded by rejecting, not by the number of messages alone."""
+    """Messages may be large, so appends are rejected by bytes, not only by the number of
+    messages."""
     cache = BatchCache(10_000)
     log = open_log(tmp_path, files=files, cache=cache, durability=MEMORY, memory_messages=1000)
     files.fail("write", times=None)
@@ -377,7 +378,7 @@ def test_memory_mode_keeps_within_the_bytes_even_when_the_disk_is_full(
 def test_reading_back_is_bounded_even_when_memory_cannot_be_written_out(
     tmp_path: Path, files: FaultyFiles
 ) -> None:
-    """Consumers go on while the disk is full, and what they read does not pile up."""
+    """Consumers continue while the disk is full, and what they read is not kept."""
     cache = BatchCache(20_000)
     log = open_log(tmp_path, files=files, cache=cache, durability=MEMORY, memory_messages=4)
     written = []
@@ -434,7 +435,7 @@ def test_one_append_larger_than_the_memory_queue_is_kept_when_the_disk_is_full(
     crash(log)
 
 
-def test_a_stop_that_cannot_write_says_so_and_can_be_tried_again(tmp_path: Path, files: FaultyFiles) -> None:
+def test_a_stop_that_cannot_write_raises_and_can_be_repeated(tmp_path: Path, files: FaultyFiles) -> None:
     log = open_log(tmp_path, files=files, durability=MEMORY)
     written = fill(log, 5)
     files.fail("write", after=2)
@@ -546,7 +547,7 @@ def test_reading_begins_at_any_number(tmp_path: Path, durability: Durability) ->
     crash(log)
 
 
-def test_what_comes_from_disk_is_what_was_appended_times_and_all(tmp_path: Path) -> None:
+def test_messages_read_from_disk_equal_the_appended_ones_with_their_times(tmp_path: Path) -> None:
     """Written in batches of every size, read back in joined ones."""
     log = open_log(tmp_path, segment_bytes=400_000, memory_messages=1)
     written: list[Message] = []
@@ -571,7 +572,7 @@ def test_what_comes_from_disk_is_what_was_appended_times_and_all(tmp_path: Path)
     crash(log)
 
 
-def test_far_more_readers_than_places_remembered_all_get_everything(tmp_path: Path) -> None:
+def test_more_readers_than_remembered_positions_all_get_everything(tmp_path: Path) -> None:
     log = open_log(tmp_path, cache_bytes=0, memory_messages=1)
     written = [message for n in range(100) for message in append(log, b"%03d" % n * 40_000)]
     for order in (reversed(written), written, written[::2]):
@@ -599,7 +600,7 @@ def test_many_readers_at_different_places_all_get_everything(tmp_path: Path, dur
     crash(log)
 
 
-def test_reading_without_waiting_raises_cold_where_the_disk_must_be_asked(
+def test_reading_without_waiting_raises_cold_if_the_disk_must_be_read(
     tmp_path: Path, files: FaultyFiles
 ) -> None:
     log = open_log(tmp_path, files=files, memory_messages=5)
@@ -613,7 +614,7 @@ def test_reading_without_waiting_raises_cold_where_the_disk_must_be_asked(
     crash(log)
 
 
-def test_an_error_of_the_disk_passes_and_nothing_is_given_up(tmp_path: Path, files: FaultyFiles) -> None:
+def test_after_a_read_error_everything_can_still_be_read(tmp_path: Path, files: FaultyFiles) -> None:
     log = open_log(tmp_path, files=files, **SMALL)
     written = fill(log, 20)
     for after in range(4):
@@ -637,9 +638,7 @@ def test_an_error_of_the_disk_passes_and_nothing_is_given_up(tmp_path: Path, fil
     crash(log)
 
 
-def test_an_error_of_the_disk_while_opening_is_not_taken_for_damage(
-    tmp_path: Path, files: FaultyFiles
-) -> None:
+def test_a_read_error_while_opening_is_not_taken_for_damage(tmp_path: Path, files: FaultyFiles) -> None:
     log = open_log(tmp_path, files=files, **SMALL)
     written = fill(log, 20)
     crash(log)
@@ -677,7 +676,7 @@ def damaged_log(
 
 
 @pytest.mark.parametrize("has_index", [True, False])
-def test_damage_costs_the_batches_it_hit_and_is_counted_and_logged(
+def test_damage_loses_only_the_batches_it_hit_and_is_counted_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, has_index: bool
 ) -> None:
     damaged = [0, 4, 5, 9, 14]
@@ -693,7 +692,9 @@ def test_damage_costs_the_batches_it_hit_and_is_counted_and_logged(
 
 
 @pytest.mark.parametrize("has_index", [True, False])
-def test_messages_lost_to_damage_are_counted_and_belong_to_no_depth(tmp_path: Path, has_index: bool) -> None:
+def test_messages_lost_to_damage_are_counted_and_not_part_of_the_depth(
+    tmp_path: Path, has_index: bool
+) -> None:
     damaged = [0, 4, 5, 9, 14]
     log, _ = damaged_log(tmp_path, has_index=has_index, batches=damaged)
     read_all(log, FLOOR)
@@ -713,8 +714,8 @@ def test_damage_is_counted_wherever_reading_begins(tmp_path: Path) -> None:
     crash(log)
 
 
-def test_a_segment_cut_while_in_use_costs_what_was_cut(tmp_path: Path) -> None:
-    """Bounded by a count of reads, because the fault to be feared is reading for ever."""
+def test_a_segment_cut_while_in_use_loses_only_what_was_cut(tmp_path: Path) -> None:
+    """The number of reads is limited, because the possible fault is an endless loop."""
 
     class Impatient(FaultyFiles):
         def read(self, fd: int, size: int, position: int) -> bytes:
@@ -737,7 +738,7 @@ def places_behind(directory: Path, cut: Any, written: list[list[Message]]) -> li
     return [range(cut.sequences.start, following)]
 
 
-def test_a_foreign_file_beside_the_segments_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_beside_the_segments_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "notes.log").write_text("by an operator")
     log = open_log(tmp_path)
     written = append(log, b"a")
@@ -752,7 +753,7 @@ def test_a_foreign_file_beside_the_segments_is_left_alone(tmp_path: Path) -> Non
 
 
 @in_all_modes
-def test_a_clean_stop_loses_nothing_and_goes_on_with_the_next_number(
+def test_a_clean_stop_loses_nothing_and_continues_with_the_next_number(
     tmp_path: Path, durability: Durability
 ) -> None:
     log = open_log(tmp_path, durability=durability, **SMALL)
@@ -788,7 +789,7 @@ def test_a_log_that_was_never_used_closes_and_opens(tmp_path: Path) -> None:
 
 
 @in_disk_modes
-def test_a_crash_loses_nothing_and_goes_on_at_the_epoch(tmp_path: Path, durability: Durability) -> None:
+def test_a_crash_loses_nothing_and_continues_at_the_epoch(tmp_path: Path, durability: Durability) -> None:
     log = open_log(tmp_path, durability=durability, **SMALL)
     written = fill(log, 10)
     crash(log)
@@ -894,7 +895,7 @@ def test_deferred_messages_are_known_after_a_restart(tmp_path: Path, is_clean: b
     crash(log)
 
 
-def test_files_of_an_idle_log_are_let_go_of_and_opened_again(tmp_path: Path, files: FaultyFiles) -> None:
+def test_files_of_an_idle_log_are_closed_and_opened_again(tmp_path: Path, files: FaultyFiles) -> None:
     log = open_log(tmp_path, files=files)
     written = fill(log, 3)
     before = open_descriptors()
@@ -932,7 +933,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path, durability: Durability) -> N
     assert open_descriptors() == before
 
 
-def test_deleting_writes_nothing(tmp_path: Path, files: FaultyFiles) -> None:
+def test_discarding_writes_nothing(tmp_path: Path, files: FaultyFiles) -> None:
     cache = BatchCache(1 << 20)
     log = open_log(tmp_path, files=files, cache=cache, durability=MEMORY)
     fill(log, 5)
@@ -988,7 +989,7 @@ def test_every_segment_written_to_is_synced(tmp_path: Path) -> None:
 def test_the_name_of_a_new_segment_is_synced_before_its_messages_count_as_committed(
     tmp_path: Path, files: FaultyFiles
 ) -> None:
-    """A file outlives a power cut only once its directory is synced too."""
+    """A file survives a power cut only after its directory is synced too."""
     log = open_log(tmp_path, files=files, durability=Durability.FSYNC, **SMALL)
     append(log, b"a")
     log.sync_now()
@@ -1002,7 +1003,7 @@ def test_the_name_of_a_new_segment_is_synced_before_its_messages_count_as_commit
     crash(log)
 
 
-def test_a_failed_sync_commits_nothing_and_is_told(tmp_path: Path, files: FaultyFiles) -> None:
+def test_a_failed_sync_commits_nothing_and_keeps_the_error(tmp_path: Path, files: FaultyFiles) -> None:
     log = open_log(tmp_path, files=files, durability=Durability.FSYNC)
     written = fill(log, 3)
     files.fail("sync", errno.EIO)
@@ -1035,7 +1036,7 @@ class Syncs(FaultyFiles):
 
 
 def test_a_file_whose_sync_failed_is_neither_written_to_nor_synced_again(tmp_path: Path) -> None:
-    """The system may have dropped what it could not write; a second fsync says nothing about that."""
+    """The system may have dropped what it could not write; a second fsync does not tell."""
     files = Syncs()
     log = open_log(tmp_path, files=files, durability=Durability.FSYNC)
     written = append(log, b"before")
@@ -1085,7 +1086,7 @@ def test_a_doubtful_segment_is_copied(tmp_path: Path) -> None:
     crash(log)
 
 
-def test_a_copy_that_was_broken_off_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_copy_is_removed_at_the_next_start(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     written = fill(log, 3)
     (path,) = segment_files(tmp_path)
@@ -1097,7 +1098,9 @@ def test_a_copy_that_was_broken_off_leaves_nothing(tmp_path: Path) -> None:
     crash(log)
 
 
-def test_a_copy_says_what_the_system_has_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_reports_messages_that_the_system_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     log = open_log(tmp_path)
     written = fill(log, 3)
     (path,) = segment_files(tmp_path)
@@ -1132,7 +1135,7 @@ def test_a_stop_copies_what_an_earlier_sync_could_not_save(tmp_path: Path) -> No
 def test_a_sync_without_a_spare_descriptor_takes_the_segment_s_own_and_frees_it(
     tmp_path: Path, files: FaultyFiles
 ) -> None:
-    """Or topics that wait for their sync would keep the descriptors that it needs, for ever."""
+    """Otherwise topics that wait for a sync would keep the descriptors it needs, forever."""
     before = open_descriptors()
     log = open_log(tmp_path, files=files)
     written = fill(log, 10)
@@ -1167,7 +1170,7 @@ def test_a_stop_syncs_everything(tmp_path: Path, durability: Durability) -> None
     assert log.committed == log.stable == log.end
 
 
-def test_a_stop_that_cannot_sync_says_so(tmp_path: Path, files: FaultyFiles) -> None:
+def test_a_stop_that_cannot_sync_raises(tmp_path: Path, files: FaultyFiles) -> None:
     log = open_log(tmp_path, files=files)
     written = fill(log, 3)
     files.fail("sync", errno.EIO)
@@ -1183,7 +1186,7 @@ def test_a_stop_that_cannot_sync_says_so(tmp_path: Path, files: FaultyFiles) -> 
 
 
 def remove(log: DiskLog, low: int, now_s: float = NOW_NS / 1e9) -> int:
-    """Trim as the broker does; gives the number of segments that went."""
+    """Trim as the broker does; gives the number of removed segments."""
     dropped = log.trim(low, now_s)
     for segment in dropped:
         segment.remove()
@@ -1191,7 +1194,7 @@ def remove(log: DiskLog, low: int, now_s: float = NOW_NS / 1e9) -> int:
 
 
 @in_disk_modes
-def test_segments_that_nobody_needs_go(tmp_path: Path, durability: Durability) -> None:
+def test_segments_that_nobody_needs_are_removed(tmp_path: Path, durability: Durability) -> None:
     log = open_log(tmp_path, durability=durability, **SMALL)
     written = fill(log, 30)
     assert [segment.base for segment in log.sealed_segments()] == [
@@ -1213,7 +1216,7 @@ def test_segments_that_nobody_needs_go(tmp_path: Path, durability: Durability) -
     crash(log)
 
 
-def test_a_segment_still_needed_keeps_those_behind_it(tmp_path: Path) -> None:
+def test_a_segment_still_needed_keeps_all_after_it(tmp_path: Path) -> None:
     log = open_log(tmp_path, **SMALL)
     fill(log, 30)
     second = log.sealed_segments()[1]
@@ -1223,14 +1226,14 @@ def test_a_segment_still_needed_keeps_those_behind_it(tmp_path: Path) -> None:
     crash(log)
 
 
-def test_the_segment_being_written_to_stays_while_it_is_small(tmp_path: Path) -> None:
+def test_the_active_segment_stays_while_it_is_small(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     fill(log, 5)
     assert remove(log, log.end) == 0
     crash(log)
 
 
-def test_a_large_segment_that_all_have_passed_goes_even_while_written_to(tmp_path: Path) -> None:
+def test_a_large_active_segment_that_all_have_passed_is_removed(tmp_path: Path) -> None:
     log = open_log(tmp_path, memory_messages=2)
     append(log, *[b"x" * (1 << 20)] * 8)
     assert remove(log, log.end - 1) == 0
@@ -1288,8 +1291,8 @@ def test_retention_by_age_keeps_young_segments(tmp_path: Path) -> None:
     crash(log)
 
 
-def test_a_stamp_in_the_future_does_not_keep_the_segments_behind_it(tmp_path: Path) -> None:
-    """Nor its own: that one is as old as the next."""
+def test_a_publish_time_in_the_future_does_not_keep_segments(tmp_path: Path) -> None:
+    """The segment with that time counts as old as the next one."""
     log = open_log(tmp_path, retention_s=100, **SMALL)
     for number in range(30):
         now_s = 10_000_000 if number == 3 else 1000 + 10 * number
@@ -1311,7 +1314,7 @@ def test_retention_by_bytes_keeps_the_newest(tmp_path: Path) -> None:
     crash(log)
 
 
-def test_retention_by_age_and_bytes_lets_go_by_whichever_is_reached_first(tmp_path: Path) -> None:
+def test_retention_by_age_and_bytes_removes_at_whichever_limit_comes_first(tmp_path: Path) -> None:
     log = open_log(tmp_path, retention_s=100, retention_bytes=2_000, **SMALL)
     fill(log, 30)
     now_s = NOW_NS / 1e9
@@ -1334,7 +1337,7 @@ def test_retention_works_on_segments_of_an_earlier_run(tmp_path: Path) -> None:
     crash(log)
 
 
-def test_a_dropped_segment_is_read_no_more(tmp_path: Path) -> None:
+def test_a_removed_segment_is_not_read_any_more(tmp_path: Path) -> None:
     log = open_log(tmp_path, cache_bytes=0, **SMALL)
     written = fill(log, 30)
     first = log.read(FLOOR, wait=True)
@@ -1361,7 +1364,7 @@ def test_count_leaves_gaps_out(tmp_path: Path) -> None:
     crash(log)
 
 
-def test_the_real_disk_will_do(tmp_path: Path) -> None:
+def test_a_log_works_on_the_real_disk(tmp_path: Path) -> None:
     log = open_log(tmp_path, files=Files(), durability=Durability.FSYNC, **SMALL)
     written = fill(log, 10)
     log.sync_now()
@@ -1379,7 +1382,7 @@ def test_the_real_disk_will_do(tmp_path: Path) -> None:
 def test_after_refused_writes_memory_and_disk_together_still_hold_everything(
     tmp_path: Path, files: FaultyFiles, refusals: int
 ) -> None:
-    """Whichever batch is the first to reach the disk again, those before it are not left out."""
+    """When writes work again, the batches from before are written as well."""
     log = open_log(tmp_path, files=files, durability=MEMORY, cache_bytes=1200, memory_messages=1000)
     log.reader_low = lambda: FLOOR
     files.fail("write", times=refusals)

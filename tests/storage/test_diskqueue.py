@@ -68,12 +68,12 @@ def test_ephemeral_names_are_found_too(tmp_path: Path) -> None:
         "topics",
     ],
 )
-def test_other_files_are_no_queues(tmp_path: Path, name: str) -> None:
+def test_other_files_are_not_queues(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(GoMessage(b"body").encode())
     assert find_queues(Files(), tmp_path) == []
 
 
-def test_a_directory_that_is_not_there_has_no_queues(tmp_path: Path) -> None:
+def test_a_missing_directory_has_no_queues(tmp_path: Path) -> None:
     assert find_queues(Files(), tmp_path / "nowhere") == []
 
 
@@ -95,7 +95,7 @@ def test_records_come_with_time_attempts_and_body(tmp_path: Path) -> None:
     assert [*queue.records()] == [*queue.records()], "a queue can be read again"
 
 
-def test_reading_begins_at_the_read_side(tmp_path: Path) -> None:
+def test_reading_begins_at_the_read_position(tmp_path: Path) -> None:
     messages = go_messages(10)
     GoQueue(tmp_path, "t").write(*messages).consume(4).save()
     assert bodies(found(tmp_path)) == of(messages[4:])
@@ -116,7 +116,7 @@ def test_numbers_may_have_more_than_six_digits(tmp_path: Path) -> None:
     assert bodies(found(tmp_path)) == of(go_messages(3))
 
 
-def test_what_lies_before_the_read_side_is_not_read(tmp_path: Path) -> None:
+def test_consumed_records_are_not_read(tmp_path: Path) -> None:
     queue = GoQueue(tmp_path, "t").write(*go_messages(3), max_bytes=1)
     queue.read_side, queue.depth = (2, 0), 1
     queue.save()
@@ -201,7 +201,7 @@ def test_without_a_state_everything_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"3\n", b"3\n0;0\n0,96\n", b"\0" * 20, b"x\n0,0\n0,0\n"])
-def test_a_state_that_cannot_be_understood_is_reported_and_everything_is_read(
+def test_a_state_that_cannot_be_parsed_is_reported_and_everything_is_read(
     tmp_path: Path, content: bytes
 ) -> None:
     GoQueue(tmp_path, "t").write(*go_messages(3)).meta_path.write_bytes(content)
@@ -211,7 +211,7 @@ def test_a_state_that_cannot_be_understood_is_reported_and_everything_is_read(
 
 
 def test_stale_bytes_beyond_the_recorded_end_are_not_taken_for_messages(tmp_path: Path) -> None:
-    """A queue that lost its state is written over from its start; what remains begins in mid-record."""
+    """A queue without its state is overwritten from the start; the rest begins inside a record."""
     queue = GoQueue(tmp_path, "t").write(GoMessage(b"\0\0\0\x40" * 50), GoMessage(b"old"))
     queue.write_side, queue.depth = (0, 0), 0
     queue.write(GoMessage(b"new!")).save()

@@ -1,4 +1,4 @@
-"""The one door to the disk, on a real one."""
+"""The only door to the disk, tested on a real one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fd(files: Files, tmp_path: Path) -> Iterator[int]:
 
 @pytest.fixture
 def descriptors() -> Iterator[None]:
-    """Nothing is left open."""
+    """Checks that no descriptor is left open."""
     before = os.listdir("/proc/self/fd")
     yield
     assert len(os.listdir("/proc/self/fd")) == len(before)
@@ -83,7 +83,7 @@ def test_any_number_of_buffers_is_written(files: Files, fd: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("count", [3, _MAX_BUFFERS + 5])
-def test_a_write_that_the_system_cuts_short_is_carried_on(
+def test_a_write_that_the_system_cuts_short_is_continued(
     files: Files, fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     pwritev, pwrite = os.pwritev, os.pwrite
@@ -111,16 +111,16 @@ def test_reading_gives_what_is_there(files: Files, fd: int) -> None:
     assert files.read(fd, 100, 50) == b""
 
 
-def test_reading_from_the_system_s_memory_gives_the_same_or_nothing(files: Files, fd: int) -> None:
+def test_a_cached_read_gives_the_same_bytes_or_none(files: Files, fd: int) -> None:
     files.write(fd, [b"0123456789"], 0)
     for size, position, expected in ((4, 3, b"3456"), (100, 8, b"89"), (100, 50, b""), (0, 3, b"")):
         assert files.read_cached(fd, size, position) in (expected, None)
 
 
-def test_what_was_read_from_the_system_s_memory_stands_until_the_next_call(
+def test_a_cached_read_is_valid_until_the_next_call(
     files: Files, fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However much is asked for; without RWF_NOWAIT here, so that the answer is always there."""
+    """For any size. Without RWF_NOWAIT, so that there is always an answer."""
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at, flags: preadv(fd, buffers, at))
     large = os.urandom(1 << 20)
@@ -131,7 +131,7 @@ def test_what_was_read_from_the_system_s_memory_stands_until_the_next_call(
 
 
 class Preadv:
-    """Stands in for os.preadv."""
+    """Replaces os.preadv."""
 
     def __init__(self, result: int | bytes) -> None:
         self.result = result
@@ -144,13 +144,15 @@ class Preadv:
         return len(self.result)
 
 
-def test_reading_would_wait_is_none(files: Files, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_read_that_would_wait_gives_none(
+    files: Files, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "preadv", Preadv(errno.EAGAIN))
     assert files.read_cached(fd, 4, 3) is None
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
-def test_where_the_system_cannot_tell_it_is_read(
+def test_a_cached_read_reads_normally_if_the_system_cannot_tell(
     files: Files, fd: int, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     files.write(fd, [b"0123456789"], 0)
@@ -158,17 +160,13 @@ def test_where_the_system_cannot_tell_it_is_read(
     assert files.read_cached(fd, 4, 3) == b"3456"
 
 
-def test_an_error_while_reading_from_the_system_s_memory_is_raised(
-    files: Files, fd: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_cached_read_is_raised(files: Files, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "preadv", Preadv(errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
         files.read_cached(fd, 4, 3)
 
 
-def test_a_part_in_the_system_s_memory_is_given_as_such(
-    files: Files, fd: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_read_may_give_a_part(files: Files, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "preadv", Preadv(b"01"))
     assert files.read_cached(fd, 4, 0) == b"01"
 
@@ -191,7 +189,7 @@ def test_a_duplicate_outlives_the_original(files: Files, tmp_path: Path) -> None
     assert content(tmp_path) == b"x"
 
 
-def test_removing_what_is_not_there_is_no_error(files: Files, tmp_path: Path) -> None:
+def test_removing_a_missing_file_is_not_an_error(files: Files, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     files.unlink(tmp_path / "file")
     files.unlink(tmp_path / "file")
@@ -215,7 +213,7 @@ def test_directories_are_made_with_their_parents_listed_renamed_and_removed(
     assert files.list_directory(tmp_path) == ["a"]
 
 
-def test_a_whole_file_or_none(files: Files, tmp_path: Path) -> None:
+def test_a_file_is_read_whole_and_a_missing_one_is_none(files: Files, tmp_path: Path) -> None:
     assert files.read_whole(tmp_path / "file") is None
     (tmp_path / "file").write_bytes(b"content")
     assert files.read_whole(tmp_path / "file") == b"content"
@@ -275,14 +273,16 @@ def test_a_synced_replacement_is_on_disk_before_its_name_is(order: Order, tmp_pa
 
 
 def test_a_replacement_is_synced_before_it_takes_the_place_of_anything(order: Order, tmp_path: Path) -> None:
-    """Or a power cut could leave an empty file, where there was one."""
+    """Otherwise a power cut could leave an empty file in its place."""
     order.replace(tmp_path / "file", b"first", sync=False)
     assert order.take() == ["rename"]
     order.replace(tmp_path / "file", b"second", sync=False)
     assert order.take() == ["sync file.tmp", "rename"]
 
 
-def test_what_is_written_without_a_sync_is_synced_later_files_first(order: Order, tmp_path: Path) -> None:
+def test_files_written_without_a_sync_are_synced_later_before_their_names(
+    order: Order, tmp_path: Path
+) -> None:
     order.make_directory(tmp_path / "a" / "b")
     order.replace(tmp_path / "a" / "b" / "replaced", b"x", sync=False)
     order.add_version(tmp_path / "a" / "versions", b"x")
@@ -296,7 +296,7 @@ def test_what_is_written_without_a_sync_is_synced_later_files_first(order: Order
     assert (order.take(), order.has_pending) == ([], False)
 
 
-def test_what_is_gone_need_not_be_synced(order: Order, tmp_path: Path) -> None:
+def test_removed_files_need_no_sync(order: Order, tmp_path: Path) -> None:
     order.make_directory(tmp_path / "a" / "b")
     order.replace(tmp_path / "a" / "b" / "file", b"x", sync=False)
     order.remove_tree(tmp_path / "a")
@@ -305,7 +305,7 @@ def test_what_is_gone_need_not_be_synced(order: Order, tmp_path: Path) -> None:
     assert (order.take(), order.has_pending) == ([f"sync {tmp_path.name}/"], False)
 
 
-def test_a_sync_that_fails_is_tried_again_and_holds_up_no_other(
+def test_a_sync_that_fails_is_repeated_and_does_not_stop_others(
     order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order.replace(tmp_path / "file", b"x", sync=False)
@@ -361,7 +361,7 @@ def test_a_name_that_changes_while_its_directory_is_synced_is_synced_again(tmp_p
     assert (len(files.calls), files.has_pending) == (2, False)
 
 
-def test_versions_stand_behind_each_other_until_they_are_many(order: Order, tmp_path: Path) -> None:
+def test_versions_are_appended_until_they_are_many(order: Order, tmp_path: Path) -> None:
     path = tmp_path / "file"
     order.add_version(path, b"1")
     assert order.take() == [], "the disk is not waited for"
@@ -381,7 +381,7 @@ def test_versions_stand_behind_each_other_until_they_are_many(order: Order, tmp_
 
 
 class Interrupted(Files):
-    """Does something just before a file that is written anew gets its name."""
+    """Calls a function just before a rewritten file gets its name."""
 
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
 
@@ -390,7 +390,7 @@ class Interrupted(Files):
         meanwhile()
 
 
-def test_a_version_added_while_the_file_is_written_anew_is_kept(tmp_path: Path) -> None:
+def test_a_version_added_while_the_file_is_rewritten_is_kept(tmp_path: Path) -> None:
     files, path = Interrupted(), tmp_path / "file"
     old = b"x" * (_SMALL + 1)
     files.add_version(path, old)
@@ -405,7 +405,7 @@ def test_a_version_added_while_the_file_is_written_anew_is_kept(tmp_path: Path) 
     assert not files.has_pending
 
 
-def test_a_file_removed_while_it_is_written_anew_stays_away(tmp_path: Path) -> None:
+def test_a_file_removed_while_it_is_rewritten_stays_removed(tmp_path: Path) -> None:
     files, path = Interrupted(), tmp_path / "file"
     files.add_version(path, b"x" * (_SMALL + 1))
     files.add_version(path, b"1")
@@ -415,8 +415,8 @@ def test_a_file_removed_while_it_is_written_anew_stays_away(tmp_path: Path) -> N
     assert not files.has_pending
 
 
-def test_a_file_of_versions_whose_sync_failed_is_written_anew(order: Order, tmp_path: Path) -> None:
-    """The system may have dropped what it could not write: another sync of the same file would not tell."""
+def test_a_file_of_versions_whose_sync_failed_is_rewritten(order: Order, tmp_path: Path) -> None:
+    """The system may have dropped what it could not write; another sync would not tell."""
     path = tmp_path / "file"
     order.add_version(path, b"1")
     order.add_version(path, b"2")
@@ -498,7 +498,7 @@ def test_a_replacement_that_fails_leaves_the_old_content(
     assert path.read_bytes() == b"new"
 
 
-def test_a_directory_that_is_not_there_cannot_be_synced(files: Files, tmp_path: Path) -> None:
+def test_a_missing_directory_cannot_be_synced(files: Files, tmp_path: Path) -> None:
     files.sync_directory(tmp_path)
     with pytest.raises(FileNotFoundError):
         files.sync_directory(tmp_path / "nowhere")
@@ -534,14 +534,14 @@ def test_a_data_path_is_for_one_process(files: Files, tmp_path: Path, descriptor
     files.close(files.lock_directory(tmp_path))
 
 
-def test_a_data_path_that_is_not_there_is_named(files: Files, tmp_path: Path) -> None:
+def test_the_error_names_a_missing_data_path(files: Files, tmp_path: Path) -> None:
     path = tmp_path / "nowhere"
     with pytest.raises(StartError) as error:
         files.lock_directory(path)
     assert str(error.value) == f"failed to lock data-path: open {path}: no such file or directory"
 
 
-def test_a_data_path_that_is_a_file_is_named(files: Files, tmp_path: Path) -> None:
+def test_the_error_names_a_data_path_that_is_a_file(files: Files, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StartError, match="failed to lock data-path: open .*: not a directory"):
         files.lock_directory(tmp_path / "file")

@@ -1,4 +1,4 @@
-"""Sequence numbers that hold no message."""
+"""Sequence numbers without a message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gaps(*ranges: tuple[int, int]) -> Gaps:
     return made
 
 
-def test_there_are_none_at_first() -> None:
+def test_new_gaps_are_empty() -> None:
     assert Gaps().ranges == []
     assert Gaps().count(0, 100) == 0
     assert Gaps().skip(5) == 5
@@ -27,7 +27,7 @@ def test_ranges_may_be_given_from_the_start() -> None:
 
 
 @pytest.mark.parametrize("start_end", [(5, 5), (6, 5)])
-def test_an_empty_range_is_no_gap(start_end: tuple[int, int]) -> None:
+def test_an_empty_range_adds_no_gap(start_end: tuple[int, int]) -> None:
     assert gaps(start_end).ranges == []
 
 
@@ -53,7 +53,7 @@ def test_ranges_that_touch_become_one(added: tuple[int, int], expected: list[tup
     ("start", "end", "expected"),
     [(0, 10, 0), (0, 50, 20), (15, 35, 10), (12, 14, 2), (20, 30, 0), (35, 15, 0), (15, 15, 0)],
 )
-def test_counting_looks_at_the_part_inside(start: int, end: int, expected: int) -> None:
+def test_only_the_part_of_a_gap_inside_the_range_counts(start: int, end: int, expected: int) -> None:
     assert gaps((10, 20), (30, 40)).count(start, end) == expected
 
 
@@ -72,7 +72,7 @@ def test_gaps_wholly_before_a_number_can_be_dropped(sequence: int, expected: lis
     assert made.ranges == expected
 
 
-def test_dropping_from_nothing_is_nothing() -> None:
+def test_empty_gaps_can_be_dropped() -> None:
     made = Gaps()
     made.drop_before(10)
     assert made.ranges == []

@@ -1,4 +1,4 @@
-"""Faults of the storage as the broker meets them: one topic's trouble stays its own, nothing comes back."""
+"""Storage faults in the broker: an error of one topic does not affect others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def test_emptied_messages_do_not_come_back_from_disk(rig: Rig) -> None:
-    """Neighbouring small batches are read as one: the one that was emptied may lie in the middle."""
+    """Small batches are read as one, and the emptied one may be in the middle."""
     rig.subscribe()
     rig.publish("t", b"kept")
     rig.topic().pause()
@@ -38,7 +38,7 @@ def test_emptied_messages_do_not_come_back_from_disk(rig: Rig) -> None:
     assert rig.channel().depth == 0
 
 
-def test_an_error_while_reading_one_topic_does_not_hold_up_another(rig: Rig) -> None:
+def test_a_read_error_of_one_topic_does_not_stop_another(rig: Rig) -> None:
     client = rig.subscribe("bad", "c")
     other = rig.subscribe("good", "c", rdy=10)
     for number in range(5):
@@ -55,10 +55,10 @@ def test_an_error_while_reading_one_topic_does_not_hold_up_another(rig: Rig) -> 
     assert client.take_bodies() == [b"%d" % number for number in range(6)]
 
 
-def test_an_error_while_tidying_one_topic_does_not_hold_up_the_others(
+def test_an_error_in_the_upkeep_of_one_topic_does_not_stop_the_others(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A carried message is finished, and its file cannot be removed."""
+    """A carried-over message is finished, and its file cannot be removed."""
     stuck = {}
     for name in ("a", "bad", "z"):
         client = rig.subscribe(name, "c", rdy=1000)
@@ -95,7 +95,7 @@ def test_a_message_that_cannot_be_carried_over_is_not_lost(rig: Rig) -> None:
 
 @pytest.mark.parametrize("durability", [*Durability])
 def test_ids_never_decrease_or_repeat_over_starts(tmp_path: Path, durability: Durability) -> None:
-    """Neither a few milliseconds after a crash, nor with the clock set back by less than it has gone on."""
+    """Neither milliseconds after a crash, nor with the clock set back by less than the uptime."""
     rig = Rig(tmp_path, durability=durability.value)
     last = -1
     for number, (gone_on, set_back) in enumerate([(0.001, 0), (0.002, 0.001), (10, 9.99), (5, 0), (100, 99)]):
@@ -118,8 +118,8 @@ def test_ids_never_decrease_or_repeat_over_starts(tmp_path: Path, durability: Du
     rig.drop()
 
 
-def test_no_other_user_of_the_machine_can_look_into_the_data_path(rig: Rig, tmp_path: Path) -> None:
-    """Directories too: their names are those of topics and channels."""
+def test_other_users_cannot_read_the_data_path(rig: Rig, tmp_path: Path) -> None:
+    """Directories too: their names tell the topics and channels."""
     before = os.umask(0)
     try:
         rig.subscribe(rdy=1)

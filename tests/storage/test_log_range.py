@@ -1,4 +1,4 @@
-"""Ranges of the log as raw bytes: found by the index, whole, resumable, and read in peace by a thread."""
+"""Ranges of a log: found by the index, whole, resumable, and safe to read in a thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ in_all_modes = pytest.mark.parametrize("durability", ALL_MODES)
 
 
 def messages_in(found: LogRange, data: bytes | None = None) -> list[Message]:
-    """What a reader makes of a range."""
+    """The messages that a reader gets from a range."""
     batches = iter_batches(found.read() if data is None else data)
     return [
         Message(batch.base + i, body, batch.timestamp_ns, batch.due_ns)
@@ -186,7 +186,7 @@ def test_a_closed_log_that_is_opened_again_has_the_same_ranges(tmp_path: Path) -
 
 
 @in_all_modes
-def test_a_number_that_is_gone_and_one_not_there_yet_are_told_apart(
+def test_a_removed_number_and_a_future_number_are_different_errors(
     tmp_path: Path, durability: Durability
 ) -> None:
     log = open_log(tmp_path, durability=durability, **ROOMY)
@@ -217,7 +217,7 @@ def test_an_empty_log_is_at_its_end(tmp_path: Path) -> None:
     crash(log)
 
 
-def test_a_gap_between_segments_is_passed_over(tmp_path: Path) -> None:
+def test_a_gap_between_segments_is_skipped(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     written = append(log, b"before the crash")
     crash(log)
@@ -254,7 +254,7 @@ def test_only_the_part_of_a_gap_that_lies_in_the_range_is_named(tmp_path: Path) 
 # files come and go
 
 
-def test_a_range_is_read_though_its_segment_has_been_removed(tmp_path: Path) -> None:
+def test_a_range_can_be_read_after_its_segment_was_removed(tmp_path: Path) -> None:
     log = open_log(tmp_path, **ROOMY)
     written = big_fill(log, 200)
     found = log.locate(FLOOR, 100_000)
@@ -318,8 +318,10 @@ def test_a_torn_tail_is_in_no_range_after_a_crash(tmp_path: Path) -> None:
 
 
 @in_all_modes
-def test_reading_goes_on_while_others_append_roll_and_reclaim(tmp_path: Path, durability: Durability) -> None:
-    """The log's owner works on; a thread reads what it was given. Whatever it reads is right."""
+def test_a_thread_reads_ranges_while_the_log_appends_rolls_and_reclaims(
+    tmp_path: Path, durability: Durability
+) -> None:
+    """The event loop changes the log while a thread reads ranges. All it reads is correct."""
     log = open_log(tmp_path, durability=durability, segment_bytes=30_000, memory_messages=20)
     position = [FLOOR]
     log.reader_low = lambda: position[0]
@@ -356,7 +358,7 @@ def test_reading_goes_on_while_others_append_roll_and_reclaim(tmp_path: Path, du
 # in memory
 
 
-def test_what_memory_alone_holds_is_encoded(tmp_path: Path) -> None:
+def test_a_range_in_memory_is_encoded_as_on_disk(tmp_path: Path) -> None:
     log = open_log(tmp_path, durability=MEMORY, memory_messages=1000)
     batches = log.append([([b"a", b""], 0), ([b"later"], 9)], NOW_NS)
     found = log.locate(FLOOR + 1, 1000)
@@ -376,7 +378,7 @@ def test_a_range_from_memory_has_a_bounded_number_of_batches() -> None:
     assert len(follow(log, FLOOR, 1 << 30)) == MAX_BATCHES + 10
 
 
-def test_memory_mode_goes_from_disk_to_memory_without_a_seam(tmp_path: Path) -> None:
+def test_memory_mode_reads_from_disk_and_then_from_memory(tmp_path: Path) -> None:
     log = open_log(tmp_path, durability=MEMORY, segment_bytes=2000, memory_messages=20)
     written = fill(log, 60)
     assert log.start < log.stable < log.end
@@ -385,8 +387,8 @@ def test_memory_mode_goes_from_disk_to_memory_without_a_seam(tmp_path: Path) -> 
     crash(log)
 
 
-def test_what_memory_mode_did_not_write_is_gone_at_once_and_for_all(tmp_path: Path) -> None:
-    """Nobody needed it when it was to leave memory: nobody may come back to it, as it may leave any time."""
+def test_messages_that_memory_mode_did_not_write_are_gone_at_once(tmp_path: Path) -> None:
+    """Nobody needed them when they left memory, so nobody may go back to them."""
     log = open_log(tmp_path, durability=MEMORY, memory_messages=30)
     low = [0]
     log.reader_low = lambda: low[0]
@@ -452,7 +454,9 @@ def test_an_ephemeral_log_has_ranges_too() -> None:
 
 @pytest.mark.parametrize(("has_index", "batch"), [(True, 0), (True, 3), (True, 9), (False, 0), (False, 3)])
 @pytest.mark.parametrize("place", [0, 9, 20, 50, -1], ids=["magic", "size", "number", "table", "body"])
-def test_damage_is_met_named_and_left_out(tmp_path: Path, has_index: bool, batch: int, place: int) -> None:
+def test_damage_in_a_range_is_reported_and_left_out(
+    tmp_path: Path, has_index: bool, batch: int, place: int
+) -> None:
     log = open_log(tmp_path)
     written = fill(log, 10)
     clean_end = stop(log)
@@ -487,7 +491,7 @@ def test_damage_is_met_named_and_left_out(tmp_path: Path, has_index: bool, batch
     crash(log)
 
 
-def test_a_file_that_has_become_shorter_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     written = fill(log, 10)
     (path,) = segment_files(tmp_path)
@@ -502,7 +506,7 @@ def test_a_file_that_has_become_shorter_is_not_taken_for_the_whole(tmp_path: Pat
     crash(log)
 
 
-def test_an_unharmed_range_is_the_same_verified(tmp_path: Path) -> None:
+def test_verifying_an_undamaged_range_changes_nothing(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     fill(log, 10)
     for found in (log.locate(FLOOR, 1 << 20), log.locate(log.end, 1)):
@@ -557,7 +561,7 @@ def test_decoded_batches_are_views_and_can_be_cut() -> None:
 
 
 @in_all_modes
-def test_positions_say_how_far_the_log_reaches(tmp_path: Path, durability: Durability) -> None:
+def test_positions_are_the_reach_of_the_log(tmp_path: Path, durability: Durability) -> None:
     log = open_log(tmp_path, durability=durability, segment_bytes=2000, memory_messages=20)
     log.reader_low = lambda: FLOOR
     fill(log, 60)
@@ -578,7 +582,7 @@ def expected_at(written: list[Message], time_ns: int, end: int) -> int:
 
 
 @in_all_modes
-def test_a_time_leads_to_the_first_message_published_then_or_later(
+def test_a_time_search_finds_the_first_message_published_then_or_later(
     tmp_path: Path, durability: Durability
 ) -> None:
     log = open_log(tmp_path, durability=durability, **ROOMY)
@@ -595,8 +599,8 @@ def test_a_time_leads_to_the_first_message_published_then_or_later(
     crash(log)
 
 
-def test_a_clock_set_back_does_not_lead_astray(tmp_path: Path) -> None:
-    """Everything before the message found is older by its stamp, whatever the clock did."""
+def test_a_time_search_is_exact_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    """All messages before the found one have earlier publish times, whatever the clock did."""
     chance = random.Random(3)
     log = open_log(tmp_path, **ROOMY)
     now_ns = NOW_NS
@@ -630,7 +634,7 @@ def test_finding_a_time_reads_one_index_entry(tmp_path: Path) -> None:
     crash(log)
 
 
-def test_a_search_goes_on_in_a_thread_though_the_segment_is_removed(tmp_path: Path) -> None:
+def test_a_time_search_works_after_its_segment_was_removed(tmp_path: Path) -> None:
     log = open_log(tmp_path, **ROOMY)
     written = big_fill(log, 200)
     search = log.search_time(NOW_NS + 20)
@@ -640,7 +644,7 @@ def test_a_search_goes_on_in_a_thread_though_the_segment_is_removed(tmp_path: Pa
     crash(log)
 
 
-def test_a_search_passes_over_damage(tmp_path: Path) -> None:
+def test_a_time_search_skips_damage(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     written = fill(log, 10)
     (path,) = segment_files(tmp_path)
@@ -651,7 +655,7 @@ def test_a_search_passes_over_damage(tmp_path: Path) -> None:
     crash(log)
 
 
-def test_times_in_an_ephemeral_log() -> None:
+def test_a_time_search_works_in_an_ephemeral_log() -> None:
     log = MemoryLog(floor=FLOOR)
     written = big_fill(log, 20)
     for offset in range(-2, 22):
@@ -679,7 +683,7 @@ def test_deferred_messages_are_found_on_disk_and_in_memory(tmp_path: Path, durab
 
 
 class CountingFiles(FaultyFiles):
-    """Counts what is opened and read of files."""
+    """Counts opened files and read bytes."""
 
     def __init__(self) -> None:
         super().__init__()

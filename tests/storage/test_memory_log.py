@@ -24,7 +24,7 @@ def test_an_empty_log_begins_at_its_floor() -> None:
     assert log.size_bytes == log.corrupt_batches == log.corrupt_messages == 0
 
 
-def test_what_is_appended_is_read() -> None:
+def test_appended_messages_can_be_read() -> None:
     log = MemoryLog(floor=FLOOR)
     batches = log.append([([b"a", b"bb"], 0), ([b"later"], 9)], NOW_NS)
     assert [(batch.base, batch.count, batch.due_ns) for batch in batches] == [

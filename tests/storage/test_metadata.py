@@ -32,12 +32,12 @@ def test_the_file_is_one_line_of_json_as_nsq_writes_it_and_a_checksum() -> None:
     assert json.loads(encode_metadata([], "1.3.0"))["topics"] == []
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_metadata_is_read_as_it_was_written(tmp_path: Path) -> None:
     write(tmp_path, encode_metadata(TOPICS, "1.3.0"))
     assert read_metadata(Files(), tmp_path) == (TOPICS, True)
 
 
-def test_no_file_is_no_topics(tmp_path: Path) -> None:
+def test_without_a_file_there_are_no_topics(tmp_path: Path) -> None:
     assert read_metadata(Files(), tmp_path) == ([], False)
 
 
@@ -79,14 +79,14 @@ def test_what_is_left_out_or_null_is_empty(
         b'{"topics":[{"name":"t","channels":[{}]}]}',
     ],
 )
-def test_a_file_that_cannot_be_understood_is_an_error(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_cannot_be_parsed_is_an_error(tmp_path: Path, content: bytes) -> None:
     write(tmp_path, content)
     with pytest.raises(ValueError):
         read_metadata(Files(), tmp_path)
 
 
 def test_any_flipped_bit_in_our_own_file_is_an_error_or_changes_nothing_that_counts(tmp_path: Path) -> None:
-    """A name that becomes another one would make a topic that nobody has asked for."""
+    """A changed name would create a topic that nobody asked for."""
     whole = encode_metadata(TOPICS, "1.3.0")
     for position in range(len(whole)):
         for bit in range(8):

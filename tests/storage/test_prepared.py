@@ -1,4 +1,4 @@
-"""Room that a busy segment makes ahead: zeros behind the last batch, which nobody takes for anything else."""
+"""Prepared zeros: a busy segment grows ahead, and the zeros are never taken for messages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def on_disk(segment: Segment) -> int:
 
 
 def busy(segment: Segment) -> bytes:
-    """Fill it up to where room is made ahead from."""
+    """Fill the segment up to the size from which it grows ahead."""
     written = add(segment, 2 * STEP - 100) + add(segment, 100)
     assert on_disk(segment) == segment.size == 2 * STEP
     return written
@@ -72,7 +72,7 @@ def test_a_small_segment_is_as_large_as_its_batches(segment: Segment) -> None:
     segment.close()
 
 
-def test_a_busy_one_grows_in_steps_and_its_batches_are_where_they_would_be(segment: Segment) -> None:
+def test_a_busy_segment_grows_in_steps_with_its_batches_in_the_usual_places(segment: Segment) -> None:
     written = busy(segment)
     sizes = set()
     for size in (100, 300, 600, 24 + STEP, 3 * STEP, 200, 824):
@@ -97,7 +97,7 @@ def test_most_appends_write_only_the_batch(segment: Segment, files: FaultyFiles)
 
 
 @pytest.mark.parametrize("way", ["sealed", "idle"])
-def test_what_is_not_needed_is_given_back(segment: Segment, way: str) -> None:
+def test_prepared_zeros_are_cut_off_when_not_needed(segment: Segment, way: str) -> None:
     written = busy(segment) + add(segment, 100)
     assert on_disk(segment) > segment.size
     if way == "sealed":
@@ -111,7 +111,7 @@ def test_what_is_not_needed_is_given_back(segment: Segment, way: str) -> None:
     segment.close()
 
 
-def test_an_idle_log_gives_it_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_idle_log_cuts_off_prepared_zeros(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = FaultyFiles()
     log = open_log(tmp_path, files=files)
     append(log, b"x" * 2 * STEP)
@@ -128,7 +128,7 @@ def test_an_idle_log_gives_it_back(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-def test_after_a_crash_it_is_not_damage(
+def test_prepared_zeros_are_not_damage_after_a_crash(
     segment: Segment, files: FaultyFiles, caplog: pytest.LogCaptureFixture, is_last: bool
 ) -> None:
     written = busy(segment) + add(segment, 100)
@@ -142,7 +142,7 @@ def test_after_a_crash_it_is_not_damage(
     fresh.close()
 
 
-def test_a_batch_torn_in_it_is_cut_off_and_reported(
+def test_a_batch_torn_over_prepared_zeros_is_cut_off_and_reported(
     segment: Segment, files: FaultyFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -160,7 +160,7 @@ def test_a_batch_torn_in_it_is_cut_off_and_reported(
     fresh.close()
 
 
-def test_more_zeros_than_are_ever_made_are_damage(segment: Segment, files: FaultyFiles) -> None:
+def test_more_zeros_than_are_ever_prepared_are_damage(segment: Segment, files: FaultyFiles) -> None:
     written = busy(segment)
     with segment.path.open("ab") as file:
         file.write(bytes(STEP))
@@ -172,9 +172,7 @@ def test_more_zeros_than_are_ever_made_are_damage(segment: Segment, files: Fault
     fresh.close()
 
 
-def test_where_there_is_no_room_for_it_there_may_be_for_the_batch(
-    segment: Segment, files: FaultyFiles
-) -> None:
+def test_without_room_for_zeros_the_batch_alone_is_written(segment: Segment, files: FaultyFiles) -> None:
     written = busy(segment)
     files.fail("write", torn=50)
     written += add(segment, 100)
@@ -184,9 +182,7 @@ def test_where_there_is_no_room_for_it_there_may_be_for_the_batch(
     segment.close()
 
 
-def test_where_there_is_none_for_the_batch_either_the_file_is_as_it_was(
-    segment: Segment, files: FaultyFiles
-) -> None:
+def test_without_room_for_the_batch_the_file_stays_as_it_was(segment: Segment, files: FaultyFiles) -> None:
     written = busy(segment)
     files.fail("write", torn=50, times=2)
     with pytest.raises(OSError, match="No space left"):

@@ -23,7 +23,7 @@ def scanned(content: bytes) -> list[tuple[int, int] | Damage]:
     ]
 
 
-def test_nothing_gives_nothing() -> None:
+def test_an_empty_file_has_no_batches() -> None:
     assert scanned(b"") == []
 
 
@@ -49,7 +49,7 @@ def test_bytes_before_the_first_batch_are_damage() -> None:
     assert scanned(b"junk" + FIRST) == [Damage(0, 4), (4, 1)]
 
 
-def test_a_file_of_junk_is_one_stretch_of_damage() -> None:
+def test_a_file_of_junk_is_one_piece_of_damage() -> None:
     assert scanned(b"\0" * 1000) == [Damage(0, 1000)]
 
 
@@ -62,7 +62,7 @@ def test_bodies_that_look_like_a_header_are_not_mistaken_for_one() -> None:
     assert scanned(content) == [Damage(0, len(tricky)), (len(tricky), 3)]
 
 
-def test_reading_goes_on_at_the_first_whole_batch_behind_the_damage() -> None:
+def test_the_scan_continues_at_the_first_whole_batch_after_damage() -> None:
     content = b"junk" + FIRST + SECOND
     assert behind_damage(reader(content), 0, len(content), 1) == 4
     assert behind_damage(reader(content), 0, len(content), None) == 4
@@ -70,13 +70,13 @@ def test_reading_goes_on_at_the_first_whole_batch_behind_the_damage() -> None:
     assert behind_damage(reader(content), 5 + len(FIRST), len(content), None) == len(content)
 
 
-def test_a_batch_whose_numbers_do_not_fit_is_passed_over() -> None:
+def test_a_batch_whose_numbers_do_not_fit_is_skipped() -> None:
     content = b"junk" + encoded(100, b"x") + SECOND
     assert behind_damage(reader(content), 0, len(content), 3) == len(content) - len(SECOND)
     assert behind_damage(reader(content), 0, len(content), None) == 4
 
 
-def test_without_an_order_any_whole_batch_is_taken() -> None:
+def test_without_an_order_any_whole_batch_counts() -> None:
     content = SECOND + b"junk" + FIRST
     found = [item for item in scan(reader(content), len(content), first=None) if isinstance(item, Found)]
     assert [item.head.base for item in found] == [3, 1]
@@ -111,7 +111,7 @@ def test_memory_is_bounded_by_the_window_whatever_the_size(monkeypatch: pytest.M
 
 
 def test_bodies_full_of_magic_do_not_make_recovery_quadratic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client may publish what it likes; a torn batch of it must not cost minutes at the next start."""
+    """Clients publish anything. A torn batch of it must not cost minutes at the next start."""
     monkeypatch.setattr(recovery, "_WINDOW", 4096)
     content = encoded(1, MAGIC * 16_000)[:-1]
     read_bytes = 0
@@ -126,7 +126,7 @@ def test_bodies_full_of_magic_do_not_make_recovery_quadratic(monkeypatch: pytest
 
 
 def test_a_batch_published_inside_a_message_is_not_taken_for_one_of_the_log() -> None:
-    """A body may well be a piece of a log. Whatever becomes of the batch around it, it stays a body."""
+    """A body may be a piece of a log. It stays a body, even if the batch around it is damaged."""
     around = encoded(3, encoded(77, b"not a message of this log"), b"x")
     for cut in range(len(around)):
         content = FIRST + around[:cut]
@@ -144,7 +144,7 @@ def test_a_batch_published_inside_a_message_is_not_taken_for_one_of_the_log() ->
         assert bases == [1, 5], f"damaged at byte {position}"
 
 
-def test_a_file_shorter_than_it_was_said_to_be_ends_the_scan() -> None:
+def test_a_file_shorter_than_its_given_size_ends_the_scan() -> None:
     content = FIRST + SECOND
     size = len(content) + 50
     assert [

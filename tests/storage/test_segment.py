@@ -18,7 +18,7 @@ from nsparq.storage.segment_index import INDEX_EVERY
 from .support import NOW_NS, FaultyFiles, Message, encoded, flip, messages_of, write_segment
 
 START = (0, 100)
-"""Where the first batch of the segment below lies, and its sequence number."""
+"""Position and sequence number of the first batch in the segment below."""
 
 
 def add(segment: Segment, *bodies: bytes, now_ns: int = NOW_NS, due_ns: int = 0) -> list[Message]:
@@ -31,7 +31,7 @@ def add(segment: Segment, *bodies: bytes, now_ns: int = NOW_NS, due_ns: int = 0)
 
 
 def read_all(segment: Segment, sequence: int = 0) -> tuple[list[Message], list[CorruptBatch]]:
-    """Everything in the segment, and the damage met on the way."""
+    """All messages of the segment, and the damage between them."""
     found: list[Message] = []
     damage: list[CorruptBatch] = []
     place = segment.place_before(sequence)
@@ -101,7 +101,7 @@ def test_what_is_written_is_read(segment: Segment) -> None:
     segment.close()
 
 
-def test_a_closed_file_opens_again_by_itself(segment: Segment) -> None:
+def test_a_closed_file_opens_again_when_used(segment: Segment) -> None:
     written = add(segment, b"a")
     segment.close()
     segment.close()
@@ -138,7 +138,7 @@ def test_what_a_failed_write_leaves_is_overwritten_by_the_next(segment: Segment,
 def test_a_whole_batch_left_by_a_failed_write_does_not_come_back(
     segment: Segment, files: FaultyFiles
 ) -> None:
-    """Several batches in one write, the last torn, and the disk refuses to cut them off just then."""
+    """One write of several batches tears the last one, and the disk refuses to cut them off."""
     written = add(segment, b"a")
     pieces = [encoded(101, b"refused" * 5), encoded(102, b"refused too"), encoded(103, b"and torn")]
     files.fail("write", errno.EIO, torn=sum(map(len, pieces)) - 1)
@@ -158,7 +158,7 @@ def test_a_file_that_cannot_be_opened_fails_the_write(segment: Segment, files: F
     segment.close()
 
 
-def test_removing_takes_the_index_too(segment: Segment) -> None:
+def test_removing_a_segment_removes_its_index(segment: Segment) -> None:
     add(segment, b"a")
     segment.write_index()
     segment.remove()
@@ -178,7 +178,7 @@ def fill(segment: Segment) -> list[Message]:
 
 
 @pytest.mark.parametrize("has_index", [True, False])
-def test_opening_learns_everything_again(segment: Segment, has_index: bool) -> None:
+def test_opening_finds_everything_again(segment: Segment, has_index: bool) -> None:
     written = fill(segment)
     if has_index:
         segment.write_index()
@@ -289,7 +289,7 @@ def test_an_index_of_another_segment_is_ignored(segment: Segment, tmp_path: Path
 
 
 def test_an_index_that_cannot_be_written_leaves_none(segment: Segment, files: FaultyFiles) -> None:
-    """The old one would be of no use: it does not fit the segment any more."""
+    """The old index would be wrong for the longer segment."""
     add(segment, b"a")
     segment.write_index()
     add(segment, b"b")
@@ -315,7 +315,7 @@ def test_a_torn_tail_of_the_last_segment_is_cut_off(
     fresh.close()
 
 
-def test_bytes_are_never_thrown_away_in_a_segment_that_is_not_the_last(
+def test_bytes_are_cut_off_only_from_the_last_segment(
     segment: Segment, caplog: pytest.LogCaptureFixture
 ) -> None:
     written = add(segment, b"a")
@@ -359,7 +359,7 @@ def test_damage_at_the_start_is_read_around(segment: Segment) -> None:
     fresh.close()
 
 
-def test_a_last_segment_of_junk_only_is_emptied(segment: Segment) -> None:
+def test_a_last_segment_with_only_junk_is_emptied(segment: Segment) -> None:
     segment.path.write_bytes(b"\0" * 100)
     fresh, damage = reopened(segment)
     assert (damage, fresh.size, fresh.end) == ([], 0, 100)
@@ -379,7 +379,7 @@ def test_a_tail_that_cannot_be_cut_off_stops_the_start(segment: Segment, files: 
 # reading
 
 
-def test_reading_goes_on_where_the_last_read_ended(segment: Segment) -> None:
+def test_reading_continues_where_the_last_read_ended(segment: Segment) -> None:
     written = add(segment, b"x" * GATHER_SIZE) + add(segment, b"b")
     found = segment.read(START, 100, wait=True)
     assert found is not None
@@ -391,7 +391,7 @@ def test_reading_goes_on_where_the_last_read_ended(segment: Segment) -> None:
     segment.close()
 
 
-def test_nothing_is_behind_the_last_message(segment: Segment) -> None:
+def test_nothing_follows_the_last_message(segment: Segment) -> None:
     add(segment, b"a")
     assert segment.read(START, 101, wait=True) is None
     assert segment.read((segment.size, 101), 101, wait=True) is None
@@ -453,7 +453,7 @@ def test_a_batch_larger_than_one_read_is_read_whole(segment: Segment) -> None:
 
 @pytest.mark.parametrize("behind", [0, 1, 20, 47, 48, 49, 60])
 def test_a_header_across_two_reads_is_put_together(segment: Segment, behind: int) -> None:
-    """The first read ends `behind` bytes into the second batch, or just before it."""
+    """The first read ends `behind` bytes inside the second batch, or just before it."""
     first = READ_SIZE - behind - 48 - 4
     written = add(segment, b"x" * first) + add(segment, b"second") + add(segment, b"third")
     for place in (START, segment.place_before(101)):
@@ -472,7 +472,7 @@ def test_batches_are_not_joined_over_a_jump_in_the_numbers(tmp_path: Path) -> No
     segment.close()
 
 
-def test_a_flipped_bit_is_reported_once_and_costs_its_batch(segment: Segment) -> None:
+def test_a_flipped_bit_is_reported_once_and_loses_its_batch(segment: Segment) -> None:
     batches = [add(segment, b"%d" % i, b"more") for i in range(5)]
     segment.write_index()
     size = segment.size // 5
@@ -489,7 +489,7 @@ def test_a_flipped_bit_is_reported_once_and_costs_its_batch(segment: Segment) ->
 
 
 def test_a_lowered_sequence_number_is_damage_not_an_older_batch(segment: Segment) -> None:
-    """The batch must not be passed over in silence because its header claims to be an older one."""
+    """The batch must not be skipped silently because its header claims an older number."""
     batches = [add(segment, b"%d" % i, b"more") for i in range(3)]
     segment.write_index()
     flip(segment.path, segment.size // 3 + 16, 6)
@@ -499,7 +499,7 @@ def test_a_lowered_sequence_number_is_damage_not_an_older_batch(segment: Segment
     assert (found, len(damage)) == (batches[0] + batches[2], 1)
 
 
-def test_damage_up_to_the_end_ends_the_reading(segment: Segment) -> None:
+def test_damage_up_to_the_end_ends_reading(segment: Segment) -> None:
     written = add(segment, b"a")
     add(segment, b"b")
     segment.write_index()
@@ -513,7 +513,7 @@ def test_damage_up_to_the_end_ends_the_reading(segment: Segment) -> None:
     fresh.close()
 
 
-def test_a_header_that_is_none_is_damage(segment: Segment) -> None:
+def test_an_invalid_header_is_damage(segment: Segment) -> None:
     written = add(segment, b"a")
     add(segment, b"b")
     segment.write_index()
@@ -549,13 +549,14 @@ def test_a_file_cut_while_it_is_in_use_gives_what_is_left(
     os.truncate(segment.path, 3 * size + cut_in_batch)
     found, damage = read_all(segment)
     assert found == batches[0] + batches[1] + batches[2]
-    # A cut between two batches leaves no damaged one; that the file has shrunk is logged all the same.
+    # A cut between two batches leaves no damaged one; that the file has shrunk is logged all the
+    # same.
     assert len(damage) == (1 if cut_in_batch else 0)
     assert "the file is shorter than it was" in caplog.text
     segment.close()
 
 
-def test_reading_without_waiting_works_from_the_system_s_memory(segment: Segment, files: FaultyFiles) -> None:
+def test_reading_without_waiting_works_from_the_page_cache(segment: Segment, files: FaultyFiles) -> None:
     written = add(segment, b"a")
     files.calls.clear()
     found = segment.read(START, 100, wait=False)
@@ -565,7 +566,7 @@ def test_reading_without_waiting_works_from_the_system_s_memory(segment: Segment
     segment.close()
 
 
-def test_reading_without_waiting_says_where_the_disk_would_have_to_be_waited_for(
+def test_reading_without_waiting_raises_cold_if_the_disk_must_be_waited_for(
     segment: Segment, files: FaultyFiles
 ) -> None:
     written = add(segment, b"a")
@@ -578,7 +579,7 @@ def test_reading_without_waiting_says_where_the_disk_would_have_to_be_waited_for
     segment.close()
 
 
-def test_bytes_of_which_only_some_are_in_memory_are_cold(segment: Segment) -> None:
+def test_bytes_that_are_partly_in_memory_are_cold(segment: Segment) -> None:
     class HalfCached(FaultyFiles):
         def read_cached(self, fd: int, size: int, position: int) -> memoryview | None:
             return super().read_cached(fd, size - 1, position)
@@ -590,8 +591,8 @@ def test_bytes_of_which_only_some_are_in_memory_are_cold(segment: Segment) -> No
     segment.close()
 
 
-def test_an_error_of_the_disk_is_no_damage(segment: Segment, files: FaultyFiles) -> None:
-    """EIO may pass; what it hit is read again later, not given up."""
+def test_a_read_error_is_not_damage(segment: Segment, files: FaultyFiles) -> None:
+    """EIO may be temporary. The bytes are read again later."""
     written = add(segment, b"a")
     files.fail("read", errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
@@ -600,7 +601,7 @@ def test_an_error_of_the_disk_is_no_damage(segment: Segment, files: FaultyFiles)
     segment.close()
 
 
-def test_an_error_of_the_disk_while_looking_behind_damage_is_no_damage(
+def test_a_read_error_while_searching_after_damage_is_not_damage(
     segment: Segment, files: FaultyFiles
 ) -> None:
     add(segment, b"a")
@@ -622,7 +623,8 @@ def test_opening_logs_nothing_about_a_whole_file(segment: Segment, caplog: pytes
 
 
 def test_an_encoded_head_is_what_the_log_writes(segment: Segment) -> None:
-    """The helper above writes as the log does: header and table in one buffer, bodies in another."""
+    """The helper above writes as the log does: header and table in one buffer, bodies in
+    another."""
     batch = Batch.single(100, NOW_NS, b"body")
     head = encode_head(100, NOW_NS, 0, batch.lengths, batch.data)
     segment.append([head, batch.data], len(head) + 4)
@@ -631,10 +633,10 @@ def test_an_encoded_head_is_what_the_log_writes(segment: Segment) -> None:
     segment.close()
 
 
-def test_an_index_without_times_is_made_anew_quietly(
+def test_an_index_without_times_is_rebuilt_without_a_warning(
     segment: Segment, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the first version wrote it. The last segment's is left until it is sealed."""
+    """As the first version wrote it. The index of the last segment stays until it is sealed."""
     written = fill(segment)
     segment.write_index()
     new = segment.index_path.read_bytes()

@@ -1,4 +1,4 @@
-"""What is kept beside a log: the topic's state and the channels'."""
+"""The files of a topic's state and of its channels."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN.keys())
-def test_a_topic_s_state_that_cannot_be_understood_is_reported_and_passed_over(
+def test_a_damaged_topic_state_is_reported_and_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
     (tmp_path / TOPIC_FILE).write_bytes(content)
@@ -87,7 +87,7 @@ def figures(state: TopicState) -> tuple[object, ...]:
 
 
 def test_a_flipped_bit_in_a_topic_s_state_is_noticed(tmp_path: Path) -> None:
-    """A digit of the origin or of a gap that becomes another one would skip messages in silence."""
+    """A changed digit of the origin or of a gap would skip messages silently."""
     topic_state().write(Files(), tmp_path)
     path = tmp_path / TOPIC_FILE
     whole = path.read_bytes()
@@ -137,7 +137,7 @@ def test_a_channel_s_state_is_decoded_as_it_was_encoded(count: int) -> None:
     assert_same(decode_channel_state(channel_state(count).encode()), channel_state(count))
 
 
-def test_what_a_channel_passes_by_is_decoded_as_it_was_encoded() -> None:
+def test_skips_of_a_channel_are_decoded_as_they_were_encoded() -> None:
     state = ChannelState(cursor=5, seen=6, skips=[(7, 9), (1 << 54, (1 << 54) + 1)])
     assert decode_channel_state(state.encode()).skips == state.skips
     assert decode_channel_state(channel_state().encode()).skips == []
@@ -153,8 +153,9 @@ def test_unfinished_messages_can_be_forgotten_from_a_number_on() -> None:
 
 
 @pytest.mark.parametrize("node_id", [0, 5, 1023])
-def test_a_channel_s_file_of_before_holds_ids_of_any_node_and_still_opens(node_id: int) -> None:
-    """Until "NQC2" the files held message ids: the node id, and the sequence number in the lower 54 bits."""
+def test_an_old_channel_file_with_ids_of_any_node_still_opens(node_id: int) -> None:
+    """Until "NQC2" the files held message ids: the node id, and the sequence number in the lower 54
+    bits."""
     sequences = [1, (1 << 53) + 7, (1 << 54) - 1]
     ids = np.array(sequences, np.uint64) + np.uint64(node_id << 54)
     arrays = (
@@ -190,13 +191,13 @@ def test_any_flipped_bit_in_a_channel_s_state_is_an_error(count: int) -> None:
                 decode_channel_state(bytes(changed))
 
 
-def test_bytes_behind_a_channel_s_state_are_an_error() -> None:
+def test_bytes_after_a_channel_s_state_are_an_error() -> None:
     with pytest.raises(ValueError, match="checksum mismatch"):
         decode_channel_state(channel_state().encode() + b"\0")
 
 
 def sealed(fields: Any, arrays: bytes = b"", length: int | None = None, magic: bytes = b"NQC2") -> bytes:
-    """A state with a right checksum, whatever is in it."""
+    """A state with a correct checksum and any content."""
     text = json.dumps(fields).encode()
     size = (len(text) if length is None else length).to_bytes(4, "little")
     return magic + crc32c(text + arrays, crc32c(size)).to_bytes(4, "little") + size + text + arrays
@@ -222,16 +223,12 @@ def test_a_channel_s_state_that_contradicts_itself_is_an_error(tmp_path: Path, r
     assert read_channel_state(Files(), path) is None
 
 
-def test_a_channel_whose_state_is_missing_has_none_and_that_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_channel_state_is_none_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert read_channel_state(Files(), tmp_path / "c.channel") is None
     assert "c.channel is damaged (missing)" in caplog.text
 
 
-def test_a_channel_s_state_under_another_name_is_not_believed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_state_of_another_channel_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = channel_state()
     state.channel = "c"
     for name in ("c", "d"):
@@ -247,7 +244,7 @@ def test_a_channel_s_state_is_read_from_its_file(tmp_path: Path) -> None:
     assert_same(read_channel_state(Files(), path), channel_state())
 
 
-def test_a_damaged_channel_s_state_is_reported_and_passed_over(
+def test_a_damaged_channel_state_is_reported_and_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "c.channel"
@@ -279,9 +276,7 @@ def test_a_checkpoint_cut_anywhere_leaves_the_one_before_it(tmp_path: Path) -> N
         assert_same(read_channel_state(Files(), path), channel_state(3))
 
 
-def test_what_is_written_behind_a_torn_checkpoint_counts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_after_a_torn_one_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "c.channel"
     first, second, last = written_versions(path, 3, 1, 2)
     for cut in range(1, len(second)):
