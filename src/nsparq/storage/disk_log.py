@@ -211,8 +211,8 @@ class DiskLog:
             self._cache.add(self, batch)
         # Keep the newest messages, up to the queue's size, and always the newest batch.
         while self.end - self.memory_start > self.settings.memory_messages:
-            oldest = next(self._batches.since(self.memory_start))
-            if oldest.end == self.end or not self.forget(oldest):
+            oldest = self._batches.at_or_after(self.memory_start)
+            if oldest is None or oldest.end == self.end or not self.forget(oldest):
                 break
         self._check_positions()
         return batches
@@ -237,8 +237,8 @@ class DiskLog:
             )
         except OSError as error:
             raise WriteFailed(f"{self.directory.name}: {error.strerror or error}") from error
-        for offset, *fields in places:
-            segment.note(position + offset, *fields)
+        for offset, first, following, stamp_ns, due_ns in places:
+            segment.note(position + offset, first, following, stamp_ns, due_ns)
         assert segment.end == end
         self._sync.unsynced += end - base
         self.stable = end
@@ -270,20 +270,24 @@ class DiskLog:
             except WriteFailed as error:
                 logger.error("keeping messages in memory: %s", error)
                 return False
-        leaving = [batch]
-        if batch.base >= self.memory_start:
-            leaving = [one for one in self._batches.since(self.memory_start) if one.base <= batch.base]
-            self.memory_start = batch.end
-        for one in leaving:
-            self._batches.remove(one)
-            self._cache.remove(one)
+        if batch.base < self.memory_start:
+            self._drop(batch)
+            return True
+        while self.memory_start < batch.end:
+            oldest = self._batches.at_or_after(self.memory_start)
+            assert oldest is not None and oldest.base == self.memory_start
+            self.memory_start = oldest.end
+            self._drop(oldest)
         return True
+
+    def _drop(self, batch: Batch) -> None:
+        self._batches.remove(batch)
+        self._cache.remove(batch)
 
     def _forget_all(self) -> None:
         self.stable = self.memory_start = self.end
-        for batch in self._batches:
-            self._cache.remove(batch)
-        self._batches.clear()
+        for batch in [*self._batches]:
+            self._drop(batch)
 
     def hold(self, size_bytes: int) -> None:
         """Only the memory of ephemeral topics is counted."""
