@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class DiskLog:
     """One topic's messages on disk. Not thread safe; only Sync.run() may run in a thread.
 
-    See `Log` for the methods of both logs; with them this class has more than 30.
+    With the methods of `Log`, which are documented there, it has more than 30.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class DiskLog:
         """Read what is on disk.
 
         `clean_end` is the log's end at the last clean stop, -1 after a crash. No number from
-        `epoch` on was ever used. `needed` are the first number that a reader needs and the end of
-        the messages on disk, as far as other files know.
+        `epoch` on was used. `needed` are the first number that a reader needs and the end of the
+        messages on disk, as other files tell.
         """
         on_disk = self._segments.bases_on_disk()
         last = max((base for base, has_segment in on_disk.items() if has_segment), default=0)
@@ -91,15 +91,12 @@ class DiskLog:
             segment = Segment(self._files, self.directory, base, self.mark)
             if not has_segment:
                 self._lose(base, segment.load_index_end(), f"{segment.path} is missing")
-                segment.remove()
-                continue
-            if segment.is_foreign():
+            elif segment.is_foreign():
                 text = f"{segment.path} is another segment, and kept as {segment.set_aside().name}"
                 self._lose(base, max(base + 1, segment.load_index_end()), text)
-                segment.remove()
-                continue
-            self.corrupt_batches += len(segment.open(last=base == last))
-            self._lose(segment.end, segment.index_end, f"{segment.path} is shorter than it was")
+            else:
+                self.corrupt_batches += len(segment.open(last=base == last))
+                self._lose(segment.end, segment.index_end, f"{segment.path} is shorter than it was")
             if segment.size == 0:
                 segment.remove()
                 continue
@@ -114,7 +111,7 @@ class DiskLog:
             self.end = clean_end
         if self.end != clean_end:
             start = max(self.end, clean_end, epoch)
-            # Without a segment nothing tells where the used numbers ended: none of them is left.
+            # Without a segment the end of the used numbers is unknown: no message of them is left.
             self.gaps.add(self.end if self._segments else 0, start)
             self.end = start
         self.stable = self._sync.committed = self.memory_start = self._dropped_before = self.end
@@ -262,8 +259,8 @@ class DiskLog:
     # memory
 
     def forget(self, batch: Batch) -> bool:
-        """Drop a batch from memory, and all before it if it is one of the newest. Batches that
-        memory alone has are written first. False if the disk refuses: then they stay."""
+        """Drop a batch from memory, and all before it if it is one of the newest. Writes them first
+        if they are not on disk. False if the disk refuses: then they stay."""
         if batch.end > self.stable:
             try:
                 self._write_out(batch.end)
@@ -306,15 +303,11 @@ class DiskLog:
     def _read_disk(self, sequence: int, wait: bool) -> Batch | None:
         known = self._segments.recall(sequence)
         while True:
-            if known is not None:
-                segment, place = known[0], (known[1], sequence)
-                known = None
-            else:
-                found_segment = self._segments.find(sequence)
-                if found_segment is None:
-                    return self._batches.at_or_after(sequence)
-                segment = found_segment
-                place = segment.place_before(sequence)
+            segment = known[0] if known else self._segments.find(sequence)
+            if segment is None:
+                return self._batches.at_or_after(sequence)
+            place = (known[1], sequence) if known else segment.place_before(sequence)
+            known = None
             try:
                 found = segment.read(place, sequence, wait=wait)
             except CorruptBatch as error:
@@ -335,8 +328,7 @@ class DiskLog:
             return batch
 
     def _note_gap(self, start: int, end: int, segment: Segment) -> None:
-        """Note missing numbers. Inside a segment no number is left out on purpose: those are
-        lost."""
+        """Note missing numbers. Inside a segment none is left out on purpose: those are lost."""
         inside = max(start, segment.base)
         self.corrupt_messages += self.gaps.count_messages(inside, end)
         self.gaps.add(start, end)
@@ -347,9 +339,8 @@ class DiskLog:
 
     def deferred_since(self, sequence: int, due_after: int = 0) -> list[tuple[int, int]]:
         found = self._segments.deferred_since(sequence, due_after)
-        for batch in self._batches.since(max(sequence, self.stable)):
-            if batch.due_ns > due_after:
-                found.append((batch.base, batch.due_ns))
+        unwritten = self._batches.since(max(sequence, self.stable))
+        found += [(batch.base, batch.due_ns) for batch in unwritten if batch.due_ns > due_after]
         if self.gaps.ranges:
             found = [pair for pair in found if self.gaps.skip(pair[0]) == pair[0]]
         return found
@@ -358,12 +349,12 @@ class DiskLog:
 
     def positions(self) -> LogPositions:
         start = self.start
-        stored = [self._segments[0], self._segments[-1]] if self._segments else []
-        stored = [segment for segment in stored if segment.size]
+        stored = [segment for segment in self._segments if segment.size]
         kept = next(self._batches.since(max(start, self.memory_start)), None)
         first_ns = stored[0].first_ns if stored else kept.timestamp_of(0) if kept is not None else 0
         last_ns = self._batches[-1].timestamp_of(0) if kept is not None else 0
-        return LogPositions(start, self.end, first_ns, max([last_ns, *(s.last_ns for s in stored)]))
+        last_ns = max([last_ns, *(segment.last_ns for segment in stored[:1] + stored[-1:])])
+        return LogPositions(start, self.end, first_ns, last_ns)
 
     def locate(self, sequence: int, max_bytes: int) -> LogRange:
         """Takes the same time whatever the range holds. On disk a range begins and ends at entries
@@ -389,15 +380,13 @@ class DiskLog:
 
     def note_lost(self, found: LogRange, lost: Sequence[Lost]) -> None:
         for segment in self._segments:
-            if found.reader is None or segment.path != found.reader.path:
-                continue
-            for damage in lost:
+            is_same = found.reader is not None and segment.path == found.reader.path
+            for damage in lost if is_same else ():
                 self.corrupt_batches += segment.note_damage(damage.position, damage.end)
                 self._note_gap(damage.first, damage.next, segment)
 
     def search_time(self, timestamp_ns: int) -> TimeSearch:
-        """Exact even if the clock was set back: all messages before the one found have earlier
-        publish times."""
+        """Exact even if the clock was set back: all messages before have earlier publish times."""
         for segment in self._segments:
             if segment.last_ns >= timestamp_ns and segment.end > segment.base:
                 found = self._finish_range(segment, segment.locate_time(timestamp_ns))
