@@ -1,4 +1,5 @@
-"""Damage to the files of a stopped broker: what is whole is delivered, what is not is logged and counted."""
+"""Damage to the files of a stopped broker: what is whole is delivered, what is not is logged and
+counted."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_damage_to_deferred_messages_at_the_end_of_the_log_does_not_stop_deliver
 
 @pytest.mark.parametrize("damaged", [1, 3])
 @pytest.mark.parametrize("rdy", [1, 100])
-def test_damaged_deferred_messages_cost_no_others(rig: Rig, rdy: int, damaged: int):
+def test_damaged_deferred_messages_lose_no_others(rig: Rig, rdy: int, damaged: int):
     rig.channel()
     rig.publish("t", b"first")
     for number in range(damaged):
@@ -89,7 +90,8 @@ def test_damage_that_one_channel_meets_is_known_to_the_others(rig: Rig):
 
 
 def carry(rig: Rig) -> tuple[list[Delivered], list[Delivered]]:
-    """Three messages of the channel that have been carried over, with those that are in the log still."""
+    """Three messages of the channel that have been carried over, with those that are in the log
+    still."""
     client = rig.subscribe(rdy=1000)
     for number in range(0, 100, 10):
         rig.publish("t", *bodies(10, start=number, size=150))
@@ -121,7 +123,7 @@ def drain(rig: Rig, channel: str = "c") -> set[bytes]:
 
 @both_ends
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "zeroed"])
-def test_a_channel_without_its_state_delivers_everything_that_is_kept(
+def test_a_channel_without_its_state_delivers_every_message_again(
     make_rig: MakeRig, caplog: pytest.LogCaptureFixture, clean: bool, damage: str
 ):
     rig = make_rig(max_bytes_per_file=2000)
@@ -142,7 +144,7 @@ def test_a_channel_without_its_state_delivers_everything_that_is_kept(
 
 
 @pytest.mark.parametrize("source", ["t.topic/done.channel", "u.topic/c.channel"])
-def test_a_file_of_another_channel_is_not_believed(rig: Rig, caplog: pytest.LogCaptureFixture, source: str):
+def test_the_file_of_another_channel_is_not_used(rig: Rig, caplog: pytest.LogCaptureFixture, source: str):
     for name in ("c", "done"):
         rig.channel(name)
     rig.channel("c", "u")
@@ -269,7 +271,7 @@ def test_a_topic_whose_state_is_lost_stays_paused(rig: Rig):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", bytes(100), b'{"topics": 7}'])
-def test_bad_metadata_is_kept_aside_and_costs_nothing(
+def test_a_bad_nsqd_dat_is_kept_aside_and_loses_nothing(
     rig: Rig, caplog: pytest.LogCaptureFixture, content: bytes
 ):
     rig.channel()
@@ -394,7 +396,7 @@ def test_a_segment_swapped_with_another_topic_s_is_not_delivered_under_its_name(
     assert "is another segment" in caplog.text
 
 
-def test_an_index_of_another_topic_is_not_believed(make_rig: MakeRig):
+def test_the_index_of_another_topic_is_not_used(make_rig: MakeRig):
     rig = make_rig()
     for topic in ("t", "u"):
         rig.channel("c", topic)
@@ -410,7 +412,7 @@ def test_an_index_of_another_topic_is_not_believed(make_rig: MakeRig):
     assert drain(rig) == {b"a" * 20, b"b" * 20, b"later"}
 
 
-def test_a_topic_about_which_only_its_segments_know_keeps_them(make_rig: MakeRig):
+def test_a_topic_with_only_its_segments_left_keeps_them(make_rig: MakeRig):
     rig = make_rig()
     rig.publish("t", *bodies(10))
     rig.close()
@@ -421,7 +423,7 @@ def test_a_topic_about_which_only_its_segments_know_keeps_them(make_rig: MakeRig
     assert rig.topic().log.corrupt_batches == 0
 
 
-def test_segments_and_indexes_of_before_without_marks_still_open(make_rig: MakeRig):
+def test_old_segments_and_indexes_without_marks_still_open(make_rig: MakeRig):
     rig = make_rig(max_bytes_per_file=2000)
     rig.channel()
     rig.topic().log.mark = 0

@@ -1,7 +1,8 @@
-"""Out of descriptors (EMFILE), at any call that needs one: who is told what, and that it passes by itself.
+"""Out of descriptors (EMFILE), at any call that needs one: who is told what, and that it passes by
+itself.
 
-A publish is refused only if it is not stored. Whatever fails after the append is the upkeep's trouble: it is
-shown in health, and tried again.
+A publish is refused only if it is not stored. Whatever fails after the append is the upkeep's
+trouble: it is shown in health, and tried again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ TOPICS = ("a", "b")
 
 
 class Life:
-    """A broker with two topics and a consumer for each, whose segments are full after two messages."""
+    """A broker with two topics and a consumer for each, whose segments are full after two
+    messages."""
 
     def __init__(self, make_rig: MakeRig, **flags: Any) -> None:
         self.later = Later()

@@ -136,7 +136,7 @@ def test_depth_is_right_at_every_step(tmp_path: Path, start: StartRig):
         rig.disconnect(client)
 
 
-def test_two_clients_share_what_was_taken_over(tmp_path: Path, start: StartRig):
+def test_two_clients_share_imported_messages(tmp_path: Path, start: StartRig):
     for name in ("a", "b"):
         GoQueue(tmp_path, "t", name).write(*go_messages(50, name), *go_messages(50, name, 2, 50)).save()
     rig = start()
@@ -149,7 +149,7 @@ def test_two_clients_share_what_was_taken_over(tmp_path: Path, start: StartRig):
     assert sorted(got) == of(go_messages(100, "a"))
 
 
-def test_a_channel_created_later_sees_none_of_it(tmp_path: Path, start: StartRig):
+def test_a_channel_created_later_gets_no_imported_message(tmp_path: Path, start: StartRig):
     write_metadata(tmp_path, {"t": ["a"]})
     GoQueue(tmp_path, "t", "a").write(*go_messages(10)).save()
     GoQueue(tmp_path, "t").write(*go_messages(10)).save()
@@ -161,7 +161,7 @@ def test_a_channel_created_later_sees_none_of_it(tmp_path: Path, start: StartRig
     assert drain(rig, "first again") == []
 
 
-def test_queues_that_the_metadata_does_not_list_come_too(tmp_path: Path, start: StartRig):
+def test_queues_that_nsqd_dat_does_not_list_are_imported_too(tmp_path: Path, start: StartRig):
     GoQueue(tmp_path, "t", "c").write(*go_messages(3)).save()
     GoQueue(tmp_path, "u").write(*go_messages(2)).save()
     rig = start()
@@ -224,7 +224,7 @@ def test_attempts_are_kept(tmp_path: Path, start: StartRig):
 
 
 @pytest.mark.parametrize("end", ["restart", "crash"])
-def test_attempts_survive_what_follows(tmp_path: Path, start: StartRig, end: str):
+def test_imported_attempts_survive_restarts(tmp_path: Path, start: StartRig, end: str):
     GoQueue(tmp_path, "t", "c").write(*go_messages(5), *go_messages(5, "", 3, 5)).save()
     rig = start()
     getattr(rig, end)()
@@ -315,7 +315,7 @@ def test_the_metadata_is_whole_at_every_moment_of_loading(tmp_path: Path):
 # damage
 
 
-def test_what_a_crash_left_unrecorded_is_taken_over(tmp_path: Path, start: StartRig):
+def test_messages_that_a_crash_left_unrecorded_are_imported(tmp_path: Path, start: StartRig):
     GoQueue(tmp_path, "t", "c").write(*go_messages(3)).consume(1).save().write(*go_messages(4, start=3))
     GoQueue(tmp_path, "no-state").write(*go_messages(30), max_bytes=100)
     rig = start()
@@ -323,7 +323,7 @@ def test_what_a_crash_left_unrecorded_is_taken_over(tmp_path: Path, start: Start
     assert rig.topic("no-state").depth == 30
 
 
-def test_damage_costs_the_rest_of_its_file_and_is_reported(
+def test_damage_loses_the_rest_of_its_file_and_is_reported(
     tmp_path: Path, start: StartRig, caplog: pytest.LogCaptureFixture
 ):
     write_metadata(tmp_path, {"t": ["c"]})
@@ -342,7 +342,7 @@ def test_damage_costs_the_rest_of_its_file_and_is_reported(
     assert left_of_nsq(tmp_path) == []
 
 
-def test_a_queue_of_nothing_but_damage_creates_nothing_and_is_reported(
+def test_a_queue_with_only_damage_creates_nothing_and_is_reported(
     tmp_path: Path, start: StartRig, caplog: pytest.LogCaptureFixture
 ):
     (tmp_path / "t.diskqueue.000000.dat").write_bytes(b"\xff" * 100)
@@ -360,7 +360,9 @@ def test_files_given_up_by_nsq_are_not_read(tmp_path: Path, start: StartRig):
     assert left_of_nsq(tmp_path) == ["t.diskqueue.000000.dat.bad"]
 
 
-def test_what_cannot_be_ours_is_left_alone(tmp_path: Path, start: StartRig, caplog: pytest.LogCaptureFixture):
+def test_queues_with_invalid_or_ephemeral_names_are_not_imported(
+    tmp_path: Path, start: StartRig, caplog: pytest.LogCaptureFixture
+):
     for names in [("t#ephemeral", "c"), ("t", "c#ephemeral"), ("t", "a:b"), ("b@d", ""), ("x" * 65, "")]:
         GoQueue(tmp_path, *names).write(*go_messages(3)).save()
     before = left_of_nsq(tmp_path)
@@ -373,9 +375,7 @@ def test_what_cannot_be_ours_is_left_alone(tmp_path: Path, start: StartRig, capl
     assert any(text.startswith("t#ephemeral:c: ephemeral") for text in texts)
 
 
-def test_what_was_taken_over_is_said_in_the_log(
-    tmp_path: Path, start: StartRig, caplog: pytest.LogCaptureFixture
-):
+def test_the_import_is_logged(tmp_path: Path, start: StartRig, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     GoQueue(tmp_path, "t").write(*go_messages(5)).save()
     GoQueue(tmp_path, "t", "c").write(*go_messages(3), *go_messages(3, "", 2)).save()
@@ -466,7 +466,7 @@ class CrashingFiles(TestFiles):
 
 @pytest.mark.parametrize(("durability", "paused"), [("memory", False), ("os", True), ("fsync", False)])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_crash_on_the_way_loses_nothing_and_shows_nothing_to_the_wrong_channel(
+def test_a_crash_during_an_import_loses_nothing_and_shows_nothing_to_other_channels(
     tmp_path: Path, start: StartRig, durability: str, point: str, paused: bool
 ):
     write_metadata(tmp_path, {"t": ["a", "b"]}, ["t"] if paused else [])
@@ -494,7 +494,9 @@ def test_a_crash_on_the_way_loses_nothing_and_shows_nothing_to_the_wrong_channel
         assert drained(rig, name) == [b"new"]
 
 
-def test_one_crash_after_another(tmp_path: Path, start: StartRig, caplog: pytest.LogCaptureFixture):
+def test_an_import_survives_one_crash_after_another(
+    tmp_path: Path, start: StartRig, caplog: pytest.LogCaptureFixture
+):
     GoQueue(tmp_path, "t").write(*go_messages(10, "topic"), GoMessage(b"last")).save()
     GoQueue(tmp_path, "t", "b").write(*go_messages(10, "b"), *go_messages(5, "b", 2, 10)).save()
     for point in ["append", "topic state", "last append", "channel state", "append"]:
@@ -506,7 +508,7 @@ def test_one_crash_after_another(tmp_path: Path, start: StartRig, caplog: pytest
     assert sum("begins anew" in text for text in warnings(caplog)) == 5
 
 
-def test_a_crash_in_one_topic_leaves_the_others_done(
+def test_a_crash_while_importing_one_topic_keeps_the_others_imported(
     tmp_path: Path, start: StartRig, monkeypatch: pytest.MonkeyPatch
 ):
     for topic in ("t1", "t2", "t3"):
@@ -529,7 +531,7 @@ def test_a_crash_in_one_topic_leaves_the_others_done(
 
 
 @pytest.mark.parametrize("call", ["write", "open_read", "sync"])
-def test_a_disk_that_refuses_keeps_the_daemon_from_starting(tmp_path: Path, start: StartRig, call: str):
+def test_an_import_that_the_disk_refuses_stops_the_start(tmp_path: Path, start: StartRig, call: str):
     GoQueue(tmp_path, "t", "c").write(*go_messages(5)).save()
     files = TestFiles()
     files.fail(call, ".dat" if call == "open_read" else ".log")
@@ -540,7 +542,7 @@ def test_a_disk_that_refuses_keeps_the_daemon_from_starting(tmp_path: Path, star
     assert drained(rig) == of(go_messages(5))
 
 
-def test_everything_is_synced_before_nsq_s_files_move(tmp_path: Path, start: StartRig):
+def test_everything_is_synced_before_nsq_s_files_are_moved(tmp_path: Path, start: StartRig):
     GoQueue(tmp_path, "t", "c").write(*go_messages(5)).save()
     order: list[str] = []
 
@@ -561,7 +563,7 @@ def test_everything_is_synced_before_nsq_s_files_move(tmp_path: Path, start: Sta
     assert order[moved:] == ["moved", "moved", "nsqd.dat.tmp"]
 
 
-def test_a_second_import_goes_behind_what_is_there(tmp_path: Path, start: StartRig):
+def test_a_second_import_is_appended(tmp_path: Path, start: StartRig):
     """NSQ's own nsqd was started on the data path once more."""
     write_metadata(tmp_path, {"t": ["a", "b"]})
     GoQueue(tmp_path, "t", "a").write(*go_messages(3, "first")).save()
@@ -592,7 +594,7 @@ def subscribe_and_take(rig: Rig, channel: str) -> tuple[FakeClient, list[Deliver
     return client, client.take()
 
 
-def test_redelivery_requeue_and_deferral_work_on_what_was_taken_over(tmp_path: Path, start: StartRig):
+def test_redelivery_requeue_and_deferral_work_on_imported_messages(tmp_path: Path, start: StartRig):
     GoQueue(tmp_path, "t", "a").write(*go_messages(2, "a"), *go_messages(2, "a", 5, 2)).save()
     GoQueue(tmp_path, "t", "b").write(*go_messages(4, "b")).save()
     rig = start()
@@ -610,7 +612,7 @@ def test_redelivery_requeue_and_deferral_work_on_what_was_taken_over(tmp_path: P
     assert client.take() == [got[2]._replace(attempts=got[2].attempts + 1)]
 
 
-def test_emptying_and_deleting_channels_leaves_the_others_alone(tmp_path: Path, start: StartRig):
+def test_emptying_or_deleting_a_channel_does_not_affect_the_others(tmp_path: Path, start: StartRig):
     for name in ("a", "b", "c"):
         GoQueue(tmp_path, "t", name).write(*go_messages(4, name), *go_messages(2, name, 1, 4)).save()
     rig = start()
@@ -623,7 +625,7 @@ def test_emptying_and_deleting_channels_leaves_the_others_alone(tmp_path: Path, 
     assert drained(rig, "c") == of(go_messages(6, "c"))
 
 
-def test_what_all_channels_have_passed_is_reclaimed(tmp_path: Path, start: StartRig):
+def test_imported_messages_that_all_channels_have_passed_are_reclaimed(tmp_path: Path, start: StartRig):
     write_metadata(tmp_path, {"t": ["a", "b", "idle"]})
     for name in ("a", "b"):
         messages = [GoMessage(b"%d" % number + b"x" * 100) for number in range(200)]
@@ -660,7 +662,7 @@ def test_skips_are_part_of_a_channel_s_state_and_absent_from_older_files():
     assert decode_channel_state(with_skips.encode()).skips == [(6, 7), (8, 2**53)]
 
 
-def test_importing_holds_little_memory(tmp_path: Path, start: StartRig, monkeypatch: pytest.MonkeyPatch):
+def test_an_import_needs_little_memory(tmp_path: Path, start: StartRig, monkeypatch: pytest.MonkeyPatch):
     GoQueue(tmp_path, "t", "c").write(*(GoMessage(b"x" * 1000, 0, number) for number in range(5000))).save()
     sizes: list[int] = []
     append = importer._append

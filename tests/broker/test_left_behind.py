@@ -34,7 +34,8 @@ def entries(owner: object) -> dict[str, int]:
 
 
 def come_and_go(rig: Rig, number: int) -> None:
-    """A topic in all its states, with messages in flight, requeued and deferred, and then its end."""
+    """A topic in all its states, with messages in flight, requeued and deferred, and then its
+    end."""
     for topic in (f"t{number}", f"t{number}#ephemeral"):
         rig.channel("idle", topic)
         client = rig.subscribe(topic, f"c{number}", rdy=3)
@@ -79,7 +80,7 @@ def test_deleted_topics_and_channels_leave_nothing_behind(
     assert {name: n for name, n in later_entries.items() if n > first_entries[name]} == {}
 
 
-def test_a_publisher_that_stays_is_not_remembered_for_topics_that_are_gone(rig: Rig):
+def test_a_connected_publisher_is_forgotten_for_deleted_topics(rig: Rig):
     client = rig.subscribe("other")
     rig.topic("t")
     client.publish_counts.update({"t": 5, "other": 2})

@@ -108,7 +108,7 @@ def test_states_can_be_chosen_and_come_in_the_order_asked_for(rig: Rig):
         look(rig, "finished")
 
 
-def test_messages_ready_are_those_that_will_be_delivered_in_that_order(make_rig: MakeRig):
+def test_ready_messages_are_shown_in_the_order_of_delivery(make_rig: MakeRig):
     rig = make_rig(**KEPT)
     start = rig.channel().cursor.position
     rig.publish("t", *bodies(5))
@@ -163,7 +163,7 @@ def test_messages_carried_over_are_shown(make_rig: MakeRig):
     assert [message.body for message in peek.read()] == [b"0", b"1"], "chosen is chosen"
 
 
-def test_an_ephemeral_topic_can_be_looked_at(rig: Rig):
+def test_an_ephemeral_topic_can_be_peeked_at(rig: Rig):
     client = rig.subscribe("t#ephemeral", rdy=2)
     rig.publish("t#ephemeral", *bodies(5))
     rig.publish("t#ephemeral", b"later", defer_ms=1000)
@@ -180,7 +180,7 @@ def test_an_ephemeral_topic_can_be_looked_at(rig: Rig):
 # limits
 
 
-def test_long_bodies_are_cut_and_their_size_told(rig: Rig):
+def test_long_bodies_are_cut_and_shown_with_their_size(rig: Rig):
     rig.channel()
     rig.publish("t", b"x" * 1000, b"y" * 5)
     assert [(m.body, m.size) for m in look(rig, body_limit=10)] == [(b"x" * 10, 1000), (b"y" * 5, 5)]
@@ -190,7 +190,7 @@ def test_long_bodies_are_cut_and_their_size_told(rig: Rig):
     ]
 
 
-def test_what_is_shown_is_bounded_but_one_message_comes_in_any_case(rig: Rig):
+def test_the_bytes_shown_are_limited_but_one_message_always_comes(rig: Rig):
     rig.channel()
     start = rig.topic().log.start
     rig.publish("t", *bodies(100, size=100))
@@ -201,7 +201,7 @@ def test_what_is_shown_is_bounded_but_one_message_comes_in_any_case(rig: Rig):
     assert len(look(rig, max_bytes=1000, body_limit=10)) == 100
 
 
-def test_a_look_at_a_large_topic_reads_little_of_it(make_rig: MakeRig):
+def test_a_peek_at_a_large_topic_reads_little_of_it(make_rig: MakeRig):
     rig = make_rig(mem_queue_size=100)
     rig.channel()
     for _ in range(300):
@@ -266,7 +266,7 @@ def test_an_empty_topic_shows_nothing(rig: Rig):
 
 
 @in_all_modes
-def test_looking_changes_nothing(make_rig: MakeRig, durability: str):
+def test_a_peek_changes_nothing(make_rig: MakeRig, durability: str):
     rig = make_rig(
         durability=durability, mem_queue_size=5, max_bytes_per_file=500, mem_queue_bytes=2000, **KEPT
     )
@@ -286,7 +286,7 @@ def test_looking_changes_nothing(make_rig: MakeRig, durability: str):
     assert everything(rig) == before
 
 
-def test_a_cold_disk_holds_nobody_up(make_rig: MakeRig):
+def test_a_peek_at_a_cold_disk_blocks_nobody(make_rig: MakeRig):
     """Choosing reads nothing; reading happens in a thread."""
     rig = make_rig(mem_queue_size=1, **KEPT)
     rig.channel()
@@ -304,7 +304,7 @@ def test_a_cold_disk_holds_nobody_up(make_rig: MakeRig):
     assert [[m.body for m in messages] for messages in found] == [bodies(10), bodies(10)]
 
 
-def test_what_is_reclaimed_meanwhile_is_read_all_the_same(make_rig: MakeRig):
+def test_messages_reclaimed_after_the_choice_can_still_be_read(make_rig: MakeRig):
     rig = make_rig(max_bytes_per_file=300)
     rig.channel()
     for i in range(20):
@@ -317,7 +317,7 @@ def test_what_is_reclaimed_meanwhile_is_read_all_the_same(make_rig: MakeRig):
     assert [[m.body for m in peek.read()] for peek in peeks] == [bodies(10), bodies(10)]
 
 
-def test_messages_lost_to_a_bad_disk_are_left_out_and_counted(rig: Rig):
+def test_messages_lost_to_damage_are_left_out_and_counted(rig: Rig):
     rig.channel()
     for i in range(3):
         rig.publish("t", *bodies(2, 2 * i))

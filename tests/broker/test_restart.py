@@ -454,7 +454,8 @@ def run(later: Later, index: int) -> None:
 
 
 def test_messages_carried_over_but_not_yet_checkpointed_are_delivered_once_after_a_crash(make_rig: MakeRig):
-    """The carry file is written, and neither the checkpoint nor the removal of the segments has happened."""
+    """The carry file is written, and neither the checkpoint nor the removal of the segments has
+    happened."""
     later = Later()
     rig = make_rig(max_bytes_per_file=2000, background=later)
     client = rig.subscribe(rdy=200)

@@ -11,9 +11,10 @@ import pytest
 
 from nsparq.broker.settings import TopicSettings
 from nsparq.errors import WriteFailed
+from nsparq.storage.checked_json import crc_of
 from nsparq.storage.files import Files
 from nsparq.storage.log import Durability, LogSettings
-from nsparq.storage.state_files import TopicState, _crc_of, read_topic_state
+from nsparq.storage.state_files import TopicState, read_topic_state
 from tests.broker.rig import Later, Rig, bodies, counts
 
 MakeRig = Callable[..., Rig]
@@ -36,14 +37,14 @@ def test_without_settings_the_flags_apply():
     assert TopicSettings().stored() == {}
 
 
-def test_settings_take_the_place_of_the_flags():
+def test_settings_override_the_flags():
     flags = LogSettings(Durability.FSYNC, 1, 2, 3.0, 4)
     settings = TopicSettings().changed({"retention_age": 60, "retention_bytes": 0, "durability": "memory"})
     assert settings.applied_to(flags) == LogSettings(Durability.MEMORY, 1, 2, 60.0, 0)
     assert settings.stored() == {"retention_age": 60.0, "retention_bytes": 0, "durability": "memory"}
 
 
-def test_only_what_is_named_changes_and_none_goes_back_to_the_flag():
+def test_only_named_settings_change_and_none_means_the_flag():
     settings = TopicSettings(60.0, 1000, "os").changed({"retention_age": None})
     assert settings == TopicSettings(None, 1000, "os")
     assert settings.changed({}) == settings
@@ -69,7 +70,7 @@ def test_only_what_is_named_changes_and_none_goes_back_to_the_flag():
         ({"retention_age": "1h"}, "retention_age must be"),
     ],
 )
-def test_what_makes_no_sense_is_refused_whole(rig: Rig, changes: dict[str, object], text: str):
+def test_invalid_settings_are_refused_and_nothing_changes(rig: Rig, changes: dict[str, object], text: str):
     topic = rig.topic()
     with pytest.raises(ValueError, match=text):
         topic.change_settings({"retention_bytes": 77} | changes)
@@ -78,7 +79,7 @@ def test_what_makes_no_sense_is_refused_whole(rig: Rig, changes: dict[str, objec
 
 
 @pytest.mark.parametrize("changes", [{"durability": "os"}, {"retention_age": 1}, {}])
-def test_an_ephemeral_topic_has_none(rig: Rig, changes: dict[str, object]):
+def test_an_ephemeral_topic_has_no_settings(rig: Rig, changes: dict[str, object]):
     with pytest.raises(ValueError, match="t#ephemeral is ephemeral"):
         rig.topic("t#ephemeral").change_settings(changes)
 
@@ -116,11 +117,11 @@ def test_settings_that_the_disk_refuses_do_not_count(rig: Rig):
     assert topic.is_synchronous
 
 
-def test_a_state_without_settings_is_understood(tmp_path: Path):
+def test_a_state_without_settings_can_be_read(tmp_path: Path):
     """As written before there were any, and by a topic that has none."""
     fields = {"incarnation": "x", "origin": 5, "paused": False, "pause_position": -1}
     fields |= {"clean_end": 7, "gaps": [], "import_start": -1}
-    (tmp_path / "topic.json").write_text(json.dumps(fields | {"crc": _crc_of(fields)}))
+    (tmp_path / "topic.json").write_text(json.dumps(fields | {"crc": crc_of(fields)}))
     state = read_topic_state(Files(), tmp_path)
     assert state == TopicState(incarnation="x", origin=5, clean_end=7)
     state.write(Files(), tmp_path)
@@ -128,7 +129,7 @@ def test_a_state_without_settings_is_understood(tmp_path: Path):
 
 
 @pytest.mark.parametrize("stored", [{"durability": "tape"}, {"replicas": 3}])
-def test_stored_settings_that_mean_nothing_here_do_not_cost_the_topic(
+def test_unknown_stored_settings_do_not_lose_the_topic(
     rig: Rig, stored: dict[str, object], caplog: pytest.LogCaptureFixture
 ):
     rig.channel()
@@ -165,7 +166,7 @@ def test_with_fsync_publishers_wait_for_the_disk_from_now_on(make_rig: MakeRig):
     assert rig.publish("t", b"at once again").is_ok
 
 
-def test_a_publisher_that_waits_for_the_disk_is_answered_though_nobody_need_wait_any_more(make_rig: MakeRig):
+def test_a_publisher_waiting_for_fsync_is_answered_after_the_setting_changed(make_rig: MakeRig):
     background = Later()
     rig = make_rig(background=background, durability="fsync")
     topic = rig.topic()
@@ -178,7 +179,7 @@ def test_a_publisher_that_waits_for_the_disk_is_answered_though_nobody_need_wait
     assert second.is_ok
 
 
-def test_becoming_synchronous_syncs_what_was_written_without(make_rig: MakeRig):
+def test_a_change_to_fsync_syncs_earlier_messages(make_rig: MakeRig):
     rig = make_rig()
     rig.channel("a")
     rig.channel("b#ephemeral")
@@ -194,7 +195,7 @@ def test_becoming_synchronous_syncs_what_was_written_without(make_rig: MakeRig):
 
 
 @pytest.mark.parametrize("target", ["os", "fsync"])
-def test_leaving_memory_writes_what_memory_holds(make_rig: MakeRig, target: str):
+def test_a_change_from_memory_writes_what_memory_holds(make_rig: MakeRig, target: str):
     rig = make_rig(durability="memory", mem_queue_size=100)
     rig.channel()
     rig.publish("t", *bodies(20))
@@ -207,7 +208,7 @@ def test_leaving_memory_writes_what_memory_holds(make_rig: MakeRig, target: str)
     assert consume(rig, rig.subscribe(rdy=100)) == [*bodies(20), b"new"]
 
 
-def test_memory_that_cannot_be_written_stays_what_it_is(make_rig: MakeRig):
+def test_a_change_from_memory_fails_if_the_disk_refuses(make_rig: MakeRig):
     rig = make_rig(durability="memory", mem_queue_size=100)
     client = rig.subscribe(rdy=5)
     rig.publish("t", *bodies(20))

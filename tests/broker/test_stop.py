@@ -1,4 +1,5 @@
-"""A clean stop: what it writes, on a disk that is full, and what it says of what it could not keep."""
+"""A clean stop: what it writes, on a disk that is full, and what it says of what it could not
+keep."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_a_stop_on_a_full_disk_keeps_what_was_finished(make_rig: MakeRig, durabi
     assert (rig.data_path / RESERVE_NAME).stat().st_blocks > 0, "for the next time"
 
 
-def test_a_stop_says_what_it_could_not_keep(rig: Rig, caplog: pytest.LogCaptureFixture):
+def test_a_stop_reports_what_it_could_not_keep(rig: Rig, caplog: pytest.LogCaptureFixture):
     for name in ("a", "b"):
         finish_all(rig, name)
     rig.files.fail("replace", "a.topic/c.channel")
@@ -69,7 +70,7 @@ def test_a_stop_says_what_it_could_not_keep(rig: Rig, caplog: pytest.LogCaptureF
     assert [rig.channel("c", name).depth for name in ("a", "b")] == [3, 0]
 
 
-def test_a_log_that_cannot_be_synced_does_not_cost_its_channels_their_state(rig: Rig):
+def test_a_log_that_cannot_be_synced_does_not_lose_the_states_of_its_channels(rig: Rig):
     finish_all(rig, "t")
     rig.files.fail("sync", ".log", errno.EIO)
     rig.files.fail("sync", ".copy", errno.EIO)
@@ -81,7 +82,7 @@ def test_a_log_that_cannot_be_synced_does_not_cost_its_channels_their_state(rig:
     assert rig.channel("c").depth == 0
 
 
-def test_a_disk_without_room_for_the_reserve_is_a_matter_of_health(make_rig: MakeRig):
+def test_a_disk_without_room_for_the_reserve_shows_in_health(make_rig: MakeRig):
     class NoRoom(TestFiles):
         is_full = True
 
@@ -164,7 +165,7 @@ def test_a_data_path_that_cannot_be_written_is_refused(rig: Rig, error: int):
     assert rig.topic().depth == 1
 
 
-def test_a_data_path_that_is_full_will_do(rig: Rig):
+def test_a_full_data_path_still_starts(rig: Rig):
     rig.publish("t", b"x")
     rig.close()
     rig.files.fail("replace", "nsqd.dat", errno.ENOSPC)
@@ -203,6 +204,7 @@ def test_a_stop_syncs_a_few_files_of_each_changed_topic_and_none_of_the_others(
     unchanged = syncs_of_a_stop(rig, files)
     for number in range(10):
         finish_all(rig, f"t{number}")
-    # The log and its name, the channel, the topic, the directory; and two directories above all of them.
+    # The log and its name, the channel, the topic, the directory; and two directories above all of
+    # them.
     assert syncs_of_a_stop(rig, files) <= unchanged + 10 * 5 + 2
     assert syncs_of_a_stop(rig, files) == unchanged

@@ -22,7 +22,8 @@ TOPICS = ("one", "two")
 
 
 class Photographer(Files):
-    """Keeps what the disk holds before each call that changes it; and once more in the middle of a write."""
+    """Keeps what the disk holds before each call that changes it; and once more in the middle of a
+    write."""
 
     def __init__(self, data_path: Path, album: Path) -> None:
         super().__init__()
@@ -161,8 +162,9 @@ def test_a_crash_at_any_point_leaves_all_or_nothing(tmp_path: Path, durability: 
     assert min(outcomes["before"], outcomes["after"]) > 3
 
 
-def test_a_damaged_chunk_costs_no_other_message_wherever_a_crash_comes(tmp_path: Path) -> None:
-    """Damaged before the commit, and, in what each crash has left, damaged since: another chunk as well."""
+def test_a_damaged_chunk_loses_no_other_message_wherever_a_crash_comes(tmp_path: Path) -> None:
+    """Damaged before the commit, and, in what each crash has left, damaged since: another chunk as
+    well."""
     album = tmp_path / "album"
     files = Photographer(tmp_path / "data", album)
     broker = open_broker(tmp_path / "data", files)
@@ -207,7 +209,7 @@ def damage(chunk: Chunk) -> None:
     chunk.path.write_bytes(whole)
 
 
-def test_nothing_is_reclaimed_that_tells_how_far_a_commit_has_come(tmp_path: Path) -> None:
+def test_messages_that_show_the_progress_of_a_commit_are_not_reclaimed(tmp_path: Path) -> None:
     broker = open_broker(tmp_path, max_bytes_per_file=4096)
     broker.options = NsqdOptions(data_path=str(tmp_path))
     transactions = broker.transactions
@@ -224,7 +226,7 @@ def test_nothing_is_reclaimed_that_tells_how_far_a_commit_has_come(tmp_path: Pat
     broker.close()
 
 
-def test_what_has_expired_is_never_committed_as_empty(tmp_path: Path) -> None:
+def test_an_expired_transaction_is_never_committed_as_empty(tmp_path: Path) -> None:
     """Also if it expires while its promise is being written."""
     broker = open_broker(tmp_path)
     transactions = broker.transactions
@@ -257,7 +259,7 @@ def test_a_tag_in_use_is_not_given_twice(tmp_path: Path) -> None:
     broker.close()
 
 
-def test_a_topic_deleted_while_it_is_committed_begins_anew(tmp_path: Path) -> None:
+def test_a_topic_deleted_during_a_commit_is_created_again(tmp_path: Path) -> None:
     broker = open_broker(tmp_path)
     transactions = broker.transactions
     transaction = transactions.promise("p", 0, stage_all(broker, 0, "a"))
@@ -271,7 +273,7 @@ def test_a_topic_deleted_while_it_is_committed_begins_anew(tmp_path: Path) -> No
     broker.close()
 
 
-def test_batches_say_by_which_transaction_they_came(tmp_path: Path) -> None:
+def test_batches_carry_the_tag_of_their_transaction(tmp_path: Path) -> None:
     broker = open_broker(tmp_path)
     topic = broker.get_topic("t")
     topic.publishing.append_tagged(PackedBodies.of([b"1", b"2"]), 0, 7)

@@ -1,7 +1,8 @@
 """Somebody who has nothing to do with the fault, and must not notice it.
 
-What may not happen is that the daemon computes for long before it answers the bystander. So a round trip is
-measured in processor time of the daemon's event loop: on a busy machine it takes longer, but no more of that.
+What may not happen is that the daemon computes for long before it answers the bystander. So a round
+trip is measured in processor time of the daemon's event loop: on a busy machine it takes longer,
+but no more of that.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from tests.support import TestBroker, wait_until
 from tests.support.polling import DEADLINE
 
 ENOUGH = 10
-"""Round trips that a test waits for. More of them, while a fault goes on, follow each other less quickly."""
+"""Round trips that a test waits for. Later ones, during a long fault, come more slowly."""
 
 
 class RoundTrips(threading.Thread):
-    """A well-behaved client on the side: publishes, receives its own message, again and again."""
+    """A normal client beside the fault: publishes and receives its own message, repeatedly."""
 
     def __init__(self, broker: TestBroker, topic: str = "side") -> None:
         super().__init__(daemon=True)
@@ -26,7 +27,7 @@ class RoundTrips(threading.Thread):
         self.topic = topic
         self.stopping = threading.Event()
         self.longest = 0.0
-        """The most that the daemon computed during one round trip, in seconds."""
+        """Most CPU time of the daemon during one round trip, in seconds."""
         self.count = 0
         self.problem: BaseException | None = None
         self.consumer = broker.connect()
@@ -55,7 +56,7 @@ class RoundTrips(threading.Thread):
 
 @contextmanager
 def well_served(broker: TestBroker, within: float) -> Iterator[RoundTrips]:
-    """Somebody else's round trips work throughout, and the daemon computes less than this in each of them."""
+    """Another client's round trips work throughout, with less CPU time than this in each."""
     side = RoundTrips(broker)
     side.start()
     try:

@@ -1,7 +1,8 @@
-"""Publishers and consumers that go on through the death of their broker, and remember what they were told.
+"""Publishers and consumers that go on through the death of their broker, and remember what they
+were told.
 
-What counts is what a publisher may rely on: a message whose OK it has read is *acknowledged*. A batch whose
-answer never came is *unanswered*: it may be there or not, but as a whole.
+What counts is what a publisher may rely on: a message whose OK it has read is *acknowledged*. A
+batch whose answer never came is *unanswered*: it may be there or not, but as a whole.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from tests.support.polling import DEADLINE
 LOST = (ConnectionClosed, OSError, AssertionError)
 
 DRAIN_S = 10.0
-"""How long a channel may take to send what it says that it holds."""
+"""Deadline for a channel to send its depth."""
 
 Batch = tuple[bytes, ...]
 
 READY = 200
-"""RDY of a consumer: so many messages may be on their way to it."""
+"""RDY of a consumer."""
 
 
 def await_checkpoint(
     broker: TestBroker, channel: str, fact: Callable[[ChannelState], object], topic: str = "t"
 ) -> ChannelState:
-    """Until the channel's file on disk shows this fact."""
+    """Wait until the channel's file on disk shows this."""
     path = broker.data_path / "topics" / f"{topic}.topic" / f"{channel}.channel"
 
     def shown() -> ChannelState | None:
@@ -59,7 +60,7 @@ def sequence_of(message_id: bytes) -> int:
 
 
 class Worker(threading.Thread):
-    """A thread that connects whenever the gate is open, until it is told to stop."""
+    """A thread that connects whenever the gate is open, until it is stopped."""
 
     def __init__(self, broker: BrokerProcess, gate: threading.Event) -> None:
         super().__init__(daemon=True)
@@ -92,7 +93,7 @@ class Worker(threading.Thread):
 
 
 class Publisher(Worker):
-    """PUBs and MPUBs of unlike sizes, each awaited before the next."""
+    """PUBs and MPUBs of different sizes; each waits for its answer."""
 
     def __init__(self, broker: BrokerProcess, gate: threading.Event, topic: str, number: int) -> None:
         super().__init__(broker, gate)
@@ -158,7 +159,8 @@ class Consumer(Worker):
 
 
 class Load:
-    """Four publishers on a topic, two consumers on its channel `live`; the channel `audit` only fills.
+    """Four publishers on a topic, two consumers on its channel `live`; the channel `audit` only
+    fills.
 
     While there is an audit, nothing of the log can be reclaimed.
     """
@@ -195,12 +197,12 @@ class Load:
         return sum(at >= start_ns for consumer in self.consumers for at in tuple(consumer.times))
 
     def await_more(self, count: int) -> None:
-        """Until so many more messages are acknowledged than now."""
+        """Wait until so many more messages are acknowledged."""
         goal = len(self.acknowledged()) + count
         wait_until(lambda: len(self.acknowledged()) >= goal, what=f"{count} more messages acknowledged")
 
     def await_delivery(self, bodies: set[bytes]) -> None:
-        """Until every one of these has reached a consumer."""
+        """Wait until a consumer has received each of these."""
         wait_until(
             lambda: bodies <= self.received().keys(),
             interval=0.05,
@@ -208,8 +210,8 @@ class Load:
         )
 
     def crash(self) -> int:
-        """kill -9 and start again, keeping the workers away meanwhile. Returns how many may come again:
-        those delivered since the last checkpoint of `live`, and those on their way."""
+        """kill -9 and start again, keeping the workers away meanwhile. Returns how many may come
+        again: those delivered since the last checkpoint of `live`, and those on their way."""
         self.gate.clear()
         self.broker.kill()
         last = await_checkpoint(self.broker, "live", lambda state: True, self.topic)
@@ -239,8 +241,8 @@ def running_load(broker: BrokerProcess, topic: str, *, audit: bool = True) -> It
 
 
 def drain_messages(broker: TestBroker, topic: str, channel: str, quiet: float = 0.5) -> list[Message]:
-    """Receive and finish what the channel holds, until nothing has come for `quiet` seconds. That says little
-    on a busy machine, so the broker is asked whether anything is left."""
+    """Receive and finish what the channel holds, until nothing has come for `quiet` seconds. That
+    says little on a busy machine, so the broker is asked whether anything is left."""
     found: list[Message] = []
     patience = time.monotonic() + DRAIN_S
     with broker.connect() as connection:
@@ -267,7 +269,7 @@ def drain(broker: TestBroker, topic: str, channel: str, quiet: float = 0.5) -> l
 
 
 def assert_whole_or_absent(batches: list[Batch], bodies: set[bytes]) -> None:
-    """An MPUB that got no OK is there with all its messages, or with none."""
+    """An MPUB without an OK has all of its messages in the log, or none."""
     for batch in batches:
         there = [body in bodies for body in batch]
         assert all(there) or not any(there), (
@@ -280,7 +282,7 @@ def resident_mib(pid: int) -> float:
 
 
 def peak_mib(pid: int) -> float:
-    """The most that was resident since reset_peak()."""
+    """Peak resident memory since reset_peak()."""
     return _status_mib(pid, "VmHWM")
 
 

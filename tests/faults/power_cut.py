@@ -1,8 +1,10 @@
-"""Random lives of a broker on a recorded disk, and what docs/guarantees.md promises after a power cut.
+"""Random lives of a broker on a recorded disk, and what docs/guarantees.md promises after a power
+cut.
 
-A life notes facts: what a client asked for, the calls to the disk before the request and before its answer.
-A fact *holds* after a cut if its answer was there before it, and under `os` also older than --sync-timeout. A
-request that was made, and whose answer is not there or too young, may hold or not.
+A life notes facts: what a client asked for, the calls to the disk before the request and before its
+answer. A fact *holds* after a cut if its answer was there before it, and under `os` also older than
+--sync-timeout. A request that was made, and whose answer is not there or too young, may hold or
+not.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ FLAGS: dict[str, Any] = {
 
 
 class QuickFiles(Files):
-    """What the checks after a cut work on: nothing is synced."""
+    """The disk of the checks after a cut: nothing is synced."""
 
     def sync(self, fd: int) -> None:
         pass
@@ -52,10 +54,10 @@ class Fact:
     begun: int = 0
     """Calls to the disk before the request."""
     done: int | None = None
-    """Before the answer; None if there was none."""
+    """Calls before the answer; None if there was no answer."""
     bodies: list[bytes] = field(default_factory=list)
     parts: dict[str, list[bytes]] = field(default_factory=dict)
-    """What a transaction brings each topic."""
+    """Messages of a transaction, by topic."""
     value: Any = None
 
     def __str__(self) -> str:
@@ -73,7 +75,7 @@ class Seen(NamedTuple):
 
 
 class Life:
-    """A broker that random clients use, on a disk that remembers all of it."""
+    """A broker with random clients, on a disk that records every call."""
 
     def __init__(self, path: Path, durability: str, chance: random.Random) -> None:
         path.mkdir()
@@ -117,7 +119,7 @@ class Life:
         drop(self.broker)
 
     def _rest(self) -> None:
-        """A little time passes; what was asked of threads is done, under `fsync` not always at once."""
+        """A little time passes. Background work is done; with `fsync`, not always at once."""
         self.broker.turn()
         self.clock.advance(self._chance.choice([0.001, 0.05, 0.4]))
         if self.clock() - self._maintained_ns >= SECOND:
@@ -133,7 +135,7 @@ class Life:
             self._later.run_all()
 
     def _take(self) -> None:
-        """Note what the consumers have got."""
+        """Note the messages that consumers received."""
         for place, client in self._clients.items():
             for message in client.take():
                 self._unfinished.setdefault(place, []).append((message.id, message.body))
@@ -155,7 +157,7 @@ class Life:
         return self._chance.choice(TOPICS)
 
     def _place(self) -> tuple[str, str] | None:
-        """A channel that is there."""
+        """An existing channel."""
         found = [(t.name, c) for t in self.broker.topics.values() for c in t.channels]
         return self._chance.choice(found) if found else None
 
@@ -324,7 +326,7 @@ class Life:
 
 
 def finish(broker: Broker, transaction: Transaction, run: Callable[[], None]) -> None:
-    """What is left of a transaction that was decided."""
+    """Finish a decided transaction."""
     transactions = broker.transactions
     for chunk in transaction.chunks[transaction.applied :]:
         transactions.apply(transaction, chunk, chunk.read(broker.files))
@@ -361,11 +363,11 @@ def drop(broker: Broker) -> None:
 class ExpectedChannel:
     def __init__(self, exists: bool | None) -> None:
         self.exists = exists
-        """None where both are possible."""
+        """None if both are possible."""
         self.must: set[bytes] = set()
         """Messages that are to be delivered."""
         self.must_not: set[bytes] = set()
-        """Messages that were done with by an emptying."""
+        """Messages that were emptied."""
         self.published: set[bytes] = set()
         self.paused: bool | None = False
 
@@ -375,19 +377,19 @@ class ExpectedTopic:
         self.exists = exists
         self.channels: dict[str, ExpectedChannel] = {}
         self.kept: set[bytes] = set()
-        """What waits for the first channel."""
+        """Messages that wait for the first channel."""
         self.paused: bool | None = False
         self.retention_s: float | None = 0.0
         """None if it is not known."""
 
 
 class Expectation:
-    """What the facts before a cut oblige the broker to."""
+    """What the broker must still have, given the requests before the cut."""
 
     def __init__(self, life: Life, moment: int) -> None:
         self.topics: dict[str, ExpectedTopic] = {}
         self.halves: list[dict[str, list[bytes]]] = []
-        """Transactions that are to be there whole or not at all."""
+        """Transactions that must be published whole or not at all."""
         self._latest_ns = life.files.times[moment - 1] if moment else 0
         for fact in life.facts:
             if fact.begun < moment:
@@ -417,7 +419,7 @@ class Expectation:
             self._apply_to_channel(fact, topic, sure)
 
     def _topic(self, name: str, sure: bool) -> ExpectedTopic:
-        """A topic that something is done with, which creates it."""
+        """A topic that a request names, which creates it."""
         topic = self.topics.get(name)
         if topic is None or topic.exists is False:
             topic = self.topics[name] = ExpectedTopic(True if sure else None)
@@ -475,7 +477,7 @@ class Expectation:
 
 
 def violations(life: Life, moment: int, model: str, chance: random.Random, target: Path) -> Iterator[str]:
-    """Cut the power behind a call, start on what is left, and compare."""
+    """Cut the power after a call, start on what is left, and compare."""
     cut(life.files, moment, model, chance, target)
     expected = Expectation(life, moment)
     clock = Clock()
@@ -488,7 +490,8 @@ def violations(life: Life, moment: int, model: str, chance: random.Random, targe
             try:
                 finish(broker, transaction, lambda: None)
             except (OSError, CorruptBatch):
-                # A part is lost, and nsqd asks what to do. That happens only where it was not synced.
+                # A part is lost, and nsqd asks what to do. That happens only where it was not
+                # synced.
                 if life.durability == "fsync":
                     raise
         yield from _compare(broker, expected)
@@ -557,7 +560,7 @@ def _compare_messages(broker: Broker, expected: Expectation, seen: list[Seen]) -
 
 
 def _drain(broker: Broker, topic: str, channel: str) -> list[tuple[int, bytes]]:
-    """All that is delivered when everything is ready for it."""
+    """All messages that consumers with enough RDY receive."""
     there = broker.topics[topic].channels[channel]
     there.unpause()
     client = FakeClient()
@@ -578,8 +581,8 @@ def _some(bodies: set[bytes]) -> str:
 def campaign(
     directory: Path, durability: str, seed: int, *, lives: int, cuts: int, steps: int = 60
 ) -> Iterator[list[str]]:
-    """`cuts` power cuts in each of `lives` lives, half of them by each model. Gives what is wrong after
-    each."""
+    """`cuts` power cuts in each of `lives` lives, half of them by each model. Gives what is wrong
+    after each."""
     for number in range(seed, seed + lives):
         name = f"{durability}-{number}"
         life = Life(directory / name, durability, random.Random(name))

@@ -1,4 +1,4 @@
-"""Damage to the files of a stopped broker: bits flipped in the middle, and a tail cut off anywhere."""
+"""Damage to the files of a stopped broker: flipped bits, and tails cut off anywhere."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_batches(path: Path, **flags: Any) -> None:
 
 
 def locate(path: Path, body: bytes) -> tuple[Path, int]:
-    """The file that holds this body, and where."""
+    """The file with this body, and the body's position."""
     for file in sorted(path.rglob("*")):
         if file.is_file() and (position := file.read_bytes().find(body)) >= 0:
             return file, position
@@ -44,7 +44,7 @@ def locate(path: Path, body: bytes) -> tuple[Path, int]:
 
 
 def flip(file: Path, position: int) -> None:
-    """One bit of one byte: the highest that is set (so that a number shrinks), or the lowest of a zero."""
+    """Flip one bit: the highest set bit, so that a number shrinks, or the lowest bit of a zero."""
     content = bytearray(file.read_bytes())
     content[position] ^= (1 << content[position].bit_length() >> 1) or 1
     file.write_bytes(content)
@@ -75,7 +75,7 @@ PLACES = {
 
 
 def damage(path: Path) -> dict[int, str]:
-    """A flipped bit in every other batch, in every part of a batch; by number of the batch."""
+    """Flip a bit in every other batch, in each part of a batch; gives the batch numbers."""
     damaged = {}
     for number, (what, offset) in enumerate(PLACES.items()):
         file, first = locate(path, batch(2 * number + 1)[0])
@@ -89,7 +89,7 @@ def numbers(bodies: list[bytes]) -> set[int]:
 
 
 @pytest.mark.parametrize("crash", [False, True], ids=["clean stop", "kill -9"])
-def test_a_flipped_bit_is_reported_and_costs_its_batch_only(tmp_path: Path, crash: bool) -> None:
+def test_a_flipped_bit_is_reported_and_loses_only_its_batch(tmp_path: Path, crash: bool) -> None:
     if crash:
         with start_process(tmp_path, max_bytes_per_file=30_000) as broker:
             with broker.connect() as connection:
@@ -142,7 +142,7 @@ def _walk(value: Any) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("kind", ["index", "channel", "topic.json"])
-def test_damage_to_what_stands_beside_the_log_costs_no_message(tmp_path: Path, kind: str) -> None:
+def test_damage_to_files_beside_the_log_loses_no_message(tmp_path: Path, kind: str) -> None:
     with start_process(tmp_path, max_bytes_per_file=30_000) as broker:
         with broker.connect() as connection:
             connection.identify()
@@ -201,7 +201,8 @@ def test_a_log_cut_anywhere_gives_a_prefix(tmp_path: Path, crash: bool) -> None:
 
 
 def test_a_message_that_looks_like_a_batch_is_not_taken_for_one(tmp_path: Path) -> None:
-    """A publisher may send a segment's bytes as a message; damage around it must not bring them to life."""
+    """A publisher may send a segment's bytes as a message; damage must not turn them into
+    messages."""
     written = tmp_path / "forged"
     written.mkdir()
     with start_process(written) as broker:

@@ -1,7 +1,9 @@
-"""Clients that vanish in the middle of something: what they had sent is freed at once, by reference counts.
+"""Clients that vanish in the middle of something: what they had sent is freed at once, by reference
+counts.
 
-The daemons hardly ever run the garbage collector. A connection in a reference cycle would stay in memory,
-with everything that it had received: publishers that die in mid-message would exhaust the machine.
+The daemons hardly ever run the garbage collector. A connection in a reference cycle would stay in
+memory, with everything that it had received: publishers that die in mid-message would exhaust the
+machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A full disk: publishers are told, consumers go on, and publishing works again once there is room."""
+"""A full disk: publishers get errors, consumers continue, and publishing works again with room."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ BODY_SIZE = 8 << 10
 
 
 class Disk(ABC):
-    """A disk that can be made full and have room again."""
+    """A disk that can be filled and emptied."""
 
     path: Path
 
     @abstractmethod
     def fill(self, broker: BrokerProcess) -> None:
-        """Leave no room, or hardly any."""
+        """Leave no room, or very little."""
 
     @abstractmethod
     def free(self, broker: BrokerProcess) -> None: ...
 
 
 class SmallDisk(Disk):
-    """A file system of a few megabytes, most of it taken by a file that can go."""
+    """A file system of a few megabytes, mostly filled by one file that can be removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,7 +59,7 @@ class SmallDisk(Disk):
 
 
 class FileSizeLimit(Disk):
-    """Needs no privilege: no file may hold as much as one message, and the write that would is cut short."""
+    """Needs no privilege: a limit on file sizes cuts writes short."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -91,7 +91,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Disk:
 
 
 class Publisher:
-    """Publishes on whatever connection it can get, and sorts the batches by what it was told."""
+    """Publishes on any connection it gets, and sorts the batches by their answers."""
 
     def __init__(self, broker: BrokerProcess) -> None:
         self.broker = broker
@@ -199,7 +199,7 @@ def test_a_disk_that_is_full_at_the_clean_stop_loses_nothing_acknowledged(disk: 
 
 
 @pytest.mark.skipif(bool(REFERENCE), reason="the reference delivers them again")
-def test_what_was_finished_stays_so_after_a_clean_stop_on_a_full_disk(small_disk: SmallDisk) -> None:
+def test_finished_messages_stay_finished_after_a_clean_stop_on_a_full_disk(small_disk: SmallDisk) -> None:
     with start_process(small_disk.path, checkpoint_interval=60.0) as broker:
         with broker.connect() as connection:
             connection.identify()
@@ -217,7 +217,7 @@ def test_what_was_finished_stays_so_after_a_clean_stop_on_a_full_disk(small_disk
 
 
 @pytest.mark.skipif(bool(REFERENCE), reason="the reference keeps going in memory")
-def test_a_limit_on_the_size_of_files_below_that_of_a_segment_stops_nobody(tmp_path: Path) -> None:
+def test_a_file_size_limit_below_the_segment_size_stops_nobody(tmp_path: Path) -> None:
     with start_process(tmp_path) as broker:
         resource.prlimit(broker.pid, resource.RLIMIT_FSIZE, (20 * BODY_SIZE, resource.RLIM_INFINITY))
         publisher = Publisher(broker)
@@ -254,8 +254,10 @@ def test_new_topics_and_channels_on_a_full_disk_are_refused_or_work(small_disk: 
 
 
 @pytest.mark.skipif(bool(REFERENCE), reason="the reference has no segments to reclaim")
-def test_a_straggler_is_not_lost_when_the_disk_is_full_as_its_segment_goes(small_disk: SmallDisk) -> None:
-    """One unfinished message is copied out of an old segment so that this can go; the copy may fail."""
+def test_an_unfinished_message_survives_a_full_disk_while_its_segment_is_reclaimed(
+    small_disk: SmallDisk,
+) -> None:
+    """One unfinished message is carried over so that its segment can be removed; this may fail."""
     with start_process(small_disk.path, max_bytes_per_file=100_000, checkpoint_interval=0.2) as broker:
         straggler = b"straggler".ljust(BODY_SIZE, b".")
         with broker.connect() as holder, broker.connect() as connection:
@@ -287,7 +289,7 @@ def test_a_straggler_is_not_lost_when_the_disk_is_full_as_its_segment_goes(small
 
 
 def _take(connection, count):  # type: ignore[no-untyped-def]
-    """Receive and finish so many, no more."""
+    """Receive and finish exactly so many messages."""
     connection.rdy(1)
     try:
         found = connection.read_messages(count, finish=True)

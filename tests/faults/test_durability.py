@@ -1,4 +1,4 @@
-"""The three durability modes, each as far as a process can show it."""
+"""The three durability modes, as far as killing a process can show them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_acknowledged_messages_survive_a_kill(tmp_path: Path, flags: dict[str, s
 
 @pytest.mark.parametrize("durability", ["os", "fsync", "memory"])
 def test_nothing_is_lost_by_a_clean_stop(tmp_path: Path, durability: str) -> None:
-    """Waiting, in flight, requeued with a delay and deferred messages are all there afterwards."""
+    """Waiting, in-flight, requeued and deferred messages all survive."""
     with start_process(tmp_path, durability=durability, mem_queue_size=100) as broker:
         with broker.connect() as connection, broker.connect() as publisher:
             connection.identify()
@@ -45,8 +45,9 @@ def test_nothing_is_lost_by_a_clean_stop(tmp_path: Path, durability: str) -> Non
 
 
 @pytest.mark.parametrize("durability", ["os", "fsync", "memory"])
-def test_an_id_never_names_two_messages_whatever_the_crashes(tmp_path: Path, durability: str) -> None:
-    """In memory mode the messages of a killed broker are gone, but a consumer may have acted on their ids."""
+def test_no_id_is_used_twice_across_crashes(tmp_path: Path, durability: str) -> None:
+    """In memory mode the messages of a killed broker are gone, but a consumer may have acted on
+    their ids."""
     bodies: dict[bytes, bytes] = {}
     with start_process(tmp_path, durability=durability) as broker:
         for crash in range(3):
@@ -59,7 +60,7 @@ def test_an_id_never_names_two_messages_whatever_the_crashes(tmp_path: Path, dur
             broker.start()
 
 
-def test_memory_mode_gives_no_id_twice_however_soon_it_is_back(tmp_path: Path) -> None:
+def test_memory_mode_uses_no_id_twice_even_after_a_quick_restart(tmp_path: Path) -> None:
     seen: set[bytes] = set()
     with start_process(tmp_path, durability="memory") as broker:
         for crash in range(8):

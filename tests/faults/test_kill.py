@@ -61,7 +61,7 @@ def test_killed_ten_times_under_load_nothing_acknowledged_is_lost(tmp_path: Path
     assert_whole_or_absent(unanswered, set(received))
 
 
-def test_killed_while_segments_are_reclaimed_nothing_is_lost_or_thought_lost(tmp_path: Path) -> None:
+def test_killed_while_segments_are_reclaimed_nothing_is_lost_or_reported_lost(tmp_path: Path) -> None:
     with (
         start_process(tmp_path, max_bytes_per_file=100_000, checkpoint_interval=CHECKPOINT) as broker,
         running_load(broker, "t", audit=False) as load,
@@ -86,7 +86,7 @@ def test_killed_while_segments_are_reclaimed_nothing_is_lost_or_thought_lost(tmp
     assert not [line for line in log.splitlines() if " ERROR: " in line]
 
 
-def test_what_was_finished_well_before_the_crash_is_not_delivered_again(tmp_path: Path) -> None:
+def test_messages_finished_well_before_a_crash_are_not_delivered_again(tmp_path: Path) -> None:
     with start_process(tmp_path, checkpoint_interval=CHECKPOINT) as broker:
         bodies = [b"old-%d" % i for i in range(500)]
         broker.publish("t", *bodies)
@@ -100,7 +100,7 @@ def test_what_was_finished_well_before_the_crash_is_not_delivered_again(tmp_path
         assert drain(broker, "t", "c") == [b"new"]
 
 
-def test_what_a_consumer_that_is_not_ready_finished_is_not_delivered_again(tmp_path: Path) -> None:
+def test_messages_finished_by_a_consumer_without_rdy_are_not_delivered_again(tmp_path: Path) -> None:
     with (
         start_process(tmp_path, checkpoint_interval=CHECKPOINT) as broker,
         broker.connect() as connection,

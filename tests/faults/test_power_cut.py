@@ -15,21 +15,21 @@ from tests.support.power_cut import STRICT
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """In memory where that can be: thousands of small files are made."""
+    """In memory if possible, because the test makes thousands of small files."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         yield Path(name)
 
 
 @pytest.mark.parametrize("durability", DURABILITIES)
-def test_what_was_promised_survives_a_power_cut(directory: Path, durability: str) -> None:
+def test_the_guarantees_hold_after_a_power_cut(directory: Path, durability: str) -> None:
     outcomes = [*campaign(directory, durability, 0, lives=6, cuts=30)]
     assert len(outcomes) == 180
     assert [line for lines in outcomes for line in lines] == []
 
 
-def test_no_id_is_given_twice_after_a_cut_before_the_first_sync_of_a_run(directory: Path) -> None:
-    """The disk may then know nothing of the run, and of the one before it that it was stopped cleanly."""
+def test_no_id_is_used_twice_after_a_cut_before_the_first_sync_of_a_run(directory: Path) -> None:
+    """The disk may then show nothing of the run, and a clean stop of the one before."""
     life = Life(directory / "life", "os", random.Random(1))
     life.create_channel()
     life.publish()

@@ -1,4 +1,4 @@
-"""nsqd killed again and again while transactions are staged and committed: each is published once."""
+"""nsqd is killed repeatedly while transactions are staged and committed. Each is published once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KILLS = 6
 
 
 class Writer:
-    """A producer that says everything again until it is told that it was heard."""
+    """A producer that repeats each request until it gets an answer."""
 
     def __init__(self, broker: BrokerProcess) -> None:
         self._broker = broker
@@ -36,7 +36,7 @@ class Writer:
         return fields
 
     def publish(self) -> None:
-        """The next transaction, or what is left of it."""
+        """Run the next transaction, or the rest of it."""
         self.attempts += 1
         which: dict[str, Any] = {"producer": "writer", "sequence": self.committed}
         parts: dict[str, int] = {}

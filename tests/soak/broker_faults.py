@@ -1,16 +1,18 @@
-"""nsqd under mixed load, killed, stopped and starved again and again: what is lost, what comes twice?
+"""nsqd under mixed load, killed, stopped and starved again and again: what is lost, what comes
+twice?
 
     python -m tests.soak.broker_faults --minutes 30
     python -m tests.soak.broker_faults --trials 5 --seed 7 --directory /tmp/run
 
-Publishers send by PUB, MPUB, DPUB, HTTP and transactions. Consumers finish, requeue, ignore and leave. Others
-come and go on an ephemeral channel, and somebody pauses and seeks. A trial is one fault: SIGKILL, SIGTERM,
-SIGKILL while it starts, no room in its files, no descriptors. Each start has another node id. The run ends by
-itself and prints a table. Its exit status is 1 if an acknowledged message is lost, or if one comes twice that
-must not.
+Publishers send by PUB, MPUB, DPUB, HTTP and transactions. Consumers finish, requeue, ignore and
+leave. Others come and go on an ephemeral channel, and somebody pauses and seeks. A trial is one
+fault: SIGKILL, SIGTERM, SIGKILL while it starts, no room in its files, no descriptors. Each start
+has another node id. The run ends by itself and prints a table. Its exit status is 1 if an
+acknowledged message is lost, or if one comes twice that must not.
 
-The channel `audit` has no consumer until the end. It must then hold each message once. On the channel `work`
-a message may come again after its FIN only if a crash came before the next checkpoint of the channel.
+The channel `audit` has no consumer until the end. It must then hold each message once. On the
+channel `work` a message may come again after its FIN only if a crash came before the next
+checkpoint of the channel.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ AUDIT, WORK, REPLAYED, SIDE = "audit", "work", "replayed", "side#ephemeral"
 FAULTS = ("SIGKILL", "SIGTERM", "SIGKILL while starting", "no room in files", "no descriptors")
 SAID_EVERY_S = 5.0
 GONE = (*LOST, BrokerDied, NotImplementedError, ValueError)
-"""What talking to a daemon that comes and goes may end in."""
+"""Errors that a client of a restarting daemon may get."""
 
 Say = Callable[[str], None]
 
@@ -58,14 +60,14 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, kw_only=True)
 class Options:
     trials: int = 0
-    """At least so many."""
+    """Least number of trials."""
     seconds: float = 0.0
-    """At least so long."""
+    """Least duration."""
     seed: int = 0
     faults: tuple[str, ...] = FAULTS
     durability: str = "os"
     waits_s: tuple[float, float] = (0.0, 1.0)
-    """How long there is peace before a fault, once messages have been acknowledged since the last one."""
+    """Time without faults before the next one, after messages were acknowledged."""
 
 
 @dataclass
@@ -75,16 +77,16 @@ class Report:
     refused: int = 0
     unanswered: int = 0
     refused_and_there: int = 0
-    """Told that they failed, and there all the same: an error with a damaged disk does not say which."""
+    """Refused, but in the log: an error of a damaged disk does not tell which."""
     lost: int = 0
     doubled: int = 0
     """Twice on the channel that had no consumer."""
     again: int = 0
-    """Came again after FIN, since a crash came before the next checkpoint."""
+    """Came again after FIN because a crash came before the next checkpoint."""
     doubled_after_fin: int = 0
-    """Came again after FIN for no such reason."""
+    """Came again after FIN for another reason."""
     split: int = 0
-    """Batches without an answer of which a part is there."""
+    """Unanswered batches of which only a part is in the log."""
     seconds: float = 0.0
 
     @property
@@ -148,7 +150,7 @@ class Posting(Publisher):
 
 
 class Committing(Publisher):
-    """Transactions, each said again until it was heard; so none is ever unanswered."""
+    """Transactions; each request is repeated until it is answered."""
 
     def work(self, connection: RawConnection) -> None:
         while not self.stopping.is_set():
@@ -181,7 +183,7 @@ class Committing(Publisher):
 
 
 class Working(Worker):
-    """Finishes most messages, requeues some, lets some time out, and leaves now and then."""
+    """Finishes most messages, requeues some, lets some time out, and sometimes disconnects."""
 
     def __init__(self, run: Run, number: int) -> None:
         super().__init__(run.broker, run.gate)
@@ -227,7 +229,7 @@ class Reading(Worker):
         super().__init__(run.broker, run.gate)
         self.channel = channel
         self.visits = visits
-        """It leaves and comes back after so many messages."""
+        """It reconnects after so many messages."""
 
     def work(self, connection: RawConnection) -> None:
         connection.identify()
@@ -241,7 +243,7 @@ class Reading(Worker):
 
 
 class Managing(Worker):
-    """Pauses, seeks and looks, as an operator does."""
+    """Pauses, seeks and peeks, like an operator."""
 
     def work(self, connection: RawConnection) -> None:
         chance = random.Random()
@@ -263,7 +265,7 @@ class Managing(Worker):
 class Crash:
     at_ns: int
     noted_ns: int
-    """When the channel `work` was last noted on disk."""
+    """Time of the last checkpoint of the channel `work`."""
 
 
 class Run:
@@ -315,7 +317,7 @@ class Run:
         return self.report
 
     def deliver(self, body: bytes) -> None:
-        """A worker got this."""
+        """A worker received this message."""
         with self._lock:
             finished_ns = self.finished.pop(body, None)
             if finished_ns is None:
@@ -390,7 +392,7 @@ class Run:
         return self.directory / "topics" / f"{TOPIC}.topic"
 
     def _starve(self, limit: int, room: int) -> None:
-        """For a moment; then it has to go on by itself."""
+        """Lower a resource limit for a moment; nsqd must recover by itself."""
         soft, hard = resource.prlimit(self.broker.pid, limit)
         resource.prlimit(self.broker.pid, limit, (room, hard))
         time.sleep(self.chance.uniform(0.2, 1.0))

@@ -2,10 +2,11 @@
 
     python -m tests.soak.corruption --trials 560 --seed 1
 
-Each trial takes the data path of a broker that was stopped or killed, damages one file of it at random (bytes
-zeroed, bits flipped, cut, emptied, removed, swapped with a neighbour's), starts a broker on it, and takes
-everything that it delivers. Every message of which a whole copy is on disk must come, under its own topic's
-name; whatever is missing must be in the log and in the counters. Exit status 1 if not.
+Each trial takes the data path of a broker that was stopped or killed, damages one file of it at
+random (bytes zeroed, bits flipped, cut, emptied, removed, swapped with a neighbour's), starts a
+broker on it, and takes everything that it delivers. Every message of which a whole copy is on disk
+must come, under its own topic's name; whatever is missing must be in the log and in the counters.
+Exit status 1 if not.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ Owner = tuple[str, str]
 
 @dataclass
 class Original:
-    """A data path before it is damaged, and what is to come of it."""
+    """A data path before the damage, and the messages it holds."""
 
     path: Path
     now_s: float
     unfinished: dict[Owner, set[bytes]]
     staged: dict[str, set[bytes]] = field(default_factory=dict)
-    """By topic: what an open transaction holds."""
+    """Messages of an open transaction, by topic."""
     committed: set[bytes] = field(default_factory=set)
     incarnations: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Outcome:
-    """What is wrong with a trial; nothing, if all is well."""
+    """Errors of a trial; empty if there are none."""
 
     what: str
     problems: list[str] = field(default_factory=list)
@@ -111,7 +112,7 @@ def _body(topic: str, number: int, choose: random.Random) -> bytes:
 
 
 def _consume(rig: Rig, client: FakeClient, choose: random.Random) -> None:
-    """Take some of what waits; finish most of it, put some back, keep some."""
+    """Receive some messages; finish most, requeue some, keep some in flight."""
     rig.ready(client, client.in_flight + choose.randrange(1, 60))
     for message in client.take():
         chance = choose.random()
@@ -162,7 +163,7 @@ def commit(rig: Rig, sequence: int, counts: dict[str, int]) -> None:
 
 
 def _unfinished(rig: Rig, owner: Owner) -> set[bytes]:
-    """Everything that the channel has still to deliver or to see finished."""
+    """All unfinished messages of the channel."""
     channel = rig.channel(owner[1], owner[0])
     sequences = {*channel.unfinished, *channel.cursor.next_messages(1_000_000)}
     return {_read(rig, owner, sequence) for sequence in sequences}
@@ -178,7 +179,7 @@ def _read(rig: Rig, owner: Owner, sequence: int) -> bytes:
 
 
 def damage(path: Path, choose: random.Random) -> tuple[str, set[Path]]:
-    """Damage one file, or swap two. Gives what was done, and to which files."""
+    """Damage one file, or swap two. Gives a description and the files."""
     # Each kind of file as often as any other, though there are many more of some.
     suffixes = sorted({_kind_of(file) for file in _files(path)})
     suffix = choose.choice(suffixes)
@@ -228,7 +229,7 @@ def _kind_of(file: Path) -> str:
 
 
 def whole_bodies(path: Path, original: Path) -> Iterator[tuple[Path, bytes]]:
-    """Messages in logs and carry files that are where they were, with all of their batch."""
+    """Messages in logs and carried-over files whose whole batch is undamaged."""
     for file in _files(original):
         if file.suffix not in (".log", ".carry"):
             continue
@@ -345,8 +346,9 @@ def _judge(
 
 
 def _must_be_said(file: Path) -> bool:
-    """Whether damage to this file must be in the log and in a counter, even if it has cost no message. The
-    files of channels and topics hold earlier versions, too: if one of them is whole, it is used."""
+    """Whether damage to this file must be in the log and in a counter, even if it has cost no
+    message. The files of channels and topics hold earlier versions, too: if one of them is whole,
+    it is used."""
     if file.suffix == ".channel":
         return read_channel_state(Files(), file) is None
     if file.name == "topic.json":
@@ -397,7 +399,7 @@ def _count_all(rig: Rig) -> int:
 
 
 def _judge_transactions(original: Original, rig: Rig, outcome: Outcome, changed: set[Path]) -> None:
-    """The producer does not know what has become of its transactions, and says it all again."""
+    """The producer does not know the outcome of its transactions, and repeats all requests."""
     is_touched = any("transactions" in file.parts for file in changed)
     counts = {"0": 15, "1": 15}
     try:
@@ -441,7 +443,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(directory: Path, seed: int, trials: int, only: int | None = None) -> dict[int, Outcome]:
-    """By the trial's number."""
+    """The outcomes, by the number of the trial."""
     originals: dict[int, Original] = {}
     outcomes = {}
     for number in range(trials) if only is None else [only]:

@@ -1,7 +1,8 @@
 """Power cuts for as long as you like: `python -m tests.soak.power_cut --trials 10000`.
 
-Every trial cuts the power at a random call of a random life (see tests/faults/power_cut.py), starts nsqd's
-broker on what is left, and compares. Prints each violation with the seed that shows it again, and the counts.
+Every trial cuts the power at a random call of a random life (see tests/faults/power_cut.py), starts
+nsqd's broker on what is left, and compares. Prints each violation with the seed that shows it
+again, and the counts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the long runs share: daemons that come back on the same addresses, and a Spark driver that is started
-again whenever it has ended, as a supervisor would.
+"""What the long runs share: daemons that come back on the same addresses, and a Spark driver that
+is started again whenever it has ended, as a supervisor would.
 
     with Cluster(directory) as cluster:             two nsqd, and an nsqlookupd that they register with
         cluster.nodes, cluster.lookupd              BrokerProcess, LookupdProcess: kill(), start()
@@ -31,9 +31,9 @@ from tests.support import BrokerProcess, wait_until
 from tests.support.lookupd import LookupdProcess
 
 MARK = "NSPARQ_SOAK_RUN"
-"""An environment variable that every process of a run inherits, and is found by."""
+"""Environment variable that marks every process of a run."""
 PORTS = range(12_000, 32_000)
-"""Below those that the kernel gives to outgoing connections: nobody takes one while its daemon is down."""
+"""Below the kernel's ports for outgoing connections, so that a port stays free during a restart."""
 SMALL_FILE = 1 << 20
 """Bytes of a log file, so that what has been read is removed while a run lasts."""
 
@@ -128,7 +128,7 @@ def _look_at(pid: int) -> Process | None:
 
 
 def marked(run: str) -> list[Process]:
-    """All processes of a run, but for this one."""
+    """All processes of a run, except this one."""
     wanted = f"{MARK}={run}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -154,8 +154,9 @@ DAEMONS = ("pyspark.daemon", "nsparq.spark.session.daemon")
 
 
 def kind_of(process: Process, all_of_them: dict[int, Process]) -> str | None:
-    """Which part of Spark it is: jvm, executor, worker (Python that runs tasks), source (Python that says how
-    far to read) or planner (Python that the driver starts for the rest, a sink's commit for instance)."""
+    """Which part of Spark it is: jvm, executor, worker (Python that runs tasks), source (Python
+    that says how far to read) or planner (Python that the driver starts for the rest, a sink's
+    commit for instance)."""
     command = process.command
     if "org.apache.spark.deploy.SparkSubmit" in command:
         return "jvm"
@@ -172,9 +173,10 @@ def kind_of(process: Process, all_of_them: dict[int, Process]) -> str | None:
 
 
 class Supervised:
-    """A Spark program of ours, started again when it has ended.
+    """One of our Spark programs, restarted when it ends.
 
-    It is called with the path of a file with its arguments, as JSON, and ends when a line comes on its input.
+    It is called with the path of a file with its arguments, as JSON, and ends when a line comes on
+    its input.
     """
 
     def __init__(self, directory: Path, module: str, arguments: dict[str, Any], *, run: str) -> None:
@@ -219,7 +221,7 @@ class Supervised:
         return [pid for pid, process in all_of_them.items() if kind_of(process, all_of_them) == kind]
 
     def finish(self, timeout: float = 120.0) -> None:
-        """The program may take its time to end, and must do so well."""
+        """Wait for the program to end; its exit code must be 0."""
         self._end_supervision()
         assert self._process is not None and self._process.stdin is not None
         assert self.is_alive, self.last_words()
@@ -229,8 +231,8 @@ class Supervised:
         assert status == 0, self.last_words()
 
     def ask_for_threads(self) -> None:
-        """Java writes what each of its threads does to its standard output: the driver's log, or a file
-        beside an executor's."""
+        """Java writes what each of its threads does to its standard output: the driver's log, or a
+        file beside an executor's."""
         for kind in ("jvm", "executor"):
             for pid in self.find(kind):
                 os.kill(pid, signal.SIGQUIT)
@@ -267,7 +269,8 @@ class Supervised:
 
 
 def end_all(run: str, grace: float = 15.0) -> list[str]:
-    """Wait for what is left of a run, and end what does not end by itself; its command lines."""
+    """Wait for the processes of a run, and kill those that do not end; gives their command
+    lines."""
     try:
         wait_until(lambda: not marked(run), grace, interval=0.1)
     except AssertionError:
@@ -279,7 +282,7 @@ def end_all(run: str, grace: float = 15.0) -> list[str]:
 
 
 def read_log(node: BrokerProcess, topic: str) -> Iterator[bytes]:
-    """All that a topic's log holds."""
+    """All messages of a topic's log."""
     positions = node.request("GET", f"/topic/positions?topic={topic}").expect_json()
     at = positions["earliest"]
     while at < positions["latest"]:
@@ -296,7 +299,7 @@ def read_log(node: BrokerProcess, topic: str) -> Iterator[bytes]:
 
 @contextmanager
 def environment_variable(name: str, value: str) -> Iterator[None]:
-    """Set for what is started meanwhile."""
+    """Set for processes started meanwhile."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -309,7 +312,7 @@ def environment_variable(name: str, value: str) -> Iterator[None]:
 
 
 def batches(checkpoint: Path, log: str = "commits") -> int:
-    """How many micro-batches have been committed (or planned: `offsets`)."""
+    """Number of committed micro-batches (`offsets`: of planned ones)."""
     try:
         numbers = [int(name) for name in os.listdir(checkpoint / log) if name.isdigit()]
     except FileNotFoundError:
