@@ -13,13 +13,13 @@ NsparqError
 │   ├── CorruptRange     storage.raw_batch: bytes of a range that are not valid batches
 │   ├── OffsetGone       storage.log_range: the log no longer has this sequence number
 │   └── OffsetAhead      storage.log_range: the log has not reached this sequence number
-├── AlreadyCommitted     broker.transactions: the transaction was committed before
-├── Incomplete           broker.transactions: not all of it has been staged
-├── Unfinished           broker.transactions: an earlier one of the same producer is not finished
-├── Damaged              broker.transactions: staged messages are lost, and nobody has accepted that
-├── StagingFull          broker.transactions: the limit for staged messages is reached
-├── PartSealed           broker.transactions: the part was prepared and cannot change
-├── WrongPosition        broker.transactions: the writer expects another length of the part
+├── AlreadyCommitted     broker.transaction: the transaction was committed before
+├── Incomplete           broker.transaction: not all of it has been staged
+├── Unfinished           broker.transaction: an earlier one of the same producer is not finished
+├── Damaged              broker.transaction: staged messages are lost, and nobody has accepted that
+├── StagingFull          broker.transaction: the limit for staged messages is reached
+├── PartSealed           broker.transaction: the part was prepared and cannot change
+├── WrongPosition        broker.transaction: the writer expects another length of the part
 ├── StartError           the daemon cannot start; the text is for the operator
 │   ├── OptionError      option_table: a wrong flag or file key
 │   └── PolicyError      server.auth.policy_file: a wrong policy file
