@@ -1069,10 +1069,10 @@ def test_a_doubtful_segment_is_copied(tmp_path: Path) -> None:
     (segment,) = log.doubtful
     files.fail("sync", errno.EIO)
     with pytest.raises(OSError, match="Input/output"):
-        segment.copy_anew()
+        segment.replace_by_copy()
     files.asked.clear()
     inode = segment.path.stat().st_ino
-    segment.copy_anew()
+    segment.replace_by_copy()
     segment.copied()
     assert log.doubtful == []
     assert files.asked == [segment.path.stat().st_ino] != [inode]
@@ -1108,7 +1108,7 @@ def test_a_copy_reports_messages_that_the_system_dropped(
     with path.open("r+b") as file:
         file.seek(places(path)[1].position + 50)
         file.write(b"not what was written")
-    segment.copy_anew()
+    segment.replace_by_copy()
     assert "lost to a failed fsync" in caplog.text
     crash(log)
     log = open_log(tmp_path)

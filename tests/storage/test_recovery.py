@@ -6,7 +6,7 @@ import pytest
 
 from nsparq.storage import recovery
 from nsparq.storage.batch import MAGIC
-from nsparq.storage.recovery import Damage, Found, behind_damage, scan
+from nsparq.storage.recovery import Damage, Found, end_of_damage, scan
 
 from .support import encoded, reader
 
@@ -64,16 +64,16 @@ def test_bodies_that_look_like_a_header_are_not_mistaken_for_one() -> None:
 
 def test_the_scan_continues_at_the_first_whole_batch_after_damage() -> None:
     content = b"junk" + FIRST + SECOND
-    assert behind_damage(reader(content), 0, len(content), 1) == 4
-    assert behind_damage(reader(content), 0, len(content), None) == 4
-    assert behind_damage(reader(content), 5, len(content), None) == 4 + len(FIRST)
-    assert behind_damage(reader(content), 5 + len(FIRST), len(content), None) == len(content)
+    assert end_of_damage(reader(content), 0, len(content), 1) == 4
+    assert end_of_damage(reader(content), 0, len(content), None) == 4
+    assert end_of_damage(reader(content), 5, len(content), None) == 4 + len(FIRST)
+    assert end_of_damage(reader(content), 5 + len(FIRST), len(content), None) == len(content)
 
 
 def test_a_batch_whose_numbers_do_not_fit_is_skipped() -> None:
     content = b"junk" + encoded(100, b"x") + SECOND
-    assert behind_damage(reader(content), 0, len(content), 3) == len(content) - len(SECOND)
-    assert behind_damage(reader(content), 0, len(content), None) == 4
+    assert end_of_damage(reader(content), 0, len(content), 3) == len(content) - len(SECOND)
+    assert end_of_damage(reader(content), 0, len(content), None) == 4
 
 
 def test_without_an_order_any_whole_batch_counts() -> None:

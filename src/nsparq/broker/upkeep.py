@@ -282,7 +282,7 @@ class Upkeep:
             self._note_sync(topic, error)
 
         self._copying.add(topic)
-        self._broker.try_in_background(segment.copy_anew, copied)
+        self._broker.try_in_background(segment.replace_by_copy, copied)
 
     def _sync_pending(self) -> None:
         """Sync what was written without a sync: checkpoints, states of topics, names. Uses one

@@ -1,8 +1,8 @@
 """The log of a topic on disk: segments, and the newest batches also in memory.
 
 Three positions, always in this order: committed (fsynced) <= stable (written) <= end (appended).
-With durability `memory`, `stable` trails behind: batches are written when they leave memory and
-at a clean stop.
+With durability `memory`, `stable` is lower than `end`: batches are written when they leave memory
+and at a clean stop.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class DiskLog:
         self.sync_now()
         for segment in self.doubtful:
             try:
-                segment.copy_anew()
+                segment.replace_by_copy()
             except OSError as error:
                 raise WriteFailed(f"{self.directory.name}: {error}") from error
             segment.copied()
@@ -320,8 +320,8 @@ class DiskLog:
             if found is None:
                 sequence = segment.end
                 continue
-            batch, behind = found
-            self._segments.remember(batch.end, segment, behind)
+            batch, position = found
+            self._segments.remember(batch.end, segment, position)
             if batch not in self._batches:
                 self._batches.insert(batch)
                 self._cache.add(self, batch)

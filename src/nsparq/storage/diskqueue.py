@@ -7,7 +7,7 @@
  +--------+-----------+----------+-----------------+------ … ------+
  | length | timestamp | attempts | id, 16 hex      | body          |
  +--------+-----------+----------+-----------------+------ … ------+
-  of all behind it
+  of the rest
 
 There are no checksums. After a crash the state is older than the data, or missing: then there may
 be whole records after the recorded end, and stale and half ones. Every plausible record is given.

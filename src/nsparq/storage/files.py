@@ -324,7 +324,7 @@ class Files:
 
     def _sync_file(self, path: Path, written: _Written) -> None:
         try:
-            if not self._write_anew(path, written):
+            if not self._rewrite(path, written):
                 self._sync_in_place(path)
         except FileNotFoundError:  # removed since
             pass
@@ -342,7 +342,7 @@ class Files:
         finally:
             self.close(fd)
 
-    def _write_anew(self, path: Path, written: _Written) -> bool:
+    def _rewrite(self, path: Path, written: _Written) -> bool:
         """Rewrite a file that has become large or doubtful, with its last version alone. False if
         it needs no rewriting, or another thread adds a version or rewrites it."""
         with self._lock:

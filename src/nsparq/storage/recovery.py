@@ -52,24 +52,24 @@ def scan(read: Read, size: int, *, first: int | None) -> Iterator[Found | Damage
             position += head.size
             expected = None if first is None else head.end
             continue
-        behind = _behind_damage(window, position, size, expected)
-        yield Damage(position, behind)
-        position = behind
+        end = _end_of_damage(window, position, size, expected)
+        yield Damage(position, end)
+        position = end
 
 
-def behind_damage(read: Read, position: int, size: int, expected: int | None) -> int:
+def end_of_damage(read: Read, position: int, size: int, expected: int | None) -> int:
     """The position after the damage at `position`; `size` if no batch follows. A batch that begins
     with the number `expected` should be there; None if the number is not known."""
-    return _behind_damage(_Window(read, size), position, size, expected)
+    return _end_of_damage(_Window(read, size), position, size, expected)
 
 
-def _behind_damage(window: _Window, position: int, size: int, expected: int | None) -> int:
+def _end_of_damage(window: _Window, position: int, size: int, expected: int | None) -> int:
     head = window.head_at(position)
     if head is not None and head.base == expected:
         # The header is plausible, so the batch has the size it says, or ends with a torn file.
-        behind = position + head.size
-        if behind >= size or window.batch_at(behind) is not None:
-            return min(behind, size)
+        end = position + head.size
+        if end >= size or window.batch_at(end) is not None:
+            return min(end, size)
     found = position + 1
     while (found := window.find_magic(found)) < size:
         head = window.head_at(found)

@@ -21,7 +21,7 @@ from nsparq.storage.batch import (
 )
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.log_range import LogRange, SharedReader
-from nsparq.storage.recovery import Damage, behind_damage, scan
+from nsparq.storage.recovery import Damage, end_of_damage, scan
 from nsparq.storage.segment_index import Entry, Extent, SegmentIndex
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Segment:
         self.is_doubtful = False
         """Whether an fsync failed. The system may then drop what it could not write, and still
         report success for a second fsync of the same file. So nothing more is appended, and the
-        segment must be copied: see copy_anew()."""
+        segment must be copied: see replace_by_copy()."""
         self._fd = -1
         self._reader = SharedReader(files, self.path)
         self._is_ragged = False
@@ -171,7 +171,7 @@ class Segment:
         self.files.never_sync(self.index_path)
         self.has_index = True
 
-    def copy_anew(self) -> None:
+    def replace_by_copy(self) -> None:
         """Replace the file by a synced copy: after a failed fsync, only a new file can be known to
         be on disk. Nothing may be appended any more. A thread may call this. Raises OSError, with
         the file as it was."""
@@ -194,7 +194,7 @@ class Segment:
         self.files.sync_names(self.path.parent)
 
     def copied(self) -> None:
-        """copy_anew() is done: the segment is safe again."""
+        """replace_by_copy() is done: the segment is safe again."""
         self.is_doubtful = False
         self.close()
 
@@ -414,9 +414,9 @@ class Segment:
             size += following.size
             if due_ns or size >= GATHER_SIZE:
                 break
-            behind = following.end
+            next_base = following.end
             following = decode_head(block, offset)
-            if following is not None and (following.due_ns or following.base != behind):
+            if following is not None and (following.due_ns or following.base != next_base):
                 break
         if len(parts) == 1:
             timestamp_ns, lengths, data = parts[0]
@@ -427,7 +427,7 @@ class Segment:
         """Note damage at `position`, so that the next read continues after it. A batch that begins
         with the number `expected` should be there; -1 if the number is not known."""
         known = None if expected < 0 else expected
-        self._damage[position] = behind_damage(self._read_at, position, self.size, known)
+        self._damage[position] = end_of_damage(self._read_at, position, self.size, known)
         return CorruptBatch(self.path, position, reason)
 
 
