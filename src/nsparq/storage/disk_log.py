@@ -229,7 +229,7 @@ class DiskLog:
         base, end = batches[0].base, batches[-1].end
         assert base >= self.stable
         try:
-            segment, position = self._segments.append(
+            segment, position = self._segments.write(
                 buffers, size, base, self.mark, self.settings.segment_bytes
             )
         except OSError as error:
@@ -435,7 +435,7 @@ class DiskLog:
     # removing
 
     def sealed_segments(self) -> list[Segment]:
-        return self._segments.sealed()
+        return self._segments[:-1]
 
     @property
     def has_aging_segments(self) -> bool:

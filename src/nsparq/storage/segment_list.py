@@ -7,7 +7,6 @@ import errno
 import logging
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -40,36 +39,20 @@ def read_marks(files: Files, directory: Path) -> list[int]:
     return [mark for mark in marks if mark]
 
 
-class SegmentList:
+class SegmentList(list[Segment]):
     """Appends to segments, seals them, finds them, and takes out those that are not needed."""
 
     def __init__(self, files: Files, directory: Path, sync: SyncState) -> None:
+        super().__init__()
         self._files = files
         self._directory = directory
         self._sync = sync
-        self._segments: list[Segment] = []
         self._known: dict[int, tuple[Segment, int]] = {}
         """Position of the batch after one that was just read, by its sequence number; bounded."""
 
-    def __iter__(self) -> Iterator[Segment]:
-        return iter(self._segments)
-
-    def __len__(self) -> int:
-        return len(self._segments)
-
-    def __getitem__(self, index: int) -> Segment:
-        return self._segments[index]
-
     @property
     def active(self) -> Segment | None:
-        return self._segments[-1] if self._segments else None
-
-    def sealed(self) -> list[Segment]:
-        return self._segments[:-1]
-
-    def clear(self) -> None:
-        self._segments.clear()
-        self._known.clear()
+        return self[-1] if self else None
 
     # opening
 
@@ -86,13 +69,13 @@ class SegmentList:
 
     def add(self, segment: Segment) -> None:
         """Add a segment that was found on disk."""
-        assert not self._segments or self._segments[-1].end <= segment.base
+        assert not self or self[-1].end <= segment.base
         segment.close()
-        self._segments.append(segment)
+        self.append(segment)
 
     # appending
 
-    def append(
+    def write(
         self, buffers: list[Buffer], size: int, base: int, mark: int, max_bytes: int
     ) -> tuple[Segment, int]:
         """Write batches that begin with the number `base`. Gives their segment and position."""
@@ -119,12 +102,12 @@ class SegmentList:
             if active.size:
                 self._seal(active)
             else:
-                self._segments.pop().remove()
+                self.pop().remove()
         return self._begin(base, mark)
 
     def _begin(self, base: int, mark: int) -> Segment:
         segment = Segment(self._files, self._directory, base, mark)
-        self._segments.append(segment)
+        self.append(segment)
         return segment
 
     def _seal(self, segment: Segment) -> None:
@@ -136,10 +119,10 @@ class SegmentList:
 
     def find(self, sequence: int) -> Segment | None:
         """The segment that holds `sequence`, or else the first one after it."""
-        number = max(0, bisect_right(self._segments, sequence, key=lambda s: s.base) - 1)
-        while number < len(self._segments) and self._segments[number].end <= sequence:
+        number = max(0, bisect_right(self, sequence, key=lambda s: s.base) - 1)
+        while number < len(self) and self[number].end <= sequence:
             number += 1
-        return self._segments[number] if number < len(self._segments) else None
+        return self[number] if number < len(self) else None
 
     def remember(self, sequence: int, segment: Segment, position: int) -> None:
         """Note where the batch that begins with `sequence` stands, or will stand."""
@@ -153,7 +136,7 @@ class SegmentList:
     def deferred_since(self, sequence: int, due_after: int) -> list[tuple[int, int]]:
         """Sequence number and due time of deferred messages: see Log.deferred_since."""
         found: list[tuple[int, int]] = []
-        for segment in self._segments:
+        for segment in self:
             deferred = segment.index.deferred
             if segment.end > sequence and deferred:
                 pairs = np.array(deferred, np.int64).reshape(-1, 2)
@@ -165,7 +148,7 @@ class SegmentList:
     def trim(self, low: int, now_s: float, settings: LogSettings) -> list[Segment]:
         """Take out the segments before `low` that retention does not keep."""
         number = 0
-        for segment in self._segments:
+        for segment in self:
             is_small = segment is self.active and segment.size < IDLE_ROLL_SIZE
             # A copy of a doubtful segment may be running, and would bring the file back.
             if segment.end > low or is_small or segment.is_doubtful:
@@ -173,15 +156,15 @@ class SegmentList:
             if self._is_retained(number, now_s, settings):
                 break
             number += 1
-        trimmed = self._segments[:number]
+        trimmed = self[:number]
         if trimmed:
-            del self._segments[:number]
+            del self[:number]
             self._known.clear()
         return trimmed
 
     def _is_retained(self, number: int, now_s: float, settings: LogSettings) -> bool:
         """Whether retention keeps a segment, and so all segments after it."""
-        segments = self._segments[number:]
+        segments = self[number:]
         if not settings.retention_s and not settings.retention_bytes:
             return False
         # A time in the future is wrong. Such a segment is at least as old as the next one.
