@@ -62,7 +62,10 @@ def run_one_by_one(works: Sequence[Work]) -> None:
 
 
 class Files:
-    """Plain POSIX files. Tests subclass it to fail, tear or delay any call."""
+    """Plain POSIX files. Tests subclass it to fail, tear or delay any call.
+
+    It has more than 30 methods: one for each system call, and the pending syncs behind them.
+    """
 
     def __init__(self) -> None:
         self._scratch = bytearray(256 << 10)
