@@ -1,4 +1,5 @@
-"""A pynsq consumer that finds its brokers by nsqlookupd: TOPIC CHANNEL HOST:PORT…; prints each body."""
+"""A pynsq consumer that finds its brokers by nsqlookupd: TOPIC CHANNEL HOST:PORT…; prints each
+body."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Seeded garbage for the TCP port, and the judge of what comes back.
 
-A case is bytes, cut into pieces as they are sent, made from its seed alone: random bytes, or a valid
-conversation that was mutated. The broker must answer with frames that the protocol knows, or close; `play`
-says what else it did.
+A case is bytes, cut into pieces as they are sent, made from its seed alone: random bytes, or a
+valid conversation that was mutated. The broker must answer with frames that the protocol knows, or
+close; `play` says what else it did.
 """
 
 from __future__ import annotations
@@ -265,7 +265,8 @@ def _is_json(data: bytes) -> bool:
 def run(
     address: tuple[str, int], first: int, count: int, deadline: float = math.inf
 ) -> tuple[int, list[str]]:
-    """Play `count` cases from seed `first` on, if time allows; how many it was, and their problems."""
+    """Play `count` cases from seed `first` on, if time allows; how many it was, and their
+    problems."""
     problems: list[str] = []
     for seed in range(first, first + count):
         if time.monotonic() > deadline:

@@ -1,8 +1,9 @@
 """Seeded garbage for the HTTP port, and the judge of what comes back.
 
-A case is bytes, cut into pieces as they are sent, made from its seed alone: random bytes, or valid requests
-on one connection that were mutated. The broker must answer with whole HTTP answers that are documented, or
-close; `play` says what else it did. HEAD is left out: only who asked knows that its answer has no body.
+A case is bytes, cut into pieces as they are sent, made from its seed alone: random bytes, or valid
+requests on one connection that were mutated. The broker must answer with whole HTTP answers that
+are documented, or close; `play` says what else it did. HEAD is left out: only who asked knows that
+its answer has no body.
 """
 
 from __future__ import annotations
@@ -298,7 +299,8 @@ def _judge_answer(status: int, headers: dict[str, str], body: bytes) -> str:
 def run(
     address: tuple[str, int], first: int, count: int, deadline: float = math.inf
 ) -> tuple[int, list[str]]:
-    """Play `count` cases from seed `first` on, if time allows; how many it was, and their problems."""
+    """Play `count` cases from seed `first` on, if time allows; how many it was, and their
+    problems."""
     problems: list[str] = []
     for seed in range(first, first + count):
         if time.monotonic() > deadline:

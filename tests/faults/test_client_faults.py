@@ -1,7 +1,8 @@
-"""The client library when brokers die, networks fail, handlers are slow or raise, and tasks are cancelled.
+"""The client library when brokers die, networks fail, handlers are slow or raise, and tasks are
+cancelled.
 
-What holds in every case: a publish that was acknowledged is not lost, a message that was not handled is not
-finished, nothing takes longer than it may, and nothing is left running or open.
+What holds in every case: a publish that was acknowledged is not lost, a message that was not
+handled is not finished, nothing takes longer than it may, and nothing is left running or open.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Account:
         return self.acknowledged <= set(self.handled)
 
     async def settle(self, within: float = 20.0) -> None:
-        """Have a consumer that nothing happens to take the rest; then all that was promised was kept."""
+        """Have a consumer that nothing happens to take the rest; then all that was promised was
+        kept."""
         config = Config(**QUICK)
         async with Consumer(
             self.topic, "ch", self.handle, nsqd=[address(self.broker)], max_in_flight=50, config=config
@@ -349,7 +351,8 @@ def test_a_slow_network_is_not_taken_for_a_stalled_one(
         async with Producer(proxy.address, config=config) as producer:
             await producer.connect()
             proxy.throttle(3_000_000, "to_broker")
-            # More than the sockets on the way hold, and seconds long; not an end of it for a moment.
+            # More than the sockets on the way hold, and seconds long; not an end of it for a
+            # moment.
             bodies = [bytes([number]) * 900_000 for number in range(1, 9)]
             await asyncio.gather(*(account.publish(producer, body) for body in bodies))
             assert proxy.accepted_count == 1
@@ -362,7 +365,8 @@ def test_a_slow_network_is_not_taken_for_a_stalled_one(
 def test_a_broker_that_reads_no_answers_does_not_make_the_consumer_grow(
     broker: TestBroker, proxy: FaultProxy, topic: str
 ) -> None:
-    """What it holds are answers to what is in flight, and touches; then the connection is given up."""
+    """What it holds are answers to what is in flight, and touches; then the connection is given
+    up."""
     account = Account(broker, topic)
 
     async def main() -> None:
@@ -446,7 +450,8 @@ def test_a_loop_that_is_left_costs_its_message_one_attempt(broker: TestBroker, t
 def test_a_slow_handler_keeps_its_message_and_its_connection(
     broker: TestBroker, topic: str, is_async: bool
 ) -> None:
-    """Twice the message's timeout, and two heartbeats long; the second message waits as long before that."""
+    """Twice the message's timeout, and two heartbeats long; the second message waits as long before
+    that."""
     attempts: list[int] = []
 
     async def handle(message: Message) -> None:
@@ -570,7 +575,8 @@ def test_publishes_cancelled_at_any_point(
 @pytest.mark.parametrize("kind", ["handler", "thread", "batch", "loop"])
 @pytest.mark.parametrize("seed", range(3))
 def test_consumers_cancelled_at_any_point(broker: TestBroker, topic: str, kind: str, seed: int) -> None:
-    """Again and again, in the middle of whatever they do; what they did not handle is not finished."""
+    """Again and again, in the middle of whatever they do; what they did not handle is not
+    finished."""
     account = Account(broker, topic)
     chance = random.Random(f"{kind}{seed}")
 
@@ -624,7 +630,8 @@ def test_consumers_cancelled_at_any_point(broker: TestBroker, topic: str, kind: 
 def test_a_dead_letter_is_never_lost_when_its_publish_is_cut_off(
     broker: TestBroker, proxy: FaultProxy, topic: str
 ) -> None:
-    """Through a network that fails again and again, every message that is given up is in the other topic."""
+    """Through a network that fails again and again, every message that is given up is in the other
+    topic."""
     account = Account(broker, topic)
     dead = f"{topic}.dead"
 

@@ -1,4 +1,5 @@
-"""Three nsqd and two nsqlookupd, killed under load: consumers go on, registrations heal, nothing is lost."""
+"""Three nsqd and two nsqlookupd, killed under load: consumers go on, registrations heal, nothing is
+lost."""
 
 from __future__ import annotations
 
@@ -219,8 +220,8 @@ class Cluster:
         wait_until(is_so, HEALED_S, what=f"{topic} registered by {wanted} with {channels}")
 
     def await_progress(self, nodes: list[Node], when: str, messages: int = 200) -> None:
-        """Until each of these nsqd has acknowledged further messages, and each consumer has received one of
-        those of each nsqd."""
+        """Until each of these nsqd has acknowledged further messages, and each consumer has
+        received one of those of each nsqd."""
         before = [node.acknowledged() for node in nodes]
         for node, known in zip(nodes, before, strict=True):
 

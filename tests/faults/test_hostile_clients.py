@@ -1,4 +1,5 @@
-"""Clients that stall, flood or dawdle: bounded memory for them, business as usual for everybody else."""
+"""Clients that stall, flood or dawdle: bounded memory for them, business as usual for everybody
+else."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ BODY = b"x" * 10_000
 
 @pytest.fixture
 def socket_broker(tmp_path: Path) -> Iterator[BrokerProcess]:
-    """On a Unix socket, which holds 200 KiB for a client that does not read; on TCP it would be megabytes."""
+    """On a Unix socket, which holds 200 KiB for a client that does not read; on TCP it would be
+    megabytes."""
     with start_process(tmp_path, tcp_address=str(tmp_path / "socket"), mem_queue_size=1000) as broker:
         yield broker
 
@@ -113,7 +115,8 @@ def test_a_thousand_connections_of_which_half_stall(socket_broker: BrokerProcess
         stalled = [stack.enter_context(broker.connect()) for _ in range(STALLED)]
         live = [stack.enter_context(broker.connect()) for _ in range(LIVE)]
         for number, connection in enumerate(stalled):
-            # One half of these owes answers to heartbeats soon, the other holds on for longer than this test.
+            # One half of these owes answers to heartbeats soon, the other holds on for longer than
+            # this test.
             connection.identify(heartbeat_interval=1000 if number % 2 else 30_000)
             connection.sub("t", "stalled", rdy=2500)
         for connection in live:

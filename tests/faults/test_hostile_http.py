@@ -1,4 +1,5 @@
-"""HTTP clients that stall, flood, lie or try the doors: bounded memory, documented errors, nobody hurt."""
+"""HTTP clients that stall, flood, lie or try the doors: bounded memory, documented errors, nobody
+hurt."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def broker(tmp_path: Path) -> Iterator[BrokerProcess]:
 
 @pytest.fixture(scope="module")
 def modest_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
-    """One for all tests that cost it next to nothing: its memory stays as telling as that of a fresh one."""
+    """One for all tests that cost it next to nothing: its memory stays as telling as that of a
+    fresh one."""
     with start_process(tmp_path_factory.mktemp("modest")) as process:
         yield process
         assert process.alive()
@@ -61,7 +63,8 @@ def modest(modest_process: BrokerProcess) -> BrokerProcess:
 
 @pytest.fixture
 def socket_broker(tmp_path: Path) -> Iterator[BrokerProcess]:
-    """HTTP on a Unix socket, which holds 200 KiB for a client that does not read; TCP holds megabytes."""
+    """HTTP on a Unix socket, which holds 200 KiB for a client that does not read; TCP holds
+    megabytes."""
     with start_process(tmp_path, http_address=str(tmp_path / "http")) as process:
         yield process
         assert "Traceback" not in process.stderr_text()
@@ -92,8 +95,9 @@ class Growth:
 def send_until_refused(connection: HttpConnection, data: bytes) -> None:
     """Send the same bytes again and again, until the server hangs up, which it must in time.
 
-    After a refusal the server reads on for two seconds and throws away what comes. It gets the first 30 MB of
-    that at full speed. The rest is sent slowly: a flood of two seconds would keep both cores busy.
+    After a refusal the server reads on for two seconds and throws away what comes. It gets the
+    first 30 MB of that at full speed. The rest is sent slowly: a flood of two seconds would keep
+    both cores busy.
     """
     deadline = time.monotonic() + DEADLINE
     after_refusal = 0

@@ -1,4 +1,5 @@
-"""Peers of nsqlookupd that send garbage, flood, stall or hoard: bounded memory, and nobody else notices."""
+"""Peers of nsqlookupd that send garbage, flood, stall or hoard: bounded memory, and nobody else
+notices."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def lookupd() -> Iterator[LookupdProcess]:
 
 
 class Bystander(threading.Thread):
-    """An nsqd that registers, pings and unregisters, and a consumer that looks it up, again and again."""
+    """An nsqd that registers, pings and unregisters, and a consumer that looks it up, again and
+    again."""
 
     def __init__(self, lookupd: LookupdProcess) -> None:
         super().__init__(daemon=True)
@@ -73,8 +75,8 @@ class Bystander(threading.Thread):
 
 @contextmanager
 def unnoticed(lookupd: LookupdProcess, *, within: float = 1.0, mib: float = 20.0) -> Iterator[Bystander]:
-    """Somebody else is served throughout, the daemon computes less than `within` seconds in each round (see
-    bystander.py), and memory grows by less than so much."""
+    """Somebody else is served throughout, the daemon computes less than `within` seconds in each
+    round (see bystander.py), and memory grows by less than so much."""
     side = Bystander(lookupd)
     before = resident_mib(lookupd.pid)
     reset_peak(lookupd.pid)

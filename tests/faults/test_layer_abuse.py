@@ -1,4 +1,5 @@
-"""Abuse of the transport layers: bombs, garbage, handshakes without end. Others go on, memory is bounded."""
+"""Abuse of the transport layers: bombs, garbage, handshakes without end. Others go on, memory is
+bounded."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def test_large_publishes_out_of_a_bomb_are_bounded_by_the_memory_queue(broker: B
             connection.send_wire(bomb + compressor.flush(zlib.Z_SYNC_FLUSH))
             for _ in range(200):
                 connection.expect_ok()
-        # In memory are the newest messages (--mem-queue-bytes for all topics), and what is on its way.
+        # In memory are the newest messages (--mem-queue-bytes for all topics), and what is on its
+        # way.
         assert peak_mib(broker.pid) - before < 160
 
 
