@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from nsparq.broker.peek import (
     STATES,
     STORED,
-    ChannelPeek,
+    Peek,
     PeekedMessage,
-    TopicPeek,
     peek_channel,
     peek_topic,
 )
@@ -260,7 +259,7 @@ class LogApi:
             raise ApiError(400, "INVALID_ARG_STATE")
         return await self._peeked(peek_channel(channel, states, _peek_count(request), MAX_PEEK_BYTES))
 
-    async def _peeked(self, peek: ChannelPeek | TopicPeek) -> Result:
+    async def _peeked(self, peek: Peek) -> Result:
         found = await self._nsqd.in_disk_thread(peek.read)
         return {"messages": [_message(one) for one in found], "missing": peek.missing}
 
