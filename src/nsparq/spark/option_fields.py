@@ -115,9 +115,7 @@ def _directory(text: str) -> str:
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         text = unquote(parts.path)
     elif "://" in text:
-        raise ValueError(
-            "must be a local directory, such as /data/staging: object stores have no fsync and no hard links"
-        )
+        raise ValueError("must be a directory, such as /data/staging: object stores have no hard links")
     return os.path.abspath(text)
 
 

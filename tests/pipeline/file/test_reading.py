@@ -563,7 +563,7 @@ def test_problems_of_several_sources_and_sinks(old: str, new: str, expected: str
         ),
         (
             "source = {}",
-            "[pipeline.p.source]: option topic is missing: name one of topic, topics, topicsPattern",
+            "[pipeline.p.source]: option topic is missing: use one of topic, topics, topicsPattern",
         ),
         ('source = { topc = "x" }', "[pipeline.p.source] topc: unknown key; did you mean 'topic'?"),
         (

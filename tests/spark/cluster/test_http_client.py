@@ -164,7 +164,7 @@ def test_an_nsqd_without_a_log_is_named_with_the_way_out(foreign: str) -> None:
     host, _, port = foreign.partition(":")
     info = f'{{"broadcast_address":"{host}","http_port":{port},"tcp_port":1}}'.encode()
     Foreign.answers = {"/info": (200, info), "/topic/create": (200, b""), "/channel/create": (200, b"")}
-    with pytest.raises(NoLog, match=f"the nsqd {foreign} has no log .* Set the option mode to queue"):
+    with pytest.raises(NoLog, match=f"the nsqd {foreign} has no log .* Set option mode to queue"):
         read_batch(nsqd=foreign)
     with Query(nsqd=foreign) as query, pytest.raises(NoLog):
         query.start()

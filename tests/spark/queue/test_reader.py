@@ -516,7 +516,7 @@ def test_a_query_whose_directory_is_empty_says_so(query: Query, broker: TestBrok
     assert query.step() == 10
     query._options = options(broker, staging=tmp_path / "elsewhere")
     query.start()
-    with pytest.raises(StagingError, match="contents of the former one were not moved along"):
+    with pytest.raises(StagingError, match="contents of the former directory were not moved here"):
         query.step()
 
 
@@ -570,7 +570,7 @@ def test_a_schema_may_name_some_of_the_columns(query: Query, broker: TestBroker)
 
 @pytest.mark.parametrize("name", ["body", "size"])
 def test_a_schema_with_an_unknown_column_is_refused(query: Query, name: str) -> None:
-    with pytest.raises(OptionError, match=f"the schema wants {name} string; format nsq has topic string, "):
+    with pytest.raises(OptionError, match=f"the schema has {name} string; format nsq has topic string, "):
         QueueStreamReader(StructType().add(name, StringType()), query._options)
 
 

@@ -244,5 +244,5 @@ def test_a_row_for_a_topic_that_the_query_reads_is_refused() -> None:
 
 def test_a_row_without_a_topic_is_refused_if_no_option_names_one() -> None:
     batch = rows([b"1", b"2"], topic=pa.array(["a", None]))
-    with pytest.raises(RowError, match=r"row 1: the topic is null, and no option topic"):
+    with pytest.raises(RowError, match=r"row 1: the topic is null, and option topic is not set"):
         chunks_of(batch, columns=BODY_TOPIC, topic=None)

@@ -190,7 +190,7 @@ def test_a_message_that_is_too_large_is_named_with_its_size(producer: str, topic
         for bodies in ([b"x" * 10, b"y" * 1001], [b"z" * 6000]):
             with staging(address(broker), producer) as sender:
                 largest = len(bodies[-1])
-                with pytest.raises(RowError, match=rf"topic {topic}: \w+; .* has {largest} bytes"):
+                with pytest.raises(RowError, match=rf"topic {topic}: \w+\. .* has {largest} bytes"):
                     send_all(sender, chunks(topic, bodies))
 
 

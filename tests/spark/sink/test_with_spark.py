@@ -151,7 +151,7 @@ def test_topics_delays_and_large_bodies_come_from_columns(
         (["body"], {}, r"option topic is missing"),
         (["body"], {"topic": "t", "delivery": "twice"}, r"option delivery must be one of"),
         (["body", "'no good' AS topic"], {}, r"partition \d, row 0: 'no good' is not a valid topic name"),
-        (["repeat(body, 1048577) AS body"], {"topic": "t"}, r"the largest .* has \d+ bytes .*--max-msg-size"),
+        (["repeat(body, 1048577) AS body"], {"topic": "t"}, r"The largest .* has \d+ bytes .*--max-msg-size"),
     ],
 )
 def test_what_cannot_be_written_fails_with_a_reason_and_leaves_nothing(

@@ -122,7 +122,7 @@ def test_a_query_that_spark_does_not_name_needs_a_name(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Task, "current", classmethod(lambda cls: Task()))
-    with pytest.raises(Exception, match="set the option producer"):
+    with pytest.raises(Exception, match="set option producer"):
         stream_writer(address(broker)).write(iter([rows(b"x")]))
 
 
@@ -207,7 +207,7 @@ def test_columns_are_checked_before_anything_is_asked() -> None:
 
 def test_there_must_be_a_topic_somewhere() -> None:
     given = NsqOptions.parse({"nsqd": "127.0.0.1:1"}, Use.SINK_BATCH)
-    with pytest.raises(OptionError, match="option topic is missing: name a topic, or have a column 'topic'"):
+    with pytest.raises(OptionError, match="option topic is missing: set it, or add a column 'topic'"):
         NsqWriter(SCHEMA, given, False)
 
 

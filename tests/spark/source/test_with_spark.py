@@ -261,7 +261,7 @@ def test_a_topic_deleted_with_unread_messages_fails_the_query_unless_told_otherw
         broker.delete("t")
         wait_until(lambda: not query.isActive)
         assert "has been deleted" in str(query.exception())
-        assert "set the option failOnDataLoss to false" in str(query.exception())
+        assert "set option failOnDataLoss to false" in str(query.exception())
     seen = written(tmp_path)
     broker.publish("t", *numbered(3, 500))
     with running(source(spark, nsqd=broker.http_address, failOnDataLoss="false"), tmp_path):
@@ -346,7 +346,7 @@ def test_errors_of_options_name_the_option(spark: SparkSession, broker: Broker, 
         read(topic="t", startingPosition="latest", endingPosition="2001-01-01T00:00:00Z")
     with pytest.raises(PySparkException, match="option mode: queue works only with readStream"):
         read(topic="t", mode="queue")
-    with pytest.raises(PySparkException, match="the schema wants body string"):
+    with pytest.raises(PySparkException, match="the schema has body string"):
         read("body string", topic="t")
     frame = source(spark, nsqd=broker.http_address, channel=None)
     with running(frame, tmp_path, availableNow=True) as query:

@@ -156,9 +156,7 @@ class JdbcUpsert:
                 compute_only(batch)
                 return
             given = Merge(self._sink.table, staging, self._columns, self._upsert)
-            database.execute(self._dialect.copy_statement(given))
-            self._create_index(database, given.staging, given.key)
-            self._write(self._upsert.latest_rows(batch), given.staging, options_of(self._sink))
+            self._stage(database, given, self._upsert.latest_rows(batch))
             self._merge(database, given, query, number, planned)
             database.execute(f"DROP TABLE {staging}")
 
@@ -226,6 +224,11 @@ class JdbcUpsert:
             change = f"UPDATE {self._batches} SET staging = ? WHERE query = ? AND batch = ? AND staging = ?"
             if database.execute(change, staging, query, int(last), left):
                 return staging
+
+    def _stage(self, database: Connection, given: Merge, rows: DataFrame) -> None:
+        database.execute(self._dialect.copy_statement(given))
+        self._create_index(database, given.staging, given.key)
+        self._write(rows, given.staging, options_of(self._sink))
 
     def _write(self, rows: DataFrame, table: str, options: Mapping[str, str]) -> None:
         rows.write.jdbc(self._sink.url, table, mode="append", properties=dict(options))

@@ -72,9 +72,7 @@ def check_replay(producer: str, sequence: int, planned: str, committed: int, not
     try:
         check_batch(f"nsqd, for producer {producer},", sequence, planned, committed, _fingerprint(note))
     except CheckpointBehind as behind:
-        raise CheckpointBehind(
-            f"{behind}, or set the option producer to a name that was never used"
-        ) from None
+        raise CheckpointBehind(f"{behind}, or set option producer to a name that was never used") from None
 
 
 class Coordinator:
