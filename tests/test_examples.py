@@ -156,7 +156,7 @@ def test_the_tutorial_works_as_written(tmp_path: Path, broker: Broker, addresses
         broker.publish("orders", b"one tea please")
         wait_until(lambda: bodies(broker, "orders.dead"))
         reason = "not JSON: Expecting value: line 1 column 1 (char 0)"
-        bill.interrupt(f"orders/billing: <…> is not what it should be: {reason}\n")
+        bill.interrupt(f"orders/billing: <…> cannot be decoded: {reason}\n")
     (letter,) = map(json.loads, bodies(broker, "orders.dead"))
     assert letter["text"] == "one tea please"
     assert letter["error"] == f"DecodeFailed: {reason}"
