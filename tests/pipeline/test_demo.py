@@ -51,7 +51,7 @@ def test_the_demo_ends_well_and_leaves_a_picture_and_nothing_else(tmp_path: Path
             # Its children go with it.
             process.kill()
     assert process.returncode == 0, said
-    assert "Every message is in exactly one place, and every event was counted exactly once." in said
+    assert "OK: every message is in exactly one place, and every event is counted exactly once." in said
     assert "5,001" in said
     root = ElementTree.fromstring((tmp_path / "results" / "demo.svg").read_text())
     assert root.tag.endswith("svg")

@@ -93,7 +93,7 @@ def _addresses(text: str) -> tuple[str, ...]:
         try:
             lookup_url(item, "/")
         except ValueError:
-            raise ValueError(f"must be host:port or http://host:port; {item!r} is not") from None
+            raise ValueError("must be host:port or http://host:port") from None
     return tuple(items)
 
 

@@ -213,7 +213,7 @@ def test_spark_writes_parquet_files_to_urls_or_if_the_file_says_so(path: str, by
         ("[nsq]\nnsqds = 1", "[nsq] nsqds: unknown key; did you mean 'nsqd'?"),
         (
             '[nsq]\nnsqd = "x"',
-            "[nsq] nsqd: must be host:port or http://host:port, and 'x' is not, not 'x'",
+            "[nsq] nsqd: must be host:port or http://host:port, not 'x'",
         ),
         ('[nsq]\nauth_token = "${NOT_SET}"', "[nsq] auth_token: the environment variable NOT_SET is not set"),
         ("[nsq]\nnsqd = { a = 1 }", "[nsq] nsqd: must not be a table, not {'a': 1}"),
@@ -290,8 +290,8 @@ def test_problems_of_the_file(text: str, expected: str) -> None:
         (
             'dead_letters = "x y"',
             (
-                "[pipeline.p] dead_letters: must be a name of NSQ: 1 to 64 of the characters A-Z a-z 0-9 . _ "
-                "- and perhaps #ephemeral, not 'x y'"
+                "[pipeline.p] dead_letters: must be an NSQ name: 1 to 64 of the characters A-Z a-z 0-9 . _ "
+                "- and optionally #ephemeral, not 'x y'"
             ),
         ),
         (

@@ -201,7 +201,7 @@ def test_a_session_of_spark_connect_knows_the_data_source(spark: SparkSession) -
         )
     body, refusal = done.stdout.splitlines() or ["", ""]
     assert body == "body", done.stderr
-    assert refusal.startswith("pipelines need a Spark session of this process, not one of Spark Connect")
+    assert refusal.startswith("pipelines need a Spark session in this process, not one of Spark Connect")
 
 
 def test_sparks_home_has_its_programs_but_no_zip_of_python_files(

