@@ -112,6 +112,30 @@ def test_pause_resume_empty_and_delete(
     assert audited(admin, topic) == expected
 
 
+def test_sending_a_form_ends_refreshes_under_way(visitor: Visitor, topic: str) -> None:
+    """The form may delete the topic that a refresh asks for: its answer would be an error."""
+    visitor.go(f"/topics/{topic}")
+    visitor.page.evaluate(
+        """() => {
+            window.signals = [];
+            const send = window.fetch;
+            window.fetch = (url, options) => (signals.push(options.signal), send(url, options));
+        }"""
+    )
+    visitor.page.keyboard.press("r")
+    visitor.page.wait_for_function("signals.length > 1")
+    were_aborted = visitor.page.evaluate(
+        """() => {
+            const before = signals.map((signal) => signal.aborted);
+            const form = document.querySelector("form[method=post]");
+            form.addEventListener("submit", (event) => event.preventDefault());
+            form.requestSubmit();
+            return [before, signals.map((signal) => signal.aborted)].map((all) => [...new Set(all)]);
+        }"""
+    )
+    assert were_aborted == [[False], [True]]
+
+
 @pytest.mark.parametrize("origin", ["topic", "node"])
 def test_a_topic_is_removed_from_a_node(visitor: Visitor, cluster: Cluster, topic: str, origin: str) -> None:
     node = cluster.addresses[0]

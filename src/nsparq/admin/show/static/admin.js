@@ -8,6 +8,8 @@
   const live = document.querySelector("[data-live]");
   const state = byId("live-state");
   const charts = [...document.querySelectorAll("figure.chart")].map((figure) => new Chart(figure));
+  // Ends requests that are under way when a form is sent: it may delete what they ask for.
+  const leaving = new AbortController();
   let range = "now", tag = "", stopped = false, isNew = true, timer = 0, failures = 0;
 
   function stored(name, value) {
@@ -34,7 +36,7 @@
     url.hash = "";
     url.searchParams.delete("note");
     url.searchParams.set("live", "1");
-    const answer = await fetch(url, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store", credentials: "same-origin" });
+    const answer = await fetch(url, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store", credentials: "same-origin", signal: leaving.signal });
     if (answer.headers.has("X-Problem-Count")) badge(Number(answer.headers.get("X-Problem-Count")));
     if (answer.status === 304) return;
     if (answer.redirected || answer.status === 401) throw new Error("you are no longer logged in");
@@ -68,13 +70,14 @@
 
   async function refresh() {
     clearTimeout(timer);
-    if (!document.hidden) {
+    if (!document.hidden && !leaving.signal.aborted) {
       try {
         // The page itself has just been loaded.
-        await Promise.all([isNew ? null : refreshPart(), ...charts.map((chart) => chart.load(range))]);
+        await Promise.all([isNew ? null : refreshPart(), ...charts.map((chart) => chart.load(range, leaving.signal))]);
         failures = 0;
         if (live || charts.length) say(stopped ? "stopped" : "live", stopped ? "stopped" : "live");
       } catch (error) {
+        if (leaving.signal.aborted) return;
         failures += 1;
         say("broken", "not up to date: " + error.message);
       }
@@ -162,9 +165,11 @@
   }
   // Typing a time selects "a time".
   byId("time")?.addEventListener("input", () => (byId("to-time").checked = true));
-  // A double click sends a form once.
   document.addEventListener("submit", (event) => {
-    if (event.target.method === "post") setTimeout(() => event.target.querySelectorAll("button").forEach((button) => (button.disabled = true)));
+    if (event.target.method !== "post") return;
+    leaving.abort();
+    // A double click sends a form once.
+    setTimeout(() => event.target.querySelectorAll("button").forEach((button) => (button.disabled = true)));
   });
   addEventListener("pageshow", (event) => event.persisted && location.reload());
 

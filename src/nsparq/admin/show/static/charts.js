@@ -71,12 +71,12 @@
       }).observe(this.plot);
     }
 
-    async load(range) {
+    async load(range, signal) {
       const source = this.figure.dataset.src;
       if (!source) return;
       const url = source + "?range=" + encodeURIComponent(range);
       const headers = this.url === url && this.tag ? { "If-None-Match": this.tag } : {};
-      const answer = await fetch(url, { headers, cache: "no-store", credentials: "same-origin" });
+      const answer = await fetch(url, { headers, cache: "no-store", credentials: "same-origin", signal });
       if (answer.status === 304) return;
       if (answer.status === 401) throw new Error("you are no longer logged in");
       if (!answer.ok) throw new Error("status " + answer.status);
