@@ -1,4 +1,5 @@
-"""What the fuzzers share: an nsqd of their own, and processes that play seeded cases to the first problem."""
+"""What the fuzzers share: an nsqd of their own, and processes that play seeded cases to the first
+problem."""
 
 from __future__ import annotations
 

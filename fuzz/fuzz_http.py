@@ -1,7 +1,8 @@
-"""Send garbage to a broker's HTTP port for as long as you like: python fuzz/fuzz_http.py --seconds 60
+"""Send garbage to a broker's HTTP port for as long as you like: python fuzz/fuzz_http.py --seconds
+60
 
-Starts an nsqd of its own, plays seeded cases from several processes, and stops at the first problem that a
-seed brings to light. `--seed N --count 1` plays that case again. See README.md.
+Starts an nsqd of its own, plays seeded cases from several processes, and stops at the first problem
+that a seed brings to light. `--seed N --count 1` plays that case again. See README.md.
 """
 
 from __future__ import annotations
