@@ -123,7 +123,7 @@ def encode_head(
     mark: int = 0,
 ) -> bytes:
     """Everything before the bodies."""
-    table = table_bytes(lengths)
+    table = table_bytes(lengths) if _BIG_ENDIAN else lengths.tobytes()
     size = HEADER_SIZE + len(table) + len(data)
     checked = _CHECKED.pack(size, tag, mark, base, timestamp_ns, due_ns, len(lengths), len(data)) + table
     return _SEALED.pack(MAGIC, crc32c(data, crc32c(checked))) + checked

@@ -190,7 +190,7 @@ class DiskLog:
         batches = []
         base = self.end
         for bodies, due_ns in groups:
-            packed = PackedBodies.of(bodies)
+            packed = bodies if type(bodies) is PackedBodies else PackedBodies.of(bodies)
             batch = Batch(base, now_ns, due_ns, packed.lengths, packed.data, tag)
             batches.append(batch)
             base = batch.end
@@ -211,7 +211,7 @@ class DiskLog:
             oldest = self._batches.at_or_after(self.memory_start)
             if oldest is None or oldest.end == self.end or not self.forget(oldest):
                 break
-        self._check_positions()
+        assert self._sync.committed <= self.stable <= self.end
         return batches
 
     def _write(self, batches: list[Batch]) -> None:
@@ -219,7 +219,8 @@ class DiskLog:
         places = []
         size = 0
         for batch in batches:
-            stamp_ns = batch.timestamp_of(0)
+            stamp_ns = batch.timestamps_ns
+            assert isinstance(stamp_ns, int), "only batches read back from disk have several"
             head = encode_head(
                 batch.base, stamp_ns, batch.due_ns, batch.lengths, batch.data, batch.tag, self.mark
             )

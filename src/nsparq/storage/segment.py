@@ -95,29 +95,28 @@ class Segment:
 
     def append(self, buffers: list[Buffer], size: int) -> None:
         """Write whole batches, or raise and leave the file as it was."""
+        if self._is_ragged:
+            self._cut()
         end = self.size + size
-        if end <= self._prepared or self.size < PREPARE_FROM or not self._may_prepare:
-            self._write(buffers)
-        else:
+        room = 0
+        if end > self._prepared and self.size >= PREPARE_FROM and self._may_prepare:
             room = -end % PREPARE_SIZE
-            try:
-                self._write(buffers + _zeros(room))
-                self._prepared = end + room
-            except OSError:
-                # There may still be room for the batches alone.
-                self._may_prepare = False
-                self._write(buffers)
-        self.size = end
-
-    def _write(self, buffers: list[Buffer]) -> None:
-        self.cut_failed_write()
+        written = buffers + _zeros(room) if room else buffers
         try:
-            self.files.write(self.fd, buffers, self.size)
+            self.files.write(self._fd if self._fd >= 0 else self.fd, written, self.size)
         except OSError:
             self._is_ragged = True
             with suppress(OSError):
-                self.cut_failed_write()
-            raise
+                self._cut()
+            if not room:
+                raise
+            # There may still be room for the batches alone.
+            self._may_prepare = False
+            self.append(buffers, size)
+            return
+        if room:
+            self._prepared = end + room
+        self.size = end
 
     def cut_failed_write(self) -> None:
         """Remove what a failed write left, so that it is never read as if it had succeeded."""

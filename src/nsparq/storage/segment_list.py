@@ -79,7 +79,9 @@ class SegmentList(list[Segment]):
         self, buffers: list[Buffer], size: int, base: int, mark: int, max_bytes: int
     ) -> tuple[Segment, int]:
         """Write batches that begin with the number `base`. Gives their segment and position."""
-        segment = self._segment_for(size, base, mark, max_bytes)
+        segment = self[-1] if self else None
+        if segment is None or segment.end != base or segment.size + size > max_bytes or segment.is_doubtful:
+            segment = self._segment_for(size, base, mark, max_bytes)
         position = segment.size
         try:
             segment.append(buffers, size)
