@@ -22,7 +22,8 @@ print(usable_cores())
 
 
 class FakeLoop:
-    """An event loop that says whether it would fall asleep. Each of its turns takes as long as the last."""
+    """An event loop that says whether it would fall asleep. Each of its turns takes as long as the
+    last."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -62,7 +63,7 @@ def poll(loop: FakeLoop) -> BusyPoll:
     return BusyPoll(loop, AWAKE_S, loop.clock, cores=2)
 
 
-def occasions_left_out(loop: FakeLoop, poll: BusyPoll) -> int:
+def times_skipped(loop: FakeLoop, poll: BusyPoll) -> int:
     """Until it stays awake again."""
     count = 0
     while True:
@@ -73,7 +74,7 @@ def occasions_left_out(loop: FakeLoop, poll: BusyPoll) -> int:
         assert count < 1000
 
 
-def test_it_sleeps_while_nothing_is_said(loop: FakeLoop, poll: BusyPoll) -> None:
+def test_it_sleeps_while_nothing_is_written(loop: FakeLoop, poll: BusyPoll) -> None:
     assert not loop.is_awake
 
 
@@ -99,7 +100,7 @@ def test_it_stays_awake_for_a_moment_and_no_longer(loop: FakeLoop, poll: BusyPol
     assert loop.turns_to_sleep() in (10, 11)
 
 
-def test_what_comes_meanwhile_makes_it_last(loop: FakeLoop, poll: BusyPoll) -> None:
+def test_a_reply_makes_it_last(loop: FakeLoop, poll: BusyPoll) -> None:
     poll.start()
     for _ in range(50):
         for _ in range(5):
@@ -109,52 +110,52 @@ def test_what_comes_meanwhile_makes_it_last(loop: FakeLoop, poll: BusyPoll) -> N
     assert loop.turns_to_sleep() in (10, 11)
 
 
-def test_in_vain_again_and_again_it_is_left_out_more_and_more_often(loop: FakeLoop, poll: BusyPoll) -> None:
+def test_while_no_reply_comes_it_is_skipped_more_and_more_often(loop: FakeLoop, poll: BusyPoll) -> None:
     seen = []
     for _ in range(8):
-        seen.append(occasions_left_out(loop, poll))
+        seen.append(times_skipped(loop, poll))
         loop.turns_to_sleep()
     assert seen == [0, 1, 3, 7, 15, 15, 15, 15]
     assert MAX_SKIPPED == 15
 
 
-def test_once_something_comes_of_it_it_is_left_out_no_more(loop: FakeLoop, poll: BusyPoll) -> None:
+def test_after_a_reply_it_is_skipped_no_more(loop: FakeLoop, poll: BusyPoll) -> None:
     for _ in range(8):
-        occasions_left_out(loop, poll)
+        times_skipped(loop, poll)
         loop.turns_to_sleep()
-    assert occasions_left_out(loop, poll) == MAX_SKIPPED
+    assert times_skipped(loop, poll) == MAX_SKIPPED
     loop.turn()
     poll.start()
     loop.turns_to_sleep()
-    assert occasions_left_out(loop, poll) == 1
+    assert times_skipped(loop, poll) == 1
 
 
-def test_several_things_said_in_one_turn_are_not_an_answer(loop: FakeLoop, poll: BusyPoll) -> None:
+def test_several_writes_in_one_turn_are_not_a_reply(loop: FakeLoop, poll: BusyPoll) -> None:
     for _ in range(8):
-        occasions_left_out(loop, poll)
+        times_skipped(loop, poll)
         poll.start()
         poll.start()
         loop.turns_to_sleep()
-    assert occasions_left_out(loop, poll) == MAX_SKIPPED
+    assert times_skipped(loop, poll) == MAX_SKIPPED
 
 
-def test_it_ends_with_what_it_was_for(loop: FakeLoop, poll: BusyPoll) -> None:
+def test_it_stops_when_no_reply_is_expected_any_more(loop: FakeLoop, poll: BusyPoll) -> None:
     poll.start()
     loop.turn()
     poll.stop()
     assert loop.turns_to_sleep() == 1
 
 
-def test_an_answer_that_ends_it_shows_that_it_pays(loop: FakeLoop, poll: BusyPoll) -> None:
+def test_a_reply_that_stops_it_counts_as_success(loop: FakeLoop, poll: BusyPoll) -> None:
     for _ in range(8):
-        occasions_left_out(loop, poll)
+        times_skipped(loop, poll)
         loop.turn()
         poll.stop()
         loop.turns_to_sleep()
-    assert occasions_left_out(loop, poll) == 0
+    assert times_skipped(loop, poll) == 0
 
 
-def test_after_its_end_it_begins_anew(loop: FakeLoop, poll: BusyPoll) -> None:
+def test_after_a_stop_it_starts_again(loop: FakeLoop, poll: BusyPoll) -> None:
     poll.start()
     loop.turn()
     poll.stop()
@@ -162,7 +163,7 @@ def test_after_its_end_it_begins_anew(loop: FakeLoop, poll: BusyPoll) -> None:
     assert loop.turns_to_sleep() in (10, 11)
 
 
-def test_an_end_without_a_beginning_is_nothing(loop: FakeLoop, poll: BusyPoll) -> None:
+def test_a_stop_without_a_start_does_nothing(loop: FakeLoop, poll: BusyPoll) -> None:
     poll.stop()
     assert not loop.is_awake
     poll.start()

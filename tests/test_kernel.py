@@ -1,4 +1,5 @@
-"""The compiled inner loops: what they give, that the Python beside them gives the same, what they refuse."""
+"""The compiled inner loops: what they give, that the Python beside them gives the same, what they
+refuse."""
 
 from __future__ import annotations
 

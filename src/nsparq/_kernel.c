@@ -1,8 +1,8 @@
 /* The inner loops of the hot path, compiled.
  *
- * Each does only the regular part of its job and stops at anything unusual, which the Python code beside
- * it then handles; so no rule and no error text is written twice. What it brings, and the pure twins, are
- * described in docs/architecture.md. NSPARQ_NO_EXTENSIONS=1 leaves it out.
+ * Each function handles the regular cases and stops at anything unusual. The Python code beside each use
+ * handles the rest, so no rule and no error text is written twice. docs/architecture.md tells what they gain.
+ * NSPARQ_NO_EXTENSIONS=1 leaves them out.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -58,8 +58,8 @@ get_u64(const unsigned char *p)
     return (uint64_t)get_u32(p + 4) << 32 | get_u32(p);
 }
 
-/* Take size-prefixed messages apart: the sizes to one place, the bodies to another, which both move on. Gives
- * what comes behind the messages. */
+/* Copy the sizes and the bodies of size-prefixed messages to two places, and move both forward. Gives the
+ * position behind the messages. */
 static inline const unsigned char *
 unpack_messages(const unsigned char *from, Py_ssize_t count, char **length, char **body)
 {
@@ -137,9 +137,9 @@ PyDoc_STRVAR(take_publishes_doc,
 "take_publishes(buffer, position, line, is_multi, max_size, max_body_size) -> (counts, lengths, data, position)\n\n"
 "The messages of the PUBs, or MPUBs, that follow each other from `position` on, each with the same line before\n"
 "it: how many messages each command has, their sizes as native 32-bit numbers, and the bodies end to end.\n"
-"Stops before a command that is incomplete or not in order.");
+"Stops before a command that is incomplete or not valid.");
 
-/* The bytes of an MPUB's messages behind its two numbers, and their count; -1 if it is not in order. */
+/* The size of an MPUB's messages behind its two numbers, and their count; -1 if the MPUB is not valid. */
 static Py_ssize_t
 check_messages(const unsigned char *p, Py_ssize_t available, long long max_size, long long max_body, Py_ssize_t *count)
 {
@@ -189,7 +189,7 @@ take_publishes(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         PyErr_SetString(PyExc_ValueError, "position is negative");
         return NULL;
     }
-    /* Once to see what there is, and once to take it. */
+    /* The first pass counts, the second one copies. */
     Py_ssize_t position = start, commands = 0, messages = 0, bytes = 0;
     while (available - position > width + 4 && memcmp(data + position, line, (size_t)width) == 0) {
         const unsigned char *p = data + position + width;
@@ -231,7 +231,7 @@ failed:
 
 PyDoc_STRVAR(encode_mpub_doc,
 "encode_mpub(topic, bodies) -> command or None\n\n"
-"An MPUB of a list or tuple of messages. None if they are anything but bytes, none of them empty.");
+"An MPUB of a list or tuple of messages. None unless all of them are bytes, and none is empty.");
 
 static PyObject *
 encode_mpub(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -367,7 +367,7 @@ read_u64(const unsigned char *p)
     return (uint64_t)read_u32(p) << 32 | read_u32(p + 4);
 }
 
-/* The hexadecimal text of the next id, as two numbers. 0 if there is none: nothing follows the largest. */
+/* Step the hexadecimal text of an id, held in two numbers, to the next id. 0 for the largest id. */
 static inline int
 step_text(uint64_t *high, uint64_t *low)
 {
@@ -429,7 +429,7 @@ decode_fins(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     uint64_t first = 0, count = 0;
     uint64_t high = 0, low = 0;
-    int is_following = 0; /* whether these are the text of the next id */
+    int is_following = 0; /* whether high and low hold the text of the next id */
     while (available - position >= FIN_WIDTH) {
         const unsigned char *line = data + position;
         if (memcmp(line, "FIN ", 4) != 0 || line[FIN_WIDTH - 1] != '\n')
@@ -466,7 +466,7 @@ decode_fins(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     return Py_BuildValue("Nn", spans, position);
 }
 
-/* crc32c, as the log's batches have it: the processor's own instruction, or eight tables. */
+/* crc32c, the checksum of the log's batches: by the processor's instruction, or by eight tables. */
 
 static uint32_t CRC_TABLE[8][256];
 
@@ -524,7 +524,7 @@ PyDoc_STRVAR(unpack_batches_doc,
 "each (sequence, publish time, due time, count) as native 64-bit numbers; of all their messages together\n"
 "the bodies end to end, and as native 32-bit numbers where each begins and the last one ends. Stops before\n"
 "a batch that would make it more than `max_rows` messages or `max_bytes` of bodies, unless it is the first;\n"
-"before the first message from `end` on; and before anything that is not a whole batch, as it was written.\n"
+"before the first message from `end` on; and before anything that is not a whole and undamaged batch.\n"
 "Batches before `start` are passed over unread.");
 
 static int
@@ -537,7 +537,7 @@ plausible_batch(const unsigned char *p, Py_ssize_t available)
            get_u64(p + 16) <= INT64_MAX - count;
 }
 
-/* Write one batch to where it goes. False if it is not what was written. */
+/* Unpack one batch to its place. 0 if it is damaged. */
 static int
 unpack_batch(const unsigned char *p, int64_t *head, int32_t *offset, unsigned char *body, uint32_t *used)
 {
@@ -595,7 +595,7 @@ unpack_batches(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
             break;
         position += get_u32(p + 8);
     }
-    /* How much there is to take. */
+    /* Count first. */
     uint64_t batches = 0, rows = 0, bytes = 0;
     Py_ssize_t stop = position;
     while (stop < buffer.len && plausible_batch(data + stop, buffer.len - stop)) {
@@ -646,8 +646,8 @@ failed:
 
 PyDoc_STRVAR(send_each_doc,
 "send_each(descriptors, data) -> [(index, sent), ...]\n\n"
-"Write the same few bytes to each of a list of sockets, without waiting for any. Gives those that did not take\n"
-"all of it, with the number of bytes they took: 0 if there was an error, which the next write will meet again.");
+"Write the same bytes to each of a list of sockets, without waiting for any. Gives the sockets that did not\n"
+"take all of them, with the number of bytes taken: 0 if there was an error, which the next write meets again.");
 
 static PyObject *
 send_each(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -702,10 +702,9 @@ failed:
 #ifdef __linux__
 PyDoc_STRVAR(read_publishes_doc,
 "read_publishes(epoll, line, max_size) -> (descriptors, bodies, others)\n\n"
-"Read from the sockets of an epoll that have something to say, once from each and without waiting: those that\n"
-"sent that line and one size-prefixed message of an allowed size, their messages, and of all others\n"
-"(descriptor, what was read), which is nothing at the end of a stream and after an error. Reads 64 sockets and\n"
-"4 KiB of each, at most.");
+"Read once from each readable socket of an epoll, without waiting. Gives the sockets that sent that line and one\n"
+"size-prefixed message of an allowed size, their messages, and for all others (descriptor, bytes read), which\n"
+"are empty at the end of a stream and after an error. Reads at most 64 sockets, and 4 KiB of each.");
 
 static int
 append_other(PyObject *others, int fd, const char *data, Py_ssize_t size)

@@ -1,7 +1,9 @@
-"""Busy-poll: after a write, keep the event loop awake for a moment, because the reply is often on its way.
+"""Busy-poll: after a write, keep the event loop awake for a moment, because the reply is often on
+its way.
 
-A process that sleeps has to be woken, which takes time, and its peer pays for a part of that. Where a few
-clients wait for each reply before they send again, both sides would fall asleep and be woken at every step.
+A process that sleeps has to be woken, which takes time, and its peer pays for a part of that. Where
+a few clients wait for each reply before they send again, both sides would fall asleep and be woken
+at every step.
 """
 
 from __future__ import annotations
@@ -12,31 +14,8 @@ from time import perf_counter
 from typing import Final, Protocol
 
 MAX_SKIPPED: Final = 15
-
-
-class AdaptiveBackoff:
-    """For an effort that pays only at times. While it fails, it is made less and less often, but never given
-    up: at least once in MAX_SKIPPED + 1 occasions."""
-
-    def __init__(self) -> None:
-        self._penalty = 0
-        """Occasions skipped after the last failure."""
-        self._to_skip = 0
-        """Occasions still to be skipped."""
-
-    def should_try(self) -> bool:
-        """Whether to make the effort on this occasion."""
-        if self._to_skip:
-            self._to_skip -= 1
-            return False
-        return True
-
-    def succeeded(self) -> None:
-        self._penalty = 0
-
-    def failed(self) -> None:
-        self._penalty = min(2 * self._penalty + 1, MAX_SKIPPED)
-        self._to_skip = self._penalty
+"""While no replies come in time, busy-poll is skipped more and more often, up to this many times in
+a row."""
 
 
 class Loop(Protocol):
@@ -46,9 +25,9 @@ class Loop(Protocol):
 
 
 class BusyPoll:
-    """start() it after each write, and stop() it when no reply is expected any more. While no replies come in
-    time it is skipped more and more often. On a single core it is off: there it would only keep the peer from
-    replying."""
+    """start() it after each write, and stop() it when no reply is expected any more. While no
+    replies come in time it is skipped more and more often. On a single core it is off: there it
+    would only keep the peer from replying."""
 
     def __init__(
         self,
@@ -68,7 +47,10 @@ class BusyPoll:
         """Whether the next poll ends it."""
         self._has_polled = False
         """Whether the event loop has looked for input since the last write."""
-        self._backoff = AdaptiveBackoff()
+        self._penalty = 0
+        """Times that it is skipped after the last failure."""
+        self._to_skip = 0
+        """Times that it is still to be skipped."""
 
     def start(self) -> None:
         """Have the event loop poll for input instead of sleeping, for a moment."""
@@ -76,10 +58,12 @@ class BusyPoll:
         if self._is_on:
             if self._has_polled:
                 # There is something to write again, so something was received.
-                self._backoff.succeeded()
+                self._penalty = 0
                 self._has_polled = False
                 self._until = self._clock() + self._awake_s
-        elif self._is_enabled and self._backoff.should_try():
+        elif self._to_skip:
+            self._to_skip -= 1
+        elif self._is_enabled:
             self._is_on = True
             self._has_polled = False
             self._until = self._clock() + self._awake_s
@@ -88,11 +72,12 @@ class BusyPoll:
     def stop(self) -> None:
         """The reply has come, and no other is expected."""
         if self._is_on:
-            self._backoff.succeeded()
+            self._penalty = 0
             self._is_stopping = True
 
     def _poll(self) -> None:
-        """Called in every turn while it is on: an event loop with something to do does not sleep."""
+        """Called in every turn while it is on: an event loop with something to do does not
+        sleep."""
         self._has_polled = True
         if self._is_stopping:
             self._is_on = False
@@ -100,7 +85,7 @@ class BusyPoll:
             self._loop.call_soon(self._poll)
         else:
             self._is_on = False
-            self._backoff.failed()
+            self._penalty = self._to_skip = min(2 * self._penalty + 1, MAX_SKIPPED)
 
 
 def usable_cores() -> int:

@@ -1,6 +1,6 @@
-"""Picks the compiled inner loops, or nothing: then the Python code beside each of their uses does the work.
+"""The compiled inner loops, or None for each: then the Python code beside each use does the work.
 
-NSPARQ_NO_EXTENSIONS=1 forces the second, which every machine has.
+NSPARQ_NO_EXTENSIONS=1 leaves the compiled code out.
 """
 
 from __future__ import annotations
@@ -45,4 +45,4 @@ if not os.environ.get("NSPARQ_NO_EXTENSIONS"):
         read_publishes = getattr(_kernel, "read_publishes", None)
 
 BUILD: Final = "python" if pack_messages is None else "compiled"
-"""Which of the two is in use; `nsqd --version` names it."""
+"""Which of the two is in use. `nsqd --version` shows it."""

@@ -1,4 +1,5 @@
-"""A broker without a server: time stands still unless told, clients are lists, the disk does as told.
+"""A broker without a server: time stands still unless told, clients are lists, the disk does as
+told.
 
 In a test:
 
@@ -18,7 +19,7 @@ import errno
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +28,11 @@ from typing import Any, NamedTuple
 from nsparq.broker.broker import Broker
 from nsparq.broker.channel import Channel
 from nsparq.broker.client import Client
+from nsparq.broker.publishing import Done
 from nsparq.broker.topic import Topic
 from nsparq.errors import ClientError
 from nsparq.options import NsqdOptions
+from nsparq.packed import PackedBodies
 from nsparq.storage.files import Buffer, Files, RunEach, run_one_by_one
 from nsparq.wire.identify import Identity
 
@@ -41,7 +44,8 @@ _FRAME = struct.Struct(">iiqH16s")
 
 
 class Clock:
-    """A machine's two clocks. Time passes on both, and only on demand; the wall clock can be set, too."""
+    """A machine's two clocks. Time passes on both, and only on demand; the wall clock can be set,
+    too."""
 
     def __init__(self) -> None:
         self.now_ns = 5_000 * SECOND
@@ -126,14 +130,14 @@ class Receipt:
     """What a publisher was told."""
 
     def __init__(self) -> None:
-        self.answers: list[tuple[str, Exception | None]] = []
+        self.answers: list[Exception | None] = []
 
-    def __call__(self, verb: str, error: Exception | None) -> None:
-        self.answers.append((verb, error))
+    def __call__(self, error: Exception | None) -> None:
+        self.answers.append(error)
 
     @property
     def error(self) -> Exception | None:
-        ((_, error),) = self.answers
+        (error,) = self.answers
         return error
 
     @property
@@ -151,7 +155,8 @@ class Later:
         self.jobs.append((work, then))
 
     def run(self) -> int:
-        """Do what was asked for so far, not what that asks for in turn. Gives the number of jobs."""
+        """Do what was asked for so far, not what that asks for in turn. Gives the number of
+        jobs."""
         jobs, self.jobs = self.jobs, []
         for work, then in jobs:
             work()
@@ -209,7 +214,8 @@ class TestFiles(Files):
         self._failing[call, suffix] = OSError(error, os.strerror(error))
 
     def run_out_of_descriptors(self, after: int, times: int) -> None:
-        """The next `after` calls that need a descriptor get one, and the `times` calls behind them do not."""
+        """The next `after` calls that need a descriptor get one, and the `times` calls behind them
+        do not."""
         self._without_descriptors = range(self.opening_calls + after, self.opening_calls + after + times)
 
     def heal(self) -> None:
@@ -286,7 +292,8 @@ class TestFiles(Files):
         self._note("sync_directory", str(path))
 
     def replace(self, path: Path, content: bytes, *, sync: bool) -> None:
-        """Without the real fsyncs, which only cost time here; `replace` counts all, `replace sync` those."""
+        """Without the real fsyncs, which only cost time here; `replace` counts all, `replace sync`
+        those."""
         self._note("replace", str(path))
         if sync:
             self.calls["replace sync"] += 1
@@ -303,6 +310,11 @@ class TestFiles(Files):
         self._note("sync_pending", "")
         with self._inside():
             super().sync_pending(run_each)
+
+
+def publish(broker: Broker, topic: str, bodies: Iterable[bytes], done: Done, defer_ms: int = 0) -> None:
+    """Publish, with the topic created if need be."""
+    broker.get_topic(topic).publishing.publish(PackedBodies.of(bodies), defer_ms * 1_000_000, done)
 
 
 class Rig:
@@ -380,7 +392,7 @@ class Rig:
     def send(self, topic: str, *bodies: bytes, defer_ms: int = 0) -> Receipt:
         """A publish of which the turn has not ended."""
         receipt = Receipt()
-        self.broker.publish(topic, list(bodies), defer_ms, receipt, "PUB")
+        publish(self.broker, topic, bodies, receipt, defer_ms)
         return receipt
 
     def publish(self, topic: str, *bodies: bytes, defer_ms: int = 0) -> Receipt:
@@ -404,18 +416,19 @@ class Rig:
     def finish(self, client: Client, *messages: Delivered | int) -> list[ClientError]:
         """One FIN each."""
         assert client.channel is not None
-        errors = client.channel.finish(client, [(_id(m), _id(m) + 1) for m in messages], self.clock())
+        spans = [(_id(m), _id(m) + 1) for m in messages]
+        errors = client.channel.delivery.finish(client, spans, self.clock())
         self.turn()
         return errors
 
     def requeue(self, client: Client, message: Delivered | int, timeout_ms: int = 0) -> None:
         assert client.channel is not None
-        client.channel.requeue(client, _id(message), timeout_ms, self.clock())
+        client.channel.delivery.requeue(client, _id(message), timeout_ms, self.clock())
         self.turn()
 
     def touch(self, client: Client, message: Delivered | int) -> None:
         assert client.channel is not None
-        client.channel.touch(client, _id(message), self.clock())
+        client.channel.delivery.touch(client, _id(message), self.clock())
 
     def disconnect(self, client: Client) -> None:
         if client.channel is not None:

@@ -16,7 +16,7 @@ from nsparq.broker.turn import DELIVERY_MESSAGES
 from nsparq.broker.upkeep import SLICE_NS
 from nsparq.errors import StartError
 from nsparq.options import NsqdOptions
-from tests.broker.rig import MILLISECOND, FakeClient, Later, Receipt, Rig, TestFiles, bodies, counts
+from tests.broker.rig import MILLISECOND, FakeClient, Later, Receipt, Rig, TestFiles, bodies, counts, publish
 
 MakeRig = Callable[..., Rig]
 
@@ -523,13 +523,13 @@ def test_where_there_is_much_to_deliver_some_channels_wait_for_the_next_turn_and
     clients = [rig.subscribe("t", f"c{number}", rdy=2500) for number in range(8)]
     receipt = Receipt()
     rig.wakes = 0
-    rig.broker.publish("t", bodies(DELIVERY_MESSAGES), 0, receipt, "MPUB")
+    publish(rig.broker, "t", bodies(DELIVERY_MESSAGES), receipt)
     rig.broker.turn()
     assert receipt.is_ok
     lengths = [len(client.messages) for client in clients]
     assert lengths == [DELIVERY_MESSAGES] * 2 + [0] * 6, "one in four"
     assert rig.wakes == 2, "once for the publish, once for those that are left"
-    rig.broker.publish("t", bodies(10), 0, Receipt(), "MPUB")
+    publish(rig.broker, "t", bodies(10), Receipt())
     rig.broker.turn()
     lengths = [len(client.messages) for client in clients]
     assert lengths == [DELIVERY_MESSAGES] * 2 + [DELIVERY_MESSAGES + 10] * 2 + [0] * 4, (
@@ -543,14 +543,14 @@ def test_where_there_is_much_to_deliver_some_channels_wait_for_the_next_turn_and
 def test_where_there_is_little_to_deliver_all_channels_get_it_in_the_same_turn(rig: Rig):
     clients = [rig.subscribe("t", f"c{number}", rdy=2500) for number in range(8)]
     count = DELIVERY_MESSAGES // 8
-    rig.broker.publish("t", bodies(count), 0, Receipt(), "MPUB")
+    publish(rig.broker, "t", bodies(count), Receipt())
     rig.broker.turn()
     assert [len(client.messages) for client in clients] == [count] * 8
 
 
 def test_a_channel_that_goes_before_its_part_of_the_turn_is_gone(rig: Rig):
     clients = [rig.subscribe("t", f"c{number}", rdy=2500) for number in range(8)]
-    rig.broker.publish("t", bodies(DELIVERY_MESSAGES), 0, Receipt(), "MPUB")
+    publish(rig.broker, "t", bodies(DELIVERY_MESSAGES), Receipt())
     rig.broker.turn()
     rig.broker.topics["t"].delete_channel("c7")
     rig.turn()
@@ -568,7 +568,7 @@ def test_an_error_in_one_channel_does_not_hold_up_the_others(
     channel = clients[1].channel
     assert channel is not None
     monkeypatch.setattr(channel.delivery, "pump", fail)
-    rig.broker.publish("t", bodies(10), 0, Receipt(), "MPUB")
+    publish(rig.broker, "t", bodies(10), Receipt())
     rig.turn()
     assert [len(client.messages) for client in clients] == [10, 0, 10]
     assert "in the second channel" in caplog.text
@@ -688,14 +688,14 @@ def test_a_costly_checkpoint_is_taken_less_often(make_rig: MakeRig):
 
 
 def busy_topics(rig: Rig, count: int) -> dict[str, FakeClient]:
-    """Topics that have all been used since the last maintenance, with a consumer each. A round of maintenance
-    takes a millisecond for each of them, and so does closing its files."""
+    """Topics that have all been used since the last maintenance, with a consumer each. A round of
+    maintenance takes a millisecond for each of them, and so does closing its files."""
     clients = {f"t{number}": rig.subscribe(f"t{number}", rdy=1) for number in range(count)}
     for name, client in clients.items():
         topic = rig.topic(name)
         rig.publish(name, b"x")
         rig.finish(client, *client.take())
-        for owner, step in ((topic, "reclaim"), (topic.log, "release_files")):
+        for owner, step in ((topic, "low"), (topic.log, "release_files")):
             setattr(owner, step, _slow(rig, getattr(owner, step)))
     return clients
 
@@ -711,7 +711,8 @@ def _slow(rig: Rig, step):
 def test_maintenance_of_many_topics_lets_the_loop_have_its_turn(make_rig: MakeRig):
     rig = make_rig(sync_timeout=3600.0)
     busy_topics(rig, 100)
-    # All of them are looked at, once more because they are not synced, and then their files are closed.
+    # All of them are looked at, once more because they are not synced, and then their files are
+    # closed.
     for _ in range(3):
         began = last = rig.clock()
         for _ in rig.broker.upkeep.run_in_slices():
@@ -895,10 +896,10 @@ def test_maintenance_that_fails_for_one_topic_is_done_for_the_others(
         rig.publish(name, b"x")
         rig.finish(client, *client.take())
 
-    def fail(now_s: float) -> None:
+    def fail() -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(rig.topic("a"), "reclaim", fail)
+    monkeypatch.setattr(rig.topic("a"), "low", fail)
     rig.files.calls.clear()
     rig.maintain()
     assert rig.files.calls["replace"] >= 2

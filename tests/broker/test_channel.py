@@ -264,9 +264,9 @@ def test_a_sampling_client_samples_redeliveries_too(rig: Rig, monkeypatch: pytes
     monkeypatch.setattr(private_random, "randrange", lambda limit: next(draws))
     client = rig.subscribe(rdy=10, sample_rate=50)
     rig.publish("t", *bodies(3))
-    client.channel.requeue(client, client.messages[0].id, 0, rig.clock())
-    client.channel.requeue(client, client.messages[1].id, 0, rig.clock())
-    client.channel.requeue(client, client.messages[2].id, 0, rig.clock())
+    client.channel.delivery.requeue(client, client.messages[0].id, 0, rig.clock())
+    client.channel.delivery.requeue(client, client.messages[1].id, 0, rig.clock())
+    client.channel.delivery.requeue(client, client.messages[2].id, 0, rig.clock())
     client.take()
     rig.turn()
     assert client.take_bodies() == [b"1"]
@@ -325,7 +325,7 @@ def test_fin_of_a_span_of_ids_over_several_runs(rig: Rig):
     for number in range(10):
         rig.publish("t", b"%d" % number, b"%d" % number)
     first = client.messages[0].id
-    assert client.channel.finish(client, [(first, first + 20)], rig.clock()) == []
+    assert client.channel.delivery.finish(client, [(first, first + 20)], rig.clock()) == []
     assert client.finish_count == 20
     assert counts(rig.channel()) == (0, 0, 0)
 
@@ -370,7 +370,7 @@ def test_fin_of_a_span_names_each_id_that_was_not_its_own(rig: Rig):
     other.channel.set_ready(other, 1)
     rig.publish("t", b"2")
     first = client.messages[0].id
-    errors = client.channel.finish(client, [(first, first + 4)], rig.clock())
+    errors = client.channel.delivery.finish(client, [(first, first + 4)], rig.clock())
     assert [error.description.split("failed ")[1] for error in errors] == [
         "client does not own message",
         "ID not in flight",
@@ -941,7 +941,7 @@ def test_latency_of_messages_read_back_from_disk_is_counted_from_each_ones_publi
     client = rig.subscribe(rdy=2)
     first = client.messages[0].id
     rig.clock.advance(5)
-    client.channel.finish(client, [(first, first + 2)], rig.clock())
+    client.channel.delivery.finish(client, [(first, first + 2)], rig.clock())
     values = rig.broker.stats()["topics"][0]["channels"][0]["e2e_processing_latency"]["percentiles"]
     assert [p["value"] for p in values] == pytest.approx([15e9, 5e9], rel=0.011)
 

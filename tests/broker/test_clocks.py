@@ -351,7 +351,7 @@ def test_a_clock_set_back_over_a_crash_repeats_no_number(
     make_rig: MakeRig, durability: str, channel: str, count: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Whoever reads the log has seen the numbers of messages that only memory held."""
-    monkeypatch.setattr("nsparq.broker.topic.RESERVED_NUMBERS", 20)
+    monkeypatch.setattr("nsparq.broker.topic_checkpoint.RESERVED_NUMBERS", 20)
     rig = make_rig(durability=durability)
     for _ in range(3):
         if channel:

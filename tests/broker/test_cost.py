@@ -1,4 +1,5 @@
-"""Cost grows with work only: what is idle costs nothing, an answer the same whatever is in flight."""
+"""Cost grows with work only: what is idle costs nothing, an answer the same whatever is in
+flight."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nsparq.broker import upkeep
 from nsparq.broker.carried_over import CarriedOver
 from nsparq.broker.channel import Channel
 from nsparq.broker.checkpoint import Checkpoint
@@ -27,7 +29,8 @@ MakeRig = Callable[..., Rig]
 
 # What upkeep does to a topic or a channel.
 TOUCHES = [
-    (Topic, ["reclaim", "low", "save_channel", "stats"]),
+    (Topic, ["low", "save_channel", "stats"]),
+    (upkeep, ["reclaim"]),
     (Publishing, ["flush"]),
     (EphemeralBound, ["apply", "reclaim"]),
     (Channel, ["expire", "next_event", "low"]),
@@ -44,7 +47,7 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the calls of everything in TOUCHES."""
     calls: Counter[str] = Counter()
 
-    def count(owner: type, name: str) -> None:
+    def count(owner: Any, name: str) -> None:
         original = getattr(owner, name)
 
         def counting(self, *args, **kwargs):
@@ -81,7 +84,7 @@ def test_idle_topics_are_touched_by_nothing(rig: Rig, touched: Counter[str], suf
         rig.maintain()
     assert not touched
     assert not rig.files.calls
-    assert not rig.broker.upkeep._changed
+    assert not rig.broker.upkeep.changed
     assert not rig.broker.upkeep._with_files, "nor are they gone through in search of something to do"
 
 
@@ -134,7 +137,8 @@ def test_one_channel_of_many_that_times_out_is_the_only_one_looked_at(rig: Rig, 
 
 
 def cost_of(make_rig: MakeRig, in_flight: int, act: Callable[[Rig, list], None]) -> float:
-    """Seconds that `act` takes with 200 messages spread over `in_flight` unanswered ones, best of three."""
+    """Seconds that `act` takes with 200 messages spread over `in_flight` unanswered ones, best of
+    three."""
     rig = make_rig()
     client = rig.subscribe(msg_timeout_ms=60_000)
     client.channel.set_ready(client, in_flight)
@@ -152,12 +156,12 @@ def cost_of(make_rig: MakeRig, in_flight: int, act: Callable[[Rig, list], None])
 
 def finish_each(rig: Rig, chosen: list) -> None:
     for client, message_id in chosen:
-        client.channel.finish(client, [(message_id, message_id + 1)], rig.clock())
+        client.channel.delivery.finish(client, [(message_id, message_id + 1)], rig.clock())
 
 
 def touch_each(rig: Rig, chosen: list) -> None:
     for client, message_id in chosen:
-        client.channel.touch(client, message_id, rig.clock())
+        client.channel.delivery.touch(client, message_id, rig.clock())
 
 
 def expire_some(rig: Rig, chosen: list) -> None:
@@ -174,8 +178,8 @@ def test_an_answer_costs_the_same_whatever_is_in_flight(make_rig: MakeRig, act: 
 
 
 class Lines:
-    """Counts the lines of Python that run on the broker's side, which is what holds up the event loop: work
-    that C does for many messages at a time is a hundredth of that."""
+    """Counts the lines of Python that run on the broker's side, which is what holds up the event
+    loop: work that C does for many messages at a time is a hundredth of that."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -224,7 +228,7 @@ def send_one_by_one(channel: Channel, unfinished: list[int]) -> None:
     (client,) = channel.clients
     deadline_ns = channel.topic.broker.monotonic_ns() + 3600 * SECOND
     for sequence in unfinished:
-        channel.launch(Run(client, sequence, sequence + 1, 0, deadline_ns, 1, 0))
+        channel.delivery.launch(Run(client, sequence, sequence + 1, sequence, 0, deadline_ns, 1, 0))
 
 
 def send_in_runs(channel: Channel, unfinished: list[int]) -> None:
@@ -232,8 +236,8 @@ def send_in_runs(channel: Channel, unfinished: list[int]) -> None:
     (client,) = channel.clients
     deadline_ns = channel.topic.broker.monotonic_ns() + 3600 * SECOND
     for start in range(unfinished[0], unfinished[-1], 2500):
-        run = Run(client, start, start + 2500, 0, deadline_ns, 1, 0)
-        channel.launch(run)
+        run = Run(client, start, start + 2500, start, 0, deadline_ns, 1, 0)
+        channel.delivery.launch(run)
         run.holes = {*range(start, start + 2500)} - {*range(start, start + 2500, 10)}
         channel.unfinished.in_flight._count -= len(run.holes)
 

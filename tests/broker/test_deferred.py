@@ -54,7 +54,8 @@ def test_clear_leaves_nothing():
 
 
 def test_against_a_plain_model():
-    """Whatever is added, taken and dropped: the answers that a dictionary gives, and no heaps of the dead."""
+    """Whatever is added, taken and dropped: the answers that a dictionary gives, and no heaps of
+    the dead."""
     chance = random.Random(5)
     deferred, model = Deferred(), {}
     for step in range(5000):

@@ -339,7 +339,8 @@ LIMIT = 1000 * KIB
 
 
 def memory_of(rig: Rig) -> int:
-    """Bytes that ephemeral messages take, with their frames. The broker's own count has to be the same."""
+    """Bytes that ephemeral messages take, with their frames. The broker's own count has to be the
+    same."""
     size = 0
     for topic in rig.broker.topics.values():
         if isinstance(topic.log, MemoryLog):

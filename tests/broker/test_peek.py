@@ -47,7 +47,7 @@ def everything(rig: Rig, topic: str = "t") -> object:
         ],
         (rig.broker.cache.size_bytes, [*rig.broker.cache._batches]),
         (log.start, log.end, [*log.gaps.ranges]),
-        {*rig.broker.upkeep._changed},
+        {*rig.broker.upkeep.changed},
     )
 
 

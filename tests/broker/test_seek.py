@@ -1,4 +1,5 @@
-"""Going back and forth in the log: seek, range commit, and channels that start at a place of one's choice."""
+"""Going back and forth in the log: seek, range commit, and channels that start at a place of one's
+choice."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 
 from nsparq.errors import Exiting
 from nsparq.storage.log_range import OffsetAhead
-from tests.broker.rig import SECOND, FakeClient, Later, Rig, bodies, counts
+from tests.broker.rig import SECOND, FakeClient, Later, Rig, bodies, counts, publish
 
 MakeRig = Callable[..., Rig]
 MODES = ["os", "fsync", "memory"]
@@ -275,7 +276,7 @@ def test_a_seek_over_deferred_messages_of_long_ago_costs_nothing_for_them(make_r
     channel = rig.channel()
     start = number(rig)
     for _ in range(50):
-        rig.broker.publish("t", bodies(400), 1, lambda verb, error: None, "DPUB")
+        publish(rig.broker, "t", bodies(400), lambda error: None, 1)
     rig.turn()
     rig.pass_time(1)
     channel.empty()
@@ -548,7 +549,7 @@ def test_commits_cost_the_same_whatever_waits_for_its_time(make_rig: MakeRig):
         rig = make_rig()
         channel = rig.channel()
         for _ in range(deferred // 1000):
-            rig.broker.publish("t", bodies(1000), 3_600_000, lambda verb, error: None, "DPUB")
+            publish(rig.broker, "t", bodies(1000), lambda error: None, 3_600_000)
         rig.turn()
         best = 1e9
         for start in range(number(rig) - deferred, number(rig) - deferred + 12, 4):

@@ -1,5 +1,5 @@
-"""The cursor and what it must not deliver: batches read back from disk come joined, so that this may begin
-and end inside one."""
+"""The cursor and what it must not deliver: batches read back from disk come joined, so that this
+may begin and end inside one."""
 
 from __future__ import annotations
 

@@ -9,19 +9,20 @@ import pytest
 
 from nsparq.broker.publishing import EAGER_BATCH, EAGER_BYTES, MAX_BATCH
 from nsparq.errors import Exiting, SyncFailed, WriteFailed
-from tests.broker.rig import FakeClient, Later, Receipt, Rig, bodies, counts
+from nsparq.packed import PackedBodies
+from tests.broker.rig import FakeClient, Later, Receipt, Rig, bodies, counts, publish
 
 MakeRig = Callable[..., Rig]
 
 # Publishing.
 
 
-def test_a_publish_is_answered_at_the_end_of_the_turn_with_its_verb(rig: Rig):
+def test_a_publish_is_answered_at_the_end_of_the_turn(rig: Rig):
     receipt = Receipt()
-    rig.broker.publish("t", [b"a", b"b"], 0, receipt, "MPUB")
+    publish(rig.broker, "t", [b"a", b"b"], receipt)
     assert not receipt.answers
     rig.turn()
-    assert receipt.answers == [("MPUB", None)]
+    assert receipt.answers == [None]
 
 
 def test_publishes_of_one_turn_are_one_write(rig: Rig):
@@ -77,20 +78,20 @@ def test_several_publishers_of_one_turn_each_get_their_answer_once(rig: Rig):
     receipts = [rig.send("t", b"x"), rig.send("t", b"y", defer_ms=5), rig.send("t", b"z")]
     rig.turn()
     rig.turn()
-    assert [receipt.answers for receipt in receipts] == [[("PUB", None)]] * 3
+    assert [receipt.answers for receipt in receipts] == [[None]] * 3
 
 
 @pytest.mark.parametrize("durability", ["os", "fsync"])
 def test_a_publisher_that_cannot_be_told_costs_the_others_nothing(
     make_rig: MakeRig, durability: str, caplog: pytest.LogCaptureFixture
 ):
-    def fail(verb: str, error: Exception | None) -> None:
+    def fail(error: Exception | None) -> None:
         raise RuntimeError("the connection has gone wrong")
 
     rig = make_rig(durability=durability)
     client = rig.subscribe(rdy=10)
     first = rig.send("t", b"0")
-    rig.broker.publish("t", [b"1"], 0, fail, "PUB")
+    publish(rig.broker, "t", [b"1"], fail)
     last = [rig.send("t", b"2"), rig.send("other", b"3")]
     rig.turn()
     assert all(receipt.is_ok for receipt in (first, *last))
@@ -139,7 +140,7 @@ def test_an_exiting_topic_takes_no_publish_and_no_channel(rig: Rig):
     topic = rig.topic()
     rig.broker.delete_topic("t")
     with pytest.raises(Exiting):
-        topic.publishing.publish([b"x"], 0, Receipt(), "PUB")
+        topic.publishing.publish(PackedBodies.of([b"x"]), 0, Receipt())
     with pytest.raises(Exiting):
         topic.get_channel("c")
 
@@ -549,7 +550,8 @@ def test_each_topic_syncs_for_itself(make_rig: MakeRig):
 
 
 def test_after_a_failed_fsync_publishers_are_told_that_nobody_knows(make_rig: MakeRig):
-    """What the disk has is not known, and what is in the log is delivered: see docs/guarantees.md."""
+    """What the disk has is not known, and what is in the log is delivered: see
+    docs/guarantees.md."""
     later = Later()
     rig = make_rig(durability="fsync", background=later)
     client = rig.subscribe(rdy=10)
@@ -568,7 +570,7 @@ def test_after_a_failed_fsync_publishers_are_told_that_nobody_knows(make_rig: Ma
     assert len(rig.names("*.log")) == 2
     assert "fsync failed" in rig.broker.health.error, "of the others nothing is known yet"
     commit = Receipt()
-    rig.topic().publishing.when_committed(commit, "commit")
+    rig.topic().publishing.when_committed(commit)
     assert isinstance(commit.error, SyncFailed)
     rig.maintain()
     later.run_all()

@@ -22,7 +22,7 @@ from nsparq.errors import CorruptBatch
 from nsparq.options import NsqdOptions
 from nsparq.packed import PackedBodies
 from nsparq.storage.files import Files
-from tests.broker.rig import SECOND, Clock, FakeClient, Later, Receipt
+from tests.broker.rig import SECOND, Clock, FakeClient, Later, Receipt, publish
 from tests.support.power_cut import MODELS, RecordedFiles, cut
 
 DURABILITIES = ("fsync", "os")
@@ -172,11 +172,11 @@ class Life:
         name = self._topic()
         fact = self._fact("publish", name, bodies=self._new_bodies(name))
 
-        def done(verb: str, error: Exception | None) -> None:
+        def done(error: Exception | None) -> None:
             if error is None:
                 fact.done = self.files.now()
 
-        self.broker.publish(name, fact.bodies, 0, done, "PUB")
+        publish(self.broker, name, fact.bodies, done)
 
     def create_channel(self) -> None:
         name, channel = self._topic(), self._chance.choice(CHANNELS)
@@ -211,7 +211,7 @@ class Life:
         some = [one for one in held if self._chance.random() < 0.6]
         if some:
             fact = self._fact("finish", *place, bodies=[body for _, body in some])
-            client.channel.finish(client, [(i, i + 1) for i, _ in some], self.clock())
+            client.channel.delivery.finish(client, [(i, i + 1) for i, _ in some], self.clock())
             fact.done = self.files.now()
             self._unfinished[place] = [one for one in held if one not in some]
 
@@ -333,7 +333,7 @@ def finish(broker: Broker, transaction: Transaction, run: Callable[[], None]) ->
         broker.turn()
     for name in transaction.topics:
         receipt = Receipt()
-        broker.topics[name].publishing.when_committed(receipt, "commit")
+        broker.topics[name].publishing.when_committed(receipt)
         run()
         assert receipt.is_ok
     committed = transactions.write_committed(transaction, sync=transaction.is_synchronous, remember_s=1000)
@@ -527,7 +527,7 @@ def _compare_messages(broker: Broker, expected: Expectation, seen: list[Seen]) -
     is_strict = broker.options.durability == "fsync"
     ids = {(one.topic, one.id): one.body for one in seen}
     for topic in [*broker.topics.values()]:
-        broker.publish(topic.name, [b"new-1", b"new-2"], 0, Receipt(), "PUB")
+        publish(broker, topic.name, [b"new-1", b"new-2"], Receipt())
         broker.turn()
         wanted_topic = expected.topics.get(topic.name, ExpectedTopic(None))
         if not topic.channels:

@@ -1,8 +1,9 @@
 """What a topic and its channels should hold, in the plainest terms: dictionaries of bodies.
 
-A crash leaves things open that the model must allow for: a message finished since the channel's last
-checkpoint may come back (it is in `maybe`, and `ghosts` says how many of those are there), attempts may have
-fallen back to what the checkpoint knew, and a delay asked for since may be forgotten (state UNKNOWN).
+A crash leaves things open that the model must allow for: a message finished since the channel's
+last checkpoint may come back (it is in `maybe`, and `ghosts` says how many of those are there),
+attempts may have fallen back to what the checkpoint knew, and a delay asked for since may be
+forgotten (state UNKNOWN).
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class ChannelModel:
         self.checkpoint()
 
     def start_over(self, seen: Mapping[bytes, int], now_ns: int) -> None:
-        """Stand before these messages of the log, with their due times, as if none had been delivered."""
+        """Stand before these messages of the log, with their due times, as if none had been
+        delivered."""
         for body in [*self.entries]:
             self.finish(body)
         for body, due_ns in seen.items():
@@ -133,7 +135,8 @@ class ChannelModel:
         """These are done. The caller says how many ghosts are left."""
         for body in [body for body in self.entries if body in passed]:
             self.finish(body)
-        # One that a crash has brought back may be done once more, and once more unknown to the checkpoint.
+        # One that a crash has brought back may be done once more, and once more unknown to the
+        # checkpoint.
         done = {body for body in self.maybe if body in passed}
         self.maybe -= done
         self.since |= done

@@ -11,7 +11,8 @@ from nsparq.storage import segment
 
 @pytest.fixture(autouse=True, scope="module")
 def small_steps() -> Iterator[None]:
-    """Room is made ahead in small segments, too, so that a crash leaves zeros behind the batches."""
+    """Room is made ahead in small segments, too, so that a crash leaves zeros behind the
+    batches."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment, "PREPARE_FROM", 200)
         patch.setattr(segment, "PREPARE_SIZE", 512)

@@ -1,12 +1,13 @@
-"""Random lives of a topic against a model: nothing lost, nothing back after FIN but what a crash redelivers.
+"""Random lives of a topic against a model: nothing lost, nothing back after FIN but what a crash
+redelivers.
 
-Messages are published by themselves and in transactions. Between runs the node id may change. At any time the
-wall clock may be set, the disk may refuse what it is asked, and a client may end its connection in the middle
-of a delivery.
+Messages are published by themselves and in transactions. Between runs the node id may change. At
+any time the wall clock may be set, the disk may refuse what it is asked, and a client may end its
+connection in the middle of a delivery.
 
-Besides: no message with two clients at once, attempts that grow, depths that add up at every step, delivery
-as soon as somebody may take a message, and ids that are never given twice. And whoever goes back in the log,
-by seek, by range or by looking, finds what was published.
+Besides: no message with two clients at once, attempts that grow, depths that add up at every step,
+delivery as soon as somebody may take a message, and ids that are never given twice. And whoever
+goes back in the log, by seek, by range or by looking, finds what was published.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ delays_ms = st.sampled_from([1, 700, 3000, 20_000])
 
 
 MOST_CALLS = 200
-"""Calls at the door to the disk that one step may cost, besides those for what it publishes and delivers."""
+"""Calls at the door to the disk that one step may cost, besides those for what it publishes and
+delivers."""
 node_ids = st.sampled_from([0, 5, 6, 1023])
 
 
@@ -62,7 +64,8 @@ class BreakingClient(FakeClient):
 
 
 class BrokerMachine(RuleBasedStateMachine):
-    """Every rule does one thing to the broker and to the model, then takes in what was delivered."""
+    """Every rule does one thing to the broker and to the model, then takes in what was
+    delivered."""
 
     flags: ClassVar[dict[str, Any]] = {}
     may_crash: ClassVar[bool] = True
@@ -90,7 +93,8 @@ class BrokerMachine(RuleBasedStateMachine):
         self.bodies_by_id: dict[int, bytes] = {}
         self.ids_by_body: dict[bytes, int] = {}
         self.log: dict[bytes, tuple[int, int]] = {}
-        """Everything published and not emptied: sequence number and due time, in the log's order."""
+        """Everything published and not emptied: sequence number and due time, in the log's
+        order."""
         self.settings = TopicSettings()
         self.was_set_back = False
         self.transaction = 0
@@ -142,7 +146,8 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(size=st.sampled_from([30, 900]), descriptors=st.none() | st.integers(0, 2))
     def publish_while_the_disk_refuses(self, size: int, descriptors: int | None) -> None:
-        """It is full, or there are no descriptors. What was refused is not there; what was not is."""
+        """It is full, or there are no descriptors. What was refused is not there; what was not
+        is."""
         files = self.rig.files
         if descriptors is None:
             files.fail("write", ".log")
@@ -158,7 +163,8 @@ class BrokerMachine(RuleBasedStateMachine):
         else:
             self.model.publish(body, 0)
         self.observe()
-        # What could not be read meanwhile is read when it is tried again; the same for what was not synced.
+        # What could not be read meanwhile is read when it is tried again; the same for what was not
+        # synced.
         self.pass_time(1.0)
         self.publish([0])
         assert is_refused or receipt.is_ok, "nobody was answered"
@@ -174,7 +180,8 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule()
     def trouble_is_over(self) -> None:
-        """Whatever the disk has refused before: upkeep makes up for it by itself, and health says so."""
+        """Whatever the disk has refused before: upkeep makes up for it by itself, and health says
+        so."""
         for _ in range(2):
             self.pass_time(10)
             self.rig.maintain()
@@ -341,7 +348,7 @@ class BrokerMachine(RuleBasedStateMachine):
             else:
                 spans.append((message_id, message_id + 1))
             self.model.channels[self.channel_of[client]].finish(body)
-        assert client.channel.finish(client, spans, self.rig.clock()) == []
+        assert client.channel.delivery.finish(client, spans, self.rig.clock()) == []
         self.rig.turn()
         self.observe()
 
@@ -352,7 +359,7 @@ class BrokerMachine(RuleBasedStateMachine):
         bodies = data.draw(st.permutations(self.held(client)))
         for body in bodies[:3]:
             self.model.channels[self.channel_of[client]].finish(body)
-            assert client.channel.finish(client, [self.span(body)], self.rig.clock()) == []
+            assert client.channel.delivery.finish(client, [self.span(body)], self.rig.clock()) == []
         self.rig.turn()
         self.observe()
 
@@ -689,7 +696,8 @@ class BrokerMachine(RuleBasedStateMachine):
         self.expire()
 
     def move_to(self, node_id: int) -> None:
-        """The next start is under another node id: the messages stay, and with them their numbers."""
+        """The next start is under another node id: the messages stay, and with them their
+        numbers."""
         shift = (node_id - self.rig.options.node_id) << SEQUENCE_BITS
         self.rig.options = replace(self.rig.options, node_id=node_id)
         self.ids_by_body = {body: number + shift for body, number in self.ids_by_body.items()}

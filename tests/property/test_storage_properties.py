@@ -1,4 +1,5 @@
-"""What must hold of the storage whatever happens to it: cut anywhere, damaged anywhere, used in any order."""
+"""What must hold of the storage whatever happens to it: cut anywhere, damaged anywhere, used in any
+order."""
 
 from __future__ import annotations
 
@@ -144,7 +145,8 @@ def test_a_flipped_bit_anywhere_costs_its_batch_and_is_counted_and_logged(
 
 
 def test_a_flipped_bit_is_met_wherever_reading_begins(small: SmallLog) -> None:
-    """From the middle of the log, and by several readers, of which the first may find the damage."""
+    """From the middle of the log, and by several readers, of which the first may find the
+    damage."""
     for number, place in enumerate(small.places):
         expected = [
             message for other, batch in enumerate(small.batches) if other != number for message in batch
@@ -301,7 +303,8 @@ EPOCH_STEP = 1 << 20
 
 
 class LogMachine(RuleBasedStateMachine):
-    """A log against a list of messages, over stops, crashes, cuts, faults and a clock that is set back."""
+    """A log against a list of messages, over stops, crashes, cuts, faults and a clock that is set
+    back."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -156,7 +156,8 @@ NOISE = st.lists(st.sampled_from(SIZES + WORDS + PHRASES + PHRASES) | st.binary(
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """A conversation in which a few bytes were replaced, removed or inserted, or which ends early."""
+    """A conversation in which a few bytes were replaced, removed or inserted, or which ends
+    early."""
     data = draw(conversations())[0]
     for _ in range(draw(st.integers(1, 3))):
         at, removed = draw(st.integers(0, len(data))), draw(st.integers(0, 5))
@@ -197,7 +198,8 @@ def test_a_conversation_means_the_same_however_it_is_cut(
             assert outcome.commands == meaning
 
 
-# Few topics and wrong sizes, in pieces about as long as a command: the short cuts are taken, and left.
+# Few topics and wrong sizes, in pieces about as long as a command: the short cuts are taken, and
+# left.
 LONE = st.one_of(
     st.builds(
         publish, st.sampled_from(["t", "u", "tt"]), BODIES, st.sampled_from([b"\n", b"\n", b"\r\n"])

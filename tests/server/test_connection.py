@@ -145,7 +145,7 @@ def test_a_publisher_far_ahead_of_the_disk_is_not_read_from_until_it_catches_up(
             reader, writer = await asyncio.open_connection(*nsqd.tcp_address)
             writer.write(b"  V2" + PUB * count)
             (connection,) = nsqd.connections
-            while connection._is_reading:  # noqa: ASYNC110  # nothing tells of it
+            while connection.is_reading:  # noqa: ASYNC110  # nothing tells of it
                 await asyncio.sleep(0.01)
             # One read of the loop's may go beyond the limit; the rest stays with the sender.
             assert connection.outbox.unanswered < MAX_UNANSWERED + (256 << 10) // len(PUB)
@@ -259,8 +259,9 @@ def test_batches_that_come_together_are_each_answered(
 def stalled_consumer(
     tmp_path: Path, **layers: bool
 ) -> Iterator[tuple[BrokerThread, LayeredConnection, list[bytes]]]:
-    """A broker and a consumer that has read 100 messages and then no more, until its socket is full; with the
-    ids of those messages. On a Unix socket, which holds far less than a TCP connection does."""
+    """A broker and a consumer that has read 100 messages and then no more, until its socket is
+    full; with the ids of those messages. On a Unix socket, which holds far less than a TCP
+    connection does."""
     with (
         BrokerThread(tmp_path, tcp_address=str(tmp_path / "socket")) as broker,
         LayeredConnection(broker.address) as consumer,
@@ -328,7 +329,7 @@ def test_a_consumer_that_does_not_read_is_heard_until_enough_answers_wait(
         blocked_at = connection._transport.get_write_buffer_size()
         sender = Thread(target=consumer.send, args=(refused * count,), daemon=True)
         sender.start()
-        wait_until(lambda: not connection._is_reading)
+        wait_until(lambda: not connection.is_reading)
         # One read of the loop's may go beyond the limit.
         most = MAX_UNREAD + FLUSH_SIZE + (256 << 10) * len(refusal) // len(refused)
         assert connection._transport.get_write_buffer_size() <= blocked_at + most

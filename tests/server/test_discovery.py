@@ -1,4 +1,5 @@
-"""A topic that is new here gets the channels it has elsewhere, and they see it from its first message on."""
+"""A topic that is new here gets the channels it has elsewhere, and they see it from its first
+message on."""
 
 from __future__ import annotations
 

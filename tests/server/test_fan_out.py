@@ -1,4 +1,5 @@
-"""Many channels on one topic, whose frames they share: each gets all of it, whatever the others do."""
+"""Many channels on one topic, whose frames they share: each gets all of it, whatever the others
+do."""
 
 from __future__ import annotations
 

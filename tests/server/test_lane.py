@@ -384,7 +384,7 @@ def test_after_an_error_of_ours_nobody_waits_for_an_answer(
             raise ZeroDivisionError
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(stage.nsqd.broker.topics["t"].publishing, "publish_singles", fail)
+            patch.setattr(stage.nsqd.broker.topics["t"].publishing, "publish", fail)
             peers[0].say(pub(b"x"))
             for peer in peers:
                 assert await peer.reader.read() == b""

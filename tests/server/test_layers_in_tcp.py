@@ -1,4 +1,5 @@
-"""A connection that has to wait, and one with layers under it: nothing is lost, reordered or kept."""
+"""A connection that has to wait, and one with layers under it: nothing is lost, reordered or
+kept."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def grant(*topics: str, validity: Validity | None = None) -> Grant:
 
 
 class ScriptedAuthenticator:
-    """Answers what the test has put into `answers`, the last of them ever after, once `gate` is open."""
+    """Answers what the test has put into `answers`, the last of them ever after, once `gate` is
+    open."""
 
     anonymous: Grant | None = None
 

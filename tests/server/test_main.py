@@ -90,7 +90,8 @@ def test_without_the_server_extra_the_extra_is_named(
 
 
 class RecordingNsqd:
-    """Stands in for the daemon: sends itself signals at given points, records what is asked of it."""
+    """Stands in for the daemon: sends itself signals at given points, records what is asked of
+    it."""
 
     def __init__(self, options: NsqdOptions) -> None:
         self.calls: list[str] = []

@@ -1,4 +1,5 @@
-"""What the tests of the wire layer share: both builds of the inner loops, and conversations as values."""
+"""What the tests of the wire layer share: both builds of the inner loops, and conversations as
+values."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import pytest
 from nsparq import kernel
 from nsparq.errors import FatalClientError
 from nsparq.packed import PackedBodies
-from nsparq.wire.commands import Finish, Publish, Refusal
+from nsparq.wire.commands import Command, Finish, Publish, Refusal
 from nsparq.wire.limits import Limits
 from nsparq.wire.server import MAGIC, LineTooLong, ServerProtocol
 from tests.support import multi
@@ -58,7 +59,8 @@ both_builds = pytest.mark.parametrize("build", BUILDS)
 
 @contextmanager
 def using(build: str) -> Iterator[None]:
-    """Run with the compiled inner loops or without; the modules look at nsparq.kernel at each call."""
+    """Run with the compiled inner loops or without; the modules look at nsparq.kernel at each
+    call."""
     for name, function in COMPILED.items():
         setattr(kernel, name, function if build == "compiled" else None)
     try:
@@ -69,7 +71,8 @@ def using(build: str) -> Iterator[None]:
 
 
 class Heard(list[object]):
-    """Commands that compare equal only if they are of the same kind: as tuples they would not need to be."""
+    """Commands that compare equal only if they are of the same kind: as tuples they would not need
+    to be."""
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -90,7 +93,8 @@ class Outcome:
     """All that a conversation came to. Two that are equal cannot be told apart by their client."""
 
     commands: list[object] = field(default_factory=Heard)
-    """Finish runs as ("FIN", id) for each id, a Refusal as its text: how FINs are grouped is no rule."""
+    """Finish runs as ("FIN", id) for each id, a Refusal as its text: how FINs are grouped is no
+    rule."""
     error: str | None = None
     """The text of the fatal error; "line too long" where the connection ends without a word."""
     completed: int = 0
@@ -114,12 +118,13 @@ class Outcome:
 
 
 def talk(pieces: Iterable[bytes], limits: Limits, *, eof: bool = False) -> Outcome:
-    """Feed the pieces to a new protocol, as the server does, until the end or the first fatal error."""
+    """Feed the pieces to a new protocol, as the server does, until the end or the first fatal
+    error."""
     protocol = ServerProtocol(limits)
     outcome = Outcome()
     try:
         for piece in pieces:
-            for command in protocol.receive_data(piece):
+            for command in said(protocol, piece):
                 outcome.take(command)
         if eof:
             protocol.receive_eof()
@@ -131,10 +136,19 @@ def talk(pieces: Iterable[bytes], limits: Limits, *, eof: bool = False) -> Outco
     return outcome
 
 
+def said(protocol: ServerProtocol, data: bytes) -> Iterator[Command]:
+    """The commands that these bytes complete, each before the next is read."""
+    command = protocol.next_command(data)
+    while command is not None:
+        yield command
+        command = protocol.next_command()
+    assert not protocol.has_more
+
+
 def started(limits: Limits, *lines: bytes) -> ServerProtocol:
     """A protocol that has seen the magic and these bytes."""
     protocol = ServerProtocol(limits)
-    list(protocol.receive_data(MAGIC + b"".join(lines)))
+    list(said(protocol, MAGIC + b"".join(lines)))
     return protocol
 
 
@@ -187,7 +201,8 @@ def finished(*numbers: int) -> list[object]:
 def assert_cost_is_linear(work: Callable[[int], Callable[[], object]], amount: int) -> None:
     """`work(n)` prepares a job; one of four times the size may not take anything like sixteen times as long.
 
-    Processor time, so that a busy machine does not matter much; three attempts, because it does a little.
+    Processor time, so that a busy machine does not matter much; three attempts, because it does a
+    little.
     """
     for _ in range(3):
         small, large = _seconds(work(amount)), _seconds(work(4 * amount))
@@ -208,7 +223,7 @@ def feed_slowly(data: bytes, limits: Limits) -> Callable[[], object]:
     pieces = one_by_one(data)
 
     def job() -> None:
-        heard = [command for piece in pieces for command in protocol.receive_data(piece)]
+        heard = [command for piece in pieces for command in said(protocol, piece)]
         assert len(heard) == 1
 
     return job

@@ -1,4 +1,5 @@
-"""The client's side of a conversation: which frames come out of bytes, and which bytes commands become."""
+"""The client's side of a conversation: which frames come out of bytes, and which bytes commands
+become."""
 
 from __future__ import annotations
 

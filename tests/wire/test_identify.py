@@ -1,4 +1,5 @@
-"""IDENTIFY: what a body may hold, in which order it is checked, what the client then gets and is told."""
+"""IDENTIFY: what a body may hold, in which order it is checked, what the client then gets and is
+told."""
 
 from __future__ import annotations
 

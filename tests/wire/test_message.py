@@ -1,4 +1,5 @@
-"""Message frames: built for a batch, patched for a redelivery. Every way of building gives the same bytes."""
+"""Message frames: built for a batch, patched for a redelivery. Every way of building gives the same
+bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The server's side of a conversation: which commands come out of the bytes, and the ways to be refused."""
+"""The server's side of a conversation: which commands come out of the bytes, and the ways to be
+refused."""
 
 from __future__ import annotations
 
@@ -39,12 +40,14 @@ from tests.wire.harness import (
     mpub,
     one_by_one,
     refusal,
+    said,
     size,
     started,
     talk,
 )
 
-# Only publishes and FINs have compiled inner loops. The property tests send everything through both builds.
+# Only publishes and FINs have compiled inner loops. The property tests send everything through both
+# builds.
 both_builds = pytest.mark.usefixtures("build")
 
 
@@ -89,7 +92,7 @@ def test_an_empty_line_is_the_command_with_the_empty_name(line: bytes) -> None:
 def test_a_carriage_return_ending_the_line_before_is_not_taken_for_this_one() -> None:
     protocol = started(LIMITS, b"PUB t\n" + sized(b"x\r"))
     with pytest.raises(FatalClientError, match="^E_INVALID invalid command $"):
-        list(protocol.receive_data(b"\n"))
+        list(said(protocol, b"\n"))
     assert refusal(b"PUB t\n" + sized(b"x\r") + b"\n") == "E_INVALID invalid command "
 
 
@@ -222,7 +225,7 @@ def test_the_numbers_of_the_states_are_those_of_the_statistics() -> None:
 
 def test_the_state_has_changed_when_the_command_comes_out() -> None:
     protocol = started(LIMITS)
-    states = [protocol.state for _ in protocol.receive_data(SUB + CLS)]
+    states = [protocol.state for _ in said(protocol, SUB + CLS)]
     assert states == [SUBSCRIBED, CLOSING]
 
 
@@ -241,12 +244,12 @@ def test_where_tls_is_required_everything_but_identify_is_refused_first() -> Non
 def test_after_the_upgrade_everything_is_as_ever() -> None:
     protocol = started(TLS, b"IDENTIFY\n" + sized(b"{}"))
     protocol.tls_active = True
-    assert Heard(protocol.receive_data(SUB + LINES["PUB"] * 2)) == [
+    assert Heard(said(protocol, SUB + LINES["PUB"] * 2)) == [
         Subscribe("t", "c"),
         *[Publish("PUB", "t", [b"x"])] * 2,
     ]
     with pytest.raises(FatalClientError, match="^E_INVALID invalid command FOO$"):
-        list(protocol.receive_data(b"FOO\n"))
+        list(said(protocol, b"FOO\n"))
 
 
 # 9. IDENTIFY
@@ -254,7 +257,7 @@ def test_after_the_upgrade_everything_is_as_ever() -> None:
 
 def test_identify_gives_the_identity_and_keeps_it() -> None:
     protocol = started(LIMITS)
-    (command,) = protocol.receive_data(b"IDENTIFY\n" + sized(b'{"client_id":"me","msg_timeout":2000}'))
+    (command,) = said(protocol, b"IDENTIFY\n" + sized(b'{"client_id":"me","msg_timeout":2000}'))
     assert isinstance(command, Identify)
     assert command.identity == Identity(client_id="me", msg_timeout_ms=2000)
     assert protocol.identity is command.identity
@@ -268,7 +271,7 @@ def test_before_identify_a_client_is_known_by_its_address() -> None:
 def test_identify_may_be_repeated_and_the_last_one_counts() -> None:
     protocol = started(LIMITS)
     data = b"".join(b"IDENTIFY\n" + sized(b'{"client_id":"%d"}' % i) for i in range(3))
-    assert [c.identity.client_id for c in protocol.receive_data(data)] == ["0", "1", "2"]  # type: ignore[union-attr]
+    assert [c.identity.client_id for c in said(protocol, data)] == ["0", "1", "2"]  # type: ignore[union-attr]
     assert protocol.identity.client_id == "2"
 
 
@@ -307,7 +310,7 @@ def test_a_refused_identify_changes_nothing() -> None:
     protocol = started(LIMITS)
     before = protocol.identity
     with pytest.raises(FatalClientError):
-        list(protocol.receive_data(b"IDENTIFY\n" + sized(b'{"client_id":"a","sample_rate":100}')))
+        list(said(protocol, b"IDENTIFY\n" + sized(b'{"client_id":"a","sample_rate":100}')))
     assert protocol.identity is before
 
 
@@ -420,9 +423,7 @@ def test_cls_and_nop() -> None:
 def test_commands_come_out_as_soon_as_they_are_complete() -> None:
     protocol = started(LIMITS)
     data = SUB + b"RDY 5\n" + b"PUB t\n" + sized(b"x") + mpub(b"t", [b"y"]) + fins(1, 2)
-    came = {
-        at: heard for at, byte in enumerate(one_by_one(data)) if (heard := list(protocol.receive_data(byte)))
-    }
+    came = {at: heard for at, byte in enumerate(one_by_one(data)) if (heard := list(said(protocol, byte)))}
     ends = [8, 6, 11, 7 + 13, 21, 21]
     assert list(came) == [sum(ends[: i + 1]) - 1 for i in range(len(ends))]
 
@@ -431,8 +432,8 @@ def test_commands_come_out_as_soon_as_they_are_complete() -> None:
 def test_what_follows_is_kept_when_the_reader_stops_after_a_command() -> None:
     protocol = started(LIMITS)
     data = SUB + b"RDY 5\nPUB t\n" + sized(b"xy")
-    first = next(iter(protocol.receive_data(data[:-1])))
-    assert Heard([first, *protocol.receive_data(data[-1:])]) == [
+    first = next(iter(said(protocol, data[:-1])))
+    assert Heard([first, *said(protocol, data[-1:])]) == [
         Subscribe("t", "c"),
         Ready(5),
         Publish("PUB", "t", [b"xy"]),
@@ -441,7 +442,7 @@ def test_what_follows_is_kept_when_the_reader_stops_after_a_command() -> None:
 
 def test_each_command_is_judged_when_it_is_asked_for_and_not_before() -> None:
     # The broker's answer to the first must leave before the error of the second.
-    heard = started(LIMITS).receive_data(SUB + b"FOO\n")
+    heard = said(started(LIMITS), SUB + b"FOO\n")
     assert next(heard) == Subscribe("t", "c")
     with pytest.raises(FatalClientError):
         next(heard)
@@ -457,7 +458,7 @@ def test_commands_before_an_error_come_out_first() -> None:
 @both_builds
 def test_bodies_do_not_share_memory_with_what_was_received() -> None:
     # A message of one byte must not keep a megabyte of input alive.
-    (command,) = started(Limits()).receive_data(b"PUB t\n" + sized(b"x"))
+    (command,) = said(started(Limits()), b"PUB t\n" + sized(b"x"))
     assert isinstance(command, Publish)
     assert type(command.bodies[0]) is bytes
 
@@ -467,23 +468,23 @@ def test_bytes_behind_identify_can_be_handed_to_a_new_layer(layer: str) -> None:
     protocol = started(Limits(tls_available=True))
     body = json.dumps({"feature_negotiation": True, "tls_v1": layer == "tls", "snappy": layer == "snappy"})
     behind = b"\x16\x03\x01 not a command\n"
-    heard = protocol.receive_data(b"IDENTIFY\n" + sized(body.encode()) + behind)
+    heard = said(protocol, b"IDENTIFY\n" + sized(body.encode()) + behind)
     command = next(heard)
     assert isinstance(command, Identify)
     assert protocol.take_rest() == behind
     assert protocol.take_rest() == b""
     assert list(heard) == []
-    assert Heard(protocol.receive_data(b"SUB t c\n")) == [Subscribe("t", "c")]
+    assert Heard(said(protocol, b"SUB t c\n")) == [Subscribe("t", "c")]
 
 
 def test_the_rest_includes_pieces_that_were_only_put_by() -> None:
     protocol = started(LIMITS)
-    assert Heard(protocol.receive_data(b"PU")) == []
+    assert Heard(said(protocol, b"PU")) == []
     assert protocol.take_rest() == b"PU"
-    assert Heard(protocol.receive_data(b"N")) == []
-    assert Heard(protocol.receive_data(b"OP\nSUB t c\n")) == [Subscribe("t", "c")]
+    assert Heard(said(protocol, b"N")) == []
+    assert Heard(said(protocol, b"OP\nSUB t c\n")) == [Subscribe("t", "c")]
     fresh = ServerProtocol(LIMITS)
-    assert Heard(fresh.receive_data(b"  ")) == []
+    assert Heard(said(fresh, b"  ")) == []
     assert fresh.take_rest() == b"  "
-    assert Heard(fresh.receive_data(MAGIC[:3])) == []
-    assert Heard(fresh.receive_data(MAGIC[3:] + SUB)) == [Subscribe("t", "c")]
+    assert Heard(said(fresh, MAGIC[:3])) == []
+    assert Heard(said(fresh, MAGIC[3:] + SUB)) == [Subscribe("t", "c")]

@@ -21,6 +21,7 @@ from tests.wire.harness import (
     fins,
     hear,
     refusal,
+    said,
     started,
     talk,
 )
@@ -64,7 +65,7 @@ def test_16_bytes_that_are_no_id_of_ours_are_not_in_flight(verb: str) -> None:
 
 
 def test_such_an_answer_does_not_end_the_conversation() -> None:
-    (command,) = started(LIMITS, SUB).receive_data(b"FIN " + b"z" * 16 + b"\n")
+    (command,) = said(started(LIMITS, SUB), b"FIN " + b"z" * 16 + b"\n")
     assert isinstance(command, Refusal)
     assert isinstance(command.error, ClientError)
     assert not command.error.fatal
@@ -104,13 +105,13 @@ def test_a_run_of_fins_gives_each_id_in_order(numbers: list[int]) -> None:
     assert outcome.commands[1:] == finished(*numbers)
     assert outcome.completed == 1 + len(numbers)
     if len(numbers) >= 8:
-        heard = list(started(LIMITS, SUB).receive_data(fins(*numbers)))
+        heard = list(said(started(LIMITS, SUB), fins(*numbers)))
         assert len(heard) <= 1 + len(numbers) // 100
         assert {type(command) for command in heard} == {Finish}
 
 
 def test_consecutive_ids_of_a_run_are_one_span() -> None:
-    (command,) = started(LIMITS, SUB).receive_data(fins(*range(10, 30), *range(5, 10), 99))
+    (command,) = said(started(LIMITS, SUB), fins(*range(10, 30), *range(5, 10), 99))
     assert isinstance(command, Finish)
     assert command.spans == [(10, 30), (5, 10), (99, 100)]
 
@@ -177,7 +178,7 @@ def test_the_cost_of_many_short_runs_in_one_piece_is_linear(block: bytes) -> Non
     def work(length: int) -> object:
         protocol = started(LIMITS, SUB)
         data = block * (length // len(block))
-        return lambda: list(protocol.receive_data(data))
+        return lambda: list(said(protocol, data))
 
     assert_cost_is_linear(work, 64 << 10)
 
@@ -187,6 +188,6 @@ def test_the_cost_of_a_long_run_with_a_bad_id_at_its_end_is_linear(last: bytes) 
     def work(count: int) -> object:
         protocol = started(LIMITS, SUB)
         data = fins(*range(count)) + last
-        return lambda: list(protocol.receive_data(data))
+        return lambda: list(said(protocol, data))
 
     assert_cost_is_linear(work, 3000)

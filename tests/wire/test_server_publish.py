@@ -19,6 +19,7 @@ from tests.wire.harness import (
     hear,
     mpub,
     refusal,
+    said,
     size,
     started,
     talk,
@@ -40,24 +41,6 @@ def test_a_body_is_any_bytes_up_to_the_largest_size(
 ) -> None:
     data = (line + sized(body)) * 3 + b"NOP\n"
     assert commands(data) == [Publish(verb, "t", [body], defer_ms)] * 3
-
-
-def test_publishes_that_come_alone_are_counted() -> None:
-    protocol, pub = started(LIMITS, b"PUB t\n" + sized(b"first")), b"PUB t\n" + sized(b"again")
-
-    def lone_after(*pieces: bytes) -> int:
-        for piece in pieces:
-            list(protocol.receive_data(piece))
-        return protocol.lone_publishes
-
-    assert protocol.lone_publishes == 0, "its line was not known yet"
-    assert [lone_after(pub), lone_after(pub), lone_after(pub)] == [1, 2, 3]
-    assert lone_after(b"NOP\n") == 0
-    assert lone_after(pub * 2) == 0
-    assert lone_after(pub, pub) == 2
-    assert lone_after(pub[:-1], pub[-1:]) == 0
-    assert lone_after(pub, b"PUB u\n" + sized(b"new")) == 0
-    assert lone_after(pub, b"PUB u\n" + sized(b"known")) == 1, "another topic"
 
 
 @single
@@ -193,7 +176,7 @@ def test_what_an_unfinished_mpub_keeps_in_memory_is_bounded() -> None:
     protocol = started(LIMITS, b"MPUB t\n" + size(9) + size(999))
     with pytest.raises(FatalClientError, match="^E_BAD_BODY MPUB body too big "):
         for _ in range(7):
-            list(protocol.receive_data(sized(b"x" * 1000)))
+            list(said(protocol, sized(b"x" * 1000)))
 
 
 # Cost

@@ -9,6 +9,7 @@ from nsparq.wire.commands import Command, Publish
 from nsparq.wire.limits import UNCOUNTED, Limits, Unfinished
 from nsparq.wire.server import MAGIC, ServerProtocol
 from tests.support import multi, sized
+from tests.wire.harness import said
 
 pytestmark = pytest.mark.usefixtures("build")
 
@@ -32,7 +33,7 @@ def connected(unfinished: Unfinished) -> ServerProtocol:
 
 def hear(protocol: ServerProtocol, data: bytes, step: int = 0) -> list[Command]:
     step = step or len(data)
-    return [c for at in range(0, len(data), step) for c in protocol.receive_data(data[at : at + step])]
+    return [c for at in range(0, len(data), step) for c in said(protocol, data[at : at + step])]
 
 
 @every_command

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,24 +41,28 @@ from nsparq.wire.message import SEQUENCE_BITS
 logger = logging.getLogger(__name__)
 
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
-"""A data path with this error will not do; one that is full may have room again."""
+"""Errors that make a data path unusable. A full disk is not one of them: it may have room again."""
 
 Background = Callable[[Work, Work], None]
-"""Runs the first in a thread, then the second where the broker lives."""
+"""Runs the first in a thread, then the second in the broker's thread."""
 
 
 Announce = Callable[[str, str, str], None]
-"""Told REGISTER or UNREGISTER, the topic, and the channel or nothing, as they come and go."""
+"""Called with REGISTER or UNREGISTER, the topic, and the channel or nothing, when one comes or
+goes."""
 
 
 def run_inline(work: Work, then: Work) -> None:
-    """For tests and for shutting down: no threads."""
+    """Without threads: for tests and at shutdown."""
     work()
     then()
 
 
 class Broker:
-    """All state of an nsqd. Everything here runs in one thread."""
+    """All state of an nsqd. Everything here runs in one thread.
+
+    More than 20 attributes: it holds the parts, the clocks and the callbacks that all topics share.
+    """
 
     def __init__(
         self,
@@ -77,9 +81,10 @@ class Broker:
         self.health = Health()
         self.data_path = DataDirectory(Path(options.data_path or "."), self.files, self.health)
         self.wall_ns = wall_ns
-        """The time of day: for stamps, sequence numbers, and every time on disk. It may be set."""
+        """The time of day: for publish times, sequence numbers, and all times on disk. It may be
+        set back."""
         self.monotonic_ns = monotonic_ns
-        """For everything that paces or times out. It is never set, and means nothing to the next run."""
+        """For intervals and timeouts. It is never set back, and means nothing to the next run."""
         self.first_id = options.node_id << SEQUENCE_BITS
         self.start_s = wall_ns() // 1_000_000_000
         self.log_settings = LogSettings(
@@ -99,20 +104,20 @@ class Broker:
         self.corrupt_files = 0
         """Damaged files that belong to no topic: nsqd.dat, and those of transactions."""
         self.was_stopped_cleanly = False
-        """Whether the run before this one has come to a clean end."""
+        """Whether the previous run ended with a clean stop."""
         self.is_loading = True
         """Until all of nsqd.dat has been read, it must not be written."""
         self._background = background
         self._announce = announce
         self._discovers_channels = discovers_channels
         self._deleted_end = 0
-        """No topic that was deleted has used sequence numbers from here on."""
+        """Deleted topics have used no sequence numbers from here on."""
         self._age_clock = AgeClock(wall_ns(), wall_ns(), monotonic_ns())
 
     # opening and closing
 
     def open(self) -> None:
-        """Take the data path, unless that is done, and load what is there. Raises StartError."""
+        """Lock the data path, unless that is done, and load it. Raises StartError."""
         if not self.data_path.is_locked:
             self.data_path.lock()
         try:
@@ -171,7 +176,8 @@ class Broker:
             return Metadata([])
 
     def _restore(self, entry: TopicEntry) -> None:
-        """What nsqd.dat lists beyond the directories: another nsqd has been here, or one that crashed."""
+        """A topic that nsqd.dat lists: its directory may be missing, if another nsqd or a crash
+        left the file."""
         if not _is_valid(entry.name):
             logger.warning("skipping creation of invalid topic %r in %s", entry.name, FILE_NAME)
             return
@@ -188,8 +194,8 @@ class Broker:
             topic.pause()
 
     def close(self, run_each: RunEach = run_one_by_one) -> list[str]:
-        """Persist everything and let go of the data path. Gives what could not be kept. Each topic is
-        persisted by one of the works that `run_each` is given; it may run them in threads."""
+        """Persist everything and unlock the data path. Gives what could not be kept. `run_each`
+        runs one piece of work for each topic, and may do so in threads."""
         if not self.data_path.is_locked:
             return []
         if self.is_loading:
@@ -201,7 +207,7 @@ class Broker:
             try:
                 topic.end_clients()
             except Exception:
-                logger.exception("%s: internal error while taking leave of its clients", topic)
+                logger.exception("%s: internal error while closing its clients", topic)
         failed = self._persist([*self.topics.values()], run_each)
         if failed:
             # Most likely the disk is full.
@@ -223,11 +229,11 @@ class Broker:
     def _persist(
         self, topics: list[Topic], run_each: RunEach, *, states_first: bool = False
     ) -> dict[Topic, list[tuple[str, Exception]]]:
-        """Gives the topics that could not be persisted whole, with what could not be kept and why."""
+        """Gives the topics that could not be persisted, with what could not be kept and why."""
         failed: dict[Topic, list[tuple[str, Exception]]] = {}
 
         def persist(topic: Topic) -> None:
-            failures = topic.persist(states_first=states_first)
+            failures = topic.checkpoint.persist(states_first=states_first)
             if failures:
                 failed[topic] = failures
 
@@ -235,16 +241,17 @@ class Broker:
         return failed
 
     def _make_room(self) -> None:
-        """Give the disk back what can be spared."""
+        """Free disk space that is not needed."""
         for topic in self.topics.values():
             try:
                 self.upkeep.remove_segments(topic.log.trim(topic.low(), self.age_ns() / 1e9))
             except OSError as error:
-                logger.warning("%s: cannot remove what nobody needs: %s", topic, error)
+                logger.warning("%s: cannot remove segments that no channel needs: %s", topic, error)
         self.data_path.use_reserve()
 
     def epoch(self) -> int:
-        """A sequence number that no topic of this name can have reached: see storage.log.EPOCH_BITS."""
+        """A sequence number that no topic of this name can have reached: see
+        storage.log.EPOCH_BITS."""
         return max(self.wall_ns() // 1_000_000 << EPOCH_BITS, self._deleted_end)
 
     # time
@@ -283,7 +290,7 @@ class Broker:
         return topic
 
     def asks_for_channels(self) -> bool:
-        """Whether somebody is to be asked which channels a new topic has elsewhere."""
+        """Whether nsqlookupd is to be asked for the channels of a new topic."""
         return self._discovers_channels() and not self.is_loading
 
     def delete_topic(self, name: str) -> None:
@@ -338,28 +345,13 @@ class Broker:
         if channel.is_durable:
             self.changes.write_metadata()
 
-    # the turn
-
-    def publish(
-        self,
-        topic_name: str,
-        bodies: Sequence[bytes],
-        defer_ms: int,
-        done: Callable[[str, Exception | None], None],
-        verb: str,
-        *,
-        has_company: bool = False,
-    ) -> None:
-        topic = self.topics.get(topic_name) or self.get_topic(topic_name)
-        topic.publishing.publish(bodies, defer_ms * 1_000_000, done, verb, has_company=has_company)
-
     def subscribe(self, client: Client, topic_name: str, channel_name: str) -> None:
         """Raises Exiting or SubscribeRefused."""
         self.get_topic(topic_name).get_channel(channel_name).add_client(client)
 
     def turn(self) -> None:
         """End the present turn now: append, answer the publishers, deliver, flush."""
-        self.next_turn.finish()
+        self.next_turn.run()
 
     def maintain(self) -> None:
         """A whole round of upkeep."""
@@ -372,8 +364,8 @@ class Broker:
         self._background(work, then)
 
     def try_in_background(self, work: Work, done: Callable[[OSError | None], None]) -> None:
-        """Run `work` in a thread. `done` is then told the OSError that it raised, or None, in the broker's
-        own thread."""
+        """Run `work` in a thread. `done` is then told the OSError that it raised, or None, in the
+        broker's own thread."""
         errors: list[OSError] = []
 
         def attempt() -> None:

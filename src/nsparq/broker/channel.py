@@ -1,9 +1,10 @@
-"""A channel: its clients, and what becomes of the messages that they are sent.
+"""A channel: its clients, its place in the log, and its management.
 
-Where the channel stands is `cursor`, what it has delivered and is not finished is `unfinished`. `delivery`
-sends, `checkpoint` keeps the state on disk, and `carried_over` keeps messages that the log must not hold any
-longer. Messages are known by their sequence numbers. The ids that clients see also hold the node id, which
-may be another one after a restart.
+`cursor` is the channel's place in the log. `unfinished` holds messages that the cursor has passed
+and that are not finished. `delivery` sends messages and takes the clients' answers. `checkpoint`
+keeps the state on disk. `carried_over` keeps messages whose segments have to go. Messages are named by
+their sequence numbers; the ids that clients see also hold the node id, which may be another one
+after a restart.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from nsparq.broker.delivery import Delivery
 from nsparq.broker.inflight import Run
 from nsparq.broker.latency import Latency, summarize
 from nsparq.broker.unfinished import Unfinished
-from nsparq.errors import ClientError, Exiting, SubscribeRefused
+from nsparq.errors import Exiting, SubscribeRefused
 from nsparq.names import is_ephemeral
 from nsparq.storage.log_range import LogRange, OffsetAhead
 
@@ -30,20 +31,24 @@ TOPOLOGY_AWARE: Final = "topology-aware-consumption"
 
 
 class SeekPlan(NamedTuple):
-    """What a seek does, or would do."""
+    """The effect of a seek."""
 
     cursor: int
-    """Where the channel stands before it."""
+    """The channel's place before the seek."""
     target: int
-    """Where it goes: what was asked for, as far as the log reaches."""
+    """The new place: the number asked for, or the nearest that the log has."""
     again: int
-    """Messages that the cursor had passed and meets again."""
+    """Messages that the cursor had passed and will deliver again."""
     skipped: int
-    """Unfinished messages that count as done."""
+    """Unfinished messages that count as finished."""
 
 
 class Channel:
-    """Delivery of one topic's messages, each to one of the channel's clients."""
+    """Delivers each message of a topic to one of the channel's clients.
+
+    More than 30 methods and 20 attributes: beside its parts it has what /stats shows and what HTTP
+    manages.
+    """
 
     def __init__(self, topic: Topic, name: str, position: int) -> None:
         self.topic = topic
@@ -56,9 +61,10 @@ class Channel:
         self.is_exiting = False
         self.paused = False
         self.hold = ""
-        """Name of the hold that keeps it from delivering for the moment; empty if there is none."""
+        """Name of the hold that stops delivery for the moment; empty if there is none."""
         self.owner = ""
-        """Who alone may commit: the query of Spark that reads this topic. Empty for nobody."""
+        """The only one that may commit: the Spark query that reads this topic. Empty if there is
+        none."""
         self.owned_since_ns = 0
         """Wall time of the claim."""
         self.cursor = Cursor(topic, position)
@@ -71,22 +77,23 @@ class Channel:
         self.latency = Latency(percentiles, window_s, topic.broker.monotonic_ns()) if percentiles else None
         self.delivery = Delivery(self)
         self.clients: dict[Client, None] = {}
-        """In the order in which they subscribed. A set would have them in the order of their addresses in
-        memory, and who gets what would depend on that."""
+        """In the order in which they subscribed. A set has no fixed order, and the order decides
+        who gets which message."""
         self.watched_ns: int | None = None
         """When the queue scan will look at this channel next."""
         self.message_count = 0
         self.requeue_count = 0
         self.timeout_count = 0
         self.dropped_count = 0
-        """Messages given up: an ephemeral channel that fell too far behind, or bytes lost to a bad disk."""
+        """Messages dropped: by an ephemeral channel that was too far behind, or lost to a bad
+        disk."""
 
     def mark_changed(self) -> None:
         """Have the next round of checkpoints include this channel."""
         self.checkpoint.is_stale = True
-        self.topic.broker.upkeep.note_changed(self.topic)
+        self.topic.broker.upkeep.changed.add(self.topic)
 
-    # what is there
+    # messages
 
     @property
     def depth(self) -> int:
@@ -126,8 +133,8 @@ class Channel:
         client.distance = self._distance(client)
 
     def _distance(self, client: Client) -> int:
-        """0 in the same zone, 1 in the same region, 2 elsewhere; the same for all unless that experiment of
-        NSQ's is on. Nearer clients are served first, and others only while no nearer one is ready."""
+        """0 in the same zone, 1 in the same region, 2 elsewhere; 2 for all unless NSQ's experiment
+        is on. Nearer clients are served first, and others only while no nearer one is ready."""
         options = self.topic.broker.options
         if TOPOLOGY_AWARE not in options.enable_experiment:
             return 2
@@ -137,7 +144,7 @@ class Channel:
         return 1 if options.topology_region and same_region else 2
 
     def remove_client(self, client: Client) -> None:
-        """The client is gone: what it left unanswered is sent again at once."""
+        """The client has left. Its unanswered messages are sent again at once."""
         if client not in self.clients:
             return
         del self.clients[client]
@@ -157,103 +164,31 @@ class Channel:
         client.ready_count = count
         self.delivery.offer(client)
 
-    # answers
-
-    def finish(self, client: Client, spans: list[tuple[int, int]], now_ns: int) -> list[ClientError]:
-        """FIN, for spans of ids. Gives an error for each id that is not this client's to finish."""
-        in_flight, latency, first_id = self.unfinished.in_flight, self.latency, self.topic.first_id
-        errors = []
-        finished = 0
-        for message_id, end_id in spans:
-            sequence, end = message_id - first_id, end_id - first_id
-            while sequence < end:
-                run = in_flight.find(sequence)
-                if run is None or run.client is not client:
-                    reason = "ID not in flight" if run is None else "client does not own message"
-                    errors.append(_failed("FIN", first_id + sequence, reason))
-                    sequence += 1
-                    continue
-                number = in_flight.answer(run, sequence, end - sequence)
-                if latency is not None:
-                    wall_ns = self.topic.broker.wall_ns()
-                    for i in range(sequence, sequence + number):
-                        latency.record(wall_ns - run.timestamp_of(i), now_ns)
-                finished += number
-                sequence += number
-        client.finish_count += finished
-        client.in_flight -= finished
-        self.mark_changed()
-        self.delivery.offer(client)
-        return errors
-
-    def requeue(self, client: Client, message_id: int, timeout_ms: int, now_ns: int) -> None:
-        """REQ: send again at once, or after a while."""
-        run, sequence = self._owned("REQ", client, message_id)
-        self.unfinished.in_flight.answer(run, sequence)
-        if sequence < self.topic.given_up_before:
-            self.dropped_count += 1
-        elif timeout_ms > 0:
-            self.defer(sequence, now_ns + timeout_ms * 1_000_000, run.attempts)
-        else:
-            self.unfinished.requeue((sequence,), run.attempts)
-        self.requeue_count += 1
-        client.requeue_count += 1
-        client.in_flight -= 1
-        self.mark_changed()
-        self.delivery.offer(client)
-
-    def touch(self, client: Client, message_id: int, now_ns: int) -> None:
-        """TOUCH: a new deadline, within the limit counted from the delivery."""
-        run, sequence = self._owned("TOUCH", client, message_id)
-        limit_ns = run.delivered_ns + int(self.topic.broker.options.max_msg_timeout * 1e9)
-        deadline_ns = min(now_ns + client.msg_timeout_ns, limit_ns)
-        if run.end - run.first == 1 and deadline_ns >= run.deadline_ns:
-            # The heap's entry is early now. It is put right when it comes up.
-            run.deadline_ns = deadline_ns
-            return
-        self.unfinished.in_flight.answer(run, sequence)
-        stamp = run.timestamp_of(sequence)
-        self.launch(Run(client, sequence, sequence + 1, run.delivered_ns, deadline_ns, run.attempts, stamp))
-
-    def _owned(self, verb: str, client: Client, message_id: int) -> tuple[Run, int]:
-        """The client's delivery that holds the message, and the message's sequence number."""
-        sequence = message_id - self.topic.first_id
-        run = self.unfinished.in_flight.find(sequence)
-        if run is None:
-            raise _failed(verb, message_id, "ID not in flight")
-        if run.client is not client:
-            raise _failed(verb, message_id, "client does not own message")
-        return run, sequence
-
     # time
-
-    def launch(self, run: Run) -> None:
-        """A delivery is on its way to its client."""
-        self.unfinished.in_flight.add(run)
-        self._watch(run.deadline_ns)
 
     def defer(self, sequence: int, due_ns: int, attempts: int = 0) -> None:
         self.unfinished.defer(sequence, due_ns, attempts)
-        self._watch(due_ns)
+        self.watch(due_ns)
 
     def defer_published(self, sequence: int, due_ns: int) -> None:
-        """A message published with a delay: it waits here from the start, and the cursor will pass it by."""
+        """A message published with a delay is deferred from the start, and the cursor will skip
+        it."""
         self.cursor.deferred_ahead.append(sequence)
         self.defer(sequence, due_ns)
 
-    def _watch(self, at_ns: int) -> None:
+    def watch(self, at_ns: int) -> None:
         """Have the queue scan look at this channel then."""
         if self.watched_ns is None or at_ns < self.watched_ns:
             self.watched_ns = at_ns
             self.topic.broker.scan.watch(self, at_ns)
 
     def next_event(self) -> int | None:
-        """When something times out or falls due next."""
+        """When the next message times out or is due."""
         times = (self.unfinished.in_flight.next_deadline(), self.unfinished.deferred.next_due())
         return min((at for at in times if at is not None), default=None)
 
     def expire(self, now_ns: int, limit: int) -> int:
-        """Requeue what has timed out and what is due, `limit` messages at the most. Gives their number."""
+        """Requeue messages that have timed out or are due, at most `limit`. Gives their number."""
         unfinished = self.unfinished
         done = 0
         while done < limit and (run := unfinished.in_flight.first_expired(now_ns)) is not None:
@@ -271,7 +206,7 @@ class Channel:
         return done
 
     def _take_back(self, run: Run, sequences: list[int]) -> None:
-        """Messages that were not answered are sent again, unless they have been given up."""
+        """Requeue unanswered messages, unless the topic has given them up."""
         for sequence in sequences:
             self.unfinished.in_flight.answer(run, sequence)
         if run.first < self.topic.given_up_before:
@@ -282,15 +217,9 @@ class Channel:
 
     # the log
 
-    def appended(self, count: int) -> None:
-        """The topic has made `count` more messages visible."""
-        self.message_count += count
-        if self.is_bounded or self.delivery.has_ready_clients:
-            self.topic.broker.next_turn.add_channel(self)
-
     def give_up(self, before: int) -> None:
-        """In memory: let go of all messages below a number. Those that wait are dropped, and counted; those
-        in flight can only be finished."""
+        """Drop all messages of an ephemeral topic below a number. Waiting messages are counted as
+        dropped; messages in flight can still be finished."""
         cursor = self.cursor
         self.delivery.moved()
         ahead = cursor.ahead
@@ -300,9 +229,24 @@ class Channel:
             self.dropped_count += ahead - cursor.ahead
         self.carried_over.give_up(before)
 
+    def drop_surplus(self) -> None:
+        """A bounded channel keeps no more than the memory queue's size. The oldest messages go, and
+        are counted."""
+        cursor, unfinished = self.cursor, self.unfinished
+        surplus = self.depth - self.topic.broker.options.mem_queue_size
+        while surplus > 0 and unfinished.requeued:
+            unfinished.take_requeued()
+            self.dropped_count += 1
+            surplus -= 1
+        if surplus > 0:
+            before = cursor.ahead
+            cursor.jump(cursor.behind(surplus))
+            self.delivery.moved()
+            self.dropped_count += before - cursor.ahead
+
     def add_tried(self, sequence: int, attempts: list[int]) -> None:
-        """Messages from `sequence` on that another nsqd has delivered before, so many times each: they wait
-        to be sent again, and the cursor will pass them by."""
+        """Requeue messages from `sequence` on that another nsqd has delivered, `attempts` times
+        each. The cursor will skip them."""
         self.cursor.skips.add(sequence, sequence + len(attempts))
         for number, tried in enumerate(attempts, sequence):
             self.unfinished.requeue((number,), tried)
@@ -321,12 +265,12 @@ class Channel:
         self.topic.broker.next_turn.add_channel(self)
 
     def start_hold(self, name: str) -> None:
-        """Deliver nothing for the moment. Unlike a pause it is not kept on disk, and whoever asked for it has
-        seen to it that it ends. A hold that is there already is replaced."""
+        """Deliver nothing for the moment. Unlike a pause a hold is not kept on disk, and its owner
+        makes sure that it ends. It replaces another hold."""
         self.hold = name
 
     def end_hold(self, name: str) -> bool:
-        """False if another hold, or none, is there by now."""
+        """False if there is another hold by now, or none."""
         if self.hold != name:
             return False
         self.hold = ""
@@ -334,7 +278,7 @@ class Channel:
         return True
 
     def empty(self) -> None:
-        """Drop everything: what waits, what is in flight, what is deferred."""
+        """Drop all messages: waiting, in flight and deferred."""
         self.cursor.jump(self.topic.visible_end)
         self._drop_all()
         self.mark_changed()
@@ -342,7 +286,7 @@ class Channel:
         self.topic.broker.channel_changed(self)
 
     def plan_seek(self, sequence: int) -> SeekPlan:
-        """What it would mean to go to this number."""
+        """The effect that seek() would have."""
         log, position = self.topic.log, self.cursor.position
         target = min(max(sequence, log.start), self.topic.visible_end)
         skipped = self.unfinished.count_below(target)
@@ -351,11 +295,11 @@ class Channel:
         return SeekPlan(position, target, log.count(target, position), skipped)
 
     def seek(self, sequence: int) -> SeekPlan:
-        """Go to a number of the log, or as near as the log reaches: everything from there on is delivered, as
-        if for the first time, and everything before it is done. On disk when DurableChanges.when_durable()
-        says so. Raises OSError, with nothing changed.
+        """Go to a number of the log, or to the nearest that the log has. Every message from there
+        on is delivered as if for the first time, and every message before it counts as finished. On
+        disk when DurableChanges.when_durable() says so. Raises OSError, with nothing changed.
 
-        What was in flight is not any longer: clients get other messages, and their late answers an error.
+        Nothing is in flight any longer. Clients get other messages, and an error for late answers.
         """
         plan = self.plan_seek(sequence)
         state = self.checkpoint.state_at(plan.target)
@@ -369,8 +313,8 @@ class Channel:
         return plan
 
     def commit(self, sequence: int) -> None:
-        """Everything before this number is done, in flight or not. The cursor never goes back. As with FIN,
-        the next checkpoint keeps it. Raises OffsetAhead."""
+        """Every message before this number counts as finished, in flight or not. The cursor never
+        goes back. As with FIN, the next checkpoint keeps it. Raises OffsetAhead."""
         if sequence > self.topic.visible_end:
             raise OffsetAhead(sequence, self.topic.visible_end)
         self.unfinished.drop_waiting_below(sequence)
@@ -383,7 +327,7 @@ class Channel:
             self.delivery.offer(client)
 
     def claim(self, owner: str) -> None:
-        """From now on `owner` alone may commit; nobody in particular if it is empty. On disk as a seek is.
+        """From now on only `owner` may commit, or anybody if it is empty. On disk as with a seek.
         Raises OSError, with nothing changed."""
         if owner == self.owner:
             return
@@ -396,20 +340,21 @@ class Channel:
             raise
 
     def _drop_all(self) -> None:
-        """Count everything unfinished as done."""
+        """Count every unfinished message as finished."""
         self.cursor.deferred_ahead.clear()
         self.carried_over.clear_plans()
         self.unfinished.clear()
 
     def _offer_all(self) -> None:
-        """The channel has gone elsewhere in the log, and nothing is in flight any more."""
+        """The channel has another place in the log, and nothing is in flight any more."""
         self.delivery.moved()
         for client in self.clients:
             client.in_flight = 0
             self.delivery.offer(client)
 
     def close(self) -> None:
-        """Close the connections of all clients, because the channel is deleted or the daemon stops."""
+        """Close the connections of all clients, because the channel is deleted or the daemon
+        stops."""
         self.is_exiting = True
         for client in [*self.clients]:
             client.close()
@@ -440,7 +385,7 @@ class Channel:
         }
 
     def _local_counts(self) -> dict[str, int]:
-        """Where the experiment is on; NSQ leaves out what is 0."""
+        """Only with NSQ's experiment. NSQ leaves out counts of 0."""
         if TOPOLOGY_AWARE not in self.topic.broker.options.enable_experiment:
             return {}
         names = ("zone_local_msg_count", "region_local_msg_count", "global_msg_count")
@@ -451,7 +396,3 @@ class Channel:
 
     def __str__(self) -> str:
         return f"{self.topic.name}:{self.name}"
-
-
-def _failed(verb: str, message_id: int, reason: str) -> ClientError:
-    return ClientError(f"E_{verb}_FAILED", f"{verb} {message_id:016x} failed {reason}")

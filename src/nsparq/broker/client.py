@@ -1,4 +1,5 @@
-"""A connected client as the broker sees it: what it may take, what it holds, where to send."""
+"""A connected client as the broker sees it: its RDY, its messages in flight, and how to send to
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Secured(Protocol):
-    """What is known of the TLS connection that a client speaks through."""
+    """Facts about the TLS connection of a client."""
 
     cipher_suite: str
     version: str
@@ -24,7 +25,7 @@ class Secured(Protocol):
 
 
 class Granted(Protocol):
-    """Who a client has shown to be."""
+    """The identity that AUTH has given to a client."""
 
     @property
     def identity(self) -> str: ...
@@ -33,7 +34,10 @@ class Granted(Protocol):
 
 
 class Client:
-    """One connection. The server keeps `is_writable`, `identity` and `state` up to date."""
+    """One connection. The server keeps `is_writable` and `state` up to date.
+
+    It has more than 20 attributes because most of them are counters that /stats shows.
+    """
 
     def __init__(
         self,
@@ -44,7 +48,7 @@ class Client:
         close: Callable[[], None],
         connect_s: int,
     ) -> None:
-        self.identity = identity
+        self.identify(identity)
         self.address = address
         self.send = send
         self.close = close
@@ -58,24 +62,25 @@ class Client:
         self.publish_counts: Counter[str] = Counter()
         self.channel: Channel | None = None
         self.runs: set[Run] = set()
-        """Deliveries of which something is unanswered."""
+        """Deliveries with unanswered messages."""
         self.is_writable = True
-        """False while what was sent before has not left."""
+        """False while the client does not read what it was sent."""
         self.distance = 2
-        """How far away it is: see Channel._distance."""
+        """Distance of the client: see Channel._distance."""
         self.is_queued = False
-        """Whether it stands in its channel's line of ready clients."""
+        """Whether the client is in its channel's line of ready clients."""
         self.tls: Secured | None = None
         self.grant: Granted | None = None
 
-    @property
-    def capacity(self) -> int:
-        """How many more messages it may have: RDY is a ceiling on what is in flight."""
-        return self.ready_count - self.in_flight if self.is_writable else 0
+    def identify(self, identity: Identity) -> None:
+        """IDENTIFY, or the defaults before it."""
+        self.identity = identity
+        self.msg_timeout_ns = identity.msg_timeout_ms * 1_000_000
 
     @property
-    def msg_timeout_ns(self) -> int:
-        return self.identity.msg_timeout_ms * 1_000_000
+    def capacity(self) -> int:
+        """How many more messages the client may have. RDY limits how many are in flight."""
+        return self.ready_count - self.in_flight if self.is_writable else 0
 
     def stats(self, topic: str = "") -> dict[str, Any]:
         """The client as NSQ's /stats shows it, keys in its order."""
@@ -115,7 +120,7 @@ class Client:
 
 
 def _authorisation(grant: Granted | None) -> dict[str, Any]:
-    """NSQ leaves out what is not so."""
+    """NSQ leaves out keys without a value."""
     if grant is None:
         return {}
     named = {"auth_identity": grant.identity, "auth_identity_url": grant.identity_url}

@@ -1,8 +1,8 @@
 """Where a channel stands in its topic's log.
 
-The cursor moves forward over every sequence number once. It passes by numbers without a message for the
-channel: gaps of the log, ranges that are not the channel's (`skips`), and messages published with a delay,
-which wait among the channel's unfinished messages from the start.
+The cursor moves forward over every sequence number once. It skips numbers without a message for the
+channel: gaps of the log, ranges that are not the channel's (`skips`), and messages published with a
+delay, which are among the channel's unfinished messages from the start.
 """
 
 from __future__ import annotations
@@ -17,24 +17,20 @@ if TYPE_CHECKING:
 
 
 class Cursor:
-    """The next message to deliver for the first time, and what to pass by on the way."""
+    """The next message to deliver for the first time, and the messages to skip on the way."""
 
     def __init__(self, topic: Topic, position: int) -> None:
         self._topic = topic
         self.position = position
         """The next sequence number never delivered."""
         self.skips = Gaps()
-        """Messages of the log that the cursor passes by: imported from another nsqd for one channel alone,
-        or, with their attempts, requeued from the start."""
+        """Messages of the log that the cursor skips: imported from another nsqd for one channel
+        alone, or, with their attempts, requeued from the start."""
         self.replay = (0, 0)
-        """Deferred messages numbered below the first and due by the second are delivered by the cursor like
-        any other: their time had come when the channel went back to them."""
+        """Deferred messages below the first number and due by the second are delivered by the
+        cursor like any other: they were due when the channel went back to them."""
         self.deferred_ahead: deque[int] = deque()
-        """Sequence numbers of deferred messages that the cursor will pass by."""
-
-    @property
-    def is_at_end(self) -> bool:
-        return self.position >= self._topic.visible_end
+        """Sequence numbers of deferred messages that the cursor will skip."""
 
     @property
     def ahead(self) -> int:
@@ -92,8 +88,8 @@ class Cursor:
         skips.drop_before(self.position)
 
     def free_until(self) -> int:
-        """How far the cursor may go before it must step over something. Batches that were read from disk
-        come joined, so this may be inside one."""
+        """How far the cursor may go before it must step over something. Batches read from disk come
+        joined, so this may be inside one."""
         end = self._topic.visible_end
         if self.deferred_ahead:
             end = min(end, self.deferred_ahead[0])
@@ -106,7 +102,7 @@ class Cursor:
         return end
 
     def behind(self, count: int) -> int:
-        """The sequence number that the cursor reaches when it passes `count` messages."""
+        """The sequence number that the cursor reaches after `count` messages."""
         end = self._topic.visible_end
         reached = self.position + count
         while reached < end:
@@ -117,13 +113,14 @@ class Cursor:
         return end
 
     def jump(self, sequence: int) -> None:
-        """Move, and forget the deferred messages that are passed by."""
+        """Move, and forget the deferred messages that are skipped."""
         self.position = sequence
         while self.deferred_ahead and self.deferred_ahead[0] < sequence:
             self.deferred_ahead.popleft()
 
     def lost(self, start: int, end: int) -> None:
-        """The log has lost these numbers. The cursor does not pass by deferred messages that are gone."""
+        """The log has lost these numbers, and with them deferred messages that the cursor would
+        have skipped."""
         if any(start <= sequence < end for sequence in self.deferred_ahead):
             self.deferred_ahead = deque(one for one in self.deferred_ahead if not start <= one < end)
 

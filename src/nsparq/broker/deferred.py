@@ -1,7 +1,7 @@
-"""Messages that wait for their time: deferred by the publisher, or put back with a delay.
+"""Deferred messages: published with a delay, or requeued with one.
 
-Two heaps over one dictionary, by time and by sequence number. Whatever has left the dictionary is dead in the
-heaps, and goes when it comes up, or when a heap is half dead.
+There are two heaps over one dictionary, by time and by sequence number. An entry of a heap whose
+message has left the dictionary is dead. It goes when it comes up, or when half of the heap is dead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Deferred:
         return heap[0][0] if heap else None
 
     def pop_due(self, now_ns: int) -> int | None:
-        """The sequence number of a message whose time has come."""
+        """The sequence number of a message that is due."""
         due_ns = self.next_due()
         if due_ns is None or due_ns > now_ns:
             return None
@@ -68,7 +68,8 @@ class Deferred:
         return dropped
 
     def soonest(self, count: int) -> list[int]:
-        """The sequence numbers of those that are due first, in order. Looks at little more than it gives."""
+        """The sequence numbers of the messages that are due first, in order. Looks at few
+        others."""
         heap = self._heap
         found: list[int] = []
         seen: set[int] = set()

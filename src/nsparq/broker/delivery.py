@@ -1,19 +1,20 @@
-"""Sending a channel's messages to its clients.
+"""Sending a channel's messages to its clients, and taking the clients' answers: FIN, REQ, TOUCH.
 
-What waits is spread evenly over the clients that are ready, in rounds. Where one client is ready and nothing
-was requeued, which is how most channels are most of the time, everything new goes to that client.
+Messages are spread evenly over the clients that are ready, in rounds. Where one client is ready and
+nothing was requeued, which is how most channels are most of the time, that client gets everything
+new.
 """
 
 from __future__ import annotations
 
 import logging
-from array import array
 from bisect import bisect_right
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from nsparq.broker.client import Client
 from nsparq.broker.inflight import Run
+from nsparq.errors import ClientError
 from nsparq.private_random import private_random
 from nsparq.storage.batch import Batch
 from nsparq.storage.segment import Cold
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_WRITE: Final = 128 << 10
-"""Bytes handed to one client before the next has its turn."""
+"""Bytes sent to one client before the next one is served."""
 MAX_HELD: Final = 4
 """Limit on memory pinned by a slow client, as a multiple of what it was sent."""
 PUMP_NS: Final = 10_000_000
-"""How long one channel may send before the rest of the daemon has its turn."""
+"""How long one channel may send before the rest of the daemon is served."""
 
 
 class Delivery:
@@ -41,58 +42,63 @@ class Delivery:
         self._cursor = channel.cursor
         self._unfinished = channel.unfinished
         self._lines: tuple[deque[Client], ...] = (deque(), deque(), deque())
-        """Clients that are ready, by their distance: see Channel._distance. The first line that is not empty
-        is served."""
+        """Clients that are ready, by their distance: see Channel._distance. The first line that is
+        not empty is served."""
+        self.ready_clients = 0
+        """Number of clients in all lines."""
         self.counts = [0, 0, 0]
         """Messages delivered to clients of each distance."""
         self._turns = 0
-        """Clients still to be served in the round under way."""
+        """Clients still to be served in the present round."""
         self._share = 0
-        """What each of them gets."""
+        """Messages for each of them."""
         self._batch: Batch | None = None
         """The batch under the cursor."""
         self._open: Run | None = None
-        """What has been delivered last in the pump() under way, and may grow. Where latencies are recorded it
-        does not: there a run needs the publish time of each message."""
+        """The last delivery of the present pump(), which may grow. Where latencies are recorded it
+        does not grow: there a run needs the publish time of each message."""
         self._requeued_next = True
-        """Whose turn it is when both requeued and new messages wait."""
+        """Which comes next when both requeued and new messages wait."""
         self._reading: Cold | None = None
-        """What the disk is being asked for. Nothing is sent meanwhile."""
+        """What a thread reads from disk at the moment. Nothing is sent meanwhile."""
         self._must_wait = False
-        """The disk has just been asked for what is read next: do not ask again, wait."""
+        """A thread has just read what is needed next: wait for the disk instead of asking again."""
 
-    # who is ready
+    # which clients are ready
 
-    @property
-    def has_ready_clients(self) -> bool:
-        near, middle, far = self._lines
-        return bool(near or middle or far)
+    def appended(self, count: int, batch: Batch | None = None) -> None:
+        """The topic shows `count` more messages. `batch` is the first of them, if they are new."""
+        self._channel.message_count += count
+        if self.ready_clients or self._channel.is_bounded:
+            if batch is not None and batch.base == self._cursor.position:
+                self._batch = batch
+            self._topic.broker.next_turn.add_channel(self._channel)
 
     def offer(self, client: Client) -> None:
         """The client may have become able to take messages."""
         if not client.is_queued and client.capacity > 0:
             client.is_queued = True
+            self.ready_clients += 1
             self._lines[client.distance].append(client)
-        if (self._unfinished.requeued or not self._cursor.is_at_end) and self.has_ready_clients:
+        has_messages = self._unfinished.requeued or self._cursor.position < self._topic.visible_end
+        if has_messages and self.ready_clients:
             self._topic.broker.next_turn.add_channel(self._channel)
 
     def leave(self, client: Client) -> None:
         """The client takes no more messages."""
-        self.launch_open()
-        self._leave_line(client)
-
-    def _leave_line(self, client: Client) -> None:
+        if self._open is not None:
+            self.launch(self._open)
+            self._open = None
         if client.is_queued:
-            client.is_queued = False
-            self._lines[client.distance].remove(client)
+            self._unqueue(client)
 
-    def _nearest(self) -> deque[Client]:
-        """The line whose clients are served now."""
-        near, middle, far = self._lines
-        return near or middle or far
+    def _unqueue(self, client: Client) -> None:
+        client.is_queued = False
+        self.ready_clients -= 1
+        self._lines[client.distance].remove(client)
 
     def moved(self) -> None:
-        """The cursor was moved elsewhere: what was read or asked for there is of no use."""
+        """The cursor was moved elsewhere: what was read there is of no use."""
         self._batch = self._reading = None
         self._must_wait = False
 
@@ -103,47 +109,54 @@ class Delivery:
         channel, cursor = self._channel, self._cursor
         start = cursor.position
         stop_ns = self._topic.broker.monotonic_ns() + PUMP_NS
-        goes_on = not (channel.paused or channel.hold)
+        can_send = not (channel.paused or channel.hold)
         try:
-            ready = self._nearest()
-            if goes_on and len(ready) == 1 and not (self._unfinished.requeued or self._turns):
-                goes_on = self._stream(ready[0], now_ns, stop_ns)
-            while goes_on:
-                goes_on = self._round(now_ns, stop_ns)
+            if can_send and self.ready_clients == 1 and not (self._unfinished.requeued or self._turns):
+                can_send = self._stream(now_ns, stop_ns)
+            while can_send:
+                can_send = self._round(now_ns, stop_ns)
         finally:
-            self.launch_open()
-        if channel.is_exiting:
-            # Its last client left while it was sent to, and the channel was ephemeral.
+            run, self._open = self._open, None
+            if run is not None:
+                self.launch(run)
+        if channel.is_exiting:  # an ephemeral channel, and its last client left during a send
             return cursor.position - start
-        cursor.step_over()
-        if not self.has_ready_clients:
+        if self._topic.log.gaps.ranges or cursor.skips.ranges or cursor.deferred_ahead:
+            cursor.step_over()
+        if not self.ready_clients:
             self._batch = None
         if channel.is_bounded:
-            self._drop_surplus()
+            channel.drop_surplus()
         return cursor.position - start
 
-    def _stream(self, client: Client, now_ns: int, stop_ns: int) -> bool:
+    def _stream(self, now_ns: int, stop_ns: int) -> bool:
         """Send everything new to the only ready client. False when nothing more can be sent now."""
         topic, cursor = self._topic, self._cursor
-        self._channel.mark_changed()
-        while (capacity := client.capacity) > 0:
+        near, middle, far = self._lines
+        client = (near or middle or far)[0]
+        self._channel.checkpoint.is_stale = True
+        start = cursor.position
+        while client.is_writable and client.in_flight < client.ready_count:
             if cursor.position >= topic.visible_end or self._reading is not None:
                 return False
+            if cursor.position > start and topic.broker.monotonic_ns() > stop_ns:
+                topic.broker.next_turn.add_channel(self._channel)
+                return False
             try:
-                self.counts[client.distance] += self._send_new(client, capacity, now_ns)
+                passed = self._send_new(client, client.ready_count - client.in_flight, now_ns)
             except (Cold, OSError) as error:
                 self._cannot_read(error)
                 return False
-            if topic.broker.monotonic_ns() > stop_ns:
-                topic.broker.next_turn.add_channel(self._channel)
-                return False
-        self._leave_line(client)
-        return self.has_ready_clients
+            self.counts[client.distance] += passed
+        if client.is_queued:
+            self._unqueue(client)
+        return self.ready_clients > 0
 
     def _round(self, now_ns: int, stop_ns: int) -> bool:
         """Give each ready client its share. False when nothing more can be sent now."""
         channel, cursor, requeued = self._channel, self._cursor, self._unfinished.requeued
-        ready, clock = self._nearest(), self._topic.broker.monotonic_ns
+        near, middle, far = self._lines
+        ready, clock = near or middle or far, self._topic.broker.monotonic_ns
         before = (cursor.position, len(requeued), len(ready))
         if not self._turns:
             depth = max(0, channel.depth)
@@ -151,7 +164,7 @@ class Delivery:
             self._share = max(1, depth // len(ready)) if ready else 0
         while self._turns and ready:
             if clock() > stop_ns:
-                # The round goes on with the same shares when the others have had their time.
+                # The round goes on with the same shares in the next turn.
                 self._topic.broker.next_turn.add_channel(channel)
                 return False
             self._turns -= 1
@@ -159,64 +172,67 @@ class Delivery:
             if not self._serve(client, now_ns):
                 self._turns = 0
                 return False
-            # A send can end the connection: then the client has left the line, and another stands there.
+            # A send can end the connection. Then the client has left the line, and another is
+            # first.
             if client.is_queued:
                 ready.rotate(-1)
                 if client.capacity <= 0:
                     ready.pop()
                     client.is_queued = False
+                    self.ready_clients -= 1
         self._turns = 0
         # A round without any progress is the last one, whatever the depth says.
         has_moved = before != (cursor.position, len(requeued), len(ready))
-        return has_moved and self.has_ready_clients and channel.depth > 0
+        return has_moved and self.ready_clients > 0 and channel.depth > 0
 
     def _serve(self, client: Client, now_ns: int) -> bool:
-        """Give one client its share, as far as it can take it. False when nothing can be sent now."""
+        """Give one client its share, up to its capacity. False when nothing can be sent now."""
+        cursor, requeued = self._cursor, self._unfinished.requeued
         wanted = self._share
         while wanted > 0 and (capacity := client.capacity) > 0:
-            passed = self._send(client, min(capacity, wanted), now_ns)
-            if passed is None:
+            if self._reading is not None:
                 return False
-            if not passed and not self._unfinished.requeued:
-                # The cursor is at the end. A depth that says otherwise must not keep us here.
+            # Requeued and new messages take turns.
+            is_requeued = requeued and (self._requeued_next or cursor.position >= self._topic.visible_end)
+            self._requeued_next = not is_requeued
+            send = self._send_again if is_requeued else self._send_new
+            try:
+                passed = send(client, min(capacity, wanted), now_ns)
+            except (Cold, OSError) as error:
+                self._cannot_read(error)
+                return False
+            self._channel.mark_changed()
+            if not passed and not requeued:
+                # The cursor is at the end. A wrong depth must not keep us here.
                 break
             self.counts[client.distance] += passed
             wanted -= passed
         return True
 
-    def _send(self, client: Client, limit: int, now_ns: int) -> int | None:
-        """Send up to `limit` messages; gives how many have left the queue. None if it cannot be done now."""
-        if self._reading is not None:
-            return None
-        try:
-            if self._unfinished.requeued and (self._requeued_next or self._cursor.is_at_end):
-                self._requeued_next = False
-                passed = self._send_again(client, limit, now_ns)
-            else:
-                self._requeued_next = True
-                passed = self._send_new(client, limit, now_ns)
-        except (Cold, OSError) as error:
-            self._cannot_read(error)
-            return None
-        self._channel.mark_changed()
-        return passed
-
     # new messages
 
     def _send_new(self, client: Client, limit: int, now_ns: int) -> int:
-        batch = self._batch_at_cursor()
-        if batch is None:
-            return 0
-        buffer, offsets = batch.frames or self._build(batch)
-        position = self._cursor.position
+        """Send up to `limit` messages at the cursor. Gives how many the cursor has passed."""
+        topic, cursor, batch = self._topic, self._cursor, self._batch
+        reach = topic.visible_end
+        has_obstacles = topic.log.gaps.ranges or cursor.skips.ranges or cursor.deferred_ahead
+        if has_obstacles or batch is None or not batch.base <= cursor.position < batch.end or batch.due_ns:
+            batch = self._find_batch()
+            if batch is None:
+                return 0
+            reach = cursor.free_until()
+        if batch.frames is None:
+            first_id = topic.first_id + batch.base
+            batch.frames = build_frames(first_id, batch.timestamps_ns, batch.lengths, batch.data)
+        buffer, offsets = batch.frames
+        position = cursor.position
         index = position - batch.base
-        number = min(limit, batch.end - position, self._cursor.free_until() - position)
+        number = min(limit, batch.end - position, reach - position)
         start, end = offsets[index], offsets[index + number]
         if end - start > MAX_WRITE:
             number = max(1, bisect_right(offsets, start + MAX_WRITE) - 1 - index)
             end = offsets[index + number]
-        # Not a jump: nothing is passed by up to here.
-        self._cursor.position += number
+        cursor.position += number
         if client.identity.sample_rate:
             self._send_sample(client, batch, index, number, now_ns)
             return number
@@ -224,10 +240,11 @@ class Delivery:
         if run is not None and run.end == position and run.client is client and latency is None:
             run.end += number
         else:
-            self.launch_open()
+            if run is not None:
+                self.launch(run)
             stamps = 0 if latency is None else batch.timestamps_of(index, number)
             deadline_ns = now_ns + client.msg_timeout_ns
-            self._open = Run(client, position, position + number, now_ns, deadline_ns, 1, stamps)
+            self._open = Run(client, position, position + number, position, now_ns, deadline_ns, 1, stamps)
         client.in_flight += number
         client.message_count += number
         if end - start == len(buffer):
@@ -235,25 +252,19 @@ class Delivery:
         elif (end - start) * MAX_HELD >= len(buffer):
             client.send(memoryview(buffer)[start:end])
         else:
-            # Copied: a client that does not read must not hold on to the whole batch.
+            # Copied: a client that does not read must not pin the whole batch.
             client.send(buffer[start:end])
         return number
 
-    def launch_open(self) -> None:
-        """What was delivered last grows no more."""
-        run, self._open = self._open, None
-        if run is not None:
-            self._channel.launch(run)
-
-    def _batch_at_cursor(self) -> Batch | None:
-        """The batch that holds the cursor, which steps over gaps and deferred messages; None at the end."""
+    def _find_batch(self) -> Batch | None:
+        """The batch that holds the cursor; None at the end. On the way the cursor steps over gaps
+        and deferred messages."""
         cursor, topic, batch = self._cursor, self._topic, self._batch
-        passes_by = False
         while True:
             cursor.step_over()
             if cursor.position >= topic.visible_end:
                 return None
-            if batch is not None and batch.base <= cursor.position < batch.end and not passes_by:
+            if batch is not None and batch.base <= cursor.position < batch.end:
                 self._batch = batch
                 return batch
             batch = topic.log.read(cursor.position, wait=self._must_wait)
@@ -261,33 +272,40 @@ class Delivery:
             if batch is None:
                 cursor.jump(topic.visible_end)
                 return None
-            cursor.jump(min(max(cursor.position, batch.base), topic.visible_end))
-            passes_by = batch.due_ns > 0 and not cursor.delivers_deferred(batch.base, batch.due_ns)
-            if passes_by and cursor.position < batch.end:
-                cursor.jump(batch.end)
+            if batch.base > cursor.position:
+                cursor.jump(min(batch.base, topic.visible_end))
+            if batch.due_ns and not cursor.delivers_deferred(batch.base, batch.due_ns):
+                cursor.jump(min(batch.end, topic.visible_end))
+
+    def launch(self, run: Run) -> None:
+        """The messages of a delivery are in flight from now on."""
+        self._unfinished.in_flight.add(run)
+        watched_ns = self._channel.watched_ns
+        if watched_ns is None or run.deadline_ns < watched_ns:
+            self._channel.watch(run.deadline_ns)
 
     def _send_sample(self, client: Client, batch: Batch, index: int, number: int, now_ns: int) -> None:
-        """A client that asked for a share of the messages: what it does not get is gone for the channel."""
-        buffer, offsets = batch.frames or self._build(batch)
+        """The client wants a share of the messages. The others count as finished."""
+        assert batch.frames is not None
+        buffer, offsets = batch.frames
         deadline_ns = now_ns + client.msg_timeout_ns
         frames: list[bytes] = []
         for i in range(index, index + number):
             if private_random.randrange(100) > client.identity.sample_rate:
                 continue
-            sequence = batch.base + i
+            first, stamp = batch.base + i, batch.timestamp_of(i)
             frames.append(buffer[offsets[i] : offsets[i + 1]])
-            stamp = batch.timestamp_of(i)
-            self._channel.launch(Run(client, sequence, sequence + 1, now_ns, deadline_ns, 1, stamp))
+            self.launch(Run(client, first, first + 1, first, now_ns, deadline_ns, 1, stamp))
         self._send_frames(client, frames)
 
     def _send_frames(self, client: Client, frames: list[bytes]) -> None:
-        """Send messages that are in flight already: if sending ends the connection, they are taken back."""
+        """Send messages that are in flight. If that ends the connection, they are requeued."""
         if frames:
             client.in_flight += len(frames)
             client.message_count += len(frames)
             client.send(b"".join(frames))
 
-    # messages to be sent again
+    # requeued messages
 
     def _send_again(self, client: Client, limit: int, now_ns: int) -> int:
         channel, requeued = self._channel, self._unfinished.requeued
@@ -302,18 +320,18 @@ class Delivery:
                 if frames:
                     break
                 raise
-            sequence, delivered = self._unfinished.take_requeued()
+            first, delivered = self._unfinished.take_requeued()
             attempts = (delivered + 1) & 0xFFFF
             if found is None:
                 channel.dropped_count += 1
-                logger.error("%s: message %d is lost to a damaged log", channel, sequence)
+                logger.error("%s: message %d is lost to a damaged log", channel, first)
                 continue
             if client.identity.sample_rate and private_random.randrange(100) > client.identity.sample_rate:
                 continue
             frame, timestamp_ns = found
             frames.append(frame if attempts == 1 else with_attempts(frame, attempts))
             size += len(frame)
-            channel.launch(Run(client, sequence, sequence + 1, now_ns, deadline_ns, attempts, timestamp_ns))
+            self.launch(Run(client, first, first + 1, first, now_ns, deadline_ns, attempts, timestamp_ns))
             if size >= MAX_WRITE:
                 break
         passed = before - len(requeued)
@@ -329,49 +347,104 @@ class Delivery:
             self._must_wait = False
         if batch is None or not batch.base <= sequence < batch.end:
             return None
-        buffer, offsets = batch.frames or self._build(batch)
+        if batch.frames is None:
+            first_id = self._topic.first_id + batch.base
+            batch.frames = build_frames(first_id, batch.timestamps_ns, batch.lengths, batch.data)
+        buffer, offsets = batch.frames
         index = sequence - batch.base
         return buffer[offsets[index] : offsets[index + 1]], batch.timestamp_of(index)
-
-    def _build(self, batch: Batch) -> tuple[bytes, array[int]]:
-        """The frames of a batch. All channels share them."""
-        first_id = self._topic.first_id + batch.base
-        batch.frames = build_frames(first_id, batch.timestamps_ns, batch.lengths, batch.data)
-        return batch.frames
 
     # the disk
 
     def _cannot_read(self, error: Cold | OSError) -> None:
-        """What is to be sent next cannot be read now."""
-        if isinstance(error, Cold):
-            self._read_ahead(error)
-        else:
-            self._topic.broker.read_failed(self._channel, error)
-
-    def _read_ahead(self, cold: Cold) -> None:
-        """Have the disk read in a thread. Delivery goes on when it has."""
-        self._reading = cold
+        """The next message cannot be read now. If it is on a disk that would have to be waited for,
+        a thread reads it first."""
+        broker, channel = self._topic.broker, self._channel
+        if not isinstance(error, Cold):
+            broker.read_failed(channel, error)
+            return
+        cold = self._reading = error
 
         def done() -> None:
             if self._reading is cold:
                 self._reading = None
                 self._must_wait = True
-            self._topic.broker.next_turn.add_channel(self._channel)
+            broker.next_turn.add_channel(channel)
 
-        self._topic.broker.read_ahead(cold, done)
+        broker.read_ahead(cold, done)
 
-    # bounds
+    # the clients' answers
 
-    def _drop_surplus(self) -> None:
-        """An ephemeral channel keeps no more than the memory queue's size: the oldest go, and are counted."""
-        channel, cursor, unfinished = self._channel, self._cursor, self._unfinished
-        surplus = channel.depth - self._topic.broker.options.mem_queue_size
-        while surplus > 0 and unfinished.requeued:
-            unfinished.take_requeued()
+    def finish(self, client: Client, spans: list[tuple[int, int]], now_ns: int) -> list[ClientError]:
+        """FIN, for spans of ids. Gives an error for each id that is not this client's to finish."""
+        in_flight, topic, latency = self._unfinished.in_flight, self._topic, self._channel.latency
+        first_id = topic.first_id
+        errors = []
+        finished = 0
+        for message_id, end_id in spans:
+            sequence, end = message_id - first_id, end_id - first_id
+            while sequence < end:
+                run = in_flight.singles.get(sequence) or in_flight.find(sequence)
+                if run is None or run.client is not client:
+                    reason = "ID not in flight" if run is None else "client does not own message"
+                    errors.append(_failed("FIN", first_id + sequence, reason))
+                    sequence += 1
+                    continue
+                number = in_flight.answer(run, sequence, end - sequence)
+                if latency is not None:
+                    wall_ns = topic.broker.wall_ns()
+                    for i in range(sequence, sequence + number):
+                        latency.record(wall_ns - run.timestamp_of(i), now_ns)
+                finished += number
+                sequence += number
+        client.finish_count += finished
+        client.in_flight -= finished
+        self._channel.checkpoint.is_stale = True
+        topic.broker.upkeep.changed.add(topic)
+        if not client.is_queued or self._cursor.position < topic.visible_end or self._unfinished.requeued:
+            self.offer(client)
+        return errors
+
+    def requeue(self, client: Client, message_id: int, timeout_ms: int, now_ns: int) -> None:
+        """REQ: send again at once, or after a while."""
+        run, sequence = self._owned("REQ", client, message_id)
+        self._unfinished.in_flight.answer(run, sequence)
+        channel = self._channel
+        if sequence < self._topic.given_up_before:
             channel.dropped_count += 1
-            surplus -= 1
-        if surplus > 0:
-            before = cursor.ahead
-            cursor.jump(cursor.behind(surplus))
-            self._batch = None
-            channel.dropped_count += before - cursor.ahead
+        elif timeout_ms > 0:
+            channel.defer(sequence, now_ns + timeout_ms * 1_000_000, run.attempts)
+        else:
+            self._unfinished.requeue((sequence,), run.attempts)
+        channel.requeue_count += 1
+        client.requeue_count += 1
+        client.in_flight -= 1
+        channel.mark_changed()
+        self.offer(client)
+
+    def touch(self, client: Client, message_id: int, now_ns: int) -> None:
+        """TOUCH: a new deadline, within the limit counted from the delivery."""
+        run, sequence = self._owned("TOUCH", client, message_id)
+        limit_ns = run.delivered_ns + int(self._topic.broker.options.max_msg_timeout * 1e9)
+        deadline_ns = min(now_ns + client.msg_timeout_ns, limit_ns)
+        if run.end - run.first == 1 and deadline_ns >= run.deadline_ns:
+            # The heap's entry is early now. It is corrected when it comes up.
+            run.deadline_ns = deadline_ns
+            return
+        self._unfinished.in_flight.answer(run, sequence)
+        first, stamp, delivered_ns = sequence, run.timestamp_of(sequence), run.delivered_ns
+        self.launch(Run(client, first, first + 1, first, delivered_ns, deadline_ns, run.attempts, stamp))
+
+    def _owned(self, verb: str, client: Client, message_id: int) -> tuple[Run, int]:
+        """The client's delivery that holds the message, and the message's sequence number."""
+        sequence = message_id - self._topic.first_id
+        run = self._unfinished.in_flight.find(sequence)
+        if run is None:
+            raise _failed(verb, message_id, "ID not in flight")
+        if run.client is not client:
+            raise _failed(verb, message_id, "client does not own message")
+        return run, sequence
+
+
+def _failed(verb: str, message_id: int, reason: str) -> ClientError:
+    return ClientError(f"E_{verb}_FAILED", f"{verb} {message_id:016x} failed {reason}")

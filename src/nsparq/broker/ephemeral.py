@@ -46,10 +46,10 @@ class EphemeralBound:
                 topic.origin += surplus
                 topic.drop_held_back_before(topic.origin)
             if topic.paused:
-                topic.pause_position = topic.origin
+                topic.visible_end = topic.origin
             log.trim(topic.origin)
             return
-        if topic.paused and (dropped := log.discard_oldest(topic.pause_position, limit)):
+        if topic.paused and (dropped := log.discard_oldest(topic.visible_end, limit)):
             topic.dropped_count += dropped
             topic.held_back = [held for held in topic.held_back if log.gaps.skip(held[0]) == held[0]]
         cursor = min(channel.cursor.position for channel in topic.channels.values())
@@ -87,18 +87,18 @@ class EphemeralBound:
             before = max(before, log.end_of_oldest(size_bytes))
         topic.given_up_before = max(topic.given_up_before, before)
         if topic.depth:
-            held_from = topic.pause_position if topic.channels else topic.origin
+            held_from = topic.visible_end if topic.channels else topic.origin
             topic.dropped_count += log.count(held_from, before)
             topic.drop_held_back_before(before)
         if not topic.channels:
             topic.origin = max(topic.origin, before)
             if topic.paused:
-                topic.pause_position = topic.origin
+                topic.visible_end = topic.origin
         for channel in topic.channels.values():
             channel.give_up(before)
         log.trim(before)
         if topic.channels and topic.paused:
-            log.gaps.add(topic.pause_position, before)
+            log.gaps.add(topic.visible_end, before)
 
 
 def bound_memory(topics: Mapping[str, Topic], memory: EphemeralMemory) -> None:

@@ -11,21 +11,21 @@ class Health:
     """The latest error of each source, until the source works again."""
 
     def __init__(self) -> None:
-        self._errors: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
 
     def set(self, error: str | None, source: str = "publish") -> None:
         """Note the error of a source; None if it works again. A source is publishing, or an
         activity and its subject: `sync TOPIC`, `checkpoint TOPIC:CHANNEL`."""
-        known = self._errors.get(source)
+        known = self.errors.get(source)
         if error is not None:
             if error != known:
                 logger.error("%s", error)
-            self._errors[source] = error
+            self.errors[source] = error
         elif known is not None:
             logger.info("recovered from: %s", known)
-            del self._errors[source]
+            del self.errors[source]
 
     @property
     def error(self) -> str | None:
         """The oldest error, or None."""
-        return next(iter(self._errors.values())) if self._errors else None
+        return next(iter(self.errors.values())) if self.errors else None

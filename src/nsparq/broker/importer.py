@@ -95,14 +95,14 @@ def _import_topic(broker: Broker, name: str, queues: list[DiskQueue]) -> None:
 def _begin(topic: Topic) -> None:
     """Messages appended from here on do not count until let_import_count()."""
     topic.import_start = topic.log.end
-    topic.write_state(clean=False, sync=True)
+    topic.checkpoint.write(sync=True)
 
 
 def _show(topic: Topic) -> None:
     """Show the channels their own messages, even if the topic is paused: NSQ's channels had
     them."""
-    if topic.paused and topic.channels and not topic.log.count(topic.pause_position, topic.import_start):
-        topic.pause_position = topic.log.end
+    if topic.paused and topic.channels and not topic.log.count(topic.visible_end, topic.import_start):
+        topic.visible_end = topic.log.end
 
 
 def let_import_count(topic: Topic) -> None:
@@ -112,7 +112,7 @@ def let_import_count(topic: Topic) -> None:
         channel.cursor.step_over()
         channel.checkpoint.save(sync=True)
     topic.import_start = -1
-    topic.write_state(clean=False, sync=True)
+    topic.checkpoint.write(sync=True)
 
 
 def undo_import(topic: Topic, log: Log, start: int, states: Iterable[ChannelState]) -> None:
@@ -159,6 +159,8 @@ def _append(topic: Topic, records: Iterable[Record]) -> int:
             bodies.append(record.body)
             size += len(record.body)
         topic.log.append([(bodies, 0)], timestamp_ns)
+    if not topic.paused:
+        topic.visible_end = topic.log.end
     return topic.log.end - start
 
 

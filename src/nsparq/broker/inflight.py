@@ -1,16 +1,18 @@
-"""What is in flight on a channel, by delivery rather than by message.
+"""Messages in flight on a channel, kept by delivery rather than by message.
 
-Consecutive messages delivered together are one Run, and clients mostly answer them in order, so a run knows
-what is answered as "everything below `low`, and these few above". A run is looked for among the latest few,
-where it mostly is, and then through the blocks of sequence numbers that it touches. Nothing here is linear in
-what is in flight: delivering and answering a run in order costs the same for one message as for a thousand,
-and an answered run stays in the heap of deadlines until the heap is half dead.
+Consecutive messages delivered together are one Run. Clients mostly answer them in order, so a run
+notes what is answered as "everything below `low`, and these few above". A run is looked up among
+the latest few, where it mostly is, and then by the blocks of sequence numbers that it touches. No
+step takes time proportional to the messages in flight: delivering and answering a run in order
+costs the same for one message as for a thousand. An answered run stays in the heap of deadlines
+until half of the heap is answered runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import chain, count, filterfalse
 from operator import attrgetter
@@ -19,90 +21,63 @@ from nsparq.broker.client import Client
 from nsparq.storage.batch import Timestamps
 
 _SHORT_BITS = 6
-"""Short runs are registered for each 64 numbers that they touch, so that they have few neighbours."""
+"""Short runs are registered for each block of 64 numbers that they touch, so that a block has few
+runs."""
 _LONG_BITS = 11
-"""Long ones for each 2048, so that they have few entries."""
+"""Long runs are registered for each block of 2048, so that a run has few entries."""
 _LONG = 256
-"""From so many messages on a run is long."""
+"""A run of at least this many messages is long."""
 _LATEST = 8
-"""So many runs are not registered at all: most are answered before others come."""
+"""The latest runs, this many, are not registered: most are answered before others come."""
 
 _order = count()
 
 
+@dataclass(slots=True, eq=False)
 class Run:
     """Messages numbered from `first` to before `end`, sent to one client in one go."""
 
-    __slots__ = (
-        "attempts",
-        "client",
-        "deadline_ns",
-        "delivered_ns",
-        "end",
-        "first",
-        "holes",
-        "is_registered",
-        "low",
-        "timestamps_ns",
-    )
-
-    def __init__(
-        self,
-        client: Client,
-        first: int,
-        end: int,
-        now_ns: int,
-        deadline_ns: int,
-        attempts: int,
-        timestamps_ns: Timestamps,
-    ) -> None:
-        self.client = client
-        self.first = first
-        self.end = end
-        self.low = first
-        """Everything before this is answered."""
-        self.holes: set[int] = set()
-        """Those beyond `low` that are answered."""
-        self.is_registered = False
-        self.delivered_ns = now_ns
-        self.deadline_ns = deadline_ns
-        self.attempts = attempts
-        self.timestamps_ns = timestamps_ns
-        """When they were published: one time for all, or one each. 0 where nobody wants to know."""
+    client: Client
+    first: int
+    end: int
+    low: int
+    """Everything before this is answered. It begins at `first`."""
+    delivered_ns: int
+    deadline_ns: int
+    attempts: int
+    timestamps_ns: Timestamps
+    """Publish times: one for all messages, or one each. 0 where latencies are not recorded."""
+    holes: set[int] = field(default_factory=set)
+    """Messages beyond `low` that are answered."""
+    is_registered: bool = False
+    """Whether InFlight finds the run by the blocks that it touches."""
 
     def holds(self, sequence: int) -> bool:
         """Whether the message is part of this run and unanswered."""
         return self.low <= sequence < self.end and sequence not in self.holes
 
-    def answer(self, sequence: int, most: int) -> int:
-        """Count a held message as answered, and up to `most` with those behind it. Gives the number."""
-        if sequence != self.low:
-            self.holes.add(sequence)
-            return 1
-        if self.holes:
+    def answer_out_of_order(self, sequence: int) -> None:
+        """Count a held message as answered, where others have been answered out of order or this
+        one is."""
+        self.holes.add(sequence)
+        while self.low in self.holes:
+            self.holes.remove(self.low)
             self.low += 1
-            while self.low in self.holes:
-                self.holes.remove(self.low)
-                self.low += 1
-            return 1
-        number = min(most, self.end - sequence)
-        self.low += number
-        return number
 
     def unanswered(self) -> Iterator[int]:
-        """No Python runs for each message: there may be very many."""
+        """Numbers of the unanswered messages. Iterated in C, because there may be very many."""
         held = range(self.low, self.end)
         return filterfalse(self.holes.__contains__, held) if self.holes else iter(held)
 
     def count_below(self, sequence: int) -> int:
-        """How many of those with smaller numbers are unanswered."""
+        """Unanswered messages with smaller numbers."""
         end = min(self.end, sequence)
         if end == self.end or not self.holes:
             return max(0, end - self.low) - len(self.holes)
         return max(0, end - self.low) - sum(hole < end for hole in self.holes)
 
     def answer_below(self, sequence: int) -> int:
-        """Count everything with a smaller number as answered. Gives the number of those that were not."""
+        """Count every message with a smaller number as answered. Gives how many were not."""
         number = self.count_below(sequence)
         self.low = max(self.low, min(self.end, sequence))
         self.holes = {hole for hole in self.holes if hole >= self.low}
@@ -124,13 +99,13 @@ class InFlight:
         self.singles: dict[int, Run] = {}
         """Runs of one message, by its number."""
         self.longer: dict[Run, None] = {}
-        """Runs of several, in the order of their delivery, like the others: they are sent again in that order
-        after a restart."""
+        """Runs of several messages. Both kinds are in the order of their delivery: after a restart
+        they are sent again in that order."""
         self._latest: list[Run] = []
-        """The latest few of these."""
+        """The latest few of the longer runs."""
         self._short: dict[int, list[Run]] = {}
         self._long: dict[int, list[Run]] = {}
-        """The others of them, by each block of numbers that they touch."""
+        """The other longer runs, by each block of numbers that they touch."""
         self._heap: list[tuple[int, int, Run]] = []
         self._dead = 0
 
@@ -196,8 +171,14 @@ class InFlight:
         return None
 
     def answer(self, run: Run, sequence: int, most: int = 1) -> int:
-        """Take out a message that `run` holds, and up to `most` with those behind it. Gives the number."""
-        number = run.answer(sequence, most)
+        """Take out a message that `run` holds, and up to `most` with those behind it. Gives the
+        number."""
+        number = 1
+        if sequence == run.low and not run.holes:
+            number = min(most, run.end - sequence)
+            run.low += number
+        else:
+            run.answer_out_of_order(sequence)
         self._count -= number
         if run.low == run.end:
             self._settle(run)
@@ -252,12 +233,13 @@ class InFlight:
         return heap[0][0] if heap else None
 
     def first_expired(self, now_ns: int) -> Run | None:
-        """A run whose deadline has passed; it comes up again until its messages have been taken out."""
+        """A run whose deadline has passed. It is given again until its messages have been taken
+        out."""
         while (deadline := self.next_deadline()) is not None and deadline <= now_ns:
             run = self._heap[0][2]
             if run.deadline_ns <= now_ns:
                 return run
-            # Touched: the entry was early.
+            # TOUCH has moved the deadline.
             heappop(self._heap)
             heappush(self._heap, (run.deadline_ns, next(_order), run))
         return None

@@ -1,7 +1,8 @@
 """End-to-end latency percentiles: how long after its publication a message was finished.
 
-Values are counted in buckets that grow by two per cent, so any percentile is within one per cent of the
-truth whatever the distribution. Two half windows are kept; the older is dropped when it has aged out.
+Values are counted in buckets that grow by two per cent, so any percentile is exact within one per
+cent, whatever the distribution. Two half windows are kept; the older one is dropped when its time
+is over.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Latency:
     def _rotate(self, now_ns: int) -> None:
         late_ns = now_ns - self._rotate_at
         if late_ns >= self._half_ns:
-            # A half window and more without a value: both are old.
+            # No value for more than half a window: both halves are old.
             self._previous, self._current = Counter(), Counter()
             self._rotate_at = now_ns + self._half_ns
         elif late_ns >= 0:

@@ -1,9 +1,10 @@
-"""The queue scan: finds what has timed out and what has fallen due, over all channels.
+"""The queue scan: finds messages that have timed out or are due, over all channels.
 
-NSQ's scheme: every 100 ms look at a few channels chosen at random, with a pool of workers that follows the
-number of channels; when more than a quarter of them had something, look again at once. We keep its numbers
-and better the choice: channels say when they next have something, so only those whose time has come are
-candidates. An idle channel costs nothing, and a new one is not overlooked until the next refresh.
+NSQ looks at a few channels every 100 ms, chosen at random, with a pool of workers that grows with
+the number of channels. If more than a quarter of them had something, it looks again at once. The
+numbers here are NSQ's, the choice is better: channels say when they next have something, and only
+those whose time has come are candidates. An idle channel costs nothing, and a new one need not wait
+for a refresh.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ INTERVAL_S = 0.1
 DIRTY_SHARE = 0.25
 POOL_SHARE = 0.25
 SLICE = 256
-"""Messages a worker handles before the event loop has its turn."""
+"""Messages that a worker handles before it yields to the event loop."""
 TIDY_LEAST = 64
-"""So many dead entries of the heap are left alone."""
+"""Dead entries that the heap may have in any case."""
 
 
 class QueueScan:
-    """One for the whole broker. The server calls scan() every INTERVAL_S and rests at each yield."""
+    """One for the whole broker. The server calls scan() every INTERVAL_S and rests at each
+    yield."""
 
     def __init__(self, selection_count: int, worker_pool_max: int) -> None:
         self._selection_count = selection_count
@@ -36,7 +38,7 @@ class QueueScan:
         self._heap: list[tuple[int, int, Channel]] = []
         self._order = count()
         self._tidy_at = TIDY_LEAST
-        """The heap is rid of dead entries when it has grown to this."""
+        """Size of the heap at which its dead entries are removed."""
         self.workers = 1
 
     def watch(self, channel: Channel, at_ns: int) -> None:
@@ -46,20 +48,21 @@ class QueueScan:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Keep one entry for each channel that is watched. The others would stay until their time, an hour
-        for a deferred message, and a channel that is watched for an earlier time now and then leaves one each
-        time."""
+        """Keep one entry for each channel that is watched. A channel leaves a dead entry each time
+        that it is watched for an earlier time, and that entry would stay until its time: an hour
+        for some deferred messages."""
         watched = {c: at_ns for at_ns, _, c in self._heap if c.watched_ns == at_ns and not c.is_exiting}
         self._heap = [(at_ns, next(self._order), channel) for channel, at_ns in watched.items()]
         heapify(self._heap)
         self._tidy_at = 2 * len(self._heap) + TIDY_LEAST
 
     def resize(self, channels: int) -> None:
-        """Let the pool follow the number of channels."""
+        """Adjust the pool to the number of channels."""
         self.workers = max(1, min(int(channels * POOL_SHARE), self._worker_pool_max))
 
     def scan(self, now_ns: int) -> Generator[None, None, None]:
-        """Serve the channels whose time has come, in rounds. Yields wherever a break is in order."""
+        """Serve the channels whose time has come, in rounds. Yields to the event loop in
+        between."""
         candidates = self._take_due(now_ns)
         while candidates:
             chosen = private_random.sample(candidates, min(self._selection_count, len(candidates)))
@@ -77,7 +80,7 @@ class QueueScan:
         due = []
         while self._heap and self._heap[0][0] <= now_ns:
             at_ns, _, channel = heappop(self._heap)
-            # An entry that the channel has since replaced by an earlier one is stale.
+            # The entry is stale if the channel has replaced it by an earlier one.
             if channel.watched_ns == at_ns:
                 channel.watched_ns = None
                 if not channel.is_exiting:

@@ -1,7 +1,7 @@
 """The messages of a channel that its cursor has passed and that are not finished.
 
-Each is in exactly one place: in flight (sent and not answered), requeued (waiting to be sent again), or
-deferred (waiting for its time). Messages are known here by their sequence numbers.
+Each is in exactly one place: in flight (sent and not answered), requeued (waiting to be sent
+again), or deferred (not due yet). Messages are named by their sequence numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from nsparq.broker.inflight import InFlight
 
 
 class Exceptions(NamedTuple):
-    """Unfinished messages as they are kept on disk, in the order in which they will be sent again."""
+    """Unfinished messages as they are kept on disk, in the order in which they will be sent
+    again."""
 
     sequences: np.ndarray
     attempts: np.ndarray
@@ -51,7 +52,7 @@ class Unfinished:
     # changes
 
     def requeue(self, sequences: Iterable[int], attempts: int = 0) -> None:
-        """Have messages sent again, after so many deliveries each."""
+        """Have messages sent again. `attempts` is how often each has been delivered."""
         sequences = [*sequences]
         if attempts:
             for sequence in sequences:
@@ -64,7 +65,7 @@ class Unfinished:
         self.deferred.add(sequence, due_ns)
 
     def requeue_due(self, now_ns: int) -> bool:
-        """Requeue a message whose time has come. False if there is none."""
+        """Requeue a message that is due. False if there is none."""
         sequence = self.deferred.pop_due(now_ns)
         if sequence is None:
             return False
@@ -99,7 +100,8 @@ class Unfinished:
     # on disk
 
     def capture(self) -> Callable[[], Exceptions]:
-        """Copies what is needed, quickly, and gives a function that makes arrays of it in a thread."""
+        """Copies what is needed, quickly, and gives a function that makes arrays of it in a
+        thread."""
         singles = self.in_flight.singles.copy()
         longer = [(run.attempts, [*run.unanswered()]) for run in self.in_flight.longer]
         requeued, attempts = [*self.requeued], self._attempts.copy()

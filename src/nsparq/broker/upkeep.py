@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from nsparq.broker.ephemeral import bound_memory
+from nsparq.broker.reclaim import reclaim
 from nsparq.errors import SyncFailed
 from nsparq.storage.files import Work
 from nsparq.storage.segment import Segment
@@ -43,7 +44,7 @@ class Upkeep:
         self._broker = broker
         self.use_count = 0
         """Grows with every append, so that a long poll of many topics sees new messages."""
-        self._changed: set[Topic] = set()
+        self.changed: set[Topic] = set()
         """Topics that the next round looks at."""
         self._with_files: set[Topic] = set()
         """Topics whose log may have open files. A round closes those of idle topics."""
@@ -67,12 +68,16 @@ class Upkeep:
 
     def note_changed(self, topic: Topic) -> None:
         """Let the next round look at the topic."""
-        self._changed.add(topic)
+        self.changed.add(topic)
 
     def note_used(self, topic: Topic) -> None:
-        """Messages were appended, or the topic was emptied or got new settings."""
+        """The topic was emptied or got new settings. Publishing does the same for each append."""
         self.use_count += 1
-        self._changed.add(topic)
+        self.changed.add(topic)
+        self.sync_soon(topic)
+
+    def sync_soon(self, topic: Topic) -> None:
+        """Keep `--sync-every`, though not more often than every MIN_SYNC_INTERVAL_NS."""
         now_ns = self._broker.monotonic_ns()
         if now_ns - topic.synced_ns < MIN_SYNC_INTERVAL_NS or topic.is_synchronous:
             return
@@ -86,7 +91,7 @@ class Upkeep:
 
     def forget_topic(self, topic: Topic) -> None:
         """The topic was deleted."""
-        for topics in (self._changed, self._with_files, self._aging):
+        for topics in (self.changed, self._with_files, self._aging):
             topics.discard(topic)
         for work in ("sync", "state"):
             self._broker.health.set(None, f"{work} {topic}")
@@ -116,9 +121,9 @@ class Upkeep:
         self._try_again()
         if now_ns >= self._next_age_check_ns:
             self._next_age_check_ns = now_ns + AGE_INTERVAL_NS
-            self._changed |= self._aging
+            self.changed |= self._aging
             self._aging = set()
-        changed, self._changed = self._changed, set()
+        changed, self.changed = self.changed, set()
         idle = self._with_files - changed
         self._with_files.update(topic for topic in changed if not (topic.is_ephemeral or topic.is_exiting))
         stop_ns = now_ns + SLICE_NS
@@ -133,7 +138,7 @@ class Upkeep:
                     stop_ns = broker.monotonic_ns() + SLICE_NS
         finally:
             # If the round was interrupted, the next one continues with these.
-            self._changed |= changed
+            self.changed |= changed
         broker.transactions.expire()
         broker.scan.resize(broker.channel_count)
         self._sync_pending()
@@ -153,14 +158,14 @@ class Upkeep:
             return
         try:
             self._checkpoint_channels(topic)
-            topic.checkpoint()
+            topic.checkpoint.update()
             self._sync_in_time(topic)
             self._reclaim(topic)
             bound_memory(self._broker.topics, self._broker.ephemeral_memory)
         except Exception:
             # An error of one topic must not stop the checkpoints of others.
             logger.exception("%s: internal error in upkeep", topic)
-            self._changed.add(topic)
+            self.changed.add(topic)
 
     # checkpoints
 
@@ -170,7 +175,7 @@ class Upkeep:
                 continue
             now_ns = self._broker.monotonic_ns()
             if channel in self._checkpointing or now_ns < self._next_checkpoint_ns.get(channel, 0):
-                self._changed.add(topic)
+                self.changed.add(topic)
                 continue
             channel.checkpoint.is_stale = False
             self._checkpointing.add(channel)
@@ -199,7 +204,7 @@ class Upkeep:
             self._next_checkpoint_ns[channel] = began_ns + CHECKPOINT_SHARE * (encoded_ns - began_ns)
             if error is not None:
                 channel.checkpoint.is_stale = True
-                self._changed.add(channel.topic)
+                self.changed.add(channel.topic)
             if is_latest and state is not None:
                 channel.checkpoint.written(state)
             text = None if error is None else f"failed to checkpoint {channel}: {error}"
@@ -238,7 +243,7 @@ class Upkeep:
         """The fsync could not be tried, mostly because no file descriptor was free. Nothing is
         known to be lost, so publishers keep waiting, and the next round tries again."""
         self._broker.health.set(f"{topic}: cannot fsync now: {_reason(error)}", f"sync {topic}")
-        self._changed.add(topic)
+        self.changed.add(topic)
 
     def _note_sync(self, topic: Topic, error: OSError | None) -> None:
         """A failed fsync stays in health until the segment is copied. A later fsync that works
@@ -246,7 +251,7 @@ class Upkeep:
         source = f"sync {topic}"
         if error is not None:
             self._broker.health.set(f"{topic}: fsync failed: {_reason(error)}", source)
-            self._changed.add(topic)
+            self.changed.add(topic)
         elif not topic.log.doubtful:
             self._broker.health.set(None, source)
 
@@ -254,7 +259,7 @@ class Upkeep:
         """Keep `--sync-timeout`, and copy segments whose fsync failed."""
         log, now_ns, options = topic.log, self._broker.monotonic_ns(), self._broker.options
         if log.unsynced:
-            self._changed.add(topic)
+            self.changed.add(topic)
             # Sync now if the next round would be too late.
             limit_s = options.sync_timeout - options.checkpoint_interval
             is_time = topic.publishing.awaits_sync or now_ns - topic.synced_ns >= limit_s * 1e9
@@ -267,7 +272,7 @@ class Upkeep:
     def _copy_doubtful(self, topic: Topic, segment: Segment, now_ns: int) -> None:
         """Copy a segment whose fsync failed. If that fails too, try again after
         COPY_INTERVAL_NS."""
-        self._changed.add(topic)
+        self.changed.add(topic)
         if topic in self._copying or now_ns < topic.copy_after_ns:
             return
 
@@ -310,7 +315,7 @@ class Upkeep:
     # removing
 
     def _reclaim(self, topic: Topic) -> None:
-        segments = topic.reclaim(self._broker.age_ns())
+        segments = reclaim(topic, self._broker.age_ns())
         if segments:
             self.remove(f"segments of {topic}", partial(self.remove_segments, segments))
         if topic.log.has_aging_segments:

@@ -1,4 +1,4 @@
-"""What one client may do: the secret that it has sent, and what the authenticator grants for it."""
+"""The permissions of one client: the secret that it has sent, and the grant for it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ class ClientAuth:
     """The permissions of one client, for as long as it is connected."""
 
     def __init__(self, authenticator: Authenticator | None, client: Client) -> None:
+        self.is_required = authenticator is not None
+        """Whether a command needs a permission."""
         self._authenticator = authenticator
         self._client = client
         self._loop = asyncio.get_running_loop()
         self._secret = b""
         self._grant: Grant | None = None
-
-    @property
-    def is_required(self) -> bool:
-        return self._authenticator is not None
 
     @property
     def has_expired(self) -> bool:
@@ -57,8 +55,8 @@ class ClientAuth:
         return grant
 
     def require(self, verb: str, topic: str, channel: str) -> None:
-        """Raise FatalClientError unless the client may do this, by its grant, or as anybody may who has sent
-        no secret."""
+        """Raise FatalClientError unless the client may do this, by its grant, or by the anonymous
+        grant if it has sent no secret."""
         assert self._authenticator is not None
         grant = self._grant or self._authenticator.anonymous
         if grant is None:

@@ -1,4 +1,4 @@
-"""What nsqd does for each command, a function each, from top to bottom.
+"""One function for each command, to be read from top to bottom.
 
 Fatal errors are raised: the connection replies with the error and closes.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def identify(connection: Connection, command: commands.Identify) -> None:
-    connection.client.identity = command.identity
+    connection.client.identify(command.identity)
     connection.restart_timer()
     connection.answer_publishes()
     connection.outbox.reply(encode_frame(RESPONSE, command.identity.reply(connection.nsqd.limits)))
@@ -57,7 +57,8 @@ def subscribe(connection: Connection, command: commands.Subscribe) -> None:
 
 
 async def _confirm_subscription(connection: Connection, topic: Topic) -> None:
-    """The channel may be new. With `--durability=fsync` it is on disk before the client is answered."""
+    """The channel may be new. With `--durability=fsync` it is on disk before the client is
+    answered."""
     try:
         await connection.nsqd.durable(topic)
     except OSError as error:
@@ -70,29 +71,29 @@ def publish(connection: Connection, command: commands.Publish) -> None:
     verb, topic_name = command.verb, command.topic
     if connection.auth.is_required and not _is_permitted(connection, command, verb, topic_name, ""):
         return
-    outbox, count = connection.outbox, len(command.counts) or 1
-    outbox.expect(count)
+    broker, outbox, count = connection.nsqd.broker, connection.outbox, len(command.counts) or 1
+    outbox.unanswered += count
     try:
-        connection.nsqd.broker.publish(
-            topic_name,
+        topic = broker.topics.get(topic_name) or broker.get_topic(topic_name)
+        topic.publishing.publish(
             command.bodies,
-            command.defer_ms,
-            partial(connection.published, count),
-            verb,
+            command.defer_ms * 1_000_000,
+            partial(connection.published, count, verb),
             has_company=connection.protocol.has_more,
         )
     except (Exiting, StorageError, OSError) as error:
-        outbox.withdraw(count)
+        outbox.unanswered -= count
         raise FatalClientError(f"E_{verb}_FAILED", f"{verb} failed {reason_of(error)}") from error
-    connection.client.publish_counts[topic_name] += len(command.bodies)
-    unanswered = outbox.unanswered
-    if not unanswered:
+    connection.client.publish_counts[topic_name] += len(command.bodies.lengths)
+    if not outbox.unanswered:
         # It was appended at once. The client can prepare its next publish while we serve others.
-        connection.nsqd.sender.send_oks()
-    elif unanswered >= MAX_UNANSWERED:
+        connection.nsqd.oks.send()
+    elif outbox.unanswered >= MAX_UNANSWERED:
         connection.adjust_reading()
-    elif connection.protocol.lone_publishes >= connection.join_lane_after:
-        connection.join_lane(topic_name)
+    member = connection.lane_member
+    member.lone_publishes = 0 if command.counts or verb != "PUB" else member.lone_publishes + 1
+    if member.lone_publishes >= member.join_after:
+        member.join(connection, topic)
 
 
 def ready(connection: Connection, command: commands.Ready) -> None:
@@ -103,15 +104,16 @@ def ready(connection: Connection, command: commands.Ready) -> None:
 def finish(connection: Connection, command: commands.Finish) -> None:
     client, channel = connection.client, connection.client.channel
     if channel is not None:
-        for error in channel.finish(client, command.spans, connection.nsqd.broker.monotonic_ns()):
+        for error in channel.delivery.finish(client, command.spans, connection.nsqd.broker.monotonic_ns()):
             connection.fail(error)
 
 
 def requeue(connection: Connection, command: commands.Requeue) -> None:
     client, channel = connection.client, connection.client.channel
     if channel is not None:
+        now_ns = connection.nsqd.broker.monotonic_ns()
         try:
-            channel.requeue(client, command.id, command.timeout_ms, connection.nsqd.broker.monotonic_ns())
+            channel.delivery.requeue(client, command.id, command.timeout_ms, now_ns)
         except ClientError as error:
             connection.fail(error)
 
@@ -120,7 +122,7 @@ def touch(connection: Connection, command: commands.Touch) -> None:
     client, channel = connection.client, connection.client.channel
     if channel is not None:
         try:
-            channel.touch(client, command.id, connection.nsqd.broker.monotonic_ns())
+            channel.delivery.touch(client, command.id, connection.nsqd.broker.monotonic_ns())
         except ClientError as error:
             connection.fail(error)
 
@@ -138,8 +140,8 @@ def refuse(connection: Connection, command: commands.Refusal) -> None:
 def _is_permitted(
     connection: Connection, command: commands.Command, verb: str, topic: str, channel: str
 ) -> bool:
-    """False if that must be asked for: the command is then executed again when the answer has come. Raises
-    FatalClientError if it is not permitted."""
+    """Whether the client may do this. False if the auth server has to be asked: the command is then
+    executed again when the answer has come. Raises FatalClientError if the client may not."""
     auth = connection.auth
     if not auth.is_required:
         return True
@@ -151,7 +153,7 @@ def _is_permitted(
 
 
 def reason_of(error: Exception) -> str:
-    """What a client may know of a failure: never a path."""
+    """The reason of a failure as a client may know it: never a path."""
     if isinstance(error, OSError):
         return error.strerror or "disk error"
     cause = error.__cause__

@@ -266,7 +266,7 @@ async def _wait_until_committed(topic: Topic) -> None:
     """Wait until the topic's messages are as durable as its settings require."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def finish(verb: str, error: Exception | None) -> None:
+    def finish(error: Exception | None) -> None:
         if done.done():
             return
         if error is None:
@@ -274,7 +274,7 @@ async def _wait_until_committed(topic: Topic) -> None:
         else:
             done.set_exception(error)
 
-    topic.publishing.when_committed(finish, "commit")
+    topic.publishing.when_committed(finish)
     await done
 
 

@@ -1,10 +1,10 @@
 """One client's TCP connection: asyncio's side of it, its state, and its timers.
 
-Bytes become commands in `inbox`, `commands` executes them, and what is sent goes through `outbox`.
+`protocol` makes commands of bytes, `commands` executes them, and `outbox` sends replies and messages.
 
-A client that does not read gets no more messages, but its commands are executed: a consumer that is busy with
-one message still finishes others. Only when replies pile up too is it not read from. If it never reads again,
-the timer ends the connection.
+A client that does not read gets no more messages, but its commands are executed: a consumer that is
+busy with one message still finishes others. When replies pile up, too, nothing is read from it. If
+it never reads again, the timer ends the connection.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Awaitable, Iterator
-from itertools import chain
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Final
 
 from nsparq.broker.client import Client
 from nsparq.errors import FatalClientError, ProtocolError
 from nsparq.server.client_auth import ClientAuth
 from nsparq.server.commands import EXECUTE, reason_of
-from nsparq.server.inbox import Inbox, Step
-from nsparq.server.lane import JOIN_AFTER, MAX_JOIN_AFTER, Lane
+from nsparq.server.inbox import Inbox
+from nsparq.server.lane import LaneMember
 from nsparq.server.outbox import Outbox
 from nsparq.transport.deflate import DeflateLayer
 from nsparq.transport.layers import Layer, LayerError, LayerStack
 from nsparq.transport.snappy import SnappyLayer
 from nsparq.wire.commands import Command
 from nsparq.wire.frames import ERROR, HEARTBEAT, encode_frame
-from nsparq.wire.limits import Limits
 from nsparq.wire.server import LineTooLong, ServerProtocol
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ HANDSHAKE_S: Final = 5.0
 DECODE_S: Final = 0.004
 """How long one client's compressed bytes are decoded before others are served."""
 UNFINISHED_S: Final = 60.0
-"""How long a client without heartbeats may take for one large command: at least this, at most twice this."""
+"""A client without heartbeats may take between once and twice this for one large command."""
 
 
 class State(enum.Enum):
@@ -53,7 +51,7 @@ class State(enum.Enum):
     WAITING = enum.auto()
     """A command waits for an auth server or for the disk. Commands behind it wait, too."""
     ENDING = enum.auto()
-    """No further command is executed. The connection closes when all publishes have their answers."""
+    """No further command is executed. When all publishes are answered, the connection closes."""
     CLOSED = enum.auto()
     """Nothing is executed or added to be sent."""
 
@@ -69,33 +67,31 @@ _NEXT: Final = {
 class Connection(asyncio.Protocol):
     """One client from accept to end of stream."""
 
-    def __init__(self, nsqd: Nsqd, limits: Limits) -> None:
+    def __init__(self, nsqd: Nsqd) -> None:
         self.nsqd = nsqd
         self.client: Client
         self.protocol: ServerProtocol
         self.inbox: Inbox
         self.outbox: Outbox
         self.auth: ClientAuth
+        self.lane_member = LaneMember()
         self.state = State.OPEN
-        self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self._is_reading = True
-        """Whether the event loop, or a lane, reads from the client."""
+        self.is_reading = True
+        """Whether the event loop reads from the client, because commands can be executed at
+        once."""
         self._is_resuming = False
-        """Whether _resume() is about to be called."""
+        """Whether _resume() is scheduled."""
         self._waiting_for: asyncio.Task[None] | None = None
         """Work that must end before anything further is executed."""
         self._repeated: Command | None = None
         """The command to execute again when that work has ended."""
         self._timer: asyncio.TimerHandle | None = None
         self._handshake_timer: asyncio.TimerHandle | None = None
-        self._last_command = 0.0
+        self.last_command = 0.0
         self._commands_seen = 0
         self._last_heartbeat = 0.0
-        self._lane: Lane | None = None
-        """Reads from the client together with others who publish one message at a time."""
-        self.join_lane_after = JOIN_AFTER
 
     # asyncio.Protocol
 
@@ -103,8 +99,8 @@ class Connection(asyncio.Protocol):
         nsqd, self._transport = self.nsqd, transport
         peer = transport.get_extra_info("peername")
         host, address = (peer[0], f"{peer[0]}:{peer[1]}") if isinstance(peer, tuple) else ("", "")
-        self.protocol = ServerProtocol(self._limits, host, nsqd.unfinished)
-        self.outbox = Outbox(transport, nsqd.sender, self)
+        self.protocol = ServerProtocol(nsqd.limits, host, nsqd.unfinished)
+        self.outbox = Outbox(transport, nsqd.broker.next_turn, nsqd.oks, self)
         self.inbox = Inbox(self.protocol, self.outbox)
         self.client = Client(
             identity=self.protocol.identity,
@@ -120,10 +116,16 @@ class Connection(asyncio.Protocol):
         logger.info("TCP: new client(%s)", address)
 
     def data_received(self, data: bytes) -> None:
-        if self.state is State.OPEN and not self.inbox.has_more:
-            self._execute(self.inbox.receive(data))
-        elif self.state in (State.OPEN, State.WAITING):
-            self.inbox.keep(data)
+        protocol, inbox = self.protocol, self.inbox
+        if self.state is not State.OPEN or inbox.has_more or protocol.has_more:
+            if self.state in (State.OPEN, State.WAITING):
+                inbox.keep(data)
+            return
+        if self.outbox.layers is None:
+            self._execute(data)
+        else:
+            inbox.keep(data)
+            self._execute()
 
     def eof_received(self) -> bool:
         try:
@@ -147,7 +149,7 @@ class Connection(asyncio.Protocol):
             self.client.channel.delivery.offer(self.client)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.leave_lane()
+        self.lane_member.leave(self)
         self._enter(State.CLOSED)
         self.nsqd.connection_ended(self)
         self.nsqd.broker.clients.discard(self.client)
@@ -157,43 +159,44 @@ class Connection(asyncio.Protocol):
         logger.info("client(%s): disconnected", self.client.address)
 
     def _release(self) -> None:
-        """Drop all buffers and break all reference cycles. The garbage collector hardly ever runs in nsqd, so
-        a cycle would keep this connection with everything that it has received."""
+        """Drop all buffers and break all reference cycles. The garbage collector hardly ever runs
+        in nsqd, so a cycle would keep this connection with everything that it has received."""
         for handle in (self._timer, self._handshake_timer, self._waiting_for):
             if handle is not None:
                 handle.cancel()
         self._timer = self._handshake_timer = self._waiting_for = self._repeated = None
         self.inbox.clear()
         self.outbox.clear()
-        client = self.client
-        client.tls = None
-        client.send, client.close = _ignore_data, _ignore
+        self.client.tls = None
+        self.client.send = self.client.close = _ignore
 
     # executing commands
 
-    def _execute(self, steps: Iterator[Step]) -> None:
+    def _execute(self, data: bytes = b"") -> None:
         """Execute commands until there are no more, or the connection has to wait."""
-        inbox = self.inbox
+        protocol, inbox, outbox = self.protocol, self.inbox, self.outbox
         # Not the loop's clock, which stands still within a turn.
-        stop_s = time.monotonic() + DECODE_S if self.outbox.layers is not None else 0.0
+        stop_s = time.monotonic() + DECODE_S if outbox.layers is not None else 0.0
+        has_decoded = False
+        command, self._repeated = self._repeated, None
         try:
+            if command is None:
+                command = protocol.next_command(data)
             while True:
-                for step in steps:
-                    if step is not None:
-                        EXECUTE[type(step)](self, step)
-                    elif not self.outbox.has_room or time.monotonic() > stop_s:
-                        inbox.put_back(steps)
-                        self.adjust_reading()
-                        break
+                if command is not None:
+                    EXECUTE[type(command)](self, command)
                     if self.state is not State.OPEN or self._transport.is_closing():
-                        if self.state is State.WAITING:
-                            inbox.put_back(steps)
                         break
+                if protocol.has_more:
+                    command = protocol.next_command()
+                elif not inbox.has_more:
+                    break
+                elif has_decoded and (not outbox.has_room or time.monotonic() > stop_s):
+                    self.adjust_reading()
+                    break
                 else:
-                    if inbox.has_more:
-                        steps = inbox.take_back()
-                        continue
-                break
+                    has_decoded = outbox.layers is not None
+                    command = protocol.next_command(inbox.take())
         except LineTooLong:
             logger.warning("client(%s): line too long", self.client.address)
             self.close()
@@ -204,9 +207,9 @@ class Connection(asyncio.Protocol):
         except Exception:
             logger.exception("client(%s): internal error", self.client.address)
             self.close()
-        if self.protocol.commands != self._commands_seen:
-            self._commands_seen = self.protocol.commands
-            self._last_command = self._loop.time()
+        if protocol.commands != self._commands_seen:
+            self._commands_seen = protocol.commands
+            self.last_command = self._loop.time()
         if inbox.is_ended and self.state in (State.OPEN, State.WAITING):
             self.eof_received()
 
@@ -236,26 +239,24 @@ class Connection(asyncio.Protocol):
         self._is_resuming = False
         if self.state is not State.OPEN:
             return
-        repeated, self._repeated = self._repeated, None
-        steps = self.inbox.take_back()
-        self._execute(steps if repeated is None else chain((repeated,), steps))
+        self._execute()
         self.adjust_reading()
 
     def adjust_reading(self) -> None:
         """Read from the client exactly while its commands can be executed at once."""
         can_execute = self.state is State.OPEN and self.outbox.has_room
-        if can_execute and self.inbox.has_more:
+        if can_execute and (self.inbox.has_more or self.protocol.has_more or self._repeated is not None):
             if not self._is_resuming:
                 self._is_resuming = True
                 self._loop.call_soon(self._resume)
             can_execute = False
-        if can_execute == self._is_reading or self.state is State.CLOSED:
+        if can_execute == self.is_reading or self.state is State.CLOSED:
             return
-        self.leave_lane()
-        self._is_reading = can_execute
+        self.lane_member.leave(self)
+        self.is_reading = can_execute
         if can_execute:
             # The client may have sent commands that we did not read.
-            self._last_command = self._loop.time()
+            self.last_command = self._loop.time()
             self._transport.resume_reading()
         else:
             self._transport.pause_reading()
@@ -267,22 +268,22 @@ class Connection(asyncio.Protocol):
     # publishes
 
     def published(self, count: int, verb: str, error: Exception | None) -> None:
-        """The topic has appended the oldest `count` unanswered publishes, or could not."""
+        """The topic has appended the oldest `count` publishes, or `error` says why not."""
         if self.state is State.CLOSED:
             return
         if error is not None:
-            self.outbox.withdraw_all()
+            self.outbox.give_up_answers()
             self.fail(FatalClientError(f"E_{verb}_FAILED", f"{verb} failed {reason_of(error)}"))
             return
         self.outbox.ok(count)
         if self.state is State.ENDING:
             if not self.outbox.unanswered:
                 self.close()
-        elif not self._is_reading:
+        elif not self.is_reading:
             self.adjust_reading()
 
     def answer_publishes(self) -> None:
-        """Have publishes that wait for the end of the turn appended now."""
+        """Append publishes that wait for the end of the turn now."""
         if self.outbox.unanswered:
             self.nsqd.broker.turn()
 
@@ -327,57 +328,12 @@ class Connection(asyncio.Protocol):
             outbox.send(encode_frame(ERROR, text.encode("utf-8", "replace")))
         self.close()
 
-    # the outbox's owner
-
     def sending_failed(self, error: Exception) -> None:
         if isinstance(error, LayerError):
             self._layers_failed(error)
         else:
             logger.error("internal error while sending", exc_info=error)
             self.close()
-
-    def unsent_grew(self) -> None:
-        self.adjust_reading()
-
-    # lanes
-
-    def join_lane(self, topic_name: str) -> None:
-        """Have a lane read from the client from now on, unless something is in its way."""
-        nsqd, outbox = self.nsqd, self.outbox
-        self.protocol.lone_publishes = 0
-        topic = nsqd.broker.topics.get(topic_name)
-        is_busy = self.client.channel is not None or outbox.has_frames or not self._is_reading
-        if topic is None or is_busy or outbox.layers is not None or self.auth.is_required:
-            return
-        descriptor = outbox.descriptor
-        if descriptor >= 0:
-            self._lane = nsqd.lanes.join(topic, self, descriptor)
-        if self._lane is not None:
-            outbox.before_send = self.leave_lane
-            self._transport.pause_reading()
-
-    def leave_lane(self) -> None:
-        """Have the event loop read from the client again. To join a lane takes longer the next time."""
-        lane, self._lane = self._lane, None
-        if lane is None:
-            return
-        self.outbox.before_send = None
-        self.outbox.expect(lane.leave(self, self.outbox.known_descriptor))
-        self.join_lane_after = min(2 * self.join_lane_after, MAX_JOIN_AFTER)
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def receive_from_lane(self, data: bytes) -> None:
-        """The lane has read something other than a PUB to its topic. Empty data is an end of stream or an
-        error, which the event loop will meet again."""
-        self.leave_lane()
-        if data:
-            self.data_received(data)
-
-    def note_publish(self, topic_name: str, now: float) -> None:
-        """The lane has read a PUB of the client."""
-        self.client.publish_counts[topic_name] += 1
-        self._last_command = now
 
     # the end
 
@@ -406,8 +362,8 @@ class Connection(asyncio.Protocol):
         """Close the connection after its last bytes have been sent, or after LINGER_S."""
         if self.state is State.CLOSED:
             return
-        self.nsqd.sender.send_oks()
-        self.leave_lane()
+        self.nsqd.oks.send()
+        self.lane_member.leave(self)
         self._enter(State.CLOSED)
         self.inbox.clear()
         if self.client.channel is not None:
@@ -422,13 +378,12 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(LINGER_S, self._transport.abort)
 
     def _abort(self) -> None:
-        self.leave_lane()
+        self.lane_member.leave(self)
         self._enter(State.CLOSED)
         self._transport.abort()
 
     async def recheck(self) -> None:
-        """The policy has changed: end a subscription that it no longer permits. Publishes are checked one by
-        one."""
+        """The policy has changed: end a subscription that it no longer permits."""
         channel = self.client.channel
         if channel is None:
             return
@@ -443,12 +398,12 @@ class Connection(asyncio.Protocol):
     # time
 
     def restart_timer(self) -> None:
-        self._last_command = self._last_heartbeat = self._loop.time()
+        self.last_command = self._last_heartbeat = self._loop.time()
         self._schedule_timer()
 
     def _schedule_timer(self) -> None:
-        """One timer serves heartbeats, the read deadline and the write deadline. Without heartbeats it serves
-        only the deadline of a large unfinished command."""
+        """One timer serves heartbeats, the read deadline and the write deadline. Without heartbeats
+        it serves only the deadline of a large unfinished command."""
         interval = self.protocol.identity.heartbeat_ms / 1000
         if self._timer is not None:
             self._timer.cancel()
@@ -456,7 +411,7 @@ class Connection(asyncio.Protocol):
         if self.state is State.CLOSED:
             return
         if interval:
-            due = min(self._last_heartbeat + interval, self._last_command + 2 * interval)
+            due = min(self._last_heartbeat + interval, self.last_command + 2 * interval)
             self._timer = self._loop.call_at(due, self._on_timer, interval)
         else:
             unfinished = self.protocol.unfinished_command
@@ -469,8 +424,8 @@ class Connection(asyncio.Protocol):
             logger.warning("client(%s): does not read; closing", self.client.address)
             self._abort()
             return
-        if self._is_reading and now - self._last_command >= 2 * interval:
-            logger.warning("client(%s): said nothing for %.0f s; closing", self.client.address, 2 * interval)
+        if self.is_reading and now - self.last_command >= 2 * interval:
+            logger.warning("client(%s): sent nothing for %.0f s; closing", self.client.address, 2 * interval)
             self._abort()
             return
         if now - self._last_heartbeat >= interval:
@@ -482,7 +437,7 @@ class Connection(asyncio.Protocol):
 
     def _check_progress(self, unfinished: int | None) -> None:
         """End the connection if the command that was unfinished at the last check still is."""
-        if self._is_reading and unfinished is not None and self.protocol.unfinished_command == unfinished:
+        if self.is_reading and unfinished is not None and self.protocol.unfinished_command == unfinished:
             logger.warning(
                 "client(%s): did not finish a command for %.0f s; closing", self.client.address, UNFINISHED_S
             )
@@ -491,9 +446,5 @@ class Connection(asyncio.Protocol):
             self._schedule_timer()
 
 
-def _ignore_data(data: bytes | memoryview) -> None:
-    """Sends nothing: the client has left."""
-
-
-def _ignore() -> None:
-    """Closes nothing: the client has left."""
+def _ignore(*data: object) -> None:
+    """Sends or closes nothing: the client has left."""

@@ -1,4 +1,4 @@
-"""nsqd as a running thing: the broker, its listener, its timers, and their clean end."""
+"""nsqd as a process: the broker, its listeners, its background tasks, start and stop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,21 +27,20 @@ from nsparq.options import NsqdOptions, TlsRequired
 from nsparq.process import raise_file_limit
 from nsparq.server.api.metrics import LoopLag
 from nsparq.server.api.table import NsqdApi
-from nsparq.server.auth.grants import AuthChain, Authenticator
+from nsparq.server.auth.grants import Authenticator
 from nsparq.server.auth.guard import Guard
-from nsparq.server.auth.policy import StaticPolicy
-from nsparq.server.auth.servers import AuthServers
 from nsparq.server.committing import Committer
 from nsparq.server.connection import Connection
 from nsparq.server.discovery import Discovery
+from nsparq.server.from_flags import authenticator_of, limits_of, tls_context_of
 from nsparq.server.lane import Lanes
 from nsparq.server.lookup_peer import LookupPeers
 from nsparq.server.memory import watch_collector
-from nsparq.server.outbox import Sender
+from nsparq.server.outbox import PendingOks
 from nsparq.server.statsd import Statsd, expand_prefix
 from nsparq.storage.files import Files
 from nsparq.version import NSQ_VERSION, version_line
-from nsparq.wire.limits import Limits, Unfinished
+from nsparq.wire.limits import Unfinished
 
 if TYPE_CHECKING:
     from OpenSSL import SSL
@@ -52,46 +52,51 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BUSY_POLL_S = 100e-6
-"""How long to poll for the next commands before sleeping. With 16 publishes on their way 50 us gain as much.
-But on a slow machine a lone client that waits for each reply needs that long to send again."""
+"""How long to poll for the next commands before sleeping. With 16 publishes on their way 50 us gain
+as much. But on a slow machine a lone client that waits for each reply needs that long to send
+again."""
 STOP_THREADS = 16
 """Topics that are written to disk at the same time at shutdown."""
 LOST_SHOWN = 3
-"""How many of the things that could not be kept the last line names; the log has them all."""
+"""Things that could not be kept which the last line names. The log names them all."""
 DRAIN_S = 2.0
 """How long closing connections may take at shutdown."""
 
 
 class Nsqd:
-    """One daemon. start() and stop() once each; everything runs on the loop that start() is called on."""
+    """One daemon. start() and stop() once each; everything runs on the event loop of start().
+
+    More than 30 methods and 20 attributes: it ties the parts of nsqd together, and has few ideas of
+    its own.
+    """
 
     def __init__(self, options: NsqdOptions, *, files: Files | None = None) -> None:
         self.options = options
-        self.limits = _limits(options)
+        self.limits = limits_of(options)
         # One command of the largest size always fits.
         self.unfinished = Unfinished(max(options.max_unfinished_bytes, options.max_body_size))
         self.hostname = socket.gethostname()
         self.connections: set[Connection] = set()
+        self.oks = PendingOks()
         self.lanes = Lanes(self)
         self.lag = LoopLag()
         self._tls_context: SSL.Context
         self.authenticator: Authenticator | None = None
         self.guard: Guard | None = None
-        """Of the HTTP API, where a policy file says who may use it."""
+        """Guards the HTTP API, if there is a policy file."""
         self._all_gone = asyncio.Event()
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="nsqd-disk")
         self._askers = ThreadPoolExecutor(16, thread_name_prefix="nsqd-ask")
-        """For questions to other servers, which may keep a thread for seconds."""
+        """For requests to other servers, which may take seconds."""
         self._listening: dict[str, list[socket.socket]] = {}
-        """Sockets that listen and do not accept yet, by what they are for."""
+        """Sockets that listen and do not accept yet, by their purpose."""
         self.is_stopping = False
-        """Requests that wait for something are to be answered now."""
+        """Whether the daemon stops: requests that wait for something are answered now."""
         self._servers: list[asyncio.AbstractServer] = []
         self._api: NsqdApi
         self._http: list[HttpServer] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop
-        self.sender: Sender
         self._unix_paths: list[Path] = []
         self.tcp_address: Address = ""
         """Where clients connect: host and port, or the path of a Unix socket."""
@@ -100,7 +105,6 @@ class Nsqd:
         self.broker = Broker(
             options,
             files=files,
-            wake=self._end_turn_soon,
             background=self._in_thread,
             announce=self._on_change,
             discovers_channels=lambda: bool(self.peers.addresses),
@@ -143,9 +147,9 @@ class Nsqd:
         """Raises StartError, with nothing left open."""
         self._loop = asyncio.get_running_loop()
         turn = self.broker.next_turn
-        self.sender = Sender(turn, BusyPoll(self._loop, BUSY_POLL_S))
-        turn.should_wait = self.lanes.are_filling
-        turn.answer, turn.flush = self.sender.send_oks, self.sender.flush
+        turn.wake = partial(self._loop.call_soon, turn.run, True)
+        turn.answer = self.oks.send
+        turn.stay_awake = BusyPoll(self._loop, BUSY_POLL_S).start
         self.options.validate()
         logger.info("%s", version_line("nsqd"))
         logger.info("ID: %d", self.options.node_id)
@@ -154,8 +158,9 @@ class Nsqd:
         try:
             self._load_security()
             self.broker.data_path.lock()
-            # Before anything is loaded: a start that fails because a port is taken must change no file. The
-            # data path is locked first: the Unix socket of a daemon that runs must not be taken away.
+            # Before anything is loaded: a start that fails because a port is taken must change no
+            # file. The data path is locked first: the Unix socket of a daemon that runs must not be
+            # taken away.
             self._listen()
             self.broker.open()
             await self._serve()
@@ -174,49 +179,22 @@ class Nsqd:
             await self._start_statsd()
 
     def _load_security(self) -> None:
-        """Certificates and policies; raises StartError before anything is open."""
+        """Load certificates and policies. Raises StartError before anything is open."""
         options = self.options
         if options.tls_cert:
-            self._tls_context = self._build_tls_context()
-        sources: list[Authenticator] = []
-        if options.auth_policy_file:
-            sources.append(StaticPolicy(Path(options.auth_policy_file), self._askers))
-        if options.auth_http_address:
-            servers = AuthServers(
-                options.auth_http_address,
-                self._askers,
-                method=options.auth_http_request_method,
-                connect_timeout=options.http_client_connect_timeout,
-                request_timeout=options.http_client_request_timeout,
-                ca_file=options.tls_root_ca_file,
-            )
-            sources.append(servers)
-        if sources:
-            self.authenticator = sources[0] if len(sources) == 1 else AuthChain(sources)
+            self._tls_context = tls_context_of(self.options)
+        self.authenticator = authenticator_of(options, self._askers)
         if options.auth_policy_file and self.authenticator is not None:
             self.guard = Guard(self.authenticator)
 
     def tls_layer(self) -> TlsLayer:
-        """For one more connection."""
+        """A TLS layer for a new connection."""
         from nsparq.server.tls import TlsLayer
 
         return TlsLayer(self._tls_context)
 
-    def _build_tls_context(self) -> SSL.Context:
-        # Loaded where it is needed: it takes a tenth of a second and ten megabytes.
-        from nsparq.server.tls import build_context
-
-        options = self.options
-        return build_context(
-            options.tls_cert,
-            options.tls_key,
-            root_ca_file=options.tls_root_ca_file,
-            policy=options.tls_client_auth_policy,
-            min_version=options.tls_min_version,
-        )
-
     def _listen(self) -> None:
-        """Take the ports. Who connects waits for _serve()."""
+        """Bind the ports. Connections wait until _serve()."""
         options = self.options
         if not options.tcp_address:
             raise StartError("--tcp-address must not be empty: nsqd serves clients there")
@@ -227,7 +205,7 @@ class Nsqd:
             self.https_address = self._bind("HTTPS", options.https_address)
 
     def _bind(self, name: str, address: str) -> Address:
-        """Listen on what an option says; raises StartError."""
+        """Listen on the address of an option. Raises StartError."""
         wanted = split_address(address)
         try:
             if wanted is None:
@@ -248,7 +226,7 @@ class Nsqd:
         for name, sockets in waiting.items():
             bound = bound_address(sockets)
             if name == "TCP":
-                self._servers = await serve_on(sockets, lambda: Connection(self, self.limits))
+                self._servers = await serve_on(sockets, lambda: Connection(self))
             else:
                 http = self._http_server(is_secure=name == "HTTPS")
                 self._http.append(http)
@@ -263,7 +241,7 @@ class Nsqd:
         return HttpServer(self._api, refuse_all=self._tls_required_answer)
 
     def _tls_required_answer(self) -> Response | None:
-        """What the plain port says to everything where TLS is required of HTTP too."""
+        """The answer to every request on the plain port, if HTTP requires TLS."""
         if self.options.tls_required is not TlsRequired.YES:
             return None
         text = f'{{"message": "TLS_REQUIRED", "https_port": {_port(self.https_address)}}}'
@@ -283,7 +261,7 @@ class Nsqd:
         await self._statsd.start()
 
     def launch(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a task for as long as the daemon runs, or until it is done."""
+        """Start a task that ends with the daemon at the latest."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -303,7 +281,7 @@ class Nsqd:
             path.unlink(missing_ok=True)
 
     async def stop(self) -> None:
-        """Stop accepting, take leave of the clients, persist. Calling it again does nothing."""
+        """Stop accepting, close all connections, persist. Calling it again does nothing."""
         if not self._servers:
             return
         logger.info("NSQ: stopping")
@@ -324,7 +302,7 @@ class Nsqd:
             await self.guard.close()
         await self.peers.stop()
         await asyncio.to_thread(self._threads.shutdown)
-        # A question under way may take seconds, and nobody waits for its answer any more.
+        # A request in progress may take seconds, and nobody waits for its answer any more.
         self._askers.shutdown(wait=False, cancel_futures=True)
         await asyncio.sleep(0)
         lost = self.broker.close(_run_in_threads)
@@ -345,10 +323,11 @@ class Nsqd:
     # changes at run time
 
     def reload(self) -> None:
-        """SIGHUP: certificates and the policy file. What cannot be used is reported and changes nothing."""
+        """SIGHUP: load certificates and the policy file again. If one cannot be used, the old one
+        stays."""
         if self.options.tls_cert:
             try:
-                self._tls_context = self._build_tls_context()
+                self._tls_context = tls_context_of(self.options)
                 logger.info("SIGHUP: certificates reloaded")
             except StartError as error:
                 logger.error("SIGHUP: the certificates stay as they were: %s", error)
@@ -399,16 +378,13 @@ class Nsqd:
         else:
             topic.end_discovery()
 
-    # the loop's rhythms
-
-    def _end_turn_soon(self) -> None:
-        self._loop.call_soon(self.broker.next_turn.run)
+    # threads and background tasks
 
     def _in_thread(self, work: Callable[[], None], then: Callable[[], None]) -> None:
         try:
             future = self._threads.submit(work)
         except RuntimeError:
-            # The daemon is stopping, and the threads are gone: what is still to be done is done here.
+            # The daemon is stopping, and there are no threads any more.
             work()
             then()
             return
@@ -426,7 +402,7 @@ class Nsqd:
         future.add_done_callback(done)
 
     async def durable(self, topic: Topic) -> None:
-        """Wait until what was changed of a topic is on disk as promised. Raises OSError."""
+        """Wait until the changes of a topic are as durable as configured. Raises OSError."""
         if self.broker.changes.are_on_disk(topic):
             return
         waiting: asyncio.Future[OSError | None] = self._loop.create_future()
@@ -436,7 +412,7 @@ class Nsqd:
             raise error
 
     async def in_disk_thread(self, work: Callable[[], T]) -> T:
-        """Have something read from disk without holding anybody up."""
+        """Run work that reads from disk in a thread."""
         return await self._loop.run_in_executor(self._threads, work)
 
     async def _scan(self) -> None:
@@ -469,32 +445,3 @@ def _run_in_threads(works: Sequence[Callable[[], None]]) -> None:
 def _port(address: Address) -> int:
     """-1 for a Unix socket, and where there is no listener."""
     return address[1] if isinstance(address, tuple) else -1
-
-
-def _limits(options: NsqdOptions) -> Limits:
-    return Limits(
-        version=NSQ_VERSION,
-        max_msg_size=options.max_msg_size,
-        max_body_size=options.max_body_size,
-        max_rdy_count=options.max_rdy_count,
-        max_req_timeout_ms=_ms(options.max_req_timeout),
-        msg_timeout_ms=_ms(options.msg_timeout),
-        max_msg_timeout_ms=_ms(options.max_msg_timeout),
-        max_heartbeat_interval_ms=_ms(options.max_heartbeat_interval),
-        max_output_buffer_size=options.max_output_buffer_size,
-        output_buffer_timeout_ms=_ms(options.output_buffer_timeout),
-        min_output_buffer_timeout_ms=_ms(options.min_output_buffer_timeout),
-        max_output_buffer_timeout_ms=_ms(options.max_output_buffer_timeout),
-        max_deflate_level=options.max_deflate_level,
-        deflate_allowed=options.deflate,
-        snappy_allowed=options.snappy,
-        topology_region=options.topology_region,
-        topology_zone=options.topology_zone,
-        tls_required=bool(options.tls_required),
-        tls_available=bool(options.tls_cert),
-        auth_required=bool(options.auth_http_address or options.auth_policy_file),
-    )
-
-
-def _ms(seconds: float) -> int:
-    return round(seconds * 1000)

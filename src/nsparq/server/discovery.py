@@ -1,4 +1,4 @@
-"""Channels that a topic new to this node already has elsewhere, by nsqlookupd's account."""
+"""Asks nsqlookupd which channels a topic that is new on this node has on other nodes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from nsparq.server.lookup_peer import LookupPeers
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER: Final = 16 << 20
-"""Bytes of an nsqlookupd's list of channels."""
+"""Limit in bytes on an nsqlookupd's list of channels."""
 
 
 class Discovery:
-    """Asks in threads, so that neither the topic nor anybody else waits for the answers."""
+    """Asks in threads, so that nothing waits for the answers."""
 
     def __init__(self, options: NsqdOptions, peers: LookupPeers, threads: Executor) -> None:
         self._options = options
@@ -32,8 +32,8 @@ class Discovery:
         self._threads = threads
 
     async def discover(self, topic: Topic) -> None:
-        """Create the channels of a topic that is new. They see its messages from the first on: until this is
-        done none of those is let go. If nsqd stops before, its next run does it."""
+        """Create the channels of a new topic. They get its messages from the first one on: until
+        then the topic keeps all of them. If nsqd stops before, its next run does this."""
         try:
             await self._create_channels(topic)
         except asyncio.CancelledError:
@@ -41,7 +41,7 @@ class Discovery:
         except BaseException:
             topic.end_discovery()
             raise
-        # Not before the disk has the channels, if that is promised: nobody would ask for them again.
+        # Not before the channels are as durable as configured: nobody would ask for them again.
         topic.broker.changes.when_durable(lambda _: topic.end_discovery())
 
     async def _create_channels(self, topic: Topic) -> None:

@@ -1,4 +1,5 @@
-"""The `nsqd` command. See nsparq.process for what it does with the command line and with signals."""
+"""The `nsqd` command. See nsparq.process for what it does with the command line and with
+signals."""
 
 import sys
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-"""Memory of the process: what becomes of that which is freed, and NSQ's figures of it.
+"""Memory of the process: how much freed memory it keeps, and NSQ's memory statistics.
 
-The figures are the nearest things that CPython has. Cheap: nothing here walks the objects.
+The statistics are the nearest that CPython has. They are cheap: nothing here walks the objects.
 
-NSQ reports Go's heap: spans in use, idle, and returned to the system. Here the operating system is asked:
-in use is the private memory that is resident, idle is what is mapped and not resident, and of that everything
-counts as released, because it takes no memory from others.
+NSQ reports Go's heap: spans in use, idle, and returned to the system. Here they come from the
+operating system: in use is private memory that is resident, idle is memory that is mapped and not
+resident. All of the idle memory counts as released, because other processes can use it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from nsparq.malloc import keep_freed
 __all__ = ["keep_freed_memory", "memory_stats", "watch_collector"]
 
 KEPT_BYTES: Final = 16 << 20
-"""Freed memory that the process keeps, at most."""
+"""Limit on freed memory that the process keeps."""
 LARGE_BYTES: Final = 4 << 20
-"""What is as large as this goes back to the system when it is freed: a publish of the largest size is."""
+"""Blocks of this size go back to the system when they are freed. A publish of the largest size is
+one."""
 
 _STATM: Final = Path("/proc/self/statm")
 _PAGE: Final = resource.getpagesize()
 
 
 class _Pauses:
-    """How long the last collections took; Go remembers as many."""
+    """Duration of the last collections, as many as Go remembers."""
 
     def __init__(self) -> None:
         self.last_ns: deque[int] = deque(maxlen=256)
@@ -55,8 +56,9 @@ _pauses: Final = _Pauses()
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep a little of what is freed. The buffers of a busy broker come and go, hundreds
-    of kilobytes each: to give them back and ask for them again takes a tenth of the broker's time."""
+    """Have the C library keep some freed memory. A busy broker allocates and frees buffers of
+    hundreds of kilobytes all the time. Without this, returning them to the system takes a tenth of
+    its time."""
     keep_freed(KEPT_BYTES, LARGE_BYTES)
 
 
@@ -67,7 +69,7 @@ def watch_collector() -> None:
 
 
 def memory_stats() -> dict[str, int]:
-    """The `memory` object of /stats. The collector is watched from the first call on, if not before."""
+    """The `memory` object of /stats. Starts to time the collector, if that is not done."""
     watch_collector()
     objects = sys.getallocatedblocks()
     in_use, idle = _resident_and_idle()
@@ -88,11 +90,12 @@ def memory_stats() -> dict[str, int]:
 
 
 def _resident_and_idle() -> tuple[int, int]:
-    """Bytes of private memory that are resident, and of that which is mapped and not."""
+    """Bytes of private memory that are resident, and that are mapped and not resident."""
     try:
         _, resident, shared, _, _, data, _ = map(int, _STATM.read_bytes().split())
     except OSError:
-        # No /proc: the peak is the one figure that every Unix gives, in bytes on macOS and else in KiB.
+        # No /proc: the peak is the one figure that every Unix gives, in bytes on macOS and else in
+        # KiB.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024, 0
     return (resident - shared) * _PAGE, max(data - (resident - shared), 0) * _PAGE

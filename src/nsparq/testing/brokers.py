@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from nsparq.addresses import join_address
 from nsparq.client.loop_thread import LoopThread
 from nsparq.names import is_valid_name
+from nsparq.packed import PackedBodies
 from nsparq.process import Daemon, load_runner
 
 if TYPE_CHECKING:
@@ -173,10 +174,11 @@ class Broker(_Background):
         broker: BrokerCore = self._daemon.broker
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def published(verb: str, error: Exception | None) -> None:
+        def published(error: Exception | None) -> None:
             done.set_result(None) if error is None else done.set_exception(error)
 
-        broker.publish(topic, bodies, int(defer * 1000), published, "MPUB")
+        publishing = broker.get_topic(topic).publishing
+        publishing.publish(PackedBodies.of(bodies), int(defer * 1000) * 1_000_000, published)
         await done
 
     def peek(self, topic: str, channel: str = "", *, count: int = 100) -> list[PeekedMessage]:

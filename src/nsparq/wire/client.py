@@ -31,12 +31,12 @@ _HTTP = 0x48545450
 
 
 class BadFrame(NsparqError):
-    """Bytes that are no frames of an nsqd."""
+    """Bytes that are not frames of an nsqd."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.frames: list[Frame] = []
-        """Those before it, which are as good as ever."""
+        """The frames before the bad one. They are good."""
 
 
 class Response(NamedTuple):
@@ -49,7 +49,7 @@ class Error(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A message as it came."""
+    """A message as nsqd sent it."""
 
     timestamp_ns: int
     attempts: int
@@ -61,7 +61,7 @@ Frame = Response | Error | Received
 
 
 class FrameDecoder:
-    """Puts frames together, however the bytes are cut."""
+    """Puts frames together, wherever the bytes are cut."""
 
     def __init__(self, max_size: int = 0) -> None:
         """`max_size` bounds a frame, in bytes; 0 means no bound."""
@@ -69,19 +69,19 @@ class FrameDecoder:
         self._buffer = b""
         self._chunks: list[bytes] = []
         self._missing = 0
-        """Bytes that must arrive before looking again is of use."""
+        """Bytes that must arrive before it makes sense to look again."""
 
     def receive_oks(self, data: bytes) -> int:
-        """How many there are, if the bytes are OK answers and nothing else: what a busy producer gets most of
-        the time. 0, and nothing is received, for all else."""
+        """The number of OKs, if the bytes are nothing else: that is what a busy producer gets most
+        of the time. For anything else 0, and nothing is received."""
         if self._buffer or not data.startswith(_OK_FRAME):
             return 0
         count, rest = divmod(len(data), len(_OK_FRAME))
         return count if not rest and data == _OK_FRAME * count else 0
 
     def receive_data(self, data: bytes, most: int = 0) -> list[Frame]:
-        """The frames that are whole now, `most` of them if that is given: what comes behind may be for a
-        layer that is still to be put on. Raises BadFrame."""
+        """The frames that are complete now, at most `most` of them if that is given: the bytes
+        behind them may belong to a layer that is about to be added. Raises BadFrame."""
         if len(data) < self._missing:
             self._missing -= len(data)
             self._chunks.append(data)
@@ -107,7 +107,7 @@ class FrameDecoder:
         while available - position >= _FRAME_HEAD:
             size, kind = unpack_head(buffer, position)
             end = position + 4 + size
-            # All of it before its bytes are waited for: what is no frame need not be kept.
+            # Check before waiting for its bytes: nothing is kept of what is not a frame.
             if size < 4 or (self._max_size and size > self._max_size) or not 0 <= kind <= MESSAGE:
                 raise self._bad_head(size, kind)
             if kind == MESSAGE and size < 4 + _MESSAGE_HEAD:
@@ -138,7 +138,7 @@ class FrameDecoder:
         return BadFrame(f"a frame of type {kind}")
 
     def take_rest(self) -> bytes:
-        """Bytes not yet looked at: they belong to the layer that a negotiation switched on."""
+        """Bytes that were not read. They belong to the layer that IDENTIFY has switched on."""
         rest = self._buffer + b"".join(self._chunks)
         self._buffer = b""
         self._chunks.clear()
@@ -174,7 +174,7 @@ def fin(message_id: bytes) -> bytes:
 
 
 def fin_all(message_ids: Sequence[bytes]) -> bytes:
-    """A command for each."""
+    """One command for each message."""
     return b"FIN " + b"\nFIN ".join(message_ids) + b"\n"
 
 
@@ -206,7 +206,7 @@ def mpub(topic: bytes, bodies: Sequence[bytes]) -> bytes:
         raise ValueError("there must be messages, and none of them empty")
     total = 4 * count + sum(sizes)
     head = b"MPUB %b\n%b%b" % (topic, pack(4 + total), pack(count))
-    # Sizes and bodies in turn, without a loop of ours.
+    # Sizes and bodies alternate. Slices fill them in without a Python loop.
     if sizes.count(sizes[0]) == count:
         command = pack(sizes[0]).join([head, *bodies])
     else:

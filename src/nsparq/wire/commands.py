@@ -1,4 +1,7 @@
-"""What a client said: one value per command, or per run of like commands. Tuples, as they are made often."""
+"""Commands of a client: one value per command, or per run of like commands.
+
+They are tuples, because those are made fastest.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Publish(NamedTuple):
     bodies: PackedBodies
     defer_ms: int = 0
     counts: Sequence[int] = ()
-    """A run of PUBs or MPUBs to one topic may come as one, each with so many of the messages. Each has its
+    """For a run of PUBs or MPUBs to one topic: the number of messages of each. Each gets its own
     answer."""
 
 
@@ -42,10 +45,10 @@ class Ready:
 
 
 class Finish(NamedTuple):
-    """A run of FINs: clients send them back to back, and they are handled as one."""
+    """A run of FINs. Clients send them back to back, and they are executed as one command."""
 
     spans: list[tuple[int, int]]
-    """Consecutive ids: first, and the one after the last. In the order of the commands."""
+    """Consecutive ids: the first, and the one after the last. In the order of the commands."""
 
 
 class Requeue(NamedTuple):
@@ -62,7 +65,7 @@ class StartClose(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """The command is answered with this error without troubling the broker; nothing else happens."""
+    """The command is answered with this error. The broker does nothing."""
 
     error: ClientError
 

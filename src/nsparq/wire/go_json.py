@@ -1,5 +1,5 @@
-"""JSON objects as Go's decoder reads them: keys match in any case and the last one wins, null means absent,
-integers carry no fraction or exponent, unknown keys are ignored.
+"""JSON objects as Go's decoder reads them: keys match in any case and the last one wins, null means
+absent, integers carry no fraction or exponent, unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 def decode_object(body: bytes, kinds: Mapping[str, str]) -> dict[str, Any]:
-    """The fields named in `kinds`, each of its kind; absent where missing or null. Raises ValueError."""
+    """The fields named in `kinds`, each of its kind; absent where missing or null. Raises
+    ValueError."""
     try:
         parsed = json.loads(
             body.decode("utf-8", "replace"),
@@ -53,12 +54,13 @@ def decode_object(body: bytes, kinds: Mapping[str, str]) -> dict[str, Any]:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON object as its pairs in order, so that of keys that differ only in case the last one wins."""
+    """A JSON object as its pairs in order, so that of keys that differ only in case the last one
+    wins."""
 
 
 def _parse_int(digits: str) -> int:
-    """No field takes more than 64 bits; Python refuses to read very long numbers, which must be ignored
-    under an unknown key."""
+    """No field takes more than 64 bits; Python refuses to read very long numbers, which must be
+    ignored under an unknown key."""
     return int(digits[:25])
 
 

@@ -30,7 +30,7 @@ _KINDS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a client asked for and gets: effective values, after defaults and limits."""
+    """The settings of a client: effective values, after defaults and limits."""
 
     client_id: str = ""
     hostname: str = ""
@@ -39,7 +39,7 @@ class Identity:
     topology_zone: str = ""
     feature_negotiation: bool = False
     heartbeat_ms: int = DEFAULT_HEARTBEAT_MS
-    """0 when the client asked for none."""
+    """0 if the client asked for no heartbeats."""
     output_buffer_size: int = DEFAULT_OUTPUT_BUFFER_SIZE
     output_buffer_timeout_ms: int = 250
     sample_rate: int = 0
@@ -50,7 +50,8 @@ class Identity:
     deflate_level: int = DEFAULT_DEFLATE_LEVEL
 
     def reply(self, limits: Limits) -> bytes:
-        """The negotiation answer, keys in NSQ's order; a plain OK to a client that did not negotiate."""
+        """The negotiation answer, keys in NSQ's order; a plain OK to a client that did not
+        negotiate."""
         if not self.feature_negotiation:
             return b"OK"
         answer = {
@@ -74,7 +75,7 @@ class Identity:
 
 
 def default_identity(limits: Limits, peer: str) -> Identity:
-    """What holds for a client that has not said IDENTIFY."""
+    """The settings of a client that has not sent IDENTIFY."""
     return Identity(
         client_id=peer,
         hostname=peer,
@@ -86,8 +87,8 @@ def default_identity(limits: Limits, peer: str) -> Identity:
 def decode_identify(body: bytes, limits: Limits, current: Identity | None = None) -> Identity:
     """Parse and check an IDENTIFY body; the first bad field decides the error.
 
-    Times and sizes that are absent or 0 stay as they are in `current`: the defaults, or what an earlier
-    IDENTIFY said.
+    Times and sizes that are absent or 0 stay as they are in `current`: the defaults, or what an
+    earlier IDENTIFY said.
     """
     current = current or default_identity(limits, "")
     fields = _decode_fields(body)

@@ -1,4 +1,4 @@
-"""What the server allows: the numbers that commands and IDENTIFY fields are checked against."""
+"""Limits that commands and IDENTIFY fields are checked against."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ DEFAULT_DEFLATE_LEVEL: Final = 6
 
 
 UNCOUNTED: Final = MAX_LINE
-"""Bytes of an unfinished command that each connection may hold without their counting as unfinished: small
-commands are always heard."""
+"""Bytes of an unfinished command that do not count as unfinished. Each connection may hold as many,
+so that small commands are always accepted."""
 
 
 class Unfinished:
-    """Bytes of commands that have arrived in part, over all connections that share this object."""
+    """Counts the bytes of commands that have arrived in part, over all connections that share this
+    object."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -23,9 +23,9 @@ from nsparq.wire.go_json import INT64, STRING, decode_object
 
 MAGIC: Final = b"  V1"
 MAX_LINE: Final = 16_384
-"""Bytes of a line with its LF. NSQ has no limit here, and would keep a line without an end for ever."""
+"""Bytes of a line with its LF. NSQ has no limit here, and keeps reading a line without an end."""
 MAX_IDENTIFY_BODY: Final = 65_536
-"""NSQ allocates whatever size the peer names, and dies of a negative one."""
+"""NSQ allocates whatever size the peer names, and crashes on a negative one."""
 
 _SIZE = struct.Struct(">i")
 _PEER_FIELDS: Final = {
@@ -40,15 +40,15 @@ _PEER_FIELDS: Final = {
 
 
 class BadReply(NsparqError):
-    """nsqlookupd answered what nsqd cannot go on with."""
+    """nsqlookupd sent a reply that nsqd cannot use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerInfo:
-    """What either side says about itself in IDENTIFY or in the reply to it."""
+    """Description that either side gives of itself, in IDENTIFY or in the reply to it."""
 
     remote_address: str = ""
-    """Where its connection comes from, `host:port`. Never taken from what it says."""
+    """Address of the connection, `host:port`. Never taken from the description."""
     hostname: str = ""
     broadcast_address: str = ""
     tcp_port: int = 0
@@ -59,7 +59,7 @@ class PeerInfo:
 
 
 class Ping(NamedTuple):
-    """Still there; allowed before IDENTIFY too."""
+    """Keeps the connection alive. Allowed before IDENTIFY, too."""
 
 
 class Identify(NamedTuple):
@@ -69,7 +69,7 @@ class Identify(NamedTuple):
 class Register(NamedTuple):
     topic: str
     channel: str
-    """Empty when the topic alone is meant."""
+    """Empty for the topic alone."""
 
 
 class Unregister(NamedTuple):
@@ -83,9 +83,9 @@ Command = Ping | Identify | Register | Unregister
 class LookupServerProtocol:
     """nsqlookupd's side of one conversation: bytes in, commands out, in order.
 
-    What the peer did wrong is raised from the command iterator as a FatalClientError, to be answered with
-    encode_error(); the conversation is then over. Every command is answered once: OK, or to IDENTIFY
-    encode_identify_reply().
+    An error of the peer is raised from the command iterator as a FatalClientError. It is answered
+    with encode_error(), and ends the conversation. Every command gets one answer: OK, or for
+    IDENTIFY encode_identify_reply().
     """
 
     def __init__(self, remote_address: str) -> None:
@@ -94,9 +94,9 @@ class LookupServerProtocol:
         self._buffer = bytearray()
         self._greeted = False
         self._in_body = False
-        """The line IDENTIFY has been read, its body has not."""
+        """Whether the line of an IDENTIFY has been read, and its body has not."""
         self._missing = len(MAGIC)
-        """Bytes the buffer must hold before looking at it again is of use."""
+        """Bytes that the buffer must hold before it makes sense to look at it."""
 
     def receive_data(self, data: bytes) -> Iterator[Command]:
         """Take bytes from the peer and give the commands they complete."""
@@ -113,7 +113,7 @@ class LookupServerProtocol:
             yield command
 
     def receive_eof(self) -> None:
-        """The peer is done. Raises if it stopped in the middle of a command's body."""
+        """The peer sends no more. Raises FatalClientError if it stopped inside a command's body."""
         if self._in_body:
             what = "body size" if len(self._buffer) < _SIZE.size else "body"
             raise _bad_body(f"failed to read {what}")
@@ -222,7 +222,7 @@ def encode_unregister(topic: str, channel: str = "") -> bytes:
 
 
 class ReplyDecoder:
-    """Cuts what nsqlookupd sends into its replies."""
+    """Splits the bytes of nsqlookupd into replies."""
 
     def __init__(self, max_size: int) -> None:
         self._max_size = max_size
@@ -248,7 +248,8 @@ class ReplyDecoder:
 
 
 def decode_identify_reply(data: bytes) -> PeerInfo:
-    """What nsqlookupd says about itself. Raises BadReply for an error or anything else that is not JSON."""
+    """nsqlookupd's description of itself. Raises BadReply for an error or anything else that is not
+    JSON."""
     try:
         return PeerInfo(**decode_object(data, _PEER_FIELDS))
     except ValueError as error:

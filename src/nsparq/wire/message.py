@@ -33,7 +33,7 @@ _RECORD = np.dtype(
     [("size", ">u4"), ("type", ">u4"), ("timestamp", ">i8"), ("attempts", ">u2"), ("id", "S16")]
 )
 _FEW = 8
-"""Below this many messages plain Python beats setting up the array operations."""
+"""For fewer messages plain Python is faster than array operations."""
 
 Timestamps = int | npt.NDArray[np.int64]
 """One publish time for the whole batch, or one for each message."""
@@ -48,7 +48,8 @@ class Frames(NamedTuple):
 
 
 def build_frames(first_id: int, timestamps_ns: Timestamps, lengths: array[int], data: bytes) -> Frames:
-    """First-delivery frames (attempts = 1) of the messages whose bodies lie end to end in `data`."""
+    """First-delivery frames (attempts = 1) of the messages whose bodies lie end to end in
+    `data`."""
     if kernel.build_frames is not None:
         buffer, offsets = kernel.build_frames(first_id, timestamps_ns, lengths, data)
         return Frames(buffer, array("q", offsets))

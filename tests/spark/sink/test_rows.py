@@ -25,7 +25,7 @@ from pyspark.sql.types import (
 from nsparq.packed import PackedBodies
 from nsparq.spark.sink.rows import Chunk, Chunks, RowError, SchemaError, SinkColumns
 from nsparq.wire.limits import Limits
-from nsparq.wire.server import decode_multiple
+from nsparq.wire.mpub import decode_multiple
 
 BODY = SinkColumns(0, None, None)
 BODY_TOPIC = SinkColumns(0, 1, None)

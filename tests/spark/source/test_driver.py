@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from pyspark.sql.datasource import EqualTo, Filter, GreaterThanOrEqual, LessThan
 
+from nsparq.broker.reclaim import reclaim
 from nsparq.spark.cluster.api import Client
 from nsparq.spark.cluster.http_client import Access
 from nsparq.spark.columns import chosen
@@ -1066,7 +1067,7 @@ def test_nsqd_keeps_what_the_query_has_yet_to_read() -> None:
                 broker.publish("t", *[b"x" * 100] * 100)
                 topic = broker._daemon.broker.topics["t"]
                 broker._call(lambda topic=topic: topic.channels["fast"].commit(topic.visible_end))
-                broker._call(lambda topic=topic: topic.reclaim(2e9))
+                broker._call(lambda topic=topic: reclaim(topic, 2e9))
             query.start(maxRowsPerTrigger=100_000)
             query.drain()
             assert query.bodies[:100] == numbered(100) and len(query.rows) == 1100

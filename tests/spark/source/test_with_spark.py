@@ -19,6 +19,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StreamingQuery
 
+from nsparq.broker.reclaim import reclaim
 from nsparq.spark.datasource import SCHEMA
 from nsparq.testing import Broker, run_broker, run_lookupd
 from tests.spark.source.support import numbered
@@ -320,7 +321,7 @@ def test_a_loss_is_said_at_every_start(spark: SparkSession, tmp_path: Path) -> N
         for _ in range(5):
             broker.publish("t", *[b"x" * 100] * 100)
             broker._call(lambda: topic.channels["other"].commit(topic.visible_end))
-            broker._call(lambda: topic.reclaim(2e9))
+            broker._call(lambda: reclaim(topic, 2e9))
         for _ in range(2):
             with running(source(spark, **given), tmp_path, availableNow=True) as query:
                 with pytest.raises(PySparkException, match="were removed before they were read"):

@@ -11,7 +11,7 @@ from nsparq.http.api import LATER, TEXT_TYPE, ApiError, Endpoint, Later, Param, 
 from nsparq.packed import PackedBodies
 from nsparq.server.api.parameters import TOPIC
 from nsparq.server.api.topics import NEW_TOPIC_ERRORS, new_topic_name
-from nsparq.wire.server import decode_multiple
+from nsparq.wire.mpub import decode_multiple
 
 if TYPE_CHECKING:
     from nsparq.server.daemon import Nsqd
@@ -118,12 +118,12 @@ class PublishApi:
             raise ApiError(503, "EXITING") from error
 
     def _publish(self, request: Request, topic: str, bodies: PackedBodies, defer_ms: int) -> Later:
-        def done(verb: str, error: Exception | None) -> None:
+        def done(error: Exception | None) -> None:
             code = "FSYNC_FAILED" if isinstance(error, SyncFailed) else "EXITING"
             request.answer("OK" if error is None else ApiError(503, code))
 
         try:
-            self._broker.publish(topic, bodies, defer_ms, done, "PUB")
+            self._broker.get_topic(topic).publishing.publish(bodies, defer_ms * 1_000_000, done)
         except (Exiting, StorageError, OSError) as error:
             raise ApiError(503, "EXITING") from error
         return LATER

@@ -29,7 +29,7 @@ from nsparq.server.api.parameters import (
 )
 from nsparq.server.api.producers import IDENTIFIER, PRODUCER, PRODUCER_ERRORS, identifier_of
 from nsparq.server.committing import Parts, already_committed
-from nsparq.wire.server import decode_multiple
+from nsparq.wire.mpub import decode_multiple
 
 if TYPE_CHECKING:
     from nsparq.server.daemon import Nsqd
