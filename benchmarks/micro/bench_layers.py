@@ -1,10 +1,11 @@
 """How fast each transport layer is by itself, and how much of that is the library under it.
 
-    python -m benchmarks.micro.bench_layers [--size 65536] [--rounds 5] [--profile]
+python -m benchmarks.micro.bench_layers [--size 65536] [--rounds 5] [--profile]
 
-Each line is a layer in one direction: contents in MB/s (uncompressed bytes), best of the rounds; the same by
-the bare library (for TLS the standard library's ssl, as the other way to do it); and the ratio of the two.
-Layers and libraries take turns within a round, so compare ratios, not figures of two runs.
+Each line is a layer in one direction: contents in MB/s (uncompressed bytes), best of the rounds;
+the same by the bare library (for TLS the standard library's ssl, as the other way to do it); and
+the ratio of the two. Layers and libraries take turns within a round, so compare ratios, not figures
+of two runs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from nsparq.transport.snappy import SnappyLayer
 from tests.support.certificates import certificates
 
 PIECES = 16
-"""Different pieces that are sent one after the other: the same one again would suit deflate too well."""
+"""Different pieces that are sent one after the other: the same one again would suit deflate too
+well."""
 
 
 @dataclass
@@ -66,7 +68,8 @@ def consume(layer: Layer | LayerStack, wire: list[bytes]) -> None:
 
 
 class TlsPair:
-    """Our layer and a client of the standard library, connected; and two of the standard library."""
+    """Our layer and a client of the standard library, connected; and two of the standard
+    library."""
 
     def __init__(self, context: SSL.Context) -> None:
         self.layer = TlsLayer(context)
