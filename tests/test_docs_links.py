@@ -28,6 +28,7 @@ PAGES = [
     *(ROOT / name / "README.md" for name in ("benchmarks", "changes", "deploy", "tests/conformance")),
     *sorted(DOCS.rglob("*.md")),
 ]
+INSIDE = [DOCS / "architecture.md", *sorted((DOCS / "internals").glob("*.md"))]
 DAEMONS = {"nsqd": NSQD, "nsqlookupd": NSQLOOKUPD, "nsqadmin": NSQADMIN}
 
 FENCE = re.compile(r"^(```+)(\w*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
@@ -255,6 +256,13 @@ def test_every_test_that_is_named_exists(page: Path) -> None:
     for span in spans(page):
         named |= set(re.findall(r"(?<![\w/])(test_\w+)(?![\w*.])", span))
     assert named <= all_tests(), sorted(named - all_tests())
+
+
+@pytest.mark.parametrize("page", INSIDE, ids=name_of)
+def test_every_source_file_that_is_named_exists(page: Path) -> None:
+    for span in spans(page):
+        if re.fullmatch(r"(?:\w+/)*\w+\.(?:py|c)|(?:\w+/)+", span):
+            assert any((place / span).exists() for place in (ROOT, ROOT / "src" / "nsparq")), span
 
 
 @cache
