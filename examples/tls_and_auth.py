@@ -1,4 +1,4 @@
-"""TLS with a certificate of our own, compression, and a secret."""
+"""TLS with a client certificate, compression, and a secret."""
 
 import asyncio
 import os

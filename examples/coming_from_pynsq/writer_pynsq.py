@@ -12,5 +12,5 @@ def publish():
 
 
 writer = nsq.Writer(["127.0.0.1:4150"])
-tornado.ioloop.IOLoop.current().call_later(0.5, publish)  # it refuses before it is connected
+tornado.ioloop.IOLoop.current().call_later(0.5, publish)  # it refuses until it is connected
 nsq.run()

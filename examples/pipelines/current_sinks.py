@@ -1,4 +1,4 @@
-"""What current.toml calls: functions that are given each micro-batch and its number."""
+"""Functions that current.toml calls with each micro-batch and its number."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ DIRECTORY = Path(__file__).parent / "data" / "deliveries"
 
 
 def save_delivery(batch: DataFrame, number: int) -> None:
-    """One directory for each micro-batch. A batch that is run again replaces what it wrote before: so the
+    """One directory for each micro-batch. A batch that runs again replaces what it wrote before, so the
     result is exactly once."""
     batch.coalesce(1).write.mode("overwrite").json(str(DIRECTORY / f"batch={number}"))

@@ -67,7 +67,7 @@ def main() -> None:
     file = shop("available-now" if "--available-now" in sys.argv else "1s")
     spark = build_session(file)
     stop = threading.Event()
-    # Spark has a handler of its own for Ctrl-C, which ours replaces.
+    # Spark has its own handler for Ctrl-C. Ours replaces it.
     signal.signal(signal.SIGINT, lambda *_: stop.set())
     for one in run(spark, file, stop).pipelines:
         print(one.name, one.state, one.rows, "messages", one.error)

@@ -1,4 +1,4 @@
-"""Tests of the pipelines beside this file: messages in, rows out. There is no broker."""
+"""Tests of the pipelines beside this file: messages in, rows out. They need no broker."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A small shop: publishes orders. Its time passes quickly, a second from one order to the next."""
+"""A small shop that publishes orders. In its time a second passes between two orders."""
 
 import json
 import sys

@@ -12,7 +12,7 @@ SCHEMA = "number BIGINT, item STRING, price DOUBLE, at TIMESTAMP"
 
 @dp.table
 def orders() -> DataFrame:
-    """Every order, as it comes. format("nsq") is found by itself: the package pyspark_nsq is installed."""
+    """Every order. Spark finds format("nsq") by the installed package pyspark_nsq."""
     messages = (
         spark.readStream.format("nsq")
         .option("nsqd", NSQD)
