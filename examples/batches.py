@@ -1,4 +1,4 @@
-"""Handle messages in batches: one transaction for a hundred messages."""
+"""Handle messages in batches of up to a hundred, with one transaction for each batch."""
 
 import sqlite3
 
@@ -9,7 +9,7 @@ app = Subscriptions(nsqd=["127.0.0.1:4150"])
 
 @app.subscribe("readings", "database", batch_size=100, batch_timeout=0.5)
 def store(readings: list[dict[str, float]]) -> None:
-    """Not a coroutine: it runs in a thread, and may block."""
+    """A plain function: it runs in a thread and may block."""
     connection = sqlite3.connect("readings.db")
     with connection:
         connection.execute("create table if not exists readings (sensor, value)")

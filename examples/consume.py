@@ -1,4 +1,4 @@
-"""Consume with a handler from the brokers that nsqlookupd knows, until stopped."""
+"""Consume with a handler, from all nsqd that nsqlookupd knows, until it is stopped."""
 
 import asyncio
 
@@ -19,8 +19,8 @@ async def store(body: bytes) -> None:
 
 async def handle(message: Message) -> None:
     if message.body == b"not yet":
-        raise Requeue(delay=5, backoff=False)  # requeue without back-off
-    await store(message.body)  # if it raises: requeue, and back off until it works
+        raise Requeue(delay=5, backoff=False)  # not a failure: no back-off
+    await store(message.body)  # if it raises: requeued, and the consumer backs off
 
 
 async def main(stop: asyncio.Event) -> None:

@@ -1,4 +1,4 @@
-"""Messages that cannot be handled go to a dead-letter topic."""
+"""Messages that cannot be handled become dead letters."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class Payment:
 @app.subscribe("payments", "ledger", dead_letter="payments.dead")
 async def book(payment: Payment) -> None:
     if payment.cents <= 0:
-        raise Reject("nothing to pay")  # trying again would not help
+        raise Reject("nothing to pay")  # a retry would not help
     print("booked", payment.cents, flush=True)
 
 

@@ -1,17 +1,17 @@
-"""Topics in a notebook. Run the cells in order, in an editor that knows `# %%`, or as a script."""
+"""Topics in a notebook: run it cell by cell in an editor that supports `# %%`, or as a script."""
 
-# %% A session. It finds Java and brings the connector and its settings.
+# %% A session, with Java, the connector and the settings.
 from nsparq.spark import build_session
 
 spark = build_session("notebook", master="local[2]")
 NSQD = "127.0.0.1:4151"
 
-# %% A topic is a table of all messages in nsqd's log.
+# %% A topic as a table, with all messages that nsqd has.
 messages = spark.read.format("nsq").option("nsqd", NSQD).option("topic", "orders").load()
 messages.printSchema()
 print(messages.count(), "messages")
 
-# %% JSON into columns. `from_json` needs a schema; a sample gives one.
+# %% JSON to columns. `from_json` needs a schema, inferred from a sample.
 from nsparq.pipeline.decode.samples import infer_json  # noqa: E402
 
 schema = infer_json(bytes(row.body) for row in messages.limit(100).collect())
@@ -26,8 +26,9 @@ spark.sql(
     "SELECT item, count(*) AS sold, round(sum(price), 2) AS revenue FROM orders GROUP BY item ORDER BY item"
 ).show()
 
-# %% The same topic as a stream, into a table in memory. The depth of its channel is its lag. The query does
-# not own the channel: it has a temporary checkpoint, so the next run of this cell is another query.
+# %% The same topic as a stream, into a table in memory. The depth of its channel is its lag. The
+# channel is shared ("ownChannel" is false): without a permanent checkpoint, each run of this cell
+# is a new query.
 stream = (
     spark.readStream.format("nsq")
     .option("nsqd", NSQD)
@@ -49,7 +50,7 @@ query = (
 query.awaitTermination()
 spark.table("minutes").show()
 
-# %% Rows become messages: they need a column `body`.
+# %% Rows become messages: only a column `body` is needed.
 (
     spark.sql("SELECT to_json(struct(item, count(*) AS sold)) AS body FROM orders GROUP BY item")
     .write.format("nsq")
@@ -59,7 +60,7 @@ spark.table("minutes").show()
     .save()
 )
 
-# %% A pipeline file, run in this session until all present messages are read.
+# %% A pipeline file, run in this session until all present messages have been read.
 import threading  # noqa: E402
 from pathlib import Path  # noqa: E402
 

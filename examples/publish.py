@@ -1,4 +1,4 @@
-"""Publish one message, many at once, or deferred; and handle errors."""
+"""Publish one message, several at once, a deferred one; and handle errors."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ async def main() -> None:
         await producer.publish("events", b"one")
         await producer.publish_many("events", [b"two", b"three"])  # all of them or none
         await producer.publish("events", b"in a minute", defer=60)
-        # Many tasks may share a producer: their messages travel together.
+        # Many tasks may share a producer: their messages are sent together.
         await asyncio.gather(*(producer.publish("events", b"%d" % number) for number in range(100)))
         try:
             await producer.publish("events", b"x" * 2_000_000)

@@ -1,4 +1,4 @@
-"""Test a program with a failing network."""
+"""Tests of a program while the network fails."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ def test_a_silent_broker_is_an_error_in_time(nsq_proxy: FaultProxy, nsq_topic: s
         async with Producer(nsq_proxy.address, config=Config(publish_timeout=0.5)) as producer:
             await producer.publish(nsq_topic, b"arrives")
             nsq_proxy.stall()
-            with pytest.raises(PublishTimeout):  # instead of waiting without end
+            with pytest.raises(PublishTimeout):  # instead of waiting forever
                 await producer.publish(nsq_topic, b"may arrive, or not")
             nsq_proxy.heal()
 
