@@ -122,7 +122,7 @@ class LogApi:
         path="/topic/read",
         summary="Read a range of a topic's log, in the format of the files on disk.",
         details="The answer consists of whole batches, each with a table of its messages' lengths: see "
-        "docs/architecture.md for the format. The first batch may begin before `from`. An empty answer "
+        "docs/internals/storage.md for the format. The first batch may begin before `from`. An empty answer "
         "means that there is nothing more yet. Each batch has a checksum. A reader that finds a wrong "
         "one asks again from there with `verify`, and gets the messages that can be read. The JSON of "
         "a 410 also has the `earliest` number, that of a 416 the `latest`, that of a 409 the "
