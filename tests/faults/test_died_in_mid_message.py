@@ -106,7 +106,7 @@ def has_arrived(nsqd: BrokerThread, said: str) -> None:
 
 
 def is_halfway(connection: Connection) -> bool:
-    return connection.protocol._body is not None or connection.protocol.has_more
+    return connection.protocol._held > 0
 
 
 @DEPARTURES
