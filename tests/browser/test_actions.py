@@ -331,7 +331,7 @@ def log_in(visitor: Visitor, secret: str) -> None:
 
 
 def test_users_log_in_see_what_they_may_do_and_log_out(
-    visit: Callable[..., Visitor], cluster: Cluster, guarded: AdminProcess, topic: str
+    cluster: Cluster, guarded: AdminProcess, visit: Callable[..., Visitor], topic: str
 ) -> None:
     visitor = visit(guarded)
     visitor.allowed.append("status of 401")
@@ -364,7 +364,7 @@ def test_users_log_in_see_what_they_may_do_and_log_out(
 
 
 def test_a_page_left_open_says_when_the_login_has_ended(
-    visit: Callable[..., Visitor], guarded: AdminProcess, topic: str
+    guarded: AdminProcess, visit: Callable[..., Visitor], topic: str
 ) -> None:
     visitor = visit(guarded)
     visitor.allowed.append("status of 401")

@@ -50,7 +50,7 @@ def hostile() -> Iterator[AdminProcess]:
         yield admin
 
 
-def test_text_from_a_hostile_node_stays_text(visit: Callable[..., Visitor], hostile: AdminProcess) -> None:
+def test_text_from_a_hostile_node_stays_text(hostile: AdminProcess, visit: Callable[..., Visitor]) -> None:
     visitor = visit(hostile)
     wait_until(lambda: hostile.get("/api/pipelines")["pipelines"])
     name = quote(IN_PATH, safe="")
