@@ -71,8 +71,7 @@ class Topic:
         self.is_ephemeral = is_ephemeral(name)
         self.directory: Path | None = None if self.is_ephemeral else broker.data_path.topic_directory(name)
         self.first_id = broker.first_id
-        """The node's bits. Added to a sequence number, they give the message id that clients
-        see."""
+        """The node's bits: a message id is this plus the sequence number."""
         self.channels: dict[str, Channel] = {}
         self.paused = False
         self.is_exiting = False
@@ -409,8 +408,7 @@ class Topic:
         self._low = (0, 0)
 
     def _recent_low(self) -> int:
-        """low() as of 20 ms ago at most. It is needed for each batch that leaves memory, and
-        costly."""
+        """low() as of 20 ms ago at most, because each batch that leaves memory asks for it."""
         now_ns = self.broker.monotonic_ns()
         if now_ns - self._low[0] > 20_000_000:
             self._low = (now_ns, self.low())

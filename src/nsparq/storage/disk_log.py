@@ -44,8 +44,7 @@ class DiskLog:
         floor: int,
         mark: int = 0,
     ) -> None:
-        """`floor` is the first sequence number to use if the disk names none. `mark` is written
-        into each batch, so that a segment of another log is recognised: see batch.mark_of."""
+        """`floor`: first sequence number if the disk names none. `mark`: see batch.mark_of."""
         self.directory = directory
         self.settings = settings
         self.mark = mark
