@@ -61,11 +61,11 @@ def short_lived(nsqd: BrokerProcess, topic: str) -> None:
     nsqd.http("POST", "/topic/delete", topic=topic)
 
 
-def lasting(nsqd: BrokerProcess, number: int) -> None:
+def lasting(nsqd: BrokerProcess) -> None:
     """A thousand messages through a topic that stays."""
     with nsqd.connect() as consumer, nsqd.connect() as publisher:
-        consumer.identify(client_id=f"lasting-{number}")
-        consumer.sub("lasting", f"c{number}", rdy=1000)
+        consumer.identify(client_id="lasting")
+        consumer.sub("lasting", "c", rdy=1000)
         publisher.mpub("lasting", [b"%d" % i for i in range(1000)])
         for message in consumer.read_messages(1000):
             consumer.fin(message.id)
@@ -148,13 +148,13 @@ def main() -> int:
         samples: dict[str, list[tuple[float, float]]] = {name: [] for name in pids}
         try:
             wait_until(is_up, what="nsqadmin")
-            lasting(nsqd, 0)
+            lasting(nsqd)
             for thread in range(THREADS):
                 load.repeat(
                     lambda number, thread=thread: short_lived(nsqd, f"t-{thread}-{number % NAMES}"),
                     pause_s=0.1,
                 )
-            load.repeat(lambda number: lasting(nsqd, number % 3), pause_s=1.0)
+            load.repeat(lambda _: lasting(nsqd), pause_s=1.0)
             load.repeat(page, pause_s=1.0)
             began = time.monotonic()
             say(f"{'':8}" + "".join(f"{name:>12}" for name in pids) + f"{'rounds':>12}")
