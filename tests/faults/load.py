@@ -281,6 +281,11 @@ def resident_mib(pid: int) -> float:
     return _status_mib(pid, "VmRSS")
 
 
+def anonymous_mib(pid: int) -> float:
+    """Resident memory without mapped files."""
+    return _status_mib(pid, "RssAnon")
+
+
 def peak_mib(pid: int) -> float:
     """Peak resident memory since reset_peak()."""
     return _status_mib(pid, "VmHWM")

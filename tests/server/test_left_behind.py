@@ -16,7 +16,7 @@ from nsparq.lookup.registry import Producer
 from nsparq.lookup.tcp import Connection as LookupConnection
 from nsparq.server.connection import Connection
 from nsparq.wire.server import ServerProtocol
-from tests.support import BrokerThread, wait_until
+from tests.support import BrokerThread, TestBroker, wait_until
 from tests.support.lookupd import LookupdThread
 
 COUNTED = (
@@ -31,8 +31,8 @@ def objects() -> Counter[str]:
     return Counter(type(o).__qualname__ for o in gc.get_objects() if isinstance(o, COUNTED))
 
 
-def come_and_go(broker: BrokerThread, number: int) -> None:
-    topic = f"t{number}"
+def come_and_go(broker: TestBroker, topic: str) -> None:
+    """One topic's whole life, with clients that leave in the middle of a command."""
     with broker.connect() as consumer, broker.connect() as publisher:
         consumer.identify(client_id=topic)
         consumer.sub(topic, "c", rdy=3)
@@ -57,7 +57,7 @@ def test_clients_that_come_and_go_leave_nothing_behind(tmp_path: Path):
 
         def use(rounds: range) -> Counter[str]:
             for number in rounds:
-                come_and_go(broker, number)
+                come_and_go(broker, f"t{number}")
             wait_until(lambda: not broker.call(lambda b: b.clients))
             return objects()
 

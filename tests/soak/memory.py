@@ -24,6 +24,8 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+from tests.faults.load import anonymous_mib
+from tests.server.test_left_behind import come_and_go
 from tests.soak.support import Cluster, clock, free_ports
 from tests.support import BrokerProcess, wait_until
 
@@ -36,29 +38,6 @@ PAGES = ("/", "/topics", "/nodes", "/topics/lasting", "/api/topics")
 def say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
-
-
-def rss_anon_mb(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
-    return int(line.split()[1]) / 1024
-
-
-def short_lived(nsqd: BrokerProcess, topic: str) -> None:
-    """One topic's whole life."""
-    with nsqd.connect() as consumer, nsqd.connect() as publisher:
-        consumer.identify(client_id=topic)
-        consumer.sub(topic, "c", rdy=3)
-        publisher.mpub(topic, [b"finished", b"requeued", b"in flight"])
-        publisher.dpub(topic, 60_000, b"later")
-        first, second, _ = consumer.read_messages(3)
-        consumer.fin(first.id)
-        consumer.req(second.id, 60_000)
-        consumer.barrier()
-        publisher.send(b"PUB %b\n\x00\x00\x10\x00half" % topic.encode())
-    nsqd.http("POST", "/pub", b"x", topic=topic)
-    nsqd.http("GET", "/stats", topic=topic)
-    nsqd.http("POST", "/topic/delete", topic=topic)
 
 
 def lasting(nsqd: BrokerProcess) -> None:
@@ -151,7 +130,7 @@ def main() -> int:
             lasting(nsqd)
             for thread in range(THREADS):
                 load.repeat(
-                    lambda number, thread=thread: short_lived(nsqd, f"t-{thread}-{number % NAMES}"),
+                    lambda number, thread=thread: come_and_go(nsqd, f"t-{thread}-{number % NAMES}"),
                     pause_s=0.1,
                 )
             load.repeat(lambda _: lasting(nsqd), pause_s=1.0)
@@ -161,7 +140,7 @@ def main() -> int:
             for tenth in range(1, 11):
                 while (now_s := time.monotonic() - began) < tenth * duration_s / 10 and not load.problems:
                     for name, pid in pids.items():
-                        samples[name].append((now_s, rss_anon_mb(pid)))
+                        samples[name].append((now_s, anonymous_mib(pid)))
                     time.sleep(min(2.0, duration_s / 100))
                 say(
                     f"{clock()}"
