@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nsparq.pipeline.decode.functions import from_avro
+from nsparq.pipeline.functions import from_avro
 from nsparq.spark import build_session
 
 NSQD = "127.0.0.1:4151"

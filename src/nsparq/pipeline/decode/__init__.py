@@ -2,7 +2,6 @@
 
 - `messages`: a DataFrame of messages in, rows and dead letters out; every query uses it
 - `avro`, `protobuf`, `json_schema`: one format each, without Spark; `formats` has common parts
-- `functions`: Avro and Protobuf as Spark columns; public
 - `samples` infers columns from sample messages
 - `reasons` says why a message does not decode
 """

@@ -28,12 +28,12 @@ from nsparq.pipeline.decode.formats import (
     frame_beginning,
     without_frame,
 )
-from nsparq.pipeline.decode.functions import ERROR, ROW, decoded, violations
 from nsparq.pipeline.decode.json_schema import JsonSchema
 from nsparq.pipeline.decode.protobuf import Protobuf
 from nsparq.pipeline.decode.reasons import dead_letter, why_not
 from nsparq.pipeline.decode.samples import quoted
 from nsparq.pipeline.file.spec import Decode
+from nsparq.pipeline.functions import ERROR, ROW, decoded, violations
 
 # Column names that are unlikely to be fields of a message.
 _BAD: Final = "__nsparq_bad"

@@ -60,7 +60,7 @@ def far_away(spark: SparkSession) -> Iterator[SparkSession]:
 
 
 def test_every_type_is_the_same_in_spark(far_away: SparkSession) -> None:
-    from nsparq.pipeline.decode.functions import from_avro, from_protobuf
+    from nsparq.pipeline.functions import from_avro, from_protobuf
 
     schema = record(**{name: kind for name, (kind, _) in FIELDS.items()})
     row = {name: value for name, (_, value) in FIELDS.items()}
@@ -89,7 +89,7 @@ def test_a_value_that_does_not_fit_its_column_fails_only_its_message() -> None:
     import pyarrow as pa
 
     from nsparq.pipeline.decode.avro import Avro
-    from nsparq.pipeline.decode.functions import rows_of
+    from nsparq.pipeline.functions import rows_of
 
     money = {"type": "bytes", "logicalType": "decimal", "precision": 2, "scale": 0}
     plain, schema = record(x="bytes"), record(x=money)
