@@ -1,8 +1,8 @@
 """Pipelines: topics are read, decoded, transformed with SQL and written elsewhere, by Spark.
 
 A TOML file or a Python program describes them. `file/` reads the description, `execute/` runs it,
-`decode/` and `write/` have the two ends of a query. `functions` has Avro and Protobuf as columns, for
-your own programs.
+`decode/` and `write/` have the two ends of a query. `functions` has Avro and Protobuf as columns,
+for your own programs.
 
 From `nsparq pipeline run file.toml` to the first micro-batch:
 
