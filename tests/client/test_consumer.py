@@ -994,7 +994,7 @@ def test_messages_are_kept_from_timing_out_while_handled_and_while_waiting() -> 
             await asyncio.sleep(0.3)
             assert len(nsqd.commands) == count, "what is answered is not touched"
 
-    run(main())
+    run(main(), timeless=True)
 
 
 def test_touches_come_before_the_timeout_with_room_to_spare() -> None:
@@ -1005,10 +1005,10 @@ def test_touches_come_before_the_timeout_with_room_to_spare() -> None:
             began = loop.time()
             peer.send_message("m1")
             await nsqd.told(f"TOUCH {M1}")
-            assert 0.95 < loop.time() - began < 2.5
+            assert 0.95 < loop.time() - began < 2
             handler.go()
 
-    run(main())
+    run(main(), timeless=True)
 
 
 def test_a_message_that_was_touched_by_hand_is_touched_later() -> None:
@@ -1024,7 +1024,7 @@ def test_a_message_that_was_touched_by_hand_is_touched_later() -> None:
             await nsqd.told_nothing_more()
             handler.go()
 
-    run(main())
+    run(main(), timeless=True)
 
 
 def test_touching_can_be_switched_off() -> None:
@@ -1123,7 +1123,7 @@ def test_unreachable_brokers_are_tried_again_and_again() -> None:
                 await nsqd.listen()
                 await nsqd.told("IDENTIFY", "SUB t ch", "RDY 8")
 
-    run(main())
+    run(main(), timeless=True)
 
 
 def test_a_broker_that_refuses_the_subscription_is_asked_less_and_less_often() -> None:
@@ -1141,7 +1141,7 @@ def test_a_broker_that_refuses_the_subscription_is_asked_less_and_less_often() -
                 await asyncio.sleep(0.6)
                 assert 3 <= len(nsqd.peers) <= 8
 
-    run(main())
+    run(main(), timeless=True)
 
 
 def test_connecting_by_hand() -> None:
@@ -1165,7 +1165,7 @@ def test_connecting_by_hand() -> None:
             assert len(nsqd.peers) == 2, "it is forgotten"
             await consumer.connect(nsqd.address)
 
-    run(main())
+    run(main(), timeless=True)
 
 
 def test_a_failed_connect_by_hand_is_not_tried_again() -> None:
@@ -1180,7 +1180,7 @@ def test_a_failed_connect_by_hand_is_not_tried_again() -> None:
             with pytest.raises(ValueError):
                 await consumer.connect("localhost")
 
-    run(main())
+    run(main(), timeless=True)
 
 
 def test_connecting_by_hand_needs_a_consumer_that_runs() -> None:
@@ -1601,9 +1601,9 @@ def test_stop_without_connections_is_quick() -> None:
                 await asyncio.sleep(0.01)
                 began = loop.time()
                 await consumer.stop()
-                assert loop.time() - began < 5
+                assert loop.time() - began < 0.1
 
-    run(main())
+    run(main(), timeless=True)
 
 
 def test_stop_before_start_is_final() -> None:

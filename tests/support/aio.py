@@ -1,9 +1,10 @@
 """Coroutines in tests: run them with a time limit, and check that they leave no tasks.
 
-run(coroutine)                     its result; AssertionError if tasks are left over run(coroutine,
-timeless=True)      instead of waiting, the clock jumps, so times are exact however busy the machine
-is. For code without sockets and threads await until(fact)                  poll until fact() is
-truthy; its value
+run(coroutine)                     its result; AssertionError if tasks are left over
+run(coroutine, timeless=True)      instead of waiting, the clock jumps: times are exact, however
+                                   busy the machine is. Not for code that waits for a thread or
+                                   for another process
+await until(fact)                  poll until fact() is truthy; its value
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from .polling import DEADLINE
 
 T = TypeVar("T")
 
+KERNEL_S = 0.001
+"""How long the loop waits for sockets before its clock jumps."""
 # Set to run them on another event loop.
 LOOP_FACTORY: Callable[[], asyncio.AbstractEventLoop] | None = None
 
 
 class _JumpingLoop(asyncio.SelectorEventLoop):
-    """Its clock stands still while callbacks are ready, and then jumps to the next timer."""
+    """Its clock stands still while callbacks and sockets are ready, and then jumps to the next
+    timer."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -30,8 +34,13 @@ class _JumpingLoop(asyncio.SelectorEventLoop):
         look = selector.select
 
         def select(timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-            self._now += timeout or 0.0
-            return look(timeout if timeout is None else 0)
+            if timeout is None:
+                return look()
+            # Bytes between two sockets of this process may need a moment to arrive.
+            ready = look(min(timeout, KERNEL_S))
+            if not ready:
+                self._now += timeout
+            return ready
 
         selector.select = select  # type: ignore[method-assign]
         super().__init__(selector)

@@ -228,12 +228,12 @@ def test_connecting_ends_after_dial_timeout() -> None:
             try:
                 began = loop.time()
                 assert await refusal(address, dial_timeout=0.1) == f"{address}: timed out"
-                assert loop.time() - began < 5
+                assert 0.1 <= loop.time() - began < 0.2
             finally:
                 for one in crowd:
                     one.close()
 
-    run(main())
+    run(main(), timeless=True)
 
 
 def test_a_silent_server_fails_after_handshake_timeout() -> None:
@@ -651,10 +651,10 @@ def test_a_silent_server_is_disconnected_after_read_timeout() -> None:
             await asyncio.sleep(0.6)
             peer.send_bytes(HEARTBEAT)
             await until(lambda: recorder.ends)
-            assert 1.5 < loop.time() - began < 6
+            assert 1.59 < loop.time() - began < 2.1
             assert str(recorder.ends[0]) == "the server sent nothing for 1 s"
 
-    run(main())
+    run(main(), timeless=True)
 
 
 def test_without_heartbeats_a_server_may_be_silent() -> None:
@@ -666,7 +666,7 @@ def test_without_heartbeats_a_server_may_be_silent() -> None:
             assert recorder.ends == []
             await ended(connection)
 
-    run(main())
+    run(main(), timeless=True)
 
 
 def test_a_server_that_reads_nothing_is_disconnected_after_write_timeout() -> None:
@@ -682,10 +682,10 @@ def test_a_server_that_reads_nothing_is_disconnected_after_write_timeout() -> No
             await until(lambda: not connection.is_writable)
             began = asyncio.get_running_loop().time()
             await until(lambda: recorder.ends)
-            assert asyncio.get_running_loop().time() - began < 6
+            assert 0.19 < asyncio.get_running_loop().time() - began < 0.5
             assert str(recorder.ends[0]) == "the server read nothing for 0.2 s"
 
-    run(main())
+    run(main(), timeless=True)
 
 
 def test_a_server_that_reads_slowly_stays_connected() -> None:
@@ -737,9 +737,9 @@ def test_close_does_not_wait_for_a_server_that_reads_nothing() -> None:
             connection.write(wire.pub(b"t", bytes(32 << 20)))
             began = asyncio.get_running_loop().time()
             await ended(connection)
-            assert asyncio.get_running_loop().time() - began < 6
+            assert asyncio.get_running_loop().time() - began < 1.1
 
-    run(main())
+    run(main(), timeless=True)
 
 
 # Reasons
