@@ -29,6 +29,7 @@ from nsparq.wire.lookup import (
     encode_identify_reply,
     encode_reply,
 )
+from tests.support import aio
 from tests.support.polling import DEADLINE
 
 IDENTITY: dict[str, str | int] = {
@@ -461,7 +462,7 @@ def test_a_slow_name_lookup_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     asyncio.run(scenario())
 
 
-def test_retries_become_rarer_and_are_not_logged(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_retries_become_rarer_and_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         lookupd = FakeLookupd(lambda command: encode_reply(b"E_INVALID"))
         await lookupd.start()
@@ -470,7 +471,7 @@ def test_retries_become_rarer_and_are_not_logged(run: Run, caplog: pytest.LogCap
             assert 3 <= lookupd.connections <= 6
 
     caplog.set_level(logging.INFO)
-    run(scenario())
+    aio.run(scenario(), timeless=True)
     lines = [record.message for record in caplog.records if "E_INVALID" in record.message]
     assert len(lines) == 1
     assert lines[0].startswith("LOOKUPD(127.0.0.1:")
