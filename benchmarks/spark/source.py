@@ -4,8 +4,8 @@
 
 One run, local[2], the broker on the same cores. Both sides take turns, several rounds; the ratio is
 what counts. Processor time, of Spark with its Python processes and of the broker, is given too; it
-includes the start of a query. Then the fixed cost of a trigger: with one row, and with none, when
-only the offsets change.
+includes the start of a query. Then the fixed cost of a trigger: with one row, with none, when only
+the offsets change, and, to tell Spark's own part of it, with one row of Spark's stream of files.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def throughput(bench: Bench) -> None:
 
 
 def fixed_cost(bench: Bench) -> None:
-    """Triggers one after the other, each with a single row, or each with a new topic that is
-    empty."""
+    """Triggers one after the other, each with a single row, each with a new topic that is empty, or
+    each with a new file of a single row."""
     name = "empty-0"
     bench.client.post("/topic/create", topic=name)
     options = {"topicsPattern": "empty-.*", "discoveryInterval": "10ms"}
@@ -172,6 +172,18 @@ def fixed_cost(bench: Bench) -> None:
         show(
             "no row", [p for p in query.recentProgress if p.numInputRows == 0 and "addBatch" in p.durationMs]
         )
+    files = bench.work / "one-row-files"
+    files.mkdir()
+    bench.spark.range(1).coalesce(1).write.parquet(str(bench.work / "one-row"))
+    (row,) = (bench.work / "one-row").glob("part-*")
+    with running(bench, bench.spark.readStream.schema("id long").parquet(str(files))) as query:
+        for number in range(bench.options.triggers):
+            before = last_batch(query)
+            # A name that begins with _ is hidden from Spark until the file is complete.
+            shutil.copy(row, files / "_next")
+            (files / "_next").rename(files / f"{number}.parquet")
+            wait_for(lambda before=before: last_batch(query) > before)
+        show("one row of a file", [p for p in query.recentProgress if p.numInputRows == 1])
 
 
 @contextmanager
