@@ -6,10 +6,13 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.macro.loads import Figures, Parameters
@@ -97,8 +100,18 @@ def describe_machine(command_lines: dict[str, str]) -> dict[str, str]:
         "cpu": f"{os.cpu_count()} x {model or platform.machine()}",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
+        "revision": revision(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         **command_lines,
     }
+
+
+def revision() -> str:
+    """The commit that is measured, marked if files have changed since."""
+    words = ["git", "describe", "--always", "--dirty"]
+    found = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
 
 
 def print_facts(facts: Iterable[tuple[str, object]]) -> None:
