@@ -28,7 +28,7 @@ PURE_TESTS := $(addprefix tests/broker/test_,channel.py cold_reads.py deferred.p
 # The tests start hundreds of Python processes, which must not compile everything anew, whatever is set here otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo up test check compiled pytest pytest-spark pytest-rest pytest-pure test-spark-versions bench docs fmt clean
+.PHONY: help venv demo up test check compiled pytest pytest-spark pytest-rest pytest-pure test-spark-versions bench docs docs-site fmt clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make check   lint, format and types, without running anything"
 	@echo "make bench   the load benchmark (BENCH_ARGS='--peer HOST:PORT' to compare)"
 	@echo "make docs    rewrite the generated reference pages"
+	@echo "make docs-site   build the documentation as a site, in build/site"
 	@echo "make fmt     format the code"
 	@echo "make clean   remove everything that make built"
 
@@ -107,6 +108,10 @@ docs: venv
 	$(BIN)/python -m nsparq.spark.options --markdown > docs/reference/spark-options.md
 	$(BIN)/python -m nsparq.pipeline.file.reference --markdown > docs/reference/pipeline-file.md
 
+docs-site: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "build/site is ready: python3 -m http.server -d build/site 8000"
+
 fmt: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -124,7 +129,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt src/nsparq/_kernel.c
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || .ci/install-packages python3-venv
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt setuptools
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[all,spark,test]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[all,spark,test,docs]'
 	@touch $@
 
 # Without npm the nsqjs tests are skipped at a desk; on the build server that is a failure.
