@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import json
 import re
+import subprocess
+import textwrap
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -127,13 +132,41 @@ def test_the_readme_leads_to_the_index() -> None:
     assert "docs/README.md" in {*links(ROOT / "README.md")}
 
 
-def test_what_the_readme_shows_is_part_of_an_example() -> None:
-    """Commands that other tests run."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+# examples
+
+
+@each_page
+def test_what_a_page_shows_of_an_example_is_in_its_file(page: Path) -> None:
+    """Other tests run the files."""
+    text = page.read_text(encoding="utf-8")
     shown = re.findall(r"<!-- (examples/\S+) -->\n```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(shown) == 2
+    assert len(shown) == text.count("<!-- examples/")
     for name, block in shown:
         assert block in (ROOT / name).read_text(encoding="utf-8"), name
+
+
+@each_page
+def test_python_on_a_page_is_valid_and_uses_public_names(page: Path) -> None:
+    for text in blocks(page, "python"):
+        for node in ast.walk(ast.parse(textwrap.dedent(text))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "nsparq":
+                module = importlib.import_module(node.module or "")
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"from {node.module} import {alias.name}"
+
+
+@each_page
+def test_other_blocks_on_a_page_are_valid(page: Path) -> None:
+    for text in blocks(page, "toml"):
+        # Lines with the same key are alternatives.
+        alternatives = len({line.partition(" ")[0] for line in text.splitlines()}) == 1
+        for part in text.splitlines() if alternatives else [text]:
+            tomllib.loads(part)
+    for text in blocks(page, "json"):
+        json.loads(text)
+    for text in blocks(page, "sh"):
+        done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+        assert not done.returncode, done.stderr
 
 
 def test_links_and_headings_are_understood(tmp_path: Path) -> None:

@@ -359,11 +359,3 @@ def test_the_page_of_the_client_lists_every_option_with_its_default() -> None:
         else:
             shown = "" if default is None else str(default).replace(__version__, "…")
         assert listed[field.name].strip() == shown, field.name
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text()
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
-        if "://" not in target:
-            assert (ROOT / "docs" / target).exists(), target

@@ -455,14 +455,6 @@ def test_what_a_page_shows_is_what_was_run(page: str) -> None:
         assert block in (EXAMPLES / name).read_text(), f"{name} has changed"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text()
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
-        if "://" not in target:
-            assert (ROOT / "docs" / target).exists(), target
-
-
 def test_the_commands_of_a_page_exist() -> None:
     from nsparq.tools.pipeline import _parser
 

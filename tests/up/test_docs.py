@@ -39,8 +39,3 @@ def test_the_examples_of_the_help_are_commands() -> None:
     assert len(lines) == 4
     for line in lines:
         _parser().parse_args(shlex.split(line))
-
-
-def test_the_links_of_the_page_work() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
-        assert (ROOT / "docs" / target).exists(), target
