@@ -126,10 +126,10 @@ class NsqdOptions:
     )
     allowed_host: tuple[str, ...] = opt(
         (),
-        "host name under which browsers may use the HTTP API, besides IP addresses, names of this machine "
-        "and names of private networks. Other names are refused, so that a foreign web page cannot reach "
-        "nsqd by a name of its own. Programs other than browsers may use any name, and so may everybody "
-        "with `--auth-policy-file`",
+        "host name under which browsers may use the HTTP API, in addition to IP addresses, names of this "
+        "machine and names of private networks. Other names are refused, so that a foreign web page cannot "
+        "reach nsqd through DNS rebinding. Other programs may use any name. With `--auth-policy-file` "
+        "browsers may too",
         STRINGS,
         file_key="allowed_hosts",
     )
@@ -144,14 +144,15 @@ class NsqdOptions:
     )
     durability: str = opt(
         "os",
-        "when a publish is acknowledged: `os` when the operating system has it (survives a killed process), "
-        "`fsync` when it is on disk (survives a power cut), `memory` at once (messages are written to disk "
-        "only on overflow and at a clean stop)",
+        "when nsqd acknowledges a publish: `os` after it has passed the message to the operating system "
+        "(survives a crash of nsqd), `fsync` after the message is on disk (survives a power cut), `memory` "
+        "at once (nsqd writes messages to disk only on overflow and at a clean stop)",
         choice("os", "fsync", "memory"),
     )
     mem_queue_size: int = opt(
         10_000,
-        "newest messages of a topic to keep in memory too; an ephemeral topic holds no others",
+        "how many of the newest messages of a topic to keep in memory as well; an ephemeral topic keeps no "
+        "others",
         INT,
         bound="not negative",
     )
@@ -182,13 +183,15 @@ class NsqdOptions:
     )
     retention_age: float = opt(
         0.0,
-        "how long to keep messages that all channels have finished; 0 means not at all",
+        "how long to keep messages for replay after all channels have finished them; 0 means no limit by "
+        "age if --retention-bytes is set, and otherwise that nothing is kept",
         DURATION,
         bound="not negative",
     )
     retention_bytes: int = opt(
         0,
-        "bytes per topic of messages to keep that all channels have finished; 0 means none",
+        "limit in bytes per topic for messages kept for replay after all channels have finished them; 0 "
+        "means no limit by size if --retention-age is set, and otherwise that nothing is kept",
         INT,
         bound="not negative",
     )

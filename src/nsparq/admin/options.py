@@ -35,11 +35,11 @@ class NsqadminOptions:
 
     log_level: str = opt(
         "info",
-        "least severe level that is logged: debug, info, warn, error, fatal",
+        "lowest level to log: debug, info, warn, error, fatal",
         choice("debug", "info", "warn", "error", "fatal"),
         heading="Logging",
     )
-    log_prefix: str = opt("[nsqadmin] ", "start of every log line", STRING)
+    log_prefix: str = opt("[nsqadmin] ", "prefix of every log line", STRING)
 
     http_address: str = opt("0.0.0.0:4171", "`host:port` for HTTP clients", STRING, heading="Addresses")
     base_path: str = opt("/", "prefix of all URLs, for use behind a proxy", STRING)
@@ -80,9 +80,9 @@ class NsqadminOptions:
     http_client_tls_key: str = opt("", "PEM file with its key", STRING)
     auth_secret: str = opt(
         "",
-        "secret for nsqds that guard their HTTP API with a policy file; better set in the config file. It is "
-        "sent to nodes of `--nsqd-http-address` and of `--auth-secret-for`, and over HTTPS to nodes with a "
-        "certificate of `--http-client-tls-root-ca-file`; to no others",
+        "secret for nsqds that protect their HTTP API with a policy file; better set in the config file. It "
+        "is sent to nodes of `--nsqd-http-address` and of `--auth-secret-for`, and over HTTPS to nodes with "
+        "a certificate of `--http-client-tls-root-ca-file`; to no others",
         STRING,
     )
     auth_secret_for: tuple[str, ...] = opt(
@@ -100,7 +100,7 @@ class NsqadminOptions:
     )
     admin_user: tuple[str, ...] = opt(
         (),
-        "user in that header who may change things (none given: everybody may)",
+        "user in that header who may make changes; if none is given, everyone may",
         STRINGS,
         file_key="admin_users",
     )
@@ -110,9 +110,10 @@ class NsqadminOptions:
     allow_config_from_cidr: str = opt("127.0.0.1/8", "network that may use `/config` (empty: any)", STRING)
     allowed_host: tuple[str, ...] = opt(
         (),
-        "host name that browsers may use for nsqadmin, besides IP addresses, the machine's own names and "
-        "names of private networks. Other names are refused, so that no foreign page can reach nsqadmin "
-        "through DNS rebinding. Programs may use any name, and so may everybody with `--auth-policy-file`",
+        "host name under which browsers may use nsqadmin, in addition to IP addresses, names of this machine "
+        "and names of private networks. Other names are refused, so that a foreign web page cannot reach "
+        "nsqadmin through DNS rebinding. Other programs may use any name. With `--auth-policy-file` browsers "
+        "may too",
         STRINGS,
         file_key="allowed_hosts",
     )
@@ -123,7 +124,7 @@ class NsqadminOptions:
 
     poll_interval: float = opt(
         5.0,
-        "how often nsqds are asked for the overview and the charts; less often if that takes long",
+        "how often nsqadmin polls the nsqds for overview and charts; less often if polling takes long",
         DURATION,
         heading="Overview and charts",
         bound="positive",
@@ -214,7 +215,7 @@ TABLE: Final = OptionTable(
     (
         CommandFlag(flag="version", kind=BOOL, help="print the version and exit"),
         CommandFlag(flag="config", kind=STRING, help="path of a TOML file with options"),
-        CommandFlag(flag="verbose", kind=BOOL, help="accepted for old scripts, no effect; see --log-level"),
+        CommandFlag(flag="verbose", kind=BOOL, help="no effect, accepted for old scripts; see --log-level"),
     ),
 )
 

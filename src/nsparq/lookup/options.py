@@ -17,33 +17,33 @@ class NsqlookupdOptions:
 
     log_level: str = opt(
         "info",
-        "least severe level to log: debug, info, warn, error, fatal",
+        "lowest level to log: debug, info, warn, error, fatal",
         choice("debug", "info", "warn", "error", "fatal"),
         heading="Logging",
     )
-    log_prefix: str = opt("[nsqlookupd] ", "start of every log line", STRING)
+    log_prefix: str = opt("[nsqlookupd] ", "prefix of every log line", STRING)
 
     tcp_address: str = opt("0.0.0.0:4160", "`host:port` where nsqds register", STRING, heading="Addresses")
     http_address: str = opt("0.0.0.0:4161", "`host:port` for HTTP clients", STRING)
     broadcast_address: str = opt(
         socket.gethostname,
-        "address of this nsqlookupd for nsqds, which ask there over HTTP for the channels of a new topic",
+        "address at which nsqds reach this nsqlookupd over HTTP, to ask for the channels of a new topic",
         STRING,
         default_text="the hostname",
     )
 
     allowed_host: tuple[str, ...] = opt(
         (),
-        "host name under which browsers may use the HTTP API, besides IP addresses, the daemon's own names, "
-        "and names that exist only in private networks. A foreign web page that reaches the daemon under "
-        "another name is refused. Programs may use any name",
+        "host name under which browsers may use the HTTP API, in addition to IP addresses, names of this "
+        "machine and names of private networks. Other names are refused, so that a foreign web page cannot "
+        "reach nsqlookupd through DNS rebinding. Other programs may use any name",
         STRINGS,
         file_key="allowed_hosts",
     )
 
     inactive_producer_timeout: float = opt(
         300.0,
-        "time without a command after which an nsqd is not listed",
+        "time without a command after which an nsqd is no longer listed",
         DURATION,
         heading="Producers",
         bound="positive",
@@ -69,7 +69,7 @@ TABLE: Final = OptionTable(
     (
         CommandFlag(flag="version", kind=BOOL, help="print the version and exit"),
         CommandFlag(flag="config", kind=STRING, help="path of a TOML file with options"),
-        CommandFlag(flag="verbose", kind=BOOL, help="accepted for old scripts, no effect; see --log-level"),
+        CommandFlag(flag="verbose", kind=BOOL, help="no effect, accepted for old scripts; see --log-level"),
     ),
 )
 
