@@ -101,10 +101,13 @@ TRANSPORT = [
     *(
         row(
             f"{verb}, {bodies}: TLS, snappy, deflate",
-            "transport",
+            run,
             *(f"{verb}, {kind}, {layer}" for layer in LAYERS),
         )
-        for kind, bodies in (("random", "100 random bytes"), ("json", "400 bytes of JSON"))
+        for run, kind, bodies in (
+            ("transport-random", "random", "100 random bytes"),
+            ("transport", "json", "400 bytes of JSON"),
+        )
         for verb in ("publish", "consume")
     ),
     row(
