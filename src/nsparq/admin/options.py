@@ -130,8 +130,8 @@ class NsqadminOptions:
         bound="positive",
     )
     history_memory: int = opt(
-        320 << 20,
-        "limit in bytes for the history behind the charts; a channel needs about 25 KB",
+        352 << 20,
+        "limit in bytes for the history behind the charts; a channel needs about 27 KB",
         INT,
         bound="not negative",
     )

@@ -18,13 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsparq.admin.collect.history import Places, Table
-from nsparq.admin.collect.merge import MAX_NUMBER, NodeStats, number, objects, real, text
+from nsparq.admin.collect.merge import MAX_NUMBER, OLDEST_AGE, NodeStats, number, objects, real, text
 
 __all__ = ["CHANNEL", "CLIENT", "NODE", "TOPIC", "TOTAL", "Gatherer", "Parts"]
 
-TOPIC: Final = ("depth", "backlog", "in_flight", "in_rate", "latency")
+TOPIC: Final = ("depth", "backlog", "in_flight", "in_rate", "latency", "deferred", "age")
 """`backlog` is the depth of the channels. Rates are per second. `latency` is the highest percentile
-that nsqd counts, `median` the lowest, in seconds."""
+that nsqd counts, `median` the lowest, in seconds. `age` is that of the oldest waiting message, in
+seconds, of the channel and the node where it is the highest."""
 CHANNEL: Final = (
     "depth",
     "in_flight",
@@ -36,11 +37,22 @@ CHANNEL: Final = (
     "timeout_rate",
     "latency",
     "median",
+    "age",
 )
 NODE: Final = ("depth", "in_flight", "clients", "in_rate", "disk_free")
 """`disk_free` is a share of the disk's size."""
 CLIENT: Final = ("in_flight", "ready", "finish_rate", "requeue_rate")
-TOTAL: Final = ("depth", "in_flight", "clients", "in_rate", "out_rate", "requeue_rate", "timeout_rate")
+TOTAL: Final = (
+    "depth",
+    "in_flight",
+    "clients",
+    "in_rate",
+    "out_rate",
+    "requeue_rate",
+    "timeout_rate",
+    "deferred",
+    "age",
+)
 
 _CHANNEL_FIELDS: Final = (
     "depth",
@@ -122,7 +134,7 @@ class Gatherer:
         parts.client_count = int(held[3])
         own_depth = float(arrived[:, 0].sum()) if len(arrived) else 0.0
         in_rate = float(arrived[:, 1].sum()) if len(arrived) else 0.0
-        return parts, np.array([own_depth + held[0], held[1], held[3], in_rate, *held[5:8]])
+        return parts, np.array([own_depth + held[0], held[1], held[3], in_rate, *held[5:8], held[2], 0.0])
 
     def finish(self) -> None:
         for parts in self._unknown:
@@ -168,6 +180,7 @@ class Gatherer:
         _add(table.now, places, 0, fields[:, :1])
         _add(table.now, places, 1, np.zeros((len(entries), 2)))
         _add(table.now, places, 3, arrived)
+        _add(table.now, places, 5, np.zeros((len(entries), 1)))
         _raise(table.now, places, 4, latencies[:, None])
         for key, one in zip(names, entries, strict=True):
             if one.get("paused") is True:
@@ -203,7 +216,10 @@ class Gatherer:
         values = np.concatenate([fields[:, :4], rates[:, :1], left, rates[:, 1:]], axis=1)
         _add(table.now, places, 0, values)
         _raise(table.now, places, 8, np.array([_latencies(one) for one in entries]).reshape(-1, 2))
-        for column, values_of_all in ((1, fields[:, 0]), (2, fields[:, 1])):
+        ages = np.array([_age(one) for one in entries])
+        _raise(table.now, places, 10, ages.reshape(-1, 1))
+        np.fmax.at(self._topics.now[:, 6], parts.channel_topics, ages)
+        for column, values_of_all in ((1, fields[:, 0]), (2, fields[:, 1]), (5, fields[:, 2])):
             sums = np.bincount(parts.channel_topics, values_of_all, minlength=len(self._topics.now))
             self._topics.now[:, column] += sums
         self.paused.update(key for key, one in zip(names, entries, strict=True) if one.get("paused") is True)
@@ -275,6 +291,12 @@ def _raise(table: Array, places: Places, column: int, values: Array) -> None:
     """Keep the higher of these values and those of other nsqds."""
     columns = slice(column, column + values.shape[1])
     table[places, columns] = np.fmax(table[places, columns], values)
+
+
+def _age(entry: Mapping[str, Any]) -> float:
+    """NaN if nsqd does not know it; NSQ's own nsqd never does."""
+    age_s = real(entry, OLDEST_AGE)
+    return math.nan if age_s is None else max(0.0, age_s)
 
 
 _NO_LATENCY: Final = (math.nan, math.nan)

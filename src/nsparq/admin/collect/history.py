@@ -13,6 +13,7 @@ was not there yet.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RANGES", "SLOTS", "Places", "Points", "Table", "steady_clock"]
+__all__ = ["RANGES", "SLOTS", "Places", "Points", "Table", "Trend", "fit", "steady_clock"]
 
 Floats = NDArray[np.float32]
 Places = NDArray[np.intp]
@@ -47,6 +48,37 @@ class Points(NamedTuple):
 
     times: list[float]
     values: Floats
+
+
+class Trend(NamedTuple):
+    """A straight line through the points of each series. NaN if there are too few."""
+
+    slope: NDArray[np.float64]
+    """Per second."""
+    correlation: NDArray[np.float64]
+    """Of value and time, from -1 to 1. Near 0 the values have no direction."""
+    span_s: NDArray[np.float64]
+    """Time from the first point to the last."""
+
+
+def fit(times: NDArray[np.float64], values: NDArray[Any], least_s: float) -> Trend:
+    """`values`: a row for each time, a column for each series. NaN is left out. Less than three
+    points, or a span below `least_s`, are too few."""
+    known = ~np.isnan(values)
+    at = np.where(known, (times - times[0])[:, None] if len(times) else 0.0, np.nan)
+    with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
+        # A series without points gives NaN, as it should.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        span_s = np.nanmax(at, axis=0, initial=0.0) - np.nanmin(at, axis=0, initial=math.inf)
+        at -= np.nanmean(at, axis=0)
+        off = values - np.nanmean(values, axis=0, dtype=np.float64)
+        spread, shared = np.nansum(at * at, axis=0), np.nansum(at * off, axis=0)
+        slope, correlation = shared / spread, shared / np.sqrt(spread * np.nansum(off * off, axis=0))
+    is_flat = (shared == 0) & (spread > 0)
+    correlation[is_flat] = 0.0
+    too_few = (known.sum(axis=0) < 3) | ~(span_s >= least_s)
+    slope[too_few] = correlation[too_few] = math.nan
+    return Trend(slope, correlation, span_s)
 
 
 class _Ring:
@@ -282,4 +314,19 @@ class Table:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)
                 found[rows] = np.nanmean(part, axis=0)
+        return found
+
+    def trend(self, figure: str, for_s: float, least_s: float) -> Trend:
+        """How a figure of all series, by place, went over the last `for_s` seconds."""
+        ring, column = self._rings[0], self.column[figure]
+        slots, times = ring.known()
+        is_recent = times > self._time_s - for_s
+        slots, times = slots[is_recent], times[is_recent]
+        found = Trend(*(np.full(len(self.now), np.nan) for _ in Trend._fields))
+        for number, block in enumerate(ring.blocks if len(slots) else ()):
+            rows = slice(number * BLOCK, (number + 1) * BLOCK)
+            part = block[slots, :, column].astype(np.float64)
+            part[times[:, None] + ring.step_s <= self._born_s[None, rows]] = np.nan
+            for whole, piece in zip(found, fit(times, part, least_s), strict=True):
+                whole[rows] = piece
         return found

@@ -29,6 +29,8 @@ CHANNEL_SUMS: Final = (
     "message_count",
     "client_count",
 )
+OLDEST_AGE: Final = "oldest_message_age_s"
+DRAIN_TIME: Final = "drain_time_s"
 CLIENT_TEXTS: Final = ("remote_address", "version", "client_id", "hostname", "user_agent")
 CLIENT_NUMBERS: Final = (
     "in_flight_count",

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nsparq.admin.collect.cluster import Cluster, Unreachable
 from nsparq.admin.collect.gather import CHANNEL, CLIENT, NODE, TOPIC, TOTAL, Gatherer, Parts
-from nsparq.admin.collect.history import Table, steady_clock
+from nsparq.admin.collect.history import Table, Trend, steady_clock
 from nsparq.admin.collect.merge import Node, NodeStats
 from nsparq.admin.collect.upstream import BadStatus, RequestFailed
 
@@ -32,7 +33,11 @@ MOST_BUSY: Final = 20
 """A poll may use at most this fraction of the time: 1/20."""
 DETAILS_S: Final = 60.0
 """How often an nsqd is asked for its features and its disk."""
-PEAKS: Final = ("depth", "backlog", "in_flight", "deferred", "latency", "median")
+PEAKS: Final = ("depth", "backlog", "in_flight", "deferred", "latency", "median", "age")
+TREND_S: Final = 300.0
+LEAST_TREND_S: Final = 60.0
+"""Growth and drain time of a channel are measured over TREND_S; soon after the start over less, but
+at least over LEAST_TREND_S."""
 
 Key = tuple[str, ...]
 
@@ -52,6 +57,8 @@ class NodeState:
     """Paths of its HTTP API beyond NSQ's; none for NSQ's own nsqd."""
     disk_free: int | None = None
     disk_size: int | None = None
+    disk_device: str = ""
+    """Name of the file system on its machine; empty if unknown."""
     asked_s: float = -math.inf
     """When it was last asked for features and disk."""
     parts: Parts = field(default_factory=Parts)
@@ -86,6 +93,8 @@ class Watch:
         # A topic may have ten channels, and a channel needs twice as much as a topic.
         self.channels = self._table(CHANNEL, history_bytes - 3 * share)
         self._gatherer = Gatherer(self.topics, self.channels, self.clients)
+        self.trend = Trend(np.empty(0), np.empty(0), np.empty(0))
+        """How the depth of each channel changes, by place."""
         self.nodes: dict[str, NodeState] = {}
         self.errors: list[str] = []
         """Errors of the last poll."""
@@ -216,22 +225,22 @@ class Watch:
         except BadStatus:
             state.features = frozenset()
         if "/metrics" in state.features:
-            state.disk_free, state.disk_size = await self._ask_disk(state.node)
+            await self._ask_disk(state)
 
-    async def _ask_disk(self, node: Node) -> tuple[int | None, int | None]:
-        try:
-            answer = await self._cluster.ask(node, "GET", "/metrics")
-        except RequestFailed:
-            return None, None
-        found: dict[bytes, int] = {}
-        for line in answer.body[:65536].splitlines():
-            name, _, value = line.partition(b" ")
-            if name in (b"nsqd_disk_free_bytes", b"nsqd_disk_size_bytes"):
-                try:
-                    found[name] = int(float(value))
-                except (ValueError, OverflowError):
-                    continue
-        return found.get(b"nsqd_disk_free_bytes"), found.get(b"nsqd_disk_size_bytes")
+    async def _ask_disk(self, state: NodeState) -> None:
+        state.disk_free, state.disk_size, state.disk_device = None, None, ""
+        with suppress(RequestFailed):
+            answer = await self._cluster.ask(state.node, "GET", "/metrics")
+            found: dict[str, int] = {}
+            for line in answer.body[:65536].decode("utf-8", "replace").splitlines():
+                name, _, value = line.partition(" ")
+                if name.startswith("nsqd_disk_info{"):
+                    state.disk_device = name.partition('device="')[2].partition('"')[0]
+                elif name in ("nsqd_disk_free_bytes", "nsqd_disk_size_bytes"):
+                    with suppress(ValueError, OverflowError):
+                        found[name] = int(float(value))
+            state.disk_free = found.get("nsqd_disk_free_bytes")
+            state.disk_size = found.get("nsqd_disk_size_bytes")
 
     # Recording
 
@@ -258,9 +267,29 @@ class Watch:
                 figures = np.array([*sums[:4], share])
             self.nodes_table.put((state.node.address,), figures)
         gathered.finish()
+        ages = self.topics.now[:, self.topics.column["age"]]
+        total[-1] = np.fmax.reduce(ages, initial=math.nan)
         self.totals.put((), total if is_whole else np.full(len(TOTAL), math.nan))
         self.paused, self.lost = gathered.paused, gathered.lost
         self.channels_of = gathered.channels_of([state.parts for state in states])
         self.polled_s = now_s
         for table in tables:
             table.commit()
+        over_s = max(TREND_S, 4 * self.interval_s)
+        self.trend = self.channels.trend("depth", over_s, LEAST_TREND_S)
+
+    def drain_times(self) -> NDArray[np.float64]:
+        """For each channel, by place: seconds until nothing waits if its depth goes on falling as
+        it does; infinity if it does not fall, 0 if nothing waits, NaN if unknown."""
+        depth = self.channels.now[:, self.channels.column["depth"]]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found = np.where(self.trend.slope < 0, depth / -self.trend.slope, math.inf)
+        found[np.isnan(self.trend.slope)] = math.nan
+        found[depth == 0] = 0.0
+        found[np.isnan(depth)] = math.nan
+        return found
+
+    def drain_s(self, topic: str, channel: str) -> float:
+        """drain_times() of one channel."""
+        place = self.channels.find((topic, channel))
+        return float(self.drain_times()[place]) if place >= 0 else math.nan

@@ -119,6 +119,8 @@ def rate(value: Any) -> str:
 def seconds(value: Any) -> str:
     if _is_unknown(value):
         return UNKNOWN
+    if value == 0:
+        return "0 s"
     if value < 1e-3:
         return f"{value * 1e6:.0f} µs"
     if value < 1:

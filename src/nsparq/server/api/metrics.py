@@ -135,7 +135,10 @@ class MetricsApi:
         out.add("nsqd_connections", "gauge", "TCP connections", len(nsqd.connections))
         out.add("nsqd_http_connections", "gauge", "HTTP and HTTPS connections", nsqd.http_connection_count)
         _add_transactions(out, broker.transactions)
-        disk = await asyncio.to_thread(shutil.disk_usage, broker.data_path.path)
+        path = broker.data_path.path
+        disk, device = await asyncio.to_thread(lambda: (shutil.disk_usage(path), os.stat(path).st_dev))
+        named = f'{{device="{os.major(device)}:{os.minor(device)}"}}'
+        out.add("nsqd_disk_info", "gauge", "the data path's file system, by device number", 1, named)
         out.add("nsqd_disk_free_bytes", "gauge", "free space of the data path's file system", disk.free)
         out.add("nsqd_disk_size_bytes", "gauge", "size of the data path's file system", disk.total)
         _add_lag(out, nsqd.lag)
