@@ -21,6 +21,7 @@ from nsparq.broker.data_directory import TOPIC_SUFFIX, TRASH_SUFFIX, DataDirecto
 from nsparq.broker.durable_changes import DurableChanges
 from nsparq.broker.health import Health
 from nsparq.broker.importer import import_queues
+from nsparq.broker.lag import PublishTimes
 from nsparq.broker.scan import QueueScan
 from nsparq.broker.topic import Topic
 from nsparq.broker.transactions import Transactions
@@ -100,6 +101,7 @@ class Broker:
         self.next_turn = Turn(self, wake)
         self.changes = DurableChanges(self)
         self.upkeep = Upkeep(self)
+        self.stamps = PublishTimes(self)
         self.channel_count = 0
         self.corrupt_files = 0
         """Damaged files that belong to no topic: nsqd.dat, and those of transactions."""

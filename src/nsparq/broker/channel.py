@@ -18,6 +18,7 @@ from nsparq.broker.client import Client
 from nsparq.broker.cursor import Cursor
 from nsparq.broker.delivery import Delivery
 from nsparq.broker.inflight import Run
+from nsparq.broker.lag import Lag
 from nsparq.broker.latency import Latency, summarize
 from nsparq.broker.unfinished import Unfinished
 from nsparq.errors import Exiting, SubscribeRefused
@@ -75,6 +76,7 @@ class Channel:
         percentiles = options.e2e_processing_latency_percentile
         window_s = options.e2e_processing_latency_window_time
         self.latency = Latency(percentiles, window_s, topic.broker.monotonic_ns()) if percentiles else None
+        self.lag = Lag(self)
         self.delivery = Delivery(self)
         self.clients: dict[Client, None] = {}
         """In the order in which they subscribed. A set has no fixed order, and the order decides
@@ -382,6 +384,7 @@ class Channel:
             ),
             "dropped_count": self.dropped_count,
             "owner": self.owner,
+            **self.lag.stats(now_ns),
         }
 
     def _local_counts(self) -> dict[str, int]:

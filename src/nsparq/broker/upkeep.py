@@ -158,6 +158,7 @@ class Upkeep:
             return
         try:
             self._checkpoint_channels(topic)
+            self._sample_depths(topic)
             topic.checkpoint.update()
             self._sync_in_time(topic)
             self._reclaim(topic)
@@ -166,6 +167,11 @@ class Upkeep:
             # An error of one topic must not stop the checkpoints of others.
             logger.exception("%s: internal error in upkeep", topic)
             self.changed.add(topic)
+
+    def _sample_depths(self, topic: Topic) -> None:
+        now_ns = self._broker.monotonic_ns()
+        for channel in topic.channels.values():
+            channel.lag.sample(now_ns)
 
     # checkpoints
 

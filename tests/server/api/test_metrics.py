@@ -37,6 +37,7 @@ DAEMON = {
     "nsqd_transactions_expired": "counter",
     "nsqd_transactions_damaged": "gauge",
     "nsqd_transactions_lost_messages": "counter",
+    "nsqd_disk_info": "gauge",
     "nsqd_disk_free_bytes": "gauge",
     "nsqd_disk_size_bytes": "gauge",
     "nsqd_loop_lag_seconds": "histogram",
@@ -71,6 +72,7 @@ CHANNEL = {
     "nsqd_channel_clients": ("gauge", "client_count"),
     "nsqd_channel_paused": ("gauge", "paused"),
 }
+LAG = ("nsqd_channel_oldest_message_age_seconds", "nsqd_channel_drain_time_seconds")
 LATENCY = ("nsqd_topic_e2e_processing_latency_seconds", "nsqd_channel_e2e_processing_latency_seconds")
 
 
@@ -144,7 +146,7 @@ def test_the_figures_of_topics_and_channels_equal_those_of_stats(broker: BrokerT
         broker.publish("gone#ephemeral", *[b"x"] * 20)
         found = scrape(broker)
         stats = broker.stats()
-    assert set(found) == {*DAEMON, *TOPIC, *CHANNEL, *LATENCY}
+    assert set(found) == {*DAEMON, *TOPIC, *CHANNEL, *LATENCY, *LAG}
     assert value(found, "nsqd_topics") == 3
     for name, (kind, key) in TOPIC.items():
         assert found[name].type == kind
@@ -187,7 +189,20 @@ def test_latency_is_given_by_quantile_in_seconds(broker: BrokerThread) -> None:
 def test_without_percentiles_there_are_none(tmp_path: Path) -> None:
     with BrokerThread(tmp_path) as broker:
         broker.control("create", "t", "c")
-        assert set(scrape(broker)) == {*DAEMON, *TOPIC, *CHANNEL}
+        assert set(scrape(broker)) == {*DAEMON, *TOPIC, *CHANNEL, *LAG}
+
+
+def test_an_unknown_lag_has_no_sample_and_a_channel_that_does_not_drain_takes_forever() -> None:
+    def lag(**figures: float | None) -> dict[str, list[float]]:
+        names = ("oldest_message_age_s", "drain_rate", "drain_time_s")
+        out = Exposition()
+        out.add("x", "gauge", "x", 1)
+        metrics._lag(out, dict.fromkeys(names) | figures, '{channel="c"}')
+        return {one.name: [sample.value for sample in one.samples] for one in parse(out.text()).values()}
+
+    assert lag() == {"x": [1]}
+    assert lag(oldest_message_age_s=0.0, drain_time_s=0.0) == {"x": [1], LAG[0]: [0], LAG[1]: [0]}
+    assert lag(oldest_message_age_s=2.5, drain_rate=-1.0) == {"x": [1], LAG[0]: [2.5], LAG[1]: [math.inf]}
 
 
 def test_a_failing_disk_is_visible(broker: BrokerThread) -> None:

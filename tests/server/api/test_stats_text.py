@@ -60,7 +60,7 @@ def latency(*values: float) -> dict[str, Any]:
 def channel(**more: Any) -> dict[str, Any]:
     return {
         "channel_name": "c",
-        "depth": 1,
+        "depth": 0,
         "backend_depth": 2,
         "in_flight_count": 3,
         "deferred_count": 4,
@@ -70,6 +70,9 @@ def channel(**more: Any) -> dict[str, Any]:
         "paused": False,
         "clients": None,
         "e2e_processing_latency": latency(),
+        "oldest_message_age_s": 0.0,
+        "drain_rate": None,
+        "drain_time_s": 0.0,
         **more,
     }
 
@@ -128,6 +131,15 @@ def test_memory_is_shown_on_request() -> None:
     assert found[:4] == ["Memory:", "   heap_objects             \t12", "   gc_total_runs            \t3", ""]
 
 
+def test_the_lag_has_a_line_of_its_own_while_messages_wait() -> None:
+    def lag(**more: Any) -> str:
+        return lines(topics=[topic(channel(depth=1, **more))])[3].strip()
+
+    assert lag(oldest_message_age_s=90.04, drain_rate=2.0, drain_time_s=59.6) == "oldest: 1m30s drain: 1m0s"
+    assert lag(oldest_message_age_s=1.25, drain_rate=-2.0, drain_time_s=None) == "oldest: 1.2s drain: never"
+    assert lag(oldest_message_age_s=None, drain_time_s=None) == "oldest: unknown drain: unknown"
+
+
 def test_topics_and_channels_are_in_columns() -> None:
     consumers = [client(), client(hostname="h", user_agent="", remote_address="1.2.3.4:5")]
     found = lines(
@@ -137,7 +149,7 @@ def test_topics_and_channels_are_in_columns() -> None:
         ]
     )
     figures = (
-        "depth: 1     be-depth: 2     inflt: 3    def: 4    re-q: 5     timeout: 6     msgs: 7        e2e%: "
+        "depth: 0     be-depth: 2     inflt: 3    def: 4    re-q: 5     timeout: 6     msgs: 7        e2e%: "
     )
     work = "state: 3 inflt: 1    rdy: 2    fin: 3        re-q: 4        msgs: 5        connected: 1m40s"
     assert found == [

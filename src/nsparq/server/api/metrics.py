@@ -194,6 +194,7 @@ def _add_topic(out: Exposition, topic: Topic, now_ns: int) -> None:
         pair = f'topic="{topic.name}",channel="{channel["channel_name"]}"'
         _figures(out, "nsqd_channel", _CHANNEL, channel, f"{{{pair}}}")
         _latency(out, "nsqd_channel", channel, pair)
+        _lag(out, channel, f"{{{pair}}}")
 
 
 def _figures(
@@ -215,5 +216,19 @@ def _latency(out: Exposition, prefix: str, stats: dict[str, Any], pair: str) -> 
         lines.append(f'{name}{{{pair},quantile="{entry["quantile"]}"}} {value}')
 
 
+def _lag(out: Exposition, channel: dict[str, Any], labels: str) -> None:
+    """Unknown figures have no sample. A channel that does not drain takes forever."""
+    age_s, drain_s = channel["oldest_message_age_s"], channel["drain_time_s"]
+    if age_s is not None:
+        name = "nsqd_channel_oldest_message_age_seconds"
+        out.add(name, "gauge", "time since the oldest waiting message was published", age_s, labels)
+    if drain_s is not None or channel["drain_rate"] is not None:
+        name = "nsqd_channel_drain_time_seconds"
+        value = math.inf if drain_s is None else drain_s
+        out.add(name, "gauge", "time until nothing waits at the current rate", value, labels)
+
+
 def _number(value: float) -> str:
-    return str(int(value)) if isinstance(value, bool) else repr(value)
+    if isinstance(value, bool):
+        return str(int(value))
+    return "+Inf" if value == math.inf else repr(value)

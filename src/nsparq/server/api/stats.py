@@ -44,6 +44,7 @@ _CHANNEL: Final = obj(
     | fields(COUNT, "depth", "backend_depth", "in_flight_count", "deferred_count", "message_count")
     | fields(COUNT, "requeue_count", "timeout_count", "client_count", "dropped_count")
     | {"clients": _CLIENTS, "paused": BOOLEAN, "e2e_processing_latency": _LATENCY}
+    | fields({"type": ["number", "null"]}, "oldest_message_age_s", "drain_rate", "drain_time_s")
 )
 _TOPIC: Final = obj(
     fields(COUNT, "depth", "backend_depth", "message_count", "message_bytes", "dropped_count")
@@ -121,7 +122,11 @@ class StatsApi:
         path="/stats",
         summary="Get the figures of topics, channels, clients and producers.",
         details='For an unknown `topic` the answer has `"topics":null`. Topics without the given '
-        "`channel` are left out.",
+        "`channel` are left out. Of each channel, `oldest_message_age_s` is the time since the oldest "
+        "waiting message was published, `drain_rate` the messages per second by which the depth falls, and "
+        "`drain_time_s` the time until nothing waits at that rate. They are 0 if nothing waits and null if "
+        "unknown; `drain_time_s` is also null if the rate is not positive. "
+        "[Exact definitions](../how-to/monitoring.md#lag-as-time).",
         params=(
             Param(name="format", help="`json`; any other value gives text"),
             Param(name="topic", help="only this topic"),

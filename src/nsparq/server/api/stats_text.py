@@ -56,10 +56,19 @@ def _topic_lines(topic: dict[str, Any], now_s: float) -> list[str]:
             f"timeout: {channel['timeout_count']:<5} msgs: {channel['message_count']:<8} "
             f"e2e%: {_percentiles(channel)}"
         )
+        # On a line of its own, so that scripts find NSQ's lines as they were.
+        if channel["depth"]:
+            lines.append(f"        oldest: {_lag(channel)}")
         for client in channel["clients"] or []:
             shown = _producer if "pub_counts" in client else _consumer
             lines.append("        " + shown(client, now_s))
     return lines
+
+
+def _lag(channel: dict[str, Any]) -> str:
+    age_s, rate, drain_s = (channel[key] for key in ("oldest_message_age_s", "drain_rate", "drain_time_s"))
+    drain = go_duration(round(drain_s)) if drain_s is not None else "unknown" if rate is None else "never"
+    return f"{'unknown' if age_s is None else go_duration(round(age_s, 1))} drain: {drain}"
 
 
 def _consumer(client: dict[str, Any], now_s: float) -> str:
