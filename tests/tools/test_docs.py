@@ -45,7 +45,7 @@ CHANGES = [
     (r"\d{4}-\d\d-\d\d_\d\d", "HOUR"),
     (r"127\.0\.0\.1:\d+", "ADDRESS"),
     (re.escape(socket.gethostname().partition(".")[0]) + "-0", "HOST-0"),
-    (r"(?m)^ *-?\d+ +-?\d+ \| [ \d]+ \| [ \d]+$", "FIGURES"),
+    (r"(?m)^ *-?\d+ +-?\d+ \| [ \d]+ \| [ \d]+ \| [ \w.-]+$", "FIGURES"),
 ]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
 from nsparq.addresses import heard_address, join_address
@@ -31,6 +32,18 @@ class AskFailed(NsparqError):
     """No usable answer; the text says from whom, and why."""
 
 
+COUNTS: Final = (
+    "depth",
+    "backend_depth",
+    "in_flight_count",
+    "deferred_count",
+    "requeue_count",
+    "timeout_count",
+    "message_count",
+    "client_count",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ChannelFigures:
     """Figures of a channel on one nsqd, or summed over several."""
@@ -43,14 +56,22 @@ class ChannelFigures:
     timeout_count: int = 0
     message_count: int = 0
     client_count: int = 0
+    age_s: float | None = None
+    """Age of the oldest waiting message; None if unknown, as with NSQ's own nsqds."""
+    drain_s: float | None = None
+    """Time to drain; infinite if it does not drain, None if unknown."""
 
     @property
     def memory_depth(self) -> int:
         return self.depth - self.backend_depth
 
     def __add__(self, other: ChannelFigures) -> ChannelFigures:
-        names = (field.name for field in fields(self))
-        return ChannelFigures(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        """A channel is as far behind as its slowest nsqd."""
+        return ChannelFigures(
+            **{name: getattr(self, name) + getattr(other, name) for name in COUNTS},
+            age_s=_highest(self.age_s, other.age_s),
+            drain_s=_highest(self.drain_s, other.drain_s),
+        )
 
 
 class Cluster:
@@ -174,5 +195,18 @@ def _objects(answer: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 
 def _figures(channel: Mapping[str, Any]) -> ChannelFigures:
-    found = {field.name: channel.get(field.name) for field in fields(ChannelFigures)}
-    return ChannelFigures(**{name: value for name, value in found.items() if type(value) is int})
+    found = {name: channel.get(name) for name in COUNTS}
+    counts = {name: value for name, value in found.items() if type(value) is int}
+    drain_s = _number(channel, "drain_time_s")
+    if drain_s is None and _number(channel, "drain_rate") is not None:
+        drain_s = math.inf
+    return ChannelFigures(**counts, age_s=_number(channel, "oldest_message_age_s"), drain_s=drain_s)
+
+
+def _number(channel: Mapping[str, Any], name: str) -> float | None:
+    value = channel.get(name)
+    return value if type(value) in (int, float) else None
+
+
+def _highest(one: float | None, other: float | None) -> float | None:
+    return max((value for value in (one, other) if value is not None), default=None)

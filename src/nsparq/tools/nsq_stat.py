@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -33,8 +34,10 @@ GROUPS: Final = (
     ("rate", (("ingress", 7), ("egress", 7))),
     ("depth", (("total", 7), ("mem", 7), ("disk", 7), ("inflt", 5), ("def", 5))),
     ("metadata", (("req", 7), ("t-o", 7), ("msgs", 12), ("clients", 7))),
+    ("lag", (("age", 6), ("drain", 6))),
 )
-"""Columns and their widths, as in NSQ."""
+"""Columns and their widths, as in NSQ, and the lag after them."""
+Figure = int | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,8 @@ Prints the figures of a channel, summed over all nsqds, every two seconds until 
   inflt, def         messages in flight, and deferred
   req, t-o           messages requeued and timed out so far
   msgs, clients      messages so far, and consumers connected now
+  age, drain         age of the oldest waiting message, and the time until nothing waits at the rate
+                     of the last minutes; "never" if the depth does not fall, "-" if unknown
 """,
     examples=(
         "nsq_stat --topic=orders --channel=archive --nsqd-http-address=127.0.0.1:4151",
@@ -102,7 +107,7 @@ def header() -> str:
     return "+".join(bars) + "\n" + " | ".join(names)
 
 
-def row(before: ChannelFigures, now: ChannelFigures, interval: float) -> list[list[int]]:
+def row(before: ChannelFigures, now: ChannelFigures, interval: float) -> list[list[Figure]]:
     """The figures of one line, by group. Rates are rounded down."""
     arrived = now.message_count - before.message_count
     finished = arrived - (now.depth - before.depth)
@@ -110,12 +115,25 @@ def row(before: ChannelFigures, now: ChannelFigures, interval: float) -> list[li
         [int(arrived / interval), int(finished / interval)],
         [now.depth, now.memory_depth, now.backend_depth, now.in_flight_count, now.deferred_count],
         [now.requeue_count, now.timeout_count, now.message_count, now.client_count],
+        [short(now.age_s), short(now.drain_s)],
     ]
 
 
-def format_row(figures: Sequence[Sequence[int]]) -> str:
+def short(seconds: float | None) -> str:
+    """A duration in at most five characters: 0s, 45s, 12m, 3.5h, 20d."""
+    if seconds is None:
+        return "-"
+    if seconds == math.inf:
+        return "never"
+    for unit, length in (("d", 86400), ("h", 3600)):
+        if seconds >= length:
+            return f"{seconds / length:.{1 if seconds < 10 * length else 0}f}{unit}"
+    return f"{seconds / 60:.0f}m" if seconds >= 100 else f"{seconds:.0f}s"
+
+
+def format_row(figures: Sequence[Sequence[Figure]]) -> str:
     return " | ".join(
-        " ".join(f"{figure:>{width}d}" for figure, (_, width) in zip(group, columns, strict=True))
+        " ".join(f"{figure:>{width}}" for figure, (_, width) in zip(group, columns, strict=True))
         for group, (_, columns) in zip(figures, GROUPS, strict=True)
     )
 
@@ -127,7 +145,7 @@ class PlainView:
         sys.stdout.write(header() + "\n")
         sys.stdout.flush()
 
-    def show(self, figures: Sequence[Sequence[int]]) -> None:
+    def show(self, figures: Sequence[Sequence[Figure]]) -> None:
         sys.stdout.write(format_row(figures) + "\n")
         sys.stdout.flush()
 
@@ -141,21 +159,22 @@ class TerminalView(PlainView):
 
         self._console = Console(highlight=False)
         self._text: Callable[..., Text] = Text
-        self._before: Sequence[Sequence[int]] | None = None
+        self._before: Sequence[Sequence[Figure]] | None = None
 
     def show_header(self) -> None:
         bars, names = header().split("\n")
         self._console.print(self._text(bars, "dim"), self._text(names, "bold"), sep="\n", soft_wrap=True)
 
-    def show(self, figures: Sequence[Sequence[int]]) -> None:
+    def show(self, figures: Sequence[Sequence[Figure]]) -> None:
         line = self._text()
         for place, (group, (_, columns)) in enumerate(zip(figures, GROUPS, strict=True)):
             line.append(" | " if place else "", "dim")
             for column, (figure, (name, width)) in enumerate(zip(group, columns, strict=True)):
-                has_grown = self._before is not None and figure > self._before[place][column]
-                style = "yellow" if name in ("req", "t-o", "total") and has_grown else ""
+                before = self._before[place][column] if self._before is not None else figure
+                has_grown = name in ("req", "t-o", "total") and int(figure) > int(before)
+                style = "yellow" if has_grown or figure == "never" else ""
                 line.append(" " if column else "")
-                line.append(f"{figure:>{width}d}", style or ("dim" if not figure else ""))
+                line.append(f"{figure:>{width}}", style or ("dim" if not figure else ""))
         self._before = figures
         self._console.print(line, soft_wrap=True)
 

@@ -30,7 +30,8 @@ CHANNEL_SUMS: Final = (
     "client_count",
 )
 OLDEST_AGE: Final = "oldest_message_age_s"
-DRAIN_TIME: Final = "drain_time_s"
+LAG: Final = (OLDEST_AGE, "drain_rate", "drain_time_s")
+"""Figures of a channel that only nsparq's nsqds have."""
 CLIENT_TEXTS: Final = ("remote_address", "version", "client_id", "hostname", "user_agent")
 CLIENT_NUMBERS: Final = (
     "in_flight_count",
@@ -191,6 +192,7 @@ def node_channel(
         "clients": [_client(node, one, now_s) for one in connected] if clients else None,
         "paused": flag(fields, "paused"),
         "e2e_processing_latency": _node_latency(fields),
+        **{name: real(fields, name) for name in LAG},
     }
 
 
@@ -277,6 +279,7 @@ def channel_total(topic: str, name: str, parts: Iterable[dict[str, Any]]) -> dic
     local = {key: count for key in LOCAL_COUNTS if (count := sum(part.get(key, 0) for part in nodes))}
     delivered = sum(local.values())
     clients = [client for part in nodes for client in part["clients"] or ()]
+    ages = [part[OLDEST_AGE] for part in nodes if part[OLDEST_AGE] is not None]
     return {
         "node": EVERY_NODE,
         "hostname": "",
@@ -288,6 +291,9 @@ def channel_total(topic: str, name: str, parts: Iterable[dict[str, Any]]) -> dic
         "clients": sorted(clients, key=_client_order) or None,
         "paused": any(part["paused"] for part in nodes),
         "e2e_processing_latency": _latency_total(nodes, topic, name),
+        # Watch.add_drain() fills in how fast the sum of the depths falls.
+        **dict.fromkeys(LAG),
+        OLDEST_AGE: max(ages, default=None),
     }
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -289,7 +289,12 @@ class Watch:
         found[np.isnan(depth)] = math.nan
         return found
 
-    def drain_s(self, topic: str, channel: str) -> float:
-        """drain_times() of one channel."""
-        place = self.channels.find((topic, channel))
-        return float(self.drain_times()[place]) if place >= 0 else math.nan
+    def add_drain(self, channel: dict[str, Any]) -> None:
+        """Fill in `drain_rate` and `drain_time_s` of a channel's total, as nsqd does for its own."""
+        place = self.channels.find((channel["topic_name"], channel["channel_name"]))
+        rate = -float(self.trend.slope[place]) if 0 <= place < len(self.trend.slope) else math.nan
+        channel["drain_rate"] = None if math.isnan(rate) else round(rate, 3)
+        if not channel["depth"]:
+            channel["drain_time_s"] = 0.0
+        elif rate > 0:
+            channel["drain_time_s"] = round(channel["depth"] / rate, 3)

@@ -195,6 +195,8 @@ class Pages:
         (name,) = path_values(request)
         await self._watch.wait_for_first()
         found = await self._admin.cluster.topic(name)
+        for one in found.value["channels"] or ():
+            self._watch.add_drain(one)
         nodes = [part["node"] for part in found.value["nodes"]]
         return self.render(
             request,
@@ -214,6 +216,7 @@ class Pages:
         topic, name = path_values(request)
         await self._watch.wait_for_first()
         found = await self._admin.cluster.channel(topic, name)
+        self._watch.add_drain(found.value)
         nodes = [part["node"] for part in found.value["nodes"]]
         return self.render(
             request,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -88,6 +88,7 @@ def make_environment(assets: Assets, base: str) -> Environment:
         "n": whole,
         "rate": rate,
         "seconds": seconds,
+        "drain": drain,
         "ns": lambda value: seconds(value / 1e9),
         "bytes": size,
         "time": moment,
@@ -131,6 +132,13 @@ def seconds(value: Any) -> str:
         if value >= 2 * length:
             return f"{value / length:.0f} {unit}"
     return f"{value / 60:.0f} min"
+
+
+def drain(channel: Mapping[str, Any]) -> str:
+    """The time to drain of a channel."""
+    if channel["drain_time_s"] is not None:
+        return seconds(channel["drain_time_s"])
+    return UNKNOWN if channel["drain_rate"] is None else "not draining"
 
 
 def size(value: Any) -> str:

@@ -42,16 +42,21 @@ class Stats(Handlers):
     async def topic(self, request: Request) -> Result:
         (name,) = path_values(request)
         found = await self._admin.cluster.topic(name)
+        for channel in found.value["channels"] or ():
+            self._admin.watch.add_drain(channel)
         return {**found.value, "message": found.message}
 
     @look(
         "/api/topics/{topic}/{channel}",
         "The statistics of a channel: in total, on each node, and its clients.",
+        details="`oldest_message_age_s`, `drain_rate` and `drain_time_s` are those of "
+        "[lag as time](../how-to/monitoring.md#lag-as-time).",
         errors=(*NOT_THERE, (404, "CHANNEL_NOT_FOUND")),
     )
     async def channel(self, request: Request) -> Result:
         topic, name = path_values(request)
         found = await self._admin.cluster.channel(topic, name)
+        self._admin.watch.add_drain(found.value)
         return {**found.value, "message": found.message}
 
     @look("/api/nodes", "Every nsqd, with its topics.", errors=(UPSTREAM,))
