@@ -42,8 +42,11 @@ OURS = {
     "auth-secret-for",
     "history-clients",
     "history-memory",
+    "history-path",
     "pipeline-http-address",
     "poll-interval",
+    "webhook-secret",
+    "webhook-url",
 }
 
 
@@ -60,6 +63,8 @@ def test_every_flag_of_nsq_is_there_with_its_file_key_and_default() -> None:
         ({"poll_interval": 0.0}, "--poll-interval must be positive"),
         ({"graphite_url": "nowhere"}, "--graphite-url must be an http or https URL"),
         ({"notification_http_endpoint": "x:1"}, "--notification-http-endpoint must be an http"),
+        ({"webhook_url": ("http://a", "b")}, "--webhook-url must be an http or https URL"),
+        ({"webhook_secret": "s"}, "--webhook-secret needs --webhook-url"),
         ({"proxy_graphite": True}, "--proxy-graphite needs --graphite-url"),
         ({"pipeline_http_address": ("x",)}, "failed to resolve --pipeline-http-address"),
         ({"auth_secret_for": ("10.0.0.0/99",)}, "--auth-secret-for '10.0.0.0/99' is not a network"),

@@ -18,7 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nsparq.pipeline.execute.progress import Figures, State
 from nsparq.pipeline.execute.status import Endpoint, Status
+from tests.admin.support import AdminThread, join
 from tests.support import BrokerThread
+from tests.support.lookupd import start_lookupd
 
 from .promql import OF_COUNTERS, OF_GAUGES, Expression, parse
 
@@ -52,15 +54,20 @@ def exported() -> dict[str, Metric]:
     """By sample name: from an nsqd with a topic, a channel and a consumer, from a runner with a
     pipeline that has run, and Prometheus' own `up`."""
     found = {"up": Metric("gauge", frozenset())}
-    for text in (nsqd_metrics(), pipeline_metrics()):
+    for text in (*daemon_metrics(), pipeline_metrics()):
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 found[sample.name] = Metric(family.type, frozenset(sample.labels))
     return found
 
 
-def nsqd_metrics() -> str:
-    with BrokerThread(e2e_processing_latency_percentile=(0.5, 0.99)) as broker:
+def daemon_metrics() -> Iterator[str]:
+    """Of nsqlookupd, nsqadmin and nsqd; the last counts where they have the same metrics."""
+    with BrokerThread(e2e_processing_latency_percentile=(0.5, 0.99)) as broker, start_lookupd() as lookupd:
+        yield lookupd.request("GET", "/metrics").body.decode()
+        history = str(Path(broker.data_path) / "history")
+        with AdminThread(nsqd_http_address=(join(broker.http_address),), history_path=history) as admin:
+            yield admin.call("GET", "/metrics").body.decode()
         broker.control("create", "orders", "billing")
         with broker.connect() as consumer:
             consumer.identify()
@@ -68,7 +75,7 @@ def nsqd_metrics() -> str:
             broker.publish("orders", b"one")
             consumer.fin(consumer.read_message().id)
             consumer.barrier()
-            return broker.http("GET", "/metrics").decode()
+            yield broker.http("GET", "/metrics").decode()
 
 
 def pipeline_metrics() -> str:
@@ -129,7 +136,7 @@ def test_invalid_promql_is_noticed(text: str) -> None:
 def test_alerts_are_loaded_and_their_jobs_are_scraped() -> None:
     assert PROMETHEUS["rule_files"] == ["alerts.yml"]
     jobs = {job["job_name"] for job in PROMETHEUS["scrape_configs"]}
-    assert jobs == {"nsqd", "nsparq-pipelines"}
+    assert jobs == {"nsqd", "nsqlookupd", "nsqadmin", "nsparq-pipelines"}
     used = {job for text in EXPRESSIONS for job in re.findall(r'job="([^"]*)"', text)}
     assert used <= jobs
 
@@ -156,8 +163,9 @@ def test_the_page_lists_every_alert_with_its_severity() -> None:
 
 
 def test_the_page_lists_every_metric_and_no_other(exported: dict[str, Metric]) -> None:
-    section = PAGE.partition("## The metrics")[2].partition("\n## ")[0]
-    listed = set(re.findall(r"`((?:nsqd|nsparq_pipeline|process)_\w+[a-z])(?:\{[^`]*\})?`", section))
+    section = PAGE.partition("## The metrics")[2]
+    names = r"`((?:nsqd|nsqlookupd|nsqadmin|nsparq_pipeline|process)_\w+[a-z])(?:\{[^`]*\})?`"
+    listed = set(re.findall(names, section))
     histograms = {name.removesuffix("_count") for name, one in exported.items() if one.kind == "histogram"}
     parts = {name for name in exported for one in histograms if name.startswith(f"{one}_")}
     assert listed == {*exported} - parts - {"up"} | (histograms & listed)
@@ -193,7 +201,8 @@ def test_the_dashboard_shows_all_that_is_worth_a_look(exported: dict[str, Metric
         "nsparq_pipeline_rows_per_second",
         "nsparq_pipeline_batches_total",
     }
-    assert {*exported} - shown == left_out
+    ours = {name for name in exported if not name.startswith(("nsqlookupd_", "nsqadmin_"))}
+    assert ours - shown == left_out
 
 
 def test_panels_have_their_own_place() -> None:

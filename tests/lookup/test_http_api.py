@@ -10,7 +10,7 @@ from nsparq.lookup.http_api import describe
 from tests.support.http import NSQ_HEADER
 from tests.support.lookupd import LookupdThread
 
-GET = ("/ping", "/info", "/lookup", "/topics", "/channels", "/nodes", "/debug", "/openapi.json")
+GET = ("/ping", "/info", "/lookup", "/topics", "/channels", "/nodes", "/debug", "/metrics", "/openapi.json")
 POST = ("/topic/create", "/topic/delete", "/topic/tombstone", "/channel/create", "/channel/delete")
 ENDPOINTS = {("GET", path) for path in GET} | {("POST", path) for path in POST}
 

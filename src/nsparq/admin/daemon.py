@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import logging
 import socket
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,16 +16,18 @@ from nsparq.addresses import join_address, split_address
 from nsparq.admin.change.actions import Actions, Forbidden, Notifier, audit
 from nsparq.admin.change.operations import Operations
 from nsparq.admin.collect.cluster import Cluster
+from nsparq.admin.collect.history_file import HistoryFile
 from nsparq.admin.collect.pipelines import Pipelines
 from nsparq.admin.collect.upstream import TlsFiles, Upstream
 from nsparq.admin.collect.watch import Watch
-from nsparq.admin.health import Problem, find_problems
+from nsparq.admin.health import Problem, Severity, find_problems
 from nsparq.admin.options import NsqadminOptions, clean_base_path
 from nsparq.admin.routing import AdminApi
 from nsparq.admin.security import CHANGES, Guard
 from nsparq.admin.show.api import api_endpoints
 from nsparq.admin.show.forms import Forms, Notes
 from nsparq.admin.show.pages import Pages
+from nsparq.admin.webhooks import OWN_KIND, Alerts, Webhook
 from nsparq.errors import StartError
 from nsparq.http.api import ApiError, Request, Response
 from nsparq.http.hosts import HostNames
@@ -77,6 +81,16 @@ class Nsqadmin:
             max_clients=options.history_clients,
         )
         self.pipelines = Pipelines(self.upstream, options.pipeline_http_address, 2 * options.poll_interval)
+        self.alerts = Alerts()
+        self.webhooks = [
+            Webhook(self.upstream, url, options.webhook_secret, clock=time.monotonic)
+            for url in options.webhook_url
+        ]
+        self.watch.on_poll = self._send_events
+        self.history_file: HistoryFile | None = None
+        if options.history_path:
+            tables = {**self.watch.tables, "pipelines": self.pipelines.history}
+            self.history_file = HistoryFile(Path(options.history_path), tables, self.alerts.dump)
         self.operations = Operations(self)
         self.notes = Notes()
         hosts = HostNames(options.http_address, allowed=options.allowed_host)
@@ -122,6 +136,8 @@ class Nsqadmin:
             )
         await _check_resolve("lookupd-http-address", options.lookupd_http_address)
         await _check_resolve("nsqd-http-address", options.nsqd_http_address)
+        if self.history_file is not None:
+            self.alerts.load(await asyncio.to_thread(self.history_file.load), time.time())
         http = HttpServer(self.api)
         try:
             bound = await http.listen(address)
@@ -131,6 +147,10 @@ class Nsqadmin:
         assert isinstance(bound, tuple)
         self._http, self.http_address = http, bound
         self.notifier.start()
+        for webhook in self.webhooks:
+            webhook.start()
+        if self.history_file is not None:
+            self.history_file.start()
         self.watch.start()
         self.pipelines.start()
         logger.info("HTTP: listening on %s", join_address(*self.http_address))
@@ -144,8 +164,11 @@ class Nsqadmin:
         await http.close()
         await self.watch.close()
         await self.pipelines.close()
+        if self.history_file is not None:
+            await self.history_file.close()
         await self.guard.close()
         await self.notifier.close()
+        await asyncio.gather(*(webhook.close() for webhook in self.webhooks))
         await self.upstream.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -160,8 +183,35 @@ class Nsqadmin:
         """The most urgent first. Computed once for each poll."""
         seen = (self.watch.number, id(self.pipelines.found))
         if self._problems[0] != seen:
-            self._problems = (seen, find_problems(self.watch, self.pipelines.found))
+            found = find_problems(self.watch, self.pipelines.found, self._own_problems())
+            self._problems = (seen, found)
         return self._problems[1]
+
+    def _own_problems(self) -> Iterator[Problem]:
+        """Problems of nsqadmin itself."""
+        for webhook in self.webhooks:
+            if webhook.error:
+                yield Problem(
+                    OWN_KIND,
+                    Severity.WARNING,
+                    "webhook fails",
+                    f"{webhook.host}: {webhook.error}; {webhook.waiting:,} events wait, "
+                    f"{webhook.dropped:,} were dropped",
+                    "Nobody is told of new problems until it works again.",
+                )
+        if self.history_file is not None and self.history_file.error:
+            yield Problem(
+                "history",
+                Severity.NOTICE,
+                "history is not saved",
+                f"{self.options.history_path}: {self.history_file.error}",
+                "After a restart of nsqadmin the charts begin where they were last saved.",
+            )
+
+    def _send_events(self) -> None:
+        for event in self.alerts.compare(self.problems(), self.watch.polled_s):
+            for webhook in self.webhooks:
+                webhook.add(event)
 
     def _show_error(self, request: Request, error: ApiError) -> Response | None:
         endpoint = request.endpoint

@@ -121,6 +121,17 @@ class NsqadminOptions:
     notification_http_endpoint: str = opt(
         "", "URL that every change is POSTed to", STRING, heading="Notifications"
     )
+    webhook_url: tuple[str, ...] = opt(
+        (),
+        "URL that a finding of the overview is POSTed to when it appears, changes its severity or clears",
+        STRINGS,
+        file_key="webhook_urls",
+    )
+    webhook_secret: str = opt(
+        "",
+        "secret that signs these POSTs, in the header `X-Nsparq-Signature`; better set in the config file",
+        STRING,
+    )
 
     poll_interval: float = opt(
         5.0,
@@ -134,6 +145,12 @@ class NsqadminOptions:
         "limit in bytes for the history behind the charts; a channel needs about 27 KB",
         INT,
         bound="not negative",
+    )
+    history_path: str = opt(
+        "",
+        "file that keeps the history, at most of that size, over restarts (empty: none); written every five "
+        "minutes and at a stop",
+        STRING,
     )
     history_clients: int = opt(2000, "clients with a history for charts", INT, bound="not negative")
 
@@ -176,9 +193,12 @@ class NsqadminOptions:
         for flag, url in (
             ("graphite-url", self.graphite_url),
             ("notification-http-endpoint", self.notification_http_endpoint),
+            *(("webhook-url", url) for url in self.webhook_url),
         ):
             if url and not is_http_url(url):
                 raise OptionError(f"--{flag} must be an http or https URL, not {url!r}")
+        if self.webhook_secret and not self.webhook_url:
+            raise OptionError("--webhook-secret needs --webhook-url")
         if self.proxy_graphite and not self.graphite_url:
             raise OptionError("--proxy-graphite needs --graphite-url")
 

@@ -65,7 +65,9 @@ class Nsqlookupd:
         http_address = _host_and_port(self.options.http_address)
         options = self.options
         hosts = HostNames(options.broadcast_address, options.http_address, allowed=options.allowed_host)
-        self._http = HttpServer(LookupApi(self.registry, self.clock, hosts.check))
+        self._http = HttpServer(
+            LookupApi(self.registry, self.clock, hosts.check, lambda: len(self.connections))
+        )
         try:
             sockets = listen_on(tcp_address)
         except (OSError, OverflowError) as error:

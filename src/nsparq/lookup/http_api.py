@@ -23,9 +23,10 @@ from nsparq.http.api import (
     endpoints_of,
 )
 from nsparq.http.describe import openapi, print_description
+from nsparq.http.metrics import Exposition, add_process
 from nsparq.lookup.registry import Registry
 from nsparq.names import is_valid_name
-from nsparq.version import NSQ_VERSION
+from nsparq.version import NSQ_VERSION, __version__
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,12 @@ class LookupApi(Api):
         registry: Registry,
         clock: Callable[[], int],
         check_host: Callable[[Request], None] | None = None,
+        connections: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`connections` gives the number of TCP connections."""
         self._registry = registry
         self._clock = clock
+        self._connections = connections
         super().__init__(
             title="nsqlookupd", version=NSQ_VERSION, endpoints=endpoints_of(self), check_host=check_host
         )
@@ -248,6 +252,31 @@ class LookupApi(Api):
     )
     def debug(self, request: Request) -> Result:
         return _json(self._registry.debug_json())
+
+    @Endpoint(
+        group="The daemon",
+        method="GET",
+        path="/metrics",
+        summary="Get the figures for Prometheus.",
+        success="the text exposition format",
+        success_type="text/plain",
+    )
+    def metrics(self, request: Request) -> Response:
+        registry, now_ns = self._registry, self._clock()
+        out = Exposition()
+        labels = f'{{version="{__version__}",nsq_version="{NSQ_VERSION}"}}'
+        out.add("nsqlookupd_info", "gauge", "version of the daemon", 1, labels)
+        for name, help_text, value in (
+            ("connections", "TCP connections", self._connections()),
+            ("producers", "nsqds that are connected", len(registry.producers)),
+            ("active_producers", "nsqds that lookups return", registry.count_active(now_ns)),
+            ("topics", "topics", len(registry.topics)),
+            ("channels", "channels of all topics", sum(map(len, registry.channels.values()))),
+            ("registrations", "topics and channels of each nsqd, summed", registry.count_registrations()),
+        ):
+            out.add(f"nsqlookupd_{name}", "gauge", help_text, value)
+        add_process(out)
+        return out.response()
 
     @Endpoint(
         group="The daemon",

@@ -117,6 +117,13 @@ class Registry:
         del self.producers[producer]
         self._nodes_json = b""
 
+    def count_active(self, now_ns: int) -> int:
+        """Producers that lookups return."""
+        return sum(now_ns - one.last_update_ns <= self.inactive_timeout_ns for one in self.producers)
+
+    def count_registrations(self) -> int:
+        return sum(one.registrations for one in self.producers)
+
     def register(self, producer: Producer, topic: str, channel: str = "") -> bool:
         """Add the producer to the topic, and to the channel if one is given. Gives whether that
         changed anything. Raises FatalClientError if the producer has too many registrations."""

@@ -13,9 +13,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nsparq.http.api import Request
+from nsparq.http.metrics import CONTENT_TYPE, Exposition
 from nsparq.options import NsqdOptions
 from nsparq.server.api import metrics
-from nsparq.server.api.metrics import CONTENT_TYPE, LAG_BUCKETS, Exposition, LoopLag, MetricsApi
+from nsparq.server.api.metrics import LAG_BUCKETS, LoopLag, MetricsApi
 from nsparq.server.daemon import Nsqd
 from nsparq.version import NSQ_VERSION, __version__
 from tests.support import BrokerThread, wait_until

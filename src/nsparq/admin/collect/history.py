@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RANGES", "SLOTS", "Places", "Points", "Table", "Trend", "fit", "steady_clock"]
+__all__ = ["RANGES", "SLOTS", "Places", "Piece", "Points", "Table", "Trend", "fit", "steady_clock"]
 
 Floats = NDArray[np.float32]
 Places = NDArray[np.intp]
@@ -48,6 +48,18 @@ class Points(NamedTuple):
 
     times: list[float]
     values: Floats
+
+
+class Piece(NamedTuple):
+    """Some series of a table with all their points, as they are saved."""
+
+    keys: list[list[str]]
+    born_s: list[float]
+    seen_s: list[float]
+    ordinals: list[NDArray[np.int64]]
+    """For each ring: the points that it has."""
+    values: list[Floats]
+    """For each ring: `[point][series][figure]`."""
 
 
 class Trend(NamedTuple):
@@ -330,3 +342,64 @@ class Table:
             for whole, piece in zip(found, fit(times, part, least_s), strict=True):
                 whole[rows] = piece
         return found
+
+    # Saving
+
+    @property
+    def steps(self) -> list[float]:
+        """Seconds between two points, of each ring."""
+        return [ring.step_s for ring in self._rings]
+
+    @property
+    def piece_count(self) -> int:
+        return len(self._rings[0].blocks)
+
+    def piece(self, number: int) -> Piece:
+        """A copy of the series in one block."""
+        found = [(key, place) for key, place in self.items() if place // BLOCK == number]
+        places = np.array([place for _, place in found], dtype=np.intp)
+        ordinals, values = [], []
+        for ring in self._rings:
+            slots, _ = ring.known()
+            ordinals.append(ring.ordinals[slots])
+            values.append(ring.blocks[number][slots[:, None], places % BLOCK])
+        return Piece(
+            [list(key) for key, _ in found],
+            self._born_s[places].tolist(),
+            self._seen_s[places].tolist(),
+            ordinals,
+            values,
+        )
+
+    def restore(
+        self, figures: Sequence[str], steps: Sequence[float], pieces: Sequence[Piece], now_s: float
+    ) -> None:
+        """Take over saved pieces, before the first poll. A ring with another step stays empty, and
+        a figure that was not saved is unknown. Points after `now_s` are left out: the clock was set
+        back."""
+        columns = [(place, self.column[name]) for place, name in enumerate(figures) if name in self.column]
+        theirs, ours = [place for place, _ in columns], [place for _, place in columns]
+        for number, ring in enumerate(self._rings):
+            if number < len(steps) and steps[number] == ring.step_s:
+                for piece in pieces:
+                    found = piece.ordinals[number]
+                    found = found[(found >= 0) & (found * ring.step_s <= now_s)]
+                    np.maximum.at(ring.ordinals, found % ring.slots, found)
+                ring.newest = int(ring.ordinals.max())
+        for piece in pieces:
+            places = self.places(tuple(key) for key in piece.keys)
+            self._born_s[places] = np.minimum(piece.born_s, now_s)
+            self._seen_s[places] = np.minimum(piece.seen_s, now_s)
+            for number, ring in enumerate(self._rings):
+                known, _ = ring.known()
+                slots = piece.ordinals[number] % ring.slots
+                is_kept = ring.ordinals[slots] == piece.ordinals[number]
+                for block_number in np.unique(places // BLOCK):
+                    if block_number >= len(ring.blocks):
+                        continue
+                    mine = np.flatnonzero(places // BLOCK == block_number)
+                    rows, block = places[mine] % BLOCK, ring.blocks[block_number]
+                    block[known[:, None], rows] = np.nan
+                    part = np.full((int(is_kept.sum()), len(mine), len(self.figures)), np.nan, np.float32)
+                    part[:, :, ours] = piece.values[number][is_kept][:, mine][:, :, theirs]
+                    block[slots[is_kept][:, None], rows] = part

@@ -13,7 +13,7 @@ import base64
 import json
 import ssl
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple
@@ -184,11 +184,12 @@ class Upstream:
         *,
         content_type: str = "application/octet-stream",
         secret: Secret = NO_SECRET,
+        headers: Iterable[tuple[str, str]] = (),
     ) -> Answer:
         """An answer with any status. Raises RequestFailed."""
         shown = secret.text if self._may_show(secret, url) else ""
         try:
-            place, request = _encode(method, url, body, content_type, shown)
+            place, request = _encode(method, url, body, content_type, shown, headers)
         except ValueError as error:
             raise RequestFailed(f"{method} {without_secrets(url)}: {error}") from None
         async with self._slots:
@@ -382,7 +383,12 @@ def with_query(url: str, query: Mapping[str, str]) -> str:
 
 
 def _encode(
-    method: str, url: str, body: bytes | None, content_type: str, secret: str
+    method: str,
+    url: str,
+    body: bytes | None,
+    content_type: str,
+    secret: str,
+    headers: Iterable[tuple[str, str]] = (),
 ) -> tuple[_Place, bytes]:
     """Raises ValueError for an invalid URL."""
     parts = urlsplit(url)
@@ -402,6 +408,7 @@ def _encode(
         # Basic scheme: a password is `name:password`; a generated secret has no name.
         shown = secret if ":" in secret else f":{secret}"
         head += f"Authorization: Basic {base64.b64encode(shown.encode()).decode()}\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in headers)
     if body is not None:
         head += f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
     elif method != "GET":

@@ -109,6 +109,8 @@ class Watch:
         """Processor time of the last poll, roughly."""
         self.number = 0
         """Polls so far."""
+        self.on_poll: Callable[[], None] = lambda: None
+        """Called after each poll."""
         self._task: asyncio.Task[None] | None = None
         self._polled = asyncio.Condition()
 
@@ -128,10 +130,24 @@ class Watch:
         return int(sum(state.parts.channel_counts[:, 0].sum() for state in self.nodes.values()))
 
     @property
+    def unreachable(self) -> int:
+        """Nodes that did not answer the last poll."""
+        return sum(bool(state.error) for state in self.nodes.values())
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        return {
+            "totals": self.totals,
+            "nodes": self.nodes_table,
+            "topics": self.topics,
+            "channels": self.channels,
+            "clients": self.clients,
+        }
+
+    @property
     def history_bytes(self) -> int:
         """The most memory that the history of the present series can take."""
-        tables = (self.totals, self.nodes_table, self.clients, self.topics, self.channels)
-        return sum(table.size_bytes for table in tables)
+        return sum(table.size_bytes for table in self.tables.values())
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
@@ -177,6 +193,7 @@ class Watch:
         self.number += 1
         async with self._polled:
             self._polled.notify_all()
+        self.on_poll()
 
     async def wait_for_first(self) -> None:
         """Returns after the first poll, or after one interval."""
@@ -246,7 +263,7 @@ class Watch:
 
     def _record(self, states: list[NodeState], answers: list[NodeStats | None]) -> None:
         now_s = self._clock()
-        tables = (self.totals, self.nodes_table, self.topics, self.channels, self.clients)
+        tables = self.tables.values()
         for table in tables:
             table.begin(now_s)
         gathered = self._gatherer

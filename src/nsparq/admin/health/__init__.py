@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nsparq.admin.collect.pipelines import readers
@@ -14,10 +14,13 @@ from nsparq.admin.health.queues import queue_problems
 __all__ = ["Problem", "Severity", "find_problems"]
 
 
-def find_problems(watch: Watch, pipelines: Sequence[Mapping[str, Any]] = ()) -> list[Problem]:
-    """The most urgent first."""
+def find_problems(
+    watch: Watch, pipelines: Sequence[Mapping[str, Any]] = (), others: Iterable[Problem] = ()
+) -> list[Problem]:
+    """The most urgent first, with `others` among them."""
     return in_order(
         [
+            *others,
             *daemon_problems(watch),
             *queue_problems(watch, readers(pipelines)),
             *pipeline_problems(pipelines),

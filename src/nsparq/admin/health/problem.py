@@ -16,7 +16,7 @@ __all__ = ["Problem", "Severity", "duration", "in_order"]
 FIRST: Final = ("unhealthy", "unreachable", "lookupd", "disk", "pipeline")
 """Kinds that come before others of the same severity, in this order: they are the cause of much
 else. Problems of channels follow, those with the most messages first."""
-LAST: Final = ("slow client", "lost", "version", "more")
+LAST: Final = ("slow client", "webhook", "lost", "history", "version", "more")
 """Kinds that come after them: nobody can bring back what is lost."""
 MAX_PER_KIND: Final = 100
 """Further problems of a kind are counted, not listed: ten thousand usually have one cause."""
@@ -56,13 +56,22 @@ class Problem:
     def key(self) -> tuple[str, ...]:
         """The same problem has the same key at each poll, whatever its figures are."""
         places = tuple(getattr(self, name) for name in PLACES)
+        if any(places):
+            return (self.kind, *places)
         # Only the text of an error names the nsqlookupd.
-        return (self.kind, *places) if any(places) else (self.kind, self.detail)
+        return (self.kind, self.detail if self.kind == "lookupd" else self.title)
 
     def as_json(self) -> dict[str, Any]:
         found = {name: getattr(self, name) for name in ("kind", "title", "detail", "hint")}
         found |= {name: value for name in PLACES if (value := getattr(self, name))}
         return {"severity": self.severity.name.lower(), **found}
+
+    @classmethod
+    def from_json(cls, found: Any) -> Problem:
+        """Raises KeyError, TypeError or ValueError for anything but the value of as_json()."""
+        texts = {name: str(found[name]) for name in ("kind", "title", "detail", "hint")}
+        texts |= {name: str(found[name]) for name in PLACES if name in found}
+        return cls(severity=Severity[found["severity"].upper()], **texts)  # type: ignore[arg-type]  # texts
 
 
 def in_order(found: list[Problem]) -> list[Problem]:
@@ -78,8 +87,8 @@ def in_order(found: list[Problem]) -> list[Problem]:
             kept.append(one)
     for kind, count in counts.items():
         if count > MAX_PER_KIND:
-            text = f"{kind}: {count - MAX_PER_KIND:,} more are not listed"
-            kept.append(Problem("more", Severity.NOTICE, "more of the same kind", text, ""))
+            text = f"{count - MAX_PER_KIND:,} more are not listed"
+            kept.append(Problem("more", Severity.NOTICE, f"{kind}: more of the same kind", text, ""))
     return kept
 
 

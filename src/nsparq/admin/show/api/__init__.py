@@ -5,6 +5,7 @@ changes    create, delete, pause, empty and tombstone, as in NSQ
 history    the overview, the figures behind the charts, pipelines
 messages   peek, publish, copy, move, replay
 daemon     /ping, /config, graphite, /openapi.json
+metrics    /metrics
 table      how an entry is declared; the parts that handlers share
 reference  prints docs/reference/nsqadmin-http.md
 """
@@ -17,6 +18,7 @@ from nsparq.admin.show.api.changes import Changes
 from nsparq.admin.show.api.daemon import Daemon
 from nsparq.admin.show.api.history import History
 from nsparq.admin.show.api.messages import Messages
+from nsparq.admin.show.api.metrics import Metrics
 from nsparq.admin.show.api.stats import Stats
 from nsparq.http.api import Endpoint
 
@@ -27,5 +29,5 @@ __all__ = ["api_endpoints"]
 
 
 def api_endpoints(admin: Nsqadmin) -> list[Endpoint]:
-    kinds = (Stats, Changes, History, Messages, Daemon)
+    kinds = (Stats, Changes, History, Messages, Daemon, Metrics)
     return [endpoint for kind in kinds for endpoint in kind(admin).endpoints()]

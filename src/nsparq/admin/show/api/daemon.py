@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 GROUP: Final = "The daemon"
 MAX_VALUE: Final = 1 << 20
 OPTIONS: Final = {option.file_key: option for option in TABLE.options}
-HIDDEN: Final = ("auth_secret",)
+HIDDEN: Final = ("auth_secret", "webhook_secret", "webhook_urls")
 """Options that /config does not show."""
 _CONFIG_ERRORS: Final = ((403, "FORBIDDEN"), (400, "INVALID_REMOTE_ADDR"), (400, "INVALID_OPTION"))
 

@@ -1,0 +1,104 @@
+"""nsqadmin as an operator uses it, with real daemons: lag, metrics, webhooks, a restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.admin.support import REFERENCE_ADMIN, AdminThread, Cluster
+from tests.support import unique_name, wait_until
+from tests.tools.processes import WebServer
+
+pytestmark = pytest.mark.skipif(bool(REFERENCE_ADMIN), reason="ours only")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(nsqds=2) as cluster:
+        yield cluster
+
+
+def start(cluster: Cluster, **flags: Any) -> AdminThread:
+    return AdminThread(lookupd_http_address=(cluster.lookupd_address,), poll_interval=0.1, **flags)
+
+
+def metrics(text: str) -> dict[tuple[str, str], float]:
+    """By name and the first label's value."""
+    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {(one.name, next(iter(one.labels.values()), "")): one.value for one in found}
+
+
+def test_lag_is_shown_for_a_topic_and_a_channel_and_in_total(cluster: Cluster) -> None:
+    topic = unique_name("t")
+    cluster.add(topic, "c")
+    cluster.nsqds[0].publish(topic, b"x")
+    with start(cluster) as admin:
+        wait_until(lambda: (admin.daemon.watch.topics.latest((topic,)) or {}).get("age", 0) > 0)
+        channel = admin.get(f"/api/topics/{topic}/c")
+        assert channel["oldest_message_age_s"] > 0
+        assert channel["oldest_message_age_s"] == max(one["oldest_message_age_s"] for one in channel["nodes"])
+        # It takes a minute until a rate is known.
+        assert (channel["drain_rate"], channel["drain_time_s"]) == (None, None)
+        assert admin.get(f"/api/topics/{topic}")["channels"][0]["oldest_message_age_s"] > 0
+        assert admin.get("/api/overview")["totals"]["age"] > 0
+        assert admin.get(f"/api/history/topics/{topic}/c")["values"]["age"][-1] > 0
+        assert 'id="channel-age"' in admin.page(f"/topics/{topic}/c")
+        assert 'id="topic-age"' in admin.page(f"/topics/{topic}")
+        assert 'id="total-age"' in admin.page("/")
+
+
+def test_nsqadmin_and_nsqlookupd_have_metrics(cluster: Cluster) -> None:
+    topic = unique_name("t")
+    cluster.add(topic, "c")
+    cluster.nsqds[0].publish(topic, b"x")
+    found = metrics(cluster.lookupd.request("GET", "/metrics").body.decode())
+    assert found["nsqlookupd_producers", ""] == found["nsqlookupd_active_producers", ""] == 2
+    assert found["nsqlookupd_connections", ""] >= 2
+    assert found["nsqlookupd_topics", ""] >= 1 and found["nsqlookupd_channels", ""] >= 1
+    assert found["nsqlookupd_registrations", ""] >= 4
+    with start(cluster) as admin:
+        wait_until(lambda: admin.daemon.problems())
+        answer = admin.call("GET", "/metrics")
+        assert answer.header("Content-Type") == "text/plain; version=0.0.4; charset=utf-8"
+        found = metrics(answer.body.decode())
+        assert found["nsqadmin_nodes", ""] == 2 and found["nsqadmin_unreachable_nodes", ""] == 0
+        assert found["nsqadmin_topics", ""] >= 1 and found["nsqadmin_polls_total", ""] >= 1
+        assert found["nsqadmin_problems", "notice"] >= 1
+        assert found["nsqadmin_webhook_sent_total", ""] == 0
+
+
+def test_findings_are_posted_and_history_outlives_a_restart(cluster: Cluster, tmp_path: Path) -> None:
+    topic = unique_name("t")
+    cluster.add(topic, "c")
+    cluster.nsqds[0].publish(topic, b"x")
+    finding = f"no consumers/{topic}/c"
+    with WebServer(500) as server:
+        flags = {"webhook_url": (server.url,), "webhook_secret": "s", "history_path": str(tmp_path / "h")}
+
+        def sent() -> list[str]:
+            return [json.loads(one.body)["finding"]["id"] for one in server.requests]
+
+        with start(cluster, **flags) as admin:
+            wait_until(lambda: "webhook fails" in admin.page("/"), what="the failure on the page")
+            server.statuses[:] = [200]
+            wait_until(lambda: sent().count(finding) >= 1 and not admin.daemon.webhooks[0].waiting)
+            points = admin.get(f"/api/history/topics/{topic}/c")["times"]
+            assert points
+            found = metrics(admin.call("GET", "/metrics").body.decode())
+            assert found["nsqadmin_webhook_failures_total", ""] >= 1
+            assert found["nsqadmin_webhook_sent_total", ""] >= 1
+            # The secret is not shown.
+            assert admin.call("GET", "/config/webhook_secret").status == 400
+        count = len(server.requests)
+        with start(cluster, **flags) as admin:
+            times = admin.get(f"/api/history/topics/{topic}/c")["times"]
+            assert times[: len(points) - 1] == points[: len(points) - 1]
+            wait_until(lambda: admin.daemon.watch.number > 3)
+            assert not admin.daemon.webhooks[0].waiting
+        # What was sent before is not sent again.
+        assert finding not in sent()[count:]
