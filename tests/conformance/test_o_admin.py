@@ -41,7 +41,8 @@ NODE_KEYS = (
     "remote_addresses remote_address hostname broadcast_address tcp_port http_port version topics out_of_date"
 ).split()
 TOPOLOGY_KEYS = {"topology_zone", "topology_region", "node_topology_zone", "node_topology_region"}
-LATER_KEYS = TOPOLOGY_KEYS | {"delivery_msg_count"}  # releases differ in these
+LAG_KEYS = {"oldest_message_age_s", "drain_rate", "drain_time_s"}  # only ours has them
+LATER_KEYS = TOPOLOGY_KEYS | LAG_KEYS | {"delivery_msg_count"}  # releases differ in these
 NO_LATENCY = {"count": 0, "percentiles": None, "topic": "", "channel": "", "host": ""}
 
 
