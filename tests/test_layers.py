@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "http": {"errors", "listening"},
     "transport": {"errors"},
     "client": BASE | {"addresses", "flags", "secret_scope", "transport", "busy_poll", "wire"},
+    "integrations": BASE | {"client"},
     "wire": BASE | {"kernel"},
     "storage": BASE,
     "broker": BASE | {"options", "storage", "wire"},

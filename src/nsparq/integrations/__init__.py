@@ -1,0 +1,1 @@
+"""Adapters for other projects. Each module needs the extra of its own name."""
