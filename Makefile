@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 NSQJS := tests/conformance/nsqjs
 FIND_CHROMIUM := for name in $$NSPARQ_TEST_CHROMIUM chromium chromium-browser google-chrome; do command -v $$name && break; done >/dev/null
+# What tests need besides Python packages.
+PROGRAMS := $(addprefix $(VENV)/.,nsqjs chromium prometheus)
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 UP_ARGS ?=
@@ -54,7 +56,7 @@ up: venv
 # While one core makes the archive of classes, the other checks the types, compiles the test modules (each worker would
 # do that for itself otherwise; what is wrong with them the tests will say) and runs the tests of the pure build.
 test: venv
-	@$(MAKE) --no-print-directory -j2 $(VENV)/.spark-classes.jsa check compiled $(VENV)/.nsqjs $(VENV)/.chromium \
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.spark-classes.jsa check compiled $(PROGRAMS) \
 	  $(if $(PYTEST_ARGS),,pytest-pure)
 	@$(MAKE) --no-print-directory pytest
 
@@ -66,7 +68,7 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-pytest: venv $(VENV)/.nsqjs $(VENV)/.chromium $(VENV)/.spark-classes.jsa
+pytest: venv $(PROGRAMS) $(VENV)/.spark-classes.jsa
 ifeq ($(PYTEST_ARGS),)
 	@$(MAKE) --no-print-directory --keep-going --output-sync=line -j2 pytest-spark pytest-rest
 else
@@ -147,3 +149,8 @@ $(VENV)/.spark-classes.jsa: $(VENV)/.installed
 $(VENV)/.chromium: $(VENV)/.installed
 	@$(FIND_CHROMIUM) || .ci/install-packages chromium fonts-dejavu-core || test "$$CI" != true
 	@if $(FIND_CHROMIUM); then touch $@; fi
+
+# And for Prometheus with promtool. Only the programs: an installed package would start the service.
+$(VENV)/.prometheus: $(VENV)/.installed
+	@command -v promtool >/dev/null || .ci/unpack-package prometheus $(abspath $(VENV))/prometheus && touch $@ \
+	  || test "$$CI" != true

@@ -182,7 +182,7 @@ def test_latency_is_given_by_quantile_in_seconds(broker: BrokerThread) -> None:
         consumer.barrier()
     found = scrape(broker)
     for name, labels in ((LATENCY[0], {"topic": "t"}), (LATENCY[1], {"topic": "t", "channel": "c"})):
-        assert found[name].type == "gauge"
+        assert found[name].type == "summary"
         slow, median = (value(found, name, **labels, quantile=quantile) for quantile in ("0.99", "0.5"))
         assert 0 < median <= slow < 10
 

@@ -164,7 +164,7 @@ def _latency(out: Exposition, prefix: str, stats: dict[str, Any], pair: str) -> 
     if not found["percentiles"]:
         return
     name = f"{prefix}_e2e_processing_latency_seconds"
-    lines = out.family(name, "gauge", "time from publish to FIN, by quantile")
+    lines = out.family(name, "summary", "time from publish to FIN, by quantile")
     for entry in found["percentiles"]:
         value = number(entry["value"] / 1e9)
         lines.append(f'{name}{{{pair},quantile="{entry["quantile"]}"}} {value}')
