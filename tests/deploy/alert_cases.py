@@ -75,6 +75,22 @@ CASES = (
         12,
         ({'process_open_fds{job="nsqd"}': "50x20"},),
     ),
+    Case("NsqlookupdDown", {'up{job="nsqlookupd"}': "1x4 0x20"}, 6, 8, ({'up{job="nsqlookupd"}': "1x20"},)),
+    Case(
+        "NsqlookupdWithoutNsqds",
+        {"nsqlookupd_active_producers": "2x4 0x20"},
+        9,
+        11,
+        ({"nsqlookupd_active_producers": "2x4 0x3 2x20"},),
+    ),
+    Case("NsqadminDown", {'up{job="nsqadmin"}': "1x4 0x20"}, 9, 11, ({'up{job="nsqadmin"}': "1x20"},)),
+    Case(
+        "NsqadminWebhookFails",
+        {"nsqadmin_webhook_failing": "0x4 1x20"},
+        13,
+        16,
+        ({"nsqadmin_webhook_failing": "0x20"},),
+    ),
     Case(
         "NsqChannelWithoutConsumers",
         {
@@ -98,6 +114,34 @@ CASES = (
         20,
         40,
         ({'nsqd_channel_depth{topic="t",channel="c"}': "5000x60"},),
+    ),
+    Case(
+        "NsqChannelLate",
+        {
+            'nsqd_channel_clients{topic="t",channel="c"}': "1x40",
+            'nsqd_channel_oldest_message_age_seconds{topic="t",channel="c"}': "0+60x40",
+        },
+        18,
+        25,
+        (
+            {'nsqd_channel_oldest_message_age_seconds{topic="t",channel="c"}': "300x40"},
+            # NsqChannelWithoutConsumers is for this.
+            {'nsqd_channel_clients{topic="t",channel="c"}': "0x40"},
+        ),
+    ),
+    Case(
+        "NsqChannelDrainsSlowly",
+        {
+            'nsqd_channel_clients{topic="t",channel="c"}': "1x60",
+            'nsqd_channel_depth{topic="t",channel="c"}': "5000x60",
+            'nsqd_channel_drain_time_seconds{topic="t",channel="c"}': "90000x60",
+        },
+        20,
+        40,
+        (
+            {'nsqd_channel_drain_time_seconds{topic="t",channel="c"}': "3600x60"},
+            {'nsqd_channel_depth{topic="t",channel="c"}': "50x60"},
+        ),
     ),
     Case(
         "NsqMessagesTimeOut",
