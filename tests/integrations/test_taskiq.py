@@ -125,21 +125,26 @@ def test_a_failed_task_is_requeued_until_it_has_failed_for_the_last_time(nsqd: B
             runs.append("careless")
             raise OSError("never mind")
 
+        @broker.task(ack_type="when_received")
+        async def early() -> None:
+            runs.append("early")
+            raise OSError("too late")
+
         @broker.task(max_retries=9)
         async def rejected(context: Context = TaskiqDepends()) -> None:  # noqa: B008  # how taskiq does it
             runs.append("rejected")
             context.reject()
 
         async with working(broker):
-            for task in (unlucky_once, hopeless, careless, rejected):
+            for task in (unlucky_once, hopeless, careless, early, rejected):
                 await task.kiq()
-            await until(lambda: len(broker.result_backend.kept) == 4)  # type: ignore[attr-defined]
+            await until(lambda: len(broker.result_backend.kept) == 5)  # type: ignore[attr-defined]
             await nsqd.wait_empty_async(broker.topic, broker.channel, DEADLINE)
-        assert sorted(runs) == ["careless", "hopeless", "hopeless", "once", "once", "rejected"]
+        assert sorted(runs) == ["careless", "early", "hopeless", "hopeless", "once", "once", "rejected"]
         # There is a result for the last run only.
         kept = broker.result_backend.kept  # type: ignore[attr-defined]
-        assert sorted(kept, key=str) == [("done", False), *[(None, True)] * 3]
-        assert counts(nsqd, broker) == {"message": 4, "requeue": 2}
+        assert sorted(kept, key=str) == [("done", False), *[(None, True)] * 4]
+        assert counts(nsqd, broker) == {"message": 5, "requeue": 2}
         letters = [json.loads(message.body)["task_name"] for message in nsqd.peek("failed")]
         assert sorted(letters) == [f"{__name__}:hopeless", f"{__name__}:rejected"]
 

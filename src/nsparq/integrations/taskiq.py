@@ -164,7 +164,8 @@ class NsqBroker(AsyncBroker):
 
     def delivery_of(self, task_id: str) -> _Delivery | None:
         """The delivery of a task that runs in this worker and is not acknowledged yet."""
-        return self._unfinished.get(task_id)
+        delivery = self._unfinished.get(task_id)
+        return None if delivery is None or delivery.ended.done() else delivery
 
 
 class _Delivery:
