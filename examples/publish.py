@@ -1,8 +1,15 @@
-"""Publish one message, several at once, a deferred one; and handle errors."""
+"""Publish one message, several at once, a deferred one, an object; and handle errors."""
 
 import asyncio
+from dataclasses import dataclass
 
 from nsparq.client import ClientError, Producer, PublishFailed
+
+
+@dataclass
+class Order:
+    number: int
+    item: str
 
 
 async def main() -> None:
@@ -10,6 +17,7 @@ async def main() -> None:
         await producer.publish("events", b"one")
         await producer.publish_many("events", [b"two", b"three"])  # all of them or none
         await producer.publish("events", b"in a minute", defer=60)
+        await producer.publish("orders", Order(1, "tea"))  # {"number":1,"item":"tea"}
         # Many tasks may share a producer: their messages are sent together.
         await asyncio.gather(*(producer.publish("events", b"%d" % number) for number in range(100)))
         try:

@@ -175,6 +175,7 @@ def test_publish(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> N
     broker.create("events", "ch")
     with Program(tmp_path, "publish.py", addresses) as program:
         assert program.end() == "the broker refused: E_BAD_MESSAGE\n"
+    assert bodies(broker, "orders") == [b'{"number":1,"item":"tea"}']
     found = broker.peek("events", "ch", count=1000)
     assert {message.body for message in found if message.state == "deferred"} == {b"in a minute"}
     ready = [message.body for message in found if message.state == "ready"]
@@ -216,6 +217,21 @@ def test_batches(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> N
     connection = sqlite3.connect(tmp_path / "readings.db")
     assert connection.execute("select count(distinct sensor) from readings").fetchone() == (250,)
     connection.close()
+
+
+def test_retries(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:
+    broker.create("charges", "bank")
+    broker.publish("charges", {"cents": 5}, {"cents": 0})
+    with Program(tmp_path, "retries.py", addresses) as program:
+        program.expect("charged 5 cents at attempt 3")
+        broker.wait_empty("charges", "bank")
+        program.process.send_signal(signal.SIGINT)
+        _, said = program.process.communicate(timeout=PATIENCE_S)
+    letters = [json.loads(body) for body in bodies(broker, "charges.dead")]
+    assert [(one["attempts"], one["error"]) for one in letters] == [(1, "ValueError: nothing to charge")]
+    # The first failure is in the log with its delay, the second is not.
+    line = "ConnectionError: the bank does not answer; attempt 1 of 4, retry in 0.5 s"
+    assert said.decode().count("retry in") == said.decode().count(line) == 1
 
 
 def test_dead_letters(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:

@@ -110,13 +110,15 @@ def test_deferred_and_several_messages() -> None:
     [
         lambda p: p.publish("no good", b"x"),
         lambda p: p.publish("t", b""),
-        lambda p: p.publish("t", "text"),
         lambda p: p.publish("t", b"x", defer=-1),
         lambda p: p.publish("t", b"x", defer=float("nan")),
         lambda p: p.publish("t", b"x", defer=float("inf")),
         lambda p: p.publish_many("t", []),
         lambda p: p.publish_many("t", [b"a", b""]),
-        lambda p: p.publish_many("t", [b"a", "b"]),
+        lambda p: p.publish_many("t", [b"a", None]),
+        lambda p: p.publish_many("t", "ab"),
+        lambda p: p.publish_many("t", {"a": b"b"}),
+        lambda p: p.publish("t", object()),
         lambda p: p.publish_many("t\n", [b"a"]),
     ],
 )

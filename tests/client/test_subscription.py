@@ -499,7 +499,7 @@ def test_a_failed_last_attempt_counts_for_the_back_off(broker: Broker, topic: st
     assert backoffs == [True]
 
 
-def test_without_a_dead_letter_topic_attempts_are_as_in_nsq(
+def test_without_a_dead_letter_topic_the_last_failure_ends_the_message(
     app: Subscriptions, broker: Broker, topic: str
 ) -> None:
     attempts = []
@@ -512,7 +512,7 @@ def test_without_a_dead_letter_topic_attempts_are_as_in_nsq(
     broker.publish(topic, GOOD)
     work(app, broker, topic)
     assert attempts == [1, 2, 3]
-    assert app.subscriptions[0].consumer.messages_given_up == 1
+    assert app.subscriptions[0].dead_letter_count == 1
 
 
 # batches

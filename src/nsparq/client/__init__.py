@@ -3,7 +3,6 @@ scripts without asyncio there is `nsparq.client.sync`."""
 
 from nsparq.client.config import Config, ConfigError
 from nsparq.client.consumer import Consumer
-from nsparq.client.decode.payload import DecodeFailed
 from nsparq.client.errors import (
     ClientError,
     ConnectFailed,
@@ -13,6 +12,7 @@ from nsparq.client.errors import (
     Stopped,
 )
 from nsparq.client.message import Message, Reject, Requeue
+from nsparq.client.payloads.decode import DecodeFailed
 from nsparq.client.producer import Producer
 from nsparq.client.subscription import DeadLetter, Subscription, Subscriptions
 

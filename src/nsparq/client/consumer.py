@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from time import monotonic
@@ -23,8 +24,9 @@ from nsparq.client.connect.connection import Connection
 from nsparq.client.connect.lookup import Lookup
 from nsparq.client.consume.dead_letters import GiveUp, check_dead_letter
 from nsparq.client.consume.discovery import Discovery
-from nsparq.client.consume.event_loop import Alarm, log_failure
+from nsparq.client.consume.event_loop import Alarm, log_failure, wait_to_the_end
 from nsparq.client.consume.in_flight import InFlight
+from nsparq.client.consume.iteration import Iteration
 from nsparq.client.consume.rdy import Distribution, Signal
 from nsparq.client.consume.workers import Calls, Inbox, Workers
 from nsparq.client.errors import Stopped, reason_of
@@ -76,6 +78,7 @@ class Consumer:
         batch_timeout: float = 1.0,
         on_give_up: Handler | None = None,
         dead_letter: str | Handler | None = None,
+        requeue_delay: Callable[[int], float] | None = None,
         auto_touch: bool = True,
         config: Config | None = None,
     ) -> None:
@@ -86,7 +89,8 @@ class Consumer:
         A message is given up after more than `config.max_attempts` attempts, or when its handler
         raises Reject. Then `on_give_up` gets it, and after that `dead_letter`: a function, or the
         name of a topic to which its body is published on the nsqd that sent it. If both succeed the
-        message is finished; if one fails it is requeued.
+        message is finished; if one fails it is requeued. `requeue_delay` returns the delay of a
+        failed message for its attempts, instead of `config.requeue_delay`.
         """
         for what, name in (("topic", topic), ("channel", channel)):
             if not is_valid_name(name.encode()):
@@ -112,14 +116,16 @@ class Consumer:
             config, topic, lookup, nsqd, lambda address: Connection.open(address, config, self), self._opened
         )
         self._in_flight = InFlight(config, self._distribution, self._signal, self._close_if_idle, auto_touch)
+        self._in_flight.requeue_delay = requeue_delay or config.requeue_delay
         self.give_up = GiveUp(str(self), config, self._calls, on_give_up, dead_letter)
         self._inbox = Inbox()
         function = handler if handler is not None else batch_handler
         call = self._calls.prepare(function) if function is not None else None
         size = batch_size if batch_handler is not None else 0
         self._workers = Workers(self, self._inbox, self._in_flight, call, size, batch_timeout)
-        self._iterated: dict[Message, asyncio.Task[Any] | None] = {}
-        """Messages that an `async for` loop is at, and the task of the loop."""
+        self._iteration = Iteration(self, self._inbox)
+        self._process = 0
+        """Set by start(): after fork() it belongs to the parent."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self.is_stopping = False
         self._is_draining = False
@@ -132,6 +138,7 @@ class Consumer:
 
     @property
     def messages_received(self) -> int:
+        """Deliveries; a message that comes again counts again."""
         return self._in_flight.received
 
     @property
@@ -141,11 +148,18 @@ class Consumer:
 
     @property
     def messages_requeued(self) -> int:
+        """Requeued by an answer, not by a timeout or a lost connection."""
         return self._in_flight.requeued
 
     @property
     def messages_given_up(self) -> int:
+        """Given up, and finished."""
         return self.give_up.count
+
+    @property
+    def messages_in_flight(self) -> int:
+        """Received and not answered."""
+        return len(self._in_flight)
 
     # start and stop
 
@@ -156,9 +170,7 @@ class Consumer:
     async def __aexit__(self, *_: object) -> None:
         self._begin_stop(STOP_S)
         # A loop over the messages in this task has ended, or this line would not be reached.
-        for message, task in [*self._iterated.items()]:
-            if task is None or task is asyncio.current_task() or task.done():
-                message.requeue(0, backoff=False)
+        self._iteration.requeue_left()
         await self._wait_for_stop()
 
     async def start(self) -> None:
@@ -167,7 +179,7 @@ class Consumer:
             raise Stopped
         if self._loop is not None:
             raise RuntimeError("already started")
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._process = asyncio.get_running_loop(), os.getpid()
         self._rdy_alarm = Alarm(self._loop, self._tick)
         self._in_flight.start(self._discovery.connections)
         self._workers.start(self._concurrency)
@@ -183,11 +195,11 @@ class Consumer:
         self._begin_stop(grace)
         if asyncio.current_task() in self._workers.tasks:
             return
-        if self._is_iterating_here():
+        if self._iteration.is_in_this_task:
             # If the loop has just ended, asyncio closes its iterator a few turns later.
             for _ in range(3):
                 await asyncio.sleep(0)
-            if self._is_iterating_here():
+            if self._iteration.is_in_this_task:
                 return
         await self._wait_for_stop()
 
@@ -195,7 +207,12 @@ class Consumer:
         """Wait until stop() was called and has finished."""
         await self._stopped.wait()
 
+    def _refuse_in_child(self) -> None:
+        if self._process not in (0, os.getpid()):
+            raise RuntimeError(f"{self} was started before fork() and runs in the parent: make another one")
+
     def _begin_stop(self, grace: float) -> None:
+        self._refuse_in_child()
         self.is_stopping = True
         if self._loop is None:
             self._stopped.set()
@@ -224,16 +241,8 @@ class Consumer:
             self._stopping.cancel()
 
     async def _wait_for_stop(self) -> None:
-        is_cancelled = False
-        while not self._stopped.is_set():
-            try:
-                await self._stopped.wait()
-            except asyncio.CancelledError:
-                # The cleanup still takes a moment, also after a second cancellation.
-                is_cancelled = True
-                self._cut_short()
-        if is_cancelled:
-            raise asyncio.CancelledError
+        # The cleanup takes a moment, also after a second cancellation.
+        await wait_to_the_end(self._stopped.wait, self._cut_short)
 
     async def _finish_stop(self, grace: float) -> None:
         try:
@@ -292,9 +301,6 @@ class Consumer:
         while self._inbox.queue:
             self._inbox.queue.popleft().requeue(0, backoff=False)
 
-    def _is_iterating_here(self) -> bool:
-        return asyncio.current_task() in self._iterated.values()
-
     # connections
 
     @property
@@ -302,9 +308,15 @@ class Consumer:
         """Addresses of the connected nsqd."""
         return [*self._discovery.connections]
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is connected to an nsqd, or waits for the first one that has the topic."""
+        return self._discovery.is_ready
+
     async def connect(self, address: str) -> None:
         """Connect to one nsqd, and reconnect whenever the connection is lost. Raises ConnectFailed
         if it cannot be reached now, ClientError if it is already connected."""
+        self._refuse_in_child()
         if self.is_stopping:
             raise Stopped
         if self._loop is None:
@@ -393,6 +405,7 @@ class Consumer:
 
     @property
     def max_in_flight(self) -> int:
+        """How many messages may be in flight now."""
         return self._distribution.max_in_flight
 
     @property
@@ -402,6 +415,7 @@ class Consumer:
 
     @property
     def is_in_backoff(self) -> bool:
+        """Whether handlers have failed and it takes one message at a time, after pauses."""
         return self._distribution.is_in_backoff
 
     def _signal(self, signal: Signal) -> None:
@@ -421,7 +435,7 @@ class Consumer:
 
     # iteration
 
-    async def __aiter__(self) -> AsyncIterator[Message]:
+    def __aiter__(self) -> AsyncIterator[Message]:
         """The messages, one by one. A message is finished when the next one is requested. If the
         body of the loop raises or leaves the loop, its message is requeued at once. A message that
         was already answered gets no other answer. stop() ends the loop."""
@@ -429,20 +443,8 @@ class Consumer:
             raise RuntimeError("this consumer has a handler")
         if self._loop is None:
             raise RuntimeError("not started")
-        while (message := await self._inbox.get()) is not None:
-            if 0 < self.config.max_attempts < message.attempts:
-                await self.give_up(message)
-                continue
-            self._iterated[message] = asyncio.current_task()
-            try:
-                yield message
-            except BaseException:
-                message.requeue(0, backoff=False)
-                raise
-            finally:
-                del self._iterated[message]
-            if message.auto_response:
-                message.finish()
+        self._refuse_in_child()
+        return self._iteration.messages()
 
     def __str__(self) -> str:
         return f"{self.topic}/{self.channel}"

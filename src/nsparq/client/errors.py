@@ -7,7 +7,7 @@ ClientError
 ├── PublishTimeout       no broker acknowledged in time
 ├── Stopped              the producer or consumer has been stopped
 ├── LookupFailed         client.connect.lookup: no usable answer; a producer raises ConnectFailed
-└── DecodeFailed         client.decode.payload: a body does not have the declared type
+└── DecodeFailed         client.payloads.decode: a body does not have the declared type
 """
 
 from __future__ import annotations

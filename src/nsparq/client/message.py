@@ -89,7 +89,7 @@ class Message:
     def requeue(self, delay: float | None = None, *, backoff: bool = True) -> None:
         """Send it again (REQ): after `delay` seconds, or a time that grows with its attempts."""
         if delay is None:
-            delay = self._in_flight.config.requeue_delay(self.attempts)
+            delay = self._in_flight.requeue_delay(self.attempts)
         else:
             check_delay(delay)
         self._answer(Signal.BACKOFF if backoff else Signal.CONTINUE, delay)

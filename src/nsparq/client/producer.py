@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+import os
+import weakref
+from collections.abc import Iterable
 from time import monotonic
 from typing import Final
 
@@ -19,8 +21,10 @@ from nsparq.client.config import Config, milliseconds
 from nsparq.client.connect.connection import checked_addresses
 from nsparq.client.connect.lookup import Lookup, LookupFailed
 from nsparq.client.connect.producer_connection import SLACK_S, NotReached, Outcome, ProducerConnection
+from nsparq.client.consume.event_loop import wait_to_the_end
 from nsparq.client.errors import ConnectFailed, PublishFailed, PublishTimeout, Stopped, reason_of
 from nsparq.client.message import check_delay
+from nsparq.client.payloads.encode import encode_bodies, encode_payload
 from nsparq.names import is_valid_name
 from nsparq.private_random import private_random
 from nsparq.wire import client as wire
@@ -36,7 +40,10 @@ AVOID_S: Final = 30.0
 
 
 class Producer:
-    """Connects at the first publish. Safe to use from many tasks of one event loop."""
+    """Connects at the first publish. Safe to use from many tasks of one event loop.
+
+    After fork() it works in both processes: the child has its own event loop, and the producer opens
+    a new connection there."""
 
     def __init__(
         self,
@@ -61,6 +68,16 @@ class Producer:
             raise ValueError("a producer needs the address of an nsqd or of an nsqlookupd")
         self._retry = retry
         self._max_pending = max_pending
+        self._failed: dict[str, float] = {}
+        """When each broker last failed."""
+        self._is_stopped = False
+        self._names: dict[str, bytes] = {}
+        """Encoded names of topics, already checked."""
+        self._begin()
+        _all.add(self)
+
+    def _begin(self) -> None:
+        """No connection yet. In the child of a fork it begins again: the rest is the parent's."""
         self._connection: ProducerConnection | None = None
         self._waiting = 0
         """Publishes that could not be sent at once. Later ones queue behind them."""
@@ -68,12 +85,13 @@ class Producer:
         """Held by the first of those that wait."""
         self._room = asyncio.Event()
         self._opening: asyncio.Task[str | None] | None = None
-        self._failed: dict[str, float] = {}
-        """When each broker last failed."""
-        self._is_stopped = False
         self._stopping: asyncio.Task[None] | None = None
-        self._names: dict[str, bytes] = {}
-        """Encoded names of topics, already checked."""
+
+    def _begin_in_child(self) -> object:
+        """Returns what belongs to the parent."""
+        left = (self._connection, self._next_to_send, self._room, self._opening, self._stopping)
+        self._begin()
+        return left
 
     # start and stop
 
@@ -99,17 +117,13 @@ class Producer:
             self._is_stopped = True
             self._room.set()
             self._stopping = asyncio.create_task(self._finish_stop())
-        is_cancelled = False
-        while not self._stopping.done():
-            try:
-                await asyncio.wait({self._stopping})
-            except asyncio.CancelledError:
-                # Closing still takes a moment, also after a second cancellation.
-                is_cancelled = True
-                if self._connection is not None:
-                    self._connection.raw.abort()
-        if is_cancelled:
-            raise asyncio.CancelledError
+        stopping = self._stopping
+        # Closing takes a moment, also after a second cancellation.
+        await wait_to_the_end(lambda: asyncio.wait({stopping}), self._abort)
+
+    def _abort(self) -> None:
+        if self._connection is not None:
+            self._connection.raw.abort()
 
     async def _finish_stop(self) -> None:
         if self._opening is not None:
@@ -120,11 +134,6 @@ class Producer:
             await connection.settle()
             await connection.close()
 
-    def leave_to_parent(self) -> None:
-        """In the child of a fork: drop the connection without sending anything to the broker."""
-        if self._connection is not None:
-            self._connection.raw.leave_to_parent()
-
     @property
     def address(self) -> str:
         """Address of the connected nsqd, or an empty string."""
@@ -132,13 +141,16 @@ class Producer:
 
     # publishing
 
-    async def publish(self, topic: str, body: bytes, *, defer: float = 0.0) -> None:
-        """Publish one message, to be delivered after `defer` seconds. Raises PublishFailed with the
-        broker's error, NotConnected or ConnectFailed, PublishTimeout, Stopped."""
+    async def publish(self, topic: str, body: object, *, defer: float = 0.0) -> None:
+        """Publish one message, to be delivered after `defer` seconds.
+
+        `body` is bytes, a text, or an object that becomes JSON: a dictionary, a list, a dataclass, a
+        pydantic model, a msgspec Struct. A subscription with the same type gets an equal object.
+        Raises PublishFailed with the broker's error, NotConnected or ConnectFailed, PublishTimeout,
+        Stopped; TypeError for an object that has no form in JSON."""
         name = self._names.get(topic) or self._name(topic)
         if type(body) is not bytes:
-            # The length of another buffer may not be its number of bytes.
-            body = bytes(memoryview(body))
+            body = encode_payload(body)
         if not body:
             raise ValueError("an empty message cannot be published")
         if defer:
@@ -147,10 +159,11 @@ class Producer:
         else:
             await self._send(wire.pub(name, body))
 
-    async def publish_many(self, topic: str, bodies: Sequence[bytes]) -> None:
-        """Publish several messages, all or none of them. Raises as publish()."""
+    async def publish_many(self, topic: str, bodies: Iterable[object]) -> None:
+        """Publish several messages, all or none of them: bytes, texts or objects, as publish().
+        Raises as publish()."""
         name = self._names.get(topic) or self._name(topic)
-        await self._send(wire.mpub(name, bodies))
+        await self._send(wire.mpub(name, bodies, encode_bodies))
 
     def _name(self, topic: str) -> bytes:
         """The encoded name of a topic. Raises ValueError."""
@@ -313,3 +326,17 @@ class Producer:
         since = monotonic() - AVOID_S
         self._failed = {address: at for address, at in self._failed.items() if at > since}
         return sorted(dict.fromkeys(found), key=lambda address: self._failed.get(address, 0.0))
+
+
+_all: weakref.WeakSet[Producer] = weakref.WeakSet()
+
+
+def _begin_in_child() -> None:
+    _of_the_parent.extend([producer._begin_in_child() for producer in _all])
+
+
+_of_the_parent: list[object] = []
+"""Kept forever in a child: futures and tasks of the parent's event loop, which nobody awaits there."""
+
+
+os.register_at_fork(after_in_child=_begin_in_child)

@@ -15,28 +15,28 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import dataclasses
-import functools
-import inspect
-import json
 import logging
+import os
 import signal
 import sys
 import threading
-import types
-import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar, get_args, get_origin
+from time import perf_counter
+from typing import Any, Final, TypeVar
 
+from nsparq.client import metrics
 from nsparq.client.config import Config
 from nsparq.client.consume.dead_letters import DeadLetters, check_dead_letter
+from nsparq.client.consume.handler_shape import HandlerShape, handler_shape
 from nsparq.client.consume.rdy import Signal
+from nsparq.client.consume.retries import RetryDelay, RetryOn, RetryRules
 from nsparq.client.consume.workers import Calls, is_async
-from nsparq.client.consumer import Consumer
-from nsparq.client.decode.payload import DecodeFailed, payload_decoder
+from nsparq.client.consumer import STOP_S, Consumer
 from nsparq.client.errors import PublishFailed
-from nsparq.client.message import Message, Reject, Requeue
+from nsparq.client.message import Message, Requeue
+from nsparq.client.payloads.decode import DecodeFailed
+from nsparq.client.payloads.encode import encode_payload
 
 __all__ = ["DeadLetter", "DecodeFailed", "Subscription", "Subscriptions"]
 
@@ -47,7 +47,6 @@ DeadLetterHook = Callable[[Message, Exception], Any]
 
 MAX_ERROR: Final = 1000
 """Longest error text in a dead letter, in characters."""
-_LISTS: Final = (list, Sequence, Iterable)
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -96,11 +95,6 @@ class DeadLetter:
         """The original body of the message."""
         return base64.b64decode(self.base64) if self.base64 is not None else (self.text or "").encode()
 
-    def to_json(self) -> bytes:
-        text = json.dumps(dataclasses.asdict(self), ensure_ascii=False)
-        # A lone surrogate is valid in JSON but not in UTF-8: it stays an escape.
-        return text.encode(errors="backslashreplace")
-
 
 class Subscriptions:
     """The handlers of a program. Declare them, then call run() or use `async with`."""
@@ -114,7 +108,8 @@ class Subscriptions:
             raise ValueError("subscriptions need the address of an nsqd or of an nsqlookupd")
         self._config = config or Config()
         self._dead_letters = DeadLetters(self._config, retry=True)
-        self._is_running = False
+        self._running_in = 0
+        """The process that started it; 0 while it is stopped."""
 
     def subscribe(
         self,
@@ -125,6 +120,9 @@ class Subscriptions:
         max_in_flight: int | None = None,
         batch_size: int | None = None,
         batch_timeout: float = 1.0,
+        retries: int | None = None,
+        retry_delay: RetryDelay | None = None,
+        retry_on: RetryOn | None = None,
         dead_letter: str | DeadLetterHook | None = None,
         payload: Any = None,
         auto_touch: bool = True,
@@ -135,29 +133,35 @@ class Subscriptions:
 
         Its first parameter gets the payload, decoded as its annotation (or as `payload`). A second
         parameter without a default gets the Message. With a `batch_size` both are lists. Plain
-        functions run in threads. `dead_letter` is a topic that gets DeadLetters, or a function of
-        message and exception; without it, dead letters are only logged. `config` replaces the
-        common one. Raises TypeError, ValueError.
+        functions run in threads. `config` replaces the common one.
+
+        A message that fails is tried again up to `retries` times: after `retry_delay` seconds,
+        doubled for every further retry, or after the seconds that the function `retry_delay` returns
+        for the number of the retry. Exceptions that are not in `retry_on` are not retried. Without
+        these, `config` decides. After the last retry the message is a dead letter: `dead_letter` is
+        a topic that gets DeadLetters, or a function of message and exception; without it, dead
+        letters are only logged. Raises TypeError, ValueError.
         """
         check_dead_letter(dead_letter, topic)
-        if self._is_running:
+        rules = RetryRules.of(config or self._config, retries, retry_delay, retry_on)
+        if self.is_running:
             raise RuntimeError("declare subscriptions before they are started")
 
         def decorate(handler: F) -> F:
-            shape = _shape(handler, payload, batch_size is not None, sys._getframe(1).f_locals)
+            shape = handler_shape(handler, payload, batch_size is not None, sys._getframe(1).f_locals)
             subscription = Subscription(
                 self,
                 topic,
                 channel,
                 handler,
                 shape,
+                rules,
                 dead_letter,
                 concurrency=concurrency,
                 max_in_flight=max_in_flight,
                 batch_size=batch_size,
                 batch_timeout=batch_timeout,
                 auto_touch=auto_touch,
-                config=config or self._config,
             )
             self.subscriptions.append(subscription)
             return handler
@@ -173,19 +177,32 @@ class Subscriptions:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether this process has started it. After fork() it runs in the parent only, and the child
+        may start its own."""
+        return self._running_in == os.getpid()
+
     async def start(self) -> None:
         """Start consuming. Brokers that cannot be reached are tried again and again."""
-        if self._is_running:
+        if self.is_running:
             raise RuntimeError("already started")
-        self._is_running = True
+        self._running_in = os.getpid()
         for subscription in self.subscriptions:
             await subscription.start()
 
-    async def stop(self) -> None:
-        """Wait for answers to messages in flight, and close. It can be started again."""
-        await asyncio.gather(*(subscription.stop() for subscription in self.subscriptions))
+    async def stop(self, grace: float = STOP_S) -> None:
+        """Wait for answers to messages in flight, at most `grace` seconds, and close. It can be
+        started again."""
+        if not self.is_running:
+            return
+        await asyncio.gather(*(subscription.stop(grace) for subscription in self.subscriptions))
         await self._dead_letters.stop()
-        self._is_running = False
+        self._running_in = 0
+
+    def metrics(self) -> str:
+        """The figures of all subscriptions in Prometheus' text format."""
+        return metrics.text(subscription.figures() for subscription in self.subscriptions)
 
     def run(self) -> None:
         """Run until SIGINT or SIGTERM, then stop cleanly; a second signal ends the program at once.
@@ -217,7 +234,7 @@ class Subscriptions:
         """Returns when the nsqd at `address`, which sent the message, has acknowledged it."""
         publish = self._dead_letters.publish
         try:
-            await publish(address, topic, letter.to_json())
+            await publish(address, topic, encode_payload(letter))
         except PublishFailed as error:
             if error.code != "E_BAD_MESSAGE":
                 raise
@@ -237,17 +254,22 @@ class Subscription:
         topic: str,
         channel: str,
         handler: Callable[..., Any],
-        shape: _Shape,
+        shape: HandlerShape,
+        rules: RetryRules,
         dead_letter: str | DeadLetterHook | None,
         **options: Any,
     ) -> None:
         self.topic, self.channel, self.handler = topic, channel, handler
+        self.failed_count = 0
+        """Messages on which the handler failed, each attempt counted."""
         self.undecodable_count = 0
         """Messages whose payload did not have the declared type."""
         self.dead_letter_count = 0
         """All dead letters: undecodable, rejected, or out of attempts."""
         self._owner = owner
         self._shape = shape
+        self._rules = rules
+        self._durations = metrics.Durations()
         self._dead_letter = dead_letter
         self._options = options
         self._calls: Calls
@@ -255,7 +277,10 @@ class Subscription:
         """The consumer, with its connections and counts."""
 
     def _make_consumer(self) -> Consumer:
-        options = dict(self._options, on_give_up=self._give_up)
+        rules = self._rules
+        options = dict(
+            self._options, config=rules.config, requeue_delay=rules.delay, on_give_up=self._give_up
+        )
         if options["batch_size"] is None:
             del options["batch_size"], options["batch_timeout"]
             options["handler"] = self._handle
@@ -264,13 +289,33 @@ class Subscription:
         return self._owner.make_consumer(self.topic, self.channel, **options)
 
     async def start(self) -> None:
+        """Start consuming. Subscriptions.start() calls it."""
         self._calls = Calls(self._options["concurrency"], f"nsq-{self.topic}")
         self.consumer = self._make_consumer()
         await self.consumer.start()
 
-    async def stop(self) -> None:
-        await self.consumer.stop()
+    async def stop(self, grace: float = STOP_S) -> None:
+        """Stop consuming. Subscriptions.stop() calls it."""
+        await self.consumer.stop(grace)
         self._calls.close()
+
+    def figures(self) -> metrics.Figures:
+        """Counts and gauges since the start, for `nsparq.client.metrics`."""
+        consumer = self.consumer
+        return {
+            "topic": self.topic,
+            "channel": self.channel,
+            "received": consumer.messages_received,
+            "finished": consumer.messages_finished,
+            "requeued": consumer.messages_requeued,
+            "failed": self.failed_count,
+            "undecodable": self.undecodable_count,
+            "dead_letters": self.dead_letter_count,
+            "in_flight": consumer.messages_in_flight,
+            "connections": len(consumer.connections),
+            "in_backoff": int(consumer.is_in_backoff),
+            **self._durations.figures(),
+        }
 
     # messages
 
@@ -283,7 +328,7 @@ class Subscription:
         try:
             await self._call_handler(value, message)
         except Exception as error:
-            if not self._is_final(message, error):
+            if message.is_answered or not self._rules.is_final(message, error):
                 raise
             logger.exception("%s: the handler failed on %r for the last time", self, message)
             await self._handle_failed(message, error)
@@ -302,13 +347,21 @@ class Subscription:
             await self._call_handler(values, decoded)
         except Exception as error:
             for message in decoded:
-                if self._is_final(message, error):
+                if not message.is_answered and self._rules.is_final(message, error):
                     await self._handle_failed(message, error)
             # The others are requeued.
             raise
 
     async def _call_handler(self, value: Any, message: Message | list[Message]) -> None:
-        await self._call(self.handler, *((value, message) if self._shape.takes_message else (value,)))
+        began = perf_counter()
+        try:
+            await self._call(self.handler, *((value, message) if self._shape.takes_message else (value,)))
+        except Exception as error:
+            if not isinstance(error, Requeue):
+                self.failed_count += len(message) if isinstance(message, list) else 1
+            raise
+        finally:
+            self._durations.add(perf_counter() - began)
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function of the user, in a thread unless it is a coroutine function."""
@@ -319,13 +372,6 @@ class Subscription:
 
     # dead letters
 
-    def _is_final(self, message: Message, error: Exception) -> bool:
-        """Whether the message is a dead letter. After the last attempt it becomes one at once, with
-        the error; NSQ's clients would requeue it once more, only to give it up."""
-        if self._dead_letter is None or message.is_answered or isinstance(error, Requeue):
-            return False
-        return isinstance(error, Reject) or 0 < self.consumer.config.max_attempts <= message.attempts
-
     async def _handle_undecodable(self, message: Message, error: DecodeFailed) -> None:
         self.undecodable_count += 1
         logger.error("%s: %r cannot be decoded: %s", self, message, error)
@@ -333,9 +379,11 @@ class Subscription:
         message.finish()
 
     async def _handle_failed(self, message: Message, error: Exception) -> None:
+        """After the last attempt a message becomes a dead letter at once, with the error; NSQ's
+        clients would requeue it once more, only to give it up."""
         await self._send_dead_letter(message, error)
         # The message is finished. But if the handler failed, the consumer should back off.
-        message._answer(Signal.RESUME if isinstance(error, Reject) else Signal.BACKOFF, None)
+        message._answer(Signal.RESUME if self._rules.is_hopeless(error) else Signal.BACKOFF, None)
 
     async def _give_up(self, message: Message) -> None:
         """Its attempts were used up elsewhere, or by timeouts. The consumer finishes it."""
@@ -353,52 +401,3 @@ class Subscription:
 
     def __str__(self) -> str:
         return f"{self.topic}/{self.channel}"
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """How to call a handler."""
-
-    decode: Callable[[Message], Any]
-    takes_message: bool
-
-
-def _shape(handler: Callable[..., Any], payload: Any, is_batch: bool, names: Mapping[str, Any]) -> _Shape:
-    """Raises TypeError if the handler cannot be called with a payload."""
-    shown = getattr(handler, "__qualname__", repr(handler))
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = [*inspect.signature(handler).parameters.values()]
-    first = [one for one in parameters if one.kind in positional]
-    needed = [
-        one
-        for one in parameters
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-    if not first or any(one not in first[:2] for one in needed):
-        raise TypeError(f"{shown} must take the payload, and optionally the message after it")
-    kind = payload
-    if kind is None:
-        if first[0].annotation is inspect.Parameter.empty:
-            raise TypeError(f"{shown} has no type for its payload: annotate {first[0].name!r}")
-        kind = _evaluate(first[0].annotation, handler, names)
-        if is_batch:
-            if get_origin(kind) not in _LISTS:
-                raise TypeError(f"{shown} handles batches: annotate {first[0].name!r} as a list of something")
-            kind = get_args(kind)[0]
-    takes_message = len(first) > 1 and first[1] in needed
-    if kind is Message:
-        return _Shape(lambda message: message, takes_message)
-    decode = payload_decoder(kind, names)
-    return _Shape(lambda message: decode(message.body), takes_message)
-
-
-def _evaluate(annotation: Any, handler: Callable[..., Any], names: Mapping[str, Any]) -> Any:
-    """Evaluate one annotation only: others may be for type checkers."""
-    function: Any = handler.func if isinstance(handler, functools.partial) else handler
-    function = inspect.unwrap(function)
-    where = getattr(function, "__globals__", None) or getattr(type(function).__call__, "__globals__", {})
-    holder = types.SimpleNamespace(__annotations__={"payload": annotation})
-    try:
-        return typing.get_type_hints(holder, where, dict(names), include_extras=True)["payload"]
-    except NameError as error:
-        raise TypeError(f"the annotation {annotation!r} cannot be resolved: {error}") from error

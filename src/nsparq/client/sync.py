@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -26,6 +26,7 @@ from nsparq.client.consumer import Consumer
 from nsparq.client.errors import ConnectFailed, PublishTimeout, Stopped
 from nsparq.client.loop_thread import LoopThread
 from nsparq.client.message import Message
+from nsparq.client.payloads.encode import encode_bodies, encode_payload
 from nsparq.client.producer import Producer as AsyncProducer
 
 __all__ = ["Producer", "consume"]
@@ -67,9 +68,6 @@ class Producer:
         """Start a thread with a new connection. No lock: one held at the fork stays locked."""
         if self._is_closed:
             raise Stopped
-        for inherited in [*self._threads.values()]:
-            if not inherited.is_ours:
-                inherited.resource.leave_to_parent()
         made = self._start()
         kept = self._threads.setdefault(os.getpid(), made)
         if kept is not made:
@@ -89,15 +87,18 @@ class Producer:
         except TimeoutError as error:
             raise ConnectFailed(f"not connected within {self._timeout:g} s") from error
 
-    def publish(self, topic: str, body: bytes, *, defer: float = 0.0) -> None:
+    def publish(self, topic: str, body: object, *, defer: float = 0.0) -> None:
         """Publish one message, to be delivered after `defer` seconds. Returns when the broker has
-        acknowledged it. Raises PublishFailed, NotConnected, ConnectFailed, PublishTimeout,
-        Stopped."""
-        self._publish(lambda: self._thread.resource.publish(topic, body, defer=defer))
+        acknowledged it. `body` is bytes, a text, or an object that becomes JSON, as for
+        nsparq.client.Producer. Raises PublishFailed, NotConnected, ConnectFailed, PublishTimeout,
+        Stopped; TypeError for an object that has no form in JSON."""
+        encoded = encode_payload(body)
+        self._publish(lambda: self._thread.resource.publish(topic, encoded, defer=defer))
 
-    def publish_many(self, topic: str, bodies: Sequence[bytes]) -> None:
-        """Publish several messages, all or none of them."""
-        self._publish(lambda: self._thread.resource.publish_many(topic, bodies))
+    def publish_many(self, topic: str, bodies: Iterable[object]) -> None:
+        """Publish several messages, all or none of them. Raises as publish()."""
+        encoded = encode_bodies(bodies)
+        self._publish(lambda: self._thread.resource.publish_many(topic, encoded))
 
     def close(self) -> None:
         """Wait for publishes of other threads, then close for good. Twice is safe."""

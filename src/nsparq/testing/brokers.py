@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.addresses import join_address
 from nsparq.client.loop_thread import LoopThread
+from nsparq.client.payloads.encode import encode_bodies
 from nsparq.names import is_valid_name
 from nsparq.packed import PackedBodies
 from nsparq.process import Daemon, load_runner
@@ -162,15 +163,16 @@ class Broker(_Background):
 
     # messages
 
-    def publish(self, topic: str, *bodies: bytes, defer: float = 0.0) -> None:
-        """Publish without a client."""
+    def publish(self, topic: str, *bodies: object, defer: float = 0.0) -> None:
+        """Publish without a client: bytes, texts or objects, as a Producer does."""
         if not is_valid_name(topic.encode()):
             raise ValueError(f"invalid topic name {topic!r}")
-        if not bodies or not all(bodies):
+        encoded = encode_bodies(bodies)
+        if not encoded or not all(encoded):
             raise ValueError("at least one message is needed, and none may be empty")
-        self._call(self._publish, topic, bodies, defer)
+        self._call(self._publish, topic, encoded, defer)
 
-    async def _publish(self, topic: str, bodies: tuple[bytes, ...], defer: float) -> None:
+    async def _publish(self, topic: str, bodies: list[bytes], defer: float) -> None:
         broker: BrokerCore = self._daemon.broker
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -6,8 +6,8 @@ Needs nothing but the standard library: a program that only talks to a broker in
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 from nsparq import kernel
 from nsparq.errors import NsparqError
@@ -194,12 +194,15 @@ def dpub(topic: bytes, delay_ms: int, body: bytes) -> bytes:
     return b"DPUB %b %d\n%b%b" % (topic, delay_ms, _pack_size(len(body)), body)
 
 
-def mpub(topic: bytes, bodies: Sequence[bytes]) -> bytes:
-    """Raises ValueError if there is no message, or an empty one."""
+def mpub(topic: bytes, bodies: Any, encode: Callable[[Any], Sequence[bytes]] | None = None) -> bytes:
+    """`bodies` are bytes, unless `encode` makes them so. Raises ValueError if there is no message, or
+    an empty one."""
     if kernel.encode_mpub is not None:
         encoded = kernel.encode_mpub(topic, bodies)
         if encoded is not None:
             return encoded
+    if encode is not None:
+        bodies = encode(bodies)
     pack, count = _pack_size, len(bodies)
     sizes = [*map(len, bodies)]
     if not count or not all(sizes):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
@@ -94,6 +95,7 @@ class Connection(asyncio.BufferedProtocol):
         """When the last check found that more had left."""
         self._timer: asyncio.TimerHandle | None = None
         self._reason: Exception | None = None
+        _all.add(self)
 
     @classmethod
     async def open(cls, address: str, config: Config, listener: Listener) -> Connection:
@@ -139,16 +141,19 @@ class Connection(asyncio.BufferedProtocol):
         self._handle_frames(frames)
 
     def leave_to_parent(self) -> None:
-        """In the child of a fork: drop the socket, so that the connection ends when the parent
-        closes it.
+        """In the child of a fork: drop the socket, so that the child sends nothing on it, and the
+        connection ends when the parent closes it.
 
         Closing the socket here would unregister it from the parent's event loop: both share an
         epoll."""
-        held = self._transport.get_extra_info("socket") if self._transport is not None else None
+        transport, self._transport = self._transport, None
+        self.is_closing = True
+        held = transport.get_extra_info("socket") if transport is not None else None
         if held is not None and held.fileno() >= 0:
             null = os.open(os.devnull, os.O_RDWR)
             os.dup2(null, held.fileno(), inheritable=False)
             os.close(null)
+            _of_the_parent.append(transport)
 
     @property
     def peer_address(self) -> Any:
@@ -358,6 +363,20 @@ class Connection(asyncio.BufferedProtocol):
     def __str__(self) -> str:
         host_port = split_address(self.address)
         return self.address if host_port is None else join_address(*host_port)
+
+
+_all: weakref.WeakSet[Connection] = weakref.WeakSet()
+_of_the_parent: list[object] = []
+"""Kept forever in a child: a transport that nobody uses any more would close its socket."""
+
+
+def _leave_to_parent() -> None:
+    for connection in [*_all]:
+        connection.leave_to_parent()
+    _all.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _unacknowledged(transport: asyncio.Transport) -> int:

@@ -51,6 +51,8 @@ class Discovery:
         """Addresses of lost connections that have no task."""
         self._is_lookup_due = asyncio.Event()
         """A connection was lost: nsqlookupd may know a replacement."""
+        self._is_topic_unknown = False
+        """nsqlookupd has answered that no nsqd has the topic."""
 
     def start(self) -> None:
         for address in self._named:
@@ -73,6 +75,11 @@ class Discovery:
         if connection.address not in self._tasks:
             self._missing.add(connection.address)
             self._is_lookup_due.set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether an nsqd is connected, or none has the topic yet."""
+        return bool(self.connections) or (self._is_topic_unknown and not self._named)
 
     async def connect(self, address: str) -> None:
         """Connect to one nsqd and keep it connected. Raises ConnectFailed if it cannot be reached
@@ -179,6 +186,7 @@ class Discovery:
         except LookupFailed as error:
             logger.warning("%s: %s", self._topic, error)
             return False
+        self._is_topic_unknown = not found
         for address in found:
             if address not in self.connections and address not in self._tasks:
                 self._start_task(address, self._try(address))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,21 @@ def log_failure(task: asyncio.Task[Any]) -> None:
     """Done callback for tasks that nobody awaits: logs an unexpected exception."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("%s failed", task.get_coro(), exc_info=error)
+
+
+async def wait_to_the_end(wait: Callable[[], Awaitable[object]], on_cancel: Callable[[], None]) -> None:
+    """Await `wait()`, also after a cancellation: that calls `on_cancel`, and CancelledError is raised
+    at the end."""
+    was_cancelled = False
+    while True:
+        try:
+            await wait()
+            break
+        except asyncio.CancelledError:
+            was_cancelled = True
+            on_cancel()
+    if was_cancelled:
+        raise asyncio.CancelledError
 
 
 def is_cancelled() -> bool:

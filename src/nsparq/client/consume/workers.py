@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.client.consume.event_loop import is_cancelled, log_failure
 from nsparq.client.consume.rdy import Signal
+from nsparq.client.consume.retries import FailureLog
 from nsparq.client.message import Message, Reject, Requeue
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Workers:
         self._call = call
         self._batch_size, self._batch_timeout = batch_size, batch_timeout
         self._max_attempts = consumer.config.max_attempts or math.inf
+        self._failures = FailureLog()
 
     @property
     def has_handler(self) -> bool:
@@ -191,10 +193,17 @@ class Workers:
                     await self._consumer.give_up(message, str(error))
         else:
             # A CancelledError gets here when a task inside the handler was cancelled, not this one.
+            delays = [self._in_flight.requeue_delay(message.attempts) for message in messages]
             what = messages[0] if len(messages) == 1 else f"{len(messages)} messages"
-            logger.error("%s: the handler failed on %s", self._consumer, what, exc_info=error)
-            for message in messages:
-                message.requeue()
+            self._failures.add(
+                f"{self._consumer}: the handler failed on {what}",
+                error,
+                delay=delays[0],
+                attempts=messages[0].attempts,
+                limit=self._consumer.config.max_attempts,
+            )
+            for message, delay in zip(messages, delays, strict=True):
+                message.requeue(delay)
 
 
 class Calls:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsparq.client.decode.payload import DecodeFailed, payload_decoder
+from nsparq.client.payloads.decode import DecodeFailed, payload_decoder
 
 
 class Currency(Enum):
@@ -387,7 +387,7 @@ def test_neither_package_is_needed() -> None:
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['pydantic', 'msgspec']))\n"
         "from dataclasses import dataclass\n"
-        "from nsparq.client.decode.payload import payload_decoder\n"
+        "from nsparq.client.payloads.decode import payload_decoder\n"
         "@dataclass\n"
         "class A:\n"
         "    x: int\n"

@@ -19,7 +19,8 @@ from enum import Enum
 from functools import partial
 from typing import Any, Literal, NotRequired, Required, Union, get_args, get_origin
 
-from nsparq.client.decode.json_values import (
+from nsparq.client.errors import ClientError
+from nsparq.client.payloads.json_values import (
     LISTS,
     MAPPINGS,
     SIMPLE,
@@ -33,7 +34,6 @@ from nsparq.client.decode.json_values import (
     parsed,
     tuple_decoder,
 )
-from nsparq.client.errors import ClientError
 
 __all__ = ["DecodeFailed", "payload_decoder"]
 
@@ -55,7 +55,7 @@ def payload_decoder(kind: Any, names: Mapping[str, Any] | None = None) -> Callab
     if kind is str:
         return _text
     if (readers := _package_readers(kind)) is not None:
-        return _package_decoder(readers[0], lambda reason, parts: DecodeFailed(reason, _path(parts)))
+        return _package_decoder(readers[0], lambda reason, parts: DecodeFailed(reason, path_text(parts)))
     return _json_decoder(_Compiler(names or {}).decoder(kind))
 
 
@@ -71,7 +71,7 @@ def _json_decoder(decode: Decode) -> Callable[[bytes], Any]:
         try:
             return decode(json.loads(body, parse_constant=_refuse_constant))
         except WrongValue as wrong:
-            raise DecodeFailed(wrong.reason, _path(reversed(wrong.parts))) from wrong.__cause__
+            raise DecodeFailed(wrong.reason, path_text(reversed(wrong.parts))) from wrong.__cause__
         except RecursionError as error:
             raise DecodeFailed("nested too deeply") from error
         except ValueError as error:
@@ -84,7 +84,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _path(parts: Iterable[str | int]) -> str:
+def path_text(parts: Iterable[str | int]) -> str:
     path = ""
     for part in parts:
         if isinstance(part, int):

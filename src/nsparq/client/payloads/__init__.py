@@ -1,0 +1,1 @@
+"""Between the body of a message and a value of a type: decode for handlers, encode for publish."""
