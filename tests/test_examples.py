@@ -234,6 +234,15 @@ def test_retries(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> N
     assert said.decode().count("retry in") == said.decode().count(line) == 1
 
 
+def test_lifespan(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:
+    broker.create("words", "upper")
+    broker.publish("words", "tea")
+    with Program(tmp_path, "lifespan.py", addresses) as program:
+        wait_until(lambda: bodies(broker, "words.upper") == [b"TEA"])
+        broker.wait_empty("words", "upper")
+        program.interrupt()
+
+
 def test_dead_letters(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:
     broker.create("payments", "ledger")
     broker.publish("payments", b'{"account": "a", "cents": 5}')

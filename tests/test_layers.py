@@ -93,6 +93,8 @@ MAY_IMPORT = {
     },
     # Starts the others as processes; it reads the pipeline files that it passes on.
     "up": BASE | {"addresses", "fetch", "flags", "listening", "logs", "pipeline", "tools"},
+    # Uses how `up` ends children with their parent.
+    "runner": BASE | {"addresses", "client", "flags", "listening", "logs", "up"},
     "demo": BASE | {"addresses", "client", "fetch", "up"},
 }
 

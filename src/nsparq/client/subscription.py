@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, TypeVar
@@ -100,14 +101,24 @@ class Subscriptions:
     """The handlers of a program. Declare them, then call run() or use `async with`."""
 
     def __init__(
-        self, *, nsqd: Iterable[str] = (), nsqlookupd: Iterable[str] = (), config: Config | None = None
+        self,
+        *,
+        nsqd: Iterable[str] = (),
+        nsqlookupd: Iterable[str] = (),
+        lifespan: Callable[[], AbstractAsyncContextManager[Any]] | None = None,
+        config: Config | None = None,
     ) -> None:
+        """`lifespan` returns a context manager for what the handlers need, such as a pool of
+        connections. It is entered before the first message and exited after the last."""
         self.subscriptions: list[Subscription] = []
         self._nsqd, self._nsqlookupd = tuple(nsqd), tuple(nsqlookupd)
         if not self._nsqd and not self._nsqlookupd:
             raise ValueError("subscriptions need the address of an nsqd or of an nsqlookupd")
         self._config = config or Config()
         self._dead_letters = DeadLetters(self._config, retry=True)
+        self._lifespan = lifespan
+        self._resources = AsyncExitStack()
+        """Entered with each start."""
         self._running_in = 0
         """The process that started it; 0 while it is stopped."""
 
@@ -187,6 +198,8 @@ class Subscriptions:
         """Start consuming. Brokers that cannot be reached are tried again and again."""
         if self.is_running:
             raise RuntimeError("already started")
+        if self._lifespan is not None:
+            await self._resources.enter_async_context(self._lifespan())
         self._running_in = os.getpid()
         for subscription in self.subscriptions:
             await subscription.start()
@@ -199,6 +212,7 @@ class Subscriptions:
         await asyncio.gather(*(subscription.stop(grace) for subscription in self.subscriptions))
         await self._dead_letters.stop()
         self._running_in = 0
+        await self._resources.aclose()
 
     def metrics(self) -> str:
         """The figures of all subscriptions in Prometheus' text format."""

@@ -40,6 +40,9 @@ COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
         Command("stat", "nsparq.tools.nsq_stat", "print the figures of a channel (nsq_stat)"),
         Command("publish", "nsparq.tools.to_nsq", "publish records from standard input (to_nsq)"),
     ),
+    "Your programs": (
+        Command("run", "nsparq.runner.main", "run the subscriptions of a Python program, in workers"),
+    ),
     "Send messages elsewhere": (
         Command("to-file", "nsparq.tools.nsq_to_file", "archive topics in files (nsq_to_file)"),
         Command("to-http", "nsparq.tools.nsq_to_http", "send messages as HTTP requests (nsq_to_http)"),
