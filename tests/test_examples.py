@@ -12,7 +12,10 @@ import sqlite3
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,7 +31,14 @@ from tests.support.polling import DEADLINE
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-PAGES = ("tutorial.md", "client.md", "coming-from-pynsq.md")
+HOW_TO = ("how-to/asyncio.md", "how-to/django.md", "how-to/fastapi.md")
+PAGES = ("tutorial.md", "client.md", "coming-from-pynsq.md", *HOW_TO)
+DJANGO = (
+    "django_shop/settings.py",
+    "django_shop/shop/models.py",
+    "django_shop/shop/views.py",
+    "django_shop/shop/consumers.py",
+)
 PATIENCE_S = DEADLINE
 
 
@@ -341,6 +351,88 @@ def test_old_and_new_writers_do_the_same(
     with Program(tmp_path, name, addresses, warnings="ignore") as program:
         program.expect("OK")
     assert bodies(broker, "events") == [b"hello"]
+
+
+# frameworks
+
+
+def test_asyncio(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:
+    broker.create("readings", "alarms")
+    with Program(tmp_path, "asyncio_service.py", addresses) as program:
+        wait_until(lambda: b"reading 1 is too warm" in bodies(broker, "alarms"))
+        program.interrupt()
+    broker.wait_empty("readings", "alarms")
+
+
+def post(url: str, content_type: str, body: bytes) -> int:
+    request = urllib.request.Request(url, body, {"Content-Type": content_type})
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+
+
+@contextmanager
+def serving(directory: Path, pattern: str, *command: str) -> Iterator[str]:
+    """Run a web server. Gives the URL that the pattern finds in its log."""
+    log = directory / "server.log"
+    with log.open("w") as file:
+        process = subprocess.Popen([sys.executable, "-m", *command], cwd=directory, stdout=file, stderr=file)
+    try:
+        wait_until(lambda: re.search(pattern, log.read_text()) or process.poll() is not None)
+        found = re.search(pattern, log.read_text())
+        assert found, log.read_text()
+        yield found[1]
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_S)
+    assert "Traceback" not in log.read_text(), log.read_text()
+
+
+def test_fastapi(tmp_path: Path) -> None:
+    # A broker of its own: it is stopped.
+    with run_broker() as broker:
+        copy(tmp_path, "fastapi_shop.py", {"127.0.0.1:4150": broker.tcp_address})
+        command = ("uvicorn", "fastapi_shop:app", "--port=0")
+        with serving(tmp_path, r"running on (http://\S+)", *command) as url:
+            order = b'{"number": 1, "item": "tea"}'
+            assert post(f"{url}/orders", "application/json", order) == 202
+            assert post(f"{url}/orders", "application/json", b"{}") == 422
+            broker.wait_empty("orders", "billing")
+            with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE_S) as answer:
+                line = 'messages_finished_total{topic="orders",channel="billing"} 1'
+                assert line in answer.read().decode()
+            broker.stop()
+            assert post(f"{url}/orders", "application/json", order) == 503
+    assert "billed order 1: tea" in (tmp_path / "server.log").read_text()
+
+
+def test_django(
+    tmp_path: Path, broker: Broker, addresses: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shop").mkdir()
+    for name in DJANGO:
+        copy(tmp_path / Path(name).relative_to("django_shop").parent, name, addresses)
+    broker.create("orders", "billing")
+    monkeypatch.setenv("DJANGO_SETTINGS_MODULE", "settings")
+    migrate = [sys.executable, "-m", "django", "migrate", "--run-syncdb", "--verbosity=0"]
+    subprocess.run(migrate, cwd=tmp_path, check=True, timeout=PATIENCE_S)
+    application = "django.core.wsgi:get_wsgi_application()"
+    command = ("gunicorn", "--workers=2", "--preload", "--bind=127.0.0.1:0", application)
+    with serving(tmp_path, r"Listening at: (http://\S+)", *command) as url:
+        form = "application/x-www-form-urlencoded"
+        assert [post(f"{url}/orders", form, b"item=tea") for _ in range(10)] == [201] * 10
+    with serving(
+        tmp_path, r"billed (order) 10\n", "nsparq.tools.main", "run", "--workers=2", "shop.consumers:app"
+    ):
+        broker.wait_empty("orders", "billing")
+    connection = sqlite3.connect(tmp_path / "shop.sqlite3")
+    assert connection.execute("select billed, count(*) from shop_order group by billed").fetchall() == [
+        (1, 10)
+    ]
+    connection.close()
 
 
 # what the documentation shows
