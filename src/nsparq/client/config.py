@@ -181,6 +181,7 @@ class Config:
         return longest if self.backoff_strategy == "exponential" else private_random.uniform(0, longest)
 
     def requeue_delay(self, attempts: int) -> float:
+        """Seconds before a message that has failed so often is sent again."""
         return min(self.default_requeue_delay * attempts, self.max_requeue_delay)
 
     def ssl_context(self) -> ssl.SSLContext:

@@ -80,6 +80,7 @@ class Message:
         return self._connection.address
 
     def json(self) -> Any:
+        """The body, parsed as JSON. Raises ValueError."""
         return json.loads(self.body)
 
     def finish(self) -> None:

@@ -75,6 +75,7 @@ class DeadLetter:
 
     @classmethod
     def of(cls, topic: str, channel: str, message: Message, error: Exception) -> DeadLetter:
+        """The dead letter for a message that a channel gives up because of an error."""
         text, encoded = None, None
         try:
             text = message.body.decode()
@@ -242,6 +243,7 @@ class Subscriptions:
     # for subscriptions
 
     def make_consumer(self, topic: str, channel: str, **options: Any) -> Consumer:
+        """A consumer with the common addresses. Subscription calls it."""
         return Consumer(topic, channel, nsqd=self._nsqd, nsqlookupd=self._nsqlookupd, **options)
 
     async def publish_letter(self, topic: str, letter: DeadLetter, address: str) -> None:

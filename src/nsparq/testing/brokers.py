@@ -104,6 +104,7 @@ class _Background:
         self.start()
 
     def close(self) -> None:
+        """Stop for good. Twice is safe."""
         self.stop()
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:

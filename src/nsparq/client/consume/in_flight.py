@@ -36,7 +36,7 @@ class InFlight:
     ) -> None:
         """`on_signal` gets every answer that matters for back-off, before it is sent. `on_answer`
         gets a closing connection after one of its messages was answered."""
-        self.requeue_delay = config.requeue_delay
+        self.requeue_delay: Callable[[int], float] = config.requeue_delay
         """Seconds before a message that has failed is sent again, by its attempts."""
         self.received = self.finished = self.requeued = 0
         self._distribution = distribution
