@@ -222,14 +222,15 @@ def test_there_are_three_durability_modes(mode: str) -> None:
             'invalid value "x" for flag -e2e-processing-latency-percentile: parse error',
         ),
         (["--version", "--nope"], "flag provided but not defined: -nope"),
+        (["--data-pth=x"], "flag provided but not defined: -data-pth; did you mean --data-path?"),
     ],
 )
-def test_a_wrong_command_line_is_status_2_with_the_reason_and_the_usage(
+def test_a_wrong_command_line_is_status_2_with_the_reason_and_where_help_is(
     arguments: list[str], text: str
 ) -> None:
     leave = refused(*arguments)
     assert leave.status == 2
-    assert leave.text.startswith(f"{text}\nUsage of nsqd:\n")
+    assert leave.text == f"nsqd: {text}\n`nsqd --help` lists the flags\n"
 
 
 def test_help_is_status_0_and_names_every_flag() -> None:

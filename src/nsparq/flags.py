@@ -11,6 +11,7 @@ from typing import Final
 __all__ = [
     "FlagError",
     "HelpWanted",
+    "UnknownFlag",
     "format_duration",
     "parse_bool",
     "parse_duration",
@@ -21,6 +22,14 @@ __all__ = [
 
 class FlagError(Exception):
     """The command line is wrong; the text is that of Go's flag package."""
+
+
+class UnknownFlag(FlagError):
+    """A flag that the program does not have."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"flag provided but not defined: -{name}")
+        self.name = name
 
 
 class HelpWanted(Exception):
@@ -43,7 +52,7 @@ def scan_flags(arguments: Sequence[str], is_boolean: Mapping[str, bool]) -> Iter
         if name not in is_boolean:
             if name in ("h", "help"):
                 raise HelpWanted
-            raise FlagError(f"flag provided but not defined: -{name}")
+            raise UnknownFlag(name)
         if not equals:
             following = "true" if is_boolean[name] else next(remaining, None)
             if following is None:

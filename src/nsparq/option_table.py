@@ -5,6 +5,7 @@ A daemon declares a frozen dataclass with fields made by `opt()`. An `OptionTabl
 command line and the TOML file, and writes the help text, the reference page and the example file.
 """
 
+import difflib
 import json
 import re
 import sys
@@ -14,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, NoReturn, TypeVar
 
 from nsparq.errors import StartError
 from nsparq.flags import (
     MAX_DURATION_S,
     FlagError,
     HelpWanted,
+    UnknownFlag,
     format_duration,
     parse_bool,
     parse_duration,
@@ -66,6 +68,7 @@ class Kind(Generic[T]):
     combine: Callable[[list[T]], T] = lambda values: values[-1]  # for a repeated flag
     is_boolean: bool = False
     is_list: bool = False
+    choices: tuple[str, ...] = ()  # the possible values, if they are few
 
 
 def _quote(text: str) -> str:
@@ -190,7 +193,7 @@ def choice(*names: str, empty: str | None = None) -> Kind[str]:
     def from_file(value: Any) -> str:
         return from_text(value if isinstance(value, str) else str(value))
 
-    return Kind(name="string", from_text=from_text, from_file=from_file, to_toml=_quote)
+    return Kind(name="string", from_text=from_text, from_file=from_file, to_toml=_quote, choices=names)
 
 
 Bound = Literal["positive", "not negative"]
@@ -307,7 +310,7 @@ class OptionTable(Generic[T]):
         except HelpWanted:
             raise CommandLineExit(self.usage(), 0) from None
         except FlagError as error:
-            raise CommandLineExit(f"{error}\n{self.usage()}", 2) from None
+            self.refuse(self.explained(error))
         if commands.get("version"):
             raise CommandLineExit(version_line(self.program) + "\n", 0)
         from_file: dict[str, Any] = {}
@@ -317,6 +320,19 @@ class OptionTable(Generic[T]):
             warnings += [f"{path}: unknown key {key} ignored" for key in unknown]
         values = from_file | from_flags
         return self._options_class(**values), warnings
+
+    def refuse(self, reason: str) -> NoReturn:
+        """The command line is wrong."""
+        text = f"{self.program}: {reason}\n`{self.program} --help` lists the flags\n"
+        raise CommandLineExit(text, 2) from None
+
+    def explained(self, error: FlagError) -> str:
+        """The text of the error, with the flag that was probably meant."""
+        if not isinstance(error, UnknownFlag):
+            return str(error)
+        known = [flag.flag for flag in (*self.command_flags, *self.options)]
+        similar = difflib.get_close_matches(error.name, known, 1)
+        return f"{error}; did you mean --{similar[0]}?" if similar else str(error)
 
     def read_flags(self, arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The given command flags by flag name, and the given options by attribute.

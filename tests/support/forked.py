@@ -37,7 +37,7 @@ LOADED = {
 TOOLS = [
     f"nsparq.tools.{name}" for name in ("nsq_stat", "nsq_tail", "nsq_to_file", "nsq_to_http", "nsq_to_nsq")
 ]
-TOOLS.append("nsparq.tools.to_nsq")
+TOOLS += [f"nsparq.tools.{name}" for name in ("to_nsq", "main", "messages", "manage", "publish", "replay")]
 MAX_REQUEST = 1 << 17
 
 

@@ -388,6 +388,6 @@ def test_invalid_answers_are_a_failure_or_left_out(monkeypatch: pytest.MonkeyPat
     found = cluster.channel(["good:4151"], "t", "c")
     assert found is not None and found.depth == 3
     for body in (b"[", b"[]", b"\xff", b"[" * 100_000, json.dumps(odd).encode()):
-        monkeypatch.setattr("nsparq.tools.cluster.fetch", lambda *_, body=body, **__: Answer(200, body, {}))
+        monkeypatch.setattr("nsparq.tools.cluster.fetch", lambda *_, found=body, **__: Answer(200, found, {}))
         with contextlib.suppress(AskFailed):
             assert cluster.producers(["lookupd:4161"], "t") == []

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from nsparq.tools import to_nsq
-from nsparq.tools.to_nsq import Throttle, ToNsqOptions, read_records
+from nsparq.tools.to_nsq import Throttle, delimiter_byte, read_records
 from tests.support import TestBroker, start_broker
 from tests.support.polling import DEADLINE
 
@@ -202,4 +202,4 @@ def test_invalid_options_are_refused(
 
 
 def test_a_delimiter_is_one_byte_whatever_its_character() -> None:
-    assert ToNsqOptions(delimiter="\udcff").delimiter_byte == b"\xff"
+    assert delimiter_byte("\udcff") == b"\xff"

@@ -19,7 +19,7 @@ from nsparq.errors import NsparqError
 from nsparq.fetch import Answer, FetchError, fetch
 from nsparq.tools.options import SCOPE_VARIABLE, SECRET_VARIABLE
 
-__all__ = ["AskFailed", "ChannelFigures", "Cluster"]
+__all__ = ["NSQD", "NSQLOOKUPD", "AskFailed", "ChannelFigures", "Cluster", "Node", "objects"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,21 @@ NSQLOOKUPD, NSQD = "nsqlookupd", "nsqd"
 
 class AskFailed(NsparqError):
     """No usable answer; the text says from whom, and why."""
+
+    def __init__(self, text: str, status: int = 0, code: str = "") -> None:
+        super().__init__(text)
+        self.status = status
+        """The HTTP status; 0 without an answer."""
+        self.code = code
+        """NSQ's error code, such as TOPIC_NOT_FOUND; empty if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """An nsqd that nsqlookupd knows."""
+
+    http_address: str
+    tcp_address: str
 
 
 COUNTS: Final = (
@@ -92,16 +107,20 @@ class Cluster:
 
     def producers(self, nsqlookupds: Iterable[str], topic: str) -> list[str]:
         """HTTP addresses of the nsqds that have the topic."""
-        answers = self._ask_all(
-            (lookup_url(address, "/lookup", topic=topic) for address in nsqlookupds), NSQLOOKUPD
-        )
-        found: dict[str, None] = {}
-        for producer in (one for answer in answers for one in _objects(answer, "producers")):
-            address = heard_address(producer.get("broadcast_address"), producer.get("http_port"))
-            if address is None:
+        return [node.http_address for node in self.nodes(nsqlookupds, topic)]
+
+    def nodes(self, nsqlookupds: Iterable[str], topic: str = "") -> list[Node]:
+        """All nsqds, or those that have the topic."""
+        path, query = ("/lookup", {"topic": topic}) if topic else ("/nodes", {})
+        answers = self._ask_all((lookup_url(address, path, **query) for address in nsqlookupds), NSQLOOKUPD)
+        found: dict[Node, None] = {}
+        for producer in (one for answer in answers for one in objects(answer, "producers")):
+            host = producer.get("broadcast_address")
+            http, tcp = (heard_address(host, producer.get(name)) for name in ("http_port", "tcp_port"))
+            if http is None:
                 logger.warning("nsqlookupd reported an nsqd with an invalid address: %.200r", producer)
             else:
-                found[address] = None
+                found[Node(http, tcp or "")] = None
         return list(found)
 
     def channel(self, nsqds: Iterable[str], topic: str, channel: str) -> ChannelFigures | None:
@@ -111,9 +130,9 @@ class Cluster:
         found = [
             _figures(one)
             for answer in answers
-            for its_topic in _objects(answer, "topics")
+            for its_topic in objects(answer, "topics")
             if its_topic.get("topic_name") == topic
-            for one in _objects(its_topic, "channels")
+            for one in objects(its_topic, "channels")
             if one.get("channel_name") == channel
         ]
         return sum(found, ChannelFigures()) if found else None
@@ -125,39 +144,53 @@ class Cluster:
         with ThreadPoolExecutor(AT_A_TIME) as threads:
             return list(threads.map(lambda url: self._ask(url, kind), asked))
 
-    def _ask(self, url: str, kind: str, *, may_redirect: bool = True) -> Mapping[str, Any]:
+    def _ask(self, url: str, kind: str) -> Mapping[str, Any]:
         try:
-            answer = self._fetch(url, kind)
-            if answer.status == 404:
+            return self.call("GET", url, kind)
+        except AskFailed as error:
+            if error.status == 404:
                 return {}
-            content = json.loads(answer.body or b"{}") if answer.status in (200, 403) else {}
-            if not isinstance(content, dict):
-                raise AskFailed(f"GET {url}: not an answer of NSQ")
-            if answer.status == 403 and may_redirect and "https_port" in content:
-                # This nsqd requires TLS and names its HTTPS port.
-                parts = urlsplit(url)
-                port = content["https_port"]
-                if type(port) is not int or not 0 < port < 65536:
-                    raise AskFailed(f"GET {url}: not an answer of NSQ")
-                address = join_address(parts.hostname or "", port)
-                return self._ask(f"https://{address}{parts.path}?{parts.query}", kind, may_redirect=False)
-            if answer.status != 200:
-                raise AskFailed(f"GET {url}: status {answer.status}{self._explain(url, answer.status)}")
-            # Before NSQ 1.0 the result was inside `data`.
-            found = content.get("data", content)
-            return found if isinstance(found, dict) else {}
+            raise
+
+    def call(self, method: str, url: str, kind: str = NSQD, body: bytes | None = None) -> Mapping[str, Any]:
+        """The JSON object of an answer with status 200; empty if there is none. Raises AskFailed."""
+        answer = self.exchange(method, url, kind, body)
+        try:
+            content = json.loads(answer.body) if answer.body not in (b"", b"OK") else {}
+        except (ValueError, RecursionError) as error:
+            raise AskFailed(f"{method} {url}: {error}") from error
+        if not isinstance(content, dict):
+            raise AskFailed(f"{method} {url}: not an answer of NSQ")
+        # Before NSQ 1.0 the result was inside `data`.
+        found = content.get("data", content)
+        return found if isinstance(found, dict) else {}
+
+    def exchange(self, method: str, url: str, kind: str = NSQD, body: bytes | None = None) -> Answer:
+        """An answer with status 200. Raises AskFailed."""
+        try:
+            answer = self._fetch(method, url, kind, body)
+            if answer.status == 403 and (secure := _https_url(url, answer.body)):
+                url = secure
+                answer = self._fetch(method, url, kind, body)
         except FetchError as error:
             raise AskFailed(str(error)) from error
         except (ValueError, RecursionError) as error:
-            raise AskFailed(f"GET {url}: {error}") from error
+            raise AskFailed(f"{method} {url}: {error}") from error
+        if answer.status == 200:
+            return answer
+        code = _code(answer.body)
+        reason = self._explain(url, answer.status) or (f" {code}" if code else "")
+        raise AskFailed(f"{method} {url}: status {answer.status}{reason}", answer.status, code)
 
-    def _fetch(self, url: str, kind: str) -> Answer:
+    def _fetch(self, method: str, url: str, kind: str, body: bytes | None) -> Answer:
         parts, config = urlsplit(url), self._config
         headers = []
         if config.auth_secret and self._secret_withheld.get(parts.netloc) == "":
             headers.append(("Authorization", f"Bearer {config.auth_secret}"))
         answer = fetch(
             url,
+            method=method,
+            body=body,
             headers=headers,
             connect_timeout=self._connect_timeout,
             request_timeout=self._request_timeout,
@@ -170,7 +203,7 @@ class Cluster:
         reason = self._secret_withheld[parts.netloc] = reason_to_withhold(
             config, parts.netloc, host, is_encrypted=is_encrypted, is_nsqlookupd=kind == NSQLOOKUPD
         )
-        return answer if reason else self._fetch(url, kind)
+        return answer if reason else self._fetch(method, url, kind, body)
 
     def _explain(self, url: str, status: int) -> str:
         if status == 401:
@@ -182,6 +215,27 @@ class Cluster:
         return ": the secret does not permit this" if status == 403 and self._config.auth_secret else ""
 
 
+def _https_url(url: str, body: bytes) -> str:
+    """The HTTPS address that an nsqd names when it requires TLS; empty if it names none. Raises
+    ValueError."""
+    content = json.loads(body or b"{}")
+    if not isinstance(content, dict) or "https_port" not in content or url.startswith("https:"):
+        return ""
+    parts, port = urlsplit(url), content["https_port"]
+    if type(port) is not int or not 0 < port < 65536:
+        raise ValueError("not an answer of NSQ")
+    return f"https://{join_address(parts.hostname or '', port)}{parts.path}?{parts.query}"
+
+
+def _code(body: bytes) -> str:
+    try:
+        content = json.loads(body or b"{}")
+    except (ValueError, RecursionError):
+        return ""
+    found = content.get("message") if isinstance(content, dict) else ""
+    return found if isinstance(found, str) else ""
+
+
 # Values from answers. Missing ones, and those of a wrong type, are left out.
 
 
@@ -190,7 +244,7 @@ def _list(answer: Mapping[str, Any], name: str) -> Sequence[Any]:
     return found if isinstance(found, list) else ()
 
 
-def _objects(answer: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+def objects(answer: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     return [one for one in _list(answer, name) if isinstance(one, dict)]
 
 

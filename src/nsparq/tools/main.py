@@ -24,6 +24,16 @@ class Command:
     help: str
     extra: str = ""
     """The extra of the nsparq package that it needs."""
+    function: str = "main"
+    """The function of the module that runs it."""
+    table: str = "TABLE"
+    """The module's description of its flags, for completion: an OptionTable, or a function that
+    makes an ArgumentParser."""
+
+
+def _own(name: str, module: str, help: str) -> Command:
+    """A command that is not one of NSQ's tools. Its module may have several."""
+    return Command(name, f"nsparq.tools.{module}", help, function=name, table=name.upper())
 
 
 COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
@@ -35,10 +45,23 @@ COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
         Command("nsqlookupd", "nsparq.lookup.main", "the directory: which nsqd has which topic", "server"),
         Command("nsqadmin", "nsparq.admin.main", "web pages to watch and manage the cluster", "server"),
     ),
-    "Watch and publish": (
-        Command("tail", "nsparq.tools.nsq_tail", "print the messages of a topic as they arrive (nsq_tail)"),
+    "Look": (
+        _own("topics", "listing", "list topics"),
+        _own("channels", "listing", "list channels"),
+        _own("nodes", "listing", "list the nsqds"),
+        _own("peek", "messages", "show messages of a topic or a channel; consumes nothing"),
+        _own("tail", "messages", "print messages as they arrive, or since a time; consumes nothing"),
         Command("stat", "nsparq.tools.nsq_stat", "print the figures of a channel (nsq_stat)"),
-        Command("publish", "nsparq.tools.to_nsq", "publish records from standard input (to_nsq)"),
+    ),
+    "Publish and manage": (
+        _own("publish", "publish", "publish arguments, a file or standard input (to_nsq)"),
+        _own("create", "manage", "create a topic or a channel"),
+        _own("pause", "manage", "pause a topic or a channel"),
+        _own("unpause", "manage", "end the pause of a topic or a channel"),
+        _own("empty", "manage", "drop the messages of a topic or a channel"),
+        _own("delete", "manage", "delete a topic or a channel"),
+        _own("replay", "replay", "move a channel back or forward in its topic"),
+        _own("settings", "settings", "show and change a topic's retention and durability"),
     ),
     "Your programs": (
         Command("run", "nsparq.runner.main", "run the subscriptions of a Python program, in workers"),
@@ -109,7 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, arguments: list[str]) -> int:
     try:
-        run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
+        run: Callable[[Sequence[str]], int] = getattr(
+            importlib.import_module(command.module), command.function
+        )
         status = run(arguments)
         sys.stdout.flush()
         return status

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from nsparq.client import Config, Consumer
 from nsparq.client.connect.connection import checked_addresses
@@ -40,6 +40,7 @@ __all__ = [
     "lookupd_option",
     "producer_opt_option",
     "request_timeout_option",
+    "table_row",
 ]
 
 SECRET_VARIABLE: Final = "NSQ_SECRET"
@@ -78,15 +79,15 @@ class ToolTable(OptionTable[T]):
         except HelpWanted:
             raise CommandLineExit(self.usage(), 0) from None
         except FlagError as error:
-            self.refuse(str(error))
+            self.refuse(self.explained(error))
         if commands.get("version"):
             raise CommandLineExit(version_line(self.program) + "\n", 0)
         return self._options_class(**values)
 
-    def refuse(self, reason: str) -> NoReturn:
-        """The command line is wrong."""
-        text = f"{self.program}: {reason}\n`{self.program} --help` lists the flags\n"
-        raise CommandLineExit(text, 2) from None
+    def check(self, options: T) -> None:
+        """Raises OptionError or ConfigError."""
+        self.check_bounds(options)
+        options.validate()
 
     def usage(self) -> str:
         lines = [f"Usage: {self.program} FLAGS      (or: nsparq {self.command} FLAGS)", "", self.about, ""]
@@ -95,19 +96,22 @@ class ToolTable(OptionTable[T]):
 
     def section(self) -> str:
         """The section of the reference page, without file keys: tools have no file."""
-        # Indented lines of the help become a block.
-        about = re.sub("^  ", "    ", self.about, flags=re.MULTILINE)
-        lines = [f"## {self.program}", "", about, "", "```sh", *self.examples, "```"]
+        lines = [f"## {self.program}", "", self.about_block, "", "```sh", *self.examples, "```"]
         lines += ["", f"Also as `nsparq {self.command}`."]
         for option in self.options:
             if option.heading:
                 head = ["| flag | default | meaning |", "| --- | --- | --- |"]
                 lines += ["", f"**{option.heading}**", "", *head]
-            lines.append(_row(option))
+            lines.append(table_row(option))
         return "\n".join([*lines, ""])
 
+    @property
+    def about_block(self) -> str:
+        """The description for Markdown: its indented lines become a block."""
+        return re.sub("^  ", "    ", self.about, flags=re.MULTILINE)
 
-def _row(option: Option) -> str:
+
+def table_row(option: Option) -> str:
     default = option.default_text or f"`{option.kind.to_toml(option.default)}`"
     if option.default in ("", ()) and not option.default_text:
         default = ""

@@ -29,6 +29,7 @@ from nsparq.pipeline.file.reading import load
 from nsparq.pipeline.file.sinks import describe
 from nsparq.pipeline.file.spec import Pipeline, PipelineFile, Source, SpecError, Trigger
 from nsparq.tools import pipeline_ready, pipeline_try
+from nsparq.tools.output import text_table
 from nsparq.tools.pipeline_common import (
     FAILED,
     OK,
@@ -38,7 +39,6 @@ from nsparq.tools.pipeline_common import (
     configure_logs,
     run_file,
     small_session,
-    text_table,
 )
 
 __all__ = ["main"]

@@ -80,13 +80,6 @@ def chosen(file: PipelineFile, only: Sequence[str]) -> list[Pipeline]:
     return [one for one in file.pipelines if not only or one.name in only]
 
 
-def text_table(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Lines with aligned columns. The first `left` columns are aligned left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [f"{'<' if at < left else '>'}{width}" for at, width in enumerate(widths)]
-    return ["  ".join(map(format, row, aligned)).rstrip() for row in rows]
-
-
 def small_session(file: PipelineFile, conf: Mapping[str, str] | None = None) -> SparkSession:
     """A session on this machine for a few messages or none, even if the file names a cluster."""
     from nsparq.pipeline.execute import runner

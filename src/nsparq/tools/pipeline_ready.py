@@ -20,6 +20,7 @@ from nsparq.pipeline.file import ready_made
 from nsparq.pipeline.file.nsq_options import DEFAULT_NSQD
 from nsparq.pipeline.file.reading import parse
 from nsparq.pipeline.file.spec import SpecError
+from nsparq.tools.output import text_table
 from nsparq.tools.pipeline_common import (
     END_S,
     OK,
@@ -28,7 +29,6 @@ from nsparq.tools.pipeline_common import (
     add_spark,
     run_file,
     session,
-    text_table,
 )
 
 __all__ = ["add_commands"]

@@ -18,7 +18,8 @@ from nsparq.pipeline.errors import PipelineError, retry_helps
 from nsparq.pipeline.file.reading import load
 from nsparq.pipeline.file.sinks import describe
 from nsparq.pipeline.file.spec import Pipeline, PipelineFile, SpecError
-from nsparq.tools.pipeline_common import FAILED, OK, chosen, small_session, text_table
+from nsparq.tools.output import text_table
+from nsparq.tools.pipeline_common import FAILED, OK, chosen, small_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

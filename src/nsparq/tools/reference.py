@@ -8,12 +8,38 @@ from __future__ import annotations
 import sys
 from typing import Any, Final
 
-from nsparq.tools import nsq_stat, nsq_tail, nsq_to_file, nsq_to_http, nsq_to_nsq, to_nsq
+from nsparq.tools import (
+    listing,
+    manage,
+    messages,
+    nsq_stat,
+    nsq_tail,
+    nsq_to_file,
+    nsq_to_http,
+    nsq_to_nsq,
+    publish,
+    replay,
+    settings,
+    to_nsq,
+)
 from nsparq.tools.options import ToolTable
 
 __all__ = ["TABLES", "markdown"]
 
 TABLES: Final[tuple[ToolTable[Any], ...]] = (
+    listing.TOPICS,
+    listing.CHANNELS,
+    listing.NODES,
+    messages.PEEK,
+    messages.TAIL,
+    publish.PUBLISH,
+    manage.CREATE,
+    manage.PAUSE,
+    manage.UNPAUSE,
+    manage.EMPTY,
+    manage.DELETE,
+    replay.REPLAY,
+    settings.SETTINGS,
     nsq_tail.TABLE,
     nsq_stat.TABLE,
     to_nsq.TABLE,

@@ -20,7 +20,16 @@ from nsparq.errors import StartError
 from nsparq.option_table import CommandLineExit
 from nsparq.tools.options import T, ToolTable
 
-__all__ = ["GRACE_S", "Ending", "Timings", "on_signal", "run_consumers", "run_tool", "unless_ended"]
+__all__ = [
+    "GRACE_S",
+    "Ending",
+    "Timings",
+    "on_signal",
+    "run_consumers",
+    "run_tool",
+    "run_work",
+    "unless_ended",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +82,11 @@ def run_tool(table: ToolTable[T], work: Work[T], argv: Sequence[str] | None = No
         options = table.read(sys.argv[1:] if argv is None else argv)
         level, prefix = getattr(options, "log_level", "info"), getattr(options, "log_prefix", None)
         logs.configure(level, f"[{table.program}] " if prefix is None else prefix)
-        table.check_bounds(options)
         try:
-            options.validate()
+            table.check(options)
         except ConfigError as error:
             table.refuse(f"invalid value of --consumer-opt or --producer-opt: {error}")
-        return asyncio.run(_run(work, options))
+        return run_work(work, options)
     except CommandLineExit as leave:
         (sys.stderr if leave.status else sys.stdout).write(leave.text)
         return leave.status
@@ -92,6 +100,11 @@ def run_tool(table: ToolTable[T], work: Work[T], argv: Sequence[str] | None = No
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def run_work(work: Work[T], options: T) -> int:
+    """Run it until it ends or a signal arrives. Returns the exit status."""
+    return asyncio.run(_run(work, options))
 
 
 async def _run(work: Work[T], options: T) -> int:

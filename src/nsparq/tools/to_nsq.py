@@ -33,6 +33,10 @@ ESCAPES: Final = {r"\n": b"\n", r"\r": b"\r", r"\t": b"\t", r"\0": b"\0"}
 """Delimiters that are hard or impossible to give as an argument."""
 
 
+def delimiter_byte(text: str) -> bytes:
+    return ESCAPES.get(text) or os.fsencode(text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToNsqOptions:
     topic: str = opt("", "topic to publish to", STRING, heading="What to publish")
@@ -44,15 +48,11 @@ class ToNsqOptions:
     )
     producer_opt: tuple[str, ...] = producer_opt_option()
 
-    @property
-    def delimiter_byte(self) -> bytes:
-        return ESCAPES.get(self.delimiter) or os.fsencode(self.delimiter)
-
     def validate(self) -> None:
         if not self.topic:
             raise OptionError("--topic required")
         check_topics([self.topic])
-        if len(self.delimiter_byte) != 1:
+        if len(delimiter_byte(self.delimiter)) != 1:
             raise OptionError("--delimiter must be a single byte")
         if not self.nsqd_tcp_address:
             raise OptionError("--nsqd-tcp-address required")
@@ -143,9 +143,11 @@ class Throttle:
         return count, 0.0 if count else (1 - self._allowed) / self._rate
 
 
-async def publish(producer: Producer, topic: str, records: Sequence[bytes]) -> tuple[int, ClientError | None]:
+async def publish(
+    producer: Producer, topic: str, records: Sequence[bytes], defer: float = 0.0
+) -> tuple[int, ClientError | None]:
     """Publish records in order. Returns how many were acknowledged, and the error."""
-    if len(records) > 1:
+    if len(records) > 1 and not defer:
         try:
             await producer.publish_many(topic, records)
             return len(records), None
@@ -157,7 +159,7 @@ async def publish(producer: Producer, topic: str, records: Sequence[bytes]) -> t
             return 0, error
     for done, record in enumerate(records):
         try:
-            await producer.publish(topic, record)
+            await producer.publish(topic, record, defer=defer)
         except ClientError as error:
             return done, error
     return len(records), None
@@ -166,16 +168,25 @@ async def publish(producer: Producer, topic: str, records: Sequence[bytes]) -> t
 async def work(options: ToNsqOptions, ending: Ending) -> None:
     config = client_config(PROGRAM, options.producer_opt)
     producers = [Producer(address, config=config) for address in dict.fromkeys(options.nsqd_tcp_address)]
+    source = read_records(read_chunks(STDIN), delimiter_byte(options.delimiter))
     try:
-        await pump(options, producers, ending)
+        await pump(options.topic, source, producers, ending, rate=options.rate)
     finally:
         await asyncio.gather(*(producer.stop() for producer in producers))
 
 
-async def pump(options: ToNsqOptions, producers: Sequence[Producer], ending: Ending) -> None:
-    """Publish until the input ends or the ending is due. Waits for a publish that has begun."""
-    throttle = Throttle(options.rate, monotonic())
-    source = read_records(read_chunks(STDIN), options.delimiter_byte)
+async def pump(
+    topic: str,
+    source: AsyncIterator[list[bytes]],
+    producers: Sequence[Producer],
+    ending: Ending,
+    *,
+    rate: int = 0,
+    defer: float = 0.0,
+) -> int:
+    """Publish until the input ends or the ending is due. Waits for a publish that has begun.
+    Returns how many records it has read and tried to publish."""
+    throttle = Throttle(rate, monotonic())
     published = 0
     while records := await unless_ended(ending, _next(source, ending)):
         while records and not ending.is_due:
@@ -184,21 +195,20 @@ async def pump(options: ToNsqOptions, producers: Sequence[Producer], ending: End
                 await ending.wait(pause)
                 continue
             now, records = records[:count], records[count:]
-            outcomes = await asyncio.gather(
-                *(publish(producer, options.topic, now) for producer in producers)
-            )
+            outcomes = await asyncio.gather(*(publish(producer, topic, now, defer) for producer in producers))
             for done, error in outcomes:
                 if error is not None:
                     place = published + done + 1
                     ending.fail("record %d of the input was not published: %s", place, error)
             published += count
+    return published
 
 
 async def _next(source: AsyncIterator[list[bytes]], ending: Ending) -> list[bytes] | None:
     try:
         return await anext(source, None)
     except OSError as error:
-        ending.fail("cannot read standard input: %s", error.strerror or error)
+        ending.fail("cannot read the input: %s", error.strerror or error)
         return None
 
 
