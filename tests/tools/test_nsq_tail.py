@@ -226,3 +226,12 @@ def test_it_can_be_run_by_its_path_as_well() -> None:
     )
     assert done.returncode == 0
     assert done.stdout.startswith("nsq_tail v1.3.0")
+
+
+def test_a_topic_without_a_channel_keeps_its_messages(broker: TestBroker, topic: str) -> None:
+    broker.publish(topic, b"one", b"two", b"three")
+    done = run_tool("nsq_tail", f"--nsqd-tcp-address={tcp(broker)}", f"--topic={topic}", "-n=3")
+    assert (done.status, done.out) == (0, b"one\ntwo\nthree\n")
+    stats = broker.topic_stats(topic)
+    assert stats is not None and (stats["depth"], stats["channels"]) == (3, [])
+    assert consume(broker, topic, 3, "first") == [b"one", b"two", b"three"]

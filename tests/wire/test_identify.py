@@ -41,7 +41,7 @@ def test_what_is_not_one_json_object_is_refused() -> None:
 
 
 TEXTS = ("client_id", "hostname", "user_agent", "topology_region", "topology_zone")
-SWITCHES = ("feature_negotiation", "tls_v1", "snappy", "deflate")
+SWITCHES = ("feature_negotiation", "tls_v1", "snappy", "deflate", "observe")
 
 
 @pytest.mark.parametrize(("names", "wrong"), [(TEXTS, 1), (SWITCHES, 1)])
@@ -251,6 +251,11 @@ def test_with_negotiation_the_reply_is_one_json_object_with_keys_in_nsq_s_order(
         b'"auth_required":false,"output_buffer_size":16384,"output_buffer_timeout":250,'
         b'"topology_region":"","topology_zone":""}'
     )
+
+
+def test_an_observer_is_told_that_it_is_one_and_nobody_else_sees_the_key() -> None:
+    assert json.loads(identify(feature_negotiation=True, observe=True).reply(LIMITS))["observe"] is True
+    assert not identify(observe=True).observe
 
 
 def test_the_reply_holds_the_client_s_values_and_the_server_s_limits() -> None:

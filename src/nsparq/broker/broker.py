@@ -22,6 +22,7 @@ from nsparq.broker.durable_changes import DurableChanges
 from nsparq.broker.health import Health
 from nsparq.broker.importer import import_queues
 from nsparq.broker.lag import PublishTimes
+from nsparq.broker.observing import channel_for
 from nsparq.broker.scan import QueueScan
 from nsparq.broker.topic import Topic
 from nsparq.broker.transactions import Transactions
@@ -349,7 +350,8 @@ class Broker:
 
     def subscribe(self, client: Client, topic_name: str, channel_name: str) -> None:
         """Raises Exiting or SubscribeRefused."""
-        self.get_topic(topic_name).get_channel(channel_name).add_client(client)
+        topic = self.get_topic(topic_name)
+        channel_for(topic, channel_name, client.identity.observe).add_client(client)
 
     def turn(self) -> None:
         """End the present turn now: append, answer the publishers, deliver, flush."""

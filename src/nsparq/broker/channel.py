@@ -61,6 +61,8 @@ class Channel:
         """Whether it keeps no more than the memory queue's size."""
         self.is_exiting = False
         self.paused = False
+        self.is_observer = False
+        """Whether its topic keeps its messages for another channel: see broker.observing."""
         self.hold = ""
         """Name of the hold that stops delivery for the moment; empty if there is none."""
         self.owner = ""

@@ -15,6 +15,7 @@ from nsparq.broker.channel import Channel
 from nsparq.broker.ephemeral import EphemeralBound
 from nsparq.broker.importer import let_import_count, undo_import
 from nsparq.broker.latency import summarize
+from nsparq.broker.observing import OBSERVED, channel_deleted
 from nsparq.broker.publishing import Publishing
 from nsparq.broker.settings import TopicSettings
 from nsparq.broker.topic_checkpoint import TopicCheckpoint
@@ -26,9 +27,7 @@ from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.log import Durability, Log, LogSettings
 from nsparq.storage.memory_log import MemoryLog
 from nsparq.storage.metadata import TopicEntry
-from nsparq.storage.state_files import (
-    ChannelState,
-)
+from nsparq.storage.state_files import ChannelState
 
 if TYPE_CHECKING:
     from nsparq.broker.broker import Broker
@@ -241,6 +240,7 @@ class Topic:
         if name in self._deleted:
             self._remove_files(name, self._deleted[name])
         is_first = not self.channels
+        start = self.holds.get(OBSERVED) if start is None else start
         channel = Channel(self, name, self.origin if is_first else self.visible_end)
         held_back = self.held_back
         self.channels[name] = channel
@@ -256,6 +256,7 @@ class Topic:
             del self.channels[name]
             self.held_back = held_back
             raise
+        self.holds.pop(OBSERVED, None)
         self.broker.channel_created(channel)
         return channel
 
@@ -274,11 +275,7 @@ class Topic:
         if self.discovery_start >= 0:
             self.deleted_in_discovery.add(name)
         self._end_channel(channel)
-        if not self.channels:
-            self.origin = self.visible_end
-            self.drop_held_back_before(self.origin)
-            self.checkpoint.is_stale = True
-            self.checkpoint.write_if_stale()
+        channel_deleted(self)
         # After the metadata: a channel in nsqd.dat without a file counts as damaged.
         self._deleted[name] = channel
         self.broker.changes.when_durable(lambda _: self._remove_files(name, channel))
@@ -337,6 +334,7 @@ class Topic:
             self.origin = self.log.end
         elif self.paused:
             self.log.gaps.add(self.visible_end, self.log.end)
+        self.holds |= {OBSERVED: self.log.end} if OBSERVED in self.holds else {}
         self.visible_end = self.log.end
         self.held_back.clear()
         self.checkpoint.write()
@@ -416,15 +414,17 @@ class Topic:
 
     @property
     def depth(self) -> int:
-        """Messages that no channel has seen."""
-        if not self.channels:
-            return self.log.count(self.origin, self.log.end)
-        return self.log.count(self.visible_end, self.log.end)
+        """Messages that no channel has seen, except those of observers."""
+        return self.log.count(self.unseen_from, self.log.end)
+
+    @property
+    def unseen_from(self) -> int:
+        return self.holds.get(OBSERVED, self.visible_end) if self.channels else self.origin
 
     @property
     def backend_depth(self) -> int:
-        start = self.origin if not self.channels else self.visible_end
-        return min(self.depth, self.log.count(start, max(start, self.log.memory_start)))
+        start, memory_start = self.unseen_from, self.log.memory_start
+        return min(self.depth, self.log.count(start, max(start, memory_start)))
 
     def stats(self, channel: str, include_clients: bool, now_ns: int) -> dict[str, Any]:
         names = sorted(self.channels) if not channel else [channel]

@@ -39,7 +39,7 @@ class TopicCheckpoint:
             return
         state = TopicState(
             incarnation=topic.incarnation,
-            origin=topic.visible_end if topic.channels else topic.origin,
+            origin=topic.unseen_from,
             paused=topic.paused,
             pause_position=topic.visible_end if topic.paused else -1,
             clean_end=log.end if clean else -1,

@@ -105,6 +105,9 @@ class Config:
     heartbeat_interval: float = _seconds(30.0)
     """Negative: no heartbeats; a consumer then cannot subscribe."""
     sample_rate: int = _option(0, low=0, high=99)
+    observe: bool = False
+    """A consumer that only looks: messages that wait in a topic without a channel stay there, for
+    its first channel. For ephemeral channels; NSQ's own nsqd ignores it."""
 
     tls_v1: bool = False
     tls_config: ssl.SSLContext | None = None
@@ -227,6 +230,7 @@ class Config:
             "msg_timeout": milliseconds(self.msg_timeout),
             "topology_region": self.topology_region,
             "topology_zone": self.topology_zone,
+            **({"observe": True} if self.observe else {}),
         }
 
 

@@ -7,11 +7,11 @@ import os
 import select
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from nsparq.client import Message
+from nsparq.client import Config, Message
 from nsparq.option_table import BOOL, INT, STRING, STRINGS, OptionError, opt
 from nsparq.private_random import private_random
 from nsparq.tools.options import SourceOptions, ToolTable, check_topics
@@ -44,6 +44,9 @@ class NsqTailOptions(SourceOptions):
     n: int = opt(0, "end after this many messages of a topic; 0: never", INT, bound="not negative")
     print_topic: bool = opt(False, "print the topic before each message: `orders | body`", BOOL)
 
+    def consumer_config(self) -> Config:
+        return replace(SourceOptions.consumer_config(self), observe=True)
+
     def validate(self) -> None:
         SourceOptions.validate(self)
         if not self.topic:
@@ -57,8 +60,10 @@ TABLE: Final = ToolTable(
     command="tail",
     about="""
 Prints the messages of one or more topics as they arrive, one per line, until it is interrupted.
-By default it uses a new channel, so that it takes no messages from other consumers; it gets
-the messages that are published after it has started.
+By default it uses a new ephemeral channel, so that it takes no messages from other consumers: it
+prints what is published after its start. If the topic has no other channel, it also prints what
+waits there, and leaves it for the first channel. (NSQ's own nsqd does not leave it.)
+`nsparq tail` needs no channel at all, and also prints stored messages.
 """,
     examples=(
         "nsq_tail --topic=orders --nsqd-tcp-address=127.0.0.1:4150",
