@@ -456,7 +456,7 @@ def test_what_a_page_shows_is_what_was_run(page: str) -> None:
 
 
 def test_the_commands_of_a_page_exist() -> None:
-    from nsparq.tools.pipeline import _parser
+    from nsparq.tools.pipeline import make_parser
 
     pages = "".join((ROOT / "docs" / page).read_text() for page in PAGES)
     lines = re.findall(
@@ -464,4 +464,4 @@ def test_the_commands_of_a_page_exist() -> None:
     )
     assert len(lines) > 8
     for line in lines:
-        _parser().parse_args(shlex.split(line))
+        make_parser().parse_args(shlex.split(line))

@@ -44,6 +44,8 @@ class Terminal:
             stdout=terminal,
             stderr=terminal,
             start_new_session=True,
+            # Shells need it for job control.
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             env=environment(TERM="xterm-256color", **(variables or {})),
         )
         os.close(terminal)
@@ -71,9 +73,12 @@ class Terminal:
                 return
             self._written += found
 
-    def text(self) -> str:
+    def raw(self) -> bytes:
         self._read()
-        return ESCAPES.sub(b"", self._written).decode(errors="replace")
+        return self._written
+
+    def text(self) -> str:
+        return ESCAPES.sub(b"", self.raw()).decode(errors="replace")
 
     def wait_for(self, text: str) -> None:
         wait_until(lambda: text in self.text(), what=f"{text!r} on the terminal")

@@ -23,7 +23,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf
 BLOCKS = re.findall(r"^```(console|sh)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 SESSIONS = [text for kind, text in BLOCKS if kind == "console"]
 LINES = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
-TOOLS = {table.program: table for table in TABLES}
+TABLE_OF = {table.program: table for table in TABLES}
+TOOLS = [program for program in TABLE_OF if " " not in program]
 
 ENOUGH_TIME = """#!/bin/sh
 shift
@@ -46,6 +47,10 @@ CHANGES = [
     (r"127\.0\.0\.1:\d+", "ADDRESS"),
     (re.escape(socket.gethostname().partition(".")[0]) + "-0", "HOST-0"),
     (r"(?m)^ *-?\d+ +-?\d+ \| [ \d]+ \| [ \d]+ \| [ \w.-]+$", "FIGURES"),
+    (r"\d[\d.]*k?/s|(?<=waiting )\S+", "N"),
+    (r"(?m)^TOPIC +CHANNEL .*$", lambda found: " ".join(found[0].split())),
+    (r"(?m)^(orders +archive) .*$", r"\1 FIGURES"),
+    (r" +(?=FIGURES|archive)", " "),
 ]
 
 
@@ -79,9 +84,9 @@ def load(broker: TestBroker) -> Iterator[None]:
 def shims(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the tools under their names, as after installation."""
     directory = tmp_path_factory.mktemp("bin")
-    for table in TABLES:
-        path = directory / table.program
-        path.write_text(f'#!/bin/sh\nexec {shlex.join(command(table.program))} "$@"\n')
+    for program, module in [(tool, tool) for tool in TOOLS] + [("nsparq", "main")]:
+        path = directory / program
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(command(module))} "$@"\n')
         path.chmod(0o755)
     # Wait for the expected output: a second may be too short on a busy machine.
     path = directory / "timeout"
@@ -91,9 +96,11 @@ def shims(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_there_is_something_to_check() -> None:
-    assert len(SESSIONS) == 4 and len(LINES) == 9
+    assert len(SESSIONS) == 5 and len(LINES) == 37
     for program in TOOLS:
-        assert f"\n## {program}\n" in PAGE
+        assert f"\n### {program}\n" in PAGE
+    for program in TABLE_OF:
+        assert f"`{program}" in PAGE or f"`{program.removeprefix('nsparq ')}`" in PAGE
 
 
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda text: text.split()[1])
@@ -107,6 +114,9 @@ def test_transcripts_show_the_real_output(session: str, shims: Path, tmp_path: P
             line = re.sub(r"127\.0\.0\.1:4150\b", tcp(broker), line)
             line = re.sub(r"address=127\.0\.0\.1:4151\b", f"address={http(broker)}", line)
             line = line.replace("--interval=1s", "--interval=50ms")
+            line = line.replace(
+                "nsparq top", f"nsparq top --interval=50ms --nsqd-http-address={http(broker)}"
+            )
             done = subprocess.run(
                 ["bash", "-c", line],
                 stdout=subprocess.PIPE,
@@ -120,10 +130,9 @@ def test_transcripts_show_the_real_output(session: str, shims: Path, tmp_path: P
 
 @pytest.mark.parametrize("line", LINES)
 def test_every_other_command_line_is_accepted(line: str) -> None:
-    words = shlex.split(line)
-    while words[0] not in TOOLS:
+    words = shlex.split(re.sub(r"[<>(].*?(?=nsparq)|[)]|>.*", "", line))
+    while words[0] not in (*TOOLS, "nsparq"):
         words.pop(0)
-    table = TOOLS[words[0]]
-    options = table.read(words[1:])
-    table.check_bounds(options)
-    options.validate()
+    program = " ".join(words[:2]) if words[0] == "nsparq" else words[0]
+    table = TABLE_OF[program]
+    table.check(table.read(words[len(program.split()) :]))

@@ -10,7 +10,7 @@ import pytest
 
 from nsparq.errors import StartError
 from nsparq.up import ports
-from nsparq.up.main import _parser, banner
+from nsparq.up.main import banner, make_parser
 from nsparq.up.members import Cluster, Plan
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,9 @@ def test_the_banner_is_the_one_on_the_page() -> None:
 
 
 def test_the_page_has_every_flag_and_no_other() -> None:
-    known = {one for action in _parser()._actions for one in action.option_strings if one.startswith("--")}
+    known = {
+        one for action in make_parser()._actions for one in action.option_strings if one.startswith("--")
+    }
     assert set(re.findall(r"`(--[a-z-]+)", PAGE)) == known - {"--help"}
 
 
@@ -35,7 +37,7 @@ def test_the_message_about_a_port_in_use_is_the_one_on_the_page(monkeypatch: pyt
 
 
 def test_the_examples_of_the_help_are_commands() -> None:
-    lines = re.findall(r"(?m)^  nsparq up( --[^ ]+.*?)?(?:  |$)", _parser().epilog or "")
+    lines = re.findall(r"(?m)^  nsparq up( --[^ ]+.*?)?(?:  |$)", make_parser().epilog or "")
     assert len(lines) == 4
     for line in lines:
-        _parser().parse_args(shlex.split(line))
+        make_parser().parse_args(shlex.split(line))

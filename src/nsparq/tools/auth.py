@@ -18,8 +18,9 @@ from nsparq.errors import NsparqError
 from nsparq.server.auth.grants import Authorization
 from nsparq.server.auth.policy import StaticPolicy
 from nsparq.server.auth.policy_file import Identity, Policy, hash_generated, hash_password, read_policy
+from nsparq.tools.parser import Parser
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 SHORT_PASSWORD = 12
 
@@ -39,8 +40,8 @@ After a change of the file, `kill -HUP` makes nsqd read it again.
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
         prog="nsparq auth", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -67,7 +68,11 @@ def main(argv: Sequence[str]) -> int:
     )
     command.add_argument("file", type=Path)
     command.set_defaults(run=who)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = make_parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
     except (NsparqError, _Refused) as error:

@@ -22,6 +22,7 @@ CHANNEL_SUMS: Final = (
     "depth", "backend_depth", "in_flight_count", "deferred_count", "requeue_count", "timeout_count",
     "message_count", "client_count",
 )  # fmt: skip
+LAG_KEYS: Final = ("oldest_message_age_s", "drain_time_s")
 CLIENT_KEYS: Final = (
     "client_id", "hostname", "remote_address", "user_agent", "ready_count", "in_flight_count",
     "message_count", "finish_count", "requeue_count", "connect_ts",
@@ -71,6 +72,7 @@ class Poll:
                 new: Row = {"topic": key[0], "channel": key[1], **dict.fromkeys(CHANNEL_SUMS, 0)}
                 row = rows.setdefault(key, new | {"paused": False, "nodes": 0})
                 _add(row, channel, CHANNEL_SUMS)
+                _add_lag(row, channel)
                 row["paused"] |= channel.get("paused") is True
                 row["nodes"] += 1
         return sorted(rows.values(), key=lambda row: (row["topic"], row["channel"]))
@@ -153,6 +155,15 @@ def _finished(row: Row) -> int:
 def _number(values: Mapping[str, Any], key: str) -> int:
     found = values.get(key)
     return found if type(found) is int else 0
+
+
+def _add_lag(row: Row, channel: Mapping[str, Any]) -> None:
+    """The oldest message of all nsqds, and the slowest of them. None if one does not know."""
+    for key in LAG_KEYS:
+        value = channel.get(key)
+        known = row.get(key, 0.0)
+        is_known = isinstance(value, int | float) and known is not None
+        row[key] = max(known, value) if is_known else None
 
 
 def _add(row: Row, values: Mapping[str, Any], keys: Sequence[str]) -> None:

@@ -20,6 +20,11 @@ def yes(value: bool) -> str:
     return "yes" if value else ""
 
 
+CHANNEL_LAG: Final = (
+    Column("oldest_message_age_s", "LAG", age),
+    Column("drain_time_s", "DRAIN", age),
+)
+"""Lag as time. A dash if nsqd does not tell, as NSQ's own."""
 TOPIC_COLUMNS: Final = (
     Column("topic", "TOPIC", left=True),
     Column("channels", "CHANNELS"),
@@ -35,6 +40,7 @@ CHANNEL_COLUMNS: Final = (
     Column("topic", "TOPIC", left=True),
     Column("channel", "CHANNEL", left=True),
     Column("depth", "WAITING", amount),
+    *CHANNEL_LAG,
     Column("in_flight_count", "IN FLIGHT", amount),
     Column("deferred_count", "DEFERRED", amount),
     Column("requeue_count", "REQUEUED", amount),
@@ -78,7 +84,12 @@ CHANNELS: Final = CommandTable(
     "channels",
     ListFlags,
     words=("pattern",),
-    about="Lists channels with their figures, summed over all nsqds.",
+    about="""
+Lists channels with their figures, summed over all nsqds.
+
+  LAG     age of the oldest waiting message
+  DRAIN   how long the backlog takes at the present rate
+""",
     examples=("nsparq channels", "nsparq channels orders", "nsparq channels --json | jq '.channels[].depth'"),
 )
 NODES: Final = CommandTable(

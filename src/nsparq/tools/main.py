@@ -26,9 +26,9 @@ class Command:
     """The extra of the nsparq package that it needs."""
     function: str = "main"
     """The function of the module that runs it."""
-    table: str = "TABLE"
-    """The module's description of its flags, for completion: an OptionTable, or a function that
-    makes an ArgumentParser."""
+    table: str = ""
+    """The name of what describes its flags, for completion: an OptionTable, or a function that makes
+    an ArgumentParser. Empty: TABLE or make_parser, whichever the module has."""
 
 
 def _own(name: str, module: str, help: str) -> Command:
@@ -38,7 +38,13 @@ def _own(name: str, module: str, help: str) -> Command:
 
 COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
     "All at once": (
-        Command("up", "nsparq.up.main", "nsqlookupd, nsqd, nsqadmin and pipelines, until Ctrl-C", "server"),
+        Command(
+            "up",
+            "nsparq.up.main",
+            "nsqlookupd, nsqd, nsqadmin and pipelines, until Ctrl-C",
+            "server",
+            table="make_parser",
+        ),
     ),
     "Daemons": (
         Command("nsqd", "nsparq.server.main", "the broker: receives, stores and delivers messages", "server"),
@@ -46,11 +52,12 @@ COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
         Command("nsqadmin", "nsparq.admin.main", "web pages to watch and manage the cluster", "server"),
     ),
     "Look": (
+        Command("top", "nsparq.tools.top", "watch channels, topics and nodes, live", "tools", "top", "TOP"),
         _own("topics", "listing", "list topics"),
         _own("channels", "listing", "list channels"),
         _own("nodes", "listing", "list the nsqds"),
         _own("peek", "messages", "show messages of a topic or a channel; consumes nothing"),
-        _own("tail", "messages", "print messages as they arrive, or since a time; consumes nothing"),
+        _own("tail", "messages", "print messages as they arrive, or since a time (nsq_tail)"),
         Command("stat", "nsparq.tools.nsq_stat", "print the figures of a channel (nsq_stat)"),
     ),
     "Publish and manage": (
@@ -73,12 +80,28 @@ COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
     ),
     "Spark": (
         Command(
-            "pipeline", "nsparq.tools.pipeline", "topics through SQL to files, tables and topics", "spark"
+            "pipeline",
+            "nsparq.tools.pipeline",
+            "topics through SQL to files, tables and topics",
+            "spark",
+            table="make_parser",
         ),
-        Command("spark", "nsparq.tools.spark", "check whether Spark can run here; faster starts", "spark"),
+        Command(
+            "spark",
+            "nsparq.tools.spark",
+            "check whether Spark can run here; faster starts",
+            "spark",
+            table="make_parser",
+        ),
     ),
     "Administration": (
-        Command("auth", "nsparq.tools.auth", "create secrets for clients, check a policy file"),
+        Command(
+            "auth",
+            "nsparq.tools.auth",
+            "create secrets for clients, check a policy file",
+            table="make_parser",
+        ),
+        _own("completion", "completion", "completion of commands, flags and topics for your shell"),
     ),
 }
 

@@ -30,6 +30,7 @@ from nsparq.pipeline.file.sinks import describe
 from nsparq.pipeline.file.spec import Pipeline, PipelineFile, Source, SpecError, Trigger
 from nsparq.tools import pipeline_ready, pipeline_try
 from nsparq.tools.output import text_table
+from nsparq.tools.parser import Parser
 from nsparq.tools.pipeline_common import (
     FAILED,
     OK,
@@ -41,7 +42,7 @@ from nsparq.tools.pipeline_common import (
     small_session,
 )
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ Start with `nsparq pipeline new --topic=orders`.
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     configure_logs()
     try:
         status: int = arguments.run(arguments)
@@ -80,8 +81,8 @@ def main(argv: Sequence[str]) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
         prog="nsparq pipeline", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -9,6 +9,7 @@ import sys
 from typing import Any, Final
 
 from nsparq.tools import (
+    completion,
     listing,
     manage,
     messages,
@@ -21,12 +22,14 @@ from nsparq.tools import (
     replay,
     settings,
     to_nsq,
+    top,
 )
 from nsparq.tools.options import ToolTable
 
 __all__ = ["TABLES", "markdown"]
 
 TABLES: Final[tuple[ToolTable[Any], ...]] = (
+    top.TOP,
     listing.TOPICS,
     listing.CHANNELS,
     listing.NODES,
@@ -40,6 +43,7 @@ TABLES: Final[tuple[ToolTable[Any], ...]] = (
     manage.DELETE,
     replay.REPLAY,
     settings.SETTINGS,
+    completion.COMPLETION,
     nsq_tail.TABLE,
     nsq_stat.TABLE,
     to_nsq.TABLE,

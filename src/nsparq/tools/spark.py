@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from nsparq.errors import NsparqError
 from nsparq.spark.session.doctor import Finding, State, examine, try_session
+from nsparq.tools.parser import Parser
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 WIDTH = 110
 
@@ -22,8 +23,8 @@ Everything it needs comes with pip install 'nsparq[spark]', Java included.
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
         prog="nsparq spark", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -50,7 +51,11 @@ def main(argv: Sequence[str]) -> int:
         description="A session that nsparq builds sends this file to its executors by itself.",
     )
     command.set_defaults(run_command=package)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = make_parser().parse_args(argv)
     try:
         status: int = arguments.run_command(arguments)
     except NsparqError as error:

@@ -17,12 +17,13 @@ from typing import Final
 
 from nsparq.errors import NsparqError, StartError
 from nsparq.flags import parse_duration
+from nsparq.tools.parser import Parser
 from nsparq.up.members import Cluster, Plan
 from nsparq.up.output import LEVELS, Output
 from nsparq.up.ports import BASE, MAX_NSQD, MAX_PIPELINES, Ports
 from nsparq.up.stack import Stack
 
-__all__ = ["banner", "main", "run_until_signal"]
+__all__ = ["banner", "main", "make_parser", "run_until_signal"]
 
 OK, FAILED, WRONG = 0, 1, 2
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -49,7 +50,7 @@ Examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     try:
         plan = _plan(arguments)
         _check_pipelines(plan.pipelines)
@@ -68,8 +69,8 @@ def _complain(error: Exception) -> None:
 # the command line
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
         prog="nsparq up",
         description=DESCRIPTION,
         epilog=EPILOG,
