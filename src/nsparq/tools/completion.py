@@ -244,7 +244,7 @@ def _values(
 def _names(kind: str, given: Mapping[str, str]) -> list[str]:
     """Names of topics, or of the channels of a topic. Empty if nobody answers in time: a Tab must
     not print errors."""
-    addresses = {
+    addresses: dict[str, Any] = {
         name.replace("-", "_"): (given[name],)
         for name in ("nsqd-http-address", "lookupd-http-address")
         if given.get(name)

@@ -120,10 +120,10 @@ def usage() -> str:
         "nsparq COMMAND --help    describe a command and its flags",
         "nsparq --version         print the version",
         "",
-        "To try it, start `nsparq nsqd` in one terminal, in a second",
-        "  nsparq tail --topic=greetings --nsqd-tcp-address=127.0.0.1:4150",
+        "To try it, start `nsparq up` in one terminal, in a second",
+        "  nsparq tail greetings",
         "and in a third",
-        "  echo 'hello' | nsparq publish --topic=greetings --nsqd-tcp-address=127.0.0.1:4150",
+        "  nsparq publish greetings hello",
     ]
     return "\n".join(lines) + "\n"
 

@@ -37,9 +37,7 @@ class PeekFlags(SourceFlags):
     channel: str = opt("", "show the unfinished messages of this channel, instead of the topic's log", STRING)
     count: int = opt(10, "number of messages, at most 1000", INT, bound="positive")
     state: str = opt("", "only messages of the channel in this state", choice(*STATES, empty=""))
-    sequence: int | None = opt(
-        None, "begin with this sequence number, instead of the newest messages", INT, default_text="newest"
-    )  # type: ignore[arg-type]  # never from a file
+    sequence: int = opt(-1, "begin with this sequence number", INT, default_text="the newest messages")
 
     def validate(self) -> None:
         SourceFlags.validate(self)
@@ -47,7 +45,7 @@ class PeekFlags(SourceFlags):
             raise OptionError("--count is at most 1000")
         if self.state and not self.channel:
             raise OptionError("--state needs a channel")
-        if self.channel and self.sequence is not None:
+        if self.channel and self.sequence >= 0:
             raise OptionError("--sequence is for a topic, not for a channel")
 
 
@@ -73,12 +71,12 @@ def _peek(options: PeekFlags) -> int:
     query = {"topic": options.topic, "count": str(options.count)}
     query |= {"channel": options.channel} if options.channel else {}
     query |= {"state": options.state} if options.state else {}
-    query |= {"from": str(options.sequence)} if options.sequence is not None else {}
+    query |= {"from": str(options.sequence)} if options.sequence >= 0 else {}
     path = "/channel/peek" if options.channel else "/topic/peek"
     found = source.each_of(
         options.topic, lambda address: source.ask("GET", address, path, **query), options.channel
     )
-    if options.sequence is not None and len(found.done) > 1:
+    if options.sequence >= 0 and len(found.done) > 1:
         raise AskFailed(
             "sequence numbers belong to one nsqd: choose one with --nsqd-http-address="
             + " or ".join(found.done)
@@ -90,7 +88,7 @@ def _peek(options: PeekFlags) -> int:
     ]
     if not options.channel:
         messages = sorted(messages, key=lambda one: one["timestamp"])
-        messages = messages[: options.count] if options.sequence is not None else messages[-options.count :]
+        messages = messages[: options.count] if options.sequence >= 0 else messages[-options.count :]
     for message in messages:
         if options.json:
             print_json(message)

@@ -99,7 +99,7 @@ def _replay(options: ReplayFlags) -> int:
     if is_moved:
         done = source.each(plans.done, move)
         plans.failed |= done.failed
-        rows = [row | done.done[row["node"]] for row in rows if row["node"] in done.done]
+        rows = [{**row, **done.done[row["node"]]} for row in rows if row["node"] in done.done]
     if options.json:
         print_json({"moved": is_moved, "nodes": rows, "unreachable": plans.unreachable()})
     elif is_moved:
