@@ -155,7 +155,7 @@ TAIL: Final = CommandTable(
     about="""
 Prints the messages of topics, one per line, as they arrive. It reads the topics' logs: it consumes
 nothing, needs no channel and creates none. With --since it prints stored messages and ends; add
---follow to go on. How far back that reaches depends on the topic's retention: see `nsparq settings`.
+--follow to go on. How far back that reaches depends on retention: see `nsparq settings`.
 
 With a flag of nsq_tail, such as --nsqd-tcp-address or --channel, it is nsq_tail.
 """,

@@ -124,12 +124,13 @@ TOP: Final = CommandTable(
 Shows channels, topics and nodes live, with rates and lag, the largest backlog first. Keys:
 
   c t n          channels, topics, nodes
-  up, down       choose a row;  Enter: what is in it (topic: channels, channel: consumers, node: topics)
+  up, down       choose a row
+  Enter          look into it (topic: channels, channel: consumers, node: topics)
   Esc            back
   left, right    choose the column to sort by;  r: reverse the order
   /              show only rows with a text;  space: stop and go on;  q: quit
 
-LAG is the age of the oldest waiting message. DRAIN is how long the backlog takes at the present rate.
+LAG is the age of the oldest waiting message, DRAIN how long the backlog takes at the present rate.
 If the output is not a terminal, it prints the table once.
 """,
     examples=("nsparq top", "nsparq top --view=nodes", "nsparq top --json | jq '.channels[].finish_rate'"),
