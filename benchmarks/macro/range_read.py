@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.macro.report import describe_machine
-from nsparq.storage.cache import BatchCache
+from nsparq.storage.batch import BatchCache
 from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.files import Files
 from nsparq.storage.log import LogSettings

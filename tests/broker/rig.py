@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 from nsparq.broker.broker import Broker
 from nsparq.broker.channel import Channel
 from nsparq.broker.client import Client
-from nsparq.broker.publishing import Done
 from nsparq.broker.topic import Topic
+from nsparq.broker.turn import Done
 from nsparq.errors import ClientError
 from nsparq.options import NsqdOptions
 from nsparq.packed import PackedBodies

@@ -19,8 +19,8 @@ from nsparq.broker.checkpoint import Checkpoint
 from nsparq.broker.delivery import Delivery
 from nsparq.broker.ephemeral import EphemeralBound
 from nsparq.broker.inflight import Run
-from nsparq.broker.publishing import Publishing
 from nsparq.broker.topic import Topic
+from nsparq.broker.turn import Publishing
 from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.memory_log import MemoryLog
 from tests.broker.rig import SECOND, Later, Rig, bodies

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nsparq.broker.publishing import EAGER_BATCH, EAGER_BYTES, MAX_BATCH
+from nsparq.broker.turn import EAGER_BATCH, EAGER_BYTES, MAX_BATCH
 from nsparq.errors import Exiting, SyncFailed, WriteFailed
 from nsparq.packed import PackedBodies
 from tests.broker.rig import FakeClient, Later, Receipt, Rig, bodies, counts, publish

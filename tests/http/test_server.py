@@ -709,14 +709,13 @@ def test_the_number_of_remembered_heads_is_limited(run: Run, monkeypatch: pytest
 
 def test_refuse_all_also_refuses_requests_with_known_heads(run: Run) -> None:
     async def scenario() -> None:
-        reason: list[Response] = []
-        server = HttpServer(Desk().api, refuse_all=lambda: reason[0] if reason else None)
+        server = HttpServer(Desk().api)
         async with conversation(server) as client:
             for _ in range(2):
                 assert (await client.ask("POST", "/now")).status == 200
-            reason.append(Response(status=403))
+            server.refuse_all = Response(status=403)
             assert (await client.ask("POST", "/now")).status == 403
-            reason.clear()
+            server.refuse_all = None
             assert (await client.ask("POST", "/now")).status == 200
 
     run(scenario)
@@ -881,13 +880,12 @@ def test_the_peer_is_the_host_without_the_port(run: Run, tmp_path: Path) -> None
 def test_refuse_all_answers_every_request(run: Run) -> None:
     async def scenario() -> None:
         desk = Desk()
-        reason: list[Response] = [Response(status=403, body=b"no")]
-        server = HttpServer(desk.api, refuse_all=lambda: reason[0] if reason else None)
+        server = HttpServer(desk.api, refuse_all=Response(status=403, body=b"no"))
         async with conversation(server) as client:
             for path in ("/now", "/body", "/nope"):
                 assert (await client.ask("POST", path, b"body")).status == 403
             assert not desk.asked and server.gathered == 0
-            reason.clear()
+            server.refuse_all = None
             assert (await client.ask("POST", "/body", b"body")).body == b"body"
 
     run(scenario)

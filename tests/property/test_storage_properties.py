@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nsparq.errors import WriteFailed
-from nsparq.storage.cache import BatchCache
+from nsparq.storage.batch import BatchCache
 from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.log import Durability

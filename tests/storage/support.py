@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nsparq.storage.batch import Batch, encode_head, lengths_of
-from nsparq.storage.cache import BatchCache
+from nsparq.storage.batch import Batch, BatchCache, encode_head, lengths_of
 from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.log import Durability, LogSettings

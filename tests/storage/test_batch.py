@@ -1,4 +1,4 @@
-"""The batch, in memory and as bytes."""
+"""The batch as bytes, and batches in memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from nsparq.storage.batch import (
     HEADER_SIZE,
     MAGIC,
     Batch,
+    BatchCache,
+    BatchList,
     checksum_holds,
     data_range,
     decode_head,
@@ -20,6 +22,8 @@ from nsparq.storage.batch import (
     encode_head,
     lengths_of,
 )
+from nsparq.storage.gaps import Gaps
+from nsparq.storage.log_range import locate_in_memory
 
 from .support import NOW_NS, encoded
 
@@ -142,3 +146,164 @@ def test_the_length_table_is_swapped_where_memory_is_big_endian(monkeypatch: pyt
     assert struct.unpack_from(">3I", raw, HEADER_SIZE) == (3, 0, 5)
     assert lengths.tolist() == [3, 0, 5], "the caller's table is left alone"
     assert decode_lengths(head, raw).tolist() == [3, 0, 5]
+
+
+# the batches of a log in memory
+
+
+def numbered(base: int, count: int) -> Batch:
+    bodies = [b"%d" % number for number in range(base, base + count)]
+    return Batch(base, 1, 0, lengths_of(bodies), b"".join(bodies))
+
+
+def filled() -> tuple[BatchList, list[Batch]]:
+    """Numbers 10 to 12, 13 to 14 and 20 to 24, the middle batch added last."""
+    batches = [numbered(10, 3), numbered(13, 2), numbered(20, 5)]
+    found = BatchList()
+    found.append(batches[0])
+    found.append(batches[2])
+    assert found.add(batches[1]) and not found.add(numbered(13, 5))
+    return found, batches
+
+
+def test_batches_are_in_the_order_of_their_numbers_and_each_is_there_once() -> None:
+    found, batches = filled()
+    assert [*found] == batches
+
+
+def test_a_number_leads_to_its_batch_or_to_the_next_one() -> None:
+    found, (first, second, third) = filled()
+    expected = {9: first, 10: first, 12: first, 13: second, 14: second, 15: third, 24: third, 25: None}
+    assert {number: found.at_or_after(number) for number in expected} == expected
+    assert [*found.since(11)] == [second, third]
+
+
+def test_only_whole_batches_before_a_number_are_popped() -> None:
+    found, (first, second, third) = filled()
+    assert found.pop_before(12) == []
+    assert found.pop_before(24) == [first, second]
+    found.remove(third)
+    assert not found and found.at_or_after(0) is None
+
+
+def test_a_range_ends_at_a_missing_number_and_at_the_size() -> None:
+    found, (first, second, _) = filled()
+    located = locate_in_memory(found, 11, 1 << 20, Gaps([(12, 13)]))
+    assert located is not None
+    assert (located.batches, located.first, located.next) == ((first, second), 10, 15)
+    assert located.gaps == ((12, 13),)
+    small = locate_in_memory(found, 11, 1, Gaps())
+    assert small is not None and small.batches == (first,)
+    assert locate_in_memory(found, 25, 1, Gaps()) is None
+
+
+# the limit on the memory of all logs
+
+
+class Keeper:
+    """An owner that drops batches, except those it must keep."""
+
+    def __init__(self, cache: BatchCache) -> None:
+        self.cache = cache
+        self.forgotten: list[int] = []
+        self.stubborn: set[int] = set()
+
+    def forget(self, batch: Batch) -> bool:
+        if batch.base in self.stubborn:
+            return False
+        self.forgotten.append(batch.base)
+        self.cache.remove(batch)
+        return True
+
+
+def batch_of(base: int, size: int = 26) -> Batch:
+    """A batch that counts as 100 bytes, or another size."""
+    made = Batch.single(base, NOW_NS, b"x" * size)
+    assert made.size == 2 * size + 48
+    return made
+
+
+def test_bytes_are_counted_as_batches_come_and_go() -> None:
+    cache = BatchCache(1000)
+    keeper = Keeper(cache)
+    first, second = batch_of(1), batch_of(2)
+    cache.add(keeper, first)
+    cache.add(keeper, second)
+    assert cache.size_bytes == 200
+    cache.remove(first)
+    assert cache.size_bytes == 100
+    cache.remove(second)
+    assert cache.size_bytes == 0
+
+
+def test_exactly_the_limit_is_within_it() -> None:
+    cache = BatchCache(200)
+    keeper = Keeper(cache)
+    cache.add(keeper, batch_of(1))
+    cache.add(keeper, batch_of(2))
+    assert keeper.forgotten == []
+
+
+def test_over_the_limit_the_oldest_batches_go_first_whoever_owns_them() -> None:
+    cache = BatchCache(250)
+    one, other = Keeper(cache), Keeper(cache)
+    cache.add(one, batch_of(1))
+    cache.add(other, batch_of(2))
+    cache.add(other, batch_of(3))
+    assert (one.forgotten, other.forgotten) == ([1], [])
+    cache.add(one, batch_of(4))
+    assert (one.forgotten, other.forgotten) == ([1], [2])
+    assert cache.size_bytes == 200
+
+
+def test_a_batch_that_is_used_stays_longer() -> None:
+    cache = BatchCache(250)
+    keeper = Keeper(cache)
+    first = batch_of(1)
+    cache.add(keeper, first)
+    cache.add(keeper, batch_of(2))
+    cache.use(first)
+    cache.add(keeper, batch_of(3))
+    assert keeper.forgotten == [2]
+
+
+def test_the_newest_batch_stays_however_large() -> None:
+    cache = BatchCache(250)
+    keeper = Keeper(cache)
+    cache.add(keeper, batch_of(1))
+    cache.add(keeper, batch_of(2))
+    cache.add(keeper, batch_of(3, 5000))
+    assert keeper.forgotten == [1, 2]
+    assert cache.size_bytes == 10048
+    cache.add(keeper, batch_of(4))
+    assert keeper.forgotten == [1, 2, 3]
+    assert cache.size_bytes == 100
+
+
+def test_a_limit_of_zero_keeps_one_batch() -> None:
+    cache = BatchCache(0)
+    keeper = Keeper(cache)
+    for base in range(5):
+        cache.add(keeper, batch_of(base))
+    assert keeper.forgotten == [0, 1, 2, 3]
+
+
+def test_a_batch_that_its_owner_keeps_is_still_counted() -> None:
+    cache = BatchCache(100)
+    keeper = Keeper(cache)
+    keeper.stubborn = {1}
+    cache.add(keeper, batch_of(1))
+    cache.add(keeper, batch_of(2))
+    assert cache.size_bytes == 200
+    keeper.stubborn.clear()
+    cache.add(keeper, batch_of(3))
+    assert keeper.forgotten == [1, 2]
+
+
+def test_a_batch_that_its_owner_keeps_does_not_block_the_eviction_of_others() -> None:
+    cache = BatchCache(300)
+    keeper = Keeper(cache)
+    keeper.stubborn = {1}
+    for base in range(1, 100):
+        cache.add(keeper, batch_of(base))
+    assert cache.size_bytes <= 300

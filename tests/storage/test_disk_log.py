@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nsparq.errors import WriteFailed
-from nsparq.storage.cache import BatchCache
+from nsparq.storage.batch import BatchCache
 from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.log import Durability

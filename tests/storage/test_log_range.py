@@ -275,7 +275,7 @@ def test_the_file_is_closed_when_its_last_range_is_gone(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     fill(log, 10)
     log.release_files()
-    log._sync.unsynced = 0
+    log.unsynced = 0
     assert log.release_files()
     assert open_descriptors(tmp_path) == 0
     ranges = [log.locate(FLOOR + i, 1000) for i in range(5)]

@@ -31,7 +31,7 @@ from nsparq.broker.upkeep import SLICE_NS, Upkeep
 from nsparq.errors import StartError
 from nsparq.names import is_valid_name
 from nsparq.options import NsqdOptions
-from nsparq.storage.cache import BatchCache
+from nsparq.storage.batch import BatchCache
 from nsparq.storage.files import Files, RunEach, Work, run_one_by_one
 from nsparq.storage.log import EPOCH_BITS, Durability, LogSettings
 from nsparq.storage.memory_log import EphemeralMemory

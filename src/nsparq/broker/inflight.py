@@ -76,16 +76,6 @@ class Run:
             return max(0, end - self.low) - len(self.holes)
         return max(0, end - self.low) - sum(hole < end for hole in self.holes)
 
-    def answer_below(self, sequence: int) -> int:
-        """Count every message with a smaller number as answered. Gives how many were not."""
-        number = self.count_below(sequence)
-        self.low = max(self.low, min(self.end, sequence))
-        self.holes = {hole for hole in self.holes if hole >= self.low}
-        while self.low in self.holes:
-            self.holes.remove(self.low)
-            self.low += 1
-        return number
-
     def timestamp_of(self, sequence: int) -> int:
         stamps = self.timestamps_ns
         return stamps if isinstance(stamps, int) else int(stamps[sequence - self.first])
@@ -180,12 +170,9 @@ class InFlight:
         else:
             run.answer_out_of_order(sequence)
         self._count -= number
-        if run.low == run.end:
-            self._settle(run)
-        return number
-
-    def _settle(self, run: Run) -> None:
-        """The last message of the run has been answered."""
+        if run.low < run.end:
+            return number
+        # That was the last message of the run.
         run.client.runs.discard(run)
         if run.end - run.first == 1:
             del self.singles[run.first]
@@ -197,6 +184,7 @@ class InFlight:
             self._heap = [entry for entry in self._heap if entry[2].low < entry[2].end]
             heapify(self._heap)
             self._dead = 0
+        return number
 
     def _unregister(self, run: Run) -> None:
         if not run.is_registered:
@@ -218,11 +206,8 @@ class InFlight:
         """Take out every message with a smaller number. Gives how many each client had of them."""
         dropped: Counter[Client] = Counter()
         for run in [run for run in self.runs if run.low < sequence]:
-            number = run.answer_below(sequence)
-            dropped[run.client] += number
-            self._count -= number
-            if run.low == run.end:
-                self._settle(run)
+            while run.low < min(run.end, sequence):
+                dropped[run.client] += self.answer(run, run.low, sequence - run.low)
         return dropped
 
     def next_deadline(self) -> int | None:

@@ -16,10 +16,10 @@ from nsparq.broker.ephemeral import EphemeralBound
 from nsparq.broker.importer import let_import_count, undo_import
 from nsparq.broker.latency import summarize
 from nsparq.broker.observing import OBSERVED, channel_deleted
-from nsparq.broker.publishing import Publishing
 from nsparq.broker.settings import TopicSettings
 from nsparq.broker.topic_checkpoint import TopicCheckpoint
 from nsparq.broker.topic_files import find_topic
+from nsparq.broker.turn import Publishing
 from nsparq.errors import Exiting
 from nsparq.names import is_ephemeral
 from nsparq.storage.batch import mark_of

@@ -196,7 +196,7 @@ class HttpConnection(asyncio.Protocol):
                 self._task = asyncio.ensure_future(self._wait_for(result))
             elif result is not LATER:
                 self._on_answer(result)  # type: ignore[arg-type]  # LATER is the only Later
-        if self._is_full == self._is_reading:
+        if queue or not self._is_reading:
             self._adjust_reading()
         if self._is_finishing and self.is_idle:
             self._end()

@@ -96,7 +96,7 @@ class RequestReader:
         server = self._server
         end = data.find(b"\r\n\r\n", 0, limits.MAX_KNOWN) + 4
         known = server.heads.get(data[:end]) if end > 4 else None
-        if known is None or len(data) != end + known.length or server.refuse_all() is not None:
+        if known is None or len(data) != end + known.length or server.refuse_all is not None:
             return False
         if known.length and server.gathered + known.length > limits.MAX_GATHERED:
             return False
@@ -119,7 +119,7 @@ class RequestReader:
         length = int(named.get(b"content-length", b"0"))
         if named.keys() & {b"expect", b"transfer-encoding", b"upgrade"} or len(data) != end + length:
             return
-        if self._server.refuse_all() is None:
+        if self._server.refuse_all is None:
             heads = self._server.heads
             if len(heads) >= limits.MAX_HEADS:
                 heads.clear()
@@ -211,7 +211,7 @@ class RequestReader:
         request = connection.new_request(parser.get_method().decode("latin-1"), path, query, self._headers)
         request.is_http_1_0 = version == "1.0"
         self._request = request
-        self._early = server.refuse_all() or server.api.route(request)
+        self._early = server.refuse_all or server.api.route(request)
         length, is_chunked, expects, hosts = 0, False, False, 0
         for name, value in self._headers:
             match len(name):

@@ -28,9 +28,9 @@ class HttpServer:
         api: Api,
         *,
         layer: Callable[[], Layer] | None = None,
-        refuse_all: Callable[[], Response | None] = lambda: None,
+        refuse_all: Response | None = None,
     ) -> None:
-        """`refuse_all` may give a response that every request gets."""
+        """`refuse_all` is the response that every request gets, if there is one."""
         self.api = api
         self.layer = layer
         self.refuse_all = refuse_all

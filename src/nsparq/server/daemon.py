@@ -238,7 +238,7 @@ class Nsqd:
     def _http_server(self, *, is_secure: bool) -> HttpServer:
         if is_secure:
             return HttpServer(self._api, layer=self.tls_layer)
-        return HttpServer(self._api, refuse_all=self._tls_required_answer)
+        return HttpServer(self._api, refuse_all=self._tls_required_answer())
 
     def _tls_required_answer(self) -> Response | None:
         """The answer to every request on the plain port, if HTTP requires TLS."""

@@ -10,6 +10,8 @@ The crc covers everything after itself. `due` is 0, or the time before which the
 be delivered. `tag` is 0, or the tag of the transaction that published the messages. `mark` names
 the log, see mark_of(); 0 in old batches. Bodies lie end to end, so the length table alone gives
 every position: one cumulative sum for a delivery, and the offsets buffer of an Arrow array.
+
+In memory, each log has a BatchList, and one BatchCache limits the bytes of all logs together.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from typing import Final, NamedTuple
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +41,7 @@ _CHECKED = struct.Struct("<IHHQqqII")
 CHECKED_FROM: Final = 8
 """The checksum covers everything from here on."""
 _BIG_ENDIAN = sys.byteorder == "big"
+_base_of = attrgetter("base")
 
 
 class Batch:
@@ -102,6 +109,92 @@ class Batch:
         """The publish times of `count` messages from `index` on."""
         stamps = self.timestamps_ns
         return stamps if isinstance(stamps, int) else stamps[index : index + count]
+
+
+class BatchList(list[Batch]):
+    """Batches of one log in memory, in the order of their sequence numbers. Numbers between two
+    batches may be missing."""
+
+    def add(self, batch: Batch) -> bool:
+        """Add a batch that was read back from disk. False if another begins with its number."""
+        index = bisect_left(self, batch.base, key=_base_of)
+        if index < len(self) and self[index].base == batch.base:
+            return False
+        self.insert(index, batch)
+        return True
+
+    def remove(self, batch: Batch) -> None:
+        del self[bisect_left(self, batch.base, key=_base_of)]
+
+    def pop_before(self, sequence: int) -> list[Batch]:
+        """Remove the oldest batches, as far as they end at `sequence` or before."""
+        number = 0
+        while number < len(self) and self[number].end <= sequence:
+            number += 1
+        popped = self[:number]
+        del self[:number]
+        return popped
+
+    def at_or_after(self, sequence: int) -> Batch | None:
+        """The batch that holds `sequence`, or else the first one after it."""
+        index = bisect_right(self, sequence, key=_base_of)
+        if index and sequence < self[index - 1].end:
+            return self[index - 1]
+        return self[index] if index < len(self) else None
+
+    def since(self, base: int) -> Iterator[Batch]:
+        """The batches that begin at `base` or later."""
+        return (self[index] for index in range(bisect_left(self, base, key=_base_of), len(self)))
+
+
+class Owner(Protocol):
+    """A log that keeps batches in memory and can drop them."""
+
+    def forget(self, batch: Batch) -> bool: ...
+
+
+class BatchCache:
+    """Counts the bytes of all batches in memory. Over the limit, the least recently used one goes.
+
+    The newest batch always stays, however large: it is about to be delivered.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.size_bytes = 0
+        self._batches: OrderedDict[Batch, Owner] = OrderedDict()
+
+    def add(self, owner: Owner, batch: Batch) -> None:
+        self._batches[batch] = owner
+        self.size_bytes += batch.size
+        if self.size_bytes > self.limit_bytes:
+            self._evict(batch)
+
+    def _evict(self, newest: Batch) -> None:
+        while self.size_bytes > self.limit_bytes:
+            batch, owner = next(iter(self._batches.items()))
+            if batch is newest:
+                return
+            if not owner.forget(batch):
+                self._evict_others(newest)
+                return
+
+    def _evict_others(self, newest: Batch) -> None:
+        """The disk refuses the oldest batch, so it stays. Evict others instead."""
+        for batch, owner in [*self._batches.items()]:
+            if self.size_bytes <= self.limit_bytes:
+                return
+            if batch is not newest and batch in self._batches:
+                owner.forget(batch)
+
+    def use(self, batch: Batch) -> None:
+        """Note that a batch that was read back from disk was used again."""
+        self._batches.move_to_end(batch)
+
+    def remove(self, batch: Batch) -> None:
+        """The owner calls this once, when it drops a batch."""
+        del self._batches[batch]
+        self.size_bytes -= batch.size
 
 
 def lengths_of(bodies: list[bytes]) -> array[int]:

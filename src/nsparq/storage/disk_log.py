@@ -14,13 +14,11 @@ from pathlib import Path
 
 from nsparq.errors import CorruptBatch, WriteFailed
 from nsparq.packed import PackedBodies
-from nsparq.storage.batch import Batch, encode_head
-from nsparq.storage.batch_list import BatchList
-from nsparq.storage.cache import BatchCache
-from nsparq.storage.files import Buffer, Files
+from nsparq.storage.batch import Batch, BatchCache, BatchList
+from nsparq.storage.files import Files
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.log import Durability, Group, LogPositions, LogSettings, check_reach
-from nsparq.storage.log_range import LogRange, Lost, TimeSearch
+from nsparq.storage.log_range import LogRange, Lost, TimeSearch, locate_in_memory
 from nsparq.storage.log_sync import Sync, SyncState
 from nsparq.storage.segment import Segment
 from nsparq.storage.segment_list import SegmentList, write_index
@@ -47,7 +45,6 @@ class DiskLog:
         """`floor`: first sequence number if the disk names none. `mark`: see batch.mark_of."""
         self.directory = directory
         self.settings = settings
-        self.mark = mark
         self.gaps = Gaps()
         self.lost = Gaps()
         self.corrupt_batches = 0
@@ -56,6 +53,7 @@ class DiskLog:
         self.stable = floor
         """End of the messages that were written to a file."""
         self.memory_start = floor
+        self.unsynced = 0
         self.low = floor
         """No reader needs messages before this."""
         self.reader_low: Callable[[], int] = lambda: self.low
@@ -67,7 +65,7 @@ class DiskLog:
         self._batches = BatchList()
         """Batches in memory: all from `memory_start` on, and some that were read back from disk."""
         self._sync = SyncState(files, directory, floor)
-        self._segments = SegmentList(files, directory, self._sync)
+        self._segments = SegmentList(files, directory, mark, self._sync)
         self._dropped_before = floor
         """Messages before this are gone from the disk, though memory may still have some."""
 
@@ -87,7 +85,7 @@ class DiskLog:
         on_disk = self._segments.bases_on_disk()
         last = max((base for base, has_segment in on_disk.items() if has_segment), default=0)
         for base, has_segment in on_disk.items():
-            segment = Segment(self._files, self.directory, base, self.mark)
+            segment = Segment(self._files, self.directory, base, self._segments.mark)
             if not has_segment:
                 self._lose(base, segment.load_index_end(), f"{segment.path} is missing")
             elif segment.is_foreign():
@@ -194,7 +192,9 @@ class DiskLog:
             batches.append(batch)
             base = batch.end
         if self.settings.durability is not Durability.MEMORY:
-            self._write(batches)
+            self._segments.write(batches, self.settings.segment_bytes)
+            self.unsynced += base - self.end
+            self.stable = base
         else:
             # Write what these messages will push out of memory.
             is_full = self._cache.size_bytes > self._cache.limit_bytes
@@ -213,33 +213,6 @@ class DiskLog:
         assert self._sync.committed <= self.stable <= self.end
         return batches
 
-    def _write(self, batches: list[Batch]) -> None:
-        buffers: list[Buffer] = []
-        places = []
-        size = 0
-        for batch in batches:
-            stamp_ns = batch.timestamps_ns
-            assert isinstance(stamp_ns, int), "only batches read back from disk have several"
-            head = encode_head(
-                batch.base, stamp_ns, batch.due_ns, batch.lengths, batch.data, batch.tag, self.mark
-            )
-            buffers += (head, batch.data)
-            places.append((size, batch.base, batch.end, stamp_ns, batch.due_ns))
-            size += len(head) + len(batch.data)
-        base, end = batches[0].base, batches[-1].end
-        assert base >= self.stable
-        try:
-            segment, position = self._segments.write(
-                buffers, size, base, self.mark, self.settings.segment_bytes
-            )
-        except OSError as error:
-            raise WriteFailed(f"{self.directory.name}: {error.strerror or error}") from error
-        for offset, first, following, stamp_ns, due_ns in places:
-            segment.note(position + offset, first, following, stamp_ns, due_ns)
-        assert segment.end == end
-        self._sync.unsynced += end - base
-        self.stable = end
-
     def _write_out(self, end: int) -> None:
         """Memory mode: write batches that begin before `end`. Batches that nobody needs any more
         are not written: they are gone from now on, so that nobody goes back to them."""
@@ -249,7 +222,8 @@ class DiskLog:
             if batch.base >= end:
                 break
             if batch.end > low:
-                self._write([batch])
+                self._segments.write([batch], settings.segment_bytes)
+                self.unsynced += batch.count
             elif self._segments:
                 self.gaps.add(batch.base, batch.end)
             else:
@@ -322,8 +296,7 @@ class DiskLog:
                 continue
             batch, position = found
             self._segments.remember(batch.end, segment, position)
-            if batch not in self._batches:
-                self._batches.insert(batch)
+            if self._batches.add(batch):
                 self._cache.add(self, batch)
             return batch
 
@@ -367,7 +340,7 @@ class DiskLog:
         segment = self._segments.find(wanted)
         if segment is not None:
             return self._finish_range(segment, segment.locate(wanted, max_bytes))
-        found = self._batches.locate(wanted, max_bytes, self.gaps)
+        found = locate_in_memory(self._batches, wanted, max_bytes, self.gaps)
         return found or LogRange(self.end, self.end, 0)
 
     def _finish_range(self, segment: Segment, found: LogRange) -> LogRange:
@@ -403,10 +376,6 @@ class DiskLog:
         return self._sync.committed
 
     @property
-    def unsynced(self) -> int:
-        return self._sync.unsynced
-
-    @property
     def is_syncing(self) -> bool:
         return self._sync.is_running
 
@@ -416,15 +385,18 @@ class DiskLog:
 
     def begin_sync(self) -> Sync:
         is_awaited = self.settings.durability is Durability.FSYNC
-        return self._sync.begin(self._segments.active, self.stable, is_awaited=is_awaited)
+        sync = self._sync.begin(self._segments.active, self.stable, self.unsynced, is_awaited=is_awaited)
+        self.unsynced = 0
+        return sync
 
     def end_sync(self, sync: Sync) -> None:
-        self._sync.end(sync)
+        if not self._sync.end(sync):
+            self.unsynced += max(sync.count, 1)
         self._check_positions()
 
     def sync_now(self) -> None:
         """Sync everything that was written, and wait for it. Raises WriteFailed."""
-        if self._sync.is_needed(self.stable):
+        if self.unsynced or self._sync.is_needed(self.stable):
             sync = self.begin_sync()
             sync.run()
             self.end_sync(sync)

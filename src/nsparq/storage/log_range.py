@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from weakref import ref
 
 from nsparq.errors import CorruptBatch, StorageError
-from nsparq.storage.batch import HEADER_SIZE, Batch, encode_head
+from nsparq.storage.batch import HEADER_SIZE, Batch, BatchList, encode_head
 from nsparq.storage.files import Files
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.recovery import Damage, scan
@@ -185,6 +185,12 @@ def range_in_memory(batches: Iterable[Batch], max_bytes: int, gaps: Gaps) -> Log
         return None
     first, following = chosen[0].base, chosen[-1].end
     return LogRange(first, following, size, gaps.inside(first, following), batches=tuple(chosen))
+
+
+def locate_in_memory(batches: BatchList, sequence: int, max_bytes: int, gaps: Gaps) -> LogRange | None:
+    """Batches from the one at or after `sequence` on, up to about `max_bytes`."""
+    found = batches.at_or_after(sequence)
+    return None if found is None else range_in_memory(batches.since(found.base), max_bytes, gaps)
 
 
 def _encode(batch: Batch) -> tuple[bytes, bytes]:

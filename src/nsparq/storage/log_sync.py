@@ -71,8 +71,6 @@ class SyncState:
         self.committed = committed
         """End of the messages known to be on disk. The messages of a failed fsync count as
         committed with the next fsync that works: they are in a doubtful segment."""
-        self.unsynced = 0
-        """Messages written since the last fsync began."""
         self.is_running = False
         self._sealed: list[tuple[int, Segment]] = []
         """Sealed segments not yet synced, with an open descriptor each."""
@@ -85,18 +83,16 @@ class SyncState:
             self._sealed.append((segment.detach(), segment))
 
     def is_needed(self, stable: int) -> bool:
-        return bool(self.unsynced or self._sealed or self.committed < stable)
+        return bool(self._sealed) or self.committed < stable
 
-    def begin(self, active: Segment | None, stable: int, *, is_awaited: bool) -> Sync:
-        """An fsync of everything before `stable`. Raises OSError."""
+    def begin(self, active: Segment | None, stable: int, count: int, *, is_awaited: bool) -> Sync:
+        """An fsync of everything before `stable`: `count` messages. Raises OSError."""
         opened = []
         if active is not None and not active.is_doubtful:
             opened.append((self._duplicate(active), active))
         opened, self._sealed = self._sealed + opened, []
-        sync = Sync(self._files, opened, self._directory, stable, self.unsynced, is_awaited=is_awaited)
-        self.unsynced = 0
         self.is_running = True
-        return sync
+        return Sync(self._files, opened, self._directory, stable, count, is_awaited=is_awaited)
 
     def _duplicate(self, segment: Segment) -> int:
         """A descriptor of the segment that the fsync can use and close in its thread."""
@@ -108,16 +104,16 @@ class SyncState:
             # Take the segment's own descriptor. The segment opens its file again when needed.
             return segment.detach()
 
-    def end(self, sync: Sync) -> None:
-        """Note the outcome. Segments whose fsync failed become doubtful."""
+    def end(self, sync: Sync) -> bool:
+        """Note the outcome. False if it failed: it must be repeated, and segments whose fsync
+        failed become doubtful."""
         self.is_running = False
         if sync.error is None and sync.obstacle is None:
             self.committed = max(self.committed, sync.end)
-            return
+            return True
         for segment in sync.failed:
             segment.is_doubtful = True
-        # The next fsync repeats it.
-        self.unsynced += max(sync.count, 1)
+        return False
 
     def close_descriptors(self) -> None:
         """Forget sealed segments that were not synced."""

@@ -6,11 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from nsparq.packed import PackedBodies
-from nsparq.storage.batch import Batch
-from nsparq.storage.batch_list import BatchList
+from nsparq.storage.batch import Batch, BatchList
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.log import Group, LogPositions, LogSettings, check_reach
-from nsparq.storage.log_range import LogRange, Lost, TimeSearch
+from nsparq.storage.log_range import LogRange, Lost, TimeSearch, locate_in_memory
 from nsparq.storage.log_sync import Sync
 from nsparq.storage.segment import Segment
 
@@ -90,7 +89,7 @@ class MemoryLog:
 
     def locate(self, sequence: int, max_bytes: int) -> LogRange:
         check_reach(self, sequence)
-        found = self._batches.locate(self.gaps.skip(sequence), max_bytes, self.gaps)
+        found = locate_in_memory(self._batches, self.gaps.skip(sequence), max_bytes, self.gaps)
         return found or LogRange(self.end, self.end, 0)
 
     def search_time(self, timestamp_ns: int) -> TimeSearch:

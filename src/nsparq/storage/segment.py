@@ -135,7 +135,10 @@ class Segment:
 
     def note(self, position: int, base: int, end: int, timestamp_ns: int, due_ns: int) -> None:
         """Account for a batch that stands at `position`."""
-        self.index.note(position, base, self.last_ns, due_ns)
+        if position >= self.index.next_position:
+            self.index.add(position, base, self.last_ns)
+        if due_ns:
+            self.index.deferred.extend((base, due_ns))
         if not self.first_ns:
             self.first_ns = timestamp_ns
         if timestamp_ns > self.last_ns:

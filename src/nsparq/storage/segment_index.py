@@ -55,15 +55,15 @@ class SegmentIndex:
         not."""
         self.deferred = array("q")
         """Pairs of sequence number and due time."""
+        self.next_position = 0
+        """The first batch at this position or after it gets the next entry."""
 
-    def note(self, position: int, base: int, last_ns: int, due_ns: int) -> None:
-        """Account for a batch. `last_ns` is the latest publish time before it."""
-        if not self._positions or position - self._positions[-1] >= INDEX_EVERY:
-            self._sequences.append(base)
-            self._positions.append(position)
-            self._times.append(last_ns)
-        if due_ns:
-            self.deferred.extend((base, due_ns))
+    def add(self, position: int, base: int, last_ns: int) -> None:
+        """Add the entry of a batch. `last_ns` is the latest publish time before it."""
+        self._sequences.append(base)
+        self._positions.append(position)
+        self._times.append(last_ns)
+        self.next_position = position + INDEX_EVERY
 
     def before(self, sequence: int) -> Entry | None:
         """The last entry at or before a sequence number."""
@@ -117,4 +117,6 @@ class SegmentIndex:
         index._positions.frombytes(body[8 * entries : 16 * entries])
         index._times.frombytes(body[16 * entries : 24 * entries])
         index.deferred.frombytes(body[24 * entries :])
+        if entries:
+            index.next_position = index._positions[-1] + INDEX_EVERY
         return Extent(*fields[:5]), index

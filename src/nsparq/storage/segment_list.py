@@ -12,6 +12,8 @@ from typing import Final
 
 import numpy as np
 
+from nsparq.errors import WriteFailed
+from nsparq.storage.batch import Batch, encode_head
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.log import LogSettings
 from nsparq.storage.log_sync import SyncState
@@ -42,8 +44,10 @@ def read_marks(files: Files, directory: Path) -> list[int]:
 class SegmentList(list[Segment]):
     """Appends to segments, seals them, finds them, and takes out those that are not needed."""
 
-    def __init__(self, files: Files, directory: Path, sync: SyncState) -> None:
+    def __init__(self, files: Files, directory: Path, mark: int, sync: SyncState) -> None:
+        """`mark` names the log, see batch.mark_of."""
         super().__init__()
+        self.mark = mark
         self._files = files
         self._directory = directory
         self._sync = sync
@@ -75,47 +79,57 @@ class SegmentList(list[Segment]):
 
     # appending
 
-    def write(
-        self, buffers: list[Buffer], size: int, base: int, mark: int, max_bytes: int
-    ) -> tuple[Segment, int]:
-        """Write batches that begin with the number `base`. Gives their segment and position."""
+    def write(self, batches: list[Batch], max_bytes: int) -> None:
+        """Write batches to one segment of at most `max_bytes`, or of one write. Raises WriteFailed,
+        with nothing written."""
+        buffers: list[Buffer] = []
+        places = []
+        size = 0
+        for batch in batches:
+            stamp_ns = batch.timestamps_ns
+            assert isinstance(stamp_ns, int), "only batches read back from disk have several"
+            head = encode_head(
+                batch.base, stamp_ns, batch.due_ns, batch.lengths, batch.data, batch.tag, self.mark
+            )
+            buffers += (head, batch.data)
+            places.append((size, batch.base, batch.end, stamp_ns, batch.due_ns))
+            size += len(head) + len(batch.data)
+        base = batches[0].base
         segment = self[-1] if self else None
-        if segment is None or segment.end != base or segment.size + size > max_bytes or segment.is_doubtful:
-            segment = self._segment_for(size, base, mark, max_bytes)
-        position = segment.size
         try:
-            segment.append(buffers, size)
-        except OSError as error:
-            if error.errno != errno.EFBIG or not position:
-                raise
-            # The system allows no larger files (ulimit -f).
-            self._seal(segment)
-            segment, position = self._begin(base, mark), 0
-            segment.append(buffers, size)
-        return segment, position
-
-    def _segment_for(self, size: int, base: int, mark: int, max_bytes: int) -> Segment:
-        active = self.active
-        if active is not None:
             # A gap in the numbers begins a new segment, so that opening a log finds its gaps again.
-            fits = active.size + size <= max_bytes or not active.size
-            if active.end == base and fits and not active.is_doubtful:
-                return active
-            if active.size:
-                self._seal(active)
-            else:
-                self.pop().remove()
-        return self._begin(base, mark)
+            if (
+                segment is None
+                or segment.end != base
+                or (segment.size and segment.size + size > max_bytes)
+                or segment.is_doubtful
+            ):
+                segment = self._begin(base)
+            position = segment.size
+            try:
+                segment.append(buffers, size)
+            except OSError as error:
+                if error.errno != errno.EFBIG or not position:
+                    raise
+                # The system allows no larger files (ulimit -f).
+                segment, position = self._begin(base), 0
+                segment.append(buffers, size)
+        except OSError as error:
+            raise WriteFailed(f"{self._directory.name}: {error.strerror or error}") from error
+        for offset, first, following, stamp_ns, due_ns in places:
+            segment.note(position + offset, first, following, stamp_ns, due_ns)
 
-    def _begin(self, base: int, mark: int) -> Segment:
-        segment = Segment(self._files, self._directory, base, mark)
-        self.append(segment)
-        return segment
-
-    def _seal(self, segment: Segment) -> None:
-        segment.cut_failed_write()
-        write_index(segment)
-        self._sync.add_sealed(segment)
+    def _begin(self, base: int) -> Segment:
+        """Seal the active segment, and begin another."""
+        active = self.active
+        if active is not None and active.size:
+            active.cut_failed_write()
+            write_index(active)
+            self._sync.add_sealed(active)
+        elif active is not None:
+            self.pop().remove()
+        self.append(Segment(self._files, self._directory, base, self.mark))
+        return self[-1]
 
     # finding
 
