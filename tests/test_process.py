@@ -25,8 +25,9 @@ pytestmark = pytest.mark.usefixtures("root_logger_restored", "signals_restored",
 
 COUNT_THREADS = """
 import os
-from nsparq.server.main import load_server
-load_server()
+from nsparq.process import load_runner
+from nsparq.server.main import load
+load_runner(load)
 print(len(os.listdir("/proc/self/task")))
 """
 
@@ -56,7 +57,7 @@ class Obedient:
 
 
 def run(make: Callable[[Any], Any], *argv: str) -> int:
-    return run_daemon(TABLE, lambda: (asyncio.run, make), argv)
+    return run_daemon(TABLE, lambda: make, argv)
 
 
 def test_a_daemon_that_is_told_to_stop_ends_with_status_0(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,13 +36,13 @@ class Daemon(Protocol):
     def reload(self) -> None: ...
 
 
-def run_daemon(
-    table: OptionTable[Any],
-    load: Callable[[], tuple[Runner, Callable[[Any], Daemon]]],
-    argv: Sequence[str] | None = None,
-) -> int:
-    """A daemon's main. `load` gives the function that runs a coroutine and the one that makes the
-    daemon. It is called late, so that --help and --version need no extra packages."""
+Make = Callable[[Any], Daemon]
+"""Makes a daemon with its options."""
+
+
+def run_daemon(table: OptionTable[Any], load: Callable[[], Make], argv: Sequence[str] | None = None) -> int:
+    """A daemon's main. `load` gives the function that makes the daemon. It is called late, so that
+    --help and --version need no extra packages."""
     open_standard_files()
     program = table.program
     logs.configure("info", f"[{program}] ")
@@ -59,7 +59,7 @@ def run_daemon(
         logger.warning("%s", warning)
     try:
         options.validate()
-        run, make = load()
+        run, make = load_runner(load)
         run(serve(make, options))
     except StartError as error:
         logger.critical("failed to instantiate %s - %s", program, error)
@@ -104,7 +104,7 @@ def load_runner(load: Callable[[], Any]) -> tuple[Runner, Any]:
     return uvloop.run, loaded
 
 
-async def serve(make: Callable[[Any], Daemon], options: Any) -> None:
+async def serve(make: Make, options: Any) -> None:
     """Run one daemon until SIGTERM or SIGINT. Raises StartError."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()

@@ -19,9 +19,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlencode
@@ -69,15 +67,7 @@ class AdminThread(TestAdmin, BrokerThread):
         flags = {name: value for name, value in self.flags.items() if not _is_foreign(name)}
         options = NsqadminOptions(**{**FLAGS, **flags})
         options.validate()
-        started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(Nsqadmin, options, started), daemon=True)
-        self._thread.start()
-        try:
-            started.result(START_TIMEOUT)
-        except BaseException:
-            self._thread = None
-            raise
-        self.http_address = self.daemon.http_address
+        self._start_thread(Nsqadmin, options)
 
     @property
     def daemon(self) -> Any:

@@ -42,7 +42,7 @@ def test_a_data_path_that_is_not_there_is_refused(tmp_path: Path):
         broker.open()
 
 
-def test_closing_lets_go_of_the_data_path_and_twice_is_safe(rig: Rig):
+def test_closing_unlocks_the_data_path_and_twice_is_safe(rig: Rig):
     rig.close()
     rig.close()
     other = Broker(rig.options)
@@ -50,7 +50,7 @@ def test_closing_lets_go_of_the_data_path_and_twice_is_safe(rig: Rig):
     other.close()
 
 
-def test_a_broker_that_could_not_load_holds_nothing(tmp_path: Path):
+def test_a_broker_that_fails_to_load_leaves_nothing_open(tmp_path: Path):
     (tmp_path / "nsqd.dat").mkdir()
     broker = Broker(NsqdOptions(data_path=str(tmp_path)))
     with pytest.raises(StartError, match="Is a directory"):
@@ -90,13 +90,13 @@ def test_closing_waits_for_no_thread(make_rig: MakeRig):
     assert not later.jobs
 
 
-def test_closing_takes_leave_of_every_client(rig: Rig):
+def test_closing_ends_all_connections(rig: Rig):
     clients = [rig.subscribe(name, rdy=1) for name in ("a", "b")]
     rig.close()
     assert [client.close_calls for client in clients] == [1, 1]
 
 
-def test_a_broker_that_fails_to_load_after_some_topics_lets_go_of_their_files(rig: Rig):
+def test_a_broker_that_fails_to_load_closes_the_files_of_loaded_topics(rig: Rig):
     rig.publish("a", b"x")
     rig.publish("b", b"x")
     rig.close()
@@ -111,7 +111,7 @@ def test_a_broker_that_fails_to_load_after_some_topics_lets_go_of_their_files(ri
     assert sorted(rig.broker.topics) == ["a", "b"]
 
 
-def test_things_that_are_not_ours_among_the_topics_are_left_alone(rig: Rig):
+def test_unknown_files_among_the_topics_are_left_alone(rig: Rig):
     rig.publish("t", b"x")
     rig.close()
     stranger = rig.data_path / "topics" / "lost+found"
@@ -121,7 +121,7 @@ def test_things_that_are_not_ours_among_the_topics_are_left_alone(rig: Rig):
     assert stranger.exists()
 
 
-def test_run_inline_does_the_one_then_the_other():
+def test_run_inline_runs_the_work_and_then_the_callback():
     order = []
     run_inline(lambda: order.append(1), lambda: order.append(2))
     assert order == [1, 2]
@@ -173,7 +173,7 @@ def test_pause_and_unpause_are_in_the_metadata_at_once(rig: Rig):
     ]
 
 
-def test_metadata_is_written_in_the_background_and_whoever_waits_for_it_is_told(make_rig: MakeRig):
+def test_metadata_is_written_in_the_background_and_waiting_callbacks_are_called(make_rig: MakeRig):
     later = Later()
     rig = make_rig(background=later)
     rig.channel("c")
@@ -199,7 +199,7 @@ def test_metadata_is_written_in_the_background_and_whoever_waits_for_it_is_told(
     assert told[-1] == "at once"
 
 
-def test_whoever_waits_for_metadata_that_cannot_be_written_does_not_wait_for_ever(make_rig: MakeRig):
+def test_callbacks_are_called_if_the_metadata_cannot_be_written(make_rig: MakeRig):
     later = Later()
     rig = make_rig(background=later)
     rig.files.fail("replace", "nsqd.dat")
@@ -264,7 +264,7 @@ def test_an_invalid_topic_name_in_the_metadata_is_skipped(rig: Rig, name: str):
 
 
 @pytest.mark.parametrize("name", ["bad name", "\ud800"], ids=["blank", "half"])
-def test_an_invalid_channel_name_in_the_metadata_costs_that_channel_only(rig: Rig, name: str):
+def test_an_invalid_channel_name_in_the_metadata_skips_only_that_channel(rig: Rig, name: str):
     rig.close()
     topics = [{"name": "t", "paused": True, "channels": [{"name": name}, {"name": "good"}]}]
     (rig.data_path / "nsqd.dat").write_text(json.dumps({"topics": topics}))
@@ -285,7 +285,7 @@ def test_a_channel_that_only_another_nsqd_s_metadata_knows_is_made_at_the_end(ri
     assert rig.topic().corrupt_files == 0
 
 
-def test_a_topic_that_the_disk_refuses_is_not_there(rig: Rig):
+def test_a_topic_that_the_disk_refuses_is_not_created(rig: Rig):
     rig.files.fail("replace", "topic.json")
     with pytest.raises(OSError):
         rig.publish("t", b"x")
@@ -294,7 +294,7 @@ def test_a_topic_that_the_disk_refuses_is_not_there(rig: Rig):
     assert rig.publish("t", b"x").is_ok
 
 
-def test_a_channel_that_the_disk_refuses_is_not_there(rig: Rig):
+def test_a_channel_that_the_disk_refuses_is_not_created(rig: Rig):
     """Else it would take messages that a crash then forgets."""
     rig.channel("other")
     rig.files.fail("replace", ".channel")
@@ -334,7 +334,7 @@ def test_health_is_the_error_of_the_latest_write_until_one_succeeds(rig: Rig):
     assert rig.broker.stats()["health"] == "OK"
 
 
-def test_a_publish_to_an_ephemeral_topic_says_nothing_about_the_disk(rig: Rig):
+def test_a_publish_to_an_ephemeral_topic_does_not_clear_a_disk_error(rig: Rig):
     rig.topic()
     rig.files.fail("write", ".log")
     rig.publish("t", b"x")
@@ -342,7 +342,7 @@ def test_a_publish_to_an_ephemeral_topic_says_nothing_about_the_disk(rig: Rig):
     assert rig.broker.health.error is not None
 
 
-def test_metadata_that_cannot_be_written_is_a_matter_of_health_and_tried_again(rig: Rig):
+def test_metadata_that_cannot_be_written_shows_in_health_and_is_tried_again(rig: Rig):
     rig.files.fail("replace", "nsqd.dat", errno.EIO)
     rig.channel()
     rig.maintain()
@@ -352,7 +352,7 @@ def test_metadata_that_cannot_be_written_is_a_matter_of_health_and_tried_again(r
     assert [t["name"] for t in metadata(rig)["topics"]] == ["t"]
 
 
-def test_a_checkpoint_that_cannot_be_written_is_a_matter_of_health_and_tried_again(rig: Rig):
+def test_a_checkpoint_that_cannot_be_written_shows_in_health_and_is_tried_again(rig: Rig):
     client = rig.subscribe(rdy=1)
     rig.publish("t", b"x")
     rig.finish(client, *client.take())
@@ -371,7 +371,7 @@ def publish_a_hundred(rig: Rig) -> None:
         rig.publish("t", *bodies(10, start=number, size=150))
 
 
-def test_messages_that_cannot_be_carried_over_are_a_matter_of_health_and_stay_where_they_are(
+def test_messages_that_cannot_be_carried_over_show_in_health_and_stay_in_the_log(
     make_rig: MakeRig,
 ):
     rig = make_rig(max_bytes_per_file=2000)
@@ -407,7 +407,7 @@ def test_carried_messages_whose_sync_fails_are_not_given_up(make_rig: MakeRig):
 
 
 @pytest.mark.parametrize(("call", "suffix"), [("write", ".carry"), ("open_read", ".log")])
-def test_trouble_with_carrying_over_ends_when_nothing_is_left_to_be_carried(
+def test_the_error_of_carrying_over_ends_when_no_message_is_left_to_carry(
     make_rig: MakeRig, call: str, suffix: str
 ):
     rig = make_rig(max_bytes_per_file=2000)
@@ -425,7 +425,7 @@ def test_trouble_with_carrying_over_ends_when_nothing_is_left_to_be_carried(
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
-def test_trouble_with_carrying_over_is_that_of_one_channel(make_rig: MakeRig, is_deleted: bool):
+def test_each_channel_has_its_own_error_of_carrying_over(make_rig: MakeRig, is_deleted: bool):
     rig = make_rig(max_bytes_per_file=2000)
     clients = [rig.subscribe(channel=name, rdy=200) for name in ("a", "b")]
     publish_a_hundred(rig)
@@ -444,7 +444,7 @@ def test_trouble_with_carrying_over_is_that_of_one_channel(make_rig: MakeRig, is
 
 
 @pytest.mark.parametrize(("call", "suffix"), [("sync_pending", ""), ("unlink", ".log")])
-def test_segments_that_cannot_be_removed_are_a_matter_of_health_and_tried_again(
+def test_segments_that_cannot_be_removed_show_in_health_and_are_tried_again(
     make_rig: MakeRig, call: str, suffix: str
 ):
     rig = make_rig(max_bytes_per_file=2000)
@@ -461,7 +461,7 @@ def test_segments_that_cannot_be_removed_are_a_matter_of_health_and_tried_again(
     assert rig.broker.health.error is None
 
 
-def test_a_deleted_topic_that_cannot_be_removed_is_a_matter_of_health_and_tried_again(rig: Rig):
+def test_a_deleted_topic_that_cannot_be_removed_shows_in_health_and_is_tried_again(rig: Rig):
     rig.channel()
     rig.files.fail("remove_tree", error=errno.EIO)
     rig.broker.delete_topic("t")
@@ -498,7 +498,7 @@ def test_an_idle_turn_does_nothing(rig: Rig):
     assert not rig.files.calls
 
 
-def test_one_channel_may_not_send_for_ever(rig: Rig):
+def test_the_time_that_one_channel_may_send_is_limited(rig: Rig):
     crew = [rig.subscribe() for _ in range(50)]
     rig.publish("t", *bodies(2000))
     for client in crew:
@@ -519,7 +519,7 @@ def test_one_channel_may_not_send_for_ever(rig: Rig):
     assert max(shares) < 2 * min(shares)
 
 
-def test_where_there_is_much_to_deliver_some_channels_wait_for_the_next_turn_and_get_more_then(rig: Rig):
+def test_with_much_to_deliver_a_turn_serves_some_channels_and_the_next_turn_the_others(rig: Rig):
     clients = [rig.subscribe("t", f"c{number}", rdy=2500) for number in range(8)]
     receipt = Receipt()
     rig.wakes = 0
@@ -540,7 +540,7 @@ def test_where_there_is_much_to_deliver_some_channels_wait_for_the_next_turn_and
         assert [message.body for message in client.messages] == bodies(DELIVERY_MESSAGES) + bodies(10)
 
 
-def test_where_there_is_little_to_deliver_all_channels_get_it_in_the_same_turn(rig: Rig):
+def test_with_little_to_deliver_a_turn_serves_all_channels(rig: Rig):
     clients = [rig.subscribe("t", f"c{number}", rdy=2500) for number in range(8)]
     count = DELIVERY_MESSAGES // 8
     publish(rig.broker, "t", bodies(count), Receipt())
@@ -548,7 +548,7 @@ def test_where_there_is_little_to_deliver_all_channels_get_it_in_the_same_turn(r
     assert [len(client.messages) for client in clients] == [count] * 8
 
 
-def test_a_channel_that_goes_before_its_part_of_the_turn_is_gone(rig: Rig):
+def test_a_channel_deleted_before_its_part_of_the_turn_is_not_served(rig: Rig):
     clients = [rig.subscribe("t", f"c{number}", rdy=2500) for number in range(8)]
     publish(rig.broker, "t", bodies(DELIVERY_MESSAGES), Receipt())
     rig.broker.turn()
@@ -557,7 +557,7 @@ def test_a_channel_that_goes_before_its_part_of_the_turn_is_gone(rig: Rig):
     assert [len(client.messages) for client in clients] == [DELIVERY_MESSAGES] * 7 + [0]
 
 
-def test_an_error_in_one_channel_does_not_hold_up_the_others(
+def test_an_error_in_one_channel_does_not_stop_the_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     clients = [rig.subscribe("t", f"c{number}", rdy=2500) for number in range(3)]
@@ -578,7 +578,7 @@ def test_an_error_in_one_channel_does_not_hold_up_the_others(
     assert [len(client.messages) for client in clients] == [10, 10, 10]
 
 
-def test_a_disk_that_cannot_be_read_in_one_topic_does_not_hold_up_the_others(make_rig: MakeRig):
+def test_a_read_error_in_one_topic_does_not_stop_the_others(make_rig: MakeRig):
     rig = make_rig(mem_queue_size=1)
     for name in ("a", "b"):
         rig.channel("c", name)
@@ -603,7 +603,7 @@ def test_a_disk_that_cannot_be_read_in_one_topic_does_not_hold_up_the_others(mak
 # Maintenance.
 
 
-def test_what_changed_is_checkpointed_by_the_next_maintenance_and_by_it_alone(rig: Rig):
+def test_a_change_is_checkpointed_once_by_the_next_round_of_upkeep(rig: Rig):
     client = rig.subscribe(rdy=1)
     rig.subscribe("u", rdy=1)
     rig.maintain()
@@ -618,7 +618,7 @@ def test_what_changed_is_checkpointed_by_the_next_maintenance_and_by_it_alone(ri
     assert rig.files.calls["replace"] == 1
 
 
-def test_a_client_that_takes_no_more_has_its_answers_checkpointed_all_the_same(rig: Rig):
+def test_the_fins_of_a_client_with_rdy_0_are_checkpointed(rig: Rig):
     client = rig.subscribe(rdy=3)
     rig.publish("t", *bodies(3))
     rig.maintain()
@@ -708,7 +708,7 @@ def _slow(rig: Rig, step):
     return slowly
 
 
-def test_maintenance_of_many_topics_lets_the_loop_have_its_turn(make_rig: MakeRig):
+def test_upkeep_of_many_topics_yields_to_the_event_loop(make_rig: MakeRig):
     rig = make_rig(sync_timeout=3600.0)
     busy_topics(rig, 100)
     # All of them are looked at, once more because they are not synced, and then their files are
@@ -724,7 +724,7 @@ def test_maintenance_of_many_topics_lets_the_loop_have_its_turn(make_rig: MakeRi
             topic.log.sync_now()
 
 
-def test_stats_of_many_topics_let_the_loop_have_its_turn(rig: Rig):
+def test_stats_of_many_topics_yield_to_the_event_loop(rig: Rig):
     names = [*busy_topics(rig, 100)]
     for topic in rig.broker.topics.values():
         topic.stats = _slow(rig, topic.stats)  # type: ignore[method-assign]
@@ -740,7 +740,7 @@ def test_stats_of_many_topics_let_the_loop_have_its_turn(rig: Rig):
     assert {topic["topic_name"] for topic in stats["topics"]} == set(names)
 
 
-def test_maintenance_that_is_broken_off_goes_on_with_the_other_topics(rig: Rig):
+def test_the_round_after_an_interrupted_one_looks_at_the_other_topics(rig: Rig):
     names = busy_topics(rig, 20)
     slices = rig.broker.upkeep.run_in_slices()
     next(slices)
@@ -750,7 +750,7 @@ def test_maintenance_that_is_broken_off_goes_on_with_the_other_topics(rig: Rig):
     assert {counts(rig.channel(topic=name)) for name in names} == {(0, 0, 0)}
 
 
-def test_topics_may_go_in_a_break_of_maintenance(rig: Rig, caplog: pytest.LogCaptureFixture):
+def test_topics_may_be_deleted_between_two_slices_of_upkeep(rig: Rig, caplog: pytest.LogCaptureFixture):
     names = [*busy_topics(rig, 20)]
     for _ in rig.broker.upkeep.run_in_slices():
         rig.broker.delete_topic(names.pop())
@@ -831,7 +831,7 @@ def test_a_late_checkpoint_of_a_deleted_channel_leaves_no_file(make_rig: MakeRig
     assert rig.names("*.channel") == []
 
 
-def test_a_late_checkpoint_of_a_deleted_topic_is_of_no_consequence(make_rig: MakeRig):
+def test_a_late_checkpoint_of_a_deleted_topic_changes_nothing(make_rig: MakeRig):
     later = Later()
     rig = make_rig(background=later)
     client = rig.subscribe(rdy=1)
@@ -875,7 +875,7 @@ def test_the_files_of_an_idle_topic_are_closed_and_open_again_when_needed(rig: R
     assert client.take_bodies() == [b"1"]
 
 
-def test_finished_segments_go_and_retained_ones_stay(make_rig: MakeRig):
+def test_finished_segments_are_removed_and_retained_ones_stay(make_rig: MakeRig):
     for age, kept in ((0.0, 1), (3600.0, 10)):
         rig = make_rig(max_bytes_per_file=1000, retention_age=age)
         client = rig.subscribe(rdy=10)
@@ -1056,7 +1056,7 @@ def test_the_files_given_are_the_ones_used(tmp_path: Path):
 # A disk that refuses.
 
 
-def test_a_topic_that_the_disk_does_not_let_go_of_stays(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_a_topic_whose_deletion_fails_stays(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     client = rig.subscribe("t", rdy=1)
 
     def refuse(source: Path, target: Path) -> None:
@@ -1098,7 +1098,7 @@ def test_the_files_of_a_deleted_channel_go_after_the_metadata_and_not_those_of_i
     assert rig.names("*.channel") == ["c.channel"]
 
 
-def test_the_last_client_of_an_ephemeral_channel_leaves_a_full_disk_and_that_is_announced(rig: Rig):
+def test_an_ephemeral_channel_is_unregistered_even_if_the_disk_is_full(rig: Rig):
     told: list[tuple[str, str, str]] = []
     rig.broker._announce = lambda *change: told.append(change)
     client = rig.subscribe("t", "c#ephemeral", rdy=1)

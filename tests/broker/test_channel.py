@@ -196,7 +196,7 @@ def test_a_message_goes_to_one_client_of_each_channel(rig: Rig):
         assert sorted(m.body for client in crew for m in client.messages) == bodies(6)
 
 
-def test_channels_answer_for_themselves(rig: Rig):
+def test_each_channel_has_its_own_answers(rig: Rig):
     first, second = rig.subscribe(channel="a", rdy=1), rig.subscribe(channel="b", rdy=1)
     rig.publish("t", b"x")
     rig.finish(first, first.messages[0])
@@ -309,7 +309,7 @@ def test_an_exiting_channel_takes_no_client(rig: Rig):
 # FIN, REQ, TOUCH.
 
 
-def test_fin_takes_the_message_out_for_good(rig: Rig):
+def test_a_finished_message_is_never_sent_again(rig: Rig):
     client = rig.subscribe(rdy=1)
     rig.publish("t", b"x")
     assert rig.finish(client, client.messages[0]) == []
@@ -544,7 +544,7 @@ def test_only_the_unanswered_messages_of_a_delivery_time_out(rig: Rig):
     assert client.take_bodies() == [b"1", b"2", b"4"]
 
 
-def test_timeouts_are_each_clients_own(rig: Rig):
+def test_each_client_has_its_own_timeout(rig: Rig):
     hasty = rig.subscribe(rdy=1, msg_timeout_ms=1000)
     rig.publish("t", b"0")
     patient = rig.subscribe(rdy=1, msg_timeout_ms=5000)
@@ -571,7 +571,7 @@ def test_fin_after_the_timeout_fails(rig: Rig):
     assert rig.finish(other, other.messages[0]) == []
 
 
-def test_timing_out_goes_in_slices(rig: Rig):
+def test_timeouts_are_handled_in_slices(rig: Rig):
     client = rig.subscribe(rdy=2500, msg_timeout_ms=1000)
     rig.publish("t", *bodies(SLICE + 50))
     rig.ready(client, 0)
@@ -605,7 +605,7 @@ def test_the_scan_learns_of_every_channel_at_once(rig: Rig):
     assert [[m.attempts for m in client.messages] for client in crew] == [[1, 2]] * 20
 
 
-def test_a_deferred_message_is_neither_deep_nor_in_flight_until_it_is_due(rig: Rig):
+def test_a_deferred_message_counts_neither_as_depth_nor_as_in_flight(rig: Rig):
     client = rig.subscribe()
     channel = rig.channel()
     rig.send("t", b"0", b"1")
@@ -653,7 +653,7 @@ def test_only_deferred_messages_leave_nothing_to_deliver(rig: Rig):
     assert counts(rig.channel()) == (0, 0, 3)
 
 
-def test_every_channel_defers_for_itself(rig: Rig):
+def test_each_channel_has_its_own_deferred_messages(rig: Rig):
     first, second = rig.subscribe(channel="a", rdy=1), rig.subscribe(channel="b")
     rig.publish("t", b"later", defer_ms=1000)
     rig.pass_time(1)
@@ -728,7 +728,7 @@ def test_a_message_beyond_65535_attempts_is_checkpointed_like_any_other(rig: Rig
 # A client that goes.
 
 
-def test_a_client_that_goes_gives_its_messages_back_at_once(rig: Rig):
+def test_the_messages_of_a_client_that_disconnects_are_requeued_at_once(rig: Rig):
     gone, stays = rig.subscribe(rdy=4), rig.subscribe()
     rig.publish("t", *bodies(4))
     rig.finish(gone, gone.messages[1])
@@ -744,7 +744,7 @@ def test_a_client_that_goes_gives_its_messages_back_at_once(rig: Rig):
     assert rig.channel().requeue_count == 1
 
 
-def test_what_a_gone_client_held_does_not_time_out_later(rig: Rig):
+def test_the_messages_of_a_disconnected_client_do_not_time_out(rig: Rig):
     gone = rig.subscribe(rdy=1, msg_timeout_ms=1000)
     rig.publish("t", b"x")
     rig.disconnect(gone)
@@ -754,7 +754,7 @@ def test_what_a_gone_client_held_does_not_time_out_later(rig: Rig):
     assert rig.channel().timeout_count == 0
 
 
-def test_a_gone_client_gets_nothing_more(rig: Rig):
+def test_a_disconnected_client_gets_no_more_messages(rig: Rig):
     gone = rig.subscribe(rdy=10)
     rig.disconnect(gone)
     rig.publish("t", b"x")
@@ -762,7 +762,7 @@ def test_a_gone_client_gets_nothing_more(rig: Rig):
     assert counts(rig.channel()) == (1, 0, 0)
 
 
-def test_a_client_that_goes_twice_is_gone_once(rig: Rig):
+def test_removing_a_client_twice_is_safe(rig: Rig):
     client = rig.subscribe(rdy=1)
     channel = rig.channel()
     rig.disconnect(client)
@@ -862,7 +862,7 @@ def test_emptying_one_channel_leaves_the_other(rig: Rig):
     assert rig.channel("b").depth == 3
 
 
-def test_a_client_of_an_emptied_channel_may_go(rig: Rig):
+def test_a_client_of_an_emptied_channel_can_disconnect(rig: Rig):
     client = rig.subscribe(rdy=3)
     rig.publish("t", *bodies(3))
     rig.channel().empty()
@@ -899,7 +899,7 @@ def test_deleting_a_channel_closes_its_clients_and_its_files(rig: Rig):
     assert len(client.messages) == 1
 
 
-def test_deleting_a_channel_that_is_not_there_says_so(rig: Rig):
+def test_deleting_a_missing_channel_returns_false(rig: Rig):
     with pytest.raises(KeyError):
         rig.topic().delete_channel("nobody")
 
@@ -963,7 +963,7 @@ def near_and_far(make_rig: MakeRig, **more: object) -> tuple[Rig, FakeClient, Fa
     return rig, near, middle, far
 
 
-def test_nearer_clients_are_served_first_where_that_experiment_is_on(make_rig: MakeRig):
+def test_with_the_experiment_nearer_clients_are_served_first(make_rig: MakeRig):
     rig, near, middle, far = near_and_far(make_rig, enable_experiment=("topology-aware-consumption",))
     rig.publish("t", *(b"%d" % number for number in range(25)))
     assert [len(client.messages) for client in (near, middle, far)] == [10, 10, 5]
@@ -972,7 +972,7 @@ def test_nearer_clients_are_served_first_where_that_experiment_is_on(make_rig: M
     assert counts == [10, 10, 5]
 
 
-def test_without_the_experiment_it_makes_no_difference_where_a_client_is(make_rig: MakeRig):
+def test_without_the_experiment_distance_does_not_matter(make_rig: MakeRig):
     rig, *clients = near_and_far(make_rig)
     rig.publish("t", *(b"%d" % number for number in range(24)))
     assert [len(client.messages) for client in clients] == [8, 8, 8]
@@ -993,7 +993,7 @@ def pile_up(rig: Rig, batches: int = 3, size: int = 4) -> list[bytes]:
     return made
 
 
-def test_what_goes_to_one_client_in_one_go_is_one_run_however_many_batches_it_was(rig: Rig):
+def test_messages_of_several_batches_sent_in_one_pump_are_one_run(rig: Rig):
     expected = pile_up(rig)
     client = rig.subscribe(rdy=100)
     assert client.take_bodies() == expected
@@ -1032,7 +1032,7 @@ def test_a_message_in_the_middle_of_a_long_run_can_be_touched_requeued_and_time_
     assert {message.attempts for message in again} == {2}
 
 
-def test_a_client_that_goes_while_it_is_being_sent_to_leaves_everything_to_the_next(rig: Rig):
+def test_the_messages_of_a_client_that_disconnects_during_a_send_go_to_the_next(rig: Rig):
     expected = pile_up(rig)
     client = FakeClient("going")
     rig.broker.clients.add(client)
@@ -1050,7 +1050,7 @@ def test_a_client_that_goes_while_it_is_being_sent_to_leaves_everything_to_the_n
     assert counts(rig.channel()) == (0, len(expected), 0)
 
 
-def test_where_latencies_are_recorded_each_message_keeps_its_publish_time(make_rig: MakeRig):
+def test_with_latencies_each_message_keeps_its_publish_time(make_rig: MakeRig):
     rig = make_rig(e2e_processing_latency_percentile=(1.0,))
     rig.channel()
     for _ in range(3):
@@ -1087,7 +1087,7 @@ class FailingClient(FakeClient):
     ("number", "failing"),
     [(n, {*who}) for n in range(1, 4) for k in (1, 2) for who in combinations(range(n), k)],
 )
-def test_a_send_that_ends_its_connection_costs_the_other_clients_nothing(
+def test_a_send_that_ends_its_connection_does_not_affect_other_clients(
     rig: Rig, number: int, failing: set[int], came_back: bool, sample_rate: int, channel: str
 ) -> None:
     rig.channel(channel)

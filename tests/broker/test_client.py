@@ -11,13 +11,13 @@ from tests.broker.rig import FakeClient
 @pytest.mark.parametrize(
     ("rdy", "in_flight", "capacity"), [(0, 0, 0), (3, 0, 3), (3, 2, 1), (3, 3, 0), (1, 3, -2)]
 )
-def test_rdy_is_a_ceiling_on_what_is_in_flight(rdy: int, in_flight: int, capacity: int):
+def test_rdy_limits_the_messages_in_flight(rdy: int, in_flight: int, capacity: int):
     client = FakeClient()
     client.ready_count, client.in_flight = rdy, in_flight
     assert client.capacity == capacity
 
 
-def test_a_client_that_does_not_read_may_take_nothing():
+def test_a_client_that_does_not_read_has_no_capacity():
     client = FakeClient()
     client.ready_count = 5
     client.is_writable = False

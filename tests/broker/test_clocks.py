@@ -303,10 +303,7 @@ def test_a_clock_set_forward_is_trusted_after_an_hour(make_rig: MakeRig, caplog:
     assert len(rig.names("*.log")) == 10
     assert [
         record.getMessage().partition(":")[0] for record in caplog.records if record.levelname == "WARNING"
-    ] == [
-        "the clock was set forward by 720000 s",
-        "the clock was set forward by 1080000 s",
-    ]
+    ] == ["the clock was set forward by 720000 s", "the clock was set forward by 1080000 s"]
     live(rig, 70)
     assert len(rig.names("*.log")) == 1
 

@@ -88,7 +88,7 @@ def test_cold_deferred_messages_are_stepped_over(make_rig: MakeRig):
     assert counts(rig.channel()) == (0, 5, 5)
 
 
-def test_a_cold_redelivery_waits_and_comes(make_rig: MakeRig):
+def test_a_cold_redelivery_is_sent_after_the_read(make_rig: MakeRig):
     rig = make_rig(mem_queue_size=1, background=Later())
     rig.channel()
     for number in range(10):
@@ -117,7 +117,7 @@ def test_a_cold_redelivery_waits_and_comes(make_rig: MakeRig):
     assert counts(rig.channel()) == (0, 10, 0)
 
 
-def test_what_memory_has_is_sent_before_a_cold_redelivery_is_waited_for(make_rig: MakeRig):
+def test_messages_in_memory_are_sent_before_a_cold_redelivery(make_rig: MakeRig):
     rig = make_rig(mem_queue_size=1, background=Later())
     client = rig.subscribe(rdy=2)
     rig.publish("t", b"old")
@@ -136,7 +136,7 @@ def test_what_memory_has_is_sent_before_a_cold_redelivery_is_waited_for(make_rig
 
 
 @pytest.mark.parametrize("call", ["open_read", "read"])
-def test_a_background_read_that_fails_leaves_the_error_to_the_one_that_counts(cold: Rig, call: str):
+def test_an_error_of_the_background_read_is_reported_by_the_read_after_it(cold: Rig, call: str):
     client = cold.subscribe(rdy=100)
     cold.files.fail(call, error=errno.EIO)
     cold.background.run()

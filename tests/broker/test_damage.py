@@ -69,7 +69,7 @@ def test_damaged_deferred_messages_lose_no_others(rig: Rig, rdy: int, damaged: i
     assert counts(rig.channel()) == (0, 0, damaged)
 
 
-def test_damage_that_one_channel_meets_is_known_to_the_others(rig: Rig):
+def test_damage_found_by_one_channel_is_known_to_the_others(rig: Rig):
     rig.channel("slow")
     rig.channel("quick")
     rig.publish("t", b"first")

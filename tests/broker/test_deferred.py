@@ -27,7 +27,7 @@ def test_a_message_is_due_at_its_time_and_not_before():
     assert deferred.pop_due(30) == 1
 
 
-def test_of_messages_due_together_the_older_comes_first():
+def test_of_messages_due_at_the_same_time_the_older_is_first():
     deferred = Deferred()
     for message_id in (3, 1, 2):
         deferred.add(message_id, 10)
@@ -53,7 +53,7 @@ def test_clear_leaves_nothing():
     assert deferred.pop_due(100) is None
 
 
-def test_against_a_plain_model():
+def test_deferred_messages_agree_with_a_plain_model():
     """Whatever is added, taken and dropped: the answers that a dictionary gives, and no heaps of
     the dead."""
     chance = random.Random(5)

@@ -15,7 +15,7 @@ TOPIC = "t#ephemeral"
 CHANNEL = "c#ephemeral"
 
 
-def test_an_ephemeral_channel_goes_with_its_last_client(rig: Rig):
+def test_an_ephemeral_channel_is_deleted_with_its_last_client(rig: Rig):
     first, second = rig.subscribe(channel=CHANNEL), rig.subscribe(channel=CHANNEL)
     rig.disconnect(first)
     assert CHANNEL in rig.topic().channels
@@ -39,7 +39,7 @@ def test_a_topic_keeps_again_when_its_last_channel_was_ephemeral(rig: Rig):
     assert rig.subscribe(rdy=10).take_bodies() == [b"1"]
 
 
-def test_an_ephemeral_topic_goes_with_its_last_channel(rig: Rig):
+def test_an_ephemeral_topic_is_deleted_with_its_last_channel(rig: Rig):
     rig.channel("a", TOPIC)
     rig.channel("b", TOPIC)
     rig.topic(TOPIC).delete_channel("a")
@@ -48,7 +48,7 @@ def test_an_ephemeral_topic_goes_with_its_last_channel(rig: Rig):
     assert TOPIC not in rig.broker.topics
 
 
-def test_an_ephemeral_topic_goes_when_the_last_client_of_its_ephemeral_channel_does(rig: Rig):
+def test_an_ephemeral_topic_is_deleted_with_the_last_client_of_its_ephemeral_channel(rig: Rig):
     client = rig.subscribe(TOPIC, CHANNEL, rdy=1)
     rig.publish(TOPIC, b"x")
     rig.disconnect(client)
@@ -134,7 +134,7 @@ def test_ephemerals_are_gone_after_a_restart(rig: Rig):
 
 
 @pytest.mark.parametrize("clean", [True, False], ids=["clean stop", "crash after a checkpoint"])
-def test_what_an_ephemeral_channel_has_finished_does_not_come_back_with_a_restart(rig: Rig, clean: bool):
+def test_messages_finished_by_an_ephemeral_channel_do_not_come_back_after_a_restart(rig: Rig, clean: bool):
     client = rig.subscribe(channel=CHANNEL, rdy=10)
     rig.publish("t", *bodies(3))
     rig.finish(client, *client.take())
@@ -168,7 +168,7 @@ def test_a_bounded_channel_does_not_hold_back_its_neighbour(make_rig: MakeRig):
     assert rig.channel("durable").dropped_count == 0
 
 
-def test_of_an_ephemeral_channel_the_requeued_messages_are_the_oldest(make_rig: MakeRig):
+def test_an_ephemeral_channel_drops_requeued_messages_first(make_rig: MakeRig):
     rig = make_rig(mem_queue_size=10)
     client = rig.subscribe(channel=CHANNEL, rdy=5)
     channel = rig.channel(CHANNEL)
@@ -195,7 +195,7 @@ def test_deferred_messages_of_an_ephemeral_channel_are_passed_over_not_dropped(m
     assert channel.dropped_count == 5
 
 
-def test_an_ephemeral_channel_is_bounded_without_waiting_for_the_disk_in_vain(make_rig: MakeRig):
+def test_an_ephemeral_channel_is_bounded_without_waiting_for_the_disk(make_rig: MakeRig):
     """Dropping steps over messages that only the disk has; a cold disk must not end the turn."""
     rig = make_rig(mem_queue_size=2)
     rig.files.is_cold = True
@@ -287,7 +287,7 @@ def test_an_ephemeral_topic_paused_without_channels_counts_what_it_still_has(mak
     assert channel.message_count == 10
 
 
-def test_a_plainly_named_channel_of_an_ephemeral_topic_is_bounded_too(make_rig: MakeRig):
+def test_every_channel_of_an_ephemeral_topic_is_bounded(make_rig: MakeRig):
     """It has no disk to overflow to."""
     rig = make_rig(mem_queue_size=10)
     channel = rig.channel("c", TOPIC)
@@ -327,7 +327,7 @@ def test_a_message_held_while_its_neighbours_leave_memory_is_still_redelivered(m
     assert again == held._replace(attempts=2)
     rig.finish(client, again)
     rig.maintain()
-    assert len(rig.channel(CHANNEL, TOPIC).carried_over.store) == 0
+    assert len(rig.channel(CHANNEL, TOPIC).carried_over.store.kept) == 0
 
 
 # Bytes.
@@ -391,7 +391,7 @@ def test_a_paused_ephemeral_topic_is_bounded_by_bytes(make_rig: MakeRig):
     assert rig.subscribe(TOPIC, rdy=100).take_bodies() == bodies(kept, 100 - kept, SIZE)
 
 
-def test_the_ephemeral_topic_with_the_most_bytes_gives_up_its_oldest(make_rig: MakeRig):
+def test_the_ephemeral_topic_with_the_most_bytes_drops_its_oldest_messages(make_rig: MakeRig):
     rig = make_rig(mem_queue_bytes=LIMIT)
     publish_large(rig, "large#ephemeral", 40)
     publish_large(rig, "small#ephemeral", 20)
@@ -451,7 +451,7 @@ def test_no_ephemeral_message_is_given_up_while_finished_ones_take_the_memory(ma
     assert rig.channel(topic=TOPIC).dropped_count == 0
 
 
-def test_what_channels_of_an_ephemeral_topic_carry_over_is_bounded_by_bytes(make_rig: MakeRig):
+def test_carried_over_messages_of_an_ephemeral_topic_are_bounded_by_bytes(make_rig: MakeRig):
     rig = make_rig(mem_queue_bytes=LIMIT)
     slow = [rig.subscribe(TOPIC, name, rdy=1000) for name in ("a", "b")]
     for number in range(100):
@@ -461,7 +461,7 @@ def test_what_channels_of_an_ephemeral_topic_carry_over_is_bounded_by_bytes(make
         rig.maintain()
         assert memory_of(rig) <= LIMIT
     channel = rig.channel("a", TOPIC)
-    assert len(channel.carried_over.store) >= 20, "each channel has its own copy"
+    assert len(channel.carried_over.store.kept) >= 20, "each channel has its own copy"
     rig.pass_time(60)
     kept = len(slow[0].take())
     assert channel.dropped_count == 100 - kept

@@ -134,7 +134,7 @@ def test_a_settled_run_is_gone_from_its_client_and_from_every_index():
     assert not in_flight._heap
 
 
-def test_the_lowest_id_follows_the_answers():
+def test_the_lowest_number_changes_with_the_answers():
     in_flight = InFlight()
     run = make_run(0, 5)
     in_flight.add(run)
@@ -214,7 +214,7 @@ def test_dead_entries_that_are_popped_are_not_counted_twice():
     assert not in_flight._heap
 
 
-def test_clear_takes_everything_from_everyone():
+def test_clear_removes_all_runs_from_their_clients():
     in_flight = InFlight()
     client = FakeClient()
     run = make_run(0, 20, client=client)
@@ -255,7 +255,7 @@ def test_finding_answering_and_expiring_do_not_slow_with_what_is_in_flight(lengt
     assert cost(20_000) < 6 * cost(1_000)
 
 
-def test_everything_below_an_id_can_be_taken_out():
+def test_all_messages_below_a_number_can_be_taken_out():
     for limit in range(12):
         one, other = FakeClient("one"), FakeClient("other")
         in_flight = InFlight()

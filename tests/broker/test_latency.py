@@ -30,7 +30,7 @@ def test_configured_without_data_gives_zeros():
 
 
 @pytest.mark.parametrize("value", [1, 2, 1_000, 123_456_789, 3_600 * 1_000_000_000])
-def test_a_value_is_told_within_one_per_cent(value: int):
+def test_a_value_is_shown_within_one_per_cent(value: int):
     latency = Latency((1.0,), 600, 0)
     latency.record(value, 0)
     assert summary(latency)["percentiles"][0]["value"] == pytest.approx(value, rel=0.0101, abs=1)

@@ -25,7 +25,7 @@ def end(rig: Rig, clean: bool) -> None:
 
 
 @both_ends
-def test_a_backlog_is_there_again(rig: Rig, clean: bool):
+def test_a_backlog_survives_a_restart(rig: Rig, clean: bool):
     rig.channel()
     rig.publish("t", *bodies(10))
     end(rig, clean)
@@ -49,7 +49,7 @@ def test_finished_messages_stay_finished(rig: Rig, clean: bool):
 
 
 @both_ends
-def test_what_was_in_flight_comes_again_in_the_order_of_its_delivery(rig: Rig, clean: bool):
+def test_messages_in_flight_are_sent_again_in_the_order_of_their_delivery(rig: Rig, clean: bool):
     for _ in range(20):
         rig.subscribe(rdy=2)
     rig.publish("t", *bodies(40))
@@ -58,7 +58,7 @@ def test_what_was_in_flight_comes_again_in_the_order_of_its_delivery(rig: Rig, c
 
 
 @both_ends
-def test_what_was_requeued_and_its_attempts_are_there_again(rig: Rig, clean: bool):
+def test_requeued_messages_keep_their_attempts(rig: Rig, clean: bool):
     client = rig.subscribe(rdy=1)
     rig.publish("t", b"x")
     rig.requeue(client, client.messages[0])
@@ -91,7 +91,7 @@ def test_due_times_are_kept(rig: Rig, clean: bool):
 
 
 @both_ends
-def test_what_fell_due_during_the_downtime_is_delivered_at_once(rig: Rig, clean: bool):
+def test_messages_that_fell_due_during_the_downtime_are_delivered_at_once(rig: Rig, clean: bool):
     rig.channel()
     rig.publish("t", b"later", defer_ms=500)
     end(rig, clean)
@@ -141,7 +141,7 @@ def test_a_deferred_message_that_is_finished_stays_finished_though_the_cursor_is
 
 
 @both_ends
-def test_pauses_are_kept_with_what_they_hold_back(rig: Rig, clean: bool):
+def test_a_pause_and_its_messages_survive_a_restart(rig: Rig, clean: bool):
     rig.channel("a").pause()
     rig.channel("b")
     rig.publish("t", b"0")
@@ -185,7 +185,7 @@ def test_a_topic_without_channels_still_keeps_its_messages(rig: Rig, clean: bool
 
 
 @both_ends
-def test_emptied_stays_empty(rig: Rig, clean: bool):
+def test_an_emptied_channel_stays_empty(rig: Rig, clean: bool):
     client = rig.subscribe(rdy=2)
     rig.publish("t", *bodies(5))
     rig.publish("t", b"later", defer_ms=100)
@@ -198,7 +198,7 @@ def test_emptied_stays_empty(rig: Rig, clean: bool):
 
 
 @both_ends
-def test_deleted_stays_deleted(rig: Rig, clean: bool):
+def test_a_deleted_channel_stays_deleted(rig: Rig, clean: bool):
     rig.channel("a")
     rig.channel("b")
     rig.topic("u")
@@ -211,7 +211,7 @@ def test_deleted_stays_deleted(rig: Rig, clean: bool):
 
 
 @both_ends
-def test_ids_go_on_without_repeating(rig: Rig, clean: bool):
+def test_ids_continue_without_repeating(rig: Rig, clean: bool):
     client = rig.subscribe(rdy=10)
     rig.publish("t", *bodies(3))
     end(rig, clean)
@@ -309,7 +309,7 @@ def test_one_crash_after_another_loses_nothing(rig: Rig):
     assert len(client.take()) == 10
 
 
-def test_a_crash_right_after_a_restart_is_as_harmless(rig: Rig):
+def test_a_crash_right_after_a_restart_loses_nothing(rig: Rig):
     client = rig.subscribe(rdy=10)
     rig.publish("t", *bodies(3))
     rig.finish(client, client.messages[0])
@@ -344,7 +344,7 @@ def test_damaged_topic_state_keeps_the_log_and_the_channels(rig: Rig):
     assert rig.subscribe(rdy=10).take_bodies() == bodies(4)
 
 
-def test_a_message_lost_to_a_bad_disk_is_counted_and_the_rest_goes_on(rig: Rig):
+def test_a_message_lost_to_a_bad_disk_is_counted_and_the_others_are_delivered(rig: Rig):
     client = rig.subscribe(rdy=1)
     rig.publish("t", b"doomed")
     rig.close()
@@ -387,7 +387,7 @@ def test_a_message_that_is_never_answered_does_not_pin_its_segment(make_rig: Mak
 
 
 @both_ends
-def test_carried_messages_are_there_again(make_rig: MakeRig, clean: bool):
+def test_carried_over_messages_survive_a_restart(make_rig: MakeRig, clean: bool):
     rig = make_rig(max_bytes_per_file=2000)
     client = rig.subscribe(rdy=200)
     fill(rig, client)
@@ -405,7 +405,7 @@ def test_carried_messages_are_there_again(make_rig: MakeRig, clean: bool):
     assert client.take() == [deferred._replace(attempts=2)]
 
 
-def test_a_carried_message_is_let_go_once_finished(make_rig: MakeRig):
+def test_a_carried_over_message_is_dropped_when_it_is_finished(make_rig: MakeRig):
     rig = make_rig(max_bytes_per_file=2000)
     client = rig.subscribe(rdy=200)
     fill(rig, client)
@@ -433,7 +433,7 @@ def test_many_stragglers_pin_their_segment(make_rig: MakeRig):
     assert len(rig.names("*.log")) <= 3
 
 
-def test_a_channel_that_has_not_come_so_far_pins_its_segments(make_rig: MakeRig):
+def test_a_channel_that_is_behind_pins_its_segments(make_rig: MakeRig):
     rig = make_rig(max_bytes_per_file=2000)
     rig.channel("slow")
     client = rig.subscribe(rdy=200)
@@ -494,7 +494,7 @@ def test_messages_carried_over_whose_segments_are_gone_before_the_checkpoint_sur
     assert len({m.id for m in got}) == len(got)
 
 
-def test_a_topic_of_deferred_messages_only_lets_go_of_its_files(make_rig: MakeRig):
+def test_a_topic_of_deferred_messages_alone_closes_its_files(make_rig: MakeRig):
     rig = make_rig(max_bytes_per_file=2000, mem_queue_size=5)
     client = rig.subscribe(rdy=10)
     for number in range(100):
@@ -516,7 +516,7 @@ def damage_carry_file(rig: Rig) -> None:
     path.write_bytes(content)
 
 
-def test_a_carried_message_gone_bad_is_counted_and_the_rest_goes_on(make_rig: MakeRig):
+def test_a_damaged_carried_over_message_is_counted_and_the_others_are_delivered(make_rig: MakeRig):
     rig = make_rig(max_bytes_per_file=2000, mem_queue_size=1)
     client = rig.subscribe(rdy=200)
     fill(rig, client)
@@ -535,7 +535,7 @@ def test_a_carried_message_gone_bad_is_counted_and_the_rest_goes_on(make_rig: Ma
     assert client.take_bodies() == [b"fine"]
 
 
-def test_a_carried_message_found_bad_at_the_start_is_said_in_the_log(
+def test_a_carried_over_message_that_is_damaged_at_the_start_is_logged(
     make_rig: MakeRig, caplog: pytest.LogCaptureFixture
 ):
     rig = make_rig(max_bytes_per_file=2000)

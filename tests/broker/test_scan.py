@@ -101,7 +101,7 @@ def test_two_entries_for_the_same_moment_are_one_look():
     assert len(channel.looks) == 2
 
 
-def test_a_channel_that_is_going_away_is_not_watched_again():
+def test_a_deleted_channel_is_not_watched_again():
     scan = make_scan()
     channel = FakeChannel(scan, at_ns=100, next_ns=200)
     channel.is_exiting = True
@@ -148,7 +148,7 @@ def test_a_long_queue_is_worked_off_in_slices_with_breaks():
     assert breaks == 3
 
 
-def test_a_long_queue_does_not_hold_up_another_when_there_are_two_workers():
+def test_with_two_workers_a_long_queue_does_not_delay_another():
     scan = make_scan(workers=2)
     long = FakeChannel(scan, at_ns=100, due=10 * SLICE)
     short = FakeChannel(scan, at_ns=100)

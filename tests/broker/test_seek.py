@@ -56,7 +56,7 @@ def test_seeking_back_delivers_everything_from_there_on_again(make_rig: MakeRig,
 
 
 @pytest.mark.parametrize("act", ["seek", "commit", "empty"])
-def test_after_it_clients_are_served_in_the_order_in_which_they_came(make_rig: MakeRig, act: str):
+def test_after_a_seek_clients_are_served_in_the_order_in_which_they_subscribed(make_rig: MakeRig, act: str):
     rig = make_rig(**KEPT)
     start = number(rig)
     clients = [rig.subscribe(rdy=2) for _ in range(20)]
@@ -75,7 +75,7 @@ def test_after_it_clients_are_served_in_the_order_in_which_they_came(make_rig: M
 
 
 @in_all_modes
-def test_messages_come_as_if_for_the_first_time(make_rig: MakeRig, durability: str):
+def test_after_a_seek_messages_are_sent_as_if_for_the_first_time(make_rig: MakeRig, durability: str):
     rig = make_rig(durability=durability, **KEPT)
     client = rig.subscribe(rdy=5)
     start = number(rig)
@@ -90,7 +90,7 @@ def test_messages_come_as_if_for_the_first_time(make_rig: MakeRig, durability: s
     assert (again.id, again.attempts, again.timestamp_ns) == (message.id, 1, message.timestamp_ns)
 
 
-def test_seeking_forward_counts_what_is_passed_as_done(rig: Rig):
+def test_seeking_forward_finishes_the_messages_before_it(rig: Rig):
     rig.channel()
     start = number(rig)
     rig.publish("t", *bodies(10))
@@ -103,7 +103,7 @@ def test_seeking_forward_counts_what_is_passed_as_done(rig: Rig):
     assert consume(rig, rig.subscribe(rdy=100)) == bodies(9, 11)
 
 
-def test_a_target_beyond_the_log_is_as_far_as_the_log_reaches(rig: Rig):
+def test_a_target_beyond_the_log_becomes_its_end(rig: Rig):
     rig.channel()
     start = number(rig)
     rig.publish("t", *bodies(3))
@@ -118,7 +118,7 @@ def test_a_target_beyond_the_log_is_as_far_as_the_log_reaches(rig: Rig):
     assert counts(rig.channel()) == (1, 0, 0)
 
 
-def test_everything_that_was_under_way_is_dropped_and_the_clients_go_on(rig: Rig):
+def test_a_seek_drops_unfinished_messages_and_clients_continue(rig: Rig):
     client = rig.subscribe(rdy=4)
     start = number(rig)
     rig.publish("t", *bodies(10))
@@ -142,7 +142,7 @@ def test_everything_that_was_under_way_is_dropped_and_the_clients_go_on(rig: Rig
     assert client.in_flight == 0
 
 
-def test_a_plan_changes_nothing_and_is_what_happens(rig: Rig):
+def test_a_plan_changes_nothing_and_equals_the_seek(rig: Rig):
     client = rig.subscribe(rdy=3)
     start = number(rig)
     rig.publish("t", *bodies(6))
@@ -289,7 +289,7 @@ def test_a_seek_over_deferred_messages_of_long_ago_costs_nothing_for_them(make_r
     assert len(consume(rig, client)) == 20_000
 
 
-def test_nothing_is_reclaimed_that_a_seek_has_asked_for(make_rig: MakeRig):
+def test_messages_after_a_seek_are_not_reclaimed(make_rig: MakeRig):
     """In memory mode too, where what nobody needs is not even written."""
     for durability in MODES:
         rig = make_rig(durability=durability, mem_queue_size=20, max_bytes_per_file=300)
@@ -312,7 +312,7 @@ def test_nothing_is_reclaimed_that_a_seek_has_asked_for(make_rig: MakeRig):
         rig.drop()
 
 
-def test_seeking_gives_up_what_was_carried_over(make_rig: MakeRig):
+def test_a_seek_drops_carried_over_messages(make_rig: MakeRig):
     rig = make_rig(max_bytes_per_file=300)
     client = rig.subscribe(rdy=200)
     rig.publish("t", *bodies(5))
@@ -334,7 +334,7 @@ def test_seeking_gives_up_what_was_carried_over(make_rig: MakeRig):
     assert held[0].body not in consume(rig, client)
 
 
-def test_gaps_are_passed_over_when_they_are_met_again(make_rig: MakeRig):
+def test_gaps_are_skipped_again_after_a_seek(make_rig: MakeRig):
     rig = make_rig(**KEPT)
     channel = rig.channel()
     start = number(rig)
@@ -414,7 +414,7 @@ def test_an_ephemeral_topic_goes_back_as_far_as_memory_does(rig: Rig):
     assert consume(rig, client) == [b"later"]
 
 
-def test_other_channels_do_not_notice(make_rig: MakeRig):
+def test_a_seek_does_not_affect_other_channels(make_rig: MakeRig):
     rig = make_rig(**KEPT)
     here, there = rig.subscribe(rdy=100), rig.subscribe(channel="other", rdy=2)
     start = number(rig)
@@ -431,7 +431,7 @@ def test_other_channels_do_not_notice(make_rig: MakeRig):
 # commit
 
 
-def test_a_commit_counts_everything_before_it_as_done(rig: Rig):
+def test_a_commit_finishes_all_messages_before_it(rig: Rig):
     channel = rig.channel()
     start = number(rig)
     rig.publish("t", *bodies(10))
@@ -533,7 +533,7 @@ def test_a_commit_is_kept_by_the_next_checkpoint(rig: Rig):
     assert counts(rig.channel()) == (3, 0, 0)
 
 
-def test_what_a_commit_has_passed_is_reclaimed(make_rig: MakeRig):
+def test_messages_before_a_commit_are_reclaimed(make_rig: MakeRig):
     rig = make_rig(max_bytes_per_file=300)
     channel = rig.channel()
     for i in range(20):
@@ -544,7 +544,7 @@ def test_what_a_commit_has_passed_is_reclaimed(make_rig: MakeRig):
     assert len(rig.names("*.log")) == 1
 
 
-def test_commits_cost_the_same_whatever_waits_for_its_time(make_rig: MakeRig):
+def test_the_cost_of_a_commit_does_not_depend_on_deferred_messages(make_rig: MakeRig):
     def cost(deferred: int) -> float:
         rig = make_rig()
         channel = rig.channel()
@@ -566,7 +566,7 @@ def test_commits_cost_the_same_whatever_waits_for_its_time(make_rig: MakeRig):
 
 
 @in_all_modes
-def test_a_channel_can_start_at_a_place_of_the_log(make_rig: MakeRig, durability: str):
+def test_a_channel_can_start_at_a_sequence_number(make_rig: MakeRig, durability: str):
     rig = make_rig(durability=durability, **KEPT)
     start = number(rig)
     first = rig.subscribe(channel="first", rdy=100)
@@ -586,7 +586,7 @@ def test_a_channel_can_start_at_a_place_of_the_log(make_rig: MakeRig, durability
     assert consume(rig, client) == [b"not due"]
 
 
-def test_the_first_channel_can_start_somewhere_too(rig: Rig):
+def test_the_first_channel_can_start_at_a_sequence_number(rig: Rig):
     start = number(rig)
     rig.publish("t", *bodies(5))
     rig.publish("t", b"deferred", defer_ms=1000)
@@ -636,7 +636,7 @@ def test_a_start_is_for_new_channels_only(rig: Rig):
     assert counts(rig.topic().get_channel("c", start=start)) == (0, 0, 0)
 
 
-def test_a_channel_that_the_disk_refuses_is_not_there(rig: Rig):
+def test_a_channel_that_the_disk_refuses_is_not_created(rig: Rig):
     start = number(rig)
     rig.publish("t", b"plain")
     rig.publish("t", b"deferred", defer_ms=1000)
@@ -648,7 +648,7 @@ def test_a_channel_that_the_disk_refuses_is_not_there(rig: Rig):
     assert counts(rig.topic().get_channel("c")) == (1, 0, 1)
 
 
-def test_no_channel_starts_on_a_topic_that_goes(rig: Rig):
+def test_no_channel_can_be_created_on_a_deleted_topic(rig: Rig):
     topic = rig.topic()
     rig.broker.delete_topic("t")
     with pytest.raises(Exiting):
@@ -713,7 +713,7 @@ def test_positions_name_the_log_and_its_ends(make_rig: MakeRig):
     assert rig.topic().positions().incarnation != found.incarnation
 
 
-def test_after_a_seek_nobody_waits_for_a_disk_that_was_asked_for_something_else(make_rig: MakeRig):
+def test_a_seek_ignores_a_pending_read_of_the_old_position(make_rig: MakeRig):
     background = Later()
     rig = make_rig(mem_queue_size=1, background=background, **KEPT)
     rig.channel()

@@ -82,7 +82,7 @@ def test_several_publishers_of_one_turn_each_get_their_answer_once(rig: Rig):
 
 
 @pytest.mark.parametrize("durability", ["os", "fsync"])
-def test_a_publisher_that_cannot_be_told_costs_the_others_nothing(
+def test_a_publisher_whose_callback_fails_does_not_affect_the_others(
     make_rig: MakeRig, durability: str, caplog: pytest.LogCaptureFixture
 ):
     def fail(error: Exception | None) -> None:
@@ -99,7 +99,7 @@ def test_a_publisher_that_cannot_be_told_costs_the_others_nothing(
     assert "the connection has gone wrong" in caplog.text
 
 
-def test_a_failed_append_is_told_to_its_publishers_and_nothing_of_it_is_kept(rig: Rig):
+def test_a_failed_append_is_an_error_for_its_publishers_and_keeps_no_message(rig: Rig):
     client = rig.subscribe(rdy=10)
     rig.publish("t", b"before")
     rig.files.fail("write", ".log")
@@ -116,7 +116,7 @@ def test_a_failed_append_is_told_to_its_publishers_and_nothing_of_it_is_kept(rig
     assert client.take_bodies() == [b"before", b"after"]
 
 
-def test_consumers_go_on_while_the_disk_is_full(rig: Rig):
+def test_consumers_continue_while_the_disk_is_full(rig: Rig):
     rig.channel()
     rig.publish("t", *bodies(3))
     rig.files.fail("write")
@@ -129,7 +129,7 @@ def test_consumers_go_on_while_the_disk_is_full(rig: Rig):
     assert client.finish_count == 3
 
 
-def test_a_publish_to_a_topic_that_goes_away_in_the_same_turn_is_told_so(rig: Rig):
+def test_a_publish_to_a_topic_deleted_in_the_same_turn_gets_an_error(rig: Rig):
     receipt = rig.send("t", b"x")
     rig.broker.delete_topic("t")
     rig.turn()
@@ -145,7 +145,7 @@ def test_an_exiting_topic_takes_no_publish_and_no_channel(rig: Rig):
         topic.get_channel("c")
 
 
-def test_a_publish_that_waits_while_its_topic_begins_to_exit_is_told_so(rig: Rig):
+def test_a_gathered_publish_gets_an_error_if_its_topic_begins_to_exit(rig: Rig):
     receipt = rig.send("t", b"x")
     rig.topic().is_exiting = True
     rig.turn()
@@ -230,7 +230,7 @@ def test_a_paused_topic_takes_publishes_and_shows_them_to_nobody(rig: Rig):
     assert rig.topic().depth == 0
 
 
-def test_channels_of_a_paused_topic_go_on_with_what_they_have(rig: Rig):
+def test_channels_of_a_paused_topic_deliver_the_messages_they_have(rig: Rig):
     client = rig.subscribe(rdy=1)
     rig.publish("t", b"0", b"1")
     rig.topic().pause()
@@ -243,7 +243,7 @@ def test_channels_of_a_paused_topic_go_on_with_what_they_have(rig: Rig):
     assert client.take() == []
 
 
-def test_a_channel_sees_no_further_than_the_pause_even_within_what_is_read_from_disk_together(
+def test_a_channel_stops_at_the_pause_inside_a_batch_read_from_disk(
     make_rig: MakeRig,
 ):
     rig = make_rig(mem_queue_size=1)
@@ -259,7 +259,7 @@ def test_a_channel_sees_no_further_than_the_pause_even_within_what_is_read_from_
     assert client.take_bodies() == [b"1", b"2"]
 
 
-def test_deferred_messages_of_a_paused_topic_are_held_back_whole(rig: Rig):
+def test_a_paused_topic_holds_back_deferred_messages(rig: Rig):
     client = rig.subscribe(rdy=10)
     rig.topic().pause()
     rig.publish("t", b"later", defer_ms=1000)
@@ -273,7 +273,7 @@ def test_deferred_messages_of_a_paused_topic_are_held_back_whole(rig: Rig):
     assert counts(rig.channel()) == (0, 1, 0)
 
 
-def test_channels_created_while_a_topic_is_paused_get_what_it_held(rig: Rig):
+def test_channels_created_during_a_pause_get_the_messages_of_the_pause(rig: Rig):
     rig.channel("a")
     rig.publish("t", b"0")
     rig.topic().pause()
@@ -299,7 +299,7 @@ def test_a_topic_paused_without_channels_keeps_everything_for_the_first(rig: Rig
     assert rig.topic().depth == 0
 
 
-def test_the_last_channel_deleted_while_paused_leaves_what_the_topic_held(rig: Rig):
+def test_deleting_the_last_channel_during_a_pause_keeps_the_messages_of_the_pause(rig: Rig):
     rig.channel()
     rig.publish("t", b"0")
     rig.topic().pause()
@@ -345,7 +345,7 @@ def test_emptying_a_topic_leaves_its_channels(rig: Rig):
     assert counts(rig.channel()) == (3, 0, 1)
 
 
-def test_emptying_a_paused_topic_drops_what_it_holds_back_and_no_more(rig: Rig):
+def test_emptying_a_paused_topic_drops_only_the_messages_of_the_pause(rig: Rig):
     client = rig.subscribe()
     rig.publish("t", b"0")
     rig.topic().pause()
@@ -377,7 +377,7 @@ def test_a_topic_paused_and_emptied_without_channels_starts_over(rig: Rig):
 
 @pytest.mark.parametrize("rdy", [1, 10])
 @pytest.mark.parametrize("how", ["from disk", "after a restart", "after a crash"])
-def test_emptied_messages_stay_away_when_their_neighbours_are_read_from_disk(
+def test_emptied_messages_do_not_come_back_with_their_neighbours_from_disk(
     make_rig: MakeRig, how: str, rdy: int
 ):
     rig = make_rig(mem_queue_size=1 if how == "from disk" else 10_000)
@@ -446,12 +446,12 @@ def test_deleting_a_topic_closes_its_clients_and_removes_its_files(rig: Rig):
     rig.pass_time(100)
 
 
-def test_deleting_a_topic_that_is_not_there_says_so(rig: Rig):
+def test_deleting_a_missing_topic_returns_false(rig: Rig):
     with pytest.raises(KeyError):
         rig.broker.delete_topic("nobody")
 
 
-def test_a_publish_after_the_end_of_a_topic_begins_a_new_one(rig: Rig):
+def test_a_publish_after_the_deletion_of_a_topic_creates_it_again(rig: Rig):
     rig.channel()
     old = rig.topic()
     rig.publish("t", b"old")
@@ -474,7 +474,7 @@ def test_ids_of_a_topic_deleted_and_created_again_are_new(rig: Rig):
     assert second.messages[0].id > first.messages[0].id
 
 
-def test_publishers_who_wait_for_an_fsync_are_told_when_their_topic_is_deleted(make_rig: MakeRig):
+def test_publishers_that_wait_for_an_fsync_get_an_error_when_their_topic_is_deleted(make_rig: MakeRig):
     later = Later()
     rig = make_rig(durability="fsync", background=later)
     receipt = rig.publish("t", b"x")
@@ -494,7 +494,7 @@ def test_a_deleted_topic_stays_deleted_after_a_crash(rig: Rig):
     assert rig.broker.topics == {}
 
 
-def test_what_is_left_of_a_deletion_is_removed_at_the_next_start(make_rig: MakeRig):
+def test_the_next_start_finishes_an_interrupted_deletion(make_rig: MakeRig):
     later = Later()
     rig = make_rig(background=later)
     rig.publish("t", b"x")
@@ -523,7 +523,7 @@ def test_with_fsync_a_publish_is_answered_only_after_the_sync(make_rig: MakeRig)
     assert rig.files.calls["sync"] == 3
 
 
-def test_publishers_who_come_during_a_sync_share_the_next_one(make_rig: MakeRig):
+def test_publishes_during_a_sync_share_the_next_one(make_rig: MakeRig):
     later = Later()
     rig = make_rig(durability="fsync", background=later)
     first = rig.publish("t", b"0")
@@ -549,7 +549,7 @@ def test_each_topic_syncs_for_itself(make_rig: MakeRig):
     assert all(receipt.is_ok for receipt in receipts)
 
 
-def test_after_a_failed_fsync_publishers_are_told_that_nobody_knows(make_rig: MakeRig):
+def test_after_a_failed_fsync_publishers_get_the_error(make_rig: MakeRig):
     """What the disk has is not known, and what is in the log is delivered: see
     docs/guarantees.md."""
     later = Later()
@@ -581,9 +581,7 @@ def test_after_a_failed_fsync_publishers_are_told_that_nobody_knows(make_rig: Ma
     assert sorted(again.take_bodies()) == bodies(3)
 
 
-def test_a_segment_that_cannot_be_copied_after_a_failed_fsync_is_tried_again_after_a_while(
-    make_rig: MakeRig,
-):
+def test_a_segment_that_cannot_be_copied_after_a_failed_fsync_is_tried_again_after_a_while(make_rig: MakeRig):
     later = Later()
     rig = make_rig(durability="fsync", background=later)
     rig.files.fail("sync", error=errno.EIO)
@@ -691,7 +689,7 @@ def test_with_memory_a_clean_stop_writes_everything(make_rig: MakeRig):
     assert client.take_bodies() == [*bodies(5), b"later"]
 
 
-def test_with_memory_what_is_finished_is_never_written(make_rig: MakeRig):
+def test_with_memory_finished_messages_are_never_written(make_rig: MakeRig):
     rig = make_rig(durability="memory", mem_queue_size=5)
     client = rig.subscribe(rdy=1)
     for number in range(50):
@@ -704,7 +702,7 @@ def test_with_memory_what_is_finished_is_never_written(make_rig: MakeRig):
     assert counts(rig.channel()) == (0, 0, 0)
 
 
-def test_with_memory_a_crash_loses_only_what_memory_held(make_rig: MakeRig):
+def test_with_memory_a_crash_loses_only_the_messages_in_memory(make_rig: MakeRig):
     rig = make_rig(durability="memory", mem_queue_size=5)
     rig.channel()
     for number in range(8):
@@ -733,7 +731,7 @@ def test_with_memory_messages_published_after_a_crash_are_delivered_under_new_id
     assert message.id not in {m.id for m in old}
 
 
-def test_with_memory_an_overflow_that_the_disk_refuses_is_told_to_the_publisher(make_rig: MakeRig):
+def test_with_memory_an_overflow_that_the_disk_refuses_is_an_error_for_the_publisher(make_rig: MakeRig):
     rig = make_rig(durability="memory", mem_queue_size=2)
     rig.publish("t", b"0", b"1")
     rig.files.fail("write", ".log")

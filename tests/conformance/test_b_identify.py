@@ -205,12 +205,7 @@ def test_case_028_default_msg_timeout_is_not_checked_against_its_limit(small_bro
 
 
 def test_case_029_reply_shows_the_effective_values_of_this_client(broker):
-    asked = {
-        "msg_timeout": 1234,
-        "sample_rate": 42,
-        "output_buffer_size": 4096,
-        "output_buffer_timeout": 100,
-    }
+    asked = {"msg_timeout": 1234, "sample_rate": 42, "output_buffer_size": 4096, "output_buffer_timeout": 100}
     reply = accepts(broker, **asked)
     assert {key: reply[key] for key in asked} == asked
 

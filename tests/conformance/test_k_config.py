@@ -44,10 +44,7 @@ GIVEN = {
     "statsd_prefix": (("statsd_prefix", "a.%s.b"), "a.b_example_com_1235.b."),
     "statsd_udp_packet_size": (("statsd_udp_packet_size", 509), 509),
     "statsd_exclude_ephemeral": (("statsd_exclude_ephemeral", True), True),
-    "e2e_processing_latency_percentiles": (
-        ("e2e_processing_latency_percentile", (0.99, 0.5)),
-        [0.99, 0.5],
-    ),
+    "e2e_processing_latency_percentiles": (("e2e_processing_latency_percentile", (0.99, 0.5)), [0.99, 0.5]),
     "e2e_processing_latency_window_time": (("e2e_processing_latency_window_time", 601.0), 601_000_000_000),
     "tls_min_version": (("tls_min_version", "tls1.2"), 771),
     "deflate": (("deflate", False), False),

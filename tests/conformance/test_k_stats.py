@@ -10,15 +10,8 @@ import pytest
 from tests.support import REFERENCE, TEXT, unique_name, wait_until
 
 MEMORY = (
-    "heap_objects",
-    "heap_idle_bytes",
-    "heap_in_use_bytes",
-    "heap_released_bytes",
-    "gc_pause_usec_100",
-    "gc_pause_usec_99",
-    "gc_pause_usec_95",
-    "next_gc_bytes",
-    "gc_total_runs",
+    "heap_objects heap_idle_bytes heap_in_use_bytes heap_released_bytes gc_pause_usec_100 gc_pause_usec_99 "
+    "gc_pause_usec_95 next_gc_bytes gc_total_runs".split()
 )
 TOPIC = {
     "topic_name": str,

@@ -149,10 +149,7 @@ def test_case_201_topics_are_listed_sorted(cluster: Cluster, either: TestAdmin) 
 
 def test_case_201_no_topics_are_null() -> None:
     with Cluster() as cluster:
-        for flags in (
-            {},
-            {"lookupd_http_address": (), "nsqd_http_address": (cluster.addresses[0],)},
-        ):
+        for flags in ({}, {"lookupd_http_address": (), "nsqd_http_address": (cluster.addresses[0],)}):
             assert cluster.admin(**flags).call("GET", "/api/topics").body == b'{"topics":null,"message":""}'
 
 
@@ -228,12 +225,7 @@ def test_case_201_a_channel_with_its_clients(
     assert (found["node"], found["hostname"]) == ("*", "")
     assert (found["topic_name"], found["channel_name"]) == (topic, channel)
     assert (found["depth"], found["in_flight_count"], found["client_count"]) == (1, 1, 1)
-    assert found["e2e_processing_latency"] == {
-        **NO_LATENCY,
-        "topic": topic,
-        "channel": channel,
-        "host": "*",
-    }
+    assert found["e2e_processing_latency"] == {**NO_LATENCY, "topic": topic, "channel": channel, "host": "*"}
     assert {part["node"]: part["client_count"] for part in found["nodes"]} == dict(
         zip(cluster.addresses, (1, 0), strict=True)
     )

@@ -69,8 +69,7 @@ def test_case_210_tls_1_3_may_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{"deflate_level": 100}, {"sample_rate": 100}, {"read_timeout": 1, "heartbeat_interval": 2}],
+    "values", [{"deflate_level": 100}, {"sample_rate": 100}, {"read_timeout": 1, "heartbeat_interval": 2}]
 )
 def test_case_210_values_out_of_range_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -323,9 +322,7 @@ def test_case_213_what_a_client_negotiates_shows_in_stats(
     run(main())
 
 
-def test_case_213_a_server_that_cannot_prove_itself_is_left(
-    shared_broker: Callable[..., TestBroker],
-) -> None:
+def test_case_213_a_server_that_cannot_prove_itself_is_left(shared_broker: Callable[..., TestBroker]) -> None:
     broker = shared_broker(**certificates().server_flags())
 
     async def main() -> None:

@@ -15,6 +15,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from tests.support import ERROR, MESSAGE, RESPONSE, multi, sized
@@ -188,10 +189,7 @@ def play(address: tuple[str, int], pieces: list[bytes], timeout: float = 5.0) ->
 
 
 def play_against(
-    judged: Callable[[bytes, bool], list[str]],
-    address: tuple[str, int],
-    pieces: list[bytes],
-    timeout: float,
+    judged: Callable[[bytes, bool], list[str]], address: tuple[str, int], pieces: list[bytes], timeout: float
 ) -> list[str]:
     """The same, with whatever judges what the broker said."""
     deadline = time.monotonic() + timeout
@@ -262,17 +260,25 @@ def _is_json(data: bytes) -> bool:
         return False
 
 
-def run(
-    address: tuple[str, int], first: int, count: int, deadline: float = math.inf
+def run_cases(
+    make: Callable[[int], list[bytes]],
+    play_one: Callable[[tuple[str, int], list[bytes]], list[str]],
+    address: tuple[str, int],
+    first: int,
+    count: int,
+    deadline: float = math.inf,
 ) -> tuple[int, list[str]]:
-    """Play `count` cases from seed `first` on, if time allows; how many it was, and their
-    problems."""
+    """Play `count` cases from seed `first` on, or as many as there is time for. Gives how many were
+    played, and their problems."""
     problems: list[str] = []
     for seed in range(first, first + count):
         if time.monotonic() > deadline:
             return seed - first, problems
         try:
-            problems += [f"seed {seed}: {problem}" for problem in play(address, case(seed))]
+            problems += [f"seed {seed}: {problem}" for problem in play_one(address, make(seed))]
         except OSError as error:
             return seed - first, [*problems, f"seed {seed}: {error!r} at connecting"]
     return count, problems
+
+
+run = partial(run_cases, case, play)

@@ -9,13 +9,12 @@ its answer has no body.
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
-import time
+from functools import partial
 from typing import Final
 
-from tests.faults.fuzzing import cut, play_against
+from tests.faults.fuzzing import cut, play_against, run_cases
 from tests.support import multi
 
 STATUSES: Final = frozenset({200, 301, 308, 400, 404, 405, 409, 410, 413, 414, 416, 417, 431, 501, 503, 505})
@@ -296,17 +295,4 @@ def _judge_answer(status: int, headers: dict[str, str], body: bytes) -> str:
     return ""
 
 
-def run(
-    address: tuple[str, int], first: int, count: int, deadline: float = math.inf
-) -> tuple[int, list[str]]:
-    """Play `count` cases from seed `first` on, if time allows; how many it was, and their
-    problems."""
-    problems: list[str] = []
-    for seed in range(first, first + count):
-        if time.monotonic() > deadline:
-            return seed - first, problems
-        try:
-            problems += [f"seed {seed}: {problem}" for problem in play(address, case(seed))]
-        except OSError as error:
-            return seed - first, [*problems, f"seed {seed}: {error!r} at connecting"]
-    return count, problems
+run = partial(run_cases, case, play)

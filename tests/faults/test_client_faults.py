@@ -19,15 +19,7 @@ from typing import Any
 import pytest
 
 from nsparq.addresses import join_address
-from nsparq.client import (
-    ClientError,
-    Config,
-    Consumer,
-    Message,
-    NotConnected,
-    Producer,
-    PublishTimeout,
-)
+from nsparq.client import ClientError, Config, Consumer, Message, NotConnected, Producer, PublishTimeout
 from nsparq.testing import FaultProxy
 from tests.support import REFERENCE, BrokerProcess, TestBroker, start_process, unique_name
 from tests.support.aio import run, until

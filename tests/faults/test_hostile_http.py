@@ -355,11 +355,7 @@ def test_a_body_that_is_declared_too_big_is_refused_unread(modest: BrokerProcess
 
 @pytest.mark.parametrize(
     "path, chunk",
-    [
-        ("/mpub?topic=t", 100),
-        ("/mpub?topic=t&binary=1", 60_000),
-        ("/topic/create?topic=t", 60_000),
-    ],
+    [("/mpub?topic=t", 100), ("/mpub?topic=t&binary=1", 60_000), ("/topic/create?topic=t", 60_000)],
 )
 def test_a_chunked_body_without_end_is_cut_off(broker: BrokerProcess, path: str, chunk: int) -> None:
     start = f"POST {path} HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n".encode()

@@ -266,11 +266,7 @@ def test_connections_that_come_and_go_leave_nothing_behind(lookupd: LookupdProce
 # Stalling and flooding
 
 
-@pytest.mark.parametrize(
-    "command",
-    [b"PING\n", b"REGISTER t c\nUNREGISTER t\n"],
-    ids=["PING", "to and fro"],
-)
+@pytest.mark.parametrize("command", [b"PING\n", b"REGISTER t c\nUNREGISTER t\n"], ids=["PING", "to and fro"])
 def test_a_peer_that_floods_and_never_reads_is_held_back(lookupd: LookupdProcess, command: bytes) -> None:
     with unnoticed(lookupd), lookupd.peer() as flooder:
         send_until_held_back(flooder.socket, command * 2000, len(command))

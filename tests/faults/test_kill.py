@@ -11,14 +11,7 @@ import pytest
 
 from tests.support import REFERENCE, start_process, wait_until
 
-from .load import (
-    assert_whole_or_absent,
-    await_checkpoint,
-    drain,
-    drain_messages,
-    running_load,
-    sequence_of,
-)
+from .load import assert_whole_or_absent, await_checkpoint, drain, drain_messages, running_load, sequence_of
 
 ROUNDS = 10
 CHECKPOINT = 0.2
@@ -27,10 +20,7 @@ pytestmark = pytest.mark.skipif(bool(REFERENCE), reason="the reference loses wha
 
 
 def test_killed_ten_times_under_load_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
-    with (
-        start_process(tmp_path, checkpoint_interval=CHECKPOINT) as broker,
-        running_load(broker, "t") as load,
-    ):
+    with start_process(tmp_path, checkpoint_interval=CHECKPOINT) as broker, running_load(broker, "t") as load:
         may_come_again = 0
         for _ in range(ROUNDS):
             load.await_more(200)
@@ -101,10 +91,7 @@ def test_messages_finished_well_before_a_crash_are_not_delivered_again(tmp_path:
 
 
 def test_messages_finished_by_a_consumer_without_rdy_are_not_delivered_again(tmp_path: Path) -> None:
-    with (
-        start_process(tmp_path, checkpoint_interval=CHECKPOINT) as broker,
-        broker.connect() as connection,
-    ):
+    with start_process(tmp_path, checkpoint_interval=CHECKPOINT) as broker, broker.connect() as connection:
         broker.publish("t", b"one", b"two")
         connection.identify()
         connection.sub("t", "c", rdy=2)

@@ -77,10 +77,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp(prefix="broker-machine-"))
         self.background = Later() if self.is_slow else None
         self.rig = Rig(
-            self.directory,
-            background=self.background,
-            max_msg_timeout=float(MAX_MSG_TIMEOUT_S),
-            **self.flags,
+            self.directory, background=self.background, max_msg_timeout=float(MAX_MSG_TIMEOUT_S), **self.flags
         )
         self.rig.files.is_cold = self.is_slow
         self.rig.topic(TOPIC)
@@ -207,10 +204,7 @@ class BrokerMachine(RuleBasedStateMachine):
         due_ns = self.rig.clock() + delay_ms * MILLISECOND
         self.earliest_ns[deferred] = due_ns
         self.note((plain, 0), (deferred, due_ns))
-        receipts = [
-            self.rig.send(TOPIC, deferred, defer_ms=delay_ms),
-            self.rig.send(TOPIC, plain),
-        ]
+        receipts = [self.rig.send(TOPIC, deferred, defer_ms=delay_ms), self.rig.send(TOPIC, plain)]
         self.model.publish(deferred, due_ns)
         self.model.publish(plain, 0)
         self.rig.turn()

@@ -74,10 +74,7 @@ ANSWERS = st.one_of(
 OPENINGS = st.one_of(
     PUBLISHES,
     st.sampled_from(["{}", "null", '{"client_id":"a"}', '{"feature_negotiation":true, "x":[1]}']).map(
-        lambda text: (
-            b"IDENTIFY\n" + sized(text.encode()),
-            [Identify(decode_identify(text.encode(), SMALL))],
-        )
+        lambda text: (b"IDENTIFY\n" + sized(text.encode()), [Identify(decode_identify(text.encode(), SMALL))])
     ),
     BODIES.map(lambda secret: (b"AUTH\n" + sized(secret), [Auth(secret)])),
 )

@@ -75,7 +75,7 @@ class UnsyncedFiles(Files):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_a_failed_fsync_is_told_over_tcp_and_http_as_what_it_is(tmp_path: Path) -> None:
+def test_a_failed_fsync_has_its_own_error_over_tcp_and_http(tmp_path: Path) -> None:
     files = UnsyncedFiles()
 
     async def ask(address: tuple[str, int] | str, request: bytes) -> bytes:
@@ -99,7 +99,7 @@ def test_a_failed_fsync_is_told_over_tcp_and_http_as_what_it_is(tmp_path: Path) 
     asyncio.run(scenario())
 
 
-def test_an_ok_waits_for_the_disk_and_what_comes_after_it_waits_too(tmp_path: Path) -> None:
+def test_ok_waits_for_the_disk_and_later_replies_wait_for_ok(tmp_path: Path) -> None:
     files = HeldFiles()
 
     async def scenario() -> None:
@@ -117,7 +117,7 @@ def test_an_ok_waits_for_the_disk_and_what_comes_after_it_waits_too(tmp_path: Pa
     asyncio.run(scenario())
 
 
-def test_a_fatal_error_comes_after_the_answers_to_what_was_said_before_it(tmp_path: Path) -> None:
+def test_a_fatal_error_is_sent_after_all_earlier_replies(tmp_path: Path) -> None:
     files = HeldFiles()
 
     async def scenario() -> None:
@@ -136,7 +136,7 @@ def test_a_fatal_error_comes_after_the_answers_to_what_was_said_before_it(tmp_pa
     asyncio.run(scenario())
 
 
-def test_a_publisher_far_ahead_of_the_disk_is_not_read_from_until_it_catches_up(tmp_path: Path) -> None:
+def test_a_publisher_with_too_many_unanswered_publishes_is_not_read_from(tmp_path: Path) -> None:
     files = HeldFiles()
     count = 4 * MAX_UNANSWERED
 
@@ -166,7 +166,7 @@ async def talking(nsqd: Nsqd) -> AsyncIterator[tuple[asyncio.StreamReader, async
     await writer.wait_closed()
 
 
-def test_publishers_who_wait_for_each_answer_share_an_append(tmp_path: Path) -> None:
+def test_publishers_that_wait_for_each_ok_share_an_append(tmp_path: Path) -> None:
     """Each has its answer, its count, and its messages in order, whatever it says in between."""
 
     async def publish(nsqd: Nsqd, name: bytes) -> None:
@@ -200,7 +200,7 @@ def test_publishers_who_wait_for_each_answer_share_an_append(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
-def test_a_publisher_goes_on_when_its_topic_is_deleted(tmp_path: Path) -> None:
+def test_a_publisher_can_publish_on_after_its_topic_is_deleted(tmp_path: Path) -> None:
     async def scenario() -> None:
         files = HeldFiles()
         files.go.set()
@@ -227,7 +227,7 @@ def in_halves(descriptors: list[int], data: bytes) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     "send_each", [kernel.send_each, in_halves, None], ids=["as built", "in halves", "pure"]
 )
-def test_batches_that_come_together_are_each_answered(
+def test_each_of_several_mpubs_in_one_piece_gets_its_ok(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, send_each: Any
 ) -> None:
     async def scenario() -> None:
@@ -283,7 +283,7 @@ LAYERS = pytest.mark.parametrize("layers", [{}, {"snappy": True}, {"deflate": Tr
 
 
 @LAYERS
-def test_the_commands_of_a_consumer_that_does_not_read_are_heard(
+def test_the_commands_of_a_consumer_that_does_not_read_are_executed(
     tmp_path: Path, layers: dict[str, bool]
 ) -> None:
     with stalled_consumer(tmp_path, **layers) as (broker, consumer, ids):
@@ -300,7 +300,7 @@ def test_the_commands_of_a_consumer_that_does_not_read_are_heard(
 
 @LAYERS
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_what_a_consumer_said_before_it_left_counts_although_it_did_not_read(
+def test_fins_sent_before_a_disconnect_count_even_if_the_consumer_did_not_read(
     tmp_path: Path, layers: dict[str, bool], is_reset: bool
 ) -> None:
     with stalled_consumer(tmp_path, **layers) as (broker, consumer, ids):
@@ -318,7 +318,7 @@ def test_what_a_consumer_said_before_it_left_counts_although_it_did_not_read(
 
 
 @LAYERS
-def test_a_consumer_that_does_not_read_is_heard_until_enough_answers_wait(
+def test_a_consumer_that_does_not_read_is_read_from_until_too_many_replies_wait(
     tmp_path: Path, layers: dict[str, bool]
 ) -> None:
     refused, count = b"FIN 0123456789abcdef\n", 30_000

@@ -43,12 +43,12 @@ def test_an_ipv6_host_is_joined_in_brackets() -> None:
 
 
 @pytest.mark.parametrize("more", [{"tls_required": TlsRequired.YES}, {"tls_client_auth_policy": "require"}])
-def test_a_lock_without_a_key_is_not_pretended(tmp_path: Path, more: dict[str, object]) -> None:
+def test_a_certificate_without_a_key_is_refused(tmp_path: Path, more: dict[str, object]) -> None:
     with pytest.raises(StartError, match="cannot require TLS client connections without TLS key and cert"):
         asyncio.run(Nsqd(options(tmp_path, **more)).start())
 
 
-def test_a_port_that_is_taken_is_named_and_nothing_stays_locked(tmp_path: Path) -> None:
+def test_a_taken_port_is_named_and_the_data_path_is_unlocked(tmp_path: Path) -> None:
     async def scenario(address: str) -> None:
         with pytest.raises(StartError, match=rf"listen \({address}\) failed - "):
             await Nsqd(options(tmp_path, tcp_address=address)).start()
@@ -146,7 +146,7 @@ def test_a_second_daemon_does_not_take_the_socket_file_of_the_first(tmp_path: Pa
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", ":0"])
-def test_clients_of_both_families_get_in(address: str) -> None:
+def test_clients_connect_over_ipv4_and_ipv6(address: str) -> None:
     """The first is the default, and `localhost` may be either."""
     made = pytest.importorskip("tests.support.certificates").certificates()
     flags = dict.fromkeys(("tcp_address", "http_address", "https_address"), address)

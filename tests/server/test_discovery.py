@@ -134,7 +134,9 @@ def test_channels_see_what_was_published_before_they_were_known(
             assert [message.body for message in consumer.read_messages(3)] == [b"1", b"2", b"3"]
 
 
-def test_nothing_is_let_go_until_the_answer_is_there(start: Start, lookupd: ScriptedLookupd) -> None:
+def test_no_message_is_reclaimed_before_nsqlookupd_has_answered(
+    start: Start, lookupd: ScriptedLookupd
+) -> None:
     lookupd.http.answer({"channels": ["late", "own"]})
     lookupd.http.stalled.set()
     broker = start(lookupd, max_bytes_per_file=2_000, checkpoint_interval=0.02)
@@ -230,7 +232,7 @@ ANSWERS: dict[str, tuple[int, bytes]] = {
 }
 
 
-def test_an_answer_that_makes_no_sense_costs_only_itself(
+def test_an_invalid_answer_of_one_nsqlookupd_does_not_affect_the_others(
     start: Start, lookupd: ScriptedLookupd, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ScriptedLookupd("known") as sane:
@@ -256,7 +258,7 @@ def test_the_channels_of_all_nsqlookupds_are_taken_together(start: Start, lookup
         wait_until(lambda: channels(broker, "t") == {"a": 1, "b": 1, "c": 1})
 
 
-def test_nsqlookupds_that_cannot_be_reached_hold_nothing_up_for_long(
+def test_unreachable_nsqlookupds_delay_nothing_for_long(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup_peer, "IO_TIMEOUT_S", 0.1)
@@ -268,9 +270,7 @@ def test_nsqlookupds_that_cannot_be_reached_hold_nothing_up_for_long(
         assert channels(broker, "t") == {}
 
 
-def test_one_that_tells_where_to_ask_but_does_not_answer_there(
-    start: Start, lookupd: ScriptedLookupd
-) -> None:
+def test_an_nsqlookupd_whose_http_port_does_not_answer(start: Start, lookupd: ScriptedLookupd) -> None:
     lookupd.http.stalled.set()
     with ScriptedLookupd("known") as sane:
         broker = start(lookupd, sane, http_client_request_timeout=0.2)
@@ -280,7 +280,7 @@ def test_one_that_tells_where_to_ask_but_does_not_answer_there(
 
 
 @pytest.mark.parametrize("about", [{"broadcast_address": ""}, {"http_port": 0}, {"http_port": 1}])
-def test_one_that_does_not_tell_where_to_ask(
+def test_an_nsqlookupd_that_does_not_name_its_http_port(
     start: Start, lookupd: ScriptedLookupd, about: dict[str, Any]
 ) -> None:
     lookupd.about.update(about)
@@ -290,13 +290,13 @@ def test_one_that_does_not_tell_where_to_ask(
     assert (lookupd.asked, channels(broker, "t")) == ([], {})
 
 
-def test_without_nsqlookupd_nothing_is_held(start: Start) -> None:
+def test_without_nsqlookupd_messages_are_not_kept(start: Start) -> None:
     broker = start()
     broker.control("create", "t")
     assert not is_held(broker, "t")
 
 
-def test_only_topics_that_are_new_are_asked_about(start: Start, lookupd: ScriptedLookupd) -> None:
+def test_only_new_topics_are_looked_up(start: Start, lookupd: ScriptedLookupd) -> None:
     broker = start(lookupd)
     broker.control("create", "t")
     wait_until(lambda: not is_held(broker, "t"))
@@ -308,7 +308,7 @@ def test_only_topics_that_are_new_are_asked_about(start: Start, lookupd: Scripte
     assert (lookupd.asked, channels(broker, "t")) == (["/channels?topic=t"], {})
 
 
-def test_a_topic_that_is_gone_when_the_answer_comes(start: Start, lookupd: ScriptedLookupd) -> None:
+def test_a_topic_that_was_deleted_before_the_answer(start: Start, lookupd: ScriptedLookupd) -> None:
     lookupd.http.answer({"channels": ["a"]})
     lookupd.http.stalled.set()
     broker = start(lookupd)
@@ -321,7 +321,7 @@ def test_a_topic_that_is_gone_when_the_answer_comes(start: Start, lookupd: Scrip
     wait_until(lambda: channels(broker, "t") == {"a": 1})
 
 
-def test_a_disk_that_refuses_a_channel_is_told_of_and_holds_nothing(
+def test_a_channel_that_the_disk_refuses_is_logged_and_keeps_no_messages(
     start: Start, lookupd: ScriptedLookupd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lookupd.http.answer({"channels": ["a"]})
@@ -359,7 +359,7 @@ def test_a_daemon_that_stops_does_not_wait_for_the_answer(start: Start, lookupd:
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
-def test_a_topic_that_has_not_asked_when_nsqd_ends_asks_in_the_next_run(
+def test_a_topic_that_was_not_looked_up_before_a_stop_is_looked_up_after_it(
     tmp_path: Path, lookupd: ScriptedLookupd, end: str
 ) -> None:
     lookupd.http.answer({"channels": ["late"]})
@@ -374,7 +374,7 @@ def test_a_topic_that_has_not_asked_when_nsqd_ends_asks_in_the_next_run(
         wait_until(lambda: channels(broker, "t") == {"own": 1, "late": 1})
 
 
-def test_what_has_been_asked_is_not_asked_again(start: Start, lookupd: ScriptedLookupd) -> None:
+def test_a_topic_is_looked_up_once(start: Start, lookupd: ScriptedLookupd) -> None:
     lookupd.http.answer({"channels": ["a"]})
     broker = start(lookupd)
     broker.publish("t", b"x")

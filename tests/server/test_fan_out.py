@@ -65,7 +65,7 @@ def test_every_channel_gets_everything_in_order(broker: BrokerThread, is_piled_u
             assert bodies == EXPECTED
 
 
-def test_one_that_does_not_read_and_one_with_a_layer_get_the_same_later(broker: BrokerThread) -> None:
+def test_a_slow_consumer_and_one_with_a_layer_get_the_same_messages_later(broker: BrokerThread) -> None:
     topic = unique_name("topic")
     with ExitStack() as stack:
         consumers: list[RawConnection] = [
@@ -85,7 +85,9 @@ def test_one_that_does_not_read_and_one_with_a_layer_get_the_same_later(broker: 
         assert take_all(stalled) == EXPECTED
 
 
-def test_a_client_that_leaves_in_the_middle_costs_the_others_nothing(broker: BrokerThread) -> None:
+def test_a_client_that_disconnects_during_the_delivery_does_not_affect_the_others(
+    broker: BrokerThread,
+) -> None:
     topic = unique_name("topic")
     with ExitStack() as stack:
         consumers = [stack.enter_context(RawConnection(broker.address)) for _ in range(CHANNELS)]

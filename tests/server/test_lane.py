@@ -137,7 +137,7 @@ def run(tmp_path: Path) -> Run:
     return play
 
 
-def test_every_message_of_everybody_arrives_in_order_and_is_counted(run: Run) -> None:
+def test_all_messages_of_a_lane_arrive_in_order_and_are_counted(run: Run) -> None:
     async def act(stage: Scene) -> None:
         async def work(name: int) -> None:
             peer = await stage.connect()
@@ -158,7 +158,7 @@ def test_every_message_of_everybody_arrives_in_order_and_is_counted(run: Run) ->
     run(act)
 
 
-def test_who_leaves_says_goodbye_to_nobody_else(run: Run) -> None:
+def test_a_publisher_that_disconnects_does_not_affect_the_others_in_its_lane(run: Run) -> None:
     async def act(stage: Scene) -> None:
         first, second, third = await stage.in_lane(3)
         first.writer.close()
@@ -189,7 +189,7 @@ def test_who_leaves_says_goodbye_to_nobody_else(run: Run) -> None:
     ],
     ids=["NOP", "two", "large", "larger", "MPUB", "another topic"],
 )
-def test_anything_else_is_answered_as_ever(
+def test_other_commands_of_a_lane_member_are_answered_as_usual(
     run: Run, said: bytes, answer: bytes, published: list[bytes]
 ) -> None:
     async def act(stage: Scene) -> None:
@@ -208,7 +208,7 @@ def test_anything_else_is_answered_as_ever(
     run(act)
 
 
-def test_a_message_may_come_in_pieces(run: Run) -> None:
+def test_a_message_in_a_lane_may_arrive_in_pieces(run: Run) -> None:
     async def act(stage: Scene) -> None:
         (peer,) = await stage.in_lane()
         whole = pub(b"in pieces")
@@ -229,7 +229,7 @@ def test_a_message_may_come_in_pieces(run: Run) -> None:
         (pub(b"x", b"bad!"), b"E_BAD_TOPIC"),
     ],
 )
-def test_an_error_is_told_and_costs_nobody_else_anything(run: Run, said: bytes, error: bytes) -> None:
+def test_an_error_of_one_lane_member_does_not_affect_the_others(run: Run, said: bytes, error: bytes) -> None:
     async def act(stage: Scene) -> None:
         peer, other = await stage.in_lane(2)
         peer.say(said)
@@ -240,7 +240,7 @@ def test_an_error_is_told_and_costs_nobody_else_anything(run: Run, said: bytes, 
     run(act)
 
 
-def test_a_subscriber_may_come_of_it(run: Run) -> None:
+def test_a_lane_member_may_subscribe(run: Run) -> None:
     async def act(stage: Scene) -> None:
         (peer,) = await stage.in_lane()
         peer.say(b"SUB t c\nRDY 1\n")
@@ -256,7 +256,7 @@ def test_a_subscriber_may_come_of_it(run: Run) -> None:
     run(act)
 
 
-def test_heartbeats_come_and_are_answered(tmp_path: Path) -> None:
+def test_heartbeats_work_in_a_lane(tmp_path: Path) -> None:
     async def act() -> None:
         async with scene(tmp_path) as stage:
             peer = await stage.connect()
@@ -278,7 +278,7 @@ def test_heartbeats_come_and_are_answered(tmp_path: Path) -> None:
     asyncio.run(act())
 
 
-def test_a_topic_that_is_deleted_begins_anew(run: Run) -> None:
+def test_a_lane_continues_after_its_topic_is_deleted(run: Run) -> None:
     async def act(stage: Scene) -> None:
         peers = await stage.in_lane(2)
         stage.nsqd.broker.delete_topic("t")
@@ -292,7 +292,7 @@ def test_a_topic_that_is_deleted_begins_anew(run: Run) -> None:
     run(act)
 
 
-def test_where_publishers_wait_for_the_disk_there_is_none(run: Run) -> None:
+def test_with_fsync_there_are_no_lanes(run: Run) -> None:
     async def act(stage: Scene) -> None:
         peers = await stage.in_lane(2)
         topic = stage.nsqd.broker.topics["t"]
@@ -307,7 +307,7 @@ def test_where_publishers_wait_for_the_disk_there_is_none(run: Run) -> None:
     run(act)
 
 
-def test_a_full_disk_is_told_to_each(run: Run) -> None:
+def test_each_member_of_a_lane_gets_the_error_of_a_full_disk(run: Run) -> None:
     async def act(stage: Scene) -> None:
         peers = await stage.in_lane(3)
         before = stage.bodies()
@@ -326,7 +326,7 @@ def test_a_full_disk_is_told_to_each(run: Run) -> None:
 
 
 @pytest.mark.parametrize("said", [b"NOP\n", b""], ids=["says something else", "hangs up"])
-def test_who_leaves_with_an_answer_due_gets_it_once(run: Run, said: bytes) -> None:
+def test_a_publisher_that_leaves_the_lane_gets_its_pending_ok_once(run: Run, said: bytes) -> None:
     async def act(stage: Scene) -> None:
         peer, other = await stage.in_lane(2)
         is_over = False
@@ -351,9 +351,7 @@ def test_who_leaves_with_an_answer_due_gets_it_once(run: Run, said: bytes) -> No
     run(act)
 
 
-def test_an_ok_that_a_socket_does_not_take_whole_is_said_to_the_end(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ok_that_was_sent_in_part_is_completed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     send_each = kernel.send_each
     assert send_each is not None
 
@@ -374,7 +372,7 @@ def test_an_ok_that_a_socket_does_not_take_whole_is_said_to_the_end(
     run(act)
 
 
-def test_after_an_error_of_ours_nobody_waits_for_an_answer(
+def test_after_an_internal_error_every_publisher_is_answered(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def act(stage: Scene) -> None:
@@ -408,7 +406,7 @@ def test_a_daemon_stops_with_publishers_in_a_lane(run: Run) -> None:
     run(act)
 
 
-def test_there_are_only_so_many(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_lanes_is_limited(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def act(stage: Scene) -> None:
         for number in range(3):
             (peer,) = await stage.in_lane(1, b"t%d" % number)
@@ -423,7 +421,7 @@ def test_there_are_only_so_many(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("call", ["epoll", "register"])
-def test_where_the_system_has_nothing_left_everything_goes_on(
+def test_without_free_descriptors_publishers_work_without_a_lane(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     def fail(*arguments: object) -> None:
@@ -482,7 +480,7 @@ class Moments:
         return self.now - start
 
 
-def test_half_of_the_publishers_are_waited_for() -> None:
+def test_the_turn_waits_for_half_of_the_publishers() -> None:
     moments = Moments()
     assert moments.filled_for(0, 16) == 0
     assert moments.filled_for(8, 16) == 0
@@ -491,12 +489,12 @@ def test_half_of_the_publishers_are_waited_for() -> None:
         assert moments.filled_for(2, 16, FILL_S / 2) == pytest.approx(FILL_S / 2, rel=0.3)
 
 
-def test_nobody_is_waited_for_on_a_single_core() -> None:
+def test_on_a_single_core_the_turn_waits_for_nobody() -> None:
     moments = Moments(cores=1)
     assert not any(moments.filled_for(1, 16, FILL_S / 2) for _ in range(100))
 
 
-def test_they_are_not_waited_for_long_and_less_and_less_often_in_vain() -> None:
+def test_the_turn_waits_for_a_short_time_and_less_often_after_failures() -> None:
     moments = Moments()
     waits = [moments.filled_for(1, 16) for _ in range(1000)]
     assert max(waits) <= 1.2 * FILL_S
@@ -504,7 +502,7 @@ def test_they_are_not_waited_for_long_and_less_and_less_often_in_vain() -> None:
     assert any(wait > 0 for wait in waits[500:]), "but now and then"
 
 
-def test_who_has_stopped_publishing_is_not_waited_for(run: Run) -> None:
+def test_the_turn_does_not_wait_for_publishers_that_have_stopped(run: Run) -> None:
     async def act(stage: Scene) -> None:
         peers = await stage.in_lane(6)
         for number in range(100):

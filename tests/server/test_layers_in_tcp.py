@@ -150,7 +150,7 @@ def expired() -> Grant:
     return grant(validity=over)
 
 
-def test_what_is_said_behind_auth_is_done_after_it_and_in_order(guarded: Guarded) -> None:
+def test_commands_after_auth_are_executed_after_it_in_order(guarded: Guarded) -> None:
     broker, authenticator = guarded(grant())
     authenticator.gate.clear()
     with broker.connect() as connection:
@@ -170,7 +170,7 @@ def test_what_is_said_behind_auth_is_done_after_it_and_in_order(guarded: Guarded
     assert authenticator.asked == 1
 
 
-def test_a_client_that_waits_is_not_read_from(guarded: Guarded) -> None:
+def test_a_client_whose_auth_is_being_checked_is_not_read_from(guarded: Guarded) -> None:
     broker, authenticator = guarded(grant())
     authenticator.gate.clear()
     with broker.connect() as connection:
@@ -196,7 +196,7 @@ def test_a_client_that_waits_is_not_read_from(guarded: Guarded) -> None:
             connection.expect_ok()
 
 
-def test_a_fatal_answer_ends_it_and_nothing_behind_is_done(guarded: Guarded) -> None:
+def test_after_a_failed_auth_no_further_command_is_executed(guarded: Guarded) -> None:
     for answer, error in (
         (AuthFailed("no"), "E_AUTH_FAILED AUTH failed"),
         (Grant("me", "", ()), "E_UNAUTHORIZED AUTH no authorizations found"),
@@ -221,7 +221,7 @@ def test_a_bug_while_waiting_ends_the_connection(guarded: Guarded, caplog: pytes
     assert any(record.exc_info and "bug" in str(record.exc_info[1]) for record in caplog.records)
 
 
-def test_a_client_that_has_left_meanwhile_leaves_nothing_behind(guarded: Guarded) -> None:
+def test_a_client_that_disconnects_during_auth_leaves_nothing_behind(guarded: Guarded) -> None:
     """It is not read from, so that it has left is seen only when the wait is over."""
     broker, authenticator = guarded(grant())
     ways = (RawConnection.close, RawConnection.abort, RawConnection.end_of_stream)
@@ -236,7 +236,7 @@ def test_a_client_that_has_left_meanwhile_leaves_nothing_behind(guarded: Guarded
         wait_until(lambda: not broker.nsqd.connections)
 
 
-def test_a_daemon_that_stops_does_not_wait_for_it_either(guarded: Guarded) -> None:
+def test_a_stopping_daemon_does_not_wait_for_auth(guarded: Guarded) -> None:
     broker, authenticator = guarded(grant())
     authenticator.gate.clear()
     with broker.connect() as connection:
@@ -247,7 +247,7 @@ def test_a_daemon_that_stops_does_not_wait_for_it_either(guarded: Guarded) -> No
         connection.expect_closed()
 
 
-def test_a_client_is_not_cut_off_because_it_waits_for_us(guarded: Guarded) -> None:
+def test_a_client_is_not_disconnected_while_it_waits_for_auth(guarded: Guarded) -> None:
     broker, authenticator = guarded(grant())
     with broker.connect() as connection:
         connection.identify(heartbeat_interval=1000)
@@ -262,7 +262,7 @@ def test_a_client_is_not_cut_off_because_it_waits_for_us(guarded: Guarded) -> No
         connection.expect_ok()
 
 
-def test_a_grant_that_is_over_is_asked_for_again_and_the_command_then_done(guarded: Guarded) -> None:
+def test_an_expired_grant_is_renewed_before_the_command_is_executed(guarded: Guarded) -> None:
     broker, authenticator = guarded(expired(), grant())
     with broker.connect() as connection:
         connection.send(AUTH)
@@ -274,7 +274,7 @@ def test_a_grant_that_is_over_is_asked_for_again_and_the_command_then_done(guard
     assert bodies_of(broker, "t") == [str(i) for i in range(50)]
 
 
-def test_a_grant_that_is_over_when_it_arrives_is_asked_for_once_more(guarded: Guarded) -> None:
+def test_a_grant_that_is_expired_when_it_arrives_is_requested_once_more(guarded: Guarded) -> None:
     broker, authenticator = guarded(expired(), expired(), expired(), grant())
     with broker.connect() as connection:
         connection.send(AUTH)
@@ -286,7 +286,7 @@ def test_a_grant_that_is_over_when_it_arrives_is_asked_for_once_more(guarded: Gu
     assert bodies_of(broker, "t") == [str(i) for i in range(5)]
 
 
-def test_after_a_refusal_upon_asking_again_nothing_further_is_done(guarded: Guarded) -> None:
+def test_after_a_refused_renewal_no_further_command_is_executed(guarded: Guarded) -> None:
     broker, _ = guarded(expired(), grant("^allowed$"))
     with broker.connect() as connection:
         connection.send(AUTH)
@@ -296,7 +296,7 @@ def test_after_a_refusal_upon_asking_again_nothing_further_is_done(guarded: Guar
     assert broker.topic_stats("allowed") is None and broker.topic_stats("forbidden") is None
 
 
-def test_a_publish_on_the_short_way_waits_too(guarded: Guarded) -> None:
+def test_a_publish_with_a_known_line_waits_for_the_grant(guarded: Guarded) -> None:
     """One that is alone in what arrives, and whose line is known."""
     over = Validity()
     broker, authenticator = guarded(grant(validity=over), grant())
@@ -318,7 +318,7 @@ def test_a_publish_on_the_short_way_waits_too(guarded: Guarded) -> None:
 
 
 @pytest.mark.parametrize("kind", ["snappy", "deflate"])
-def test_auth_behind_identify_inside_the_layer_that_it_switched_on(guarded: Guarded, kind: str) -> None:
+def test_auth_directly_after_identify_inside_the_new_layer(guarded: Guarded, kind: str) -> None:
     broker, authenticator = guarded(grant())
     authenticator.gate.clear()
     coding = Snappy() if kind == "snappy" else Deflate()
@@ -343,7 +343,9 @@ def test_auth_behind_identify_inside_the_layer_that_it_switched_on(guarded: Guar
 
 
 @pytest.mark.parametrize("layers", COMBINATIONS)
-def test_auth_and_what_follows_in_many_pieces_of_a_layer(guarded: Guarded, layers: dict[str, bool]) -> None:
+def test_auth_and_further_commands_in_many_pieces_of_a_layer(
+    guarded: Guarded, layers: dict[str, bool]
+) -> None:
     broker, authenticator = guarded(grant(), **certificates().server_flags())
     count, body = 20, bytes(range(256)) * 100
     with upgraded(broker, layers) as connection:
@@ -363,7 +365,7 @@ def test_auth_and_what_follows_in_many_pieces_of_a_layer(guarded: Guarded, layer
 
 
 @pytest.mark.parametrize("layers", COMBINATIONS)
-def test_decoding_bit_by_bit_loses_and_reorders_nothing(
+def test_decoding_in_slices_keeps_all_commands_in_order(
     secure: BrokerThread, layers: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_module, "DECODE_S", 0.0)
@@ -390,7 +392,7 @@ def written(broker: BrokerThread) -> int:
     return broker.call(look)
 
 
-def test_a_bomb_of_commands_with_answers_waits_for_those_to_be_read() -> None:
+def test_a_compressed_flood_of_commands_waits_until_its_replies_are_read() -> None:
     count = 300_000
     bomb = Deflate(9).encode(command(b"FIN 0123456789abcdef") * count)
     with BrokerThread() as broker, LayeredConnection(broker.address) as connection:
@@ -411,7 +413,7 @@ def test_a_bomb_of_commands_with_answers_waits_for_those_to_be_read() -> None:
             found += 1
 
 
-def test_a_bomb_of_publishes_waits_for_the_disk(tmp_path: Path) -> None:
+def test_a_compressed_flood_of_publishes_waits_for_the_disk(tmp_path: Path) -> None:
     files = HeldFiles()
     count = 30 * MAX_UNANSWERED
     layer = Deflate(9)
@@ -463,7 +465,7 @@ def test_a_bomb_of_publishes_waits_for_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
-def test_a_handshake_that_stops_on_the_way_ends_the_connection(
+def test_an_unfinished_handshake_ends_the_connection(
     secure: BrokerThread, part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_module, "HANDSHAKE_S", 0.1)
@@ -478,7 +480,7 @@ def test_a_handshake_that_stops_on_the_way_ends_the_connection(
     wait_until(lambda: not secure.nsqd.connections)
 
 
-def test_a_handshake_that_was_done_in_time_is_not_looked_at_again(
+def test_the_handshake_timer_ignores_a_finished_handshake(
     secure: BrokerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_module, "HANDSHAKE_S", 2.0)
@@ -492,7 +494,7 @@ def test_a_handshake_that_was_done_in_time_is_not_looked_at_again(
     time.sleep(2.2)
 
 
-def test_nothing_is_said_before_the_handshake_is_done(secure: BrokerThread) -> None:
+def test_nothing_is_sent_before_the_handshake_is_finished(secure: BrokerThread) -> None:
     with LayeredConnection(secure.address) as connection:
         connection.identify(tls_v1=True, heartbeat_interval=1000)
         # One heartbeat would be due.
@@ -507,20 +509,20 @@ def test_nothing_is_said_before_the_handshake_is_done(secure: BrokerThread) -> N
 
 
 @pytest.mark.parametrize("again", [{"snappy": True}, {"tls_v1": True}, {"deflate": True}])
-def test_layers_are_put_on_once(secure: BrokerThread, again: dict[str, bool]) -> None:
+def test_layers_can_be_negotiated_once(secure: BrokerThread, again: dict[str, bool]) -> None:
     with upgraded(secure, {"tls": True, "snappy": True}) as connection:
         connection.command("IDENTIFY", body=json.dumps({"feature_negotiation": True, **again}).encode())
         assert connection.read_frame().type == RESPONSE
         connection.expect_fatal("E_IDENTIFY_FAILED IDENTIFY failed the layers are up already")
 
 
-def test_identifying_again_without_layers_leaves_those_there_are(secure: BrokerThread) -> None:
+def test_a_second_identify_without_layers_keeps_the_first_ones(secure: BrokerThread) -> None:
     with upgraded(secure, {"deflate": True}) as connection:
         connection.identify(client_id="other")
         connection.pub("t", b"x")
 
 
-def test_layers_cannot_be_put_under_publishes_that_wait_for_the_disk(tmp_path: Path) -> None:
+def test_layers_cannot_start_while_publishes_are_unanswered(tmp_path: Path) -> None:
     files = HeldFiles()
     wanted = json.dumps({"feature_negotiation": True, "snappy": True}).encode()
 
@@ -543,7 +545,7 @@ def test_layers_cannot_be_put_under_publishes_that_wait_for_the_disk(tmp_path: P
 # What goes out together
 
 
-def test_what_is_said_in_one_turn_is_encoded_together(secure: BrokerThread) -> None:
+def test_frames_of_one_turn_are_encoded_together(secure: BrokerThread) -> None:
     with upgraded(secure, {"snappy": True}) as connection:
         connection.sub("together", "c", rdy=500)
         assert connection.snappy is not None
@@ -554,7 +556,9 @@ def test_what_is_said_in_one_turn_is_encoded_together(secure: BrokerThread) -> N
 
 
 @pytest.mark.parametrize("layers", COMBINATIONS)
-def test_more_than_fits_is_sent_as_it_comes(secure: BrokerThread, layers: dict[str, bool]) -> None:
+def test_more_frames_than_fit_are_sent_before_the_turn_ends(
+    secure: BrokerThread, layers: dict[str, bool]
+) -> None:
     topic = unique_name("large")
     sent = [b"%d" % i + bytes(range(256)) * 400 for i in range(30)]
     with upgraded(secure, layers) as connection:
@@ -574,7 +578,7 @@ def rest_of(connection: LayeredConnection) -> None:
 
 
 @pytest.mark.parametrize("layers", COMBINATIONS)
-def test_the_last_word_comes_through_the_layers(secure: BrokerThread, layers: dict[str, bool]) -> None:
+def test_the_last_error_is_sent_through_the_layers(secure: BrokerThread, layers: dict[str, bool]) -> None:
     with upgraded(secure, layers) as connection:
         connection.send(pub("t") + command(b"NONSENSE") + pub("after"))
         connection.expect_ok()
@@ -585,7 +589,7 @@ def test_the_last_word_comes_through_the_layers(secure: BrokerThread, layers: di
 
 
 @pytest.mark.parametrize("layers", COMBINATIONS)
-def test_a_daemon_that_stops_takes_its_leave_inside_the_layers(layers: dict[str, bool]) -> None:
+def test_a_stopping_daemon_closes_the_layers(layers: dict[str, bool]) -> None:
     with BrokerThread(**certificates().server_flags()) as broker, upgraded(broker, layers) as connection:
         connection.sub("t", "c", rdy=10)
         broker.publish("t", b"x")
@@ -642,7 +646,7 @@ def test_a_daemon_may_stop_in_the_middle_of_a_handshake(part: float) -> None:
     ],
     ids=["snappy", "deflate", "tls"],
 )
-def test_what_is_not_of_the_layer_ends_the_connection_without_a_plain_word(
+def test_bytes_that_a_layer_cannot_decode_end_the_connection_without_plain_text(
     secure: BrokerThread, layers: dict[str, bool], garbage: bytes
 ) -> None:
     with upgraded(secure, layers) as connection:
@@ -658,7 +662,9 @@ def test_what_is_not_of_the_layer_ends_the_connection_without_a_plain_word(
 
 @pytest.mark.parametrize("kind", ["tls", "deflate"])
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_an_end_inside_the_layer_is_the_end(secure: BrokerThread, kind: str, is_whole: bool) -> None:
+def test_the_end_of_the_inner_stream_ends_the_connection(
+    secure: BrokerThread, kind: str, is_whole: bool
+) -> None:
     topic = f"end_{kind}_{is_whole}".lower()
     with upgraded(secure, {kind: True}) as connection:
         said = pub(topic) if is_whole else pub(topic, b"xyz")[:-1]

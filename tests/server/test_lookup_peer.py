@@ -340,13 +340,7 @@ def test_a_peer_without_a_reply_for_a_second_is_disconnected(run: Run, mute: typ
 
 @pytest.mark.parametrize(
     "reply",
-    [
-        b"E_INVALID",
-        b"E_BAD_BODY IDENTIFY missing fields",
-        b"OK",
-        b"[]",
-        b"{" + b" " * MAX_BODY + b"}",
-    ],
+    [b"E_INVALID", b"E_BAD_BODY IDENTIFY missing fields", b"OK", b"[]", b"{" + b" " * MAX_BODY + b"}"],
     ids=["E_INVALID", "E_BAD_BODY", "OK", "list", "oversize"],
 )
 def test_an_invalid_identify_reply_ends_the_connection(run: Run, reply: bytes) -> None:

@@ -188,7 +188,7 @@ def test_a_failed_start_is_status_1_with_a_fatal_line(
         async def start(self) -> None:
             raise error
 
-    monkeypatch.setattr(main_module, "load_server", lambda: (uvloop.run, Failing))
+    monkeypatch.setattr(main_module, "load", lambda: Failing)
     assert main([]) == 1
     assert re.fullmatch(FATAL + text, capsys.readouterr().err)
 
@@ -205,7 +205,7 @@ def test_nsqd_tells_its_address_survives_a_hangup_and_stops_cleanly(tmp_path: Pa
         assert nsqd.terminate() == 0
 
 
-def test_impatient_stop_signals_still_end_in_status_0(tmp_path: Path) -> None:
+def test_repeated_stop_signals_still_end_in_status_0(tmp_path: Path) -> None:
     with BrokerProcess(tmp_path) as nsqd:
 
         def ended() -> bool:

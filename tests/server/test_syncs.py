@@ -126,7 +126,7 @@ def subscribe(broker: BrokerThread) -> None:
         consumer.sub("t", "by-sub")
 
 
-def test_what_is_promised_is_answered_after_its_fsync_and_others_need_not_wait(tmp_path: Path) -> None:
+def test_a_promised_change_is_answered_after_its_fsync_and_other_requests_do_not_wait(tmp_path: Path) -> None:
     files = WatchedFiles()
     for number, (name, request) in enumerate(REQUESTS.items()):
         (tmp_path / str(number)).mkdir()

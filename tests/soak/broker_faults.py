@@ -439,11 +439,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--faults: there are {', '.join(FAULTS)}")
     seed = random.randrange(1 << 32) if given.seed is None else given.seed
     options = Options(
-        trials=given.trials,
-        seconds=given.minutes * 60,
-        seed=seed,
-        faults=faults,
-        durability=given.durability,
+        trials=given.trials, seconds=given.minutes * 60, seed=seed, faults=faults, durability=given.durability
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 

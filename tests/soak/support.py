@@ -244,11 +244,7 @@ class Supervised:
         command = [sys.executable, "-m", self._module, str(self._file)]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
-                env={**os.environ, MARK: self.run},
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
+                command, env={**os.environ, MARK: self.run}, stdin=subprocess.PIPE, stdout=log, stderr=log
             )
         self.starts += 1
 

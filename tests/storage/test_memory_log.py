@@ -109,11 +109,7 @@ def test_deferred_messages_are_listed_from_a_number_on() -> None:
     for number in range(3):
         add(log, b"now")
         add(log, b"later", due_ns=NOW_NS + number)
-    assert [*log.deferred_since(0)] == [
-        (FLOOR + 1, NOW_NS),
-        (FLOOR + 3, NOW_NS + 1),
-        (FLOOR + 5, NOW_NS + 2),
-    ]
+    assert [*log.deferred_since(0)] == [(FLOOR + 1, NOW_NS), (FLOOR + 3, NOW_NS + 1), (FLOOR + 5, NOW_NS + 2)]
     assert [*log.deferred_since(FLOOR + 2)] == [(FLOOR + 3, NOW_NS + 1), (FLOOR + 5, NOW_NS + 2)]
     log.trim(FLOOR + 4)
     assert [*log.deferred_since(0)] == [(FLOOR + 5, NOW_NS + 2)]

@@ -184,7 +184,7 @@ class BrokerThread(TestBroker):
         except BaseException:
             self._thread = None
             raise
-        self.address = self.nsqd.tcp_address
+        self.address = getattr(self.nsqd, "tcp_address", None)
         self.http_address = self.nsqd.http_address or None
 
     def _run(self, factory: Callable[[Any], Any], options: Any, started: Future[None]) -> None:

@@ -75,7 +75,7 @@ def test_one_frame_at_a_time_gives_the_same_frames(frames: list[Frame], cuts: li
 
 
 @given(st.lists(FRAMES, min_size=1, max_size=4), st.binary(max_size=200), st.lists(st.integers(0, 10_000)))
-def test_what_follows_a_frame_can_be_taken_as_it_came(
+def test_bytes_after_a_frame_can_be_taken_undecoded(
     frames: list[Frame], rest: bytes, cuts: list[int]
 ) -> None:
     """As a layer that is put on needs it: bytes behind the last frame, whole frames or not."""
@@ -111,7 +111,7 @@ OKS = st.lists(st.just(Response(b"OK")), max_size=5)
 
 
 @given(OKS, st.lists(FRAMES, max_size=2), OKS, st.lists(st.integers(0, 10_000), max_size=6))
-def test_a_run_of_oks_is_counted_where_it_is_nothing_but_that(
+def test_only_a_pure_run_of_oks_is_counted(
     before: list[Frame], between: list[Frame], behind: list[Frame], cuts: list[int]
 ) -> None:
     frames = [*before, *between, *behind]
@@ -124,7 +124,7 @@ def test_a_run_of_oks_is_counted_where_it_is_nothing_but_that(
     assert decoder.take_rest() == b""
 
 
-def test_a_run_of_oks_is_not_looked_for_behind_a_part_of_a_frame() -> None:
+def test_oks_after_a_part_of_a_frame_are_not_counted() -> None:
     decoder, answer = FrameDecoder(), frame(RESPONSE, b"OK")
     assert (decoder.receive_oks(answer * 3), decoder.receive_data(answer[:3])) == (3, [])
     assert decoder.receive_oks(answer[3:] + answer) == 0
@@ -150,7 +150,7 @@ def test_a_size_that_does_not_hold_the_type_is_refused(size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [-1, 3, 2**31 - 1])
-def test_an_unknown_type_is_refused_before_its_data_come(kind: int) -> None:
+def test_an_unknown_frame_type_is_refused_before_its_data_arrive(kind: int) -> None:
     with pytest.raises(BadFrame, match=f"a frame of type {kind}"):
         FrameDecoder().receive_data(struct.pack(">ii", 1 << 30, kind))
 
@@ -179,7 +179,7 @@ def test_an_answer_in_http_is_recognised(max_size: int, split: int) -> None:
         decoder.receive_data(answer[split:])
 
 
-def test_a_large_frame_in_many_pieces_is_put_together_once() -> None:
+def test_a_large_frame_in_many_pieces_is_joined_once() -> None:
     """Joining at every piece would take minutes here."""
     body = bytes(1 << 24)
     data = frame(RESPONSE, body)
@@ -202,11 +202,11 @@ def test_a_large_frame_in_many_pieces_is_put_together_once() -> None:
         (wire.CLS, StartClose()),
     ],
 )
-def test_commands_of_a_consumer_are_heard_as_they_were_meant(data: bytes, heard: object) -> None:
+def test_the_server_reads_the_commands_of_a_consumer_as_written(data: bytes, heard: object) -> None:
     assert commands(wire.sub("t", "ch") + data) == [Subscribe("t", "ch"), heard]
 
 
-def test_a_finish_is_heard_as_it_was_meant() -> None:
+def test_the_server_reads_fin_as_written() -> None:
     assert commands(wire.sub("t", "ch") + wire.fin(ID)) == [Subscribe("t", "ch"), *finished(int(ID, 16))]
     assert wire.fin_all([ID]) == wire.fin(ID)
     assert wire.fin_all([ID, ID[::-1]]) == wire.fin(ID) + wire.fin(ID[::-1])
@@ -220,7 +220,7 @@ def test_a_finish_is_heard_as_it_was_meant() -> None:
         (wire.mpub(b"t", [b"a", b"bc", b"\n"]), Publish("MPUB", "t", [b"a", b"bc", b"\n"])),
     ],
 )
-def test_publishes_are_heard_as_they_were_meant(data: bytes, heard: object) -> None:
+def test_the_server_reads_publishes_as_written(data: bytes, heard: object) -> None:
     assert commands(data + wire.NOP) == [heard]
 
 
@@ -234,7 +234,7 @@ def test_the_magic_is_the_one_that_servers_know() -> None:
 
 @both_builds
 @given(st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=10))
-def test_many_messages_are_each_behind_its_size(build: str, bodies: list[bytes]) -> None:
+def test_in_an_mpub_each_message_follows_its_size(build: str, bodies: list[bytes]) -> None:
     content = struct.pack(">i", len(bodies))
     content += b"".join(struct.pack(">i", len(body)) + body for body in bodies)
     expected = b"MPUB t\n" + struct.pack(">i", len(content)) + content

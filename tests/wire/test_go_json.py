@@ -69,7 +69,7 @@ def test_known_fields_are_taken_and_the_rest_ignored(body: bytes, expected: dict
         b'{"name":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
     ],
 )
-def test_what_does_not_fit_is_a_value_error(body: bytes) -> None:
+def test_a_value_of_the_wrong_type_is_a_value_error(body: bytes) -> None:
     with pytest.raises(ValueError):
         decode_object(body, KINDS)
 

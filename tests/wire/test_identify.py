@@ -36,7 +36,7 @@ def test_a_body_without_fields_means_all_defaults(body: bytes) -> None:
     assert decode_identify(body, LIMITS) == Identity()
 
 
-def test_what_is_not_one_json_object_is_refused() -> None:
+def test_a_body_that_is_not_one_json_object_is_refused() -> None:
     assert refusal(b"[]") == UNDECODABLE
 
 
@@ -148,7 +148,7 @@ def test_no_output_buffer_also_means_no_timeout() -> None:
     assert identify(output_buffer_size=-1).output_buffer_timeout_ms == 0
 
 
-def test_the_timeout_is_checked_even_where_it_will_not_be_used() -> None:
+def test_the_timeout_is_checked_even_if_it_is_not_used() -> None:
     assert "output buffer timeout (1)" in refusal({"output_buffer_size": -1, "output_buffer_timeout": 1})
 
 
@@ -189,7 +189,7 @@ OFFERING = Limits(tls_available=True)
         ("deflate", "deflate", "deflate_allowed"),
     ],
 )
-def test_a_layer_comes_when_asked_for_negotiated_and_offered(
+def test_a_layer_needs_the_clients_wish_negotiation_and_the_servers_offer(
     asked: str, attribute: str, condition: str
 ) -> None:
     fields = {asked: True}
@@ -207,7 +207,7 @@ def test_both_compressions_at_once_are_refused() -> None:
     assert refusal(BOTH) == "E_IDENTIFY_FAILED cannot enable both deflate and snappy compression"
 
 
-def test_both_compressions_are_no_conflict_where_only_one_is_allowed() -> None:
+def test_both_compressions_are_no_conflict_if_only_one_is_allowed() -> None:
     identity = identify(replace(OFFERING, snappy_allowed=False), **BOTH)
     assert (identity.deflate, identity.snappy) == (True, False)
     identity = identify(replace(OFFERING, deflate_allowed=False), **BOTH)
@@ -219,9 +219,7 @@ def test_both_compressions_are_no_conflict_where_only_one_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("wanted", "maximum", "level"), [(-1, 6, 6), (0, 9, 6), (1, 6, 1), (7, 6, 6), (9, 9, 9), (0, 3, 3)]
 )
-def test_the_deflate_level_is_moved_into_its_range_and_never_an_error(
-    wanted: int, maximum: int, level: int
-) -> None:
+def test_the_deflate_level_is_clamped_without_an_error(wanted: int, maximum: int, level: int) -> None:
     limits = replace(OFFERING, max_deflate_level=maximum)
     identity = identify(limits, feature_negotiation=True, deflate=True, deflate_level=wanted)
     assert identity.deflate_level == level

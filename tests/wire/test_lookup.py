@@ -86,7 +86,7 @@ def error_of(*pieces: bytes, end: bool = False) -> str:
 # nsqlookupd's side
 
 
-def test_a_whole_conversation_comes_out_as_commands_in_order() -> None:
+def test_a_conversation_gives_its_commands_in_order() -> None:
     sent = [PING, encode_register("t"), encode_register("t", "c"), encode_unregister("t", "c")]
     commands, error = conversation(HELLO + b"".join(sent))
     assert error == ""
@@ -107,7 +107,7 @@ def test_another_magic_is_a_bad_protocol(magic: bytes) -> None:
     assert conversation(magic + b"PING\n") == ([], "E_BAD_PROTOCOL")
 
 
-def test_an_unfinished_magic_is_waited_for() -> None:
+def test_a_magic_may_arrive_in_pieces() -> None:
     assert conversation(b"  V") == ([], "")
 
 
@@ -124,11 +124,11 @@ def test_lines_are_trimmed_and_further_words_ignored(line: bytes) -> None:
     ("line", "shown"),
     [(b"FOO bar", "FOO"), (b"", ""), (b"   ", ""), (b"ping", "ping"), (b"A\xff\x00B", "A\\xff\x00B")],
 )
-def test_an_unknown_command_is_named_as_it_came(line: bytes, shown: str) -> None:
+def test_the_error_quotes_an_unknown_command(line: bytes, shown: str) -> None:
     assert error_of(HELLO, line + b"\n") == f"E_INVALID invalid command {shown}"
 
 
-def test_a_line_without_end_is_refused_before_it_fills_the_memory() -> None:
+def test_a_line_without_an_end_is_refused_at_the_limit() -> None:
     assert error_of(MAGIC, b"x" * (MAX_LINE - 1)) == ""
     assert error_of(MAGIC, b"x" * MAX_LINE) == f"E_INVALID line longer than {MAX_LINE} bytes"
     # One that ends just within the limit is taken.
@@ -163,7 +163,7 @@ def test_a_body_that_does_not_decode_is_refused(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("size", [-1, MAX_IDENTIFY_BODY + 1])
-def test_a_size_that_no_body_can_have_is_refused_at_once(size: int) -> None:
+def test_an_impossible_body_size_is_refused_at_once(size: int) -> None:
     text = f"E_BAD_BODY IDENTIFY invalid body size {size}"
     assert error_of(MAGIC, b"IDENTIFY\n" + struct.pack(">i", size)) == text
 
@@ -213,7 +213,7 @@ def test_registrations_are_checked_with_nsqs_texts(verb: str) -> None:
 
 
 @pytest.mark.parametrize("line", [b"REGISTER bad!", b"UNREGISTER t"])
-def test_who_registers_must_have_identified(line: bytes) -> None:
+def test_registering_needs_identify_first(line: bytes) -> None:
     assert error_of(MAGIC, line + b"\n") == "E_INVALID client must IDENTIFY"
 
 

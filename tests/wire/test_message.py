@@ -10,14 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from nsparq.wire.message import (
-    FRAME_OVERHEAD,
-    SEQUENCE_BITS,
-    Frames,
-    Timestamps,
-    build_frames,
-    with_attempts,
-)
+from nsparq.wire.message import FRAME_OVERHEAD, SEQUENCE_BITS, Frames, Timestamps, build_frames, with_attempts
 
 NOW = 1_700_000_000_123_456_789
 

@@ -8,16 +8,7 @@ import json
 import pytest
 
 from nsparq.errors import FatalClientError
-from nsparq.wire.commands import (
-    Auth,
-    Identify,
-    Publish,
-    Ready,
-    Requeue,
-    StartClose,
-    Subscribe,
-    Touch,
-)
+from nsparq.wire.commands import Auth, Identify, Publish, Ready, Requeue, StartClose, Subscribe, Touch
 from nsparq.wire.identify import Identity
 from nsparq.wire.limits import Limits
 from nsparq.wire.server import CLOSING, INIT, MAGIC, SUBSCRIBED, ServerProtocol
@@ -54,7 +45,7 @@ both_builds = pytest.mark.usefixtures("build")
 # 1. The magic
 
 
-def test_the_magic_alone_says_nothing() -> None:
+def test_the_magic_alone_gives_no_command() -> None:
     assert hear(b"") == Outcome()
 
 
@@ -65,7 +56,7 @@ def test_another_magic_is_a_bad_protocol_without_description(magic: bytes) -> No
 
 
 @pytest.mark.parametrize("part", [b"", b"  V", b"GET"])
-def test_a_stream_that_ends_inside_the_magic_ends_without_a_word(part: bytes) -> None:
+def test_a_stream_that_ends_inside_the_magic_gets_no_error(part: bytes) -> None:
     assert talk([part], LIMITS, eof=True) == Outcome()
 
 
@@ -89,7 +80,7 @@ def test_an_empty_line_is_the_command_with_the_empty_name(line: bytes) -> None:
     assert refusal(b"NOP\n" + line) == "E_INVALID invalid command "
 
 
-def test_a_carriage_return_ending_the_line_before_is_not_taken_for_this_one() -> None:
+def test_a_carriage_return_of_the_line_before_is_not_removed_again() -> None:
     protocol = started(LIMITS, b"PUB t\n" + sized(b"x\r"))
     with pytest.raises(FatalClientError, match="^E_INVALID invalid command $"):
         list(said(protocol, b"\n"))
@@ -111,13 +102,13 @@ def test_an_unknown_command_is_refused_with_its_first_word(line: bytes, name: st
     assert refusal(line + b"\n") == f"E_INVALID invalid command {name}"
 
 
-def test_bytes_in_an_error_text_go_back_as_they_came() -> None:
+def test_an_error_text_quotes_the_bytes_of_the_client_unchanged() -> None:
     text = refusal(b"\xff\xfeX\n")
     assert text is not None
     assert text.encode("utf-8", "surrogateescape") == b"E_INVALID invalid command \xff\xfeX"
 
 
-def test_every_single_space_separates_so_that_two_give_an_empty_parameter() -> None:
+def test_two_spaces_in_a_row_give_an_empty_parameter() -> None:
     assert commands(SUB + b"RDY  7\n") == [Subscribe("t", "c"), Ready(0)]
     assert refusal(b"SUB  t c\n") == 'E_BAD_TOPIC SUB topic name "" is not valid'
     assert refusal(b"PUB \n") == 'E_BAD_TOPIC PUB topic name "" is not valid'
@@ -137,7 +128,7 @@ def test_surplus_parameters_are_ignored(line: bytes, heard: object) -> None:
     assert commands(line) == [heard]
 
 
-def test_surplus_parameters_are_ignored_when_subscribed_too() -> None:
+def test_surplus_parameters_are_ignored_after_sub() -> None:
     heard = commands(SUB + b"RDY 1 2\nFIN %s x\nREQ %s 5 x\nTOUCH %s x\nNOP x\nCLS x\n" % (ID, ID, ID))
     assert heard[1:] == [Ready(1), ("FIN", NUMBER), Requeue(NUMBER, 5), Touch(NUMBER), StartClose()]
 
@@ -149,23 +140,23 @@ def test_a_line_may_have_16384_bytes_with_its_end() -> None:
         assert hear(line + b"x" + end).error == "line too long"
 
 
-def test_the_limit_is_noticed_before_the_line_ends() -> None:
+def test_a_line_over_the_limit_is_refused_before_it_ends() -> None:
     assert hear(b"x" * 16_383).error is None
     assert hear(b"x" * 16_384).error == "line too long"
 
 
-def test_the_limit_counts_from_the_start_of_the_line_and_not_of_the_piece() -> None:
+def test_the_limit_counts_from_the_start_of_the_line() -> None:
     assert hear(b"NOP\n" * 10_000).completed == 10_000
     assert hear(b"NOP\n" + b"NOP ".ljust(16_383, b"x") + b"\nNOP\n").completed == 3
     assert hear(b"NOP\n" + b"NOP ".ljust(16_384, b"x") + b"\n") == Outcome(error="line too long", completed=1)
 
 
-def test_a_body_is_not_subject_to_the_limit_of_lines() -> None:
+def test_the_limit_of_lines_does_not_apply_to_bodies() -> None:
     body = b"x" * 100_000
     assert talk([MAGIC + b"PUB t\n" + sized(body)], Limits()).commands == [Publish("PUB", "t", [body])]
 
 
-def test_a_line_cut_short_at_the_end_of_the_stream_is_dropped_without_a_word() -> None:
+def test_an_unfinished_line_at_the_end_of_the_stream_is_dropped() -> None:
     for data in (b"", b"NO", b"NOP", b"PUB t", b"FIN "):
         assert hear(data, eof=True) == Outcome()
 
@@ -200,7 +191,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_each_command_has_the_states_it_is_allowed_in(name: str) -> None:
+def test_each_command_is_allowed_in_its_states_only(name: str) -> None:
     for state, before in IN_STATE.items():
         outcome = hear(before + LINES[name])
         if state in ALLOWED.get(name, IN_STATE):
@@ -219,11 +210,11 @@ def test_the_state_is_checked_before_the_parameters_and_the_body(state: int, lin
     assert refusal(IN_STATE[state] + line) == f"E_INVALID cannot {name} in current state"
 
 
-def test_the_numbers_of_the_states_are_those_of_the_statistics() -> None:
+def test_the_states_have_the_numbers_that_stats_shows() -> None:
     assert [hear(data).state for data in IN_STATE.values()] == [0, 3, 4]
 
 
-def test_the_state_has_changed_when_the_command_comes_out() -> None:
+def test_the_state_changes_before_the_command_is_given() -> None:
     protocol = started(LIMITS)
     states = [protocol.state for _ in said(protocol, SUB + CLS)]
     assert states == [SUBSCRIBED, CLOSING]
@@ -234,14 +225,14 @@ def test_the_state_has_changed_when_the_command_comes_out() -> None:
 TLS = Limits(tls_required=True, tls_available=True)
 
 
-def test_where_tls_is_required_everything_but_identify_is_refused_first() -> None:
+def test_if_tls_is_required_only_identify_is_allowed_without_it() -> None:
     for name in LINES.keys() - {"IDENTIFY"}:
         assert refusal(LINES[name], TLS) == f"E_INVALID cannot {name} in current state (TLS required)"
     assert refusal(b"FOO x\n", TLS) == "E_INVALID cannot FOO in current state (TLS required)"
     assert commands(LINES["IDENTIFY"], TLS) == [Identify(Identity())]
 
 
-def test_after_the_upgrade_everything_is_as_ever() -> None:
+def test_after_the_upgrade_to_tls_all_commands_are_allowed() -> None:
     protocol = started(TLS, b"IDENTIFY\n" + sized(b"{}"))
     protocol.tls_active = True
     assert Heard(said(protocol, SUB + LINES["PUB"] * 2)) == [
@@ -263,12 +254,12 @@ def test_identify_gives_the_identity_and_keeps_it() -> None:
     assert protocol.identity is command.identity
 
 
-def test_before_identify_a_client_is_known_by_its_address() -> None:
+def test_before_identify_the_client_id_is_the_address() -> None:
     identity = ServerProtocol(LIMITS, "10.0.0.1").identity
     assert (identity.client_id, identity.hostname) == ("10.0.0.1", "10.0.0.1")
 
 
-def test_identify_may_be_repeated_and_the_last_one_counts() -> None:
+def test_the_last_identify_counts() -> None:
     protocol = started(LIMITS)
     data = b"".join(b"IDENTIFY\n" + sized(b'{"client_id":"%d"}' % i) for i in range(3))
     assert [c.identity.client_id for c in said(protocol, data)] == ["0", "1", "2"]  # type: ignore[union-attr]
@@ -276,7 +267,7 @@ def test_identify_may_be_repeated_and_the_last_one_counts() -> None:
 
 
 @pytest.mark.parametrize("verb", ["IDENTIFY", "AUTH"])
-def test_a_body_size_out_of_range_is_refused_before_the_body_comes(verb: str) -> None:
+def test_a_body_size_out_of_range_is_refused_before_the_body_arrives(verb: str) -> None:
     line = verb.encode() + b"\n"
     assert refusal(line + size(5001)) == f"E_BAD_BODY {verb} body too big 5001 > 5000"
     for number in (0, -1, -(2**31)):
@@ -284,7 +275,7 @@ def test_a_body_size_out_of_range_is_refused_before_the_body_comes(verb: str) ->
 
 
 @pytest.mark.parametrize("verb", ["IDENTIFY", "AUTH"])
-def test_a_stream_that_ends_inside_a_sized_body_names_what_is_missing(verb: str) -> None:
+def test_the_error_for_an_unfinished_body_names_the_missing_part(verb: str) -> None:
     line = verb.encode() + b"\n"
     for part in (b"", b"\x00", b"\x00\x00\x00"):
         assert cut_off(line + part) == f"E_BAD_BODY {verb} failed to read body size"
@@ -297,7 +288,7 @@ def test_a_body_of_the_largest_size_is_accepted() -> None:
     assert commands(b"AUTH\n" + sized(bytes(5000))) == [Auth(bytes(5000))]
 
 
-def test_the_contents_of_identify_are_judged_by_the_limits() -> None:
+def test_the_fields_of_identify_are_checked_against_the_limits() -> None:
     long = Limits(max_heartbeat_interval_ms=90_000)
     assert not hear(b"IDENTIFY\n" + sized(b'{"heartbeat_interval":90000}'), long).error
     assert (
@@ -356,13 +347,13 @@ def test_ephemeral_names_are_accepted() -> None:
     assert commands(b"SUB t#ephemeral c#ephemeral\n") == [Subscribe("t#ephemeral", "c#ephemeral")]
 
 
-def test_sub_without_heartbeats_is_refused_before_its_parameters_are_looked_at() -> None:
+def test_sub_without_heartbeats_is_refused_before_its_parameters_are_checked() -> None:
     silent = b"IDENTIFY\n" + sized(b'{"heartbeat_interval":-1}')
     for line in (b"SUB t c\n", b"SUB\n", b"SUB ! !\n"):
         assert refusal(silent + line) == "E_INVALID cannot SUB with heartbeats disabled"
 
 
-def test_a_refused_sub_leaves_the_state_alone() -> None:
+def test_a_refused_sub_does_not_change_the_state() -> None:
     assert hear(b"SUB t c!\n").state == INIT
 
 
@@ -385,15 +376,14 @@ def test_rdy_gives_a_count_that_wraps_like_64_bits(line: bytes, count: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
-    [(b"2501", 2501), (b"9223372036854775808", -(2**63)), (b"18446744073709554117", 2501)],
+    ("text", "count"), [(b"2501", 2501), (b"9223372036854775808", -(2**63)), (b"18446744073709554117", 2501)]
 )
 def test_rdy_out_of_range_is_refused_with_the_count_as_a_signed_number(text: bytes, count: int) -> None:
     assert refusal(SUB + b"RDY %s\n" % text) == f"E_INVALID RDY count {count} out of range 0-2500"
 
 
 @pytest.mark.parametrize("text", [b"-1", b"1_000", b"\xff"])
-def test_what_is_not_decimal_is_refused_as_it_was_written(text: bytes) -> None:
+def test_a_number_that_is_not_decimal_is_quoted_in_the_error(text: bytes) -> None:
     shown = text.decode("utf-8", "surrogateescape")
     assert refusal(SUB + b"RDY %s\n" % text) == f"E_INVALID RDY could not parse count {shown}"
     assert refusal(SUB + b"REQ %s %s\n" % (ID, text)) == f"E_INVALID REQ could not parse timeout {shown}"
@@ -410,7 +400,7 @@ def test_rdy_while_closing_is_ignored_whatever_its_parameter(line: bytes) -> Non
 # 15. CLS, NOP
 
 
-def test_cls_and_nop() -> None:
+def test_cls_gives_a_command_and_nop_none() -> None:
     outcome = hear(b"NOP\n" + SUB + b"NOP\nCLS\nNOP\n")
     assert outcome.commands == [Subscribe("t", "c"), StartClose()]
     assert outcome.completed == 5
@@ -420,7 +410,7 @@ def test_cls_and_nop() -> None:
 
 
 @both_builds
-def test_commands_come_out_as_soon_as_they_are_complete() -> None:
+def test_a_command_is_given_as_soon_as_it_is_complete() -> None:
     protocol = started(LIMITS)
     data = SUB + b"RDY 5\n" + b"PUB t\n" + sized(b"x") + mpub(b"t", [b"y"]) + fins(1, 2)
     came = {at: heard for at, byte in enumerate(one_by_one(data)) if (heard := list(said(protocol, byte)))}
@@ -429,7 +419,7 @@ def test_commands_come_out_as_soon_as_they_are_complete() -> None:
 
 
 @both_builds
-def test_what_follows_is_kept_when_the_reader_stops_after_a_command() -> None:
+def test_bytes_after_a_command_are_kept_if_the_reader_stops() -> None:
     protocol = started(LIMITS)
     data = SUB + b"RDY 5\nPUB t\n" + sized(b"xy")
     first = next(iter(said(protocol, data[:-1])))
@@ -440,7 +430,7 @@ def test_what_follows_is_kept_when_the_reader_stops_after_a_command() -> None:
     ]
 
 
-def test_each_command_is_judged_when_it_is_asked_for_and_not_before() -> None:
+def test_a_command_is_checked_only_when_it_is_asked_for() -> None:
     # The broker's answer to the first must leave before the error of the second.
     heard = said(started(LIMITS), SUB + b"FOO\n")
     assert next(heard) == Subscribe("t", "c")
@@ -448,7 +438,7 @@ def test_each_command_is_judged_when_it_is_asked_for_and_not_before() -> None:
         next(heard)
 
 
-def test_commands_before_an_error_come_out_first() -> None:
+def test_commands_before_an_error_are_given_first() -> None:
     outcome = hear(SUB + b"RDY 5\n" + fins(1, 2, 3) + b"RDY x\nRDY 6\n")
     assert outcome.commands == [Subscribe("t", "c"), Ready(5), *finished(1, 2, 3)]
     assert outcome.error == "E_INVALID RDY could not parse count x"
@@ -456,7 +446,7 @@ def test_commands_before_an_error_come_out_first() -> None:
 
 
 @both_builds
-def test_bodies_do_not_share_memory_with_what_was_received() -> None:
+def test_bodies_are_copies_of_the_received_bytes() -> None:
     # A message of one byte must not keep a megabyte of input alive.
     (command,) = said(started(Limits()), b"PUB t\n" + sized(b"x"))
     assert isinstance(command, Publish)
@@ -464,7 +454,7 @@ def test_bodies_do_not_share_memory_with_what_was_received() -> None:
 
 
 @pytest.mark.parametrize("layer", ["tls", "snappy"])
-def test_bytes_behind_identify_can_be_handed_to_a_new_layer(layer: str) -> None:
+def test_bytes_after_identify_can_be_given_to_a_new_layer(layer: str) -> None:
     protocol = started(Limits(tls_available=True))
     body = json.dumps({"feature_negotiation": True, "tls_v1": layer == "tls", "snappy": layer == "snappy"})
     behind = b"\x16\x03\x01 not a command\n"
@@ -477,7 +467,7 @@ def test_bytes_behind_identify_can_be_handed_to_a_new_layer(layer: str) -> None:
     assert Heard(said(protocol, b"SUB t c\n")) == [Subscribe("t", "c")]
 
 
-def test_the_rest_includes_pieces_that_were_only_put_by() -> None:
+def test_the_rest_includes_pieces_that_were_not_looked_at() -> None:
     protocol = started(LIMITS)
     assert Heard(said(protocol, b"PU")) == []
     assert protocol.take_rest() == b"PU"

@@ -48,13 +48,13 @@ def test_answers_need_their_parameters(line: bytes, verb: str) -> None:
 
 
 @pytest.mark.parametrize("line", [b"FIN %s\n", b"REQ %s x\n", b"TOUCH %s\n"])
-def test_an_id_that_is_not_16_bytes_is_malformed(line: bytes) -> None:
+def test_an_id_must_have_16_bytes(line: bytes) -> None:
     for raw in (b"", ID[:15], ID + b"0", ID + b"\r\r"):
         assert refusal(SUB + line % raw) == MALFORMED
 
 
 @pytest.mark.parametrize("verb", ["FIN", "REQ", "TOUCH"])
-def test_16_bytes_that_are_no_id_of_ours_are_not_in_flight(verb: str) -> None:
+def test_an_id_of_16_bytes_that_are_not_hex_is_not_in_flight(verb: str) -> None:
     # Python's int() would take the signs, the prefix and the underscore.
     for raw in (ID.upper(), b"z" * 16, b"-" + ID[1:], b"0x" + ID[2:], b"0_" + ID[2:], b"\xff" * 16):
         outcome = hear(SUB + b"%s %s 5\nNOP\n" % (verb.encode(), raw))
@@ -64,7 +64,7 @@ def test_16_bytes_that_are_no_id_of_ours_are_not_in_flight(verb: str) -> None:
         assert outcome.completed == 3
 
 
-def test_such_an_answer_does_not_end_the_conversation() -> None:
+def test_an_answer_with_an_unknown_id_does_not_end_the_connection() -> None:
     (command,) = said(started(LIMITS, SUB), b"FIN " + b"z" * 16 + b"\n")
     assert isinstance(command, Refusal)
     assert isinstance(command.error, ClientError)
@@ -78,7 +78,7 @@ def test_a_requeue_timeout_is_clamped_without_an_error() -> None:
     assert commands(SUB + b"REQ %s 1001\n" % ID, limits)[1:] == [Requeue(NUMBER, 1000)]
 
 
-def test_the_timeout_of_a_requeue_is_judged_even_where_the_id_is_unknown() -> None:
+def test_the_timeout_of_a_requeue_is_checked_even_if_the_id_is_unknown() -> None:
     assert refusal(SUB + b"REQ %s x\n" % (b"z" * 16)) == "E_INVALID REQ could not parse timeout x"
 
 
@@ -116,7 +116,7 @@ def test_consecutive_ids_of_a_run_are_one_span() -> None:
     assert command.spans == [(10, 30), (5, 10), (99, 100)]
 
 
-def test_a_run_is_finished_while_closing_too() -> None:
+def test_a_run_of_fins_is_accepted_while_closing() -> None:
     assert commands(SUB + CLS + fins(*range(20)))[2:] == finished(*range(20))
 
 
@@ -145,7 +145,7 @@ def test_a_run_before_sub_is_refused() -> None:
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_a_run_may_be_interrupted_by_anything(middle: bytes, heard: list[object] | str) -> None:
+def test_any_other_line_ends_a_run_of_fins(middle: bytes, heard: list[object] | str) -> None:
     for before in (0, 1, 8, 30):
         outcome = hear(SUB + fins(*range(before)) + middle + fins(*range(100, 130)))
         if isinstance(heard, list):
@@ -157,7 +157,7 @@ def test_a_run_may_be_interrupted_by_anything(middle: bytes, heard: list[object]
             assert outcome.completed == 1 + before
 
 
-def test_a_run_cut_inside_a_line_goes_on_with_the_next_piece() -> None:
+def test_a_run_cut_inside_a_line_continues_with_the_next_piece() -> None:
     data = fins(*range(40))
     for count in (1, 7, 8, 20):
         for at in range(21 * count + 1, 21 * count + 22):

@@ -45,7 +45,7 @@ def test_a_body_is_any_bytes_up_to_the_largest_size(
 
 @single
 @pytest.mark.parametrize("behind", [b"", bytes(2000)], ids=len)
-def test_a_message_size_out_of_range_is_refused_before_the_body_comes(
+def test_a_message_size_out_of_range_is_refused_before_the_body_arrives(
     verb: str, line: bytes, defer_ms: int, behind: bytes
 ) -> None:
     for number in (0, -1, -(2**31)):
@@ -57,7 +57,7 @@ def test_a_message_size_out_of_range_is_refused_before_the_body_comes(
 
 
 @single
-def test_a_stream_that_ends_inside_a_publish_names_what_is_missing(
+def test_the_error_for_an_unfinished_publish_names_the_missing_part(
     verb: str, line: bytes, defer_ms: int
 ) -> None:
     for part in (b"", b"\x00", b"\x00\x00\x00"):
@@ -78,18 +78,15 @@ def test_a_stream_that_ends_inside_a_publish_names_what_is_missing(
         (b"DPUB t! x", 'E_BAD_TOPIC DPUB topic name "t!" is not valid'),
         (b"DPUB t x", "E_INVALID DPUB could not parse timeout x"),
         (b"DPUB t 3600001", "E_INVALID DPUB timeout 3600001 out of range 0-3600000"),
-        (
-            b"DPUB t 9223372036854775808",
-            "E_INVALID DPUB timeout -9223372036854775808 out of range 0-3600000",
-        ),
+        (b"DPUB t 9223372036854775808", "E_INVALID DPUB timeout -9223372036854775808 out of range 0-3600000"),
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_a_publish_line_is_checked_before_its_body_comes(line: bytes, error: str) -> None:
+def test_a_publish_line_is_checked_before_its_body_arrives(line: bytes, error: str) -> None:
     assert refusal(line + b"\n") == error
 
 
-def test_the_defer_time_is_taken_up_to_and_with_its_maximum() -> None:
+def test_the_defer_time_may_be_the_maximum() -> None:
     for text, defer_ms in ((b"", 0), (b"3600000", 3_600_000), (b"18446744073709551617", 1)):
         assert commands(b"DPUB t %s\n" % text + sized(b"x")) == [Publish("DPUB", "t", [b"x"], defer_ms)]
 
@@ -136,11 +133,11 @@ def test_an_mpub_is_refused_at_its_first_wrong_number(data: bytes, error: str) -
     assert (outcome.error, outcome.commands) == (error, [])
 
 
-def test_an_mpub_may_hold_as_many_messages_as_its_largest_body_could() -> None:
+def test_the_number_of_messages_in_an_mpub_is_limited_by_the_largest_body() -> None:
     assert refusal(b"MPUB t\n" + size(9) + size(999)) is None
 
 
-def test_a_stream_that_ends_inside_an_mpub_names_what_is_missing() -> None:
+def test_the_error_for_an_unfinished_mpub_names_the_missing_part() -> None:
     data = b"MPUB t\n"
     for part in (b"", b"\x00\x00\x00"):
         assert cut_off(data + part) == "E_BAD_BODY MPUB failed to read body size"
@@ -157,7 +154,7 @@ def test_a_stream_that_ends_inside_an_mpub_names_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize("declared", [1, 15, 5000])
-def test_an_mpub_ends_with_its_last_message_whatever_size_it_declared(declared: int) -> None:
+def test_an_mpub_ends_after_its_last_message_not_at_its_declared_size(declared: int) -> None:
     heard = commands(mpub(b"t", [b"x", b"yy"], declared) + b"PUB t\n" + sized(b"z"))
     assert heard == [Publish("MPUB", "t", [b"x", b"yy"]), Publish("PUB", "t", [b"z"])]
 
@@ -172,7 +169,7 @@ def test_whether_an_mpub_is_too_big_does_not_depend_on_its_pieces(count: int) ->
         assert talk(pieces, LIMITS) == whole
 
 
-def test_what_an_unfinished_mpub_keeps_in_memory_is_bounded() -> None:
+def test_the_memory_of_an_unfinished_mpub_is_limited() -> None:
     protocol = started(LIMITS, b"MPUB t\n" + size(9) + size(999))
     with pytest.raises(FatalClientError, match="^E_BAD_BODY MPUB body too big "):
         for _ in range(7):

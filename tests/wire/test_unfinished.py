@@ -49,7 +49,7 @@ def test_an_unfinished_command_counts_until_it_is_complete(verb: str) -> None:
 
 @every_command
 @pytest.mark.parametrize("step", [0, 3_000])
-def test_the_command_that_does_not_fit_is_refused_and_no_other(verb: str, step: int) -> None:
+def test_only_the_command_that_exceeds_the_limit_is_refused(verb: str, step: int) -> None:
     unfinished = Unfinished(120_000)
     parked, refused = connected(unfinished), connected(unfinished)
     assert hear(parked, COMMANDS["MPUB"][:-1], step) == []
@@ -65,7 +65,7 @@ def test_the_command_that_does_not_fit_is_refused_and_no_other(verb: str, step: 
     assert unfinished.size == 0
 
 
-def test_small_commands_are_heard_although_there_is_no_room() -> None:
+def test_small_commands_are_accepted_beyond_the_limit() -> None:
     unfinished = Unfinished(0)
     protocol = connected(unfinished)
     small = b"MPUB t\n" + sized(multi([b"x" * 1000] * 10)) + b"PUB t\n" + sized(b"x" * 10_000)
@@ -77,7 +77,7 @@ def test_a_command_that_arrives_whole_needs_no_room() -> None:
     assert len(hear(protocol, b"".join(COMMANDS.values()))) == len(COMMANDS)
 
 
-def test_what_is_discarded_counts_no_longer() -> None:
+def test_discarded_bytes_do_not_count() -> None:
     unfinished = Unfinished(1 << 20)
     for command in COMMANDS.values():
         protocol = connected(unfinished)
@@ -87,7 +87,7 @@ def test_what_is_discarded_counts_no_longer() -> None:
     assert unfinished.size == 0
 
 
-def test_an_idle_connection_keeps_nothing_of_what_it_has_heard() -> None:
+def test_an_idle_connection_keeps_no_received_bytes() -> None:
     protocol = connected(Unfinished(0))
     hear(protocol, b"NOP\n" * 10_000)
     assert protocol._buffer == b""

@@ -2,26 +2,18 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from nsparq.admin.options import TABLE
-from nsparq.process import Runner, load_runner, run_daemon
-
-if TYPE_CHECKING:
-    from nsparq.admin.daemon import Nsqadmin
+from nsparq.process import Make, run_daemon
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_daemon(TABLE, load_admin, argv)
+    return run_daemon(TABLE, load, argv)
 
 
-def load_admin() -> "tuple[Runner, type[Nsqadmin]]":
-    return load_runner(_import_nsqadmin)
-
-
-def _import_nsqadmin() -> "type[Nsqadmin]":
+def load() -> Make:
     from nsparq.admin.daemon import Nsqadmin
 
     return Nsqadmin

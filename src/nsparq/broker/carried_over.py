@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Final
@@ -34,18 +35,16 @@ MEMORY_SLICE: Final = 500
 """Messages that the event loop copies at a time, for ephemeral topics."""
 
 
+@dataclass(slots=True, eq=False)
 class CarryJob:
     """Work on the file of carried-over messages. run() it in a thread, then CarriedOver.end()."""
 
-    def __init__(
-        self, write: Callable[[], Places], accept: Callable[[Places], None], before: int = 0
-    ) -> None:
-        self.error: OSError | None = None
-        self.before = before
-        """After this, all unfinished messages below this number are carried over."""
-        self._write = write
-        self._accept = accept
-        self._places: Places = {}
+    _write: Callable[[], Places]
+    _accept: Callable[[Places], None]
+    before: int = 0
+    """After this, all unfinished messages below this number are carried over."""
+    error: OSError | None = None
+    _places: Places = field(default_factory=dict)
 
     def run(self) -> None:
         try:

@@ -115,14 +115,14 @@ class Channel:
         position, lowest = self.cursor.position, self.unfinished.lowest()
         if lowest is None or lowest >= position:
             return position
-        if lowest in self.carried_over.store:
+        if lowest in self.carried_over.store.kept:
             return min(position, min(self.carried_over.only_in_log(), default=position))
         return lowest
 
     def locate(self, sequence: int) -> LogRange:
         """Where an unfinished message can be read."""
         carried = self.carried_over.store
-        return carried.locate(sequence) if sequence in carried else self.topic.log.locate(sequence, 1)
+        return carried.locate(sequence) if sequence in carried.kept else self.topic.log.locate(sequence, 1)
 
     # clients
 

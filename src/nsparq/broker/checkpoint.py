@@ -146,7 +146,7 @@ class Checkpoint:
             # The log drops only messages that are finished or carried over. So this one was
             # finished after the checkpoint, unless the carried-over file or a lost segment should
             # have it.
-            if sequence < log.start and sequence not in carried_over.store:
+            if sequence < log.start and sequence not in carried_over.store.kept:
                 missing += sequence < carried_before or log.lost.skip(sequence) > sequence
                 continue
             found.add(sequence)

@@ -341,7 +341,7 @@ class Delivery:
     def _find(self, sequence: int) -> tuple[bytes, int] | None:
         """The first-delivery frame of a message and its publish time."""
         carried = self._channel.carried_over.store
-        batch = carried.read(sequence) if sequence in carried else None
+        batch = carried.read(sequence) if sequence in carried.kept else None
         if batch is None:
             batch = self._topic.log.read(sequence, wait=self._must_wait)
             self._must_wait = False

@@ -117,11 +117,7 @@ def peek_topic(
 
 
 def peek_channel(
-    channel: Channel,
-    states: Sequence[str],
-    count: int,
-    max_bytes: int,
-    body_limit: int = BODY_LIMIT,
+    channel: Channel, states: Sequence[str], count: int, max_bytes: int, body_limit: int = BODY_LIMIT
 ) -> Peek:
     """Up to `count` unfinished messages of the channel, state by state. In flight by number,
     requeued in the order of delivery, deferred by due time, ready from the cursor on."""
@@ -192,13 +188,8 @@ def _to_show(first_id: int, wanted: _Wanted, batch: RawBatch, body_limit: int) -
     body = batch.between(wanted.sequence, wanted.sequence + 1).data
     return PeekedMessage(
         id=f"{first_id + wanted.sequence:016x}",
-        sequence=wanted.sequence,
         timestamp_ns=batch.timestamp_ns,
-        attempts=wanted.attempts,
-        state=wanted.state,
-        due_ns=wanted.due_ns,
-        deadline_ns=wanted.deadline_ns,
-        client=wanted.client,
         body=bytes(body[:body_limit]),
         size=len(body),
+        **wanted._asdict(),
     )

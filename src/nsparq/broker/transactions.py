@@ -225,13 +225,7 @@ class Transactions:
             producer.owner = None
 
     def promise(
-        self,
-        name: str,
-        sequence: int,
-        parts: Mapping[str, int],
-        note: str = "",
-        *,
-        owner: str | None = None,
+        self, name: str, sequence: int, parts: Mapping[str, int], note: str = "", *, owner: str | None = None
     ) -> Transaction:
         """Fix the parts of the transaction; write_promise() makes that durable. Raises
         AlreadyCommitted, Incomplete or OSError, with nothing changed."""

@@ -61,47 +61,30 @@ OK: Final = Response(body=b"OK", content_type=TEXT_TYPE)
 EMPTY: Final = Response()
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """One complete request."""
 
-    __slots__ = (
-        "_answer",
-        "_parameters",
-        "body",
-        "endpoint",
-        "headers",
-        "identity",
-        "is_http_1_0",
-        "method",
-        "path",
-        "path_value",
-        "peer",
-        "peer_port",
-        "query",
-        "secure",
-    )
-
-    def __init__(self, method: str, path: str, query: str, headers: list[tuple[bytes, bytes]]) -> None:
-        self.method = method
-        self.path = path
-        self.query = query
-        self.headers = headers
-        """As received. See header()."""
-        self.body: bytes = b""
-        self.peer = ""
-        """The client's address without its port; empty for a Unix socket."""
-        self.peer_port = 0
-        self.secure: Any = None
-        """The TLS layer of the connection, if it has one."""
-        self.identity: str | None = None
-        """The client's identity if the API is guarded. Empty for an anonymous client."""
-        self.is_http_1_0 = False
-        """HTTP/1.0 clients must be told that the connection stays open."""
-        self.endpoint: Endpoint | None = None
-        self.path_value = ""
-        """The part of the path that matches `{…}` in the endpoint's path."""
-        self._parameters: Mapping[str, str] | None = None
-        self._answer: Callable[[Result | Exception], None] | None = None
+    method: str
+    path: str
+    query: str
+    headers: list[tuple[bytes, bytes]]
+    """As received. See header()."""
+    body: bytes = b""
+    peer: str = ""
+    """The client's address without its port; empty for a Unix socket."""
+    peer_port: int = 0
+    secure: Any = None
+    """The TLS layer of the connection, if it has one."""
+    identity: str | None = None
+    """The client's identity if the API is guarded. Empty for an anonymous client."""
+    is_http_1_0: bool = False
+    """HTTP/1.0 clients must be told that the connection stays open."""
+    endpoint: Endpoint | None = None
+    path_value: str = ""
+    """The part of the path that matches `{…}` in the endpoint's path."""
+    _parameters: Mapping[str, str] | None = None
+    _answer: Callable[[Result | Exception], None] | None = None
 
     @property
     def parameters(self) -> Mapping[str, str]:

@@ -24,16 +24,7 @@ from typing import Final
 
 from nsparq.http.api import ApiError, Request
 
-PRIVATE_SUFFIXES: Final = (
-    "localhost",
-    "local",
-    "localdomain",
-    "internal",
-    "lan",
-    "home.arpa",
-    "svc",
-    "test",
-)
+PRIVATE_SUFFIXES: Final = ("localhost", "local", "localdomain", "internal", "lan", "home.arpa", "svc", "test")
 """Suffixes that are reserved, or only used in private networks."""
 BROWSER_HEADERS: Final = frozenset(
     (b"origin", b"referer", b"cookie", b"accept-language", b"sec-fetch-site", b"sec-fetch-mode")

@@ -24,11 +24,7 @@ NSQ_HEADER: Final = b"X-NSQ-Content-Type: nsq; version=1.0\r\n"
 
 class HttpServer:
     def __init__(
-        self,
-        api: Api,
-        *,
-        layer: Callable[[], Layer] | None = None,
-        refuse_all: Response | None = None,
+        self, api: Api, *, layer: Callable[[], Layer] | None = None, refuse_all: Response | None = None
     ) -> None:
         """`refuse_all` is the response that every request gets, if there is one."""
         self.api = api

@@ -2,26 +2,18 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from nsparq.lookup.options import TABLE
-from nsparq.process import Runner, load_runner, run_daemon
-
-if TYPE_CHECKING:
-    from nsparq.lookup.daemon import Nsqlookupd
+from nsparq.process import Make, run_daemon
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_daemon(TABLE, load_server, argv)
+    return run_daemon(TABLE, load, argv)
 
 
-def load_server() -> "tuple[Runner, type[Nsqlookupd]]":
-    return load_runner(_import_nsqlookupd)
-
-
-def _import_nsqlookupd() -> "type[Nsqlookupd]":
+def load() -> Make:
     from nsparq.lookup.daemon import Nsqlookupd
 
     return Nsqlookupd

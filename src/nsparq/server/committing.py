@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
-from nsparq.broker.transaction import AlreadyCommitted, Damaged, Incomplete, Transaction, Unfinished
+from nsparq.broker.transaction import (
+    AlreadyCommitted,
+    Damaged,
+    Incomplete,
+    PartSealed,
+    StagingFull,
+    Transaction,
+    Unfinished,
+    WrongPosition,
+)
 from nsparq.errors import CorruptBatch, Exiting, StorageError
 from nsparq.http.api import ApiError
 
@@ -107,10 +117,8 @@ class Committer:
         async with self._lock(producer):
             self._check_owner(producer, identity)
             self._check_promise(producer, sequence, promise)
-            try:
+            with transaction_errors(f"transaction {producer}/{sequence}"):
                 self._transactions.abort(producer, sequence)
-            except AlreadyCommitted as error:
-                raise already_committed(error) from error
 
     def _lock(self, producer: str) -> asyncio.Lock:
         """One change at a time for each producer."""
@@ -123,10 +131,8 @@ class Committer:
         """A client that has been replaced must not undo what its successor has prepared."""
         if expected is None:
             return
-        try:
+        with transaction_errors(f"transaction {producer}/{sequence}"):
             transaction = self._transactions.find(producer, sequence)
-        except AlreadyCommitted as error:
-            raise already_committed(error) from error
         if expected != ("" if transaction is None else transaction.note):
             raise ApiError(409, "WRONG_PROMISE")
 
@@ -136,23 +142,13 @@ class Committer:
 
     def _promise(self, producer: str, sequence: int, wanted: Parts, owner: str | None) -> Transaction:
         parts, note = wanted
-        try:
+        with transaction_errors(f"transaction {producer}/{sequence}"):
             return self._transactions.promise(producer, sequence, parts, note, owner=owner)
-        except OSError as error:
-            logger.error("transaction %s/%d: %s", producer, sequence, error)
-            raise ApiError(503, "WRITE_FAILED") from error
-        except AlreadyCommitted as error:
-            raise already_committed(error) from error
-        except Incomplete as error:
-            raise ApiError(409, "INCOMPLETE_TRANSACTION", reason=str(error)) from error
 
     async def _write_promise(self, transaction: Transaction) -> None:
         sync = transaction.is_synchronous
-        try:
+        with transaction_errors(str(transaction)):
             await self._nsqd.in_disk_thread(lambda: transaction.write_promise(sync=sync))
-        except OSError as error:
-            logger.error("%s: %s", transaction, error)
-            raise ApiError(503, "WRITE_FAILED") from error
 
     async def _finish_earlier(self, producer: str, sequence: int) -> None:
         """Finish an older commit of the producer that is still under way."""
@@ -177,18 +173,8 @@ class Committer:
 
     async def _decide(self, transaction: Transaction, *, accept_loss: bool = False) -> None:
         """Record on disk that the transaction is to be published. After that it is never undone."""
-        try:
+        with transaction_errors(str(transaction)):
             self._transactions.decide(transaction, accept_loss=accept_loss)
-        except Incomplete as error:
-            raise ApiError(409, "INCOMPLETE_TRANSACTION", reason=str(error)) from error
-        except Damaged as error:
-            _raise_damaged(error)
-        except Unfinished as error:
-            raise ApiError(
-                503, "EARLIER_TRANSACTION_UNFINISHED", sequence=error.transaction.sequence
-            ) from error
-        except (StorageError, OSError, Exiting) as error:
-            raise ApiError(503, "WRITE_FAILED") from error
         try:
             await self._write_promise(transaction)
         except ApiError:
@@ -213,7 +199,7 @@ class Committer:
             )
         except Damaged as error:
             nsqd.broker.health.set(None, str(transaction))
-            _raise_damaged(error)
+            raise _damaged(error) from error
         except (StorageError, OSError, Exiting) as error:
             nsqd.broker.health.set(f"{transaction}: the commit was interrupted: {error}", str(transaction))
             raise ApiError(503, "WRITE_FAILED") from error
@@ -278,16 +264,32 @@ async def _wait_until_committed(topic: Topic) -> None:
     await done
 
 
-def already_committed(error: AlreadyCommitted) -> ApiError:
-    return ApiError(409, "ALREADY_COMMITTED", sequence=error.sequence)
+@contextmanager
+def transaction_errors(what: str) -> Iterator[None]:
+    """Turn the errors of transactions into ApiError. `what` is for the log."""
+    try:
+        yield
+    except AlreadyCommitted as error:
+        raise ApiError(409, "ALREADY_COMMITTED", sequence=error.sequence) from error
+    except PartSealed as error:
+        raise ApiError(409, "PART_SEALED") from error
+    except WrongPosition as error:
+        raise ApiError(409, "WRONG_POSITION", messages=error.messages) from error
+    except StagingFull as error:
+        # Other producers may free the shared room. Its own limit only the producer can free.
+        status, code = (409, "TOO_MUCH_STAGED") if error.is_producers else (503, "STAGING_FULL")
+        raise ApiError(status, code, limit=error.limit) from error
+    except Incomplete as error:
+        raise ApiError(409, "INCOMPLETE_TRANSACTION", reason=str(error)) from error
+    except Damaged as error:
+        raise _damaged(error) from error
+    except Unfinished as error:
+        raise ApiError(503, "EARLIER_TRANSACTION_UNFINISHED", sequence=error.transaction.sequence) from error
+    except (StorageError, OSError, Exiting) as error:
+        logger.error("%s: %s", what, error)
+        raise ApiError(503, "WRITE_FAILED") from error
 
 
-def _raise_damaged(error: Damaged) -> NoReturn:
-    transaction = error.transaction
-    raise ApiError(
-        409,
-        "DAMAGED_TRANSACTION",
-        sequence=transaction.sequence,
-        lost_messages=transaction.lost_messages,
-        reason=str(error),
-    ) from error
+def _damaged(error: Damaged) -> ApiError:
+    sequence, lost = error.transaction.sequence, error.transaction.lost_messages
+    return ApiError(409, "DAMAGED_TRANSACTION", sequence=sequence, lost_messages=lost, reason=str(error))

@@ -3,26 +3,18 @@ signals."""
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from nsparq.options import TABLE
-from nsparq.process import Runner, load_runner, run_daemon
-
-if TYPE_CHECKING:
-    from nsparq.server.daemon import Nsqd
+from nsparq.process import Make, run_daemon
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_daemon(TABLE, load_server, argv)
+    return run_daemon(TABLE, load, argv)
 
 
-def load_server() -> "tuple[Runner, type[Nsqd]]":
-    return load_runner(_import_nsqd)
-
-
-def _import_nsqd() -> "type[Nsqd]":
+def load() -> Make:
     from nsparq.server.daemon import Nsqd
     from nsparq.server.memory import keep_freed_memory
 

@@ -22,6 +22,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final, NamedTuple, Protocol
 
@@ -44,45 +45,29 @@ _BIG_ENDIAN = sys.byteorder == "big"
 _base_of = attrgetter("base")
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
     """Consecutive messages of a topic, in memory."""
 
-    __slots__ = (
-        "base",
-        "count",
-        "data",
-        "due_ns",
-        "end",
-        "frames",
-        "lengths",
-        "size",
-        "tag",
-        "timestamps_ns",
-    )
+    base: int
+    """Sequence number of the first message."""
+    timestamps_ns: Timestamps
+    due_ns: int
+    lengths: array[int]
+    data: bytes
+    tag: int = 0
+    count: int = field(init=False)
+    end: int = field(init=False)
+    """The sequence number after the last message."""
+    size: int = field(init=False)
+    """Estimated bytes in memory, frames included."""
+    frames: tuple[bytes, array[int]] | None = field(default=None, init=False)
+    """Message frames and their offsets, built for the first channel and shared by all."""
 
-    def __init__(
-        self,
-        base: int,
-        timestamps_ns: Timestamps,
-        due_ns: int,
-        lengths: array[int],
-        data: bytes,
-        tag: int = 0,
-    ) -> None:
-        self.base = base
-        """Sequence number of the first message."""
-        self.count = len(lengths)
-        self.end = base + self.count
-        """The sequence number after the last message."""
-        self.timestamps_ns = timestamps_ns
-        self.due_ns = due_ns
-        self.tag = tag
-        self.lengths = lengths
-        self.data = data
-        self.size = 2 * len(data) + 48 * len(lengths)
-        """Estimated bytes in memory, frames included."""
-        self.frames: tuple[bytes, array[int]] | None = None
-        """Message frames and their offsets, built for the first channel and shared by all."""
+    def __post_init__(self) -> None:
+        self.count = len(self.lengths)
+        self.end = self.base + self.count
+        self.size = 2 * len(self.data) + 48 * self.count
 
     @classmethod
     def join(cls, base: int, parts: list[tuple[int, array[int], memoryview]]) -> Batch:
@@ -207,13 +192,7 @@ def mark_of(incarnation: str) -> int:
 
 
 def encode_head(
-    base: int,
-    timestamp_ns: int,
-    due_ns: int,
-    lengths: array[int],
-    data: bytes,
-    tag: int = 0,
-    mark: int = 0,
+    base: int, timestamp_ns: int, due_ns: int, lengths: array[int], data: bytes, tag: int = 0, mark: int = 0
 ) -> bytes:
     """Everything before the bodies."""
     table = table_bytes(lengths) if _BIG_ENDIAN else lengths.tobytes()

@@ -74,12 +74,6 @@ class CarriedFile:
         self.is_damaged = True
         logger.error("%s", CorruptBatch(self._path, position, reason))
 
-    def __contains__(self, sequence: int) -> bool:
-        return sequence in self.kept
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
     def add(self, messages: Iterable[Carried]) -> None:
         self.accept(self.write(messages))
 
@@ -94,12 +88,9 @@ class CarriedFile:
             places[sequence] = (position, len(head) + len(body))
             position += len(head) + len(body)
             pieces += [head, body]
-        fd = self._files.open(self._path)
-        try:
+        with self._files.opened(self._path) as fd:
             self._files.write(fd, [b"".join(pieces)], self._size)
             self._files.sync(fd)
-        finally:
-            self._files.close(fd)
         return places
 
     def accept(self, places: Places) -> None:
@@ -112,11 +103,8 @@ class CarriedFile:
     def read(self, sequence: int) -> Batch | None:
         """The message as a batch of one; None if its bytes are damaged."""
         position, size = self.kept[sequence]
-        fd = self._files.open(self._path)
-        try:
+        with self._files.opened(self._path) as fd:
             raw = self._files.read(fd, size, position)
-        finally:
-            self._files.close(fd)
         head = decode_head(raw)
         if head is None or not checksum_holds(head, raw):
             return None
@@ -152,13 +140,10 @@ class CarriedFile:
             pieces.append(raw[start : start + size])
             places[sequence] = (position, size)
             position += size
-        fd = self._files.open(self._copy_path)
-        try:
+        with self._files.opened(self._copy_path) as fd:
             self._files.truncate(fd, 0)
             self._files.write(fd, [b"".join(pieces)], 0)
             self._files.sync(fd)
-        finally:
-            self._files.close(fd)
         return places
 
     def accept_copy(self, places: Places) -> None:
@@ -190,12 +175,6 @@ class CarriedInMemory:
 
     def load(self) -> list[int]:
         return []
-
-    def __contains__(self, sequence: int) -> bool:
-        return sequence in self.kept
-
-    def __len__(self) -> int:
-        return len(self.kept)
 
     def add(self, messages: Iterable[Carried]) -> None:
         for sequence, timestamp_ns, body in messages:

@@ -124,8 +124,7 @@ class DiskQueue:
         After `trusted_to` the bytes may be stale, and any four of them can look like a length.
         There the id must look like an id, too.
         """
-        fd = self._files.open_read(path)
-        try:
+        with self._files.opened(path, read_only=True) as fd:
             size = self._files.size(fd)
             window, start = b"", position
             while position < size:
@@ -151,8 +150,6 @@ class DiskQueue:
                     return
                 yield Record(timestamp_ns, attempts, window[offset + _HEAD.size : end])
                 position += _LENGTH_SIZE + length
-        finally:
-            self._files.close(fd)
 
     def _complain(self, path: Path, position: int, size: int, reason: str) -> None:
         self.complaints[path.name] = f"{size - position} bytes skipped from byte {position} on: {reason}"

@@ -23,8 +23,8 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -100,6 +100,15 @@ class Files:
 
     def close(self, fd: int) -> None:
         os.close(fd)
+
+    @contextmanager
+    def opened(self, path: Path, *, read_only: bool = False) -> Iterator[int]:
+        """A descriptor for as long as the block runs."""
+        fd = self.open_read(path) if read_only else self.open(path)
+        try:
+            yield fd
+        finally:
+            self.close(fd)
 
     def write(self, fd: int, buffers: Sequence[Buffer], position: int) -> None:
         """Write all of `buffers` from `position` on, or raise."""
@@ -200,14 +209,11 @@ class Files:
     def _write_temporary(self, path: Path, content: bytes, *, sync: bool) -> Path:
         """Write the file that will be renamed to `path`; gives its name."""
         temporary = path.with_name(path.name + ".tmp")
-        fd = self.open(temporary)
-        try:
+        with self.opened(temporary) as fd:
             self.truncate(fd, 0)
             self.write(fd, [content], 0)
             if sync:
                 self.sync(fd)
-        finally:
-            self.close(fd)
         return temporary
 
     def add_version(self, path: Path, content: bytes) -> None:
@@ -217,12 +223,9 @@ class Files:
         with self._lock:
             self._appending.add(path)
         try:
-            fd = self.open(path)
-            try:
+            with self.opened(path) as fd:
                 size = self.size(fd)
                 self._append(fd, content, size)
-            finally:
-                self.close(fd)
             with self._lock:
                 self._mark_file(path, size)
                 if size > max(_SMALL, _MAX_VERSIONS * len(content)):
@@ -251,11 +254,8 @@ class Files:
 
     def allocate(self, path: Path, size: int) -> None:
         """Reserve `size` bytes of the disk for a file."""
-        fd = self.open(path)
-        try:
+        with self.opened(path) as fd:
             os.posix_fallocate(fd, 0, size)
-        finally:
-            self.close(fd)
 
     def sync_directory(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -336,14 +336,12 @@ class Files:
                 self._forget_file(path)
 
     def _sync_in_place(self, path: Path) -> None:
-        fd = self.open_read(path)
-        try:
-            self.sync(fd)
-        except OSError:
-            self._doubtful.add(path)
-            raise
-        finally:
-            self.close(fd)
+        with self.opened(path, read_only=True) as fd:
+            try:
+                self.sync(fd)
+            except OSError:
+                self._doubtful.add(path)
+                raise
 
     def _rewrite(self, path: Path, written: _Written) -> bool:
         """Rewrite a file that has become large or doubtful, with its last version alone. False if
@@ -368,11 +366,8 @@ class Files:
         return is_done
 
     def _replace_by_last_version(self, path: Path, written: _Written) -> bool:
-        fd = self.open_read(path)
-        try:
+        with self.opened(path, read_only=True) as fd:
             content = self.read(fd, self.size(fd) - written.start, written.start)
-        finally:
-            self.close(fd)
         temporary = self._write_temporary(path, content, sync=True)
         with self._lock:
             is_unchanged = self._unsynced_files.get(path.parent, {}).get(path) == written

@@ -150,14 +150,14 @@ class LogRange:
         return Lost(self.position + damage.position, self.position + damage.end, first, following)
 
 
+@dataclass(frozen=True, slots=True)
 class TimeSearch:
     """Finds the first message published at or after a time. Any thread may call run()."""
 
-    def __init__(self, timestamp_ns: int, otherwise: int, found: LogRange | None = None) -> None:
-        self._timestamp_ns = timestamp_ns
-        self._otherwise = otherwise
-        """The answer if the range has no such message."""
-        self._range = found
+    _timestamp_ns: int
+    _otherwise: int
+    """The answer if the range has no such message."""
+    _range: LogRange | None = None
 
     def run(self) -> int:
         """Its sequence number; the log's end if there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nsparq.storage.files import Files
@@ -11,35 +12,26 @@ from nsparq.storage.segment import Segment
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
+@dataclass(slots=True, eq=False)
 class Sync:
     """One fsync of everything a log had written when it began."""
 
-    def __init__(
-        self,
-        files: Files,
-        opened: list[tuple[int, Segment]],
-        directory: Path,
-        end: int,
-        count: int,
-        *,
-        is_awaited: bool,
-    ) -> None:
-        self._files = files
-        self._opened = opened
-        self._directory = directory
-        """The log's directory. The names of new segments in it are synced as well."""
-        self._is_awaited = is_awaited
-        """Whether publishers wait for this. Then new states of the topic and its channels are
-        synced too: a message that is acknowledged must find them after a power cut."""
-        self.end = end
-        self.count = count
-        """Number of messages to be synced."""
-        self.failed: list[Segment] = []
-        """Segments whose fsync failed."""
-        self.error: OSError | None = None
-        """The disk refused: a power cut may lose these messages."""
-        self.obstacle: OSError | None = None
-        """The fsync could not be tried. Nothing is known to be wrong; it has to be repeated."""
+    _files: Files
+    _opened: list[tuple[int, Segment]]
+    _directory: Path
+    """The log's directory. The names of new segments in it are synced as well."""
+    end: int
+    count: int
+    """Number of messages to be synced."""
+    _is_awaited: bool
+    """Whether publishers wait for this. Then new states of the topic and its channels are synced
+    too: a message that is acknowledged must find them after a power cut."""
+    failed: list[Segment] = field(default_factory=list)
+    """Segments whose fsync failed."""
+    error: OSError | None = None
+    """The disk refused: a power cut may lose these messages."""
+    obstacle: OSError | None = None
+    """The fsync could not be tried. Nothing is known to be wrong; it has to be repeated."""
 
     def run(self) -> None:
         for fd, segment in self._opened:
@@ -92,7 +84,7 @@ class SyncState:
             opened.append((self._duplicate(active), active))
         opened, self._sealed = self._sealed + opened, []
         self.is_running = True
-        return Sync(self._files, opened, self._directory, stable, count, is_awaited=is_awaited)
+        return Sync(self._files, opened, self._directory, stable, count, is_awaited)
 
     def _duplicate(self, segment: Segment) -> int:
         """A descriptor of the segment that the fsync can use and close in its thread."""

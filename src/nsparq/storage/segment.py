@@ -178,22 +178,16 @@ class Segment:
         be on disk. Nothing may be appended any more. A thread may call this. Raises OSError, with
         the file as it was."""
         copy = self.path.with_suffix(COPY_SUFFIX)
-        source = self.files.open_read(self.path)
-        try:
-            target = self.files.open(copy)
-            try:
-                self.files.truncate(target, 0)
-                for position in range(0, self.size, _COPY_SIZE):
-                    size = min(_COPY_SIZE, self.size - position)
-                    self.files.write(target, [self.files.read(source, size, position)], position)
-                self.files.sync(target)
-                self._log_new_damage(target)
-            finally:
-                self.files.close(target)
-        finally:
-            self.files.close(source)
-        self.files.rename(copy, self.path)
-        self.files.sync_names(self.path.parent)
+        files = self.files
+        with files.opened(self.path, read_only=True) as source, files.opened(copy) as target:
+            files.truncate(target, 0)
+            for position in range(0, self.size, _COPY_SIZE):
+                size = min(_COPY_SIZE, self.size - position)
+                files.write(target, [files.read(source, size, position)], position)
+            files.sync(target)
+            self._log_new_damage(target)
+        files.rename(copy, self.path)
+        files.sync_names(self.path.parent)
 
     def copied(self) -> None:
         """replace_by_copy() is done: the segment is safe again."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -41,11 +40,8 @@ class Chunk(NamedTuple):
 
     def read(self, files: Files) -> PackedBodies:
         """The messages. Raises CorruptBatch or OSError."""
-        fd = files.open_read(self.path)
-        try:
+        with files.opened(self.path, read_only=True) as fd:
             raw = files.read(fd, self.size, self.position)
-        finally:
-            files.close(fd)
         name = self.topic.encode("ascii")
         if len(raw) < self.size:
             raise CorruptBatch(self.path, self.position, "the file is too short")
@@ -73,7 +69,7 @@ class Part:
     def load(self) -> None:
         """Read what an earlier run staged. A half-written chunk at the end is cut off: nobody got
         an answer for it."""
-        with self._opened() as fd:
+        with self._files.opened(self.path) as fd:
             for chunk in _chunks(self._files, fd, self.path):
                 self._note(chunk)
             if self._files.size(fd) != self.size:
@@ -95,7 +91,7 @@ class Part:
         head = _HEAD.pack(_MAGIC, 0, size, len(bodies), defer_ms, len(name)) + name + table
         crc = crc32c(bodies.data, crc32c(head[_CHECKED_FROM:]))
         head = _MAGIC + crc.to_bytes(4, "little") + head[_CHECKED_FROM:]
-        with self._opened() as fd:
+        with self._files.opened(self.path) as fd:
             try:
                 self._files.write(fd, [head, bodies.data], self.size)
             except OSError:
@@ -109,25 +105,14 @@ class Part:
         self.messages += chunk.messages
         self.size += chunk.size
 
-    @contextmanager
-    def _opened(self) -> Iterator[int]:
-        fd = self._files.open(self.path)
-        try:
-            yield fd
-        finally:
-            self._files.close(fd)
-
     def sync(self, *, now: bool) -> None:
         """Sync the file now, or in the next round of syncs. Any thread may call this, while nothing
         is appended."""
         if not now:
             self._files.sync_later(self.path)
             return
-        fd = self._files.open_read(self.path)
-        try:
+        with self._files.opened(self.path, read_only=True) as fd:
             self._files.sync(fd)
-        finally:
-            self._files.close(fd)
 
 
 def _chunks(files: Files, fd: int, path: Path) -> Iterator[Chunk]:

@@ -96,11 +96,19 @@ def decode_identify(body: bytes, limits: Limits, current: Identity | None = None
     """
     current = current or default_identity(limits, "")
     fields = _decode_fields(body)
-    heartbeat_ms = _check_heartbeat(fields.get("heartbeat_interval", 0), limits, current.heartbeat_ms)
-    timeout_ms = _check_buffer_timeout(
-        fields.get("output_buffer_timeout", 0), limits, current.output_buffer_timeout_ms
-    )
-    buffer_size = _check_buffer_size(fields.get("output_buffer_size", 0), limits, current.output_buffer_size)
+    heartbeat_ms = _chosen(
+        "heartbeat interval", fields.get("heartbeat_interval", 0),
+        MIN_HEARTBEAT_MS, limits.max_heartbeat_interval_ms, current=current.heartbeat_ms,
+    )  # fmt: skip
+    timeout_ms = _chosen(
+        "output buffer timeout", fields.get("output_buffer_timeout", 0),
+        limits.min_output_buffer_timeout_ms, limits.max_output_buffer_timeout_ms,
+        current=current.output_buffer_timeout_ms,
+    )  # fmt: skip
+    buffer_size = _chosen(
+        "output buffer size", fields.get("output_buffer_size", 0),
+        MIN_OUTPUT_BUFFER_SIZE, limits.max_output_buffer_size, current=current.output_buffer_size, off=1,
+    )  # fmt: skip
     if fields.get("output_buffer_size") == -1:
         timeout_ms = 0
     sample_rate = fields.get("sample_rate", 0)
@@ -139,33 +147,12 @@ def _decode_fields(body: bytes) -> dict[str, Any]:
         raise FatalClientError("E_BAD_BODY", "IDENTIFY failed to decode JSON body") from error
 
 
-def _check_heartbeat(wanted: int, limits: Limits, current: int) -> int:
-    if wanted == -1:
-        return 0
-    if wanted == 0:
-        return current
-    if not MIN_HEARTBEAT_MS <= wanted <= limits.max_heartbeat_interval_ms:
-        raise _invalid("heartbeat interval", wanted)
-    return wanted
-
-
-def _check_buffer_timeout(wanted: int, limits: Limits, current: int) -> int:
-    if wanted == -1:
-        return 0
-    if wanted == 0:
-        return current
-    if not limits.min_output_buffer_timeout_ms <= wanted <= limits.max_output_buffer_timeout_ms:
-        raise _invalid("output buffer timeout", wanted)
-    return wanted
-
-
-def _check_buffer_size(wanted: int, limits: Limits, current: int) -> int:
-    if wanted == -1:
-        return 1
-    if wanted == 0:
-        return current
-    if not MIN_OUTPUT_BUFFER_SIZE <= wanted <= limits.max_output_buffer_size:
-        raise _invalid("output buffer size", wanted)
+def _chosen(field: str, wanted: int, low: int, high: int, *, current: int, off: int = 0) -> int:
+    """The value of a field: -1 switches it off, 0 leaves it as it is."""
+    if wanted in (-1, 0):
+        return off if wanted else current
+    if not low <= wanted <= high:
+        raise _invalid(field, wanted)
     return wanted
 
 

@@ -269,10 +269,7 @@ def test_a_removed_number_and_a_future_one_are_different_errors(tmp_path: Path) 
             wait_until(lambda: positions(broker, "t")["earliest"] > start)
         about = positions(broker, "t")
         gone = broker.request("GET", target("/topic/read", {"topic": "t", "from": start}))
-        assert (gone.status, gone.json()) == (
-            410,
-            {"message": "OFFSET_GONE", "earliest": about["earliest"]},
-        )
+        assert (gone.status, gone.json()) == (410, {"message": "OFFSET_GONE", "earliest": about["earliest"]})
         ahead = broker.request("GET", target("/topic/read", {"topic": "t", "from": about["latest"] + 1}))
         assert (ahead.status, ahead.json()) == (416, {"message": "OFFSET_AHEAD", "latest": about["latest"]})
         assert read(broker, "t", about["earliest"]).first == about["earliest"]

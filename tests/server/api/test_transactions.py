@@ -514,9 +514,7 @@ def test_a_promise_whose_part_is_lost_is_not_committed_without_it(tmp_path: Path
         assert metric(broker, "lost_messages_total") == lost
 
 
-def test_an_unreadable_transaction_is_retried_until_an_operator_resolves_it(
-    tmp_path: Path,
-) -> None:
+def test_an_unreadable_transaction_is_retried_until_an_operator_resolves_it(tmp_path: Path) -> None:
     class Unreadable(Files):
         def open_read(self, path: Path) -> int:
             if path.name == "bad.part":

@@ -74,14 +74,7 @@ def broker(policy_file: Path) -> Iterator[BrokerThread]:
 # Endpoints
 
 # Required parameters besides topic and channel.
-NEEDED = {
-    "from": "0",
-    "sequence": "0",
-    "to": "end",
-    "seconds": "0.01",
-    "producer": "p",
-    "part": "a",
-}
+NEEDED = {"from": "0", "sequence": "0", "to": "end", "seconds": "0.01", "producer": "p", "part": "a"}
 BODIES = {
     "/config/{key}": b"info",
     "/topic/settings": b"{}",
@@ -222,8 +215,7 @@ def test_no_endpoint_is_reachable_without_its_permission(broker: BrokerThread, e
 
 
 @pytest.mark.parametrize(
-    "value",
-    ["Bearer", "Basic d3Jvbmc6d3Jvbmc=", "gnihtyreve", "Bearer everything", "Digest gnihtyreve"],
+    "value", ["Bearer", "Basic d3Jvbmc6d3Jvbmc=", "gnihtyreve", "Bearer everything", "Digest gnihtyreve"]
 )
 def test_a_wrong_or_malformed_secret_is_refused(broker: BrokerThread, value: str) -> None:
     assert_needs_secret(broker.request("GET", "/stats", headers={"Authorization": value}))

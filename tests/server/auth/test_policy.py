@@ -509,10 +509,7 @@ X = f'[[identity]]\nname = "x"\n{SECRET}\n'
         ('[[identity]]\nname = "a\\nb"', "identity 1: name must be"),
         ('[[identity]]\nname = "x"', "identity 'x': secret must be \"sha256:…\""),
         ('[[identity]]\nname = "x"\nsecret = "hush"', "identity 'x': secret must be \"sha256:…\""),
-        (
-            '[[identity]]\nname = "x"\nsecret = []',
-            "identity 'x': secret must be a string or a list",
-        ),
+        ('[[identity]]\nname = "x"\nsecret = []', "identity 'x': secret must be a string or a list"),
         (
             '[[identity]]\nname = "x"\nsecret = ["sha256:00", 5]',
             "identity 'x': secret: sha256: must be followed",
@@ -535,14 +532,8 @@ X = f'[[identity]]\nname = "x"\n{SECRET}\n'
         ),
         (f'[[identity]]\nname = "x"\nurl = 5\n{SECRET}', "identity 'x': url must be a string"),
         (f"{X}alow = []", "identity 1: unknown key 'alow'"),
-        (
-            f'{X}[identity.allow]\ntopic = ""',
-            "identity 'x': allow must be written as [[identity.allow]]",
-        ),
-        (
-            f'{X}[[identity.allow]]\npermissions = ["read"]',
-            "identity 'x', allow 1: topic must be a pattern",
-        ),
+        (f'{X}[identity.allow]\ntopic = ""', "identity 'x': allow must be written as [[identity.allow]]"),
+        (f'{X}[[identity.allow]]\npermissions = ["read"]', "identity 'x', allow 1: topic must be a pattern"),
         (
             f'{X}[[identity.allow]]\ntopic = "t"',
             "identity 'x', allow 1: permissions must be a list of publish, subscribe, read, admin",
@@ -568,10 +559,7 @@ X = f'[[identity]]\nname = "x"\n{SECRET}\n'
             "identity 'x', allow 1: unknown key 'channel'; known are channels, permissions, topic",
         ),
         (X * 2, "identity 2: another identity has the name 'x'"),
-        (
-            f'{X}[[identity]]\nname = "y"\n{SECRET}\n',
-            "identity 'y': has the same secret as 'x'",
-        ),
+        (f'{X}[[identity]]\nname = "y"\n{SECRET}\n', "identity 'y': has the same secret as 'x'"),
         ("anonymous = 5", "anonymous: must be a table"),
         ('[anonymous]\npermissions = ["read"]', "anonymous: unknown key 'permissions'; known are allow"),
         ('[[anonymous.allow]]\ntopic = "t"', "anonymous, allow 1: permissions must be"),

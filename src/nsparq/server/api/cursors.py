@@ -59,11 +59,7 @@ class CursorsApi:
         params=(
             TOPIC,
             CHANNEL,
-            Param(
-                name="to",
-                help="`start` or `end`",
-                schema={"type": "string", "enum": ["start", "end"]},
-            ),
+            Param(name="to", help="`start` or `end`", schema={"type": "string", "enum": ["start", "end"]}),
             Param(name="sequence", help="a sequence number", schema=SEQUENCE),
             Param(
                 name="time",
@@ -140,10 +136,7 @@ class CursorsApi:
             TOPIC,
             CHANNEL,
             Param(
-                name="sequence",
-                help="the first number that is not finished",
-                required=True,
-                schema=SEQUENCE,
+                name="sequence", help="the first number that is not finished", required=True, schema=SEQUENCE
             ),
             INCARNATION,
             OWNER,

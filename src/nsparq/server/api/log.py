@@ -11,14 +11,7 @@ import base64
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from nsparq.broker.peek import (
-    STATES,
-    STORED,
-    Peek,
-    PeekedMessage,
-    peek_channel,
-    peek_topic,
-)
+from nsparq.broker.peek import STATES, STORED, Peek, PeekedMessage, peek_channel, peek_topic
 from nsparq.errors import CorruptBatch
 from nsparq.http.api import ApiError, Endpoint, Param, Request, Response, Result
 from nsparq.server.api.parameters import (
@@ -206,9 +199,7 @@ class LogApi:
         params=(
             TOPIC,
             Param(
-                name="from",
-                help="the first sequence number (default: the newest messages)",
-                schema=SEQUENCE,
+                name="from", help="the first sequence number (default: the newest messages)", schema=SEQUENCE
             ),
             _COUNT,
         ),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from nsparq.errors import Exiting
 from nsparq.http.api import ApiError, Endpoint, Param, Request, Result
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from nsparq.broker.topic import Topic
     from nsparq.server.daemon import Nsqd
 
+T = TypeVar("T")
+
 MAX_BODY: Final = 8 << 20
 MAX_WAIT_MS: Final = 10_000
 SLICE: Final = 200
@@ -54,6 +56,8 @@ hundredths of a core, however many topics it has."""
 MASK: Final = (1 << 63) - 1
 NO_TOPIC: Final = 0
 """The state of a topic that does not exist."""
+Moved = dict[str, Any]
+"""The answer for one topic: the position of its channel, or a refusal."""
 
 _PLACE: Final = {
     "type": "array",
@@ -154,23 +158,12 @@ class ManyTopicsApi:
                 return
 
     async def _changed(self, known: Mapping[str, int | None], channel: str) -> list[str]:
-        topics = self._broker.topics
-        found: list[str] = []
-        for number, (name, state) in enumerate(known.items()):
-            if state != _state(topics.get(name), channel):
-                found.append(name)
-            if number % SLICE == SLICE - 1:
-                await asyncio.sleep(0)
-        return found
+        topics, states = self._broker.topics, _in_slices(known.items())
+        return [name async for name, state in states if state != _state(topics.get(name), channel)]
 
     async def _described(self, names: Iterable[str], channel: str) -> dict[str, Any]:
-        described: dict[str, Any] = {}
-        for number, name in enumerate(names):
-            topic = self._broker.topics.get(name)
-            described[name] = None if topic is None else _describe(topic, channel)
-            if number % SLICE == SLICE - 1:
-                await asyncio.sleep(0)
-        return described
+        topics = self._broker.topics
+        return {name: _describe(topics.get(name), channel) async for name in _in_slices(names)}
 
     @Endpoint(
         method="POST",
@@ -190,30 +183,7 @@ class ManyTopicsApi:
     )
     async def commit(self, request: Request) -> Result:
         channel, owner = name_of(request, "channel"), owner_of(request)
-        answers: dict[str, Any] = {}
-        claimed: list[Topic] = []
-        for number, (name, incarnation, sequence) in enumerate(_places(request)):
-            try:
-                topic = self._find(name, incarnation)
-                found = topic.channels.get(channel)
-                if found is None:
-                    raise ApiError(404, "CHANNEL_NOT_FOUND")
-                if owner is not None or sequence:
-                    check_owner(found, owner or "")
-                with offset_errors():
-                    found.commit(sequence)
-                answers[name] = {"cursor": found.cursor.position, "depth": found.depth}
-                if owner is not None and owner != found.owner:
-                    _claim(found, owner)
-                    claimed.append(topic)
-            except ApiError as error:
-                answers[name] = _refusal(error)
-            turn = SLICE_ON_DISK if claimed else SLICE
-            if number % turn == turn - 1:
-                await asyncio.sleep(0)
-        for topic in claimed:
-            await self._nsqd.durable(topic)
-        return {"topics": answers}
+        return await self._move(request, lambda topic, sequence: _commit(topic, sequence, channel, owner))
 
     @Endpoint(
         method="POST",
@@ -234,54 +204,71 @@ class ManyTopicsApi:
     )
     async def seek(self, request: Request) -> Result:
         channel, owner = name_of(request, "channel"), owner_of(request)
-        answers: dict[str, Any] = {}
-        moved: list[Topic] = []
-        for number, (name, incarnation, sequence) in enumerate(_places(request)):
+        return await self._move(request, lambda topic, sequence: _seek(topic, sequence, channel, owner))
+
+    async def _move(self, request: Request, move: Callable[[Topic, int], tuple[Moved, bool]]) -> Result:
+        """Move the channel of each topic in the body. `move` gives the answer, and whether it has
+        written a file."""
+        answers: dict[str, Moved] = {}
+        written: list[Topic] = []
+        for number, (name, incarnation, sequence) in enumerate(_places(request), 1):
             try:
-                topic = self._find(name, incarnation)
-                answers[name] = _seek(topic, channel, sequence, owner)
-                moved.append(topic)
+                topic = self._broker.topics.get(name)
+                if topic is None:
+                    raise ApiError(404, "TOPIC_NOT_FOUND")
+                check_incarnation(topic, incarnation)
+                answers[name], is_written = move(topic, sequence)
+                if is_written:
+                    written.append(topic)
             except ApiError as error:
                 answers[name] = _refusal(error)
-            if number % SLICE_ON_DISK == SLICE_ON_DISK - 1:
+            except Exiting:
+                answers[name] = _refusal(ApiError(503, "EXITING"))
+            except OSError as error:
+                answers[name] = _refusal(ApiError(500, "DISK_REFUSES", reason=str(error)))
+            if number % (SLICE_ON_DISK if written else SLICE) == 0:
                 await asyncio.sleep(0)
-        for topic in moved:
+        for topic in written:
             await self._nsqd.durable(topic)
         return {"topics": answers}
 
-    def _find(self, name: str, incarnation: str) -> Topic:
-        topic = self._broker.topics.get(name)
-        if topic is None:
-            raise ApiError(404, "TOPIC_NOT_FOUND")
-        check_incarnation(topic, incarnation)
-        return topic
+
+async def _in_slices(items: Iterable[T]) -> AsyncIterator[T]:
+    """The items. After each SLICE of them the event loop runs other work."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % SLICE == 0:
+            await asyncio.sleep(0)
 
 
-def _claim(channel: Channel, owner: str) -> None:
-    try:
+def _commit(topic: Topic, sequence: int, name: str, owner: str | None) -> tuple[Moved, bool]:
+    """As /channel/commit."""
+    channel = topic.channels.get(name)
+    if channel is None:
+        raise ApiError(404, "CHANNEL_NOT_FOUND")
+    if owner is not None or sequence:
+        check_owner(channel, owner or "")
+    with offset_errors():
+        channel.commit(sequence)
+    is_claimed = owner is not None and owner != channel.owner
+    if owner is not None:
         channel.claim(owner)
-    except OSError as error:
-        raise ApiError(500, "DISK_REFUSES", reason=str(error)) from error
+    return {"cursor": channel.cursor.position, "depth": channel.depth}, is_claimed
 
 
-def _seek(topic: Topic, name: str, sequence: int, owner: str | None) -> dict[str, Any]:
+def _seek(topic: Topic, sequence: int, name: str, owner: str | None) -> tuple[Moved, bool]:
     """As /channel/seek, but a missing channel is created at the sequence number."""
     channel = topic.channels.get(name)
     is_new = channel is None
     if channel is not None and owner is not None:
         check_owner(channel, owner)
-    try:
-        if channel is None:
-            channel = topic.get_channel(name, sequence)
-        else:
-            channel.seek(sequence)
-    except Exiting as error:
-        raise ApiError(503, "EXITING") from error
-    except OSError as error:
-        raise ApiError(500, "DISK_REFUSES", reason=str(error)) from error
+    if channel is None:
+        channel = topic.get_channel(name, sequence)
+    else:
+        channel.seek(sequence)
     if owner is not None:
-        _claim(channel, owner)
-    return {"cursor": channel.cursor.position, "depth": channel.depth, "created": is_new}
+        channel.claim(owner)
+    return {"cursor": channel.cursor.position, "depth": channel.depth, "created": is_new}, True
 
 
 def _state(topic: Topic | None, channel: str) -> int:
@@ -301,7 +288,9 @@ def _channel_state(channel: Channel | None) -> str:
     return "paused" if channel.paused else "there"
 
 
-def _describe(topic: Topic, channel: str) -> dict[str, Any]:
+def _describe(topic: Topic | None, channel: str) -> dict[str, Any] | None:
+    if topic is None:
+        return None
     positions, found = topic.positions(), topic.channels.get(channel)
     return {
         "incarnation": positions.incarnation,

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from typing import TYPE_CHECKING, Any, Final
 
-from nsparq.broker.transaction import (
-    AlreadyCommitted,
-    Committed,
-    PartSealed,
-    StagingFull,
-    Transaction,
-    WrongPosition,
-)
+from nsparq.broker.transaction import AlreadyCommitted, Committed, Transaction
 from nsparq.errors import FatalClientError
 from nsparq.http.api import JSON_TYPE, ApiError, Endpoint, Param, Request, Result
 from nsparq.server.api.parameters import (
@@ -28,13 +20,11 @@ from nsparq.server.api.parameters import (
     obj,
 )
 from nsparq.server.api.producers import IDENTIFIER, PRODUCER, PRODUCER_ERRORS, identifier_of
-from nsparq.server.committing import Parts, already_committed
+from nsparq.server.committing import Parts, transaction_errors
 from nsparq.wire.mpub import decode_multiple
 
 if TYPE_CHECKING:
     from nsparq.server.daemon import Nsqd
-
-logger = logging.getLogger(__name__)
 
 MAX_NOTE: Final = 4096
 MAX_PARTS_BODY: Final = 1 << 20
@@ -155,23 +145,10 @@ class TransactionsApi:
         except FatalClientError as error:
             raise ApiError(413, error.code.removeprefix("E_")) from error
         at = number_of(request, "at")
-        try:
+        with transaction_errors(f"transaction {producer}/{sequence}: cannot stage messages"):
             messages = self._transactions.stage(
                 producer, sequence, part, topic, bodies, defer_ms=defer_ms, at=at, owner=request.identity
             )
-        except AlreadyCommitted as error:
-            raise already_committed(error) from error
-        except PartSealed as error:
-            raise ApiError(409, "PART_SEALED") from error
-        except WrongPosition as error:
-            raise ApiError(409, "WRONG_POSITION", messages=error.messages) from error
-        except StagingFull as error:
-            # Other producers may free the shared room. Its own limit only the producer can free.
-            status, code = (409, "TOO_MUCH_STAGED") if error.is_producers else (503, "STAGING_FULL")
-            raise ApiError(status, code, limit=error.limit) from error
-        except OSError as error:
-            logger.error("transaction %s/%d: cannot stage messages: %s", producer, sequence, error)
-            raise ApiError(503, "WRITE_FAILED") from error
         return {"messages": messages}
 
     @Endpoint(
