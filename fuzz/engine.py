@@ -1,4 +1,4 @@
-"""What the fuzzers share: an nsqd of their own, and processes that play seeded cases to the first
+"""Shared by the fuzzers: starts an nsqd, and processes that play seeded cases until the first
 problem."""
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ STRIDE = 1_000_000_000
 
 Address = tuple[str, int]
 Run = Callable[[Address, int, int], tuple[int, list[str]]]
-"""Plays cases: address, first seed, how many. Gives how many it was, and their problems."""
+"""Plays cases: address, first seed, number. Gives the number of cases played, and their
+problems."""
 
 
 def work(
     run: Run, address: Address, first: int, count: int, end: float, results: multiprocessing.Queue
 ) -> None:
-    """Play cases, and say how many each second or so."""
+    """Play cases, and report their number about once a second."""
     while count and time.monotonic() < end:
         played, problems = run(address, first, min(count, 200))
         results.put((played, problems))
@@ -82,7 +83,7 @@ def main(description: str, run: Run, address_of: Callable[[BrokerProcess], Addre
 
 
 def gather(workers: list[multiprocessing.Process], results: multiprocessing.Queue) -> tuple[int, list[str]]:
-    """Until every worker is done or one has found something."""
+    """Count cases until all workers are done, or one finds a problem."""
     cases = 0
     while any(worker.is_alive() for worker in workers) or not results.empty():
         try:

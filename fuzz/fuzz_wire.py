@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-import engine  # puts the project on the path, for what follows
+import engine  # puts the project on the path
 
 from tests.faults import fuzzing
 

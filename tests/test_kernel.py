@@ -26,7 +26,7 @@ from nsparq.wire.limits import Limits
 from nsparq.wire.message import build_frames
 from nsparq.wire.server import MAGIC
 from tests.support import sized
-from tests.wire.harness import BUILDS, COMPILED, Outcome, talk, using
+from tests.wire.harness import BUILDS, COMPILED, Outcome, converse, using
 
 CAN_BE_COMPILED = len(BUILDS) > 1
 Pairs = list[tuple[socket.socket, socket.socket]]
@@ -75,8 +75,8 @@ def assert_both_agree(run: Callable[[], object]) -> None:
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
-def hear(data: bytes, limits: Limits) -> Outcome:
-    return talk([data], limits, eof=True)
+def outcome_of(data: bytes, limits: Limits) -> Outcome:
+    return converse([data], limits, eof=True)
 
 
 ID = st.integers(0, TOP) | st.integers(0, 20) | st.integers(TOP - 9, TOP)
@@ -111,7 +111,7 @@ class TestBothBuilds:
     @example(b"".join(b"FIN %016x\n" % n for n in range(0x9FFFFFFFFFF8, 0xA00000000008)))
     @example(b"FIN ffffffffffffffff\nFIN!0000000000000000\n" * 4)
     def test_both_decode_the_same_fins(self, lines: bytes) -> None:
-        assert_both_agree(lambda: hear(SUBSCRIBED + lines, Limits()))
+        assert_both_agree(lambda: outcome_of(SUBSCRIBED + lines, Limits()))
 
     @given(
         publishes=st.lists(
@@ -125,17 +125,17 @@ class TestBothBuilds:
     )
     def test_both_take_the_same_runs_of_publishes(self, publishes: list[tuple[bytes, bytes]]) -> None:
         data = MAGIC + b"".join(line + content for line, content in publishes)
-        assert_both_agree(lambda: hear(data, SMALL))
+        assert_both_agree(lambda: outcome_of(data, SMALL))
 
     @given(pubs=st.lists(st.tuples(st.sampled_from([b"t", b"tt"]), MESSAGE), min_size=1, max_size=6))
     def test_both_take_the_same_single_messages(self, pubs: list[tuple[bytes, bytes]]) -> None:
         pieces = [MAGIC, *(b"PUB %s\n%s" % pub for pub in pubs)]
-        assert_both_agree(lambda: talk(pieces, SMALL, eof=True))
+        assert_both_agree(lambda: converse(pieces, SMALL, eof=True))
 
     @given(count=st.integers(0, 13), messages=st.lists(MESSAGE, max_size=13).map(b"".join))
     def test_both_cut_an_mpub_into_the_same_messages(self, count: int, messages: bytes) -> None:
         data = MAGIC + b"MPUB t\n" + struct.pack(">ii", 9, count) + messages
-        assert_both_agree(lambda: hear(data, SMALL))
+        assert_both_agree(lambda: outcome_of(data, SMALL))
 
     @given(
         st.integers(0, 2**64 - 40) | st.integers(2**64 - 40, 2**64 - 31),

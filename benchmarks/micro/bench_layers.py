@@ -32,8 +32,8 @@ from nsparq.transport.snappy import SnappyLayer
 from tests.support.certificates import certificates
 
 PIECES = 16
-"""Different pieces that are sent one after the other: the same one again would suit deflate too
-well."""
+"""Pieces that are sent one after the other. They differ, because deflate would compress repeated
+ones too well."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ def consume(layer: Layer | LayerStack, wire: list[bytes]) -> None:
 
 
 class TlsPair:
-    """Our layer and a client of the standard library, connected; and two of the standard
+    """A connected pair of our layer and the standard library's client, and a pair of the standard
     library."""
 
     def __init__(self, context: SSL.Context) -> None:
@@ -209,7 +209,7 @@ def tls_tasks(pieces: list[bytes]) -> list[Task]:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds for a pass over the pieces, from enough passes to be measurable."""
+    """Seconds for one pass over the pieces, measured over enough passes."""
     passes = 1
     while True:
         started = time.perf_counter()

@@ -1,1 +1,1 @@
-"""The rules of delivery, without a server: see rig.py."""
+"""The rules of delivery, tested without a server: see rig.py."""

@@ -1,5 +1,5 @@
-"""A broker without a server: time stands still unless told, clients are lists, the disk does as
-told.
+"""A broker without a server: time passes only on demand, clients collect their frames in lists, and calls
+to the disk can be made to fail.
 
 In a test:
 
@@ -44,8 +44,8 @@ _FRAME = struct.Struct(">iiqH16s")
 
 
 class Clock:
-    """A machine's two clocks. Time passes on both, and only on demand; the wall clock can be set,
-    too."""
+    """The two clocks of a machine. Time passes on both, only on demand. The wall clock can also be
+    set."""
 
     def __init__(self) -> None:
         self.now_ns = 5_000 * SECOND
@@ -63,16 +63,16 @@ class Clock:
         self.wall_now_ns += round(seconds * SECOND)
 
     def set_wall(self, seconds: float) -> None:
-        """Somebody sets the wall clock, forward or back. No time passes."""
+        """Set the wall clock, forward or back. No time passes."""
         self.wall_now_ns += round(seconds * SECOND)
 
     def reboot(self) -> None:
-        """The monotonic clock of another boot has nothing to do with that of the last one."""
+        """Reboot: the monotonic clock starts anew."""
         self.now_ns = 7 * SECOND
 
 
 class Delivered(NamedTuple):
-    """A message frame, taken apart."""
+    """The fields of a message frame."""
 
     id: int
     attempts: int
@@ -94,7 +94,7 @@ def parse_frames(data: bytes) -> list[Delivered]:
 
 
 class FakeClient(Client):
-    """A connection whose other end is a list."""
+    """A client that collects its frames in a list."""
 
     def __init__(self, name: str = "client", *, address: str = "127.0.0.1:1", **identity: Any) -> None:
         super().__init__(
@@ -117,7 +117,7 @@ class FakeClient(Client):
         self.close_calls += 1
 
     def take(self) -> list[Delivered]:
-        """What came since the last time."""
+        """The messages since the last call."""
         new = self.messages[self._taken :]
         self._taken = len(self.messages)
         return new
@@ -127,7 +127,7 @@ class FakeClient(Client):
 
 
 class Receipt:
-    """What a publisher was told."""
+    """The answers that a publisher got."""
 
     def __init__(self) -> None:
         self.answers: list[Exception | None] = []
@@ -146,7 +146,7 @@ class Receipt:
 
 
 class Later:
-    """Background work that is done when the test says so."""
+    """Background work that runs when the test asks for it."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[Callable[[], None], Callable[[], None]]] = []
@@ -155,8 +155,7 @@ class Later:
         self.jobs.append((work, then))
 
     def run(self) -> int:
-        """Do what was asked for so far, not what that asks for in turn. Gives the number of
-        jobs."""
+        """Run the jobs so far, but not those that they add. Gives the number of jobs."""
         jobs, self.jobs = self.jobs, []
         for work, then in jobs:
             work()
@@ -180,11 +179,11 @@ OPENING_CALLS = frozenset(
         "replace",
     )
 )
-"""What needs a free descriptor."""
+"""Calls that need a free descriptor."""
 
 
 class TestFiles(Files):
-    """Counts every call, and fails those it is told to fail."""
+    """Counts every call, and fails those that the test chooses."""
 
     __test__ = False
 
@@ -192,7 +191,7 @@ class TestFiles(Files):
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.is_cold = False
-        """Nothing is in the system's memory: every read has to wait for the disk."""
+        """Whether the page cache is empty: every read has to wait for the disk."""
         self.opening_calls = 0
         """Calls so far that need a free descriptor."""
         self._without_descriptors = range(0)
@@ -214,8 +213,8 @@ class TestFiles(Files):
         self._failing[call, suffix] = OSError(error, os.strerror(error))
 
     def run_out_of_descriptors(self, after: int, times: int) -> None:
-        """The next `after` calls that need a descriptor get one, and the `times` calls behind them
-        do not."""
+        """Of the calls that need a descriptor, the next `after` work and the `times` calls after
+        them fail."""
         self._without_descriptors = range(self.opening_calls + after, self.opening_calls + after + times)
 
     def heal(self) -> None:
@@ -292,8 +291,8 @@ class TestFiles(Files):
         self._note("sync_directory", str(path))
 
     def replace(self, path: Path, content: bytes, *, sync: bool) -> None:
-        """Without the real fsyncs, which only cost time here; `replace` counts all, `replace sync`
-        those."""
+        """Without the real fsyncs, which only cost time here. `replace` counts all calls, `replace
+        sync` those with a sync."""
         self._note("replace", str(path))
         if sync:
             self.calls["replace sync"] += 1
@@ -313,12 +312,12 @@ class TestFiles(Files):
 
 
 def publish(broker: Broker, topic: str, bodies: Iterable[bytes], done: Done, defer_ms: int = 0) -> None:
-    """Publish, with the topic created if need be."""
+    """Publish. Creates the topic if it does not exist."""
     broker.get_topic(topic).publishing.publish(PackedBodies.of(bodies), defer_ms * 1_000_000, done)
 
 
 class Rig:
-    """One data path, and the broker that has it at present."""
+    """A data path, and the broker that uses it."""
 
     def __init__(
         self,
@@ -365,7 +364,7 @@ class Rig:
         self.start()
 
     def drop(self) -> None:
-        """What `kill -9` does: everything not yet handed to the system is gone."""
+        """As `kill -9`: everything that was not handed to the system is lost."""
         broker = self.broker
         for topic in broker.topics.values():
             topic.log.discard()
@@ -376,12 +375,12 @@ class Rig:
             self.background.jobs.clear()
 
     def crash(self, seconds: float = 1.0) -> None:
-        """Drop, and start again `seconds` later."""
+        """Crash, and start again `seconds` later."""
         self.drop()
         self.clock.advance(seconds)
         self.start()
 
-    # what a server does
+    # the calls of a server
 
     def topic(self, name: str = "t") -> Topic:
         return self.broker.get_topic(name)
@@ -390,7 +389,7 @@ class Rig:
         return self.broker.get_topic(topic).get_channel(name)
 
     def send(self, topic: str, *bodies: bytes, defer_ms: int = 0) -> Receipt:
-        """A publish of which the turn has not ended."""
+        """Publish, without the end of the turn."""
         receipt = Receipt()
         publish(self.broker, topic, bodies, receipt, defer_ms)
         return receipt
@@ -437,7 +436,7 @@ class Rig:
         self.turn()
 
     def turn(self) -> None:
-        """End the turn, and those that it asks for."""
+        """End the turn, and the turns that it schedules."""
         for _ in range(1000):
             self._is_woken = False
             self.broker.turn()
@@ -463,7 +462,7 @@ class Rig:
     def maintain(self) -> None:
         self.broker.maintain()
 
-    # what is there
+    # the state
 
     def topic_directory(self, topic: str = "t") -> Path:
         return self.broker.data_path.topic_directory(topic)

@@ -1,4 +1,4 @@
-"""broker.broker: opening and closing, metadata, health, the two rhythms, and stats."""
+"""broker.broker: opening and closing, metadata, health, turn and upkeep, and stats."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_a_topic_that_the_disk_refuses_is_not_created(rig: Rig):
 
 
 def test_a_channel_that_the_disk_refuses_is_not_created(rig: Rig):
-    """Else it would take messages that a crash then forgets."""
+    """Otherwise it would accept messages that a crash loses."""
     rig.channel("other")
     rig.files.fail("replace", ".channel")
     with pytest.raises(OSError):
@@ -600,7 +600,7 @@ def test_a_read_error_in_one_topic_does_not_stop_the_others(make_rig: MakeRig):
     assert clients["a"].take_bodies() == bodies(5)
 
 
-# Maintenance.
+# Upkeep.
 
 
 def test_a_change_is_checkpointed_once_by_the_next_round_of_upkeep(rig: Rig):
@@ -688,8 +688,8 @@ def test_a_costly_checkpoint_is_taken_less_often(make_rig: MakeRig):
 
 
 def busy_topics(rig: Rig, count: int) -> dict[str, FakeClient]:
-    """Topics that have all been used since the last maintenance, with a consumer each. A round of
-    maintenance takes a millisecond for each of them, and so does closing its files."""
+    """Topics that were used since the last round of upkeep, with a consumer each. Upkeep takes a
+    millisecond for each of them, and closing its files takes another."""
     clients = {f"t{number}": rig.subscribe(f"t{number}", rdy=1) for number in range(count)}
     for name, client in clients.items():
         topic = rig.topic(name)
@@ -1025,7 +1025,7 @@ def test_producers_are_the_clients_that_have_published(rig: Rig):
 
 
 def test_producers_of_other_topics_are_not_shown_with_a_topic(rig: Rig):
-    """Who may read one topic learns nothing about the clients of others."""
+    """A client that may read one topic sees no clients of other topics."""
     mine, theirs = FakeClient("mine"), FakeClient("theirs")
     rig.broker.clients |= {mine, theirs}
     for name, client in (("t", mine), ("u", theirs)):

@@ -1,4 +1,4 @@
-"""broker.channel: who gets a message, what an answer does, and what time does."""
+"""broker.channel: delivery, answers, and timeouts."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_backlog_is_spread_evenly_over_the_ready_clients(make_rig: MakeRig, ba
 
 
 def test_a_backlog_is_spread_evenly_after_a_crash_too(make_rig: MakeRig):
-    """The numbers skipped by the recovery are no messages."""
+    """Numbers that the recovery skips do not count as messages."""
     rig = make_rig()
     rig.channel()
     rig.publish("t", *bodies(10))
@@ -725,7 +725,7 @@ def test_a_message_beyond_65535_attempts_is_checkpointed_like_any_other(rig: Rig
     assert [m.attempts for m in rig.subscribe(rdy=1).take()] == [1]
 
 
-# A client that goes.
+# Disconnects.
 
 
 def test_the_messages_of_a_client_that_disconnects_are_requeued_at_once(rig: Rig):
@@ -951,7 +951,7 @@ def test_a_channel_is_named_by_its_topic_and_itself(rig: Rig):
     assert str(rig.topic("t")) == "t"
 
 
-# Near and far.
+# Distance of clients.
 
 
 def near_and_far(make_rig: MakeRig, **more: object) -> tuple[Rig, FakeClient, FakeClient, FakeClient]:
@@ -983,7 +983,7 @@ def test_without_the_experiment_distance_does_not_matter(make_rig: MakeRig):
 
 
 def pile_up(rig: Rig, batches: int = 3, size: int = 4) -> list[bytes]:
-    """Batches of their own in the log, for a channel that nobody listens to yet."""
+    """Publish separate batches to a channel without clients."""
     rig.channel()
     made = []
     for number in range(batches):
@@ -1070,7 +1070,7 @@ def test_with_latencies_each_message_keeps_its_publish_time(make_rig: MakeRig):
 
 
 class FailingClient(FakeClient):
-    """Its connection ends with its first message, as one with a bad TLS record does."""
+    """A client whose connection ends with its first message, as after a bad TLS record."""
 
     def _keep(self, data: bytes | memoryview) -> None:
         assert self.channel is not None, "a client that has left gets nothing"
@@ -1103,7 +1103,7 @@ def test_a_send_that_ends_its_connection_does_not_affect_other_clients(
     if came_back:
         rig.disconnect(first)
     for client in clients:
-        # All of them stand in line before the turn ends.
+        # All clients are in line before the turn ends.
         rig.channel(channel).set_ready(client, 2)
     rig.turn()
     healthy = [client for position, client in enumerate(clients) if position not in failing]
@@ -1118,6 +1118,6 @@ def test_a_send_that_ends_its_connection_does_not_affect_other_clients(
             rig.finish(client, *messages)
     assert sorted(seen) == (sorted(bodies(20)) if is_kept else [])
     assert [client.close_calls for client in clients] == [position in failing for position in range(number)]
-    # Everybody is still in line.
+    # All clients are still in line.
     rig.publish("t", *bodies(2 * len(healthy)))
     assert [len(client.take()) for client in healthy] == [2] * len(healthy)

@@ -1,4 +1,4 @@
-"""broker.client: what a client may take, and how it is shown."""
+"""broker.client: its capacity, and its stats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Setting the wall clock changes nothing of what paces and times out, and little over a restart."""
+"""Setting the wall clock affects no interval or timeout while nsqd runs, and little after a
+restart."""
 
 from __future__ import annotations
 
@@ -145,7 +146,7 @@ def test_latencies_stay_in_their_window(make_rig: MakeRig, step: float):
 
 
 def deferred_rig(rig: Rig) -> Rig:
-    """Two messages that are due in 30 seconds: put back, and published with a delay."""
+    """Two messages that are due in 30 seconds: one requeued, and one published with a delay."""
     client = rig.subscribe(rdy=10)
     rig.publish("t", b"put back")
     rig.requeue(client, client.take()[0], timeout_ms=30_000)
@@ -206,7 +207,7 @@ def test_a_clock_set_forward_while_nsqd_is_down_counts_as_elapsed_time(rig: Rig)
 
 
 def test_no_delay_read_back_is_longer_than_a_client_can_ask_for(make_rig: MakeRig):
-    """A message that no channel has seen: nothing but the log tells when it is due."""
+    """A message that no channel has seen: only the log has its due time."""
     rig = make_rig(max_req_timeout=HOUR)
     rig.publish("t", b"x", defer_ms=30_000)
     rig.close()
@@ -232,7 +233,7 @@ def test_the_longest_delay_that_an_option_allows_is_kept(make_rig: MakeRig):
 
 
 def retaining_rig(make_rig: MakeRig, age: float = HOUR) -> Rig:
-    """Ten segments that are kept for an hour at least, and that nobody needs otherwise."""
+    """Ten segments that nobody needs, with a retention of an hour."""
     rig = make_rig(max_bytes_per_file=1000, retention_age=age)
     client = rig.subscribe(rdy=10)
     rig.publish("t", *bodies(1, size=800))
@@ -246,7 +247,7 @@ def retaining_rig(make_rig: MakeRig, age: float = HOUR) -> Rig:
 
 
 def live(rig: Rig, seconds: int) -> None:
-    """Let time pass, with maintenance every second."""
+    """Let time pass, with upkeep every second."""
     for _ in range(seconds):
         rig.clock.advance(1)
         rig.maintain()
@@ -320,7 +321,7 @@ def test_a_clock_corrected_within_the_hour_removes_nothing(make_rig: MakeRig):
 
 
 def test_a_commit_is_remembered_when_the_clock_is_set_forward(make_rig: MakeRig):
-    """Forgotten, it could be repeated."""
+    """If nsqd forgot the commit, it could be repeated."""
     rig = make_rig(transaction_retention=HOUR)
     transactions = rig.broker.transactions
     transaction = transactions.promise("p", 1, {})
@@ -338,7 +339,7 @@ def test_a_commit_is_remembered_when_the_clock_is_set_forward(make_rig: MakeRig)
 
 
 def reads_from(rig: Rig) -> int:
-    """Where a log reader that follows the topic goes on."""
+    """The next sequence number for a reader that follows the log."""
     return rig.topic().positions().latest
 
 
@@ -347,7 +348,7 @@ def reads_from(rig: Rig) -> int:
 def test_a_clock_set_back_over_a_crash_repeats_no_number(
     make_rig: MakeRig, durability: str, channel: str, count: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Whoever reads the log has seen the numbers of messages that only memory held."""
+    """A reader of the log has seen the numbers of messages that were only in memory."""
     monkeypatch.setattr("nsparq.broker.topic_checkpoint.RESERVED_NUMBERS", 20)
     rig = make_rig(durability=durability)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Reading what only the disk has: in a thread, while everything else goes on."""
+"""Cold reads run in a thread, and everything else continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MakeRig = Callable[..., Rig]
 
 @pytest.fixture
 def cold(make_rig: MakeRig) -> Rig:
-    """Ten messages in the channel, of which memory has the last; the disk has to be waited for."""
+    """Ten messages in the channel. Memory has the last one; the others need the disk."""
     rig = make_rig(mem_queue_size=1, background=Later())
     rig.channel()
     for number in range(10):

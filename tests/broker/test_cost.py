@@ -1,5 +1,4 @@
-"""Cost grows with work only: what is idle costs nothing, an answer the same whatever is in
-flight."""
+"""Idle topics cost nothing, and the cost of an answer does not depend on the messages in flight."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from tests.broker.rig import SECOND, Later, Rig, bodies
 
 MakeRig = Callable[..., Rig]
 
-# What upkeep does to a topic or a channel.
+# Methods that upkeep calls for a topic or a channel.
 TOUCHES = [
     (Topic, ["low", "save_channel", "stats"]),
     (upkeep, ["reclaim"]),
@@ -173,13 +172,13 @@ def expire_some(rig: Rig, chosen: list) -> None:
 
 @pytest.mark.parametrize("act", [finish_each, touch_each, expire_some])
 def test_an_answer_costs_the_same_whatever_is_in_flight(make_rig: MakeRig, act: Callable[[Rig, list], None]):
-    # Twenty times as many in flight; a linear cost would be twenty times as high.
+    # With twenty times as many in flight, a linear cost would be twenty times as high.
     assert cost_of(make_rig, 20_000, act) < 6 * cost_of(make_rig, 1_000, act)
 
 
 class Lines:
-    """Counts the lines of Python that run on the broker's side, which is what holds up the event
-    loop: work that C does for many messages at a time is a hundredth of that."""
+    """Counts the lines of Python that the broker runs, because they block the event loop. Work that
+    C does for many messages at once costs a hundredth of that."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -205,7 +204,7 @@ MANY = 100_000
 
 
 def pass_over(rig: Rig, topic: str = "t") -> list[int]:
-    """Publish ten times as many, and have the channel pass them. Gives a tenth of their numbers."""
+    """Publish ten times MANY messages, and let the cursor pass them. Gives every tenth number."""
     channel = rig.channel(topic=topic)
     start = channel.cursor.position
     for _ in range(0, 10 * MANY, 2500):

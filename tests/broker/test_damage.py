@@ -1,4 +1,4 @@
-"""Damage to the files of a stopped broker: what is whole is delivered, what is not is logged and
+"""Damaged files of a stopped broker: whole messages are delivered, lost ones are logged and
 counted."""
 
 from __future__ import annotations
@@ -90,8 +90,7 @@ def test_damage_found_by_one_channel_is_known_to_the_others(rig: Rig):
 
 
 def carry(rig: Rig) -> tuple[list[Delivered], list[Delivered]]:
-    """Three messages of the channel that have been carried over, with those that are in the log
-    still."""
+    """Three carried-over messages of the channel, and those that are still in the log."""
     client = rig.subscribe(rdy=1000)
     for number in range(0, 100, 10):
         rig.publish("t", *bodies(10, start=number, size=150))
@@ -316,7 +315,7 @@ def test_a_damaged_file_of_a_transaction_is_logged_and_counted(
     rig.start()
     assert rig.broker.corrupt_files == 1
     assert f"{path} is damaged and ignored" in caplog.text
-    # Whatever was staged is there still, and can be committed.
+    # The staged messages are still there, and can be committed.
     transactions = rig.broker.transactions
     transactions.decide(transactions.promise("p", 2, {"0": 1}))
 

@@ -54,8 +54,8 @@ def test_clear_leaves_nothing():
 
 
 def test_deferred_messages_agree_with_a_plain_model():
-    """Whatever is added, taken and dropped: the answers that a dictionary gives, and no heaps of
-    the dead."""
+    """Any sequence of changes gives the same answers as a dictionary, and the heap does not
+    grow."""
     chance = random.Random(5)
     deferred, model = Deferred(), {}
     for step in range(5000):

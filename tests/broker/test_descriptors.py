@@ -1,9 +1,6 @@
-"""Out of descriptors (EMFILE), at any call that needs one: who is told what, and that it passes by
-itself.
-
-A publish is refused only if it is not stored. Whatever fails after the append is the upkeep's
-trouble: it is shown in health, and tried again.
-"""
+"""EMFILE at any call that needs a descriptor: who gets an error, and that it ends by itself. A
+publish is refused only if it is not stored. A failure after the append shows in health, and upkeep
+tries again."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class Life:
         self.later.run_all()
 
     def run(self) -> None:
-        """Publish to all topics in each turn, finish some, and let the upkeep do its part."""
+        """Publish to all topics in each turn, finish some messages, and run the upkeep."""
         for turn in range(4):
             for name in TOPICS:
                 (body,) = bodies(1, start=turn, size=600)
@@ -59,7 +56,7 @@ class Life:
                     self.finished.add(message.body)
 
     def recover(self) -> None:
-        """What happens by itself once there are descriptors again: seconds pass."""
+        """Let some seconds pass after descriptors are free again."""
         self.rig.files.heal()
         for name in TOPICS:
             self.publish(name, name.encode() + b" afterwards")

@@ -1,4 +1,5 @@
-"""Topics and channels that end in #ephemeral: never on disk, bounded, gone when nobody is there."""
+"""Topics and channels that end in #ephemeral: never on disk, bounded, deleted with their last
+client."""
 
 from __future__ import annotations
 
@@ -196,7 +197,7 @@ def test_deferred_messages_of_an_ephemeral_channel_are_passed_over_not_dropped(m
 
 
 def test_an_ephemeral_channel_is_bounded_without_waiting_for_the_disk(make_rig: MakeRig):
-    """Dropping steps over messages that only the disk has; a cold disk must not end the turn."""
+    """Dropping skips messages that only the disk has. A cold disk must not end the turn."""
     rig = make_rig(mem_queue_size=2)
     rig.files.is_cold = True
     channel = rig.channel(CHANNEL)

@@ -1,4 +1,4 @@
-"""A data path that NSQ's own nsqd has left: every message reaches the right channels, once."""
+"""The import of a data path of NSQ's nsqd: every message reaches the right channels, once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DURABILITIES = pytest.mark.parametrize("durability", ["os", "fsync", "memory"])
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[StartRig]:
-    """Our broker on tmp_path, once the test has put there what NSQ would have left."""
+    """A broker on tmp_path, after the test has put NSQ's files there."""
     rigs: list[Rig] = []
 
     def make(**arguments: Any) -> Rig:
@@ -43,7 +43,7 @@ def of(messages: list[GoMessage]) -> list[bytes]:
 
 
 def drain(rig: Rig, channel: str = "c", topic: str = "t", rdy: int = 2500) -> list[Delivered]:
-    """Everything that the channel has, finished; the client leaves again."""
+    """Take and finish all messages of the channel, and disconnect."""
     client = rig.subscribe(topic, channel, rdy=rdy)
     got: list[Delivered] = []
     while new := client.take():
@@ -388,7 +388,7 @@ def test_the_import_is_logged(tmp_path: Path, start: StartRig, caplog: pytest.Lo
     ]
 
 
-# once, and not less than once
+# every message once
 
 
 @DURABILITIES
@@ -420,11 +420,11 @@ POINTS = ["append", "last append", "sync", "channel state", "topic state", "move
 
 
 class Crash(Exception):
-    """The process is gone."""
+    """The process was killed."""
 
 
 class CrashingFiles(TestFiles):
-    """Dies at a point of the import."""
+    """Kills the process at a point of the import."""
 
     def __init__(self, point: str) -> None:
         super().__init__()
@@ -586,7 +586,7 @@ def test_a_second_import_is_appended(tmp_path: Path, start: StartRig):
     ]
 
 
-# life afterwards
+# after the import
 
 
 def subscribe_and_take(rig: Rig, channel: str) -> tuple[FakeClient, list[Delivered]]:

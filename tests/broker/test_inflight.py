@@ -16,7 +16,7 @@ def make_run(first: int, end: int, *, client: FakeClient | None = None, deadline
 
 
 def answer(run: Run, sequence: int, most: int) -> int:
-    """Answer messages of a run that is alone in flight."""
+    """Answer messages of the only run in flight."""
     in_flight = InFlight()
     in_flight.add(run)
     return in_flight.answer(run, sequence, most)

@@ -1,4 +1,4 @@
-"""What comes and goes leaves nothing behind: counted by objects, over rounds of the same use."""
+"""Topics, channels and clients that come and go leave no objects behind."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ def objects() -> Counter[str]:
 
 
 def entries(owner: object) -> dict[str, int]:
-    """How many entries each collection of an object has."""
+    """The number of entries in each collection of an object."""
     collections = {name: value for name, value in vars(owner).items() if isinstance(value, dict | list | set)}
     return {name: len(value) for name, value in collections.items()}
 
 
 def come_and_go(rig: Rig, number: int) -> None:
-    """A topic in all its states, with messages in flight, requeued and deferred, and then its
-    end."""
+    """Create a topic with messages in flight, requeued and deferred, and delete it."""
     for topic in (f"t{number}", f"t{number}#ephemeral"):
         rig.channel("idle", topic)
         client = rig.subscribe(topic, f"c{number}", rdy=3)
@@ -75,7 +74,7 @@ def test_deleted_topics_and_channels_leave_nothing_behind(
     use(range(30))
     first, first_entries = use(range(30, 60))
     later, later_entries = use(range(60, 180))
-    # The queue scan's heap may hold some that are gone; their number does not grow with use.
+    # The heap of the queue scan may hold some deleted ones. Their number does not grow with use.
     assert {name: n for name, n in later.items() if n > first[name] + 100} == {}
     assert {name: n for name, n in later_entries.items() if n > first_entries[name]} == {}
 

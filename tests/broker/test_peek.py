@@ -1,4 +1,4 @@
-"""Looking at messages without taking them."""
+"""Peeking at messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shown(messages: list[PeekedMessage]) -> list[tuple[bytes, str, int]]:
 
 
 def everything(rig: Rig, topic: str = "t") -> object:
-    """Whatever a look could change."""
+    """Everything that a peek could change."""
     found = rig.broker.topics[topic]
     log = found.log
     return (
@@ -262,7 +262,7 @@ def test_an_empty_topic_shows_nothing(rig: Rig):
     assert look(rig) == []
 
 
-# leaving everything as it is
+# a peek changes nothing
 
 
 @in_all_modes

@@ -1,4 +1,4 @@
-"""What a stop and a start, or a crash, leave of topics and channels."""
+"""Topics and channels after a restart or a crash."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ both_ends = pytest.mark.parametrize("clean", [True, False], ids=["clean stop", "
 
 
 def end(rig: Rig, clean: bool) -> None:
-    """Stop and start; a crash comes right after a checkpoint."""
+    """Restart cleanly, or crash right after a checkpoint."""
     if clean:
         rig.restart()
     else:
@@ -363,7 +363,7 @@ def test_a_message_lost_to_a_bad_disk_is_counted_and_the_others_are_delivered(ri
     assert client.take_bodies() == [b"fine"]
 
 
-# Stragglers.
+# Carried-over messages.
 
 
 def fill(rig: Rig, client, count: int = 100) -> None:
@@ -447,15 +447,14 @@ def test_a_channel_that_is_behind_pins_its_segments(make_rig: MakeRig):
 
 
 def run(later: Later, index: int) -> None:
-    """One of the things that maintenance has asked for."""
+    """Run one of the jobs that upkeep has started."""
     work, then = later.jobs.pop(index)
     work()
     then()
 
 
 def test_messages_carried_over_but_not_yet_checkpointed_are_delivered_once_after_a_crash(make_rig: MakeRig):
-    """The carry file is written, and neither the checkpoint nor the removal of the segments has
-    happened."""
+    """The carry file is written. The checkpoint is not, and the segments are not removed."""
     later = Later()
     rig = make_rig(max_bytes_per_file=2000, background=later)
     client = rig.subscribe(rdy=200)
@@ -610,7 +609,7 @@ def test_an_id_of_the_earlier_node_is_not_in_flight(make_rig: MakeRig):
 
 
 def test_a_crash_forgets_the_delay_of_a_requeue_since_the_last_checkpoint(rig: Rig):
-    """Nor does it make the message wait: it comes at once, and not twice."""
+    """The message does not wait: it is sent at once, and not twice."""
     client = rig.subscribe(rdy=2)
     rig.publish("t", b"before", b"after")
     before, after = client.take()

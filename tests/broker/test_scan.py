@@ -1,4 +1,4 @@
-"""broker.scan: which channels are looked at, and when."""
+"""broker.scan: which channels the queue scan looks at, and when."""
 
 from __future__ import annotations
 

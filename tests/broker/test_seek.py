@@ -1,5 +1,4 @@
-"""Going back and forth in the log: seek, range commit, and channels that start at a place of one's
-choice."""
+"""Seek, commit, and channels that start at a given sequence number."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from tests.broker.rig import SECOND, FakeClient, Later, Rig, bodies, counts, pub
 MakeRig = Callable[..., Rig]
 MODES = ["os", "fsync", "memory"]
 KEPT = {"retention_bytes": 1 << 30}
-"""Without retention the past is kept only by accident."""
+"""Keeps old messages, so that a seek finds them."""
 
 in_all_modes = pytest.mark.parametrize("durability", MODES)
 
 
 def consume(rig: Rig, client: FakeClient) -> list[bytes]:
-    """Take and finish whatever comes."""
+    """Take and finish all messages."""
     found = []
     while messages := client.take():
         found += [message.body for message in messages]
@@ -230,7 +229,7 @@ def test_deferred_messages_ahead_wait_for_their_time_again(make_rig: MakeRig, du
     assert sorted(consume(rig, client)) == past_due + [b"plain %d" % i for i in range(10)]
     rig.channel().seek(start + 2)
     rig.turn()
-    # Those whose time has come are delivered in their place, the others when they are due.
+    # Messages that are due are delivered in their place, the others at their time.
     assert consume(rig, client) == [
         b"plain 1", b"deferred 1", b"plain 2", b"deferred 2", b"plain 3", b"deferred 3",
         *[b"plain %d" % i for i in range(4, 10)],
@@ -246,7 +245,7 @@ def test_deferred_messages_ahead_wait_for_their_time_again(make_rig: MakeRig, du
 
 
 def test_a_deferred_message_is_not_lost_between_a_seek_and_its_delivery(make_rig: MakeRig):
-    """Its time had come before the seek; crash after crash, it is still the cursor's to deliver."""
+    """The message was due before the seek. After each crash the cursor still delivers it."""
     rig = make_rig(**KEPT)
     client = rig.subscribe(rdy=100)
     start = number(rig)
@@ -290,7 +289,7 @@ def test_a_seek_over_deferred_messages_of_long_ago_costs_nothing_for_them(make_r
 
 
 def test_messages_after_a_seek_are_not_reclaimed(make_rig: MakeRig):
-    """In memory mode too, where what nobody needs is not even written."""
+    """Also in memory mode, which does not write messages that nobody needs."""
     for durability in MODES:
         rig = make_rig(durability=durability, mem_queue_size=20, max_bytes_per_file=300)
         client = rig.subscribe(rdy=100)
@@ -356,7 +355,7 @@ def test_gaps_are_skipped_again_after_a_seek(make_rig: MakeRig):
 
 
 def test_messages_taken_over_for_one_channel_are_delivered_like_any_other(rig: Rig):
-    """After a seek the channel sees the log as it is."""
+    """After a seek the channel reads the log as it is now."""
     channel = rig.channel()
     rig.publish("t", *bodies(10))
     start = channel.cursor.position
@@ -562,7 +561,7 @@ def test_the_cost_of_a_commit_does_not_depend_on_deferred_messages(make_rig: Mak
     assert cost(40_000) < 6 * cost(2_000) + 0.01
 
 
-# channels that start somewhere
+# channels that start at a sequence number
 
 
 @in_all_modes

@@ -1,4 +1,4 @@
-"""Settings of a topic that depart from the daemon's flags: checked, applied at once, kept."""
+"""Settings of a topic that override the daemon's flags: checked, applied at once, and kept."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_settings_that_the_disk_refuses_do_not_count(rig: Rig):
 
 
 def test_a_state_without_settings_can_be_read(tmp_path: Path):
-    """As written before there were any, and by a topic that has none."""
+    """As a topic without settings writes it, and as older versions did."""
     fields = {"incarnation": "x", "origin": 5, "paused": False, "pause_position": -1}
     fields |= {"clean_end": 7, "gaps": [], "import_start": -1}
     (tmp_path / "topic.json").write_text(json.dumps(fields | {"crc": crc_of(fields)}))

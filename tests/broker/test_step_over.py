@@ -1,5 +1,5 @@
-"""The cursor and what it must not deliver: batches read back from disk come joined, so that this
-may begin and end inside one."""
+"""Messages that the cursor must skip. They may begin and end inside a batch, because batches are
+joined when they are read back."""
 
 from __future__ import annotations
 

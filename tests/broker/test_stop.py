@@ -1,5 +1,4 @@
-"""A clean stop: what it writes, on a disk that is full, and what it says of what it could not
-keep."""
+"""A clean stop: what it writes, on a full disk too, and what it reports as lost."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ MakeRig = Callable[..., Rig]
 
 
 class FullDisk(TestFiles):
-    """Has no room for another file, as long as the reserve takes the last of it."""
+    """A disk without room for another file while the reserve takes the rest."""
 
     is_full = False
 
@@ -198,7 +197,7 @@ def syncs_of_a_stop(rig: Rig, files: CountedSyncs) -> int:
 def test_a_stop_syncs_a_few_files_of_each_changed_topic_and_none_of_the_others(
     make_rig: MakeRig, durability: str
 ):
-    """A slow disk makes everybody wait for each of them: Kubernetes kills after 30 s."""
+    """On a slow disk each sync takes long, and Kubernetes kills after 30 s."""
     files = CountedSyncs()
     rig = make_rig(files=files, durability=durability)
     unchanged = syncs_of_a_stop(rig, files)

@@ -1,4 +1,5 @@
-"""broker.topic: publishing, the messages a topic keeps for itself, and its end."""
+"""broker.topic: publishing, messages of a topic without channels, pause, empty, delete,
+durability."""
 
 from __future__ import annotations
 
@@ -161,7 +162,7 @@ def test_a_turn_without_publishes_writes_nothing(rig: Rig):
     assert not rig.files.calls
 
 
-# What the topic keeps.
+# A topic without channels.
 
 
 def test_a_topic_without_channels_keeps_its_messages_for_the_first(rig: Rig):
@@ -550,7 +551,7 @@ def test_each_topic_syncs_for_itself(make_rig: MakeRig):
 
 
 def test_after_a_failed_fsync_publishers_get_the_error(make_rig: MakeRig):
-    """What the disk has is not known, and what is in the log is delivered: see
+    """Nobody knows whether the disk has the messages. They are delivered all the same: see
     docs/guarantees.md."""
     later = Later()
     rig = make_rig(durability="fsync", background=later)
@@ -646,7 +647,7 @@ def test_with_os_a_sync_is_begun_every_so_many_messages_but_not_more_than_ten_ti
 
 
 def test_with_os_a_sync_is_begun_in_time_whatever_the_number(make_rig: MakeRig):
-    """By the last round of maintenance before it would be too late."""
+    """By the last round of upkeep before the limit."""
     rig = make_rig(sync_timeout=2.0, checkpoint_interval=0.5)
     rig.publish("t", b"x")
     rig.maintain()

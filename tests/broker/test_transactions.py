@@ -22,7 +22,7 @@ TOPICS = ("one", "two")
 
 
 class Photographer(Files):
-    """Keeps what the disk holds before each call that changes it; and once more in the middle of a
+    """Keeps a copy of the disk before each call that changes it, and in the middle of each
     write."""
 
     def __init__(self, data_path: Path, album: Path) -> None:
@@ -110,7 +110,7 @@ def commit(broker: Broker, sequence: int, parts: dict[str, int]) -> None:
 
 
 def publish_once(broker: Broker, sequence: int, attempt: str) -> None:
-    """As a producer does that does not know what has become of it."""
+    """As a producer that does not know the result of its commit."""
     try:
         commit(broker, sequence, stage_all(broker, sequence, attempt))
     except AlreadyCommitted:
@@ -163,8 +163,7 @@ def test_a_crash_at_any_point_leaves_all_or_nothing(tmp_path: Path, durability: 
 
 
 def test_a_damaged_chunk_loses_no_other_message_wherever_a_crash_comes(tmp_path: Path) -> None:
-    """Damaged before the commit, and, in what each crash has left, damaged since: another chunk as
-    well."""
+    """One chunk is damaged before the commit, and another one after each crash."""
     album = tmp_path / "album"
     files = Photographer(tmp_path / "data", album)
     broker = open_broker(tmp_path / "data", files)

@@ -19,7 +19,7 @@ from nsparq.wire.limits import Limits
 from nsparq.wire.server import MAGIC
 from tests.support import multi, sized
 from tests.support.examples import examples
-from tests.wire.harness import BUILDS, both_builds, one_by_one, talk, using
+from tests.wire.harness import BUILDS, both_builds, converse, one_by_one, using
 
 # Small enough that every limit is met again and again.
 SMALL = Limits(max_msg_size=8, max_body_size=40, max_rdy_count=5, max_req_timeout_ms=1000)
@@ -190,7 +190,7 @@ def test_a_conversation_means_the_same_however_it_is_cut(
 ) -> None:
     data, meaning = conversation
     with using(build):
-        for outcome in (talk([data], SMALL, eof=True), talk(pieces(data, cuts), SMALL, eof=True)):
+        for outcome in (converse([data], SMALL, eof=True), converse(pieces(data, cuts), SMALL, eof=True)):
             assert outcome.error is None
             assert outcome.commands == meaning
 
@@ -211,8 +211,8 @@ LONE = st.one_of(
 @given(parts=st.lists(LONE, max_size=12))
 def test_single_publishes_mean_the_same_one_at_a_time_and_all_at_once(build: str, parts: list[bytes]) -> None:
     with using(build):
-        whole = talk([MAGIC + b"".join(parts)], SMALL, eof=True)
-        assert talk([MAGIC, *parts], SMALL, eof=True) == whole
+        whole = converse([MAGIC + b"".join(parts)], SMALL, eof=True)
+        assert converse([MAGIC, *parts], SMALL, eof=True) == whole
 
 
 @settings(max_examples=examples(300))
@@ -227,8 +227,8 @@ def test_any_bytes_come_to_the_same_documented_end_in_both_builds_however_they_a
     outcomes = []
     for build in ["compiled", "pure"][-len(BUILDS) :]:
         with using(build):
-            # talk() lets every exception through that is no error of the protocol's.
-            outcomes += [talk([data], SMALL, eof=True), talk(pieces(data, cuts), SMALL, eof=True)]
+            # converse() lets every exception through that is no error of the protocol's.
+            outcomes += [converse([data], SMALL, eof=True), converse(pieces(data, cuts), SMALL, eof=True)]
     assert outcomes == [outcomes[0]] * len(outcomes)
     error = outcomes[0].error
     code = "none" if error is None else error.split(" ")[0]
@@ -252,7 +252,7 @@ def test_a_number_is_its_value_in_64_bits(digits: str) -> None:
     for digit in digits:
         value = (10 * value + int(digit)) % 2**64
     line = f"RDY {digits}\nREQ {'0' * 16} {digits}\n".encode()
-    outcome = talk([MAGIC + b"SUB t c\n" + line], WIDE)
+    outcome = converse([MAGIC + b"SUB t c\n" + line], WIDE)
     if value < 2**63:
         assert outcome.commands[1:] == [Ready(value), Requeue(0, value)]
     else:
@@ -266,7 +266,7 @@ def test_a_number_is_its_value_in_64_bits(digits: str) -> None:
 @example(b"1\r")
 def test_only_ascii_digits_make_a_number(raw: bytes) -> None:
     text = raw.removesuffix(b"\r")
-    error = talk([MAGIC + b"SUB t c\nRDY " + raw + b"\n"], WIDE).error
+    error = converse([MAGIC + b"SUB t c\nRDY " + raw + b"\n"], WIDE).error
     is_number = all(byte in b"0123456789" for byte in text)
     could_not_parse = error is not None and error.startswith("E_INVALID RDY could not parse count ")
     assert could_not_parse != is_number

@@ -1,4 +1,4 @@
-"""Answers in order, back-pressure, and the last word of a connection."""
+"""Replies in order, back-pressure, and the end of a connection."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ DEADLINE_S = 10
 
 
 def is_log(fd: int) -> bool:
-    """Whether a descriptor is a log's: small files are synced too, and not for publishers."""
+    """Whether a descriptor is that of a log. Small files are synced too, but no publisher waits for
+    them."""
     return os.readlink(f"/proc/self/fd/{fd}").endswith(".log")
 
 
 class HeldFiles(Files):
-    """A disk whose fsyncs of logs wait until they are let go."""
+    """A disk whose fsyncs of logs wait until they are released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ def test_a_publisher_with_too_many_unanswered_publishes_is_not_read_from(tmp_pat
             (connection,) = nsqd.connections
             while connection.is_reading:  # noqa: ASYNC110  # nothing tells of it
                 await asyncio.sleep(0.01)
-            # One read of the loop's may go beyond the limit; the rest stays with the sender.
+            # One read of the event loop may exceed the limit. The rest stays with the sender.
             assert connection.outbox.unanswered < MAX_UNANSWERED + (256 << 10) // len(PUB)
             files.go.set()
             assert await reader.readexactly(count * len(OK)) == OK * count
@@ -167,7 +168,8 @@ async def talking(nsqd: Nsqd) -> AsyncIterator[tuple[asyncio.StreamReader, async
 
 
 def test_publishers_that_wait_for_each_ok_share_an_append(tmp_path: Path) -> None:
-    """Each has its answer, its count, and its messages in order, whatever it says in between."""
+    """Each publisher gets its OKs, is counted, and its messages are in order, whatever else it
+    sends."""
 
     async def publish(nsqd: Nsqd, name: bytes) -> None:
         async with talking(nsqd) as (reader, writer):
@@ -219,7 +221,7 @@ def test_a_publisher_can_publish_on_after_its_topic_is_deleted(tmp_path: Path) -
 
 
 def in_halves(descriptors: list[int], data: bytes) -> list[tuple[int, int]]:
-    """A system that takes only half of what it is given."""
+    """A socket that takes only half of what it is given."""
     return [(index, os.write(file, data[: len(data) // 2])) for index, file in enumerate(descriptors)]
 
 
@@ -239,7 +241,7 @@ def test_each_of_several_mpubs_in_one_piece_gets_its_ok(
             for count in (2, 5, 1, 3):
                 writer.write(count * MPUB)
                 assert await reader.readexactly(count * len(OK)) == count * OK
-            # Single ones in front, and something else behind.
+            # Single publishes before them, and another command after them.
             writer.write(PUB + 2 * MPUB + b"SUB t c\n" + 2 * MPUB)
             assert await reader.readexactly(6 * len(OK)) == 6 * OK
             assert nsqd.broker.topics["t"].message_count == 2 * (1 + 2 + 5 + 1 + 3 + 4) + 1
@@ -259,9 +261,8 @@ def test_each_of_several_mpubs_in_one_piece_gets_its_ok(
 def stalled_consumer(
     tmp_path: Path, **layers: bool
 ) -> Iterator[tuple[BrokerThread, LayeredConnection, list[bytes]]]:
-    """A broker and a consumer that has read 100 messages and then no more, until its socket is
-    full; with the ids of those messages. On a Unix socket, which holds far less than a TCP
-    connection does."""
+    """A broker, a consumer that has read 100 messages and then nothing until its socket is full,
+    and the ids of those messages. On a Unix socket, which buffers far less than TCP."""
     with (
         BrokerThread(tmp_path, tcp_address=str(tmp_path / "socket")) as broker,
         LayeredConnection(broker.address) as consumer,
@@ -330,7 +331,7 @@ def test_a_consumer_that_does_not_read_is_read_from_until_too_many_replies_wait(
         sender = Thread(target=consumer.send, args=(refused * count,), daemon=True)
         sender.start()
         wait_until(lambda: not connection.is_reading)
-        # One read of the loop's may go beyond the limit.
+        # One read of the event loop may exceed the limit.
         most = MAX_UNREAD + FLUSH_SIZE + (256 << 10) * len(refusal) // len(refused)
         assert connection._transport.get_write_buffer_size() <= blocked_at + most
         # Once it reads, it gets all the answers.

@@ -1,4 +1,4 @@
-"""Starting and stopping: what is refused, what is left behind, what an address is."""
+"""Starting and stopping nsqd: refused starts, files left behind, addresses."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_an_empty_tcp_address_is_a_start_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", ["tcp_address", "http_address"])
 def test_a_start_that_fails_on_a_taken_port_has_changed_no_file(tmp_path: Path, flag: str) -> None:
-    """Least of all has it taken over what NSQ's nsqd has left."""
+    """In particular it has not imported the files of NSQ's nsqd."""
     write_metadata(tmp_path, {"t": ["c"]})
     GoQueue(tmp_path, "t:c").write(*go_messages(10)).save()
 
@@ -147,7 +147,7 @@ def test_a_second_daemon_does_not_take_the_socket_file_of_the_first(tmp_path: Pa
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", ":0"])
 def test_clients_connect_over_ipv4_and_ipv6(address: str) -> None:
-    """The first is the default, and `localhost` may be either."""
+    """0.0.0.0 is the default, and `localhost` may be IPv4 or IPv6."""
     made = pytest.importorskip("tests.support.certificates").certificates()
     flags = dict.fromkeys(("tcp_address", "http_address", "https_address"), address)
     with BrokerThread(**flags, **made.server_flags()) as broker:

@@ -1,5 +1,5 @@
-"""A topic that is new here gets the channels it has elsewhere, and they see it from its first
-message on."""
+"""A topic that is new on this nsqd gets the channels that nsqlookupd knows, from its first message
+on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from tests.support.lookupd import LookupdThread
 
 
 class ScriptedLookupd:
-    """Says OK to an nsqd, and about channels what the test wants, when it wants."""
+    """Answers OK to nsqd. The test decides about the answers for channels, and when they are
+    sent."""
 
     def __init__(self, *channels: str) -> None:
         self.http = AuthServer()
@@ -102,7 +103,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., BrokerThread]]:
 
 
 def channels(broker: BrokerThread | BrokerProcess, topic: str) -> dict[str, int]:
-    """The depth of each."""
+    """The depth of each channel."""
     stats = broker.topic_stats(topic)
     assert stats is not None
     return {channel["channel_name"]: channel["depth"] for channel in stats["channels"]}
@@ -159,7 +160,7 @@ def test_no_message_is_reclaimed_before_nsqlookupd_has_answered(
         consumer.sub("t", "late", rdy=500)
         found = consumer.read_messages(400, finish=True)
         assert sorted(int(message.body.split()[0]) for message in found) == [i // 20 for i in range(400)]
-        # Now that both have had them, they are let go.
+        # Both channels have them now, so they are removed.
         wait_until(lambda: segments() <= 3)
 
 
@@ -244,7 +245,7 @@ def test_an_invalid_answer_of_one_nsqlookupd_does_not_affect_the_others(
             wait_until(partial(lambda topic: not is_held(broker, topic), topic))
             assert lookupd.asked[number:] == sane.asked[number:] == [f"/channels?topic={topic}"], name
             assert channels(broker, topic) == {"known": 1}, name
-        # What went wrong in a task is told only when that is collected.
+        # The error of a task is reported only when the task is collected.
         gc.collect()
         broker.stop()
     assert not [record for record in caplog.records if record.exc_info]

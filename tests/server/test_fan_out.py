@@ -1,5 +1,4 @@
-"""Many channels on one topic, whose frames they share: each gets all of it, whatever the others
-do."""
+"""Many channels of one topic share its frames: each gets all messages, whatever the others do."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def take_all(connection: RawConnection) -> list[bytes]:
 
 
 def drain(connections: list[RawConnection]) -> list[list[bytes]]:
-    """All of them at the same time."""
+    """Run all of them at the same time."""
     received: list[list[bytes]] = [[] for _ in connections]
 
     def work(index: int) -> None:

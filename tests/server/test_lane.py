@@ -1,4 +1,4 @@
-"""Publishers who wait for each answer are read from together, and nobody can tell."""
+"""Lanes: publishers that wait for each OK are read together, with the same results as alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pub(body: bytes, topic: bytes = b"t") -> bytes:
 
 
 class Disk(Files):
-    """One that can be full."""
+    """A disk that can be full."""
 
     is_full = False
 
@@ -46,23 +46,23 @@ class Disk(Files):
 
 
 class Peer:
-    """A client that speaks for itself."""
+    """A client of the test."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
-    def say(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         self.writer.write(data)
 
     async def hear(self, expected: bytes) -> None:
         assert await self.reader.readexactly(len(expected)) == expected
 
     async def publish(self, body: bytes, topic: bytes = b"t") -> None:
-        self.say(pub(body, topic))
+        self.send(pub(body, topic))
         await self.hear(OK)
 
 
-class Scene:
+class LaneRig:
     """A running nsqd and its clients."""
 
     def __init__(self, nsqd: Nsqd, disk: Disk, stack: AsyncExitStack) -> None:
@@ -71,14 +71,14 @@ class Scene:
     async def connect(self) -> Peer:
         peer = Peer(*await asyncio.open_connection(*self.nsqd.tcp_address))
         self._stack.push_async_callback(self._hang_up, peer)
-        peer.say(b"  V2")
+        peer.send(b"  V2")
         return peer
 
     async def _hang_up(self, peer: Peer) -> None:
         peer.writer.close()
 
     async def in_lane(self, count: int = 1, topic: bytes = b"t") -> list[Peer]:
-        """Clients that have published until they were read from together."""
+        """Clients that have published until they were in a lane."""
         peers = [await self.connect() for _ in range(count)]
         for number in range(JOIN_AFTER + 2):
             for peer in peers:
@@ -106,7 +106,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(directory: Path, **options: Any) -> AsyncIterator[Scene]:
+async def rig(directory: Path, **options: Any) -> AsyncIterator[LaneRig]:
     disk = Disk()
     nsqd = Nsqd(
         NsqdOptions(
@@ -117,28 +117,28 @@ async def scene(directory: Path, **options: Any) -> AsyncIterator[Scene]:
     async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as stack:
         await nsqd.start()
         stack.push_async_callback(nsqd.stop)
-        yield Scene(nsqd, disk, stack)
+        yield LaneRig(nsqd, disk, stack)
 
 
-Run = Callable[[Callable[[Scene], Awaitable[None]]], None]
+Run = Callable[[Callable[[LaneRig], Awaitable[None]]], None]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Plays a scene on the daemon's event loop."""
+    """Run a coroutine on the daemon's event loop."""
 
-    def play(act: Callable[[Scene], Awaitable[None]]) -> None:
+    def run_scenario(scenario: Callable[[LaneRig], Awaitable[None]]) -> None:
         async def whole() -> None:
-            async with scene(tmp_path) as stage:
-                await act(stage)
+            async with rig(tmp_path) as stage:
+                await scenario(stage)
 
         uvloop.run(whole())
 
-    return play
+    return run_scenario
 
 
 def test_all_messages_of_a_lane_arrive_in_order_and_are_counted(run: Run) -> None:
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         async def work(name: int) -> None:
             peer = await stage.connect()
             for number in range(200):
@@ -155,11 +155,11 @@ def test_all_messages_of_a_lane_arrive_in_order_and_are_counted(run: Run) -> Non
         assert stage.nsqd.broker.topics["t"].message_count == 1600
         assert len(stage.lane()) == 8
 
-    run(act)
+    run(scenario)
 
 
 def test_a_publisher_that_disconnects_does_not_affect_the_others_in_its_lane(run: Run) -> None:
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         first, second, third = await stage.in_lane(3)
         first.writer.close()
         second.writer.transport.get_extra_info("socket").setsockopt(
@@ -174,7 +174,7 @@ def test_a_publisher_that_disconnects_does_not_affect_the_others_in_its_lane(run
         await stage.until(lambda: not stage.nsqd.connections)
         assert len(stage.nsqd.lanes) == 0
 
-    run(act)
+    run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -192,10 +192,10 @@ def test_a_publisher_that_disconnects_does_not_affect_the_others_in_its_lane(run
 def test_other_commands_of_a_lane_member_are_answered_as_usual(
     run: Run, said: bytes, answer: bytes, published: list[bytes]
 ) -> None:
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         peer, other = await stage.in_lane(2)
         before = len(stage.bodies())
-        peer.say(said)
+        peer.send(said)
         await peer.hear(answer)
         assert stage.bodies()[before:] == published
         await other.publish(b"other")
@@ -205,20 +205,20 @@ def test_other_commands_of_a_lane_member_are_answered_as_usual(
             await peer.publish(b"and again")
         assert len(stage.lane()) == 2, "in time it is trusted once more"
 
-    run(act)
+    run(scenario)
 
 
 def test_a_message_in_a_lane_may_arrive_in_pieces(run: Run) -> None:
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         (peer,) = await stage.in_lane()
         whole = pub(b"in pieces")
         for position in range(len(whole)):
-            peer.say(whole[position : position + 1])
+            peer.send(whole[position : position + 1])
             await asyncio.sleep(0.001)
         await peer.hear(OK)
         assert stage.bodies()[-1] == b"in pieces"
 
-    run(act)
+    run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -230,38 +230,38 @@ def test_a_message_in_a_lane_may_arrive_in_pieces(run: Run) -> None:
     ],
 )
 def test_an_error_of_one_lane_member_does_not_affect_the_others(run: Run, said: bytes, error: bytes) -> None:
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         peer, other = await stage.in_lane(2)
-        peer.say(said)
+        peer.send(said)
         assert error in await peer.reader.read()
         await other.publish(b"unharmed")
         assert stage.bodies()[-1] == b"unharmed"
 
-    run(act)
+    run(scenario)
 
 
 def test_a_lane_member_may_subscribe(run: Run) -> None:
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         (peer,) = await stage.in_lane()
-        peer.say(b"SUB t c\nRDY 1\n")
+        peer.send(b"SUB t c\nRDY 1\n")
         await peer.hear(OK)
         size, kind = struct.unpack(">ii", await peer.reader.readexactly(8))
         assert kind == 2
         assert (await peer.reader.readexactly(size - 4))[26:] == b"0"
         for number in range(3 * JOIN_AFTER):
-            peer.say(pub(b"%d" % number))
+            peer.send(pub(b"%d" % number))
             await peer.hear(OK)
         assert len(stage.nsqd.lanes) == 0, "whoever gets messages is not only a publisher"
 
-    run(act)
+    run(scenario)
 
 
 def test_heartbeats_work_in_a_lane(tmp_path: Path) -> None:
-    async def act() -> None:
-        async with scene(tmp_path) as stage:
+    async def scenario() -> None:
+        async with rig(tmp_path) as stage:
             peer = await stage.connect()
             body = b'{"heartbeat_interval": 1000}'
-            peer.say(b"IDENTIFY\n" + struct.pack(">i", len(body)) + body)
+            peer.send(b"IDENTIFY\n" + struct.pack(">i", len(body)) + body)
             await peer.hear(OK)
             silent = await stage.connect()
             for each in (peer, silent):
@@ -269,17 +269,17 @@ def test_heartbeats_work_in_a_lane(tmp_path: Path) -> None:
                     await each.publish(b"x")
             assert len(stage.lane()) == 2
             await peer.hear(HEARTBEAT)
-            peer.say(b"NOP\n")
+            peer.send(b"NOP\n")
             await peer.publish(b"alive")
             assert stage.bodies()[-1] == b"alive"
             assert HEARTBEAT in await peer.reader.read(), "and who says nothing any more is cut off"
             assert len(stage.lane()) == 1
 
-    asyncio.run(act())
+    asyncio.run(scenario())
 
 
 def test_a_lane_continues_after_its_topic_is_deleted(run: Run) -> None:
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         peers = await stage.in_lane(2)
         stage.nsqd.broker.delete_topic("t")
         for peer in peers:
@@ -289,11 +289,11 @@ def test_a_lane_continues_after_its_topic_is_deleted(run: Run) -> None:
             await peers[0].publish(b"x")
         assert len(stage.lane()) == 1
 
-    run(act)
+    run(scenario)
 
 
 def test_with_fsync_there_are_no_lanes(run: Run) -> None:
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         peers = await stage.in_lane(2)
         topic = stage.nsqd.broker.topics["t"]
         topic.change_settings({"durability": "fsync"})
@@ -304,16 +304,16 @@ def test_with_fsync_there_are_no_lanes(run: Run) -> None:
             await peers[0].publish(b"x")
         assert len(stage.nsqd.lanes) == 0
 
-    run(act)
+    run(scenario)
 
 
 def test_each_member_of_a_lane_gets_the_error_of_a_full_disk(run: Run) -> None:
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         peers = await stage.in_lane(3)
         before = stage.bodies()
         stage.disk.is_full = True
         for peer in peers:
-            peer.say(pub(b"no room"))
+            peer.send(pub(b"no room"))
         for peer in peers:
             assert b"E_PUB_FAILED PUB failed No space left on device" in await peer.reader.read()
         stage.disk.is_full = False
@@ -322,20 +322,20 @@ def test_each_member_of_a_lane_gets_the_error_of_a_full_disk(run: Run) -> None:
         (peer,) = await stage.in_lane()
         await peer.publish(b"room")
 
-    run(act)
+    run(scenario)
 
 
 @pytest.mark.parametrize("said", [b"NOP\n", b""], ids=["says something else", "hangs up"])
 def test_a_publisher_that_leaves_the_lane_gets_its_pending_ok_once(run: Run, said: bytes) -> None:
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         peer, other = await stage.in_lane(2)
         is_over = False
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stage.nsqd.broker.next_turn, "should_wait", lambda: not is_over)
-            peer.say(pub(b"due"))
-            other.say(pub(b"due too"))
+            peer.send(pub(b"due"))
+            other.send(pub(b"due too"))
             await stage.until(lambda: stage.lane().waiting == 2)
-            peer.say(said) if said else peer.writer.write_eof()
+            peer.send(said) if said else peer.writer.write_eof()
             await stage.until(lambda: len(stage.lane()) == 1)
             is_over = True
             await peer.hear(OK)
@@ -348,7 +348,7 @@ def test_a_publisher_that_leaves_the_lane_gets_its_pending_ok_once(run: Run, sai
             assert await peer.reader.read() == b""
         await other.publish(b"next")
 
-    run(act)
+    run(scenario)
 
 
 def test_an_ok_that_was_sent_in_part_is_completed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +359,7 @@ def test_an_ok_that_was_sent_in_part_is_completed(run: Run, monkeypatch: pytest.
         assert send_each(descriptors, data[:3]) == []
         return [(index, 3) for index in range(len(descriptors))]
 
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         peers = await stage.in_lane(2)
         monkeypatch.setattr(kernel, "send_each", half)
         for peer in peers:
@@ -369,13 +369,13 @@ def test_an_ok_that_was_sent_in_part_is_completed(run: Run, monkeypatch: pytest.
         for peer in peers:
             await peer.publish(b"fast")
 
-    run(act)
+    run(scenario)
 
 
 def test_after_an_internal_error_every_publisher_is_answered(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         peers = await stage.in_lane(2)
 
         def fail(*arguments: object) -> None:
@@ -383,7 +383,7 @@ def test_after_an_internal_error_every_publisher_is_answered(
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stage.nsqd.broker.topics["t"].publishing, "publish", fail)
-            peers[0].say(pub(b"x"))
+            peers[0].send(pub(b"x"))
             for peer in peers:
                 assert await peer.reader.read() == b""
         assert "internal error while reading publishes" in caplog.text
@@ -392,22 +392,22 @@ def test_after_an_internal_error_every_publisher_is_answered(
         await peer.publish(b"y")
 
     caplog.set_level(logging.ERROR)
-    run(act)
+    run(scenario)
 
 
 def test_a_daemon_stops_with_publishers_in_a_lane(run: Run) -> None:
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         peers = await stage.in_lane(3)
         await stage.nsqd.stop()
         for peer in peers:
             assert await peer.reader.read() == b""
         assert len(stage.nsqd.lanes) == 0
 
-    run(act)
+    run(scenario)
 
 
 def test_the_number_of_lanes_is_limited(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         for number in range(3):
             (peer,) = await stage.in_lane(1, b"t%d" % number)
             await peer.publish(b"x", b"t%d" % number)
@@ -417,7 +417,7 @@ def test_the_number_of_lanes_is_limited(run: Run, monkeypatch: pytest.MonkeyPatc
         assert len(stage.nsqd.lanes) == 3
 
     monkeypatch.setattr(module, "MOST_LANES", 3)
-    run(act)
+    run(scenario)
 
 
 @pytest.mark.parametrize("call", ["epoll", "register"])
@@ -434,7 +434,7 @@ def test_without_free_descriptors_publishers_work_without_a_lane(
 
         register = fail
 
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         peer = await stage.connect()
         for _ in range(3 * JOIN_AFTER):
             await peer.publish(b"x")
@@ -448,7 +448,7 @@ def test_without_free_descriptors_publishers_work_without_a_lane(
         epoll = staticmethod(fail) if call == "epoll" else NoRoom
 
     monkeypatch.setattr(module, "select", Broken)
-    run(act)
+    run(scenario)
 
 
 # when to append
@@ -459,8 +459,8 @@ class FakeLane:
         self.waiting, self.active = waiting, active
 
 
-class Moments:
-    """Lanes with a clock of their own, which shows how long they would be filled."""
+class WaitingLanes:
+    """Lanes with their own clock, which shows how long the turn would wait."""
 
     def __init__(self, cores: int = 2) -> None:
         self.now = 100.0
@@ -469,7 +469,8 @@ class Moments:
         self.lanes._lanes = {None: self.lane}  # type: ignore[dict-item]
 
     def filled_for(self, waiting: int, active: int, reached_after: float = 1.0) -> float:
-        """Seconds that the end of the turn is put off, if half of them wait after a while."""
+        """Seconds by which the end of the turn is postponed, if half of the publishers have sent
+        after a while."""
         self.lane.waiting, self.lane.active = waiting, active
         start = self.now
         while self.lanes.are_filling():
@@ -481,7 +482,7 @@ class Moments:
 
 
 def test_the_turn_waits_for_half_of_the_publishers() -> None:
-    moments = Moments()
+    moments = WaitingLanes()
     assert moments.filled_for(0, 16) == 0
     assert moments.filled_for(8, 16) == 0
     assert moments.filled_for(1, 1) == moments.filled_for(1, 2) == 0, "a lone one never waits"
@@ -490,12 +491,12 @@ def test_the_turn_waits_for_half_of_the_publishers() -> None:
 
 
 def test_on_a_single_core_the_turn_waits_for_nobody() -> None:
-    moments = Moments(cores=1)
+    moments = WaitingLanes(cores=1)
     assert not any(moments.filled_for(1, 16, FILL_S / 2) for _ in range(100))
 
 
 def test_the_turn_waits_for_a_short_time_and_less_often_after_failures() -> None:
-    moments = Moments()
+    moments = WaitingLanes()
     waits = [moments.filled_for(1, 16) for _ in range(1000)]
     assert max(waits) <= 1.2 * FILL_S
     assert sum(wait > 0 for wait in waits[500:]) <= 500 / MAX_SKIPPED
@@ -503,11 +504,11 @@ def test_the_turn_waits_for_a_short_time_and_less_often_after_failures() -> None
 
 
 def test_the_turn_does_not_wait_for_publishers_that_have_stopped(run: Run) -> None:
-    async def act(stage: Scene) -> None:
+    async def scenario(stage: LaneRig) -> None:
         peers = await stage.in_lane(6)
         for number in range(100):
             await peers[number % 2].publish(b"x")
         assert stage.lane().active == 2
         assert len(stage.lane()) == 6
 
-    run(act)
+    run(scenario)

@@ -1,5 +1,5 @@
-"""A connection that has to wait, and one with layers under it: nothing is lost, reordered or
-kept."""
+"""Connections that wait for AUTH, and connections with layers: nothing is lost, reordered or left
+over."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def grant(*topics: str, validity: Validity | None = None) -> Grant:
 
 
 class ScriptedAuthenticator:
-    """Answers what the test has put into `answers`, the last of them ever after, once `gate` is
+    """Gives the grants in `answers` in turn, and repeats the last one. Waits until `gate` is
     open."""
 
     anonymous: Grant | None = None
@@ -156,7 +156,7 @@ def test_commands_after_auth_are_executed_after_it_in_order(guarded: Guarded) ->
     with broker.connect() as connection:
         connection.send(AUTH + pub("t", b"1") + command(b"MPUB t", multi([b"2", b"3"])) + pub("t", b"4")[:-1])
         wait_until(lambda: authenticator.asked == 1)
-        # More arrives meanwhile, cut anywhere.
+        # More arrives meanwhile, in pieces of any size.
         for piece in (b"4", pub("t", b"5")[:3], pub("t", b"5")[3:], command(b"SUB t c") + command(b"RDY 10")):
             connection.send(piece)
             time.sleep(0.005)
@@ -222,7 +222,7 @@ def test_a_bug_while_waiting_ends_the_connection(guarded: Guarded, caplog: pytes
 
 
 def test_a_client_that_disconnects_during_auth_leaves_nothing_behind(guarded: Guarded) -> None:
-    """It is not read from, so that it has left is seen only when the wait is over."""
+    """nsqd does not read from the client, so it notices the disconnect only after the wait."""
     broker, authenticator = guarded(grant())
     ways = (RawConnection.close, RawConnection.abort, RawConnection.end_of_stream)
     for number, leave in enumerate(ways, 1):
@@ -253,7 +253,7 @@ def test_a_client_is_not_disconnected_while_it_waits_for_auth(guarded: Guarded) 
         connection.identify(heartbeat_interval=1000)
         authenticator.gate.clear()
         connection.send(AUTH)
-        # After twice the interval without a word it would be.
+        # After twice the interval without a command it would be disconnected.
         for _ in range(3):
             assert connection.read_raw_frame().data == b"_heartbeat_"
         authenticator.gate.set()
@@ -297,7 +297,7 @@ def test_after_a_refused_renewal_no_further_command_is_executed(guarded: Guarded
 
 
 def test_a_publish_with_a_known_line_waits_for_the_grant(guarded: Guarded) -> None:
-    """One that is alone in what arrives, and whose line is known."""
+    """A PUB that arrives alone, with a line that the protocol knows."""
     over = Validity()
     broker, authenticator = guarded(grant(validity=over), grant())
     with broker.connect() as connection:
@@ -384,7 +384,7 @@ def test_decoding_in_slices_keeps_all_commands_in_order(
 
 
 def written(broker: BrokerThread) -> int:
-    """Bytes that wait for clients to read them."""
+    """Bytes that clients have not read."""
 
     def look(_: object) -> int:
         return sum(one._transport.get_write_buffer_size() for one in broker.nsqd.connections)
@@ -440,7 +440,7 @@ def test_a_compressed_flood_of_publishes_waits_for_the_disk(tmp_path: Path) -> N
             for _ in range(50):
                 await asyncio.sleep(0.01)
                 most = max(most, connection.outbox.unanswered)
-            # A piece is taken in whole.
+            # A piece is always decoded whole.
             assert most < MAX_UNANSWERED + MAX_PIECE // len(pub("t")) + 1
             files.go.set()
             inflate = zlib.decompressobj(-15)
@@ -487,7 +487,7 @@ def test_the_handshake_timer_ignores_a_finished_handshake(
     with upgraded(secure, {"tls": True}) as connection:
         time.sleep(2.2)
         connection.pub("t", b"x")
-    # Nor is a connection that is gone by then.
+    # A closed connection is not checked either.
     with LayeredConnection(secure.address) as connection:
         connection.identify(tls_v1=True)
     wait_until(lambda: not secure.nsqd.connections)
@@ -542,7 +542,7 @@ def test_layers_cannot_start_while_publishes_are_unanswered(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
-# What goes out together
+# Frames that are sent together
 
 
 def test_frames_of_one_turn_are_encoded_together(secure: BrokerThread) -> None:
@@ -572,7 +572,7 @@ def test_more_frames_than_fit_are_sent_before_the_turn_ends(
 
 
 def rest_of(connection: LayeredConnection) -> None:
-    """Read until the server closes; nothing but that is left."""
+    """Read until the server closes. No further frame may come."""
     with pytest.raises((ConnectionClosed, ConnectionResetError)):
         connection.read_frame()
 

@@ -1,4 +1,4 @@
-"""Clients that come and go leave nothing behind in nsqd and nsqlookupd: counted by objects."""
+"""Clients that come and go leave no objects behind in nsqd and nsqlookupd."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def objects() -> Counter[str]:
 
 
 def come_and_go(broker: TestBroker, topic: str) -> None:
-    """One topic's whole life, with clients that leave in the middle of a command."""
+    """Create, use and delete a topic, with clients that disconnect in the middle of a command."""
     with broker.connect() as consumer, broker.connect() as publisher:
         consumer.identify(client_id=topic)
         consumer.sub(topic, "c", rdy=3)
@@ -42,7 +42,7 @@ def come_and_go(broker: TestBroker, topic: str) -> None:
         consumer.fin(first.id)
         consumer.req(second.id, 60_000)
         consumer.barrier()
-        # Cut short in the middle of a message.
+        # It disconnects in the middle of a message.
         publisher.send(b"PUB %b\n\x00\x00\x10\x00half" % topic.encode())
     broker.http("POST", "/pub", b"x", topic=topic)
     broker.http("GET", "/stats", topic=topic)

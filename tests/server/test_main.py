@@ -1,4 +1,4 @@
-"""The nsqd command: exit status, what it prints where, and signals."""
+"""The nsqd command: exit status, output, and signals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, **more)
 
 
-# Leaving at once
+# Exit before the start
 
 
 def test_version_is_one_line_of_the_shape_that_harnesses_parse() -> None:
@@ -91,8 +91,7 @@ def test_without_the_server_extra_the_extra_is_named(
 
 
 class RecordingNsqd:
-    """Stands in for the daemon: sends itself signals at given points, records what is asked of
-    it."""
+    """Replaces the daemon: sends itself signals at given points, and records the calls."""
 
     def __init__(self, options: NsqdOptions) -> None:
         self.calls: list[str] = []
@@ -144,7 +143,7 @@ def test_further_signals_while_stopping_are_swallowed() -> None:
             await super().stop()
 
     assert serve_recorded(Impatient)[-1] == "stop"
-    # Nor do they kill the process in its last moments, when there is no event loop any more.
+    # They do not kill the process after the end of the event loop either.
     for signum in SIGNALS:
         os.kill(os.getpid(), signum)
 
@@ -193,7 +192,7 @@ def test_a_failed_start_is_status_1_with_a_fatal_line(
     assert re.fullmatch(FATAL + text, capsys.readouterr().err)
 
 
-# The real thing
+# The real daemon
 
 
 def test_nsqd_tells_its_address_survives_a_hangup_and_stops_cleanly(tmp_path: Path) -> None:

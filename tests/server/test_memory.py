@@ -1,4 +1,4 @@
-"""NSQ's memory figures: the keys, plausible values, and their price."""
+"""NSQ's memory figures: plausible values, and their cost."""
 
 from __future__ import annotations
 

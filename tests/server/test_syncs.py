@@ -1,4 +1,5 @@
-"""No fsync holds up the event loop, and nothing is answered before the fsync that it was promised."""
+"""No fsync runs on the event loop, and no request is answered before the fsync that it was
+promised."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from tests.support import BrokerThread, wait_until
 
 
 class WatchedFiles(Files):
-    """Notes every sync, and whether it was made in a thread that an event loop runs in."""
+    """Notes every sync, and whether it ran in the thread of an event loop."""
 
     def __init__(self) -> None:
         super().__init__()
         self.on_loop: list[str] = []
         self.count = 0
         self.gate = threading.Event()
-        """While it is not set, no sync ends."""
+        """Syncs wait until it is set."""
         self.gate.set()
         self.is_broken = False
 
@@ -53,7 +54,7 @@ def packed(*bodies: bytes) -> bytes:
 
 
 def use_everything(broker: BrokerThread) -> None:
-    """Do whatever writes to the disk."""
+    """Make every kind of change that writes to the disk."""
     both = {"topic": "t", "channel": "c"}
     broker.http("POST", "/topic/create", topic="t")
     broker.http("POST", "/channel/create", **both)

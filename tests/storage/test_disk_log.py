@@ -39,7 +39,7 @@ from .support import (
 
 MEMORY = Durability.MEMORY
 SMALL: dict[str, Any] = {"segment_bytes": 500, "memory_messages": 5}
-"""Settings under which a few messages roll segments and leave memory."""
+"""Settings with which a few messages fill a segment and the memory queue."""
 
 in_all_modes = pytest.mark.parametrize("durability", ALL_MODES)
 in_disk_modes = pytest.mark.parametrize("durability", ON_DISK)
@@ -325,7 +325,8 @@ def test_memory_mode_does_not_write_what_nobody_needs(tmp_path: Path, files: Fau
 
 
 def test_memory_mode_skips_messages_that_were_not_written(tmp_path: Path) -> None:
-    """Nobody needed some messages in the middle. A reader that asks for them gets the next ones."""
+    """Some messages in the middle were not written, because nobody needed them. A reader of them
+    gets the next ones."""
     log = open_log(tmp_path, durability=MEMORY, memory_messages=2)
     low = FLOOR
     log.reader_low = lambda: low
@@ -1135,7 +1136,7 @@ def test_a_stop_copies_what_an_earlier_sync_could_not_save(tmp_path: Path) -> No
 def test_a_sync_without_a_spare_descriptor_takes_the_segment_s_own_and_frees_it(
     tmp_path: Path, files: FaultyFiles
 ) -> None:
-    """Otherwise topics that wait for a sync would keep the descriptors it needs, forever."""
+    """Otherwise topics that wait for a sync would keep the descriptors that the sync needs."""
     before = open_descriptors()
     log = open_log(tmp_path, files=files)
     written = fill(log, 10)

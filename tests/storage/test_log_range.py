@@ -117,7 +117,7 @@ def test_a_range_is_no_larger_than_asked_for_unless_one_index_entry_is(tmp_path:
             found = log.locate(message.sequence, max_bytes)
             assert found.size <= max(max_bytes, INDEX_EVERY + batch_bytes)
             assert found.first <= message.sequence < found.next
-        # What comes before the message is an entry's worth at the most.
+        # At most one index entry's bytes come before the message.
         entry = log.locate(message.sequence, 1)
         before = sum(len(body) + 60 for s, body, *_ in written if entry.first <= s < message.sequence)
         assert before <= INDEX_EVERY + batch_bytes
@@ -388,7 +388,7 @@ def test_memory_mode_reads_from_disk_and_then_from_memory(tmp_path: Path) -> Non
 
 
 def test_messages_that_memory_mode_did_not_write_are_gone_at_once(tmp_path: Path) -> None:
-    """Nobody needed them when they left memory, so nobody may go back to them."""
+    """They were not written when they left memory, so no reader may go back to them."""
     log = open_log(tmp_path, durability=MEMORY, memory_messages=30)
     low = [0]
     log.reader_low = lambda: low[0]
@@ -483,7 +483,7 @@ def test_damage_in_a_range_is_reported_and_left_out(
     assert log.count(FLOOR, clean_end) == 27
     again = log.locate(FLOOR, 1 << 20)
     assert again.first > bad.sequences[-1] or again.gaps == ((bad.sequences[0], bad.sequences[-1] + 1),)
-    # A channel that comes by later finds the same, and counts nothing twice.
+    # A channel that reads there later finds the same damage, and counts nothing twice.
     sequence = FLOOR
     while (read := log.read(sequence, wait=True)) is not None:
         sequence = read.end

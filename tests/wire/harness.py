@@ -1,4 +1,4 @@
-"""What the tests of the wire layer share: both builds of the inner loops, and conversations as
+"""Shared by the tests of the wire layer: both builds of the inner loops, and conversations as
 values."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ both_builds = pytest.mark.parametrize("build", BUILDS)
 
 @contextmanager
 def using(build: str) -> Iterator[None]:
-    """Run with the compiled inner loops or without; the modules look at nsparq.kernel at each
+    """Run with the compiled inner loops or without them. The modules read nsparq.kernel at each
     call."""
     for name, function in COMPILED.items():
         setattr(kernel, name, function if build == "compiled" else None)
@@ -70,9 +70,9 @@ def using(build: str) -> Iterator[None]:
             setattr(kernel, name, function)
 
 
-class Heard(list[object]):
-    """Commands that compare equal only if they are of the same kind: as tuples they would not need
-    to be."""
+class CommandList(list[object]):
+    """Commands that are equal only if they are of the same type: plain tuples of two types may be
+    equal."""
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -85,18 +85,19 @@ class Heard(list[object]):
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
-        return Heard(found) if isinstance(index, slice) else found
+        return CommandList(found) if isinstance(index, slice) else found
 
 
 @dataclass
 class Outcome:
-    """All that a conversation came to. Two that are equal cannot be told apart by their client."""
+    """The result of a conversation. A client cannot tell two equal results apart."""
 
-    commands: list[object] = field(default_factory=Heard)
-    """Finish runs as ("FIN", id) for each id, a Refusal as its text: how FINs are grouped is no
-    rule."""
+    commands: list[object] = field(default_factory=CommandList)
+    """A run of FINs as ("FIN", id) for each id, because their grouping may differ. A Refusal as its
+    text."""
     error: str | None = None
-    """The text of the fatal error; "line too long" where the connection ends without a word."""
+    """The text of the fatal error; "line too long" if the connection ends without an error
+    frame."""
     completed: int = 0
     state: int = 0
 
@@ -117,14 +118,14 @@ class Outcome:
             self.commands.append(command)
 
 
-def talk(pieces: Iterable[bytes], limits: Limits, *, eof: bool = False) -> Outcome:
+def converse(pieces: Iterable[bytes], limits: Limits, *, eof: bool = False) -> Outcome:
     """Feed the pieces to a new protocol, as the server does, until the end or the first fatal
     error."""
     protocol = ServerProtocol(limits)
     outcome = Outcome()
     try:
         for piece in pieces:
-            for command in said(protocol, piece):
+            for command in commands_in(protocol, piece):
                 outcome.take(command)
         if eof:
             protocol.receive_eof()
@@ -136,7 +137,7 @@ def talk(pieces: Iterable[bytes], limits: Limits, *, eof: bool = False) -> Outco
     return outcome
 
 
-def said(protocol: ServerProtocol, data: bytes) -> Iterator[Command]:
+def commands_in(protocol: ServerProtocol, data: bytes) -> Iterator[Command]:
     """The commands that these bytes complete, each before the next is read."""
     command = protocol.next_command(data)
     while command is not None:
@@ -148,7 +149,7 @@ def said(protocol: ServerProtocol, data: bytes) -> Iterator[Command]:
 def started(limits: Limits, *lines: bytes) -> ServerProtocol:
     """A protocol that has seen the magic and these bytes."""
     protocol = ServerProtocol(limits)
-    list(said(protocol, MAGIC + b"".join(lines)))
+    list(commands_in(protocol, MAGIC + b"".join(lines)))
     return protocol
 
 
@@ -156,29 +157,30 @@ def one_by_one(data: bytes) -> list[bytes]:
     return [data[i : i + 1] for i in range(len(data))]
 
 
-def hear(data: bytes, limits: Limits = LIMITS, *, eof: bool = False) -> Outcome:
-    """What comes of these bytes after the magic: in one piece, and the same in single bytes."""
+def outcome_of(data: bytes, limits: Limits = LIMITS, *, eof: bool = False) -> Outcome:
+    """The result of these bytes after the magic. Checks that it is the same in one piece and byte
+    by byte."""
     data = MAGIC + data
-    whole = talk([data], limits, eof=eof)
-    assert talk(one_by_one(data), limits, eof=eof) == whole
+    whole = converse([data], limits, eof=eof)
+    assert converse(one_by_one(data), limits, eof=eof) == whole
     return whole
 
 
 def commands(data: bytes, limits: Limits = LIMITS) -> list[object]:
-    outcome = hear(data, limits)
+    outcome = outcome_of(data, limits)
     assert outcome.error is None
     return outcome.commands
 
 
 def refusal(data: bytes, limits: Limits = LIMITS) -> str | None:
     """The fatal error that these bytes end with."""
-    return hear(data, limits).error
+    return outcome_of(data, limits).error
 
 
-def cut_off(data: bytes, limits: Limits = LIMITS) -> str | None:
-    """The error when the stream ends behind these bytes."""
-    assert hear(data, limits).error is None
-    return hear(data, limits, eof=True).error
+def error_at_end(data: bytes, limits: Limits = LIMITS) -> str | None:
+    """The error if the stream ends after these bytes."""
+    assert outcome_of(data, limits).error is None
+    return outcome_of(data, limits, eof=True).error
 
 
 def size(number: int) -> bytes:
@@ -199,11 +201,9 @@ def finished(*numbers: int) -> list[object]:
 
 
 def assert_cost_is_linear(work: Callable[[int], Callable[[], object]], amount: int) -> None:
-    """`work(n)` prepares a job; one of four times the size may not take anything like sixteen times as long.
-
-    Processor time, so that a busy machine does not matter much; three attempts, because it does a
-    little.
-    """
+    """Check that the cost is linear. `work(n)` prepares a job; one of four times the size must take
+    far less than sixteen times as long. Measures processor time, in three attempts, because the
+    machine may be busy."""
     for _ in range(3):
         small, large = _seconds(work(amount)), _seconds(work(4 * amount))
         if large < 8 * small + 0.05:
@@ -218,12 +218,12 @@ def _seconds(job: Callable[[], object]) -> float:
 
 
 def feed_slowly(data: bytes, limits: Limits) -> Callable[[], object]:
-    """A job that hears one command in single bytes."""
+    """A job that receives one command byte by byte."""
     protocol = started(limits)
     pieces = one_by_one(data)
 
     def job() -> None:
-        heard = [command for piece in pieces for command in said(protocol, piece)]
-        assert len(heard) == 1
+        found = [command for piece in pieces for command in commands_in(protocol, piece)]
+        assert len(found) == 1
 
     return job

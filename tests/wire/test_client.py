@@ -1,5 +1,4 @@
-"""The client's side of a conversation: which frames come out of bytes, and which bytes commands
-become."""
+"""The client's side of a conversation: bytes to frames, and commands to bytes."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ def test_one_frame_at_a_time_gives_the_same_frames(frames: list[Frame], cuts: li
 def test_bytes_after_a_frame_can_be_taken_undecoded(
     frames: list[Frame], rest: bytes, cuts: list[int]
 ) -> None:
-    """As a layer that is put on needs it: bytes behind the last frame, whole frames or not."""
+    """A new layer needs the bytes after the last frame, whole frames or not."""
     decoder = FrameDecoder()
     whole = encoded(frames[0])
     found: list[Frame] = []
@@ -194,7 +193,7 @@ def test_a_large_frame_in_many_pieces_is_joined_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "heard"),
+    ("data", "expected"),
     [
         (wire.rdy(7), Ready(7)),
         (wire.req(ID, 1500), Requeue(int(ID, 16), 1500)),
@@ -202,8 +201,8 @@ def test_a_large_frame_in_many_pieces_is_joined_once() -> None:
         (wire.CLS, StartClose()),
     ],
 )
-def test_the_server_reads_the_commands_of_a_consumer_as_written(data: bytes, heard: object) -> None:
-    assert commands(wire.sub("t", "ch") + data) == [Subscribe("t", "ch"), heard]
+def test_the_server_reads_the_commands_of_a_consumer_as_written(data: bytes, expected: object) -> None:
+    assert commands(wire.sub("t", "ch") + data) == [Subscribe("t", "ch"), expected]
 
 
 def test_the_server_reads_fin_as_written() -> None:
@@ -213,15 +212,15 @@ def test_the_server_reads_fin_as_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "heard"),
+    ("data", "expected"),
     [
         (wire.pub(b"t", b"body"), Publish("PUB", "t", [b"body"])),
         (wire.dpub(b"t", 250, b"body"), Publish("DPUB", "t", [b"body"], 250)),
         (wire.mpub(b"t", [b"a", b"bc", b"\n"]), Publish("MPUB", "t", [b"a", b"bc", b"\n"])),
     ],
 )
-def test_the_server_reads_publishes_as_written(data: bytes, heard: object) -> None:
-    assert commands(data + wire.NOP) == [heard]
+def test_the_server_reads_publishes_as_written(data: bytes, expected: object) -> None:
+    assert commands(data + wire.NOP) == [expected]
 
 
 def test_identify_and_auth_carry_their_bodies() -> None:
@@ -252,7 +251,7 @@ def test_no_messages_and_empty_ones_are_refused(build: str, bodies: list[bytes])
 
 @pytest.mark.parametrize("others", [[], [b"x"], [b"four"]])
 def test_a_message_whose_length_is_not_its_bytes_is_refused(others: list[bytes]) -> None:
-    """It would be the end of the connection, with the publishes of others."""
+    """It would end the connection, and the publishes of others with it."""
     numbers = memoryview(struct.pack("4i", 1, 2, 3, 4)).cast("i")
     with pytest.raises(TypeError, match="length"):
         wire.mpub(b"t", [*others, numbers])  # type: ignore[list-item]

@@ -1,5 +1,5 @@
-"""IDENTIFY: what a body may hold, in which order it is checked, what the client then gets and is
-told."""
+"""IDENTIFY: the fields of its body, the order of their checks, the effective values, and the
+reply."""
 
 from __future__ import annotations
 

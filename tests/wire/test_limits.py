@@ -1,4 +1,4 @@
-"""The limits that are not given but follow from others, and the defaults that clients know."""
+"""Limits that follow from others, and the defaults that clients know."""
 
 from __future__ import annotations
 

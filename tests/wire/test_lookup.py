@@ -1,4 +1,4 @@
-"""The protocol between nsqd and nsqlookupd: what either side makes of the other's bytes."""
+"""The protocol between nsqd and nsqlookupd, both sides."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sized(body: bytes) -> bytes:
     return b"IDENTIFY\n" + struct.pack(">i", len(body)) + body
 
 
-class Heard(list[Command]):
+class CommandList(list[Command]):
     """Commands are tuples, and a REGISTER would equal an UNREGISTER."""
 
     def __eq__(self, other: object) -> bool:
@@ -65,13 +65,13 @@ class Heard(list[Command]):
 
 
 def conversation(*pieces: bytes, end: bool = False) -> tuple[list[Command], str]:
-    """The commands that the pieces amount to, and the error that ended them."""
+    """The commands in these pieces, and the error that ended them."""
     protocol = LookupServerProtocol(REMOTE)
-    commands = Heard()
+    commands = CommandList()
     try:
         for piece in pieces:
             for command in protocol.receive_data(piece):
-                commands.append(command)  # those before an error count too
+                commands.append(command)  # Commands before an error count too.
         if end:
             protocol.receive_eof()
     except FatalClientError as error:
@@ -99,7 +99,7 @@ def test_commands_do_not_depend_on_how_bytes_are_split(cuts: list[int]) -> None:
     edges = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
     pieces = [whole[start:end] for start, end in zip(edges, edges[1:], strict=False)]
     assert conversation(*pieces) == conversation(whole)
-    assert Heard(conversation(whole)[0][-1:]) == [Unregister("topic", "")]
+    assert CommandList(conversation(whole)[0][-1:]) == [Unregister("topic", "")]
 
 
 @pytest.mark.parametrize("magic", [b"  V2", b"GET "])
@@ -131,9 +131,9 @@ def test_the_error_quotes_an_unknown_command(line: bytes, shown: str) -> None:
 def test_a_line_without_an_end_is_refused_at_the_limit() -> None:
     assert error_of(MAGIC, b"x" * (MAX_LINE - 1)) == ""
     assert error_of(MAGIC, b"x" * MAX_LINE) == f"E_INVALID line longer than {MAX_LINE} bytes"
-    # One that ends just within the limit is taken.
+    # A line that ends just within the limit is accepted.
     commands, error = conversation(HELLO, encode_register("t").strip().ljust(MAX_LINE - 1) + b"\n")
-    assert (Heard(commands[1:]), error) == ([Register("t", "")], "")
+    assert (CommandList(commands[1:]), error) == ([Register("t", "")], "")
 
 
 # IDENTIFY
@@ -219,7 +219,7 @@ def test_registering_needs_identify_first(line: bytes) -> None:
 
 def test_an_empty_channel_counts_as_absent() -> None:
     commands, error = conversation(HELLO, b"REGISTER t  c\n")
-    assert (Heard(commands[1:]), error) == ([Register("t", "")], "")
+    assert (CommandList(commands[1:]), error) == ([Register("t", "")], "")
 
 
 # replies
@@ -271,9 +271,9 @@ def test_a_reply_larger_than_the_limit_is_a_failure(size: int) -> None:
 
 
 def test_the_identify_reply_tells_where_http_is() -> None:
-    said = {"broadcast_address": "lookup.example", "hostname": "h", "http_port": 4161, "tcp_port": 4160}
-    reply = encode_identify_reply(**said, version="1.3.0")[4:]  # type: ignore[arg-type]  # mixed on purpose
-    assert decode_identify_reply(reply) == PeerInfo(**said, version="1.3.0")  # type: ignore[arg-type]
+    fields = {"broadcast_address": "lookup.example", "hostname": "h", "http_port": 4161, "tcp_port": 4160}
+    reply = encode_identify_reply(**fields, version="1.3.0")[4:]  # type: ignore[arg-type]  # mixed on purpose
+    assert decode_identify_reply(reply) == PeerInfo(**fields, version="1.3.0")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("reply", [b"E_INVALID", b"E_BAD_BODY IDENTIFY missing fields", b"OK", b"", b"[]"])

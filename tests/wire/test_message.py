@@ -20,7 +20,7 @@ def build_from(bodies: list[bytes], first_id: int = 0, timestamps_ns: Timestamps
 
 
 def expected(first_id: int, stamps: list[int], bodies: list[bytes]) -> list[bytes]:
-    """The frames after the book: one at a time, nothing shared with the code under test."""
+    """The frames by the specification: one at a time, with no code of the module under test."""
     return [
         struct.pack(">iiqH16s", 30 + len(body), 2, stamp, 1, b"%016x" % (first_id + i)) + body
         for i, (stamp, body) in enumerate(zip(stamps, bodies, strict=True))
@@ -31,7 +31,7 @@ def split(frames: Frames) -> list[bytes]:
     return [frames.buffer[a:b] for a, b in pairwise(frames.offsets)]
 
 
-# Around the number of messages from which the arrays take over.
+# Around the number of messages from which arrays are used.
 each_count = pytest.mark.parametrize("count", [1, 7, 8, 100])
 
 
@@ -68,7 +68,7 @@ def test_no_messages_give_no_frames() -> None:
 @pytest.mark.usefixtures("build")
 @each_count
 def test_data_that_does_not_match_its_lengths_is_refused(count: int) -> None:
-    # A frame with a wrong size would put the client out of step for good.
+    # After a frame with a wrong size the client could not read any further frame.
     for surplus in (-1, 1):
         with pytest.raises(ValueError, match="lengths do not add up"):
             build_frames(0, NOW, array("I", [2] * count), bytes(2 * count + surplus))

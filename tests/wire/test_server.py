@@ -1,5 +1,4 @@
-"""The server's side of a conversation: which commands come out of the bytes, and the ways to be
-refused."""
+"""The server's side of a conversation: bytes to commands, and the errors."""
 
 from __future__ import annotations
 
@@ -19,22 +18,22 @@ from tests.wire.harness import (
     LIMITS,
     NUMBER,
     SUB,
-    Heard,
+    CommandList,
     Outcome,
     assert_cost_is_linear,
     commands,
-    cut_off,
+    commands_in,
+    converse,
+    error_at_end,
     feed_slowly,
     finished,
     fins,
-    hear,
     mpub,
     one_by_one,
+    outcome_of,
     refusal,
-    said,
     size,
     started,
-    talk,
 )
 
 # Only publishes and FINs have compiled inner loops. The property tests send everything through both
@@ -46,18 +45,18 @@ both_builds = pytest.mark.usefixtures("build")
 
 
 def test_the_magic_alone_gives_no_command() -> None:
-    assert hear(b"") == Outcome()
+    assert outcome_of(b"") == Outcome()
 
 
 @pytest.mark.parametrize("magic", [b"  V1", b"GET ", b"  v2"])
 def test_another_magic_is_a_bad_protocol_without_description(magic: bytes) -> None:
     for pieces in ([magic], one_by_one(magic), [magic + b"NOP\n"]):
-        assert talk(pieces, LIMITS).error == "E_BAD_PROTOCOL"
+        assert converse(pieces, LIMITS).error == "E_BAD_PROTOCOL"
 
 
 @pytest.mark.parametrize("part", [b"", b"  V", b"GET"])
 def test_a_stream_that_ends_inside_the_magic_gets_no_error(part: bytes) -> None:
-    assert talk([part], LIMITS, eof=True) == Outcome()
+    assert converse([part], LIMITS, eof=True) == Outcome()
 
 
 # 2. Lines
@@ -83,7 +82,7 @@ def test_an_empty_line_is_the_command_with_the_empty_name(line: bytes) -> None:
 def test_a_carriage_return_of_the_line_before_is_not_removed_again() -> None:
     protocol = started(LIMITS, b"PUB t\n" + sized(b"x\r"))
     with pytest.raises(FatalClientError, match="^E_INVALID invalid command $"):
-        list(said(protocol, b"\n"))
+        list(commands_in(protocol, b"\n"))
     assert refusal(b"PUB t\n" + sized(b"x\r") + b"\n") == "E_INVALID invalid command "
 
 
@@ -115,7 +114,7 @@ def test_two_spaces_in_a_row_give_an_empty_parameter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "heard"),
+    ("line", "expected"),
     [
         (b"SUB t c d e\n", Subscribe("t", "c")),
         (b"PUB t u\n" + sized(b"x"), Publish("PUB", "t", [b"x"])),
@@ -124,41 +123,43 @@ def test_two_spaces_in_a_row_give_an_empty_parameter() -> None:
         (b"IDENTIFY a b\n" + sized(b"{}"), Identify(Identity())),
     ],
 )
-def test_surplus_parameters_are_ignored(line: bytes, heard: object) -> None:
-    assert commands(line) == [heard]
+def test_surplus_parameters_are_ignored(line: bytes, expected: object) -> None:
+    assert commands(line) == [expected]
 
 
 def test_surplus_parameters_are_ignored_after_sub() -> None:
-    heard = commands(SUB + b"RDY 1 2\nFIN %s x\nREQ %s 5 x\nTOUCH %s x\nNOP x\nCLS x\n" % (ID, ID, ID))
-    assert heard[1:] == [Ready(1), ("FIN", NUMBER), Requeue(NUMBER, 5), Touch(NUMBER), StartClose()]
+    found = commands(SUB + b"RDY 1 2\nFIN %s x\nREQ %s 5 x\nTOUCH %s x\nNOP x\nCLS x\n" % (ID, ID, ID))
+    assert found[1:] == [Ready(1), ("FIN", NUMBER), Requeue(NUMBER, 5), Touch(NUMBER), StartClose()]
 
 
 def test_a_line_may_have_16384_bytes_with_its_end() -> None:
     for end in (b"\n", b"\r\n"):
         line = b"NOP ".ljust(16_384 - len(end), b"x")
-        assert hear(line + end) == Outcome(completed=1)
-        assert hear(line + b"x" + end).error == "line too long"
+        assert outcome_of(line + end) == Outcome(completed=1)
+        assert outcome_of(line + b"x" + end).error == "line too long"
 
 
 def test_a_line_over_the_limit_is_refused_before_it_ends() -> None:
-    assert hear(b"x" * 16_383).error is None
-    assert hear(b"x" * 16_384).error == "line too long"
+    assert outcome_of(b"x" * 16_383).error is None
+    assert outcome_of(b"x" * 16_384).error == "line too long"
 
 
 def test_the_limit_counts_from_the_start_of_the_line() -> None:
-    assert hear(b"NOP\n" * 10_000).completed == 10_000
-    assert hear(b"NOP\n" + b"NOP ".ljust(16_383, b"x") + b"\nNOP\n").completed == 3
-    assert hear(b"NOP\n" + b"NOP ".ljust(16_384, b"x") + b"\n") == Outcome(error="line too long", completed=1)
+    assert outcome_of(b"NOP\n" * 10_000).completed == 10_000
+    assert outcome_of(b"NOP\n" + b"NOP ".ljust(16_383, b"x") + b"\nNOP\n").completed == 3
+    assert outcome_of(b"NOP\n" + b"NOP ".ljust(16_384, b"x") + b"\n") == Outcome(
+        error="line too long", completed=1
+    )
 
 
 def test_the_limit_of_lines_does_not_apply_to_bodies() -> None:
     body = b"x" * 100_000
-    assert talk([MAGIC + b"PUB t\n" + sized(body)], Limits()).commands == [Publish("PUB", "t", [body])]
+    assert converse([MAGIC + b"PUB t\n" + sized(body)], Limits()).commands == [Publish("PUB", "t", [body])]
 
 
 def test_an_unfinished_line_at_the_end_of_the_stream_is_dropped() -> None:
     for data in (b"", b"NO", b"NOP", b"PUB t", b"FIN "):
-        assert hear(data, eof=True) == Outcome()
+        assert outcome_of(data, eof=True) == Outcome()
 
 
 # 7. States
@@ -193,7 +194,7 @@ ALLOWED = {
 @pytest.mark.parametrize("name", LINES)
 def test_each_command_is_allowed_in_its_states_only(name: str) -> None:
     for state, before in IN_STATE.items():
-        outcome = hear(before + LINES[name])
+        outcome = outcome_of(before + LINES[name])
         if state in ALLOWED.get(name, IN_STATE):
             assert outcome.error is None
             assert outcome.state == {"SUB": SUBSCRIBED, "CLS": CLOSING}.get(name, state)
@@ -211,12 +212,12 @@ def test_the_state_is_checked_before_the_parameters_and_the_body(state: int, lin
 
 
 def test_the_states_have_the_numbers_that_stats_shows() -> None:
-    assert [hear(data).state for data in IN_STATE.values()] == [0, 3, 4]
+    assert [outcome_of(data).state for data in IN_STATE.values()] == [0, 3, 4]
 
 
 def test_the_state_changes_before_the_command_is_given() -> None:
     protocol = started(LIMITS)
-    states = [protocol.state for _ in said(protocol, SUB + CLS)]
+    states = [protocol.state for _ in commands_in(protocol, SUB + CLS)]
     assert states == [SUBSCRIBED, CLOSING]
 
 
@@ -235,12 +236,12 @@ def test_if_tls_is_required_only_identify_is_allowed_without_it() -> None:
 def test_after_the_upgrade_to_tls_all_commands_are_allowed() -> None:
     protocol = started(TLS, b"IDENTIFY\n" + sized(b"{}"))
     protocol.tls_active = True
-    assert Heard(said(protocol, SUB + LINES["PUB"] * 2)) == [
+    assert CommandList(commands_in(protocol, SUB + LINES["PUB"] * 2)) == [
         Subscribe("t", "c"),
         *[Publish("PUB", "t", [b"x"])] * 2,
     ]
     with pytest.raises(FatalClientError, match="^E_INVALID invalid command FOO$"):
-        list(said(protocol, b"FOO\n"))
+        list(commands_in(protocol, b"FOO\n"))
 
 
 # 9. IDENTIFY
@@ -248,7 +249,7 @@ def test_after_the_upgrade_to_tls_all_commands_are_allowed() -> None:
 
 def test_identify_gives_the_identity_and_keeps_it() -> None:
     protocol = started(LIMITS)
-    (command,) = said(protocol, b"IDENTIFY\n" + sized(b'{"client_id":"me","msg_timeout":2000}'))
+    (command,) = commands_in(protocol, b"IDENTIFY\n" + sized(b'{"client_id":"me","msg_timeout":2000}'))
     assert isinstance(command, Identify)
     assert command.identity == Identity(client_id="me", msg_timeout_ms=2000)
     assert protocol.identity is command.identity
@@ -262,7 +263,7 @@ def test_before_identify_the_client_id_is_the_address() -> None:
 def test_the_last_identify_counts() -> None:
     protocol = started(LIMITS)
     data = b"".join(b"IDENTIFY\n" + sized(b'{"client_id":"%d"}' % i) for i in range(3))
-    assert [c.identity.client_id for c in said(protocol, data)] == ["0", "1", "2"]  # type: ignore[union-attr]
+    assert [c.identity.client_id for c in commands_in(protocol, data)] == ["0", "1", "2"]  # type: ignore[union-attr]
     assert protocol.identity.client_id == "2"
 
 
@@ -278,9 +279,9 @@ def test_a_body_size_out_of_range_is_refused_before_the_body_arrives(verb: str) 
 def test_the_error_for_an_unfinished_body_names_the_missing_part(verb: str) -> None:
     line = verb.encode() + b"\n"
     for part in (b"", b"\x00", b"\x00\x00\x00"):
-        assert cut_off(line + part) == f"E_BAD_BODY {verb} failed to read body size"
+        assert error_at_end(line + part) == f"E_BAD_BODY {verb} failed to read body size"
     for part in (b"", b"{", b"{   "):
-        assert cut_off(line + size(5) + part) == f"E_BAD_BODY {verb} failed to read body"
+        assert error_at_end(line + size(5) + part) == f"E_BAD_BODY {verb} failed to read body"
 
 
 def test_a_body_of_the_largest_size_is_accepted() -> None:
@@ -290,7 +291,7 @@ def test_a_body_of_the_largest_size_is_accepted() -> None:
 
 def test_the_fields_of_identify_are_checked_against_the_limits() -> None:
     long = Limits(max_heartbeat_interval_ms=90_000)
-    assert not hear(b"IDENTIFY\n" + sized(b'{"heartbeat_interval":90000}'), long).error
+    assert not outcome_of(b"IDENTIFY\n" + sized(b'{"heartbeat_interval":90000}'), long).error
     assert (
         refusal(b"IDENTIFY\n" + sized(b'{"heartbeat_interval":90000}'))
         == "E_BAD_BODY IDENTIFY heartbeat interval (90000) is invalid"
@@ -301,7 +302,7 @@ def test_a_refused_identify_changes_nothing() -> None:
     protocol = started(LIMITS)
     before = protocol.identity
     with pytest.raises(FatalClientError):
-        list(said(protocol, b"IDENTIFY\n" + sized(b'{"client_id":"a","sample_rate":100}')))
+        list(commands_in(protocol, b"IDENTIFY\n" + sized(b'{"client_id":"a","sample_rate":100}')))
     assert protocol.identity is before
 
 
@@ -354,7 +355,7 @@ def test_sub_without_heartbeats_is_refused_before_its_parameters_are_checked() -
 
 
 def test_a_refused_sub_does_not_change_the_state() -> None:
-    assert hear(b"SUB t c!\n").state == INIT
+    assert outcome_of(b"SUB t c!\n").state == INIT
 
 
 # 6 and 13. Numbers, RDY
@@ -392,7 +393,7 @@ def test_a_number_that_is_not_decimal_is_quoted_in_the_error(text: bytes) -> Non
 
 @pytest.mark.parametrize("line", [b"RDY\n", b"RDY x\n"])
 def test_rdy_while_closing_is_ignored_whatever_its_parameter(line: bytes) -> None:
-    outcome = hear(SUB + CLS + line)
+    outcome = outcome_of(SUB + CLS + line)
     assert outcome.commands == [Subscribe("t", "c"), StartClose()]
     assert outcome.completed == 3
 
@@ -401,7 +402,7 @@ def test_rdy_while_closing_is_ignored_whatever_its_parameter(line: bytes) -> Non
 
 
 def test_cls_gives_a_command_and_nop_none() -> None:
-    outcome = hear(b"NOP\n" + SUB + b"NOP\nCLS\nNOP\n")
+    outcome = outcome_of(b"NOP\n" + SUB + b"NOP\nCLS\nNOP\n")
     assert outcome.commands == [Subscribe("t", "c"), StartClose()]
     assert outcome.completed == 5
 
@@ -413,7 +414,9 @@ def test_cls_gives_a_command_and_nop_none() -> None:
 def test_a_command_is_given_as_soon_as_it_is_complete() -> None:
     protocol = started(LIMITS)
     data = SUB + b"RDY 5\n" + b"PUB t\n" + sized(b"x") + mpub(b"t", [b"y"]) + fins(1, 2)
-    came = {at: heard for at, byte in enumerate(one_by_one(data)) if (heard := list(said(protocol, byte)))}
+    came = {
+        at: found for at, byte in enumerate(one_by_one(data)) if (found := list(commands_in(protocol, byte)))
+    }
     ends = [8, 6, 11, 7 + 13, 21, 21]
     assert list(came) == [sum(ends[: i + 1]) - 1 for i in range(len(ends))]
 
@@ -422,8 +425,8 @@ def test_a_command_is_given_as_soon_as_it_is_complete() -> None:
 def test_bytes_after_a_command_are_kept_if_the_reader_stops() -> None:
     protocol = started(LIMITS)
     data = SUB + b"RDY 5\nPUB t\n" + sized(b"xy")
-    first = next(iter(said(protocol, data[:-1])))
-    assert Heard([first, *said(protocol, data[-1:])]) == [
+    first = next(iter(commands_in(protocol, data[:-1])))
+    assert CommandList([first, *commands_in(protocol, data[-1:])]) == [
         Subscribe("t", "c"),
         Ready(5),
         Publish("PUB", "t", [b"xy"]),
@@ -431,15 +434,15 @@ def test_bytes_after_a_command_are_kept_if_the_reader_stops() -> None:
 
 
 def test_a_command_is_checked_only_when_it_is_asked_for() -> None:
-    # The broker's answer to the first must leave before the error of the second.
-    heard = said(started(LIMITS), SUB + b"FOO\n")
-    assert next(heard) == Subscribe("t", "c")
+    # The reply to the first must be sent before the error of the second.
+    found = commands_in(started(LIMITS), SUB + b"FOO\n")
+    assert next(found) == Subscribe("t", "c")
     with pytest.raises(FatalClientError):
-        next(heard)
+        next(found)
 
 
 def test_commands_before_an_error_are_given_first() -> None:
-    outcome = hear(SUB + b"RDY 5\n" + fins(1, 2, 3) + b"RDY x\nRDY 6\n")
+    outcome = outcome_of(SUB + b"RDY 5\n" + fins(1, 2, 3) + b"RDY x\nRDY 6\n")
     assert outcome.commands == [Subscribe("t", "c"), Ready(5), *finished(1, 2, 3)]
     assert outcome.error == "E_INVALID RDY could not parse count x"
     assert outcome.completed == 5
@@ -448,7 +451,7 @@ def test_commands_before_an_error_are_given_first() -> None:
 @both_builds
 def test_bodies_are_copies_of_the_received_bytes() -> None:
     # A message of one byte must not keep a megabyte of input alive.
-    (command,) = said(started(Limits()), b"PUB t\n" + sized(b"x"))
+    (command,) = commands_in(started(Limits()), b"PUB t\n" + sized(b"x"))
     assert isinstance(command, Publish)
     assert type(command.bodies[0]) is bytes
 
@@ -458,23 +461,23 @@ def test_bytes_after_identify_can_be_given_to_a_new_layer(layer: str) -> None:
     protocol = started(Limits(tls_available=True))
     body = json.dumps({"feature_negotiation": True, "tls_v1": layer == "tls", "snappy": layer == "snappy"})
     behind = b"\x16\x03\x01 not a command\n"
-    heard = said(protocol, b"IDENTIFY\n" + sized(body.encode()) + behind)
-    command = next(heard)
+    found = commands_in(protocol, b"IDENTIFY\n" + sized(body.encode()) + behind)
+    command = next(found)
     assert isinstance(command, Identify)
     assert protocol.take_rest() == behind
     assert protocol.take_rest() == b""
-    assert list(heard) == []
-    assert Heard(said(protocol, b"SUB t c\n")) == [Subscribe("t", "c")]
+    assert list(found) == []
+    assert CommandList(commands_in(protocol, b"SUB t c\n")) == [Subscribe("t", "c")]
 
 
 def test_the_rest_includes_pieces_that_were_not_looked_at() -> None:
     protocol = started(LIMITS)
-    assert Heard(said(protocol, b"PU")) == []
+    assert CommandList(commands_in(protocol, b"PU")) == []
     assert protocol.take_rest() == b"PU"
-    assert Heard(said(protocol, b"N")) == []
-    assert Heard(said(protocol, b"OP\nSUB t c\n")) == [Subscribe("t", "c")]
+    assert CommandList(commands_in(protocol, b"N")) == []
+    assert CommandList(commands_in(protocol, b"OP\nSUB t c\n")) == [Subscribe("t", "c")]
     fresh = ServerProtocol(LIMITS)
-    assert Heard(said(fresh, b"  ")) == []
+    assert CommandList(commands_in(fresh, b"  ")) == []
     assert fresh.take_rest() == b"  "
-    assert Heard(said(fresh, MAGIC[:3])) == []
-    assert Heard(said(fresh, MAGIC[3:] + SUB)) == [Subscribe("t", "c")]
+    assert CommandList(commands_in(fresh, MAGIC[:3])) == []
+    assert CommandList(commands_in(fresh, MAGIC[3:] + SUB)) == [Subscribe("t", "c")]

@@ -1,4 +1,4 @@
-"""FIN, REQ and TOUCH; runs of FINs, which are decoded together without anybody noticing."""
+"""FIN, REQ and TOUCH; runs of FINs, which are decoded together with the same result."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.wire.harness import (
     SUB,
     assert_cost_is_linear,
     commands,
+    commands_in,
+    converse,
     finished,
     fins,
-    hear,
+    outcome_of,
     refusal,
-    said,
     started,
-    talk,
 )
 
 pytestmark = pytest.mark.usefixtures("build")
@@ -35,8 +35,8 @@ MALFORMED = "E_INVALID invalid message ID"
 
 
 def test_answers_carry_the_id_as_a_number() -> None:
-    heard = commands(SUB + b"FIN %s\nREQ %s 1500\nTOUCH %s\n" % (ID, ID, ID))
-    assert heard[1:] == [("FIN", NUMBER), Requeue(NUMBER, 1500), Touch(NUMBER)]
+    found = commands(SUB + b"FIN %s\nREQ %s 1500\nTOUCH %s\n" % (ID, ID, ID))
+    assert found[1:] == [("FIN", NUMBER), Requeue(NUMBER, 1500), Touch(NUMBER)]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_an_id_must_have_16_bytes(line: bytes) -> None:
 def test_an_id_of_16_bytes_that_are_not_hex_is_not_in_flight(verb: str) -> None:
     # Python's int() would take the signs, the prefix and the underscore.
     for raw in (ID.upper(), b"z" * 16, b"-" + ID[1:], b"0x" + ID[2:], b"0_" + ID[2:], b"\xff" * 16):
-        outcome = hear(SUB + b"%s %s 5\nNOP\n" % (verb.encode(), raw))
+        outcome = outcome_of(SUB + b"%s %s 5\nNOP\n" % (verb.encode(), raw))
         assert outcome.error is None
         shown = raw.decode("utf-8", "surrogateescape")
         assert outcome.commands[1:] == [f"E_{verb}_FAILED {verb} {shown} failed ID not in flight"]
@@ -65,7 +65,7 @@ def test_an_id_of_16_bytes_that_are_not_hex_is_not_in_flight(verb: str) -> None:
 
 
 def test_an_answer_with_an_unknown_id_does_not_end_the_connection() -> None:
-    (command,) = said(started(LIMITS, SUB), b"FIN " + b"z" * 16 + b"\n")
+    (command,) = commands_in(started(LIMITS, SUB), b"FIN " + b"z" * 16 + b"\n")
     assert isinstance(command, Refusal)
     assert isinstance(command.error, ClientError)
     assert not command.error.fatal
@@ -82,7 +82,7 @@ def test_the_timeout_of_a_requeue_is_checked_even_if_the_id_is_unknown() -> None
     assert refusal(SUB + b"REQ %s x\n" % (b"z" * 16)) == "E_INVALID REQ could not parse timeout x"
 
 
-# Runs of FINs: one after the other they are decoded together, and nobody may notice
+# Runs of FINs: they are decoded together, with the same result
 
 TOP = 2**64 - 1
 RUNS = {
@@ -101,17 +101,17 @@ RUNS = {
 
 @pytest.mark.parametrize("numbers", RUNS.values(), ids=RUNS)
 def test_a_run_of_fins_gives_each_id_in_order(numbers: list[int]) -> None:
-    outcome = hear(SUB + fins(*numbers))
+    outcome = outcome_of(SUB + fins(*numbers))
     assert outcome.commands[1:] == finished(*numbers)
     assert outcome.completed == 1 + len(numbers)
     if len(numbers) >= 8:
-        heard = list(said(started(LIMITS, SUB), fins(*numbers)))
-        assert len(heard) <= 1 + len(numbers) // 100
-        assert {type(command) for command in heard} == {Finish}
+        found = list(commands_in(started(LIMITS, SUB), fins(*numbers)))
+        assert len(found) <= 1 + len(numbers) // 100
+        assert {type(command) for command in found} == {Finish}
 
 
 def test_consecutive_ids_of_a_run_are_one_span() -> None:
-    (command,) = said(started(LIMITS, SUB), fins(*range(10, 30), *range(5, 10), 99))
+    (command,) = commands_in(started(LIMITS, SUB), fins(*range(10, 30), *range(5, 10), 99))
     assert isinstance(command, Finish)
     assert command.spans == [(10, 30), (5, 10), (99, 100)]
 
@@ -125,7 +125,7 @@ def test_a_run_before_sub_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("middle", "heard"),
+    ("middle", "expected"),
     [
         (b"NOP\n", []),
         (b"REQ %s 0\n" % ID, [Requeue(NUMBER, 0)]),
@@ -145,14 +145,14 @@ def test_a_run_before_sub_is_refused() -> None:
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_any_other_line_ends_a_run_of_fins(middle: bytes, heard: list[object] | str) -> None:
+def test_any_other_line_ends_a_run_of_fins(middle: bytes, expected: list[object] | str) -> None:
     for before in (0, 1, 8, 30):
-        outcome = hear(SUB + fins(*range(before)) + middle + fins(*range(100, 130)))
-        if isinstance(heard, list):
+        outcome = outcome_of(SUB + fins(*range(before)) + middle + fins(*range(100, 130)))
+        if isinstance(expected, list):
             assert outcome.error is None
-            assert outcome.commands[1:] == [*finished(*range(before)), *heard, *finished(*range(100, 130))]
+            assert outcome.commands[1:] == [*finished(*range(before)), *expected, *finished(*range(100, 130))]
         else:
-            assert outcome.error == heard
+            assert outcome.error == expected
             assert outcome.commands[1:] == finished(*range(before))
             assert outcome.completed == 1 + before
 
@@ -161,7 +161,7 @@ def test_a_run_cut_inside_a_line_continues_with_the_next_piece() -> None:
     data = fins(*range(40))
     for count in (1, 7, 8, 20):
         for at in range(21 * count + 1, 21 * count + 22):
-            assert talk([MAGIC + SUB, data[:at], data[at:]], LIMITS).commands[1:] == finished(*range(40))
+            assert converse([MAGIC + SUB, data[:at], data[at:]], LIMITS).commands[1:] == finished(*range(40))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_the_cost_of_many_short_runs_in_one_piece_is_linear(block: bytes) -> Non
     def work(length: int) -> object:
         protocol = started(LIMITS, SUB)
         data = block * (length // len(block))
-        return lambda: list(said(protocol, data))
+        return lambda: list(commands_in(protocol, data))
 
     assert_cost_is_linear(work, 64 << 10)
 
@@ -188,6 +188,6 @@ def test_the_cost_of_a_long_run_with_a_bad_id_at_its_end_is_linear(last: bytes) 
     def work(count: int) -> object:
         protocol = started(LIMITS, SUB)
         data = fins(*range(count)) + last
-        return lambda: list(said(protocol, data))
+        return lambda: list(commands_in(protocol, data))
 
     assert_cost_is_linear(work, 3000)

@@ -1,4 +1,4 @@
-"""PUB, DPUB and MPUB: names, numbers, bodies, and what it costs to receive them slowly."""
+"""PUB, DPUB and MPUB: names, numbers, bodies, and the cost of small pieces."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tests.wire.harness import (
     LIMITS,
     assert_cost_is_linear,
     commands,
-    cut_off,
+    commands_in,
+    converse,
+    error_at_end,
     feed_slowly,
     fins,
-    hear,
     mpub,
+    outcome_of,
     refusal,
-    said,
     size,
     started,
-    talk,
 )
 
 pytestmark = pytest.mark.usefixtures("build")
@@ -61,10 +61,10 @@ def test_the_error_for_an_unfinished_publish_names_the_missing_part(
     verb: str, line: bytes, defer_ms: int
 ) -> None:
     for part in (b"", b"\x00", b"\x00\x00\x00"):
-        assert cut_off(line + part) == f"E_BAD_MESSAGE {verb} failed to read message body size"
+        assert error_at_end(line + part) == f"E_BAD_MESSAGE {verb} failed to read message body size"
     for part in (b"", b"x", b"xxxx"):
-        assert cut_off(line + size(5) + part) == f"E_BAD_MESSAGE {verb} failed to read message body"
-    assert hear(line + size(5) + b"xxxxx", eof=True).error is None
+        assert error_at_end(line + size(5) + part) == f"E_BAD_MESSAGE {verb} failed to read message body"
+    assert outcome_of(line + size(5) + b"xxxxx", eof=True).error is None
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_many_topics_on_one_connection_are_never_mixed_up() -> None:
     # More than the protocol remembers, and each again.
     names = [f"t{i}" for i in range(150)]
     data = b"".join(b"PUB %s\n" % n.encode() + sized(n.encode()) + mpub(n.encode(), [b"m"]) for n in names)
-    heard = [p for n in names for p in (Publish("PUB", n, [n.encode()]), Publish("MPUB", n, [b"m"]))]
-    assert talk([MAGIC + data * 2], LIMITS).commands == heard * 2
+    expected = [p for n in names for p in (Publish("PUB", n, [n.encode()]), Publish("MPUB", n, [b"m"]))]
+    assert converse([MAGIC + data * 2], LIMITS).commands == expected * 2
 
 
 # 16. MPUB
@@ -129,7 +129,7 @@ def test_an_mpub_gives_its_messages_in_order(bodies: list[bytes]) -> None:
     ids=lambda value: repr(value)[:60],
 )
 def test_an_mpub_is_refused_at_its_first_wrong_number(data: bytes, error: str) -> None:
-    outcome = hear(b"MPUB t\n" + data)
+    outcome = outcome_of(b"MPUB t\n" + data)
     assert (outcome.error, outcome.commands) == (error, [])
 
 
@@ -140,40 +140,42 @@ def test_the_number_of_messages_in_an_mpub_is_limited_by_the_largest_body() -> N
 def test_the_error_for_an_unfinished_mpub_names_the_missing_part() -> None:
     data = b"MPUB t\n"
     for part in (b"", b"\x00\x00\x00"):
-        assert cut_off(data + part) == "E_BAD_BODY MPUB failed to read body size"
+        assert error_at_end(data + part) == "E_BAD_BODY MPUB failed to read body size"
     data += size(14)
     for part in (b"", b"\x00\x00\x00"):
-        assert cut_off(data + part) == "E_BAD_BODY MPUB failed to read message count"
+        assert error_at_end(data + part) == "E_BAD_BODY MPUB failed to read message count"
     data += size(2)
     for number, whole in enumerate([b"", sized(b"x")]):
         data += whole
         for part in (b"", b"\x00\x00\x00"):
-            assert cut_off(data + part) == f"E_BAD_MESSAGE MPUB failed to read message({number}) body size"
+            assert (
+                error_at_end(data + part) == f"E_BAD_MESSAGE MPUB failed to read message({number}) body size"
+            )
         for part in (b"", b"x", b"xx"):
-            assert cut_off(data + size(3) + part) == "E_BAD_MESSAGE MPUB failed to read message body"
+            assert error_at_end(data + size(3) + part) == "E_BAD_MESSAGE MPUB failed to read message body"
 
 
 @pytest.mark.parametrize("declared", [1, 15, 5000])
 def test_an_mpub_ends_after_its_last_message_not_at_its_declared_size(declared: int) -> None:
-    heard = commands(mpub(b"t", [b"x", b"yy"], declared) + b"PUB t\n" + sized(b"z"))
-    assert heard == [Publish("MPUB", "t", [b"x", b"yy"]), Publish("PUB", "t", [b"z"])]
+    found = commands(mpub(b"t", [b"x", b"yy"], declared) + b"PUB t\n" + sized(b"z"))
+    assert found == [Publish("MPUB", "t", [b"x", b"yy"]), Publish("PUB", "t", [b"z"])]
 
 
 @pytest.mark.parametrize("count", [5, 6])
 def test_whether_an_mpub_is_too_big_does_not_depend_on_its_pieces(count: int) -> None:
     data = MAGIC + mpub(b"t", [b"x" * 1000] * count, 9)
-    whole = talk([data], LIMITS)
+    whole = converse([data], LIMITS)
     assert (whole.error is None) == (count == 5)
     for length in (1, 7, 900, 1004, 2008, 4000, len(data) - 1):
         pieces = [data[i : i + length] for i in range(0, len(data), length)]
-        assert talk(pieces, LIMITS) == whole
+        assert converse(pieces, LIMITS) == whole
 
 
 def test_the_memory_of_an_unfinished_mpub_is_limited() -> None:
     protocol = started(LIMITS, b"MPUB t\n" + size(9) + size(999))
     with pytest.raises(FatalClientError, match="^E_BAD_BODY MPUB body too big "):
         for _ in range(7):
-            list(said(protocol, sized(b"x" * 1000)))
+            list(commands_in(protocol, sized(b"x" * 1000)))
 
 
 # Cost

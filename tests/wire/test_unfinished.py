@@ -1,4 +1,4 @@
-"""Commands that have arrived in part: what all connections together may hold of them."""
+"""The limit on the bytes of unfinished commands, over all connections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nsparq.wire.commands import Command, Publish
 from nsparq.wire.limits import UNCOUNTED, Limits, Unfinished
 from nsparq.wire.server import MAGIC, ServerProtocol
 from tests.support import multi, sized
-from tests.wire.harness import said
+from tests.wire.harness import commands_in
 
 pytestmark = pytest.mark.usefixtures("build")
 
@@ -27,13 +27,13 @@ every_command = pytest.mark.parametrize("verb", COMMANDS)
 
 def connected(unfinished: Unfinished) -> ServerProtocol:
     protocol = ServerProtocol(LIMITS, unfinished=unfinished)
-    assert hear(protocol, MAGIC) == []
+    assert receive(protocol, MAGIC) == []
     return protocol
 
 
-def hear(protocol: ServerProtocol, data: bytes, step: int = 0) -> list[Command]:
+def receive(protocol: ServerProtocol, data: bytes, step: int = 0) -> list[Command]:
     step = step or len(data)
-    return [c for at in range(0, len(data), step) for c in said(protocol, data[at : at + step])]
+    return [c for at in range(0, len(data), step) for c in commands_in(protocol, data[at : at + step])]
 
 
 @every_command
@@ -41,9 +41,9 @@ def test_an_unfinished_command_counts_until_it_is_complete(verb: str) -> None:
     unfinished = Unfinished(1 << 20)
     protocol = connected(unfinished)
     for step in (0, 70_000, 3_000):
-        assert hear(protocol, COMMANDS[verb][:-1], step) == []
+        assert receive(protocol, COMMANDS[verb][:-1], step) == []
         assert len(LARGE) - 1 <= unfinished.size + UNCOUNTED <= len(COMMANDS[verb])
-        assert len(hear(protocol, COMMANDS[verb][-1:])) == 1
+        assert len(receive(protocol, COMMANDS[verb][-1:])) == 1
         assert unfinished.size == 0
 
 
@@ -52,14 +52,14 @@ def test_an_unfinished_command_counts_until_it_is_complete(verb: str) -> None:
 def test_only_the_command_that_exceeds_the_limit_is_refused(verb: str, step: int) -> None:
     unfinished = Unfinished(120_000)
     parked, refused = connected(unfinished), connected(unfinished)
-    assert hear(parked, COMMANDS["MPUB"][:-1], step) == []
+    assert receive(parked, COMMANDS["MPUB"][:-1], step) == []
     with pytest.raises(FatalClientError) as caught:
-        hear(refused, COMMANDS[verb][:-1], step)
+        receive(refused, COMMANDS[verb][:-1], step)
     assert str(caught.value) == (
         f"E_{verb}_FAILED {verb} failed unfinished commands of all clients exceed 120000 bytes"
     )
     refused.discard()
-    (published,) = hear(parked, COMMANDS["MPUB"][-1:])
+    (published,) = receive(parked, COMMANDS["MPUB"][-1:])
     assert isinstance(published, Publish)
     assert len(published.bodies) == 100
     assert unfinished.size == 0
@@ -69,19 +69,19 @@ def test_small_commands_are_accepted_beyond_the_limit() -> None:
     unfinished = Unfinished(0)
     protocol = connected(unfinished)
     small = b"MPUB t\n" + sized(multi([b"x" * 1000] * 10)) + b"PUB t\n" + sized(b"x" * 10_000)
-    assert len(hear(protocol, small, 100)) == 2
+    assert len(receive(protocol, small, 100)) == 2
 
 
 def test_a_command_that_arrives_whole_needs_no_room() -> None:
     protocol = connected(Unfinished(0))
-    assert len(hear(protocol, b"".join(COMMANDS.values()))) == len(COMMANDS)
+    assert len(receive(protocol, b"".join(COMMANDS.values()))) == len(COMMANDS)
 
 
 def test_discarded_bytes_do_not_count() -> None:
     unfinished = Unfinished(1 << 20)
     for command in COMMANDS.values():
         protocol = connected(unfinished)
-        hear(protocol, command[:-1], 30_000)
+        receive(protocol, command[:-1], 30_000)
         protocol.discard()
         protocol.discard()
     assert unfinished.size == 0
@@ -89,7 +89,7 @@ def test_discarded_bytes_do_not_count() -> None:
 
 def test_an_idle_connection_keeps_no_received_bytes() -> None:
     protocol = connected(Unfinished(0))
-    hear(protocol, b"NOP\n" * 10_000)
+    receive(protocol, b"NOP\n" * 10_000)
     assert protocol._buffer == b""
-    hear(protocol, b"NOP\n" * 10_000 + b"PUB")
+    receive(protocol, b"NOP\n" * 10_000 + b"PUB")
     assert protocol._buffer == b"PUB"
