@@ -4,6 +4,7 @@ durability."""
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 
 import pytest
@@ -445,6 +446,18 @@ def test_deleting_a_topic_closes_its_clients_and_removes_its_files(rig: Rig):
     assert rig.broker.topics == {}
     rig.maintain()
     rig.pass_time(100)
+
+
+def test_deleting_a_topic_closes_its_sealed_segments_that_are_not_synced(make_rig: MakeRig):
+    rig = make_rig(max_bytes_per_file=2000, sync_every=1000)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(40):
+        rig.publish("t", b"%d" % number + b"x" * 200)
+    sealed = len(rig.topic().log.sealed_segments())
+    assert sealed > 2
+    assert len(os.listdir("/proc/self/fd")) > before + sealed
+    rig.broker.delete_topic("t")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_deleting_a_missing_topic_returns_false(rig: Rig):

@@ -134,7 +134,7 @@ class Nsqd(Member):
 
     def _why_not_registered(self, lookupd: str) -> str:
         answer, reason = _ask(lookupd, "/nodes")
-        nodes = answer.get("producers", []) if isinstance(answer, dict) else []
+        nodes = (answer.get("producers") or ()) if isinstance(answer, dict) else ()
         if any(one.get("tcp_port") == self.ports["TCP"] for one in nodes):
             return ""
         return reason or "not registered with nsqlookupd yet"
