@@ -324,6 +324,20 @@ def test_memory_mode_does_not_write_what_nobody_needs(tmp_path: Path, files: Fau
     crash(log)
 
 
+def test_memory_mode_removes_an_empty_segment_before_a_gap(tmp_path: Path, files: FaultyFiles) -> None:
+    log = open_log(tmp_path, files=files, durability=MEMORY, memory_messages=2)
+    fill(log, 1, 2)
+    files.fail("write")
+    with pytest.raises(WriteFailed):
+        append(log, b"refused", b"refused too")
+    assert [int(path.stem) for path in segment_files(tmp_path)] == [FLOOR]
+    log.reader_low = lambda: FLOOR + 2
+    written = fill(log, 2, 2)
+    assert [int(path.stem) for path in segment_files(tmp_path)] == [FLOOR + 2]
+    assert read_all(log, FLOOR + 2) == written
+    crash(log)
+
+
 def test_memory_mode_skips_messages_that_were_not_written(tmp_path: Path) -> None:
     """Some messages in the middle were not written, because nobody needed them. A reader of them
     gets the next ones."""
@@ -1001,6 +1015,24 @@ def test_the_name_of_a_new_segment_is_synced_before_its_messages_count_as_commit
     append(log, b"x" * 500)
     log.sync_now()
     assert files.synced_directories == [tmp_path] * 2
+    crash(log)
+
+
+@pytest.mark.parametrize(("code", "is_obstacle"), [(errno.EIO, False), (errno.EMFILE, True)])
+def test_a_sync_whose_directory_cannot_be_synced_is_repeated(
+    tmp_path: Path, files: FaultyFiles, code: int, is_obstacle: bool
+) -> None:
+    log = open_log(tmp_path, files=files)
+    fill(log, 2)
+    files.fail("sync_directory", code)
+    sync = log.begin_sync()
+    sync.run()
+    log.end_sync(sync)
+    found = sync.obstacle if is_obstacle else sync.error
+    assert found is not None and found.errno == code
+    assert (log.committed, log.unsynced, log.doubtful) == (FLOOR, 6, [])
+    log.sync_now()
+    assert (log.committed, log.unsynced) == (log.end, 0)
     crash(log)
 
 
