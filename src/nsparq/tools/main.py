@@ -102,6 +102,12 @@ COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
             table="make_parser",
         ),
         _own("completion", "completion", "completion of commands, flags and topics for your shell"),
+        Command(
+            "deploy",
+            "nsparq.tools.deploy",
+            "files for systemd, Prometheus, containers, Kubernetes",
+            table="make_parser",
+        ),
     ),
 }
 
