@@ -87,6 +87,14 @@ def test_without_the_server_extra_the_extra_is_named(
     )
 
 
+@pytest.mark.parametrize("build", ["python", BUILD])
+def test_a_build_without_the_kernel_says_so_at_the_start(build: str, tmp_path: Path) -> None:
+    variables = {**os.environ, "NSPARQ_NO_EXTENSIONS": "1" if build == "python" else ""}
+    result = run(f"--data-path={tmp_path}/none", env=variables)
+    assert result.returncode == 1
+    assert ("WARNING: no compiled kernel: throughput is about half" in result.stderr) == (build == "python")
+
+
 # Serving, with a daemon that only records
 
 

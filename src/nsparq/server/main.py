@@ -1,13 +1,17 @@
 """The `nsqd` command. See nsparq.process for what it does with the command line and with
 signals."""
 
+import logging
 import sys
 from collections.abc import Sequence
 
+from nsparq.kernel import BUILD
 from nsparq.options import TABLE
 from nsparq.process import Make, run_daemon
 
 __all__ = ["main"]
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +23,10 @@ def load() -> Make:
     from nsparq.server.memory import keep_freed_memory
 
     keep_freed_memory()
+    if BUILD == "python":
+        logger.warning(
+            "no compiled kernel: throughput is about half; docs/how-to/install.md says how to get it"
+        )
     return Nsqd
 
 
