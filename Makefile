@@ -20,6 +20,8 @@ SPARK_VERSIONS := 4.1.4 4.2.1
 VERSION_TESTS := tests/spark/test_versions.py
 # Spark 4.1 drops sockets without closing them.
 VERSION_WARNINGS := -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
+# The interpreters of `make test-wheel`: those that we support. One that is missing is left out at a desk.
+WHEEL_PYTHONS := python3.11 python3.12 python3.13
 # Run a second time without the compiled kernel: what passes through it and does not itself try both builds. The kernel
 # does one thing for the broker: it builds the frames of the messages that a channel sends. So the broker's files named
 # here are those about what a channel sends: for the first time and again, from the log, from memory and after a restart.
@@ -30,7 +32,7 @@ PURE_TESTS := $(addprefix tests/broker/test_,channel.py cold_reads.py deferred.p
 # The tests start hundreds of Python processes, which must not compile everything anew, whatever is set here otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo up test check compiled pytest pytest-spark pytest-rest pytest-pure test-spark-versions bench docs docs-site fmt clean
+.PHONY: help venv demo up test check compiled pytest pytest-spark pytest-rest pytest-pure test-spark-versions test-wheel dist release bench docs docs-site fmt clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,10 +40,13 @@ help:
 	@echo "make up      leave the stack running to look at, with events trickling in, until Ctrl-C"
 	@echo "make test    check, then the whole test suite"
 	@echo "make test-spark-versions   the connector with older versions of Spark (SPARK_VERSIONS='4.2.1'; 450 MB each)"
+	@echo "make test-wheel   the pages followed word by word, in clean environments (WHEEL_PYTHONS='python3.12')"
 	@echo "make check   lint, format and types, without running anything"
 	@echo "make bench   the load benchmark (BENCH_ARGS='--peer HOST:PORT' to compare)"
 	@echo "make docs    rewrite the generated reference pages"
 	@echo "make docs-site   build the documentation as a site, in build/site"
+	@echo "make dist    a wheel in dist/, to install on other machines"
+	@echo "make release VERSION=0.2.0   set the version, and move the notes of changes/ to CHANGELOG.md"
 	@echo "make fmt     format the code"
 	@echo "make clean   remove everything that make built"
 
@@ -93,6 +98,21 @@ $(VENV)/spark-%/.installed: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(@D) pyspark==$*
 	@touch $@
 
+# A wheel for each interpreter, with and without a C compiler: built, installed into a new virtual environment, and
+# used as README and the tutorials say.
+test-wheel: venv
+	@for python in $(WHEEL_PYTHONS); do \
+	  $$python --version 2> /dev/null || { echo "$$python is missing"; test "$$CI" != true || exit 1; continue; }; \
+	  $(BIN)/python -m tests.release.follow --python $$python || exit 1; \
+	  $(BIN)/python -m tests.release.follow --python $$python --without-compiler README.md docs/tutorial.md || exit 1; \
+	done
+
+dist: venv
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+release:
+	$(PYTHON) changes/release.py $(VERSION)
+
 bench: venv
 	$(BIN)/python -m benchmarks.macro.broker $(BENCH_ARGS)
 
@@ -131,7 +151,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt src/nsparq/_kernel.c
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || .ci/install-packages python3-venv
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt setuptools
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[all,spark,test,docs]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[all,test,docs]'
 	@touch $@
 
 # Without npm the nsqjs tests are skipped at a desk; on the build server that is a failure.

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import nsparq
+from nsparq.tools.parser import Parser
 
 __all__ = ["find_files", "main"]
 
@@ -37,8 +38,8 @@ def find_files() -> tuple[Path, list[str]]:
     return folder, sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
         prog="nsparq deploy", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     action = parser.add_mutually_exclusive_group(required=True)
@@ -48,7 +49,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="a file, a folder or a pattern; default: all"
     )
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = make_parser().parse_args(argv)
     try:
         folder, files = find_files()
         chosen = _choose(files, arguments.names)
