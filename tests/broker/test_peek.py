@@ -51,6 +51,21 @@ def everything(rig: Rig, topic: str = "t") -> object:
     )
 
 
+# a topic's end
+
+
+def test_the_newest_messages_are_shown_even_if_they_are_large(make_rig: MakeRig):
+    """Not the first ones of the last `count`."""
+    rig = make_rig(**KEPT)
+    for body in bodies(20):
+        rig.publish("t", body * 50)
+    found = peek_topic(rig.topic(), None, 20, max_bytes=300).read()
+    assert [one.body for one in found] == [b"%d" % number * 50 for number in (17, 18, 19)]
+    last = found[0].sequence
+    found = peek_topic(rig.topic(), None, 20, max_bytes=300, before=last).read()
+    assert [one.body for one in found] == [b"%d" % number * 50 for number in (14, 15, 16)]
+
+
 # a channel
 
 

@@ -51,13 +51,13 @@ class Cursor:
         """Messages that the cursor has still to deliver before it reaches a number."""
         return self.count_to(sequence) - sum(1 for one in self.deferred_ahead if one < sequence)
 
-    def next_messages(self, count: int) -> list[int]:
-        """The sequence numbers of the next messages, up to `count`."""
+    def next_messages(self, count: int, start: int = 0) -> list[int]:
+        """The sequence numbers of the next messages from `start` on, up to `count`."""
         gaps, skips, end = self._topic.log.gaps, self.skips, self._topic.visible_end
         deferred = iter(self.deferred_ahead)
         passed_by = next(deferred, end)
         found: list[int] = []
-        sequence = self.position
+        sequence = max(self.position, start)
         while len(found) < count:
             following = skips.skip(gaps.skip(sequence))
             if following > sequence:

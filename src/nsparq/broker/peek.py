@@ -6,6 +6,7 @@ storage.log_range), so that a slow disk does not block the event loop.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
@@ -65,25 +66,31 @@ class _Wanted(NamedTuple):
 class Peek:
     """Chosen messages. Call read() once, in any thread."""
 
-    def __init__(self, first_id: int, walk: Walk, max_bytes: int, body_limit: int) -> None:
+    def __init__(
+        self, first_id: int, walk: Walk, max_bytes: int, body_limit: int, *, keeps_last: bool = False
+    ) -> None:
         self.missing = 0
         """Chosen messages that are lost to damage."""
         self._first_id = first_id
         self._walk = walk
         self._max_bytes = max_bytes
         self._body_limit = body_limit
+        self._keeps_last = keeps_last
 
     def read(self) -> list[PeekedMessage]:
-        """The messages in order, up to `max_bytes` of bodies, but at least one."""
-        found: list[PeekedMessage] = []
+        """The messages in order, up to `max_bytes` of bodies, but at least one: the first of them,
+        or the last."""
+        found: deque[PeekedMessage] = deque()
         size = 0
         for wanted, batch in self._walk(self):
             message = _to_show(self._first_id, wanted, batch, self._body_limit)
             size += len(message.body)
-            if found and size > self._max_bytes:
+            if found and size > self._max_bytes and not self._keeps_last:
                 break
             found.append(message)
-        return found
+            while size > self._max_bytes and len(found) > 1:
+                size -= len(found.popleft().body)
+        return [*found]
 
 
 Walk = Callable[[Peek], Iterator[tuple[_Wanted, RawBatch]]]
@@ -91,15 +98,26 @@ Walk = Callable[[Peek], Iterator[tuple[_Wanted, RawBatch]]]
 
 
 def peek_topic(
-    topic: Topic, sequence: int | None, count: int, max_bytes: int, body_limit: int = BODY_LIMIT
+    topic: Topic,
+    sequence: int | None,
+    count: int,
+    max_bytes: int,
+    body_limit: int = BODY_LIMIT,
+    *,
+    before: int | None = None,
 ) -> Peek:
-    """Up to `count` messages of the log from `sequence` on; the newest ones if it is None. Raises
-    OffsetGone or OffsetAhead."""
+    """Up to `count` messages of the log from `sequence` on. If it is None: the newest ones, or the
+    last ones before `before`. Raises OffsetGone or OffsetAhead."""
     log = topic.log
-    start = max(log.start, log.gaps.back(log.end, count)) if sequence is None else sequence
+    is_backward = sequence is None
+    end = log.end if before is None else max(log.start, min(before, log.end))
+    start = max(log.start, log.gaps.back(end, count)) if sequence is None else sequence
     ranges: list[LogRange] = []
     size, reached = 0, start
-    while not ranges or (log.count(start, reached) < count and size <= max_bytes and reached < log.end):
+    # Backward, `max_bytes` limits what is kept, not how far the reading goes.
+    while not ranges or (
+        log.count(start, reached) < count and reached < end and (is_backward or size <= max_bytes)
+    ):
         ranges.append(log.locate(reached, 1))
         size += ranges[-1].size
         reached = ranges[-1].next
@@ -107,23 +125,37 @@ def peek_topic(
     def walk(peek: Peek) -> Iterator[tuple[_Wanted, RawBatch]]:
         for place in ranges:
             verified = place.read_verified()
-            peek.missing += sum(max(0, lost.next - max(lost.first, start)) for lost in verified.lost)
+            for lost in verified.lost:
+                peek.missing += max(0, min(lost.next, end) - max(lost.first, start))
             for batch in iter_batches(verified.data):
-                for number in range(max(batch.base, start), batch.end):
+                for number in range(max(batch.base, start), min(batch.end, end)):
                     if not any(low <= number < high for low, high in place.gaps):
                         yield _Wanted(number, STORED, due_ns=batch.due_ns or None), batch
 
-    return Peek(topic.first_id, lambda peek: islice(walk(peek), count), max_bytes, body_limit)
+    return Peek(
+        topic.first_id,
+        lambda peek: islice(walk(peek), count),
+        max_bytes,
+        body_limit,
+        keeps_last=is_backward,
+    )
 
 
 def peek_channel(
-    channel: Channel, states: Sequence[str], count: int, max_bytes: int, body_limit: int = BODY_LIMIT
+    channel: Channel,
+    states: Sequence[str],
+    count: int,
+    max_bytes: int,
+    body_limit: int = BODY_LIMIT,
+    *,
+    start: int = 0,
 ) -> Peek:
     """Up to `count` unfinished messages of the channel, state by state. In flight by number,
-    requeued in the order of delivery, deferred by due time, ready from the cursor on."""
+    requeued in the order of delivery, deferred by due time, ready from `start` on, or from the
+    cursor if that is later."""
     wanted: list[_Wanted] = []
     for state in states:
-        wanted += _CHOOSE[state](channel, count - len(wanted))
+        wanted += _CHOOSE[state](channel, count - len(wanted), start)
     places: dict[int, LogRange] = {}
     known: LogRange | None = None
     for sequence in sorted(one.sequence for one in wanted):
@@ -154,7 +186,7 @@ def peek_channel(
     return peek
 
 
-def _in_flight(channel: Channel, count: int) -> list[_Wanted]:
+def _in_flight(channel: Channel, count: int, _: int) -> list[_Wanted]:
     runs = nsmallest(count, channel.unfinished.in_flight.runs, key=lambda run: run.low)
     flying = ((sequence, run) for run in runs for sequence in run.unanswered())
     wall_of = channel.topic.broker.wall_of
@@ -164,21 +196,21 @@ def _in_flight(channel: Channel, count: int) -> list[_Wanted]:
     ]
 
 
-def _requeued(channel: Channel, count: int) -> list[_Wanted]:
+def _requeued(channel: Channel, count: int, _: int) -> list[_Wanted]:
     return [
         _Wanted(s, REQUEUED, channel.unfinished.attempts_of(s))
         for s in islice(channel.unfinished.requeued, count)
     ]
 
 
-def _deferred(channel: Channel, count: int) -> list[_Wanted]:
+def _deferred(channel: Channel, count: int, _: int) -> list[_Wanted]:
     due_ns, wall_of = channel.unfinished.deferred.due_ns, channel.topic.broker.wall_of
     soonest = channel.unfinished.deferred.soonest(count)
     return [_Wanted(s, DEFERRED, channel.unfinished.attempts_of(s), wall_of(due_ns[s])) for s in soonest]
 
 
-def _ready(channel: Channel, count: int) -> list[_Wanted]:
-    return [_Wanted(sequence, READY) for sequence in channel.cursor.next_messages(count)]
+def _ready(channel: Channel, count: int, start: int) -> list[_Wanted]:
+    return [_Wanted(sequence, READY) for sequence in channel.cursor.next_messages(count, start)]
 
 
 _CHOOSE = {IN_FLIGHT: _in_flight, REQUEUED: _requeued, DEFERRED: _deferred, READY: _ready}

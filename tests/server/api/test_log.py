@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -464,6 +465,36 @@ def test_peek_starts_at_the_given_number(broker: BrokerThread, topic: str) -> No
     assert peek(broker, topic, **{"from": about["latest"]}) == []
 
 
+def test_peek_goes_back_from_a_number_and_starts_at_a_time(broker: BrokerThread, topic: str) -> None:
+    broker.publish(topic, *bodies(10))
+    time.sleep(0.002)
+    broker.publish(topic, *bodies(10, 10))
+    start = positions(broker, topic)["earliest"]
+    found = peek(broker, topic, before=start + 7, count=3)
+    assert [message["body"].encode() for message in found] == bodies(3, 4)
+    assert [one["sequence"] for one in peek(broker, topic, before=start + 2)] == [start, start + 1]
+    assert peek(broker, topic, before=start) == peek(broker, topic, before=0) == []
+    (middle,) = peek(broker, topic, **{"from": start + 10, "count": 1})
+    at = f"{middle['timestamp'] // 10**9}.{middle['timestamp'] % 10**9:09}"
+    assert peek(broker, topic, time=at, count=1) == [middle]
+    assert peek(broker, topic, time="1", count=1)[0]["sequence"] == start
+    assert peek(broker, topic, time="8000000000") == []
+    where = f"/topic/peek?topic={topic}"
+    broker.request("GET", f"{where}&time=noon").expect_error(400, "INVALID_ARG_TIME")
+    broker.request("GET", f"{where}&before=-1").expect_error(400, "INVALID_ARG_BEFORE")
+    broker.request("GET", f"{where}&from=1&before=2").expect_error(400, "INVALID_ARG_FROM")
+
+
+def test_the_ready_messages_of_a_channel_are_shown_from_a_number_on(broker: BrokerThread, topic: str) -> None:
+    broker.control("create", topic, "c")
+    broker.publish(topic, *bodies(10))
+    broker.http("POST", "/pub", b"deferred", topic=topic, defer="50000")
+    start = positions(broker, topic)["earliest"]
+    found = peek(broker, topic, "c", **{"from": start + 6, "count": 3})
+    assert [one["sequence"] for one in found] == [start + 6, start + 7, start + 8]
+    assert [one["state"] for one in peek(broker, topic, "c", **{"from": 0, "count": 20})] == ["ready"] * 10
+
+
 def test_a_binary_body_comes_in_base64_and_a_long_one_is_cut(broker: BrokerThread, topic: str) -> None:
     broker.publish(topic, b"\xff\x00", b"x" * 100_000, "ä\n".encode())
     odd, long, text = peek(broker, topic)
@@ -919,6 +950,8 @@ WRONG: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("*", "CHANNEL_NOT_FOUND"): [{"channel": "nobody"}],
     ("*", "WRONG_INCARNATION"): [{"incarnation": text} for text in ("", "x", "0" * 32)],
     ("*", "INVALID_ARG_COUNT"): [{"count": text} for text in [*BAD_NUMBERS, "0", str(MAX_PEEK + 1)]],
+    ("*", "INVALID_ARG_BEFORE"): [{"before": text} for text in BAD_NUMBERS],
+    ("GET /topic/peek", "INVALID_ARG_TIME"): [{"time": "noon"}],
     ("*", "INVALID_ARG_FROM"): [{"from": text} for text in BAD_NUMBERS],
     ("*", "OFFSET_GONE"): [{"from": 0}],
     ("GET /topic/read", "OFFSET_AHEAD"): [{"from": 2**62}],

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable
-from datetime import UTC, datetime, timedelta
-from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Final
 
 from nsparq.http.api import ApiError, Endpoint, Param, Request, Result
@@ -19,6 +17,8 @@ from nsparq.server.api.parameters import (
     OWNER,
     SEQUENCE,
     TEXT,
+    TIME,
+    TIME_HELP,
     TOPIC,
     check_incarnation,
     check_owner,
@@ -28,6 +28,7 @@ from nsparq.server.api.parameters import (
     obj,
     offset_errors,
     owner_of,
+    time_ns_of,
 )
 
 if TYPE_CHECKING:
@@ -35,10 +36,8 @@ if TYPE_CHECKING:
     from nsparq.broker.topic import Topic
     from nsparq.server.daemon import Nsqd
 
-NS_PER_S: Final = 1_000_000_000
 DEFAULT_HOLD_S: Final = 60
 MAX_HOLD_S: Final = 600
-MAX_TIME_S: Final = (1 << 63) // NS_PER_S
 
 _HOLD: Final = {"type": "string", "pattern": "^[0-9a-f]{16}$"}
 _OWNER_ERRORS: Final = ((400, "INVALID_ARG_OWNER"), (409, "CHANNEL_OWNED"))
@@ -63,13 +62,8 @@ class CursorsApi:
             Param(name="sequence", help="a sequence number", schema=SEQUENCE),
             Param(
                 name="time",
-                help="the first message published at this time or later: Unix seconds or RFC 3339",
-                schema={
-                    "anyOf": [
-                        {"type": "number", "minimum": 0, "maximum": 9e9},
-                        {"type": "string", "format": "date-time"},
-                    ]
-                },
+                help=f"the first message published at this time or later: {TIME_HELP}",
+                schema=TIME,
             ),
             INCARNATION,
             OWNER,
@@ -119,7 +113,7 @@ class CursorsApi:
             assert sequence is not None
             return sequence
         if given == ["time"]:
-            search = topic.log.search_time(_time_ns(parameters["time"]))
+            search = topic.log.search_time(time_ns_of(parameters["time"]))
             return await self._nsqd.in_disk_thread(search.run)
         if parameters["to"] not in ("start", "end"):
             raise ApiError(400, "INVALID_ARG_TO")
@@ -238,23 +232,3 @@ class CursorsApi:
         channel.claim(owner)
         await self._nsqd.durable(channel.topic)
         return answer
-
-
-def _time_ns(text: str) -> int:
-    """Unix seconds, possibly with a fraction, or RFC 3339. Exact to the nanosecond, so that the
-    timestamp of a message finds that message."""
-    try:
-        seconds = Decimal(text)
-    except InvalidOperation:
-        seconds = _unix_time(text)
-    if not seconds.is_finite() or not 0 <= seconds < MAX_TIME_S:
-        raise ApiError(400, "INVALID_ARG_TIME")
-    return int(seconds * NS_PER_S)
-
-
-def _unix_time(text: str) -> Decimal:
-    try:
-        since = datetime.fromisoformat(text) - datetime.fromtimestamp(0, UTC)
-    except (ValueError, TypeError, OverflowError):  # TypeError: no time zone
-        raise ApiError(400, "INVALID_ARG_TIME") from None
-    return Decimal(since // timedelta(microseconds=1)) / 1_000_000

@@ -11,7 +11,15 @@ import base64
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from nsparq.broker.peek import STATES, STORED, Peek, PeekedMessage, peek_channel, peek_topic
+from nsparq.broker.peek import (
+    READY,
+    STATES,
+    STORED,
+    Peek,
+    PeekedMessage,
+    peek_channel,
+    peek_topic,
+)
 from nsparq.errors import CorruptBatch
 from nsparq.http.api import ApiError, Endpoint, Param, Request, Response, Result
 from nsparq.server.api.parameters import (
@@ -23,6 +31,8 @@ from nsparq.server.api.parameters import (
     INT,
     SEQUENCE,
     TEXT,
+    TIME,
+    TIME_HELP,
     TOPIC,
     TOPIC_ERRORS,
     check_incarnation,
@@ -34,6 +44,7 @@ from nsparq.server.api.parameters import (
     number_of,
     obj,
     offset_errors,
+    time_ns_of,
 )
 
 if TYPE_CHECKING:
@@ -196,10 +207,14 @@ class LogApi:
         method="GET",
         path="/topic/peek",
         summary="Look at messages of a topic without consuming them.",
+        details="The newest ones, or those that `from`, `before` or `time` names; give at most one of these. "
+        "They come in the order of their numbers.",
         params=(
             TOPIC,
+            Param(name="from", help="the first sequence number", schema=SEQUENCE),
+            Param(name="before", help="the messages just before this sequence number", schema=SEQUENCE),
             Param(
-                name="from", help="the first sequence number (default: the newest messages)", schema=SEQUENCE
+                name="time", help=f"from the first message of this time or later on: {TIME_HELP}", schema=TIME
             ),
             _COUNT,
         ),
@@ -209,6 +224,8 @@ class LogApi:
         errors=(
             *TOPIC_ERRORS,
             (400, "INVALID_ARG_FROM"),
+            (400, "INVALID_ARG_BEFORE"),
+            (400, "INVALID_ARG_TIME"),
             (400, "INVALID_ARG_COUNT"),
             (410, "OFFSET_GONE"),
             (416, "OFFSET_AHEAD"),
@@ -216,9 +233,14 @@ class LogApi:
     )
     async def peek_topic(self, request: Request) -> Result:
         topic = find_topic(self._broker, request)
-        start = number_of(request, "from")
+        start, count = number_of(request, "from"), _peek_count(request)
+        if sum(name in request.parameters for name in ("from", "before", "time")) > 1:
+            raise ApiError(400, "INVALID_ARG_FROM")
+        if (time := request.parameters.get("time")) is not None:
+            start = await self._nsqd.in_disk_thread(topic.log.search_time(time_ns_of(time)).run)
+            start = max(start, topic.log.start)
         with offset_errors():
-            peek = peek_topic(topic, start, _peek_count(request), MAX_PEEK_BYTES)
+            peek = peek_topic(topic, start, count, MAX_PEEK_BYTES, before=number_of(request, "before"))
         return await self._peeked(peek)
 
     @Endpoint(
@@ -226,7 +248,7 @@ class LogApi:
         path="/channel/peek",
         summary="Look at the messages of a channel without consuming them.",
         details="In flight (with attempts, deadline and client), requeued, deferred (with the time at "
-        "which they are due), and ready.",
+        "which they are due), and ready. With `from`, only ready ones, unless `state` says otherwise.",
         params=(
             TOPIC,
             CHANNEL,
@@ -235,20 +257,29 @@ class LogApi:
                 help="only `ready`, `requeued`, `in_flight` or `deferred`; several with commas",
                 schema={"type": "string", "pattern": f"^{_STATE}(,{_STATE})*$"},
             ),
+            Param(name="from", help="of the ready messages, the first sequence number", schema=SEQUENCE),
             _COUNT,
         ),
         permission="subscribe",
         success=_PEEKED,
         success_schema=_MESSAGES,
-        errors=(*CHANNEL_ERRORS, (400, "INVALID_ARG_STATE"), (400, "INVALID_ARG_COUNT")),
+        errors=(
+            *CHANNEL_ERRORS,
+            (400, "INVALID_ARG_STATE"),
+            (400, "INVALID_ARG_FROM"),
+            (400, "INVALID_ARG_COUNT"),
+        ),
     )
     async def peek_channel(self, request: Request) -> Result:
         channel = find_channel(self._broker, request)
         asked = request.parameters.get("state")
-        states = STATES if asked is None else tuple(dict.fromkeys(asked.split(",")))
+        start = number_of(request, "from")
+        default = STATES if start is None else (READY,)
+        states = default if asked is None else tuple(dict.fromkeys(asked.split(",")))
         if not set(STATES).issuperset(states):
             raise ApiError(400, "INVALID_ARG_STATE")
-        return await self._peeked(peek_channel(channel, states, _peek_count(request), MAX_PEEK_BYTES))
+        count = _peek_count(request)
+        return await self._peeked(peek_channel(channel, states, count, MAX_PEEK_BYTES, start=start or 0))
 
     async def _peeked(self, peek: Peek) -> Result:
         found = await self._nsqd.in_disk_thread(peek.read)

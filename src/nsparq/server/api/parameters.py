@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.http.api import ApiError, Param, Request
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_OWNER: Final = 100
 MAX_SEQUENCE: Final = 1 << 63
+NS_PER_S: Final = 1_000_000_000
+MAX_TIME_S: Final = (1 << 63) // NS_PER_S
 
 NAME: Final = {"type": "string", "pattern": "^[.a-zA-Z0-9_-]+(#ephemeral)?$", "maxLength": 64}
 """The name of a topic or channel."""
@@ -30,6 +33,13 @@ COUNT: Final = {"type": "integer", "minimum": 0}
 TEXT: Final = {"type": "string"}
 BOOLEAN: Final = {"type": "boolean"}
 FLAG: Final = {"type": "string", "enum": ["true", "1", "false", "0"]}
+TIME: Final = {
+    "anyOf": [
+        {"type": "number", "minimum": 0, "maximum": 9e9},
+        {"type": "string", "format": "date-time"},
+    ]
+}
+TIME_HELP: Final = "Unix seconds or RFC 3339"
 
 
 def obj(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -157,3 +167,23 @@ def flag_of(request: Request, parameter: str) -> bool:
     if text not in ("true", "1", "false", "0"):
         raise ApiError(400, f"INVALID_ARG_{parameter.upper()}")
     return text in ("true", "1")
+
+
+def time_ns_of(text: str) -> int:
+    """Unix seconds, possibly with a fraction, or RFC 3339. Exact to the nanosecond, so that the
+    timestamp of a message finds that message."""
+    try:
+        seconds = Decimal(text)
+    except InvalidOperation:
+        seconds = _unix_time(text)
+    if not seconds.is_finite() or not 0 <= seconds < MAX_TIME_S:
+        raise ApiError(400, "INVALID_ARG_TIME")
+    return int(seconds * NS_PER_S)
+
+
+def _unix_time(text: str) -> Decimal:
+    try:
+        since = datetime.fromisoformat(text) - datetime.fromtimestamp(0, UTC)
+    except (ValueError, TypeError, OverflowError):  # TypeError: no time zone
+        raise ApiError(400, "INVALID_ARG_TIME") from None
+    return Decimal(since // timedelta(microseconds=1)) / 1_000_000
