@@ -15,6 +15,7 @@ from nsparq import logs
 from nsparq.addresses import join_address, split_address
 from nsparq.admin.change.actions import Actions, Forbidden, Notifier, audit
 from nsparq.admin.change.operations import Operations
+from nsparq.admin.change.settings import Settings
 from nsparq.admin.collect.cluster import Cluster
 from nsparq.admin.collect.history_file import HistoryFile
 from nsparq.admin.collect.pipelines import Pipelines
@@ -92,6 +93,7 @@ class Nsqadmin:
             tables = {**self.watch.tables, "pipelines": self.pipelines.history}
             self.history_file = HistoryFile(Path(options.history_path), tables, self.alerts.dump)
         self.operations = Operations(self)
+        self.settings = Settings(self)
         self.notes = Notes()
         hosts = HostNames(options.http_address, allowed=options.allowed_host)
         self.pages = Pages(self)

@@ -20,7 +20,7 @@ from nsparq.errors import NsparqError
 from nsparq.names import is_valid_name
 from nsparq.storage.raw_batch import CorruptRange, iter_batches
 
-__all__ = ["MessagesFailed", "Target", "copy", "move", "publish"]
+__all__ = ["MessagesFailed", "Target", "copy", "move", "publish", "read_bodies"]
 
 MAX_BODY: Final = 1 << 20
 """Bytes of a message that can be published here."""
@@ -107,7 +107,7 @@ class Target:
 
 async def copy(cluster: Cluster, node: Node, topic: str, sequences: Iterable[int], target: Target) -> int:
     """Publish messages again. They also stay where they are. Raises MessagesFailed."""
-    bodies = await _bodies(cluster, node, topic, sorted(set(sequences)))
+    bodies = await read_bodies(cluster, node, topic, sorted(set(sequences)))
     by_topic = target.by_topic(bodies)
     await _publish_all(cluster, node, by_topic)
     return len(bodies)
@@ -154,7 +154,7 @@ async def _move_held(
     chosen = sorted({one.sequence for one in (*requeued.messages, *ready.messages)})
     if not chosen:
         return 0, 0
-    by_topic = target.by_topic(await _bodies(cluster, node, topic, chosen))
+    by_topic = target.by_topic(await read_bodies(cluster, node, topic, chosen))
     await _publish_all(cluster, node, by_topic)
     commit = {"topic": topic, "channel": channel, "sequence": str(chosen[-1] + 1), "hold": hold}
     try:
@@ -237,8 +237,9 @@ async def _ask_fields(
     return fields if isinstance(fields, dict) else {}
 
 
-async def _bodies(cluster: Cluster, node: Node, topic: str, sequences: Sequence[int]) -> list[bytes]:
-    """Whole bodies, from the log: a peek may return only the beginning of a body."""
+async def read_bodies(cluster: Cluster, node: Node, topic: str, sequences: Sequence[int]) -> list[bytes]:
+    """Whole bodies, from the log: a peek may return only the beginning of a body. Raises
+    MessagesFailed."""
     wanted = set(sequences)
     found: dict[int, bytes] = {}
     for sequence in sequences:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from nsparq.admin.change import messages
 from nsparq.admin.change.actions import Forbidden, check_topic
+from nsparq.admin.collect.browse import Page, Wanted, browse
 from nsparq.admin.collect.cluster import NotFound, Unreachable
 from nsparq.admin.collect.merge import Node, number
-from nsparq.admin.collect.messages import DEFAULT_COUNT, Peeked, peek
 from nsparq.admin.collect.upstream import BadStatus, RequestFailed
 from nsparq.admin.security import Access, Actor
 from nsparq.errors import NsparqError
@@ -91,19 +91,27 @@ class Operations:
                 (support.able if is_able else support.unable).append(node)
         return support
 
-    async def peek(
-        self,
-        topic: str,
-        channel: str = "",
-        *,
-        node: str = "",
-        count: int = DEFAULT_COUNT,
-        start: int | None = None,
-        state: str = "",
-    ) -> tuple[Support, Peeked]:
+    async def browse(
+        self, topic: str, channel: str, wanted: Wanted, *, node: str = "", with_reasons: bool = False
+    ) -> tuple[Support, Page]:
+        """A page of messages, of one node or of all."""
         nodes = await self.nodes_with(topic, PEEK)
         chosen = [one for one in nodes.able if not node or one.address == node]
-        return nodes, await peek(self._cluster, chosen, topic, channel, count=count, start=start, state=state)
+        return nodes, await browse(self._cluster, chosen, topic, channel, wanted, with_reasons=with_reasons)
+
+    async def bodies(self, topic: str, chosen: Iterable[tuple[str, int]]) -> list[tuple[str, int, bytes]]:
+        """Whole bodies of messages, given by node and sequence number; with both."""
+        by_node = _by_node(chosen)
+        nodes = await self.nodes_with(topic, PEEK)
+        found = []
+        for node in nodes.able:
+            if wanted := sorted({*by_node.get(node.address, ())}):
+                try:
+                    read = await messages.read_bodies(self._cluster, node, topic, wanted)
+                except messages.MessagesFailed as error:
+                    raise ApiError(409, str(error)) from error
+                found += [(node.address, *one) for one in zip(wanted, read, strict=True)]
+        return found
 
     async def publish(
         self, actor: Actor, topic: str, body: bytes, *, node: str = "", defer_ms: int = 0
@@ -149,11 +157,7 @@ class Operations:
         unwrap: bool,
     ) -> int:
         """Publish messages, given by node and sequence number, again. Returns how many."""
-        by_node: dict[str, list[int]] = {}
-        for address, sequence in sequences:
-            by_node.setdefault(address, []).append(sequence)
-        if not by_node:
-            raise ApiError(400, "NOTHING_CHOSEN")
+        by_node = _by_node(sequences)
         # Otherwise a user could copy messages to a topic that they can read.
         if not access.may("subscribe", topic):
             raise Forbidden("copy_messages", actor, topic=topic, to=to)
@@ -272,6 +276,16 @@ class Operations:
             return Plan(node.address, error=str(error))
         fields = answer if isinstance(answer, dict) else {}
         return Plan(node.address, number(fields, "again"), number(fields, "skipped"))
+
+
+def _by_node(chosen: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
+    """Sequence numbers by node. Raises ApiError if there are none."""
+    by_node: dict[str, list[int]] = {}
+    for address, sequence in chosen:
+        by_node.setdefault(address, []).append(sequence)
+    if not by_node:
+        raise ApiError(400, "NOTHING_CHOSEN")
+    return by_node
 
 
 class BadTarget(NsparqError):

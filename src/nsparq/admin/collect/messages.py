@@ -9,8 +9,10 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 from nsparq.admin.collect.cluster import Cluster
@@ -23,10 +25,15 @@ DEFAULT_COUNT: Final = 50
 MAX_COUNT: Final = 1000
 MAX_SHOWN: Final = 64 << 10
 """Characters of a body that are shown."""
+MAX_PREVIEW: Final = 240
+"""Characters of a body in the list of messages."""
+MAX_REASON: Final = 200
+_VARYING: Final = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|\b[0-9a-f]{12,}\b|[0-9]+")
+"""Parts of an error that differ from message to message: ids and numbers."""
 STATES: Final = ("in_flight", "requeued", "deferred", "ready")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeadLetter:
     """A message that could not be processed, as our client library and pipelines wrap it."""
 
@@ -37,15 +44,30 @@ class DeadLetter:
     error: str
     body: bytes
 
+    @cached_property
+    def reason(self) -> str:
+        """The first line of the error. Numbers and ids become `#`, so that dead letters with the same
+        cause have the same reason."""
+        return _VARYING.sub("#", self.error.strip().partition("\n")[0])[:MAX_REASON]
+
+    @cached_property
+    def value(self) -> Any:
+        """The JSON value of the wrapped message; None if it is not JSON."""
+        return _parse(self.body)
+
+    @cached_property
+    def _readable(self) -> tuple[str, str]:
+        return readable(self.body)
+
     @property
     def kind(self) -> str:
         """`json`, `text` or `binary`."""
-        return readable(self.body)[0]
+        return self._readable[0]
 
     @property
     def shown(self) -> str:
         """The wrapped message in readable form."""
-        return readable(self.body)[1]
+        return self._readable[1]
 
 
 def readable(body: bytes) -> tuple[str, str]:
@@ -74,14 +96,21 @@ def _hex_dump(body: bytes) -> str:
     return "\n".join(lines)
 
 
-def read_letter(body: bytes) -> DeadLetter | None:
-    """The dead letter in a body; None if it has none, or if it is cut off."""
-    if not body.startswith(b"{"):
+def _parse(body: bytes) -> Any:
+    if body[:1] not in (b"{", b"["):
         return None
     try:
-        fields = json.loads(body)
+        return json.loads(body)
     except (ValueError, RecursionError):
         return None
+
+
+def read_letter(body: bytes) -> DeadLetter | None:
+    """The dead letter in a body; None if it has none, or if it is cut off."""
+    return _letter_of(_parse(body))
+
+
+def _letter_of(fields: Any) -> DeadLetter | None:
     if not isinstance(fields, dict) or not {"topic", "error"} <= fields.keys() or not text(fields, "topic"):
         return None
     if isinstance(fields.get("base64"), str):
@@ -103,9 +132,10 @@ def read_letter(body: bytes) -> DeadLetter | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShownMessage:
-    """A message of a node, with its body in readable form."""
+    """A message of a node. What is shown of its body is made when it is asked for: a filter reads
+    many messages that are not shown."""
 
     node: str
     id: str
@@ -119,19 +149,49 @@ class ShownMessage:
     due_ns: int = 0
     deadline_ns: int = 0
     client: str = ""
-    letter: DeadLetter | None = None
-    kind: str = "text"
-    """`json`, `text` or `binary`."""
-    shown: str = ""
-    """The body in readable form."""
+
+    @cached_property
+    def value(self) -> Any:
+        """The JSON value of the body; None if it is not JSON."""
+        return _parse(self.body)
+
+    @cached_property
+    def letter(self) -> DeadLetter | None:
+        return _letter_of(self.value)
+
+    @cached_property
+    def _readable(self) -> tuple[str, str]:
+        return readable(self.body)
+
+    @property
+    def kind(self) -> str:
+        """`json`, `text` or `binary`."""
+        return self._readable[0]
+
+    @property
+    def shown(self) -> str:
+        """The body in readable form."""
+        return self._readable[1]
+
+    @property
+    def preview(self) -> str:
+        """The body in one line; the wrapped message of a dead letter."""
+        body = self.letter.body if self.letter else self.body
+        if (self.letter or self).kind == "binary":
+            return body[:MAX_PREVIEW].hex(" ")[:MAX_PREVIEW]
+        return " ".join(body[: 4 * MAX_PREVIEW].decode("utf-8", "replace").split())[:MAX_PREVIEW]
 
     @property
     def is_cut(self) -> bool:
         return len(self.body) < self.size
 
     def contains(self, words: str) -> bool:
+        """In upper or lower case: in the body, in a dead letter's message and error, or in the id."""
         wanted = words.lower()
-        return wanted in self.shown.lower() or wanted in self.id or wanted in self.node
+        texts = [self.body.decode("utf-8", "replace"), self.id]
+        if self.letter is not None:
+            texts += [self.letter.body.decode("utf-8", "replace"), self.letter.error]
+        return any(wanted in one.lower() for one in texts)
 
     def as_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -158,13 +218,14 @@ class ShownMessage:
                 "id": letter.id,
                 "attempts": letter.attempts,
                 "error": letter.error,
+                "reason": letter.reason,
             }
         return found
 
 
 @dataclass(slots=True)
 class Peeked:
-    """Messages of several nodes, those of a topic the newest first."""
+    """Messages of several nodes, in the order of each."""
 
     messages: list[ShownMessage] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -179,21 +240,17 @@ async def peek(
     channel: str = "",
     *,
     count: int = DEFAULT_COUNT,
-    start: int | None = None,
-    state: str = "",
+    **where: str,
 ) -> Peeked:
-    """Messages of the topic's log, or those that the channel holds, from each of the nodes."""
-    query = {"topic": topic, "count": str(max(1, min(count, MAX_COUNT)))}
+    """Messages of the topic's log, or those that the channel holds, from each of the nodes. `where`
+    goes to nsqd: `from`, `before`, `time`, `state`."""
+    query = {"topic": topic, "count": str(max(1, min(count, MAX_COUNT))), **where}
     if channel:
         query["channel"] = channel
-        if state in STATES:
-            query["state"] = state
-    elif start is not None:
-        query["from"] = str(start)
     found = Peeked()
     for node in nodes:
         try:
-            fields = await cluster.get(node, "/channel/peek" if channel else "/topic/peek", **query)
+            fields = await _peek_one(cluster, node, "/channel/peek" if channel else "/topic/peek", query)
         except RequestFailed as error:
             found.errors.append(f"{node.address}: {reason(error)}")
             continue
@@ -201,9 +258,20 @@ async def peek(
             continue
         found.messages += [_shown(node.address, one) for one in objects(fields, "messages")]
         found.missing += number(fields, "missing")
-    if not channel:
-        found.messages.sort(key=lambda one: (-one.timestamp_ns, -one.sequence))
     return found
+
+
+async def _peek_one(cluster: Cluster, node: Node, path: str, query: dict[str, str]) -> Any:
+    """A place before the log's start is its start, and a place after its end has no messages."""
+    try:
+        return await cluster.get(node, path, **query)
+    except BadStatus as error:
+        if error.code == "OFFSET_AHEAD":
+            return {}
+        if error.code != "OFFSET_GONE":
+            raise
+        fields = json.loads(error.body)
+        return await cluster.get(node, path, **query | {"from": str(number(fields, "earliest"))})
 
 
 def _shown(node: str, fields: Mapping[str, Any]) -> ShownMessage:
@@ -213,7 +281,6 @@ def _shown(node: str, fields: Mapping[str, Any]) -> ShownMessage:
             body = base64.b64decode(encoded, validate=True)
         except (binascii.Error, ValueError):
             body = b""
-    kind, shown = readable(body)
     return ShownMessage(
         node=node,
         id=text(fields, "id"),
@@ -226,9 +293,6 @@ def _shown(node: str, fields: Mapping[str, Any]) -> ShownMessage:
         due_ns=number(fields, "due"),
         deadline_ns=number(fields, "deadline"),
         client=text(fields, "client"),
-        letter=read_letter(body),
-        kind=kind,
-        shown=shown,
     )
 
 

@@ -12,12 +12,14 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 from nsparq.admin.change.actions import Forbidden, audit
 from nsparq.admin.change.messages import MAX_BODY
 from nsparq.admin.change.operations import BadTarget, parse_target
+from nsparq.admin.change.settings import NAMES, BadSetting, parse_setting
 from nsparq.admin.security import FORM_TYPE, SESSION_COOKIE, Access, Actor, cookie
+from nsparq.admin.show.form import Form, chosen_message
 from nsparq.admin.show.pages import error_text
 from nsparq.http.api import ApiError, Endpoint, Handler, Request, Response
 from nsparq.server.auth.grants import AuthFailed
@@ -25,10 +27,9 @@ from nsparq.server.auth.grants import AuthFailed
 if TYPE_CHECKING:
     from nsparq.admin.daemon import Nsqadmin
 
-__all__ = ["ACTIONS", "Form", "FormAction", "Forms", "Note", "Notes"]
+__all__ = ["ACTIONS", "FormAction", "Forms", "Note", "Notes"]
 
 MAX_NOTES: Final = 1000
-MAX_FIELDS: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +56,6 @@ class Notes:
 
     def take(self, name: str) -> Note | None:
         return self._waiting.pop(name, None)
-
-
-class Form:
-    """The fields of a form. A repeated field has several values."""
-
-    def __init__(self, body: bytes) -> None:
-        try:
-            self._fields: Mapping[str, list[str]] = parse_qs(
-                body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=MAX_FIELDS
-            )
-        except ValueError:
-            raise ApiError(413, "TOO_MANY_FIELDS") from None
-
-    def __getitem__(self, name: str) -> str:
-        return self._fields.get(name, [""])[0]
-
-    def all(self, name: str) -> list[str]:
-        return self._fields.get(name, [])
-
-    def number(self, name: str) -> int:
-        value = self[name].strip()
-        if not value:
-            return 0
-        if not (value.isascii() and value.isdigit()) or len(value) > 12:
-            raise ApiError(400, f"{name} must be a number")
-        return int(value)
 
 
 class _Sent(NamedTuple):
@@ -199,7 +174,7 @@ class Forms:
             sent.actor,
             sent.access,
             sent.topic,
-            [_chosen(value) for value in form.all("message")],
+            [chosen_message(value) for value in form.all("message")],
             to=form["to"].strip(),
             unwrap=form["unwrap"] == "1",
         )
@@ -228,6 +203,16 @@ class Forms:
         warning = "; ".join(f"{p.node}: {p.error}" for p in plans if p.error)
         return _done(f"Channel moved. Messages delivered again: {again:,}; skipped: {skipped:,}.", warning)
 
+    async def _settings(self, sent: _Sent) -> Note:
+        try:
+            changes = {name: parse_setting(name, sent.form[name]) for name in NAMES if sent.form.all(name)}
+        except BadSetting as error:
+            raise ApiError(400, str(error)) from error
+        if not changes:
+            raise ApiError(400, "NOTHING_CHOSEN")
+        warning = await self._admin.settings.change(sent.actor, sent.topic, changes)
+        return _done("Settings changed. They apply from now on.", warning)
+
     def _place(self, action: str, form: Form, *, is_done: bool = False) -> tuple[str, ...]:
         """The page for the outcome, as names: so it is always one of our own pages."""
         topic, channel, node, origin = form["topic"], form["channel"], form["node"], form["page"]
@@ -235,8 +220,10 @@ class Forms:
             return ("lookup",)
         if action in ("publish", "copy", "move"):
             return ("messages", topic, channel) if channel else ("messages", topic)
-        if action == "seek" and not is_done:
+        if (action == "seek" and not is_done) or origin == "replay":
             return ("replay", topic, channel)
+        if action == "settings":
+            return ("topics", topic)
         if action == "tombstone":
             return ("nodes", node) if origin == "node" else ("topics", topic)
         if action == "create" and not is_done:
@@ -308,6 +295,7 @@ ACTIONS: Final[Mapping[str, FormAction]] = {
     "publish": FormAction(Forms._publish, permission="publish"),
     "copy": FormAction(Forms._copy),
     "move": FormAction(Forms._move, is_of_channel=True, is_confirmed=True),
+    "settings": FormAction(Forms._settings),
     "seek": FormAction(Forms._seek, is_of_channel=True, is_confirmed=True),
 }
 """By the form's field `action`."""
@@ -328,11 +316,3 @@ def _post(path: str, handler: Handler, summary: str, **more: Any) -> Endpoint:
 
 def _done(text: str, warning: str) -> Note:
     return Note(f"{text} {warning}", is_good=False) if warning else Note(text)
-
-
-def _chosen(value: str) -> tuple[str, int]:
-    """The node and the sequence number of a selected message."""
-    sequence, _, node = value.partition("@")
-    if not (sequence.isascii() and sequence.isdigit()) or len(sequence) > 19:
-        raise ApiError(400, "INVALID_MESSAGE")
-    return node, int(sequence)

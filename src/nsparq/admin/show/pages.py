@@ -7,21 +7,21 @@ without it.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
-from nsparq.admin.change.operations import PEEK, SEEK, BadTarget, Plan, parse_target
+from nsparq.admin.change.operations import PEEK, SEEK
+from nsparq.admin.change.settings import DURABILITIES
+from nsparq.admin.change.settings import FEATURE as SETTINGS
 from nsparq.admin.collect.cluster import Unreachable
 from nsparq.admin.collect.history import RANGES
-from nsparq.admin.collect.merge import Node, number
-from nsparq.admin.collect.messages import DEFAULT_COUNT, MAX_COUNT, STATES
-from nsparq.admin.collect.upstream import RequestFailed
+from nsparq.admin.collect.search import Results, search
 from nsparq.admin.health import Severity
 from nsparq.admin.routing import path_values, topic_and_channel, with_etag
-from nsparq.admin.security import PAGE_HEADERS, TOKEN_COOKIE, cookie
+from nsparq.admin.security import FORM_TYPE, PAGE_HEADERS, TOKEN_COOKIE, cookie
+from nsparq.admin.show.messages import LINES_TYPE, MessagePages
+from nsparq.admin.show.order import Order, Paging
 from nsparq.admin.show.templating import Assets, make_environment
 from nsparq.http.api import ApiError, Endpoint, Request, Response
 
@@ -31,13 +31,44 @@ if TYPE_CHECKING:
 __all__ = ["Pages", "error_text"]
 
 HTML_TYPE: Final = "text/html; charset=utf-8"
-MAX_ROWS: Final = 2000
-"""Topics on one page. The filter finds others."""
+MAX_ROWS: Final = 200
+"""Rows of a table on one page."""
+MAX_NODE_TOPICS: Final = 20
 MAX_NODE_ROWS: Final = 400
-"""Rows on the page of a node, which are larger."""
+"""Rows of topics, channels and consumers on the page of a node."""
+CHANNEL_FIGURES: Final = (
+    "depth",
+    "oldest_message_age_s",
+    "in_flight_count",
+    "deferred_count",
+    "requeue_count",
+    "timeout_count",
+    "message_count",
+    "client_count",
+)
+CLIENT_FIGURES: Final = (
+    "in_flight_count",
+    "ready_count",
+    "finish_count",
+    "requeue_count",
+    "message_count",
+    "connected",
+)
 MAX_PROBLEMS: Final = 20
 """Problems on the overview. A link shows all."""
 BUSIEST: Final = 8
+PIPELINE_COLUMNS: Final = (
+    "name",
+    "state",
+    "lag",
+    "rows_per_second",
+    "rows",
+    "batch_seconds",
+    "last_batch",
+    "dead_letters",
+    "late",
+    "failures",
+)
 PROBLEM_COUNT: Final = "X-Problem-Count"
 """Header with the number of problems, for open pages."""
 ERRORS: Final = {
@@ -71,7 +102,8 @@ class Pages:
         self._environment = make_environment(self.assets, admin.base)
 
     def endpoints(self) -> list[Endpoint]:
-        shown: list[tuple[str, str, Show, str]] = [
+        shown = MessagePages(self._admin)
+        pages: list[tuple[str, str, Show, str]] = [
             ("/", "read", self.overview, "What needs attention."),
             ("/topics", "read", self.topics, "All topics."),
             ("/topics/{topic}", "read", self.topic, "A topic."),
@@ -80,10 +112,11 @@ class Pages:
             ("/nodes/{node}", "read", self.node, "A node."),
             ("/lookup", "read", self.lookup, "nsqlookupds, and inactive topics."),
             ("/counter", "read", self.counter, "The message count."),
-            ("/messages/{topic}", "subscribe", self.messages, "Messages of a topic."),
-            ("/messages/{topic}/{channel}", "subscribe", self.messages, "Messages of a channel."),
-            ("/replay/{topic}/{channel}", "admin", self.replay, "Move a channel in its topic's log."),
+            ("/messages/{topic}", "subscribe", shown.messages, "Messages of a topic."),
+            ("/messages/{topic}/{channel}", "subscribe", shown.messages, "Messages of a channel."),
+            ("/replay/{topic}/{channel}", "admin", shown.replay, "Move a channel in its topic's log."),
             ("/pipelines", "read", self.pipelines, "Spark pipelines."),
+            ("/search", "read", self.search, "Topics, channels, nodes and consumers by name."),
         ]
         found = [
             Endpoint(
@@ -96,7 +129,7 @@ class Pages:
                 success="a page",
                 success_type=HTML_TYPE,
             )
-            for path, permission, handler, summary in shown
+            for path, permission, handler, summary in pages
         ]
         files = [
             Endpoint(
@@ -109,7 +142,19 @@ class Pages:
             )
             for folder in ("static", "fonts")
         ]
-        return found + files
+        download = Endpoint(
+            group="Pages",
+            method="POST",
+            path="/download/{topic}",
+            handler=shown.download,
+            permission="subscribe",
+            summary="The selected messages as a file.",
+            keeps_body=True,
+            body_type=FORM_TYPE,
+            success="a JSON object for each message, one in a line",
+            success_type=LINES_TYPE,
+        )
+        return [*found, download, *files]
 
     # Rendering
 
@@ -181,15 +226,27 @@ class Pages:
             problems=problems if request.parameters.get("all") else problems[:MAX_PROBLEMS],
             count=len(problems),
             totals=self._watch.totals.latest(()) or {},
+            is_new=not self._watch.channels_of,
+            cluster=self._admin.cluster,
             busiest=[(name, topics.latest((name,)) or {}) for (name,) in topics.top("in_rate", BUSIEST)],
         )
 
     async def topics(self, request: Request) -> Response:
         await self._watch.wait_for_first()
         words = request.parameters.get("q", "").strip().lower()
-        names = [name for name in self._watch.channels_of if words in name.lower()]
-        rows = [(name, self._watch.topics.latest((name,)) or {}) for name in names[:MAX_ROWS]]
-        return self.render(request, "topics.html", rows=rows, count=len(names), words=words)
+        rows = [
+            (name, self._watch.topics.latest((name,)) or {})
+            for name in self._watch.channels_of
+            if words in name.lower()
+        ]
+        columns: dict[str, Callable[[Any], Any]] = {
+            "name": lambda row: row[0].lower(),
+            "channels": lambda row: len(self._watch.channels_of[row[0]]),
+            **{figure: _figure(figure) for figure in self._watch.topics.figures},
+        }
+        order = Order(request, columns)
+        paging = Paging(request, order.sorted(rows), MAX_ROWS)
+        return self.render(request, "topics.html", paging=paging, order=order, words=words)
 
     async def topic(self, request: Request) -> Response:
         (name,) = path_values(request)
@@ -198,6 +255,21 @@ class Pages:
         for one in found.value["channels"] or ():
             self._watch.add_drain(one)
         nodes = [part["node"] for part in found.value["nodes"]]
+        words = request.parameters.get("q", "").strip().lower()
+        channels = [
+            (one, self._watch.channels.latest((name, one["channel_name"])) or {})
+            for one in found.value["channels"] or ()
+            if words in one["channel_name"].lower()
+        ]
+        columns: dict[str, Callable[[Any], Any]] = {
+            "name": lambda row: row[0]["channel_name"].lower(),
+            **{figure: _field(figure) for figure in CHANNEL_FIGURES},
+            **{figure: _figure(figure) for figure in ("in_rate", "out_rate")},
+        }
+        order = Order(request, columns)
+        can_set = self._any_has(nodes, SETTINGS)
+        is_live = request.parameters.get("live") == "1"
+        _, settings = await self._admin.settings.read(name) if can_set and not is_live else (None, [])
         return self.render(
             request,
             "topic.html",
@@ -205,11 +277,12 @@ class Pages:
             stats=found.value,
             message=found.message,
             rates=self._watch.topics.latest((name,)) or {},
-            channel_rates={
-                one["channel_name"]: self._watch.channels.latest((name, one["channel_name"])) or {}
-                for one in found.value["channels"] or ()
-            },
+            order=order,
+            paging=Paging(request, order.sorted(channels), MAX_ROWS),
+            words=words,
             can_peek=self._any_has(nodes, PEEK),
+            settings=settings,
+            durabilities=DURABILITIES,
         )
 
     async def channel(self, request: Request) -> Response:
@@ -218,6 +291,17 @@ class Pages:
         found = await self._admin.cluster.channel(topic, name)
         self._watch.add_drain(found.value)
         nodes = [part["node"] for part in found.value["nodes"]]
+        clients = [
+            (one, self._watch.clients.latest((topic, name, one["node"], one["remote_address"])) or {})
+            for one in found.value["clients"] or ()
+        ]
+        columns: dict[str, Callable[[Any], Any]] = {
+            "name": lambda row: row[0]["hostname"].lower(),
+            "node": lambda row: row[0]["node"],
+            **{figure: _field(figure) for figure in CLIENT_FIGURES},
+            "finish_rate": _figure("finish_rate"),
+        }
+        order = Order(request, columns)
         return self.render(
             request,
             "channel.html",
@@ -226,12 +310,8 @@ class Pages:
             stats=found.value,
             message=found.message,
             rates=self._watch.channels.latest((topic, name)) or {},
-            client_rates={
-                (client["node"], client["remote_address"]): self._watch.clients.latest(
-                    (topic, name, client["node"], client["remote_address"])
-                )
-                for client in found.value["clients"] or ()
-            },
+            order=order,
+            paging=Paging(request, order.sorted(clients), MAX_ROWS),
             can_peek=self._any_has(nodes, PEEK),
             can_seek=self._any_has(nodes, SEEK),
         )
@@ -242,29 +322,60 @@ class Pages:
 
     async def nodes(self, request: Request) -> Response:
         await self._watch.wait_for_first()
+        words = request.parameters.get("q", "").strip().lower()
         rows = [
             (state, self._watch.nodes_table.latest((address,)) or {})
             for address, state in self._watch.nodes.items()
+            if words in f"{state.node.hostname} {address}".lower()
         ]
-        return self.render(request, "nodes.html", rows=rows, lookupds=self._admin.cluster.lookupds)
+        columns: dict[str, Callable[[Any], Any]] = {
+            "name": lambda row: row[0].node.address,
+            "version": lambda row: row[0].node.version,
+            "topics": lambda row: len(row[0].node.topics),
+            **{figure: _figure(figure) for figure in self._watch.nodes_table.figures},
+        }
+        order = Order(request, columns)
+        paging = Paging(request, order.sorted(rows), MAX_ROWS)
+        return self.render(
+            request,
+            "nodes.html",
+            paging=paging,
+            order=order,
+            words=words,
+            lookupds=self._admin.cluster.lookupds,
+        )
 
     async def node(self, request: Request) -> Response:
         (address,) = path_values(request)
         found = await self._admin.cluster.node_stats(address)
         words = request.parameters.get("q", "").strip().lower()
         wanted = [topic for topic in found.value["topics"] or () if words in topic["topic_name"].lower()]
+        columns: dict[str, Callable[[Any], Any]] = {
+            "name": lambda topic: topic["topic_name"].lower(),
+            "depth": lambda topic: topic["depth"] + sum(one["depth"] for one in topic["channels"]),
+            "message_count": lambda topic: topic["message_count"],
+        }
+        order = Order(request, columns)
+        paging = Paging(request, order.sorted(wanted), MAX_NODE_TOPICS)
         return self.render(
             request,
             "node.html",
             node=address,
             stats=found.value,
             words=words,
-            topics=[*_within(wanted, MAX_NODE_ROWS)],
-            count=len(wanted),
+            order=order,
+            paging=paging,
+            topics=[*_within(paging.rows, MAX_NODE_ROWS)],
             message=found.message,
             state=self._watch.nodes.get(address),
             rates=self._watch.nodes_table.latest((address,)) or {},
         )
+
+    async def search(self, request: Request) -> Response:
+        await self._watch.wait_for_first()
+        words = request.parameters.get("q", "").strip()
+        found = await search(self._admin.cluster, self._watch, words) if words else Results()
+        return self.render(request, "search.html", words=words, found=found)
 
     async def lookup(self, request: Request) -> Response:
         cluster = self._admin.cluster
@@ -287,77 +398,29 @@ class Pages:
         await self._watch.wait_for_first()
         return self.render(request, "counter.html", totals=self._watch.totals.latest(()) or {})
 
-    async def messages(self, request: Request) -> Response:
-        topic, channel = topic_and_channel(request)
-        parameters = request.parameters
-        count = _whole(parameters, "count") or DEFAULT_COUNT
-        start = _whole(parameters, "from")
-        node, state = parameters.get("node", ""), parameters.get("state", "")
-        nodes, found = await self._admin.operations.peek(
-            topic, channel, node=node, count=min(count, MAX_COUNT), start=start, state=state
-        )
-        words = parameters.get("q", "")
-        return self.render(
-            request,
-            "messages.html",
-            topic=topic,
-            channel=channel,
-            nodes=nodes,
-            found=found,
-            shown=[one for one in found.messages if not words or one.contains(words)],
-            words=words,
-            count=min(count, MAX_COUNT),
-            node=node,
-            state=state,
-            start=start,
-            states=STATES,
-            has_letters=any(one.letter is not None for one in found.messages),
-        )
-
-    async def replay(self, request: Request) -> Response:
-        topic, channel = path_values(request)
-        parameters = request.parameters
-        to, when = parameters.get("to", ""), parameters.get("time", "")
-        nodes = await self._admin.operations.nodes_with(topic, SEEK)
-        plans: list[Plan] = []
-        problem = ""
-        if to:
-            try:
-                plans = await self._admin.operations.plan(topic, channel, parse_target(to, when))
-            except BadTarget as error:
-                problem = str(error)
-        positions = await asyncio.gather(*(self._positions(node, topic) for node in nodes.able))
-        return self.render(
-            request,
-            "replay.html",
-            topic=topic,
-            channel=channel,
-            nodes=nodes,
-            to=to,
-            when=when,
-            plans=plans,
-            problem=problem,
-            positions=[one for one in positions if one],
-            now_s=time.time(),
-        )
-
-    async def _positions(self, node: Node, topic: str) -> dict[str, Any] | None:
-        try:
-            answer = await self._admin.cluster.get(node, "/topic/positions", topic=topic)
-        except RequestFailed:  # the page works without it
-            return None
-        if not isinstance(answer, dict):
-            return None
-        names = ("messages", "bytes", "first_timestamp", "last_timestamp")
-        return {"node": node.address, **{name: number(answer, name) for name in names}}
-
     async def pipelines(self, request: Request) -> Response:
-        return self.render(request, "pipelines.html", pipelines=self._admin.pipelines)
+        columns: dict[str, Callable[[Any], Any]] = {
+            name: lambda one, name=name: one.get(name) for name in PIPELINE_COLUMNS
+        }
+        order = Order(request, columns)
+        pipelines = self._admin.pipelines
+        rows = order.sorted(pipelines.found)
+        return self.render(request, "pipelines.html", pipelines=pipelines, rows=rows, order=order)
 
     def page_of(self, *names: str, note: str = "") -> str:
         """The path of a page, with a note to show there."""
         path = self._admin.base + "".join(f"/{quote(name, safe='')}" for name in names) or "/"
         return f"{path}?note={note}" if note else path
+
+
+def _figure(name: str) -> Callable[[tuple[Any, Mapping[str, float]]], Any]:
+    """A figure of the polls, of a row that has an object and its figures."""
+    return lambda row: row[1].get(name)
+
+
+def _field(name: str) -> Callable[[tuple[Mapping[str, Any], Any]], Any]:
+    """A field of the object of such a row."""
+    return lambda row: row[0][name]
 
 
 def _within(topics: Iterable[Mapping[str, Any]], rows: int) -> Iterator[Mapping[str, Any]]:
@@ -367,8 +430,3 @@ def _within(topics: Iterable[Mapping[str, Any]], rows: int) -> Iterator[Mapping[
         rows -= 1 + sum(1 + len(channel["clients"] or ()) for channel in topic["channels"])
         if rows <= 0:
             return
-
-
-def _whole(parameters: Mapping[str, str], name: str) -> int | None:
-    value = parameters.get(name, "")
-    return int(value) if value.isascii() and value.isdigit() and len(value) < 20 else None

@@ -11,6 +11,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from nsparq.admin.routing import with_etag
 from nsparq.admin.security import PAGE_HEADERS
@@ -92,6 +93,7 @@ def make_environment(assets: Assets, base: str) -> Environment:
         "ns": lambda value: seconds(value / 1e9),
         "bytes": size,
         "time": moment,
+        "when": when,
         "percent": lambda value: UNKNOWN if _is_unknown(value) else f"{value:.0%}",
     }
     return environment
@@ -156,6 +158,14 @@ def moment(value: Any) -> str:
     if _is_unknown(value) or not 0 < value < 1e11:
         return UNKNOWN
     return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def when(value: Any) -> str | Markup:
+    """Unix seconds as an element with the time in UTC. The script shows the chosen time zone."""
+    text = moment(value)
+    if text == UNKNOWN:
+        return text
+    return Markup('<time datetime="{}Z">{}</time>').format(text.replace(" ", "T"), text)
 
 
 def slug(*names: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ stats      topics, channels, nodes and the counter, as NSQ's nsqadmin answers th
 changes    create, delete, pause, empty and tombstone, as in NSQ
 history    the overview, the figures behind the charts, pipelines
 messages   peek, publish, copy, move, replay
+settings   retention and durability of a topic
 daemon     /ping, /config, graphite, /openapi.json
 metrics    /metrics
 table      how an entry is declared; the parts that handlers share
@@ -19,6 +20,7 @@ from nsparq.admin.show.api.daemon import Daemon
 from nsparq.admin.show.api.history import History
 from nsparq.admin.show.api.messages import Messages
 from nsparq.admin.show.api.metrics import Metrics
+from nsparq.admin.show.api.settings import Settings
 from nsparq.admin.show.api.stats import Stats
 from nsparq.http.api import Endpoint
 
@@ -29,5 +31,5 @@ __all__ = ["api_endpoints"]
 
 
 def api_endpoints(admin: Nsqadmin) -> list[Endpoint]:
-    kinds = (Stats, Changes, History, Messages, Daemon, Metrics)
+    kinds = (Stats, Changes, History, Messages, Settings, Daemon, Metrics)
     return [endpoint for kind in kinds for endpoint in kind(admin).endpoints()]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 from nsparq.admin.change.messages import MAX_BODY
 from nsparq.admin.change.operations import BadTarget, parse_target
+from nsparq.admin.collect.filter import BadFilter
 from nsparq.admin.collect.messages import DEFAULT_COUNT, MAX_COUNT, STATES
 from nsparq.admin.routing import path_values, topic_and_channel
 from nsparq.admin.show.api.table import (
@@ -23,6 +25,7 @@ from nsparq.admin.show.api.table import (
     object_of,
     parse_body,
 )
+from nsparq.admin.show.messages import BadQuery, wanted_of
 from nsparq.http.api import ApiError, Param, Request, Result
 
 __all__ = ["Messages"]
@@ -31,13 +34,19 @@ GROUP: Final = "Messages"
 _PEEK: Final[Mapping[str, Any]] = {
     "group": GROUP,
     "permission": "subscribe",
-    "success": "the messages; `unable` names nodes that cannot show any",
-    "errors": NOT_THERE,
+    "success": "the messages; `older` and `newer` are empty, or for `before` and `after` of the next "
+    "request; `scanned` counts the messages that the filter has read; `reasons` counts dead letters; "
+    "`unable` names nodes that cannot show messages",
+    "errors": ((400, "INVALID_ARG_Q"), (400, "INVALID_TARGET"), *NOT_THERE),
 }
 _PEEK_PARAMS: Final = (
     Param(name="node", help="only messages of this node"),
-    Param(name="count", help=f"messages from each node (default {DEFAULT_COUNT}, at most {MAX_COUNT})"),
-    Param(name="q", help="only messages that contain this text"),
+    Param(name="count", help=f"number of messages (default {DEFAULT_COUNT}, at most {MAX_COUNT})"),
+    Param(
+        name="q",
+        help="a filter: words, and fields of the JSON body such as `customer.id=17`, `price>5`, `name~tea`",
+    ),
+    Param(name="after", help="`newer` of another answer: messages from there on"),
 )
 _TARGET: Final = {"to": TEXT, "unwrap": {"type": "boolean"}}
 
@@ -46,7 +55,12 @@ class Messages(Handlers):
     @look(
         "/api/messages/{topic}",
         "Messages of a topic, without consuming them, the newest first.",
-        params=(*_PEEK_PARAMS, Param(name="from", help="sequence number to begin at; with `node`")),
+        params=(
+            *_PEEK_PARAMS,
+            Param(name="before", help="`older` of another answer: messages before it"),
+            Param(name="from", help="sequence number to begin at; with `node`"),
+            Param(name="time", help="time to begin at, such as `2026-01-31 12:00` or `90m` (ago)"),
+        ),
         **_PEEK,
     )
     @look(
@@ -58,17 +72,23 @@ class Messages(Handlers):
     async def peek(self, request: Request) -> Result:
         topic, channel = topic_and_channel(request)
         parameters = request.parameters
-        nodes, found = await self._admin.operations.peek(
-            topic,
-            channel,
-            node=parameters.get("node", ""),
-            count=_number(request, "count", DEFAULT_COUNT),
-            start=_number(request, "from", -1) if "from" in parameters else None,
-            state=parameters.get("state", ""),
+        for name in ("count", "from"):
+            _number(request, name, 0)
+        try:
+            wanted = wanted_of(parameters)
+        except BadFilter as error:
+            raise ApiError(400, "INVALID_ARG_Q", reason=str(error)) from error
+        except BadQuery as error:
+            raise ApiError(400, "INVALID_TARGET", reason=str(error)) from error
+        nodes, found = await self._admin.operations.browse(
+            topic, channel, wanted, node=parameters.get("node", ""), with_reasons=True
         )
-        words = parameters.get("q", "")
         return {
-            "messages": [one.as_json() for one in found.messages if not words or one.contains(words)],
+            "messages": [one.as_json() for one in found.messages],
+            "older": str(found.older or ""),
+            "newer": str(found.newer or ""),
+            "scanned": found.scanned,
+            "reasons": [asdict(one) for one in found.reasons],
             "missing": found.missing,
             "unable": [node.address for node in nodes.unable],
             "errors": nodes.errors + found.errors,

@@ -1,11 +1,13 @@
-// Live updates, filters, confirmations, keyboard shortcuts, charts. The pages also work without this script.
+// Live updates, filters, confirmations, keyboard shortcuts, charts, time zone. The pages also work without this
+// script.
 "use strict";
 (function () {
-  const { Chart } = window.NsqCharts;
+  const { Chart, shared } = window.NsqCharts;
+  const Times = window.NsqTimes;
   const meta = (name) => document.querySelector(`meta[name="${name}"]`).content;
   const byId = (id) => document.getElementById(id);
-  const period = Math.max(2, Number(meta("poll-seconds")) || 5) * 1000;
   const live = document.querySelector("[data-live]");
+  const period = (Number(live?.dataset.live) || Math.max(2, Number(meta("poll-seconds")) || 5)) * 1000;
   const state = byId("live-state");
   const charts = [...document.querySelectorAll("figure.chart")].map((figure) => new Chart(figure));
   // Ends requests that are under way when a form is sent: it may delete what they ask for.
@@ -20,6 +22,16 @@
       // Storage may be disabled.
     }
     return null;
+  }
+
+  // The address of the page has what is shown: range, zoom, filter, order. So it can be sent to others.
+  const asked = () => new URL(location.href).searchParams;
+  function keep(name, value) {
+    const url = new URL(location.href);
+    url.searchParams.delete("note");
+    if (value) url.searchParams.set(name, value);
+    else url.searchParams.delete(name);
+    history.replaceState(history.state, "", url);
   }
 
   // Live
@@ -60,12 +72,17 @@
     const parsed = new DOMParser().parseFromString("<!doctype html><body>" + text, "text/html");
     const focused = live.contains(document.activeElement) ? document.activeElement.id : "";
     const scrolled = [...live.querySelectorAll(".scroll")].map((part) => part.scrollLeft);
+    const open = [...live.querySelectorAll("details[open]")].map((part) => part.id);
+    const checked = [...live.querySelectorAll("input:checked")].map((part) => part.id);
     const current = rows().findIndex((row) => row.hasAttribute("data-current"));
     live.replaceChildren(...parsed.body.childNodes);
     live.querySelectorAll(".scroll").forEach((part, number) => (part.scrollLeft = scrolled[number] || 0));
+    for (const id of open) if (byId(id)) byId(id).open = true;
+    for (const id of checked) if (byId(id)) byId(id).checked = true;
+    Times.apply(live);
     if (focused && byId(focused)) byId(focused).focus({ preventScroll: true });
     if (current >= 0) mark(current, false);
-    filter();
+    live.dispatchEvent(new Event("replaced", { bubbles: true }));
   }
 
   async function refresh() {
@@ -97,17 +114,27 @@
   function choose(name) {
     range = name;
     stored("range", name);
+    keep("range", name);
     for (const button of ranges.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset.range === name));
   }
   if (ranges) {
     ranges.hidden = false;
-    const before = stored("range");
+    const before = asked().get("range") || stored("range");
     if (before && ranges.querySelector(`[data-range="${CSS.escape(before)}"]`)) choose(before);
     ranges.addEventListener("click", (event) => {
       if (!event.target.dataset.range) return;
       choose(event.target.dataset.range);
+      shared.setZoom(null);
       refresh();
     });
+    const unzoom = byId("unzoom");
+    shared.onZoom = (zoom) => {
+      unzoom.hidden = !zoom;
+      keep("zoom", zoom && zoom.map((time) => time.toFixed(0)).join("-"));
+    };
+    unzoom.addEventListener("click", () => shared.setZoom(null));
+    const zoom = /^(\d+)-(\d+)$/.exec(asked().get("zoom") || "");
+    if (zoom && Number(zoom[1]) < Number(zoom[2])) shared.setZoom([Number(zoom[1]), Number(zoom[2])]);
   }
 
   document.addEventListener("click", (event) => {
@@ -122,26 +149,25 @@
     refresh();
   });
 
-  // Filter while typing
+  // Filter while typing: the server filters, because the page need not have all rows
 
   const box = document.querySelector("[data-filter]");
-  function filter() {
-    if (!box) return;
-    const words = box.value.trim().toLowerCase();
-    const all = [...(byId(box.dataset.filter)?.children || [])];
-    let count = 0;
-    for (const row of all) {
-      const text = (row.dataset.name ?? row.textContent).toLowerCase();
-      row.hidden = words !== "" && !text.includes(words);
-      if (!row.hidden) count += 1;
-    }
-    byId("filter-count").textContent = words ? count + " of " + all.length : "";
-  }
   if (box) {
-    box.addEventListener("input", filter);
-    // If the page does not have all rows, the server filters.
-    if (!byId("more-topics")) box.form?.addEventListener("submit", (event) => box.id === "filter" && event.preventDefault());
-    filter();
+    let typing = 0;
+    const filter = () => {
+      clearTimeout(typing);
+      keep("page", "");
+      keep("q", box.value.trim());
+      refresh();
+    };
+    box.addEventListener("input", () => {
+      clearTimeout(typing);
+      typing = setTimeout(filter, 150);
+    });
+    box.form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      filter();
+    });
   }
 
   // Confirmation: the button is disabled until the name is typed
@@ -164,9 +190,12 @@
     });
   }
   // Typing a time selects "a time".
-  byId("time")?.addEventListener("input", () => (byId("to-time").checked = true));
+  byId("time")?.addEventListener("input", () => byId("to-time") && (byId("to-time").checked = true));
   document.addEventListener("submit", (event) => {
-    if (event.target.method !== "post") return;
+    for (const input of event.target.querySelectorAll("[data-time]")) input.value = Times.withZone(input.value);
+  });
+  document.addEventListener("submit", (event) => {
+    if (event.target.method !== "post" || event.submitter?.dataset.stays !== undefined) return;
     leaving.abort();
     // A double click sends a form once.
     setTimeout(() => event.target.querySelectorAll("button").forEach((button) => (button.disabled = true)));
@@ -211,7 +240,8 @@
     }
     const does = {
       g: () => (waitsForPlace = true),
-      "/": () => (byId("filter") || byId("search"))?.focus(),
+      "/": () => (byId("filter") || byId("find"))?.focus(),
+      s: () => byId("find")?.focus(),
       "?": () => help.showModal(),
       j: () => step(1),
       k: () => step(-1),
@@ -227,6 +257,19 @@
   });
   byId("help-button").hidden = false;
   byId("help-button").addEventListener("click", () => help.showModal());
+
+  // Time zone
+
+  const zone = byId("zone-button");
+  zone.hidden = false;
+  const showZone = () => (zone.textContent = "Time: " + Times.name());
+  zone.addEventListener("click", () => {
+    Times.change();
+    showZone();
+    for (const chart of charts) if (chart.data) chart.draw();
+  });
+  showZone();
+  Times.apply(document);
 
   // Theme
 
