@@ -77,6 +77,8 @@ API: dict[str, tuple[list[Need], Any]] = {
     "POST /api/copy/{topic}": ([TOPIC, ("subscribe", "t", "")], COPY),
     "POST /api/move/{topic}/{channel}": ([CHANNEL, ("subscribe", "t", "c")], {"to": "u"}),
     "POST /api/replay/{topic}/{channel}": ([CHANNEL], {"to": "start", "dry_run": False}),
+    "PUT /api/settings/{topic}": ([TOPIC], {"durability": "os"}),
+    "POST /download/{topic}": ([("subscribe", "t", "")], {}),
     "PUT /config/{key}": ([("admin", "", "")], ["127.0.0.1:1"]),
 }
 OPEN = {"POST /login", "POST /logout", "GET /ping", "GET /login", "GET /static/{file}", "GET /fonts/{file}"}
@@ -92,6 +94,7 @@ FORMS: dict[str, list[Need]] = {
     "publish": [("publish", "t", "")],
     "copy": [TOPIC, ("subscribe", "t", "")],
     "move": [CHANNEL, ("subscribe", "t", "c")],
+    "settings": [TOPIC],
     "seek": [CHANNEL],
 }
 
