@@ -47,6 +47,8 @@ def request_for(cluster: Cluster, admin: AdminThread, method: str, path: str) ->
         "/api/move/{topic}/{channel}": {"to": "elsewhere"},
         "/api/replay/{topic}/{channel}": {"to": "start", "dry_run": False},
         "/api/nodes/{node}": {"topic": topic},
+        "/api/settings/{topic}": {"durability": "os"},
+        "/download/{topic}": urlencode({"message": f"{message['sequence']}@{node}"}).encode(),
         "/config/{key}": b"info",
         "/act": urlencode({"action": "pause", "topic": topic}).encode(),
     }

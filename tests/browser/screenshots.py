@@ -25,7 +25,12 @@ from tests.browser.visitor import Profile, Visitor, start_chromium
 from tests.support import MESSAGE, ConnectionClosed, TestBroker, parse_message
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-PICTURES = {"overview": "/", "channel": "/topics/payments/ledger"}
+PICTURES = {
+    "overview": "/",
+    "channel": "/topics/payments/ledger",
+    "messages": "/messages/payments.dead/review?count=20",
+}
+FAILURES = ("ValueError: amount is null", "TimeoutError: no answer after {} ms", "KeyError: 'currency'")
 TICK_S = 0.1
 PERIOD_S = 75.0
 """Traffic comes and goes in waves of this length."""
@@ -45,9 +50,8 @@ def body(topic: str, number: int) -> bytes:
     if topic.endswith(".dead"):
         held = json.dumps({"order": number, "amount": None})
         said = {"topic": "payments", "channel": "ledger", "id": f"{number:016x}", "attempts": 5}
-        return json.dumps(
-            {**said, "error": "ValueError: amount is null", "text": held, "base64": None}
-        ).encode()
+        error = FAILURES[number % 7 % 3].format(number * 31 % 3000)
+        return json.dumps({**said, "error": error, "text": held, "base64": None}).encode()
     event = {"id": number, "at": round(time.time(), 3), "customer": f"c-{number * 7919 % 10_000:04}"}
     return json.dumps({**event, "items": number % 5 + 1, "amount": number * 31 % 20_000 / 100}).encode()
 
@@ -155,6 +159,8 @@ def main() -> None:
             visitor = Visitor(Profile(browser), site)
             for name, path in PICTURES.items():
                 visitor.go(path)
+                if name == "messages":
+                    visitor.find("#message-list summary").nth(1).click()
                 visitor.picture(arguments.to / f"nsqadmin-{name}.png", full_page=True)
             visitor.close()
     if not arguments.all:
@@ -174,12 +180,13 @@ def take_all(browser: Browser, site: str, folder: Path, node: str) -> None:
         "replay": "/replay/orders/billing?to=start",
         "pipelines": "/pipelines",
         "lookup": "/lookup",
+        "search": "/search?q=ledger",
         "counter": "/counter",
     }
     kinds: dict[str, dict[str, Any]] = {
-        "light": {"color_scheme": "light"},
-        "dark": {"color_scheme": "dark"},
-        "phone": {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "device_scale_factor": 1},
+        "light": {"color_scheme": "light", "viewport": {"width": 1440, "height": 900}},
+        "dark": {"color_scheme": "dark", "viewport": {"width": 1440, "height": 900}},
+        "phone": {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "device_scale_factor": 1},
     }
     for kind, context in kinds.items():
         visitor = Visitor(Profile(browser, **context), site)

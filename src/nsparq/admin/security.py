@@ -1,4 +1,4 @@
-"""Who may do what: admin users by header, or logins and secrets of a policy file.
+"""Authentication and permissions: admin users by header, or logins and secrets of a policy file.
 
 Also the protection against foreign pages (CSRF). A browser that changes something must come from
 our own pages: its headers must say so, and the request must carry the page's token. A program sends

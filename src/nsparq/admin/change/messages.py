@@ -95,7 +95,7 @@ class Target:
             if not is_valid_name(topic.encode("utf-8", "replace")):
                 raise MessagesFailed(f"{topic!r} is not a valid topic name")
             if topic == self.source:
-                raise MessagesFailed("a message came from this very topic: enter another one")
+                raise MessagesFailed("a message came from this topic: enter another topic")
             if not content:
                 raise MessagesFailed("the message inside a dead letter is empty, which NSQ does not allow")
             found.setdefault(topic, []).append(content)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
+from nsparq.admin.change.actions import audit
 from nsparq.admin.change.operations import SEEK, BadTarget, Plan, parse_target
 from nsparq.admin.collect.browse import MAX_GROUPED, BadPlace, Place, Wanted
 from nsparq.admin.collect.filter import BadFilter, Filter
@@ -115,6 +116,7 @@ class MessagePages:
         (topic,) = path_values(request)
         chosen = [chosen_message(value) for value in Form(request.body).all("message")]
         found = await self._admin.operations.bodies(topic, chosen)
+        audit("download_messages", self._admin.guard.actor(request), f"done, {len(found)}", topic=topic)
         name = "".join(c if c.isalnum() or c in "._-" else "_" for c in topic)
         return Response(
             body=as_lines(topic, found),
