@@ -180,11 +180,11 @@ def print_process(admin: Admin, seconds: float) -> None:
 
 
 def print_browser(address: Address, paths: dict[str, str]) -> None:
-    from tests.browser.visitor import Visitor, start_chromium
+    from tests.browser.visitor import Profile, Visitor, start_chromium
 
     print(f"\n{'in Chromium, until drawn':<28}{'median ms':>12}{'worst ms':>12}")
     with start_chromium() as browser:
-        visitor = Visitor(browser, f"http://{address[0]}:{address[1]}")
+        visitor = Visitor(Profile(browser), f"http://{address[0]}:{address[1]}")
         for name, path in paths.items():
             if "live part" in name or path.startswith("/api/"):
                 continue

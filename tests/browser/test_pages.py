@@ -234,6 +234,7 @@ def test_topics_are_filtered_while_typing_and_updates_keep_the_filter(
     expect(visitor.page).to_have_url(re.compile(r"\?q=ORD$"))
     cluster.add(other, "ord")
     visitor.page.keyboard.type("ERS")
+    expect(visitor.page).to_have_url(re.compile(r"\?q=ORDERS$"))
     visitor.page.reload()
     expect(visitor.find("#topic-rows tr")).to_have_count(1)
     expect(visitor.find("#filter")).to_have_value("ORDERS")

@@ -24,7 +24,7 @@ __all__ = ["DURABILITIES", "FEATURE", "BadSetting", "NodeSettings", "Settings", 
 
 FEATURE: Final = "/topic/settings"
 DURABILITIES: Final = ("os", "fsync", "memory")
-NAMES: Final = ("retention_age", "retention_bytes", "durability")
+NAMES: Final[tuple[str, ...]] = ("retention_age", "retention_bytes", "durability")
 _DAYS: Final = re.compile(r"([0-9]{1,6})\s*d(ays?)?")
 _SIZE: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([kKMGT]?)i?B?")
 _POWER: Final = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}

@@ -64,6 +64,7 @@ _CHANNEL_FIELDS: Final = (
     "timeout_count",
 )
 _TOPIC_FIELDS: Final = ("depth", "message_count")
+CLIENT_NAMES: Final = ("hostname", "user_agent", "client_id", "auth_identity")
 _CLIENT_FIELDS: Final = ("in_flight_count", "ready_count", "finish_count", "requeue_count")
 
 Key = tuple[str, ...]
@@ -89,6 +90,8 @@ class Parts:
     channel_counts: Array = field(default_factory=lambda: np.empty((0, 4)))
     """Messages, requeues, timeouts, and unfinished messages."""
     clients: dict[Key, tuple[float, float]] = field(default_factory=dict)
+    client_names: dict[Key, tuple[str, ...]] = field(default_factory=dict)
+    """The CLIENT_NAMES of each client, for the search."""
     client_count: int = 0
 
 
@@ -239,6 +242,7 @@ class Gatherer:
                 continue
             for client in objects(channel, "clients"):
                 name = (*key, node, text(client, "remote_address"))
+                parts.client_names[name] = tuple(text(client, one) for one in CLIENT_NAMES)
                 in_flight, ready, *counts = (float(number(client, one)) for one in _CLIENT_FIELDS)
                 finished, requeued = parts.clients[name] = (counts[0], counts[1])
                 known = before.clients.get(name, (finished, requeued))

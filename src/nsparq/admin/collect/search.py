@@ -1,19 +1,17 @@
-"""Finds topics, channels, nodes and consumers by a part of their names."""
+"""Finds topics, channels, nodes and consumers of the last poll by a part of their names. Asks nobody."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from nsparq.admin.collect.cluster import Cluster, Unreachable
-from nsparq.admin.collect.merge import objects, text
 from nsparq.admin.collect.watch import Watch
 
 __all__ = ["FoundClient", "Results", "search"]
 
 MAX_FOUND: Final = 50
 """Results of each kind."""
-_NAMES: Final = ("client_id", "hostname", "remote_address", "user_agent", "auth_identity")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +36,13 @@ class Results:
     """Address and host name."""
     clients: list[FoundClient] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    errors: list[str] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         return not any(self.counts.values())
 
 
-async def search(cluster: Cluster, watch: Watch, words: str) -> Results:
+def search(watch: Watch, words: str) -> Results:
     """`topic/channel` finds channels of a topic."""
     wanted = words.lower()
     topics = [name for name in watch.channels_of if wanted in name.lower()]
@@ -60,35 +57,13 @@ async def search(cluster: Cluster, watch: Watch, words: str) -> Results:
         for address, state in watch.nodes.items()
         if wanted in address.lower() or wanted in state.node.hostname.lower()
     ]
-    clients, errors = await _clients(cluster, watch, wanted)
+    clients = [*_clients(watch, wanted)]
     found = {"topics": len(topics), "channels": len(channels), "nodes": len(nodes), "clients": len(clients)}
-    return Results(
-        topics[:MAX_FOUND], channels[:MAX_FOUND], nodes[:MAX_FOUND], clients[:MAX_FOUND], found, errors
-    )
+    return Results(topics[:MAX_FOUND], channels[:MAX_FOUND], nodes[:MAX_FOUND], clients[:MAX_FOUND], found)
 
 
-async def _clients(cluster: Cluster, watch: Watch, wanted: str) -> tuple[list[FoundClient], list[str]]:
-    """The polls keep no names of consumers, so the nodes are asked."""
-    nodes = [state.node for state in watch.nodes.values() if not state.error]
-    if not nodes:
-        return [], []
-    try:
-        stats = await cluster.stats(nodes, clients=True)
-    except Unreachable as error:
-        return [], [str(error)]
-    found = [
-        FoundClient(
-            text(topic, "topic_name"),
-            text(channel, "channel_name"),
-            one.node.address,
-            text(client, "hostname"),
-            text(client, "remote_address"),
-            text(client, "user_agent"),
-        )
-        for one in stats.value
-        for topic in one.topics
-        for channel in objects(topic, "channels")
-        for client in objects(channel, "clients")
-        if any(wanted in text(client, name).lower() for name in _NAMES)
-    ]
-    return found, stats.errors
+def _clients(watch: Watch, wanted: str) -> Iterator[FoundClient]:
+    for state in watch.nodes.values():
+        for (topic, channel, node, address), names in state.parts.client_names.items():
+            if any(wanted in name.lower() for name in (address, *names)):
+                yield FoundClient(topic, channel, node, names[0], address, names[1])

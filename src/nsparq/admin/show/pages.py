@@ -8,6 +8,7 @@ without it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
@@ -374,7 +375,7 @@ class Pages:
     async def search(self, request: Request) -> Response:
         await self._watch.wait_for_first()
         words = request.parameters.get("q", "").strip()
-        found = await search(self._admin.cluster, self._watch, words) if words else Results()
+        found = search(self._watch, words) if words else Results()
         return self.render(request, "search.html", words=words, found=found)
 
     async def lookup(self, request: Request) -> Response:
@@ -399,10 +400,7 @@ class Pages:
         return self.render(request, "counter.html", totals=self._watch.totals.latest(()) or {})
 
     async def pipelines(self, request: Request) -> Response:
-        columns: dict[str, Callable[[Any], Any]] = {
-            name: lambda one, name=name: one.get(name) for name in PIPELINE_COLUMNS
-        }
-        order = Order(request, columns)
+        order = Order(request, {name: methodcaller("get", name) for name in PIPELINE_COLUMNS})
         pipelines = self._admin.pipelines
         rows = order.sorted(pipelines.found)
         return self.render(request, "pipelines.html", pipelines=pipelines, rows=rows, order=order)
