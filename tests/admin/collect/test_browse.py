@@ -115,6 +115,18 @@ def test_a_node_that_always_gives_the_same_answer_ends_the_walk(wanted: dict[str
     assert (page.scanned, len(cluster.asked), page.messages) == (1, 2, [])
 
 
+def test_a_channel_with_an_unknown_state_ends_the_walk() -> None:
+    cluster = FakeCluster({"a": []})
+
+    async def same(node: Node, path: str, **query: str) -> Any:
+        cluster.asked.append(query)
+        return {"messages": [{**message(5, 5), "state": "unheard of"}]}
+
+    cluster.get = same  # type: ignore[method-assign]
+    page = asyncio.run(browse(cluster, cluster.nodes, "t", "c", Wanted(), with_reasons=True))  # type: ignore[arg-type]
+    assert (len(page.messages), page.scanned, len(cluster.asked)) == (1, 1, 2)
+
+
 def test_a_node_that_fails_is_named_and_the_others_are_shown() -> None:
     cluster = FakeCluster({"a": A, "b": B})
     answer = cluster.get

@@ -252,6 +252,9 @@ class _Walk:
         return {"time": wanted.time} if wanted.time and self._is_first else None
 
     def _is_further(self, one: ShownMessage, number: int | None) -> bool:
-        if number is None or (self._channel and one.state != READY):
+        is_start = self._is_first and self._wanted.after is None
+        if self._channel and not is_start and one.state != READY:
+            return False
+        if number is None:
             return True
         return one.sequence < number if self._is_backward else one.sequence >= number
