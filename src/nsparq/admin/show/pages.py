@@ -234,11 +234,11 @@ class Pages:
 
     async def topics(self, request: Request) -> Response:
         await self._watch.wait_for_first()
-        words = request.parameters.get("q", "").strip().lower()
+        words = request.parameters.get("q", "").strip()
         rows = [
             (name, self._watch.topics.latest((name,)) or {})
             for name in self._watch.channels_of
-            if words in name.lower()
+            if words.lower() in name.lower()
         ]
         columns: dict[str, Callable[[Any], Any]] = {
             "name": lambda row: row[0].lower(),
@@ -256,11 +256,11 @@ class Pages:
         for one in found.value["channels"] or ():
             self._watch.add_drain(one)
         nodes = [part["node"] for part in found.value["nodes"]]
-        words = request.parameters.get("q", "").strip().lower()
+        words = request.parameters.get("q", "").strip()
         channels = [
             (one, self._watch.channels.latest((name, one["channel_name"])) or {})
             for one in found.value["channels"] or ()
-            if words in one["channel_name"].lower()
+            if words.lower() in one["channel_name"].lower()
         ]
         columns: dict[str, Callable[[Any], Any]] = {
             "name": lambda row: row[0]["channel_name"].lower(),
@@ -323,11 +323,11 @@ class Pages:
 
     async def nodes(self, request: Request) -> Response:
         await self._watch.wait_for_first()
-        words = request.parameters.get("q", "").strip().lower()
+        words = request.parameters.get("q", "").strip()
         rows = [
             (state, self._watch.nodes_table.latest((address,)) or {})
             for address, state in self._watch.nodes.items()
-            if words in f"{state.node.hostname} {address}".lower()
+            if words.lower() in f"{state.node.hostname} {address}".lower()
         ]
         columns: dict[str, Callable[[Any], Any]] = {
             "name": lambda row: row[0].node.address,
@@ -349,8 +349,10 @@ class Pages:
     async def node(self, request: Request) -> Response:
         (address,) = path_values(request)
         found = await self._admin.cluster.node_stats(address)
-        words = request.parameters.get("q", "").strip().lower()
-        wanted = [topic for topic in found.value["topics"] or () if words in topic["topic_name"].lower()]
+        words = request.parameters.get("q", "").strip()
+        wanted = [
+            topic for topic in found.value["topics"] or () if words.lower() in topic["topic_name"].lower()
+        ]
         columns: dict[str, Callable[[Any], Any]] = {
             "name": lambda topic: topic["topic_name"].lower(),
             "depth": lambda topic: topic["depth"] + sum(one["depth"] for one in topic["channels"]),
