@@ -335,7 +335,7 @@ def test_an_empty_cluster_says_what_to_do_first(visit: Callable[..., Visitor]) -
         visitor.sees("#first-steps", "nsqd --lookupd-tcp-address")
         assert visitor.axe() == []
         cluster.start_nsqd()
-        visitor.sees("#first-steps", f"http://{cluster.addresses[0]}/pub?topic=test")
+        visitor.sees("#first-steps", f"{cluster.addresses[0]}/pub?topic=test")
         assert is_too_wide(visitor) == ""
         cluster.nsqds[0].publish("test", b"hello")
         expect(visitor.find("#first-steps")).to_have_count(0)
