@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from nsparq.broker.broker import Broker
-from nsparq.broker.transaction import AlreadyCommitted, Incomplete, Transaction, count_tagged
+from nsparq.broker.tagged import count_tagged
+from nsparq.broker.transaction import AlreadyCommitted, Incomplete, Transaction
 from nsparq.errors import CorruptBatch
 from nsparq.options import NsqdOptions
 from nsparq.packed import PackedBodies

@@ -18,6 +18,7 @@ from nsparq.broker.channel import Channel
 from nsparq.broker.client import Client
 from nsparq.broker.clocks import AgeClock
 from nsparq.broker.data_directory import TOPIC_SUFFIX, TRASH_SUFFIX, DataDirectory, topic_of_trash
+from nsparq.broker.dead_letters import settle
 from nsparq.broker.durable_changes import DurableChanges
 from nsparq.broker.health import Health
 from nsparq.broker.importer import import_queues
@@ -153,6 +154,8 @@ class Broker:
             if entry.name in self.topics or entry.name not in deleted:
                 self._restore(entry)
         import_queues(self)
+        if not self.was_stopped_cleanly:
+            settle(self)
         self.transactions.load()
         newest_ns = max((topic.positions().last_ns for topic in self.topics.values()), default=0)
         wall_ns = self.wall_ns()

@@ -157,7 +157,7 @@ class CarriedOver:
         if store.kept:
             finished = store.kept.keys() - unfinished.deferred.due_ns.keys()
             finished.difference_update(unfinished.requeued)
-            finished.difference_update(unfinished.in_flight, self._named)
+            finished.difference_update(unfinished.in_flight, unfinished.given_up, self._named)
             store.drop(finished)
         if not isinstance(store, CarriedFile) or self.is_running:
             return None

@@ -9,6 +9,7 @@ after a restart.
 
 from __future__ import annotations
 
+import logging
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -16,10 +17,13 @@ from nsparq.broker.carried_over import CarriedOver
 from nsparq.broker.checkpoint import Checkpoint
 from nsparq.broker.client import Client
 from nsparq.broker.cursor import Cursor
+from nsparq.broker.dead_letters import DeadLetters
 from nsparq.broker.delivery import Delivery
 from nsparq.broker.inflight import Run
 from nsparq.broker.lag import Lag
 from nsparq.broker.latency import Latency, summarize
+from nsparq.broker.policy import DeliveryPolicy, Failure
+from nsparq.broker.retries import Retries, refuse_cycle
 from nsparq.broker.unfinished import Unfinished
 from nsparq.errors import Exiting, SubscribeRefused
 from nsparq.names import is_ephemeral
@@ -27,6 +31,8 @@ from nsparq.storage.log_range import LogRange, OffsetAhead
 
 if TYPE_CHECKING:
     from nsparq.broker.topic import Topic
+
+logger = logging.getLogger(__name__)
 
 TOPOLOGY_AWARE: Final = "topology-aware-consumption"
 
@@ -72,6 +78,8 @@ class Channel:
         """Wall time of the claim."""
         self.cursor = Cursor(topic, position)
         self.unfinished = Unfinished()
+        self.retries = Retries(self)
+        self.dead_letters = DeadLetters(self)
         self.carried_over = CarriedOver(self)
         self.checkpoint = Checkpoint(self)
         options = topic.broker.options
@@ -156,7 +164,7 @@ class Channel:
         client.channel = None
         client.ready_count = 0
         for run in sorted(client.runs, key=lambda run: run.first):
-            self._take_back(run, [*run.unanswered()])
+            self._take_back(run, [*run.unanswered()], Failure.DISCONNECTED)
         client.runs.clear()
         client.in_flight = 0
         self.mark_changed()
@@ -197,7 +205,7 @@ class Channel:
         done = 0
         while done < limit and (run := unfinished.in_flight.first_expired(now_ns)) is not None:
             expired = list(islice(run.unanswered(), limit - done))
-            self._take_back(run, expired)
+            self._take_back(run, expired, Failure.TIMED_OUT)
             self.timeout_count += len(expired)
             run.client.in_flight -= len(expired)
             self.delivery.offer(run.client)
@@ -209,17 +217,31 @@ class Channel:
             self.topic.broker.next_turn.add_channel(self)
         return done
 
-    def _take_back(self, run: Run, sequences: list[int]) -> None:
-        """Requeue unanswered messages, unless the topic has given them up."""
+    def _take_back(self, run: Run, sequences: list[int], failure: Failure) -> None:
+        """Send unanswered messages again, unless the topic or the policy has given them up."""
         for sequence in sequences:
             self.unfinished.in_flight.answer(run, sequence)
         if run.first < self.topic.given_up_before:
             kept = [sequence for sequence in sequences if sequence >= self.topic.given_up_before]
             self.dropped_count += len(sequences) - len(kept)
             sequences = kept
-        self.unfinished.requeue(sequences, run.attempts)
+        self.retries.send_again(run, sequences, failure, self.topic.broker.monotonic_ns())
 
     # the log
+
+    def lost_to_damage(self, sequence: int) -> None:
+        """A message that was to be sent again cannot be read."""
+        self.dropped_count += 1
+        self.unfinished.forget(sequence)
+        logger.error("%s: message %d is lost to a damaged log", self, sequence)
+
+    def finish_settled(self, sequences: set[int]) -> None:
+        """After a crash: these messages have become dead letters."""
+        ahead = {sequence for sequence in sequences if sequence >= self.cursor.position}
+        self.unfinished.discard(sequences)
+        for sequence in ahead:
+            self.cursor.skips.add(sequence, sequence + 1)
+        self.mark_changed()
 
     def give_up(self, before: int) -> None:
         """Drop all messages of an ephemeral topic below a number. Waiting messages are counted as
@@ -239,7 +261,8 @@ class Channel:
         cursor, unfinished = self.cursor, self.unfinished
         surplus = self.depth - self.topic.broker.options.mem_queue_size
         while surplus > 0 and unfinished.requeued:
-            unfinished.take_requeued()
+            sequence, _ = unfinished.take_requeued()
+            unfinished.forget(sequence)
             self.dropped_count += 1
             surplus -= 1
         if surplus > 0:
@@ -343,6 +366,20 @@ class Channel:
             self.owner, self.owned_since_ns = before
             raise
 
+    def change_policy(self, policy: DeliveryPolicy | None) -> None:
+        """Set or remove the channel's own delivery policy. On disk as with a seek. Raises
+        ValueError or OSError, with nothing changed."""
+        if policy is not None:
+            refuse_cycle(self.topic, policy)
+        before, self.retries.own_policy = self.retries.own_policy, policy
+        try:
+            self.topic.save_channel(self)
+        except OSError:
+            self.retries.own_policy = before
+            raise
+        self.retries.policy_changed()
+        self.topic.broker.next_turn.add_channel(self)
+
     def _drop_all(self) -> None:
         """Count every unfinished message as finished."""
         self.cursor.deferred_ahead.clear()
@@ -385,6 +422,8 @@ class Channel:
                 latency.percentiles if latency else (), [latency.buckets(now_ns)] if latency else []
             ),
             "dropped_count": self.dropped_count,
+            "dead_letter_count": self.dead_letters.count,
+            "expired_count": self.retries.expired_count,
             "owner": self.owner,
             **self.lag.stats(now_ns),
         }

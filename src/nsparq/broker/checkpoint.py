@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from nsparq.broker.dead_letters import GivenUp
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.state_files import CHANNEL_SUFFIX, ChannelState, StateFile
 
@@ -24,6 +25,8 @@ class Checkpoint:
         """Whether the channel has changed since the last checkpoint."""
         self.file: StateFile | None = None
         """None for a channel that is not kept on disk."""
+        self.letters_seen = ("", 0)
+        """The position in the dead-letter topic in the state that was resumed."""
         topic = channel.topic
         if channel.is_durable and topic.directory is not None:
             self.file = StateFile(topic.broker.files, topic.directory / (channel.name + CHANNEL_SUFFIX))
@@ -50,10 +53,12 @@ class Checkpoint:
             disk_end=topic.log.disk_end,
             owner=channel.owner,
             owned_since_ns=channel.owned_since_ns,
+            policy=channel.retries.stored(),
         )
+        channel.dead_letters.note_position(state)
 
         def build() -> ChannelState:
-            state.sequences, state.attempts, due_ns = build_exceptions()
+            state.sequences, state.attempts, due_ns, state.failures = build_exceptions()
             # Due times on disk are wall time.
             due_ns[due_ns != 0] += ahead_ns
             state.due_ns = due_ns
@@ -66,7 +71,7 @@ class Checkpoint:
         delivered."""
         channel = self._channel
         topic = channel.topic
-        return ChannelState(
+        state = ChannelState(
             cursor=sequence,
             seen=sequence,
             paused=channel.paused,
@@ -75,7 +80,10 @@ class Checkpoint:
             channel=channel.name,
             owner=channel.owner,
             owned_since_ns=channel.owned_since_ns,
+            policy=channel.retries.stored(),
         )
+        channel.dead_letters.note_position(state)
+        return state
 
     def save(self, *, sync: bool, state: ChannelState | None = None) -> None:
         """Write the channel's state, or `state`, which it is about to have. Raises OSError."""
@@ -94,6 +102,7 @@ class Checkpoint:
     def written(self, state: ChannelState) -> None:
         """This state is on disk now. Clears the error of an earlier checkpoint."""
         self._channel.carried_over.note_named(state)
+        self._channel.dead_letters.state_written(state)
         self._channel.topic.broker.health.set(None, f"checkpoint {self._channel}")
 
     def remove_files(self) -> None:
@@ -133,9 +142,12 @@ class Checkpoint:
         cursor.replay = state.replay
         channel.paused = state.paused
         channel.owner, channel.owned_since_ns = state.owner, state.owned_since_ns
+        channel.retries.restore(state.policy)
+        self.letters_seen = state.letters_topic, state.letters_position
         carried_over.before = state.carried_before
         # A damaged file does not tell which messages were carried over.
         carried_before = log.start if carried_over.store.is_damaged else state.carried_before
+        failures = dict(zip(state.sequences.tolist(), state.failures.tolist(), strict=False))
         found = set()
         missing = 0
         due_at = topic.broker.due_times(state.written_ns)
@@ -150,10 +162,16 @@ class Checkpoint:
                 missing += sequence < carried_before or log.lost.skip(sequence) > sequence
                 continue
             found.add(sequence)
-            if due_ns:
+            if failed := failures.get(sequence, 0):
+                unfinished.failures[sequence] = failed
+            if channel.retries.are_used_up(failed):
+                unfinished.given_up[sequence] = GivenUp(attempts, "no attempts left at a restart", "")
+            elif due_ns:
                 channel.defer(sequence, due_at(due_ns), attempts)
             else:
                 unfinished.requeue((sequence,), attempts)
+        if unfinished.given_up:
+            topic.broker.upkeep.retry(channel)
         # Skip replayed messages here already: a replay may cover years of them.
         replay_end, replay_due_ns = state.replay
         due_after = replay_due_ns if replay_end >= topic.visible_end else 0

@@ -51,6 +51,10 @@ class Deferred:
         self._tidy()
         return sequence
 
+    def discard(self, sequence: int) -> None:
+        self.due_ns.pop(sequence, None)
+        self._tidy()
+
     def lowest(self) -> int | None:
         """The smallest sequence number."""
         sequences = self._sequences

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from nsparq.broker.client import Client
 from nsparq.broker.inflight import Run
+from nsparq.broker.policy import Failure
 from nsparq.errors import ClientError
 from nsparq.private_random import private_random
 from nsparq.storage.batch import Batch
@@ -59,7 +60,7 @@ class Delivery:
         does not grow: there a run needs the publish time of each message."""
         self._requeued_next = True
         """Which comes next when both requeued and new messages wait."""
-        self._reading: Cold | None = None
+        self.reading: Cold | None = None
         """What a thread reads from disk at the moment. Nothing is sent meanwhile."""
         self._must_wait = False
         """A thread has just read what is needed next: wait for the disk instead of asking again."""
@@ -99,7 +100,7 @@ class Delivery:
 
     def moved(self) -> None:
         """The cursor was moved elsewhere: what was read there is of no use."""
-        self._batch = self._reading = None
+        self._batch = self.reading = None
         self._must_wait = False
 
     # sending
@@ -110,6 +111,10 @@ class Delivery:
         start = cursor.position
         stop_ns = self._topic.broker.monotonic_ns() + PUMP_NS
         can_send = not (channel.paused or channel.hold)
+        if channel.retries.expires:
+            channel.retries.expire_new(stop_ns)
+        if self._unfinished.given_up:
+            channel.dead_letters.write()
         try:
             if can_send and self.ready_clients == 1 and not (self._unfinished.requeued or self._turns):
                 can_send = self._stream(now_ns, stop_ns)
@@ -137,7 +142,7 @@ class Delivery:
         self._channel.checkpoint.is_stale = True
         start = cursor.position
         while client.is_writable and client.in_flight < client.ready_count:
-            if cursor.position >= topic.visible_end or self._reading is not None:
+            if cursor.position >= topic.visible_end or self.reading is not None:
                 return False
             if cursor.position > start and topic.broker.monotonic_ns() > stop_ns:
                 topic.broker.next_turn.add_channel(self._channel)
@@ -145,7 +150,7 @@ class Delivery:
             try:
                 passed = self._send_new(client, client.ready_count - client.in_flight, now_ns)
             except (Cold, OSError) as error:
-                self._cannot_read(error)
+                self.cannot_read(error)
                 return False
             self.counts[client.distance] += passed
         if client.is_queued:
@@ -190,7 +195,7 @@ class Delivery:
         cursor, requeued = self._cursor, self._unfinished.requeued
         wanted = self._share
         while wanted > 0 and (capacity := client.capacity) > 0:
-            if self._reading is not None:
+            if self.reading is not None:
                 return False
             # Requeued and new messages take turns.
             is_requeued = requeued and (self._requeued_next or cursor.position >= self._topic.visible_end)
@@ -199,7 +204,7 @@ class Delivery:
             try:
                 passed = send(client, min(capacity, wanted), now_ns)
             except (Cold, OSError) as error:
-                self._cannot_read(error)
+                self.cannot_read(error)
                 return False
             self._channel.mark_changed()
             if not passed and not requeued:
@@ -217,7 +222,7 @@ class Delivery:
         reach = topic.visible_end
         has_obstacles = topic.log.gaps.ranges or cursor.skips.ranges or cursor.deferred_ahead
         if has_obstacles or batch is None or not batch.base <= cursor.position < batch.end or batch.due_ns:
-            batch = self._find_batch()
+            batch = self.find_batch()
             if batch is None:
                 return 0
             reach = cursor.free_until()
@@ -256,7 +261,7 @@ class Delivery:
             client.send(buffer[start:end])
         return number
 
-    def _find_batch(self) -> Batch | None:
+    def find_batch(self) -> Batch | None:
         """The batch that holds the cursor; None at the end. On the way the cursor steps over gaps
         and deferred messages."""
         cursor, topic, batch = self._cursor, self._topic, self._batch
@@ -312,10 +317,11 @@ class Delivery:
         frames: list[bytes] = []
         before = len(requeued)
         deadline_ns = now_ns + client.msg_timeout_ns
+        expires = channel.retries.expires
         size = 0
         for _ in range(min(limit, len(requeued))):
             try:
-                found = self._find(requeued[0])
+                found = self.find(requeued[0])
             except (Cold, OSError):
                 if frames:
                     break
@@ -323,12 +329,15 @@ class Delivery:
             first, delivered = self._unfinished.take_requeued()
             attempts = (delivered + 1) & 0xFFFF
             if found is None:
-                channel.dropped_count += 1
-                logger.error("%s: message %d is lost to a damaged log", channel, first)
+                channel.lost_to_damage(first)
                 continue
             if client.identity.sample_rate and private_random.randrange(100) > client.identity.sample_rate:
+                self._unfinished.forget(first)
                 continue
             frame, timestamp_ns = found
+            if expires and channel.retries.is_expired(timestamp_ns):
+                channel.retries.expire(first, delivered)
+                continue
             frames.append(frame if attempts == 1 else with_attempts(frame, attempts))
             size += len(frame)
             self.launch(Run(client, first, first + 1, first, now_ns, deadline_ns, attempts, timestamp_ns))
@@ -338,7 +347,7 @@ class Delivery:
         self._send_frames(client, frames)
         return passed
 
-    def _find(self, sequence: int) -> tuple[bytes, int] | None:
+    def find(self, sequence: int) -> tuple[bytes, int] | None:
         """The first-delivery frame of a message and its publish time."""
         carried = self._channel.carried_over.store
         batch = carried.read(sequence) if sequence in carried.kept else None
@@ -356,18 +365,18 @@ class Delivery:
 
     # the disk
 
-    def _cannot_read(self, error: Cold | OSError) -> None:
+    def cannot_read(self, error: Cold | OSError) -> None:
         """The next message cannot be read now. If it is on a disk that would have to be waited for,
         a thread reads it first."""
         broker, channel = self._topic.broker, self._channel
         if not isinstance(error, Cold):
             broker.read_failed(channel, error)
             return
-        cold = self._reading = error
+        cold = self.reading = error
 
         def done() -> None:
-            if self._reading is cold:
-                self._reading = None
+            if self.reading is cold:
+                self.reading = None
                 self._must_wait = True
             broker.next_turn.add_channel(channel)
 
@@ -378,7 +387,7 @@ class Delivery:
     def finish(self, client: Client, spans: list[tuple[int, int]], now_ns: int) -> list[ClientError]:
         """FIN, for spans of ids. Gives an error for each id that is not this client's to finish."""
         in_flight, topic, latency = self._unfinished.in_flight, self._topic, self._channel.latency
-        first_id = topic.first_id
+        first_id, failures = topic.first_id, self._unfinished.failures
         errors = []
         finished = 0
         for message_id, end_id in spans:
@@ -395,6 +404,9 @@ class Delivery:
                     wall_ns = topic.broker.wall_ns()
                     for i in range(sequence, sequence + number):
                         latency.record(wall_ns - run.timestamp_of(i), now_ns)
+                if failures:
+                    for one in range(sequence, sequence + number):
+                        failures.pop(one, None)
                 finished += number
                 sequence += number
         client.finish_count += finished
@@ -412,10 +424,8 @@ class Delivery:
         channel = self._channel
         if sequence < self._topic.given_up_before:
             channel.dropped_count += 1
-        elif timeout_ms > 0:
-            channel.defer(sequence, now_ns + timeout_ms * 1_000_000, run.attempts)
         else:
-            self._unfinished.requeue((sequence,), run.attempts)
+            channel.retries.send_again(run, [sequence], Failure.REQUEUED, now_ns, timeout_ms * 1_000_000)
         channel.requeue_count += 1
         client.requeue_count += 1
         client.in_flight -= 1

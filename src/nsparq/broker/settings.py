@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from nsparq.broker.policy import DeliveryPolicy, parse_policy
 from nsparq.storage.log import Durability, LogSettings
 
 
@@ -21,10 +22,12 @@ class TopicSettings:
     """Bytes that are kept after every channel has passed them."""
     durability: str | None = None
     """When a publish is acknowledged: "os", "fsync" or "memory"."""
+    policy: DeliveryPolicy | None = None
+    """The delivery policy of the channels that have none of their own. There is no flag for it."""
 
-    def changed(self, changes: Mapping[str, object]) -> TopicSettings:
+    def changed(self, changes: Mapping[str, object], topic: str = "") -> TopicSettings:
         """A copy with other values, by name. Raises ValueError with a text for the user."""
-        return replace(self, **{name: _checked(name, value) for name, value in changes.items()})
+        return replace(self, **{name: _checked(name, value, topic) for name, value in changes.items()})
 
     def applied_to(self, flags: LogSettings) -> LogSettings:
         """The settings of the topic's log."""
@@ -39,14 +42,19 @@ class TopicSettings:
 
     def stored(self) -> dict[str, Any]:
         """For the topic's state: the settings that override flags."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        stored = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.policy is not None:
+            stored["policy"] = self.policy.stored()
+        return stored
 
 
-def _checked(name: str, value: Any) -> Any:
+def _checked(name: str, value: Any, topic: str) -> Any:
     if name not in TopicSettings.__slots__:
         raise ValueError(f"there is no setting {name!r}; there are {', '.join(TopicSettings.__slots__)}")
     if value is None:
         return None
+    if name == "policy":
+        return parse_policy(value, topic)
     if name == "durability":
         if value not in [mode.value for mode in Durability]:
             raise ValueError(f'durability must be "os", "fsync", "memory" or null, not {value!r}')

@@ -16,6 +16,7 @@ from nsparq.broker.ephemeral import EphemeralBound
 from nsparq.broker.importer import let_import_count, undo_import
 from nsparq.broker.latency import summarize
 from nsparq.broker.observing import OBSERVED, channel_deleted
+from nsparq.broker.retries import refuse_cycle
 from nsparq.broker.settings import TopicSettings
 from nsparq.broker.topic_checkpoint import TopicCheckpoint
 from nsparq.broker.topic_files import find_topic
@@ -242,6 +243,7 @@ class Topic:
         is_first = not self.channels
         start = self.holds.get(OBSERVED) if start is None else start
         channel = Channel(self, name, self.origin if is_first else self.visible_end)
+        channel.retries.policy_changed()
         held_back = self.held_back
         self.channels[name] = channel
         if start is not None:
@@ -353,18 +355,24 @@ class Topic:
         if self.directory is None:
             raise ValueError(f"{self} is ephemeral: it is not kept on disk, and has no settings for that")
         before = self.settings
-        settings = before.changed(changes)
+        settings = before.changed(changes, self.name)
+        if settings.policy is not None:
+            refuse_cycle(self, settings.policy)
         self.log.change_settings(settings.applied_to(self.broker.log_settings))
         self._apply(settings)
         try:
-            if self.is_synchronous:
-                # Their states must be on disk, too.
+            if self.is_synchronous or settings.policy != before.policy:
+                # Their states must be on disk, too: with a policy they have a position among the
+                # dead letters.
                 for channel in self.channels.values():
                     self.save_channel(channel)
             self.checkpoint.write(sync=True)
         except OSError:
             self.log.change_settings(self._apply(before))
             raise
+        for channel in self.channels.values():
+            channel.retries.policy_changed()
+            self.broker.next_turn.add_channel(channel)
         self.low_fell()
         self.broker.upkeep.note_used(self)
         if self.is_synchronous and self.log.unsynced:
@@ -379,7 +387,7 @@ class Topic:
 
     def _restore_settings(self, stored: Mapping[str, object]) -> None:
         try:
-            self._apply(self.settings.changed(stored))
+            self._apply(self.settings.changed(stored, self.name))
         except ValueError as error:
             logger.error("%s: its settings cannot be understood, the flags apply: %s", self, error)
 

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from nsparq.broker.tagged import count_tagged
 from nsparq.errors import CorruptBatch, NsparqError
-from nsparq.storage.batch import decode_head
 from nsparq.storage.checked_json import read_json, write_json
-from nsparq.storage.log import Durability, Log
+from nsparq.storage.log import Durability
 from nsparq.storage.staging import Chunk, Part
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ OWNER: Final = "owner.json"
 UNKNOWN_OWNER: Final = "\0unknown"
 """Owner of a producer whose owner file is unreadable. It is nobody's identity, so that the first
 one to ask does not become the owner."""
-TAG_SEARCH_SIZE: Final = 4 << 20
 
 
 class AlreadyCommitted(NsparqError):
@@ -293,20 +292,6 @@ class Producer:
         """The first transaction that is decided and not finished."""
         decided = [transaction for transaction in self.open.values() if transaction.decision is not None]
         return min(decided, key=lambda transaction: transaction.sequence, default=None)
-
-
-def count_tagged(log: Log, tag: int, since: int) -> int:
-    """Messages with this tag, from a sequence number on. May wait for the disk."""
-    count, sequence = 0, max(since, log.start)
-    while sequence < log.end:
-        found = log.locate(sequence, TAG_SEARCH_SIZE)
-        data, position = found.read_verified().data, 0
-        while (head := decode_head(data, position)) is not None:
-            if head.tag == tag and head.base >= since:
-                count += head.messages
-            position += head.size
-        sequence = found.next
-    return count
 
 
 def write_record(broker: Broker, path: Path, fields: dict[str, Any], subject: str, *, sync: bool) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from nsparq.broker.tagged import MAX_TAG
 from nsparq.broker.transaction import (
     COMMITTED,
     OWNER,
@@ -53,7 +54,6 @@ FOLDER: Final = "transactions"
 TRASH_SUFFIX: Final = ".deleted"
 MIN_REQUEST: Final = 16 << 10
 """Bytes that a small request counts for: each takes an entry in memory, and each part a file."""
-MAX_TAG: Final = (1 << 16) - 1
 NAME: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Name of a producer or a part."""
 

@@ -1,7 +1,8 @@
 """The messages of a channel that its cursor has passed and that are not finished.
 
 Each is in exactly one place: in flight (sent and not answered), requeued (waiting to be sent
-again), or deferred (not due yet). Messages are named by their sequence numbers.
+again), deferred (not due yet), or given up (about to become a dead letter). Messages are named by
+their sequence numbers.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from nsparq.broker.deferred import Deferred
 from nsparq.broker.inflight import InFlight
+
+if TYPE_CHECKING:
+    from nsparq.broker.dead_letters import GivenUp
 
 
 class Exceptions(NamedTuple):
@@ -25,6 +29,8 @@ class Exceptions(NamedTuple):
     attempts: np.ndarray
     due_ns: np.ndarray
     """Monotonic time; 0 for messages that are not deferred."""
+    failures: np.ndarray
+    """Failed attempts, where a policy counts them."""
 
 
 class Unfinished:
@@ -35,18 +41,24 @@ class Unfinished:
         self.requeued: deque[int] = deque()
         """In the order in which they came back."""
         self.deferred = Deferred()
+        self.given_up: dict[int, GivenUp] = {}
+        self.failures: dict[int, int] = {}
+        """Failed attempts of any of these, where a policy counts them."""
         self._attempts: dict[int, int] = {}
         """Deliveries so far of messages that are requeued or deferred."""
 
     def __iter__(self) -> Iterator[int]:
-        return chain(self.in_flight, self.requeued, self.deferred.due_ns)
+        return chain(self.in_flight, self.requeued, self.deferred.due_ns, self.given_up)
 
     def attempts_of(self, sequence: int) -> int:
         """Deliveries so far of a message that is requeued or deferred."""
         return self._attempts.get(sequence, 0)
 
     def lowest(self) -> int | None:
-        lows = (self.in_flight.lowest(), self.deferred.lowest(), min(self.requeued, default=None))
+        lows = (
+            self.in_flight.lowest(), self.deferred.lowest(),
+            min(self.requeued, default=None), min(self.given_up, default=None),
+        )  # fmt: skip
         return min((low for low in lows if low is not None), default=None)
 
     # changes
@@ -77,24 +89,46 @@ class Unfinished:
         sequence = self.requeued.popleft()
         return sequence, self._attempts.pop(sequence, 0)
 
+    def forget(self, sequence: int) -> None:
+        """A message that was taken out is not sent again."""
+        self.failures.pop(sequence, None)
+
+    def discard(self, sequences: set[int]) -> set[int]:
+        """Drop waiting messages. Gives those that are not among them."""
+        found = sequences & {*self.requeued, *self.deferred.due_ns, *self.given_up}
+        self.requeued = deque(one for one in self.requeued if one not in found)
+        for sequence in found:
+            self.deferred.discard(sequence)
+            self.given_up.pop(sequence, None)
+            self.failures.pop(sequence, None)
+            self._attempts.pop(sequence, None)
+        return sequences - found
+
     def drop_waiting_below(self, limit: int) -> int:
-        """Drop requeued and deferred messages below a sequence number. Gives how many."""
+        """Drop requeued, deferred and given-up messages below a sequence number. Gives how many."""
         dropped = self.deferred.drop_below(limit)
+        for sequence in [one for one in self.given_up if one < limit]:
+            del self.given_up[sequence]
+            dropped.append(sequence)
         if min(self.requeued, default=limit) < limit:
             dropped += [one for one in self.requeued if one < limit]
             self.requeued = deque(one for one in self.requeued if one >= limit)
         for sequence in dropped:
             self._attempts.pop(sequence, None)
+        if self.failures:
+            self.failures = {one: number for one, number in self.failures.items() if one >= limit}
         return len(dropped)
 
     def count_below(self, sequence: int) -> int:
-        waiting = chain(self.requeued, self.deferred.due_ns)
+        waiting = chain(self.requeued, self.deferred.due_ns, self.given_up)
         return self.in_flight.count_below(sequence) + sum(1 for one in waiting if one < sequence)
 
     def clear(self) -> None:
         self.in_flight.clear()
         self.requeued.clear()
         self.deferred.clear()
+        self.given_up.clear()
+        self.failures.clear()
         self._attempts.clear()
 
     # on disk
@@ -104,7 +138,9 @@ class Unfinished:
         thread."""
         singles = self.in_flight.singles.copy()
         longer = [(run.attempts, [*run.unanswered()]) for run in self.in_flight.longer]
-        requeued, attempts = [*self.requeued], self._attempts.copy()
+        requeued, attempts = [*self.requeued, *self.given_up], self._attempts.copy()
+        attempts.update((sequence, one.attempts) for sequence, one in self.given_up.items())
+        failures = self.failures.copy()
         deferred, due_ns = [*self.deferred.due_ns], [*self.deferred.due_ns.values()]
 
         def build() -> Exceptions:
@@ -115,6 +151,8 @@ class Unfinished:
             numbers += [attempts.get(one, 0) for one in waiting]
             due = np.zeros(len(numbers), np.int64)
             due[len(numbers) - len(due_ns) :] = due_ns
-            return Exceptions(np.array(flying + waiting, np.uint64), np.array(numbers, np.uint16), due)
+            sequences = flying + waiting
+            failed = np.array([failures.get(one, 0) for one in sequences] if failures else (), np.uint16)
+            return Exceptions(np.array(sequences, np.uint64), np.array(numbers, np.uint16), due, failed)
 
         return build

@@ -51,6 +51,8 @@ class Upkeep:
         self._aging: set[Topic] = set()
         """Topics with segments that are kept until they reach an age."""
         self._next_age_check_ns = 0
+        self.expiring: set[Channel] = set()
+        """Channels whose messages become too old to be delivered. Each round looks at them."""
         self._retried: set[Channel] = set()
         """Channels whose delivery failed. The next round tries again."""
         self._not_removed: list[tuple[str, Work]] = []
@@ -99,8 +101,9 @@ class Upkeep:
     def forget_channel(self, channel: Channel) -> None:
         """The channel was deleted."""
         self._retried.discard(channel)
+        self.expiring.discard(channel)
         self._next_checkpoint_ns.pop(channel, None)
-        for work in ("read", "checkpoint", "carry"):
+        for work in ("read", "checkpoint", "carry", "dead letters"):
             self._broker.health.set(None, f"{work} {channel}")
 
     # the round
@@ -149,6 +152,9 @@ class Upkeep:
             self._broker.health.set(None, f"read {channel}")
             self._broker.next_turn.add_channel(channel)
         self._retried.clear()
+        for channel in self.expiring:
+            if channel.cursor.ahead:
+                self._broker.next_turn.add_channel(channel)
         not_removed, self._not_removed = self._not_removed, []
         for what, work in not_removed:
             self.remove(what, work)

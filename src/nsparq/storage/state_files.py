@@ -21,6 +21,7 @@ import json
 import logging
 import operator
 import struct
+from base64 import b64decode, b64encode
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -126,10 +127,20 @@ class ChannelState:
     """The only client that may commit: see Channel.claim. Empty for none, and in old files."""
     owned_since_ns: int = 0
     """Wall time of the claim."""
+    policy: dict[str, Any] | None = None
+    """The channel's own delivery policy; None if it has none."""
+    failures: npt.NDArray[np.uint16] = field(default_factory=lambda: np.empty(0, np.uint16))
+    """Failed attempts of the messages in `sequences`; empty if there are none."""
+    letters_topic: str = ""
+    """The dead-letter topic, and the position there before which the channel knows of all its
+    letters. Empty if no policy is in effect."""
+    letters_position: int = 0
 
     def drop_from(self, sequence: int) -> None:
         """Drop the unfinished messages from this sequence number on."""
         kept = self.sequences < np.uint64(sequence)
+        if len(self.failures):
+            self.failures = self.failures[kept]
         self.sequences, self.due_ns, self.attempts = (
             self.sequences[kept], self.due_ns[kept], self.attempts[kept]
         )  # fmt: skip
@@ -146,9 +157,16 @@ class ChannelState:
             fields["skips"] = self.skips
         if self.replay[0]:
             fields["replay"] = self.replay
-        for name in ("carried_before", "incarnation", "channel", "disk_end", "owner", "owned_since_ns"):
+        for name in (
+            "carried_before", "incarnation", "channel", "disk_end", "owner", "owned_since_ns",
+            "letters_topic", "letters_position",
+        ):  # fmt: skip
             if value := getattr(self, name):
                 fields[name] = value
+        if self.policy is not None:
+            fields["policy"] = self.policy
+        if len(self.failures):
+            fields["failures"] = b64encode(self.failures.astype("<u2").tobytes()).decode()
         text = json.dumps(fields).encode()
         body = b"".join(
             (
@@ -233,6 +251,10 @@ def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> Cha
         disk_end=operator.index(fields.get("disk_end", 0)),
         owner=str(fields.get("owner", "")),
         owned_since_ns=operator.index(fields.get("owned_since_ns", 0)),
+        policy=fields.get("policy"),
+        failures=np.frombuffer(b64decode(fields.get("failures", "")), "<u2"),
+        letters_topic=str(fields.get("letters_topic", "")),
+        letters_position=operator.index(fields.get("letters_position", 0)),
     )
 
 

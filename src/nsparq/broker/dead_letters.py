@@ -1,0 +1,205 @@
+"""Dead letters of a channel: messages that its delivery policy has given up.
+
+A dead letter is appended to its topic and the message is finished as one. While the letter is
+being written, the message stays among the unfinished ones. A crash between the two would write the
+letter twice, so each checkpoint of the channel has a position in the dead-letter topic: the channel
+knows of all its letters before that. After a crash nsqd reads the letters from there on, and counts
+their messages as finished.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from nsparq.broker.tagged import DEAD_LETTERS, tagged_bodies
+from nsparq.dead_letter import DeadLetter, as_text
+from nsparq.errors import Exiting, StorageError
+from nsparq.packed import PackedBodies
+from nsparq.storage.segment import Cold
+from nsparq.storage.state_files import ChannelState
+from nsparq.wire.message import FRAME_OVERHEAD, SEQUENCE_BITS
+
+if TYPE_CHECKING:
+    from nsparq.broker.broker import Broker
+    from nsparq.broker.channel import Channel
+    from nsparq.broker.topic import Topic
+
+logger = logging.getLogger(__name__)
+
+MAX_LETTERS: Final = 500
+MAX_BYTES: Final = 1 << 20
+"""Limits on what one channel writes at a time; a larger letter is written alone."""
+
+
+class GivenUp(NamedTuple):
+    """A message that is about to become a dead letter."""
+
+    attempts: int
+    reason: str
+    client: str
+    """Address of the client that had it last."""
+
+
+class DeadLetters:
+    """Writes the dead letters of one channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.count = 0
+        """Dead letters written since the start."""
+        self._writing: dict[int, GivenUp] = {}
+        """Messages whose letters are appended and wait for an fsync."""
+        self._topic: Topic | None = None
+        """The topic of the last letters."""
+        self._start = self._end = 0
+        """Positions there before and after the last letters."""
+        self._holding: set[Topic] = set()
+        """Topics that keep letters for us until a checkpoint has settled them."""
+
+    def add(self, sequence: int, given_up: GivenUp) -> None:
+        """The policy gives a message up."""
+        self._channel.unfinished.given_up[sequence] = given_up
+        self._channel.topic.broker.next_turn.add_channel(self._channel)
+
+    def write(self) -> None:
+        """Append the letters of messages that were given up, and finish the messages."""
+        channel, given_up = self._channel, self._channel.unfinished.given_up
+        broker, policy = channel.topic.broker, channel.retries.policy
+        if self._writing:
+            return
+        if policy is None:
+            # It was removed meanwhile. The messages are sent again.
+            for sequence, one in [*given_up.items()]:
+                del given_up[sequence]
+                channel.unfinished.requeue((sequence,), one.attempts)
+            return
+        letters = self._letters()
+        if not letters:
+            return
+        name = policy.dead_letter_topic(channel.topic.name)
+        source = f"dead letters {channel}"
+        try:
+            topic = self._find_topic(name)
+            topic.publishing.flush()
+            start = topic.log.end
+            topic.publishing.append_tagged(PackedBodies.of(letters.values()), 0, DEAD_LETTERS)
+        except (StorageError, Exiting, OSError) as error:
+            broker.health.set(f"{channel}: cannot write dead letters to {name}: {error}", source)
+            broker.upkeep.retry(channel)
+            return
+        self._writing = {sequence: given_up[sequence] for sequence in letters}
+        self._topic, self._start, self._end = topic, start, topic.log.end
+        self._holding.add(topic)
+        topic.holds.setdefault(self, start)
+        topic.publishing.when_committed(lambda error: self._written(name, error))
+
+    def _letters(self) -> dict[int, bytes]:
+        """The next letters to write, by sequence number."""
+        channel, unfinished = self._channel, self._channel.unfinished
+        broker = channel.topic.broker
+        letters: dict[int, bytes] = {}
+        size = 0
+        for sequence, given_up in islice([*unfinished.given_up.items()], MAX_LETTERS):
+            try:
+                found = channel.delivery.find(sequence)
+            except (Cold, OSError) as error:
+                if not letters:
+                    channel.delivery.cannot_read(error)
+                break
+            if found is None:
+                channel.lost_to_damage(sequence)
+                del unfinished.given_up[sequence]
+                continue
+            frame, timestamp_ns = found
+            letter = DeadLetter(
+                topic=channel.topic.name,
+                channel=channel.name,
+                id=f"{channel.topic.first_id + sequence:016x}",
+                timestamp_ns=timestamp_ns,
+                attempts=given_up.attempts,
+                error=given_up.reason,
+                client=given_up.client,
+                given_up_ns=broker.wall_ns(),
+                **as_text(frame[FRAME_OVERHEAD:]),
+            ).to_json()
+            size += len(letter)
+            if letters and size > MAX_BYTES:
+                break
+            letters[sequence] = letter
+        return letters
+
+    def _find_topic(self, name: str) -> Topic:
+        """The dead-letter topic. A new one is as durable as the channel's own."""
+        broker, durability = self._channel.topic.broker, self._channel.topic.settings.durability
+        is_new = name not in broker.topics
+        topic = broker.get_topic(name)
+        if is_new and durability is not None:
+            topic.change_settings({"durability": durability})
+        return topic
+
+    def _written(self, name: str, error: Exception | None) -> None:
+        channel, broker = self._channel, self._channel.topic.broker
+        written, self._writing = self._writing, {}
+        source = f"dead letters {channel}"
+        if error is not None:
+            # The letters may be there or not. Write them again: twice is better than never.
+            broker.health.set(f"{channel}: cannot write dead letters to {name}: {error}", source)
+            broker.upkeep.retry(channel)
+            return
+        broker.health.set(None, source)
+        given_up, failures = channel.unfinished.given_up, channel.unfinished.failures
+        for sequence, one in written.items():
+            # A seek may have begun the message anew meanwhile.
+            if given_up.get(sequence) is one:
+                del given_up[sequence]
+                failures.pop(sequence, None)
+        self.count += len(written)
+        channel.mark_changed()
+        if given_up or channel.retries.expires:
+            broker.next_turn.add_channel(channel)
+
+    # checkpoints
+
+    def note_position(self, state: ChannelState) -> None:
+        """Note in a state of the channel up to where it knows of its letters."""
+        policy, broker = self._channel.retries.policy, self._channel.topic.broker
+        if self._writing and self._topic is not None:
+            state.letters_topic, state.letters_position = self._topic.name, self._start
+        elif policy is not None:
+            state.letters_topic = policy.dead_letter_topic(self._channel.topic.name)
+            topic = broker.topics.get(state.letters_topic)
+            state.letters_position = topic.log.end if topic is not None else 0
+
+    def state_written(self, state: ChannelState) -> None:
+        """A state is on disk: the dead-letter topic need not keep what lies before its position."""
+        for topic in [*self._holding]:
+            is_named = topic.name == state.letters_topic
+            if is_named and state.letters_position < self._end:
+                topic.holds[self] = max(topic.holds[self], state.letters_position)
+            elif is_named or topic is not self._topic:
+                self._holding.remove(topic)
+                del topic.holds[self]
+
+
+def settle(broker: Broker) -> None:
+    """After a crash: finish the messages whose dead letters were written. The topics must be
+    loaded."""
+    channels: dict[str, list[Channel]] = defaultdict(list)
+    for topic in broker.topics.values():
+        for channel in topic.channels.values():
+            name, _ = channel.checkpoint.letters_seen
+            if name in broker.topics:
+                channels[name].append(channel)
+    for name, some in channels.items():
+        since = min(channel.checkpoint.letters_seen[1] for channel in some)
+        written: dict[tuple[str, str], set[int]] = defaultdict(set)
+        for body in tagged_bodies(broker.topics[name].log, DEAD_LETTERS, since):
+            letter = json.loads(body)
+            sequence = int(letter["id"], 16) & ((1 << SEQUENCE_BITS) - 1)
+            written[letter["topic"], letter["channel"]].add(sequence)
+        for channel in some:
+            channel.finish_settled(written[channel.topic.name, channel.name])

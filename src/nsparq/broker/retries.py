@@ -1,0 +1,139 @@
+"""A channel's delivery policy at work: after a failed attempt, a message is sent again at once,
+sent again later, or given up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from nsparq.broker.dead_letters import GivenUp
+from nsparq.broker.inflight import Run
+from nsparq.broker.policy import DeliveryPolicy, Failure, parse_policy
+from nsparq.storage.segment import Cold
+
+if TYPE_CHECKING:
+    from nsparq.broker.channel import Channel
+    from nsparq.broker.topic import Topic
+
+logger = logging.getLogger(__name__)
+
+MAX_EXPIRED: Final = 1000
+"""Expired messages that wait to become dead letters at a time."""
+
+
+class Retries:
+    """Decides about the failed attempts of one channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.own_policy: DeliveryPolicy | None = None
+        """The channel's own policy; None if the topic's applies."""
+        self.expired_count = 0
+        """Messages that were dropped because of their age."""
+
+        self.expires = False
+        """Whether messages become too old to be delivered."""
+
+    @property
+    def policy(self) -> DeliveryPolicy | None:
+        """The policy in effect."""
+        return self.own_policy or self._channel.topic.settings.policy
+
+    def policy_changed(self) -> None:
+        """The channel or its topic has got another policy, or none."""
+        policy, upkeep = self.policy, self._channel.topic.broker.upkeep
+        self.expires = policy is not None and policy.expire_after > 0
+        if self.expires:
+            upkeep.expiring.add(self._channel)
+        else:
+            upkeep.expiring.discard(self._channel)
+
+    def send_again(
+        self, run: Run, sequences: list[int], failure: Failure, now_ns: int, delay_ns: int = 0
+    ) -> None:
+        """Attempts have ended badly. `delay_ns` is the delay that the client asked for."""
+        channel, policy = self._channel, self.policy
+        if policy is None or not policy.counts(failure):
+            if not delay_ns:
+                channel.unfinished.requeue(sequences, run.attempts)
+            for sequence in sequences if delay_ns else ():
+                channel.defer(sequence, now_ns + delay_ns, run.attempts)
+            return
+        failures = channel.unfinished.failures
+        at_once = []
+        for sequence in sequences:
+            number = failures[sequence] = failures.get(sequence, 0) + 1
+            if self.are_used_up(number):
+                channel.dead_letters.add(sequence, GivenUp(run.attempts, failure.value, run.client.address))
+            elif wait_ns := delay_ns or policy.delay_ns(number):
+                channel.defer(sequence, now_ns + wait_ns, run.attempts)
+            else:
+                at_once.append(sequence)
+        channel.unfinished.requeue(at_once, run.attempts)
+
+    def are_used_up(self, failures: int) -> bool:
+        """Whether a message with so many failed attempts is to be given up."""
+        policy = self.policy
+        return policy is not None and 0 < policy.max_attempts <= failures
+
+    def is_expired(self, timestamp_ns: int) -> bool:
+        """Whether a message with this publish time is too old to be delivered."""
+        policy = self.policy
+        if policy is None or not policy.expire_after:
+            return False
+        return timestamp_ns < self._channel.topic.broker.age_ns() - policy.expire_after * 1e9
+
+    def expire(self, sequence: int, attempts: int) -> None:
+        """A message of the channel is too old. No other part of the channel has it any more."""
+        channel, policy = self._channel, self.policy
+        assert policy is not None
+        if policy.expired == "drop":
+            self.expired_count += 1
+            channel.unfinished.failures.pop(sequence, None)
+        else:
+            channel.dead_letters.add(sequence, GivenUp(attempts, "expired", ""))
+
+    def expire_new(self, stop_ns: int) -> None:
+        """Take messages at the cursor that are too old out of delivery, until `stop_ns` at most."""
+        channel, cursor, delivery = self._channel, self._channel.cursor, self._channel.delivery
+        try:
+            while len(channel.unfinished.given_up) < MAX_EXPIRED and delivery.reading is None:
+                batch = delivery.find_batch()
+                if batch is None or not self.is_expired(batch.timestamp_of(cursor.position - batch.base)):
+                    return
+                cursor.position += 1
+                self.expire(cursor.position - 1, 0)
+                channel.mark_changed()
+                if channel.topic.broker.monotonic_ns() > stop_ns:
+                    channel.topic.broker.next_turn.add_channel(channel)
+                    return
+        except (Cold, OSError) as error:
+            delivery.cannot_read(error)
+
+    # on disk
+
+    def stored(self) -> dict[str, Any] | None:
+        return None if self.own_policy is None else self.own_policy.stored()
+
+    def restore(self, stored: Mapping[str, object] | None) -> None:
+        try:
+            self.own_policy = None if stored is None else parse_policy(stored, self._channel.topic.name)
+        except ValueError as error:
+            logger.error("%s: its policy cannot be understood and is not applied: %s", self._channel, error)
+        self.policy_changed()
+
+
+def refuse_cycle(topic: Topic, policy: DeliveryPolicy) -> None:
+    """Raises ValueError if dead letters of the topic would come back to it."""
+    reached = [policy.dead_letter_topic(topic.name)]
+    for name in reached:
+        if name == topic.name:
+            raise ValueError(f"dead letters of {topic} would come back to it")
+        found = topic.broker.topics.get(name)
+        if found is None:
+            continue
+        policies = [found.settings.policy, *(one.retries.own_policy for one in found.channels.values())]
+        following = {one.dead_letter_topic(name) for one in policies if one is not None}
+        reached += [one for one in following if one not in reached]

@@ -1,0 +1,46 @@
+"""Tags in a log: they tell after a crash what nsqd had already appended for somebody.
+
+Batches of a transaction carry the transaction's tag, and batches of dead letters carry
+DEAD_LETTERS. Batches of ordinary publishes have the tag 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from nsparq.storage.batch import Head, data_range, decode_head, decode_lengths
+from nsparq.storage.log import Log
+
+SEARCH_SIZE: Final = 1 << 20
+"""Bytes of a log that are searched at a time."""
+DEAD_LETTERS: Final = (1 << 16) - 1
+MAX_TAG: Final = DEAD_LETTERS - 1
+"""Transactions have tags from 1 to this."""
+
+
+def count_tagged(log: Log, tag: int, since: int) -> int:
+    """Messages with this tag, from a sequence number on. May wait for the disk."""
+    return sum(head.messages for head, _, _ in _iter_tagged(log, tag, since))
+
+
+def tagged_bodies(log: Log, tag: int, since: int) -> Iterator[bytes]:
+    """Bodies of the messages with this tag, from a sequence number on. May wait for the disk."""
+    for head, data, position in _iter_tagged(log, tag, since):
+        start, _ = data_range(head, position)
+        for length in decode_lengths(head, data, position):
+            yield bytes(data[start : start + length])
+            start += length
+
+
+def _iter_tagged(log: Log, tag: int, since: int) -> Iterator[tuple[Head, bytes | memoryview, int]]:
+    """Batches: header, the bytes that hold it, and its position there."""
+    sequence = max(since, log.start)
+    while sequence < log.end:
+        found = log.locate(sequence, SEARCH_SIZE)
+        data, position = found.read_verified().data, 0
+        while (head := decode_head(data, position)) is not None:
+            if head.tag == tag and head.base >= since:
+                yield head, data, position
+            position += head.size
+        sequence = found.next

@@ -1,0 +1,411 @@
+"""Delivery policies: attempts, delays, dead letters and expiry, over restarts and crashes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nsparq.broker.policy import DeliveryPolicy, Failure, parse_policy
+from tests.broker.rig import SECOND, FakeClient, Later, Rig
+
+MakeRig = Callable[..., Rig]
+
+
+def set_policy(rig: Rig, channel: str = "c", topic: str = "t", **values: Any) -> None:
+    rig.channel(channel, topic).change_policy(parse_policy(values, topic))
+
+
+def letters(rig: Rig, topic: str = "t.dead") -> list[dict[str, Any]]:
+    """All dead letters in a topic, in order."""
+    log = rig.topic(topic).log
+    found = []
+    sequence = log.start
+    while (batch := log.read(sequence, wait=True)) is not None:
+        found += [json.loads(body) for body in batch.bodies()]
+        sequence = batch.end
+    return found
+
+
+def fail(rig: Rig, client: FakeClient, times: int, body: bytes = b"poison") -> None:
+    """Requeue each delivery of one message, so many times."""
+    for _ in range(times):
+        (message,) = client.take()
+        assert message.body == body
+        rig.requeue(client, message)
+
+
+# values
+
+
+def test_the_default_is_below_the_limits_of_client_libraries():
+    policy = parse_policy({}, "t")
+    assert policy == DeliveryPolicy()
+    assert (policy.max_attempts, policy.dead_letter_topic("t")) == (4, "t.dead")
+    assert policy.stored() == {}
+
+
+def test_what_is_stored_can_be_read_again():
+    values = {"max_attempts": 7, "retry_delay": 1.5, "dead_letters": "x", "expired": "drop"}
+    assert parse_policy(values, "t").stored() == values
+    assert parse_policy(parse_policy(values, "t").stored(), "t") == parse_policy(values, "t")
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([], "a policy must be an object"),
+        ({"attempts": 3}, "a policy has no 'attempts'; it has max_attempts, count"),
+        ({"max_attempts": -1}, "max_attempts must be a whole number from 0 to 65535, not -1"),
+        ({"max_attempts": True}, "max_attempts must be"),
+        ({"max_attempts": 2.0}, "max_attempts must be"),
+        ({"count": "all"}, "count must be 'failures' or 'deliveries', not 'all'"),
+        ({"expired": None}, "expired must be 'dead_letters' or 'drop', not None"),
+        ({"retry_delay": "1s"}, "retry_delay must be a number from 0 to"),
+        ({"retry_delay": float("nan")}, "retry_delay must be"),
+        ({"retry_factor": 0.5}, "retry_factor must be a number from 1 to 1000"),
+        ({"retry_jitter": 1.5}, "retry_jitter must be a number from 0 to 1"),
+        ({"retry_delay": 400}, "max_retry_delay must not be smaller than retry_delay"),
+        ({"dead_letters": "not a name"}, "dead_letters must be the name of a topic, not 'not a name'"),
+        ({"dead_letters": 5}, "dead_letters must be the name of a topic, not 5"),
+        ({"dead_letters": "x#ephemeral"}, "dead_letters must not be an ephemeral topic"),
+    ],
+)
+def test_wrong_values_are_refused_with_a_reason(values: object, text: str):
+    with pytest.raises(ValueError) as caught:
+        parse_policy(values, "t")
+    assert text in str(caught.value)
+
+
+def test_a_default_name_that_is_too_long_is_refused():
+    with pytest.raises(ValueError, match="dead_letters must be the name of a topic"):
+        parse_policy({}, "t" * 64)
+
+
+def test_delays_grow_up_to_the_longest():
+    policy = parse_policy({"retry_delay": 1, "max_retry_delay": 5, "retry_jitter": 0}, "t")
+    assert [policy.delay_ns(n) / SECOND for n in (1, 2, 3, 4, 60_000)] == [1, 2, 4, 5, 5]
+    assert parse_policy({}, "t").delay_ns(9) == 0
+
+
+def test_jitter_spreads_delays():
+    policy = parse_policy({"retry_delay": 10, "retry_jitter": 0.5}, "t")
+    delays = {policy.delay_ns(1) for _ in range(100)}
+    assert len(delays) > 50
+    assert all(5 * SECOND <= delay <= 15 * SECOND for delay in delays)
+
+
+def test_a_client_that_disconnects_counts_only_among_deliveries():
+    assert not parse_policy({}, "t").counts(Failure.DISCONNECTED)
+    assert parse_policy({"count": "deliveries"}, "t").counts(Failure.DISCONNECTED)
+
+
+# attempts
+
+
+def test_without_a_policy_a_message_is_sent_for_ever(rig: Rig):
+    client = rig.subscribe(rdy=1)
+    rig.publish("t", b"poison")
+    fail(rig, client, 20)
+    assert client.take()[0].attempts == 21
+    assert [*rig.broker.topics] == ["t"]
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 4])
+def test_a_message_becomes_a_dead_letter_when_its_last_attempt_ends(rig: Rig, attempts: int):
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, max_attempts=attempts)
+    rig.publish("t", b"poison")
+    (first,) = client.messages
+    fail(rig, client, attempts)
+    assert client.take() == [], "not one delivery more"
+    (letter,) = letters(rig)
+    assert letter == {
+        "topic": "t",
+        "channel": "c",
+        "id": f"{first.id:016x}",
+        "timestamp_ns": first.timestamp_ns,
+        "attempts": attempts,
+        "error": "requeued",
+        "text": "poison",
+        "base64": None,
+        "client": "127.0.0.1:1",
+        "given_up_ns": rig.clock.wall(),
+    }
+    stats = rig.channel().stats(False, rig.clock())
+    assert (stats["depth"], stats["in_flight_count"], stats["deferred_count"]) == (0, 0, 0)
+    assert stats["dead_letter_count"] == 1
+
+
+def test_a_message_that_is_finished_in_time_leaves_nothing(rig: Rig):
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, max_attempts=3)
+    rig.publish("t", b"poison")
+    fail(rig, client, 2)
+    rig.finish(client, *client.take())
+    assert "t.dead" not in rig.broker.topics
+    assert rig.channel().unfinished.failures == {}
+
+
+def test_timeouts_count(rig: Rig):
+    client = rig.subscribe(rdy=1, msg_timeout_ms=1000)
+    set_policy(rig, max_attempts=2)
+    rig.publish("t", b"slow")
+    for _ in range(2):
+        assert client.take_bodies() == [b"slow"]
+        rig.pass_time(1.1)
+    assert client.take() == []
+    assert [(one["error"], one["attempts"]) for one in letters(rig)] == [("timed out", 2)]
+
+
+@pytest.mark.parametrize(("count", "is_dead"), [("failures", False), ("deliveries", True)])
+def test_clients_that_go_away(rig: Rig, count: str, is_dead: bool):
+    set_policy(rig, max_attempts=2, count=count)
+    rig.publish("t", b"m")
+    for _ in range(2):
+        client = rig.subscribe(rdy=1)
+        assert client.take_bodies() == [b"m"]
+        rig.disconnect(client)
+    assert rig.subscribe(rdy=1).take_bodies() == ([] if is_dead else [b"m"])
+    if is_dead:
+        assert [one["error"] for one in letters(rig)] == ["disconnected"]
+
+
+def test_other_messages_are_not_disturbed(rig: Rig):
+    client = rig.subscribe(rdy=3)
+    set_policy(rig, max_attempts=3)
+    bodies = [b"poison-%d" % n if n % 10 == 0 else b"good-%d" % n for n in range(100)]
+    rig.publish("t", *bodies)
+    seen: Counter[bytes] = Counter()
+    while messages := client.take():
+        for message in messages:
+            seen[message.body] += 1
+            if message.body.startswith(b"poison"):
+                rig.requeue(client, message)
+            else:
+                rig.finish(client, message)
+    assert seen == {body: 3 if body.startswith(b"poison") else 1 for body in bodies}
+    assert sorted(one["text"] for one in letters(rig)) == sorted(f"poison-{n}" for n in range(0, 100, 10))
+
+
+def test_a_delay_of_the_client_wins_over_that_of_the_policy(rig: Rig):
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, retry_delay=10, retry_jitter=0)
+    rig.publish("t", b"m")
+    rig.requeue(client, *client.take(), timeout_ms=2000)
+    rig.pass_time(2.1)
+    rig.requeue(client, *client.take())
+    # The second failure: twice the delay.
+    rig.pass_time(19.8)
+    assert client.take() == []
+    rig.pass_time(0.3)
+    assert client.take_bodies() == [b"m"]
+
+
+# whose policy
+
+
+def test_the_channel_wins_over_the_topic(rig: Rig):
+    own, other = rig.subscribe(channel="own", rdy=1), rig.subscribe(channel="other", rdy=1)
+    rig.topic().change_settings({"policy": {"max_attempts": 1, "dead_letters": "of-topic"}})
+    set_policy(rig, "own", max_attempts=2, dead_letters="of-channel")
+    rig.publish("t", b"poison")
+    fail(rig, other, 1)
+    fail(rig, own, 2)
+    assert own.take() == other.take() == []
+    assert [one["channel"] for one in letters(rig, "of-topic")] == ["other"]
+    assert [one["channel"] for one in letters(rig, "of-channel")] == ["own"]
+
+
+def test_dead_letters_have_no_policy_of_their_own(rig: Rig):
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, max_attempts=1)
+    rig.publish("t", b"poison")
+    fail(rig, client, 1)
+    reader = rig.subscribe("t.dead", rdy=1)
+    for attempt in range(1, 10):
+        (message,) = reader.take()
+        assert message.attempts == attempt
+        rig.requeue(reader, message)
+
+
+def test_a_cycle_of_dead_letters_is_refused(rig: Rig):
+    rig.topic("a").change_settings({"policy": {"dead_letters": "b"}})
+    set_policy(rig, "c", "b", dead_letters="t")
+    for change in (
+        lambda: rig.topic().change_settings({"policy": {"dead_letters": "a"}}),
+        lambda: set_policy(rig, dead_letters="b"),
+        lambda: set_policy(rig, dead_letters="t"),
+    ):
+        with pytest.raises(ValueError, match="dead letters of t would come back to it"):
+            change()
+    assert rig.topic().settings.policy is rig.channel().retries.policy is None
+
+
+def test_a_policy_that_is_removed_lets_messages_go_on(rig: Rig):
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, max_attempts=2)
+    rig.publish("t", b"poison")
+    fail(rig, client, 1)
+    rig.channel().change_policy(None)
+    fail(rig, client, 5)
+    assert client.take_bodies() == [b"poison"]
+
+
+# expiry
+
+
+def test_messages_that_are_too_old_are_not_delivered(rig: Rig):
+    set_policy(rig, expire_after=60)
+    rig.publish("t", b"old")
+    rig.pass_time(50)
+    rig.publish("t", b"young")
+    rig.pass_time(11)
+    client = rig.subscribe(rdy=10)
+    assert client.take_bodies() == [b"young"]
+    assert [(one["error"], one["text"], one["attempts"]) for one in letters(rig)] == [("expired", "old", 0)]
+
+
+def test_expired_messages_can_be_dropped_and_are_counted(rig: Rig):
+    set_policy(rig, expire_after=60, expired="drop")
+    rig.publish("t", *[b"%d" % n for n in range(2500)])
+    rig.pass_time(61)
+    rig.maintain()
+    rig.turn()
+    stats = rig.channel().stats(False, rig.clock())
+    assert (stats["depth"], stats["expired_count"], stats["dead_letter_count"]) == (0, 2500, 0)
+    assert "t.dead" not in rig.broker.topics
+
+
+def test_messages_expire_without_any_consumer(rig: Rig):
+    set_policy(rig, expire_after=60)
+    rig.publish("t", *[b"%d" % n for n in range(2500)])
+    rig.pass_time(61)
+    rig.maintain()
+    while rig.broker.next_turn._channels:
+        rig.turn()
+    assert rig.channel().depth == 0
+    assert [one["text"] for one in letters(rig)] == [str(n) for n in range(2500)]
+
+
+def test_a_requeued_message_expires(rig: Rig):
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, expire_after=60, max_attempts=0)
+    rig.publish("t", b"m")
+    rig.requeue(client, *client.take(), timeout_ms=70_000)
+    rig.pass_time(71)
+    assert client.take() == []
+    assert [(one["error"], one["attempts"]) for one in letters(rig)] == [("expired", 1)]
+
+
+# restarts
+
+
+def test_policies_survive_a_restart(rig: Rig):
+    set_policy(rig, max_attempts=2, dead_letters="x")
+    rig.topic().change_settings({"policy": {"max_attempts": 9}})
+    for begin in (rig.crash, rig.restart):
+        begin()
+        assert rig.channel().retries.policy == parse_policy({"max_attempts": 2, "dead_letters": "x"}, "t")
+        assert rig.topic().settings.policy == parse_policy({"max_attempts": 9}, "t")
+
+
+def test_failed_attempts_survive_a_restart(rig: Rig):
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, max_attempts=3)
+    rig.publish("t", b"poison")
+    fail(rig, client, 2)
+    assert len(client.take()) == 1
+    rig.restart()
+    client = rig.subscribe(rdy=1)
+    # A stop of nsqd is not a failure of the attempt that was under way.
+    fail(rig, client, 1)
+    assert client.take() == []
+    assert len(letters(rig)) == 1
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False], ids=["checkpoint", "no checkpoint"])
+@pytest.mark.parametrize("with_others", [True, False], ids=["others", "alone"])
+def test_a_crash_after_the_letter_writes_no_second_one(rig: Rig, has_checkpoint: bool, with_others: bool):
+    client = rig.subscribe(rdy=10)
+    set_policy(rig, max_attempts=2)
+    rig.maintain()
+    rig.publish("t", b"poison", *([b"good"] if with_others else []))
+    rig.requeue(client, client.take()[0])
+    if has_checkpoint:
+        rig.maintain()
+    rig.requeue(client, client.take()[-1])
+    assert len(letters(rig)) == 1
+    rig.crash()
+    client = rig.subscribe(rdy=10)
+    assert client.take_bodies() == [b"good"] * with_others
+    rig.pass_time(1)
+    rig.maintain()
+    rig.turn()
+    assert len(letters(rig)) == 1
+
+
+def test_a_replayed_message_may_become_a_dead_letter_again(make_rig: MakeRig):
+    rig = make_rig(retention_age=1000)
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, max_attempts=1)
+    rig.publish("t", b"poison")
+    fail(rig, client, 1)
+    rig.channel().seek(0)
+    rig.crash()
+    client = rig.subscribe(rdy=1)
+    fail(rig, client, 1)
+    assert len(letters(rig)) == 2
+
+
+def test_a_letter_that_cannot_be_written_keeps_its_message(rig: Rig):
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, max_attempts=1)
+    rig.publish("t", b"poison")
+    rig.topic("t.dead")
+    rig.files.fail("write", ".log")
+    fail(rig, client, 1)
+    assert "cannot write dead letters to t.dead" in rig.broker.health.errors["dead letters t:c"]
+    assert len([*rig.channel().unfinished]) == 1
+    rig.files.heal()
+    rig.maintain()
+    rig.turn()
+    assert rig.broker.health.error is None
+    assert len(letters(rig)) == 1
+    assert [*rig.channel().unfinished] == []
+
+
+def test_with_fsync_the_message_stays_until_the_letter_is_on_disk(make_rig: MakeRig):
+    later = Later()
+    rig = make_rig(background=later, durability="fsync")
+    client = rig.subscribe(rdy=1)
+    later.run_all()
+    set_policy(rig, max_attempts=1)
+    rig.publish("t", b"poison")
+    later.run_all()
+    rig.turn()
+    fail(rig, client, 1)
+    assert len([*rig.channel().unfinished]) == 1
+    later.run_all()
+    assert [*rig.channel().unfinished] == []
+    assert len(letters(rig)) == 1
+
+
+def test_the_dead_letter_topic_keeps_what_a_crash_needs(make_rig: MakeRig):
+    rig = make_rig(max_bytes_per_file=2000)
+    client, reader = rig.subscribe(rdy=1), rig.subscribe("t.dead", rdy=100)
+    set_policy(rig, max_attempts=1)
+    rig.maintain()
+    for n in range(50):
+        rig.publish("t", b"%d" % n)
+        fail(rig, client, 1, b"%d" % n)
+        rig.finish(reader, *reader.take())
+    before = len(letters(rig))
+    rig.topic("t.dead").log.trim(rig.topic("t.dead").low(), 0)
+    assert len(letters(rig)) == before == 50
+    rig.maintain()
+    rig.topic("t.dead").log.trim(rig.topic("t.dead").low(), 0)
+    assert len(letters(rig)) < 50, "a checkpoint has settled them"
