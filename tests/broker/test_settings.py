@@ -53,7 +53,10 @@ def test_only_named_settings_change_and_none_means_the_flag():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"retention": 5}, "no setting 'retention'; there are retention_age, retention_bytes, durability"),
+        (
+            {"retention": 5},
+            "no setting 'retention'; there are retention_age, retention_bytes, ",
+        ),
         ({"changed": 5}, "no setting"),
         ({"durability": "disk"}, 'durability must be "os", "fsync", "memory" or null, not \'disk\''),
         ({"durability": ["os"]}, "durability must be"),

@@ -829,17 +829,17 @@ def settings(broker: BrokerThread, topic: str) -> Any:
 def test_the_flags_apply_until_a_topic_has_its_own_settings(tmp_path: Path) -> None:
     with BrokerThread(tmp_path, retention_age=7.5, durability="fsync") as broker:
         broker.control("create", "t")
-        nothing = dict.fromkeys(("retention_age", "retention_bytes", "durability"))
-        flags = {"retention_age": 7.5, "retention_bytes": 0, "durability": "fsync"}
+        nothing = dict.fromkeys(("retention_age", "retention_bytes", "durability", "policy"))
+        flags = {"retention_age": 7.5, "retention_bytes": 0, "durability": "fsync", "policy": None}
         assert settings(broker, "t") == {**nothing, "effective": flags}
-        own = {"retention_age": 86_400.0, "retention_bytes": 1000, "durability": "memory"}
+        own = {"retention_age": 86_400.0, "retention_bytes": 1000, "durability": "memory", "policy": None}
         answer = change(broker, "t", {**own, "retention_age": "24h"}).expect_json()
         assert answer == settings(broker, "t") == {**own, "effective": own}
         # Only named settings change. Null restores the flag.
         assert change(broker, "t", {"durability": None}).status == 200
         assert change(broker, "t", {"retention_age": 3}).status == 200
         assert change(broker, "t", {}).status == 200
-        wanted = {"retention_age": 3.0, "retention_bytes": 1000, "durability": None}
+        wanted = {"retention_age": 3.0, "retention_bytes": 1000, "durability": None, "policy": None}
         expected = {**wanted, "effective": {**wanted, "durability": "fsync"}}
         assert settings(broker, "t") == expected
         broker.restart()
@@ -853,7 +853,8 @@ def test_an_ephemeral_topic_has_no_own_settings(broker: BrokerThread, topic: str
     name = f"{topic}%23ephemeral"
     broker.control("create", f"{topic}#ephemeral")
     found = broker.request("GET", f"/topic/settings?topic={name}").expect_json()
-    assert found["effective"] == {"retention_age": 0.0, "retention_bytes": 0, "durability": "memory"}
+    none = {"retention_age": 0.0, "retention_bytes": 0, "durability": "memory", "policy": None}
+    assert found["effective"] == none
     answer = change(broker, name, {"durability": "os"})
     assert (answer.status, answer.json()["message"]) == (400, "INVALID_SETTINGS")
     assert "ephemeral" in answer.json()["reason"]
@@ -934,6 +935,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "GET /topic/peek": {},
     "GET /topic/settings": {},
     "PUT /topic/settings": {},
+    "GET /channel/settings": {},
+    "PUT /channel/settings": {},
     "POST /channel/seek": {"to": "end"},
     "POST /channel/commit": {"sequence": 0},
     "POST /channel/release": {},
@@ -961,6 +964,7 @@ WRONG: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("GET /topic/read", "INVALID_ARG_VERIFY"): [{"verify": text} for text in ("yes", "", "TRUE")],
     ("GET /topic/read", "LOG_DAMAGED"): [],  # see the test of a truncated file
     ("PUT /topic/settings", "INVALID_SETTINGS"): [{}],
+    ("PUT /channel/settings", "INVALID_SETTINGS"): [{}],
     ("POST /channel/seek", "MISSING_ARG_TARGET"): [
         {"to": MISSING},
         {"to": "end", "sequence": 0},

@@ -70,6 +70,8 @@ CHANNEL = {
     "nsqd_channel_requeued_messages": ("counter", "requeue_count"),
     "nsqd_channel_timed_out_messages": ("counter", "timeout_count"),
     "nsqd_channel_dropped_messages": ("counter", "dropped_count"),
+    "nsqd_channel_dead_letters": ("counter", "dead_letter_count"),
+    "nsqd_channel_expired_messages": ("counter", "expired_count"),
     "nsqd_channel_clients": ("gauge", "client_count"),
     "nsqd_channel_paused": ("gauge", "paused"),
 }

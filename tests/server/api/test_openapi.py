@@ -66,6 +66,7 @@ def nsqd_schema() -> Any:
     return load(
         NSQD,
         "/channel/seek",  # exactly one of three parameters
+        "/channel/settings",  # a delay that is not longer than the longest one
         "/config/{key}",  # a value that fits its key
         "/mpub",  # as many messages as the count says
         "/topic/settings",  # not for an ephemeral topic

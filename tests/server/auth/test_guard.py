@@ -6,6 +6,7 @@ The commands and endpoints to try are read from the code, so that no new one is 
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -78,6 +79,7 @@ NEEDED = {"from": "0", "sequence": "0", "to": "end", "seconds": "0.01", "produce
 BODIES = {
     "/config/{key}": b"info",
     "/topic/settings": b"{}",
+    "/channel/settings": b'{"policy": null}',
     "/pub": b"x",
     "/mpub": b"x",
     "/transaction/stage": b"\0\0\0\1\0\0\0\1x",
@@ -635,3 +637,18 @@ def test_a_bad_file_at_reload_changes_nothing(tmp_path: Path) -> None:
         connection.pub("t", b"x")
         assert broker.request("GET", "/ping", headers=bearer("only-read")).status == 200
         assert_needs_secret(broker.request("GET", "/ping"))
+
+
+@pytest.mark.parametrize("kind", ["topic", "channel"])
+def test_a_policy_needs_the_permission_for_its_dead_letters(
+    broker: BrokerThread, topics: None, kind: str
+) -> None:
+    """Otherwise anybody could write to any topic, by way of a message that fails."""
+
+    def change(who: str, **policy: str) -> Answer:
+        body = json.dumps({"policy": policy}).encode()
+        return broker.request("PUT", f"/{kind}/settings?topic={MINE}&channel={MINE}", body, bearer(who))
+
+    change("owner", dead_letters=THEIRS).expect_error(403, "UNAUTHORIZED")
+    change("owner").expect_error(403, "UNAUTHORIZED")
+    assert change("everything", dead_letters=THEIRS).status == 200

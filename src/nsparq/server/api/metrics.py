@@ -44,6 +44,8 @@ _CHANNEL: Final = {
     "requeued_messages_total": ("counter", "messages requeued by clients", "requeue_count"),
     "timed_out_messages_total": ("counter", "messages that timed out", "timeout_count"),
     "dropped_messages_total": ("counter", "messages dropped", "dropped_count"),
+    "dead_letters_total": ("counter", "messages given up by the policy", "dead_letter_count"),
+    "expired_messages_total": ("counter", "messages dropped because of their age", "expired_count"),
     "clients": ("gauge", "connected consumers", "client_count"),
     "paused": ("gauge", "1 while paused", "paused"),
 }

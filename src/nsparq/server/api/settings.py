@@ -1,4 +1,4 @@
-"""GET and PUT /topic/settings: a topic's own retention and durability."""
+"""Settings of a topic (retention, durability, delivery policy) and of a channel (delivery policy)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+from nsparq.broker.policy import parse_policy
 from nsparq.flags import parse_duration
 from nsparq.http.api import ApiError, Endpoint, Request, Result
-from nsparq.server.api.parameters import TOPIC, TOPIC_ERRORS, find_topic, obj
+from nsparq.server.api.parameters import (
+    CHANNEL,
+    CHANNEL_ERRORS,
+    TOPIC,
+    TOPIC_ERRORS,
+    find_channel,
+    find_topic,
+    obj,
+)
 
 if TYPE_CHECKING:
+    from nsparq.broker.channel import Channel
     from nsparq.broker.topic import Topic
     from nsparq.server.daemon import Nsqd
 
@@ -19,8 +29,32 @@ _SETTINGS: Final = obj(
         "retention_age": {"type": ["number", "null"]},
         "retention_bytes": {"type": ["integer", "null"]},
         "durability": {"type": ["string", "null"]},
+        "policy": {"type": ["object", "null"]},
         "effective": {"type": "object"},
     }
+)
+_CHANNEL_SETTINGS: Final = obj(
+    {"policy": {"type": ["object", "null"]}, "effective": obj({"policy": {"type": ["object", "null"]}})}
+)
+_POLICY: Final = {
+    "type": ["object", "null"],
+    "properties": {
+        "max_attempts": {"type": "integer", "minimum": 0, "maximum": 65_535},
+        "count": {"enum": ["failures", "deliveries"]},
+        "retry_delay": {"type": "number", "minimum": 0},
+        "retry_factor": {"type": "number", "minimum": 1},
+        "max_retry_delay": {"type": "number", "minimum": 0},
+        "retry_jitter": {"type": "number", "minimum": 0, "maximum": 1},
+        "dead_letters": {"type": "string"},
+        "expire_after": {"type": "number", "minimum": 0},
+        "expired": {"enum": ["dead_letters", "drop"]},
+    },
+    "additionalProperties": False,
+}
+_POLICY_HELP: Final = (
+    "`policy` is an object with any of `max_attempts`, `count`, `retry_delay`, `retry_factor`, "
+    "`max_retry_delay`, `retry_jitter`, `dead_letters`, `expire_after`, `expired`; see Delivery policies. "
+    "It needs the permission for the topic of the dead letters, too."
 )
 _CHANGES: Final = {
     "type": "object",
@@ -33,7 +67,14 @@ _CHANGES: Final = {
         },
         "retention_bytes": {"type": ["integer", "null"], "minimum": 0},
         "durability": {"enum": ["os", "fsync", "memory", None]},
+        "policy": _POLICY,
     },
+    "additionalProperties": False,
+}
+_CHANNEL_CHANGES: Final = {
+    "type": "object",
+    "properties": {"policy": _POLICY},
+    "required": ["policy"],
     "additionalProperties": False,
 }
 
@@ -41,6 +82,17 @@ _CHANGES: Final = {
 class SettingsApi:
     def __init__(self, nsqd: Nsqd) -> None:
         self._nsqd = nsqd
+
+    def topics(self, request: Request) -> list[str]:
+        """For the guard: the topic and, with a policy, the topic of its dead letters."""
+        topic = request.parameters.get("topic", "")
+        try:
+            policy = _read_object(request).get("policy")
+            letters = parse_policy(policy, topic).dead_letter_topic(topic) if policy is not None else ""
+        except (ValueError, OverflowError, RecursionError):
+            # The handler refuses it.
+            letters = ""
+        return [topic, letters] if letters else [topic]
 
     @Endpoint(
         method="GET",
@@ -60,12 +112,14 @@ class SettingsApi:
         path="/topic/settings",
         summary="Change a topic's settings. A restart keeps them.",
         details="A JSON object with any of `retention_age` (seconds, or a duration such as `24h`), "
-        "`retention_bytes`, `durability` (`os`, `fsync`, `memory`). Null restores the daemon's flag.",
+        "`retention_bytes`, `durability` (`os`, `fsync`, `memory`) and `policy`. Null restores the daemon's "
+        f"flag; there is none for a policy. {_POLICY_HELP}",
         params=(TOPIC,),
         permission="admin",
         body_help="a JSON object",
         body_type="application/json",
         body_schema=_CHANGES,
+        topics=topics,
         max_body=64 << 10,
         success="the settings, and those in effect",
         success_schema=_SETTINGS,
@@ -74,9 +128,7 @@ class SettingsApi:
     async def change(self, request: Request) -> Result:
         topic = find_topic(self._nsqd.broker, request)
         try:
-            wanted = json.loads(request.body)
-            if not isinstance(wanted, dict):
-                raise ValueError("not an object")
+            wanted = _read_object(request)
             age = wanted.get("retention_age")
             if isinstance(age, str):
                 wanted["retention_age"] = _parse_age(age)
@@ -86,6 +138,56 @@ class SettingsApi:
         changed = _settings_of(topic)
         await self._nsqd.durable(topic)
         return changed
+
+    @Endpoint(
+        method="GET",
+        path="/channel/settings",
+        summary="Get a channel's own delivery policy, and the one in effect.",
+        params=(TOPIC, CHANNEL),
+        permission="read",
+        success="the policy; null if the channel has none of its own, or none is in effect",
+        success_schema=_CHANNEL_SETTINGS,
+        errors=CHANNEL_ERRORS,
+    )
+    def read_channel(self, request: Request) -> Result:
+        return _settings_of_channel(find_channel(self._nsqd.broker, request))
+
+    @Endpoint(
+        method="PUT",
+        path="/channel/settings",
+        summary="Change a channel's own delivery policy. A restart keeps it.",
+        details=f"A JSON object with `policy`. Null removes it: then the topic's applies. {_POLICY_HELP}",
+        params=(TOPIC, CHANNEL),
+        permission="admin",
+        body_help="a JSON object",
+        body_type="application/json",
+        body_schema=_CHANNEL_CHANGES,
+        topics=topics,
+        max_body=64 << 10,
+        success="the policy, and the one in effect",
+        success_schema=_CHANNEL_SETTINGS,
+        errors=(*CHANNEL_ERRORS, (400, "INVALID_SETTINGS")),
+    )
+    async def change_channel(self, request: Request) -> Result:
+        channel = find_channel(self._nsqd.broker, request)
+        try:
+            wanted = _read_object(request)
+            if wanted.keys() != {"policy"}:
+                raise ValueError("a channel has one setting, policy")
+            policy = wanted["policy"]
+            channel.change_policy(None if policy is None else parse_policy(policy, channel.topic.name))
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise ApiError(400, "INVALID_SETTINGS", reason=str(error)) from error
+        changed = _settings_of_channel(channel)
+        await self._nsqd.durable(channel.topic)
+        return changed
+
+
+def _read_object(request: Request) -> dict[str, Any]:
+    wanted = json.loads(request.body)
+    if not isinstance(wanted, dict):
+        raise ValueError("not an object")
+    return wanted
 
 
 def _parse_age(text: str) -> float:
@@ -102,8 +204,17 @@ def _settings_of(topic: Topic) -> dict[str, Any]:
         "retention_age": options.retention_age,
         "retention_bytes": options.retention_bytes,
         "durability": options.durability,
+        "policy": None,
     }
     if topic.is_ephemeral:
-        flags = {"retention_age": 0.0, "retention_bytes": 0, "durability": "memory"}
+        flags |= {"retention_age": 0.0, "retention_bytes": 0, "durability": "memory"}
     effective = {name: flags[name] if value is None else value for name, value in own.items()}
     return {**own, "effective": effective}
+
+
+def _settings_of_channel(channel: Channel) -> dict[str, Any]:
+    own, effective = (
+        None if policy is None else dataclasses.asdict(policy)
+        for policy in (channel.retries.own_policy, channel.retries.policy)
+    )
+    return {"policy": own, "effective": {"policy": effective}}

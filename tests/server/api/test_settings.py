@@ -1,0 +1,106 @@
+"""Delivery policies over HTTP and TCP: set, shown, kept, refused, and applied to clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+from nsparq.broker.policy import DeliveryPolicy
+from tests.support import Answer, BrokerThread, unique_name
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[BrokerThread]:
+    with BrokerThread() as broker:
+        yield broker
+
+
+@pytest.fixture
+def topic(broker: BrokerThread) -> str:
+    name = unique_name("topic")
+    broker.control("create", name, "c")
+    return name
+
+
+def change(broker: BrokerThread, kind: str, body: Any, **names: str) -> Answer:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return broker.request("PUT", f"/{kind}/settings?{urlencode(names)}", data)
+
+
+def shown(broker: BrokerThread, **names: str) -> Any:
+    return broker.request("GET", f"/channel/settings?{urlencode(names)}").expect_json()
+
+
+def test_a_channel_shows_its_own_policy_and_the_one_in_effect(tmp_path: Path) -> None:
+    default = {name: getattr(DeliveryPolicy(), name) for name in DeliveryPolicy.__slots__}
+    with BrokerThread(tmp_path) as broker:
+        broker.control("create", "t", "c")
+        assert shown(broker, topic="t", channel="c") == {"policy": None, "effective": {"policy": None}}
+        change(broker, "topic", {"policy": {"max_attempts": 9}}, topic="t").expect_json()
+        of_topic = {**default, "max_attempts": 9}
+        assert shown(broker, topic="t", channel="c") == {"policy": None, "effective": {"policy": of_topic}}
+        own = {**default, "expire_after": 60}
+        answer = change(broker, "channel", {"policy": {"expire_after": 60}}, topic="t", channel="c")
+        assert answer.expect_json() == {"policy": own, "effective": {"policy": own}}
+        broker.restart()
+        assert shown(broker, topic="t", channel="c") == {"policy": own, "effective": {"policy": own}}
+        change(broker, "channel", {"policy": None}, topic="t", channel="c").expect_json()
+        assert shown(broker, topic="t", channel="c")["effective"]["policy"] == of_topic
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"{", "Expecting"),
+        ([], "not an object"),
+        ({}, "a channel has one setting, policy"),
+        ({"policy": {}, "durability": "os"}, "a channel has one setting, policy"),
+        ({"policy": 5}, "a policy must be an object"),
+        ({"policy": {"max_attempts": "3"}}, "max_attempts must be a whole number"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_wrong_policy_is_refused_with_the_reason(
+    broker: BrokerThread, topic: str, body: Any, reason: str
+) -> None:
+    answer = change(broker, "channel", body, topic=topic, channel="c")
+    assert (answer.status, answer.json()["message"]) == (400, "INVALID_SETTINGS")
+    assert reason in answer.json()["reason"]
+    assert shown(broker, topic=topic, channel="c")["policy"] is None
+
+
+def test_a_policy_needs_an_existing_channel(broker: BrokerThread, topic: str) -> None:
+    answer = change(broker, "channel", {"policy": {}}, topic=topic, channel="other")
+    assert (answer.status, answer.json()["message"]) == (404, "CHANNEL_NOT_FOUND")
+
+
+def test_a_plain_client_sees_a_poison_message_as_often_as_the_policy_says(
+    broker: BrokerThread, topic: str
+) -> None:
+    change(broker, "channel", {"policy": {"max_attempts": 3}}, topic=topic, channel="c").expect_json()
+    with broker.connect() as consumer:
+        consumer.sub(topic, "c", rdy=1)
+        broker.publish(topic, b"poison", b"good")
+        seen = []
+        while len(seen) < 4:
+            message = consumer.read_message()
+            seen.append((message.body, message.attempts))
+            if message.body == b"poison":
+                consumer.req(message.id)
+            else:
+                consumer.fin(message.id)
+        consumer.barrier()
+    assert sorted(seen) == [(b"good", 1), (b"poison", 1), (b"poison", 2), (b"poison", 3)]
+    stats = broker.channel_stats(topic, "c")
+    assert (stats["depth"], stats["dead_letter_count"]) == (0, 1)
+    with broker.connect() as reader:
+        reader.sub(f"{topic}.dead", "report", rdy=1)
+        letter = json.loads(reader.read_message().body)
+    assert (letter["topic"], letter["channel"], letter["text"]) == (topic, "c", "poison")
+    metrics = broker.request("GET", "/metrics").body.decode()
+    assert f'nsqd_channel_dead_letters_total{{topic="{topic}",channel="c"}} 1' in metrics
