@@ -77,6 +77,14 @@ class ClientError(ProtocolError):
     fatal = False
 
 
+class AnswerFailed(ClientError):
+    """FIN, REQ or TOUCH of a message that the client does not have."""
+
+    def __init__(self, verb: str, message_id: int, *, is_in_flight: bool) -> None:
+        reason = "client does not own message" if is_in_flight else "ID not in flight"
+        super().__init__(f"E_{verb}_FAILED", f"{verb} {message_id:016x} failed {reason}")
+
+
 class FatalClientError(ProtocolError):
     """The connection is closed."""
 

@@ -48,8 +48,6 @@ UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 Background = Callable[[Work, Work], None]
 """Runs the first in a thread, then the second in the broker's thread."""
-
-
 Announce = Callable[[str, str, str], None]
 """Called with REGISTER or UNREGISTER, the topic, and the channel or nothing, when one comes or
 goes."""

@@ -1,8 +1,7 @@
 """Sending a channel's messages to its clients, and taking the clients' answers: FIN, REQ, TOUCH.
 
-Messages are spread evenly over the clients that are ready, in rounds. Where one client is ready and
-nothing was requeued, which is how most channels are most of the time, that client gets everything
-new.
+Messages are spread evenly over the clients that are ready, in rounds. Mostly one client is ready and
+nothing was requeued. Then that client gets everything new.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from nsparq.broker.client import Client
 from nsparq.broker.inflight import Run
 from nsparq.broker.policy import Failure
-from nsparq.errors import ClientError
+from nsparq.errors import AnswerFailed, ClientError
 from nsparq.private_random import private_random
 from nsparq.storage.batch import Batch
 from nsparq.storage.segment import Cold
@@ -169,7 +168,6 @@ class Delivery:
             self._share = max(1, depth // len(ready)) if ready else 0
         while self._turns and ready:
             if clock() > stop_ns:
-                # The round goes on with the same shares in the next turn.
                 self._topic.broker.next_turn.add_channel(channel)
                 return False
             self._turns -= 1
@@ -186,7 +184,7 @@ class Delivery:
                     client.is_queued = False
                     self.ready_clients -= 1
         self._turns = 0
-        # A round without any progress is the last one, whatever the depth says.
+        # A round without progress is the last one, whatever the depth says.
         has_moved = before != (cursor.position, len(requeued), len(ready))
         return has_moved and self.ready_clients > 0 and channel.depth > 0
 
@@ -197,7 +195,6 @@ class Delivery:
         while wanted > 0 and (capacity := client.capacity) > 0:
             if self.reading is not None:
                 return False
-            # Requeued and new messages take turns.
             is_requeued = requeued and (self._requeued_next or cursor.position >= self._topic.visible_end)
             self._requeued_next = not is_requeued
             send = self._send_again if is_requeued else self._send_new
@@ -388,15 +385,14 @@ class Delivery:
         """FIN, for spans of ids. Gives an error for each id that is not this client's to finish."""
         in_flight, topic, latency = self._unfinished.in_flight, self._topic, self._channel.latency
         first_id, failures = topic.first_id, self._unfinished.failures
-        errors = []
+        errors: list[ClientError] = []
         finished = 0
         for message_id, end_id in spans:
             sequence, end = message_id - first_id, end_id - first_id
             while sequence < end:
                 run = in_flight.singles.get(sequence) or in_flight.find(sequence)
                 if run is None or run.client is not client:
-                    reason = "ID not in flight" if run is None else "client does not own message"
-                    errors.append(_failed("FIN", first_id + sequence, reason))
+                    errors.append(AnswerFailed("FIN", first_id + sequence, is_in_flight=run is not None))
                     sequence += 1
                     continue
                 number = in_flight.answer(run, sequence, end - sequence)
@@ -449,12 +445,6 @@ class Delivery:
         """The client's delivery that holds the message, and the message's sequence number."""
         sequence = message_id - self._topic.first_id
         run = self._unfinished.in_flight.find(sequence)
-        if run is None:
-            raise _failed(verb, message_id, "ID not in flight")
-        if run.client is not client:
-            raise _failed(verb, message_id, "client does not own message")
+        if run is None or run.client is not client:
+            raise AnswerFailed(verb, message_id, is_in_flight=run is not None)
         return run, sequence
-
-
-def _failed(verb: str, message_id: int, reason: str) -> ClientError:
-    return ClientError(f"E_{verb}_FAILED", f"{verb} {message_id:016x} failed {reason}")

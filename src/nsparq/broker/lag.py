@@ -85,7 +85,7 @@ class Lag:
     def _in_memory(self, sequence: int) -> Batch | None:
         channel = self._channel
         log, carried = channel.topic.log, channel.carried_over.store
-        if sequence in carried:
+        if sequence in carried.kept:
             return carried.read(sequence) if isinstance(carried, CarriedInMemory) else None
         # With clients, delivery reads the same next, and without waiting for the disk.
         if sequence >= log.memory_start or channel.clients:

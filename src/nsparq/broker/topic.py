@@ -9,7 +9,7 @@ import logging
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from nsparq.broker.channel import Channel
 from nsparq.broker.ephemeral import EphemeralBound
@@ -25,7 +25,7 @@ from nsparq.errors import Exiting
 from nsparq.names import is_ephemeral
 from nsparq.storage.batch import mark_of
 from nsparq.storage.disk_log import DiskLog
-from nsparq.storage.log import Durability, Log, LogSettings
+from nsparq.storage.log import Durability, Log, LogSettings, TopicPositions
 from nsparq.storage.memory_log import MemoryLog
 from nsparq.storage.metadata import TopicEntry
 from nsparq.storage.state_files import ChannelState
@@ -37,25 +37,6 @@ logger = logging.getLogger(__name__)
 
 DISCOVERY = "discovery"
 """The hold on the messages of a new topic, for channels that nsqlookupd may know of."""
-
-
-class TopicPositions(NamedTuple):
-    """The extent of a topic's log."""
-
-    incarnation: str
-    """Names the log: a topic deleted and created again has another, and its numbers mean other
-    messages."""
-    earliest: int
-    """The first sequence number that can be read."""
-    latest: int
-    """The sequence number of the next message."""
-    first_ns: int
-    """When the earliest message was published; 0 if there is none."""
-    last_ns: int
-    """The latest publish time; 0 if there is no message."""
-    messages: int
-    size_bytes: int
-    """On disk."""
 
 
 class Topic:

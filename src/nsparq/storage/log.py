@@ -56,6 +56,25 @@ class LogPositions(NamedTuple):
     """The latest publish time; 0 if there is no message."""
 
 
+class TopicPositions(NamedTuple):
+    """The extent of a topic's log."""
+
+    incarnation: str
+    """Names the log: a topic deleted and created again has another, and its numbers mean other
+    messages."""
+    earliest: int
+    """The first sequence number that can be read."""
+    latest: int
+    """The sequence number of the next message."""
+    first_ns: int
+    """When the earliest message was published; 0 if there is none."""
+    last_ns: int
+    """The latest publish time; 0 if there is no message."""
+    messages: int
+    size_bytes: int
+    """On disk."""
+
+
 class Log(Protocol):
     """What both kinds of log do."""
 
