@@ -41,6 +41,7 @@ class DeadLetter:
         return base64.b64decode(self.base64) if self.base64 is not None else (self.text or "").encode()
 
     def to_json(self) -> bytes:
+        """The message in the dead-letter topic."""
         text = json.dumps(asdict(self), ensure_ascii=False)
         # A lone surrogate is valid in JSON but not in UTF-8: it stays an escape.
         return text.encode(errors="backslashreplace")

@@ -83,13 +83,14 @@ def test_installing_the_client_installs_nothing_else() -> None:
 
 @pytest.mark.parametrize("tool", [table.program for table in TABLES])
 def test_the_tools_need_nothing_else_either(tool: str) -> None:
+    module, *command = tool.split()
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({HEAVY}))
-from nsparq.tools import {tool}
-sys.exit({tool}.main(["--version"]))
+from nsparq.tools import {"main" if command else module} as tool
+sys.exit(tool.main({command or ["--version"]} + ["--help"] * {len(command)}))
 """
-    assert run(code).startswith(f"{tool} v")
+    assert run(code).startswith(f"Usage: {tool}" if command else f"{tool} v")
 
 
 def test_every_public_name_exists() -> None:

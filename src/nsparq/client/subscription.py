@@ -14,7 +14,6 @@ message becomes a dead letter. So does a message whose last attempt has failed.
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import os
 import signal
@@ -22,7 +21,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, TypeVar
 
@@ -38,6 +36,7 @@ from nsparq.client.errors import PublishFailed
 from nsparq.client.message import Message, Requeue
 from nsparq.client.payloads.decode import DecodeFailed
 from nsparq.client.payloads.encode import encode_payload
+from nsparq.dead_letter import DeadLetter, as_text
 
 __all__ = ["DeadLetter", "DecodeFailed", "Subscription", "Subscriptions"]
 
@@ -53,49 +52,6 @@ _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 class GivenUp(Exception):
     """The error in a dead letter whose attempts were used up without a failure in this process."""
-
-
-@dataclass(frozen=True)
-class DeadLetter:
-    """Published to a dead-letter topic, as JSON. As a dataclass, it can be a handler's payload."""
-
-    topic: str
-    channel: str
-    id: str
-    """Message id, 16 hex digits."""
-    timestamp_ns: int
-    """When the message was published."""
-    attempts: int
-    error: str
-    """Name and text of the exception."""
-    text: str | None = None
-    """The body, if it is UTF-8."""
-    base64: str | None = None
-    """The body, if it is not."""
-
-    @classmethod
-    def of(cls, topic: str, channel: str, message: Message, error: Exception) -> DeadLetter:
-        """The dead letter for a message that a channel gives up because of an error."""
-        text, encoded = None, None
-        try:
-            text = message.body.decode()
-        except UnicodeDecodeError:
-            encoded = base64.b64encode(message.body).decode()
-        return cls(
-            topic=topic,
-            channel=channel,
-            id=message.id.decode(),
-            timestamp_ns=message.timestamp_ns,
-            attempts=message.attempts,
-            error=f"{type(error).__name__}: {error}"[:MAX_ERROR],
-            text=text,
-            base64=encoded,
-        )
-
-    @property
-    def body(self) -> bytes:
-        """The original body of the message."""
-        return base64.b64decode(self.base64) if self.base64 is not None else (self.text or "").encode()
 
 
 class Subscriptions:
@@ -409,7 +365,7 @@ class Subscription:
         """If this fails, the message is requeued."""
         hook = self._dead_letter
         if isinstance(hook, str):
-            letter = DeadLetter.of(self.topic, self.channel, message, error)
+            letter = _letter_of(self.topic, self.channel, message, error)
             await self._owner.publish_letter(hook, letter, message.address)
         elif hook is not None:
             await self._call(hook, message, error)
@@ -417,3 +373,16 @@ class Subscription:
 
     def __str__(self) -> str:
         return f"{self.topic}/{self.channel}"
+
+
+def _letter_of(topic: str, channel: str, message: Message, error: Exception) -> DeadLetter:
+    """The dead letter for a message that a channel gives up because of an error."""
+    return DeadLetter(
+        topic=topic,
+        channel=channel,
+        id=message.id.decode(),
+        timestamp_ns=message.timestamp_ns,
+        attempts=message.attempts,
+        error=f"{type(error).__name__}: {error}"[:MAX_ERROR],
+        **as_text(message.body),
+    )
