@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 NSQJS := tests/conformance/nsqjs
 FIND_CHROMIUM := for name in $$NSPARQ_TEST_CHROMIUM chromium chromium-browser google-chrome; do command -v $$name && break; done >/dev/null
 # What tests need besides Python packages.
-PROGRAMS := $(addprefix $(VENV)/.,nsqjs chromium prometheus)
+PROGRAMS := $(addprefix $(VENV)/.,nsqjs chromium shells prometheus)
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 UP_ARGS ?=
@@ -170,7 +170,12 @@ $(VENV)/.chromium: $(VENV)/.installed
 	@$(FIND_CHROMIUM) || .ci/install-packages chromium fonts-dejavu-core || test "$$CI" != true
 	@if $(FIND_CHROMIUM); then touch $@; fi
 
+# And for the shells whose completion is tested. One package after the other: apt has a lock.
+$(VENV)/.shells: $(VENV)/.installed | $(VENV)/.chromium
+	@command -v zsh >/dev/null && command -v fish >/dev/null || .ci/install-packages zsh fish || test "$$CI" != true
+	@if command -v zsh >/dev/null && command -v fish >/dev/null; then touch $@; fi
+
 # And for Prometheus with promtool. Only the programs: an installed package would start the service.
-$(VENV)/.prometheus: $(VENV)/.installed
+$(VENV)/.prometheus: $(VENV)/.installed | $(VENV)/.shells
 	@command -v promtool >/dev/null || .ci/unpack-package prometheus $(abspath $(VENV))/prometheus && touch $@ \
 	  || test "$$CI" != true
