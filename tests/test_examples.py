@@ -440,7 +440,8 @@ def test_django(
 
 def examples() -> list[str]:
     # tests/pipeline/test_examples.py has those of Spark.
-    of_spark = ("pipelines/", "declarative/", "tutorial_spark/", "notebook_spark.py")
+    # tests/integrations/test_taskiq.py has that of taskiq.
+    of_spark = ("pipelines/", "declarative/", "tutorial_spark/", "notebook_spark.py", "taskiq/")
     names = (str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py"))
     return sorted(name for name in names if not name.startswith(of_spark))
 

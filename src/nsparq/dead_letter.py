@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 __all__ = ["DeadLetter"]
 
@@ -47,7 +48,7 @@ class DeadLetter:
         return text.encode(errors="backslashreplace")
 
 
-def as_text(body: bytes) -> dict[str, str]:
+def as_text(body: bytes) -> dict[str, Any]:
     """The body as one of the fields `text` and `base64`."""
     try:
         return {"text": body.decode()}

@@ -3,6 +3,7 @@
 NsparqError
 ├── ProtocolError        has a wire code and a text for the client
 │   ├── ClientError      answered; the connection stays open: E_FIN_FAILED, E_REQ_FAILED, …
+│   │   └── AnswerFailed FIN, REQ or TOUCH of a message that the client does not have
 │   └── FatalClientError answered; then the connection closes: every other code
 ├── Exiting              the topic or channel is being deleted, or the daemon stops
 ├── SubscribeRefused     the channel takes no more clients; answered, then the connection closes

@@ -434,7 +434,8 @@ def test_a_message_is_kept_until_its_dead_letter_is_published(broker: Broker, to
 
     with FaultProxy(broker.tcp_address) as proxy:
         asyncio.run(main(proxy))
-    assert [letter.body for letter in letters(broker, topic)] == [BAD]
+    # A letter whose answer comes too late is published again.
+    assert {letter.body for letter in letters(broker, topic)} == {BAD}
 
 
 # handlers that fail

@@ -170,7 +170,7 @@ def _unfinished(rig: Rig, owner: Owner) -> set[bytes]:
 
 
 def _read(rig: Rig, owner: Owner, sequence: int) -> bytes:
-    found = rig.channel(owner[1], owner[0]).delivery._find(sequence)
+    found = rig.channel(owner[1], owner[0]).delivery.find(sequence)
     assert found is not None
     return found[0][34:]
 

@@ -46,7 +46,10 @@ class Terminal:
             start_new_session=True,
             # Shells need it for job control.
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-            env=environment(TERM="xterm-256color", **(variables or {})),
+            # The size of our own terminal may be in the environment.
+            env=environment(
+                TERM="xterm-256color", LINES=str(rows), COLUMNS=str(columns), **(variables or {})
+            ),
         )
         os.close(terminal)
         self._written = b""

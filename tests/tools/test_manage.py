@@ -108,6 +108,7 @@ def test_settings_are_shown_and_changed(nsparq: Run, broker: TestBroker, topic: 
     done = nsparq("settings", topic, "--retention-age=default", "--json")
     (node,) = json.loads(done.out)["nodes"]
     assert (node["retention_age"], node["retention_bytes"], node["durability"]) == (None, 10 << 30, "fsync")
-    assert node["effective"] == {"retention_age": 0.0, "retention_bytes": 10 << 30, "durability": "fsync"}
+    effective = {"retention_age": 0.0, "retention_bytes": 10 << 30, "durability": "fsync", "policy": None}
+    assert node["effective"] == effective
     for flag in ("--retention-age=x", "--retention-bytes=1x", "--durability=none"):
         assert nsparq("settings", topic, flag).status == 2

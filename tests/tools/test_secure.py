@@ -79,7 +79,7 @@ def test_figures_are_shown_with_the_secret(guarded: BrokerThread) -> None:
     arguments += (f"--nsqd-http-address={http(guarded)}",)
     done = run_tool("nsq_stat", *arguments, NSQ_SECRET=SECRET, SSL_CERT_FILE=CA)
     assert (done.status, done.err) == (0, "")
-    assert done.out.splitlines()[2].split() == b"0 0 | 0 0 0 0 0 | 0 0 0 0".split()
+    assert done.out.splitlines()[2].split() == b"0 0 | 0 0 0 0 0 | 0 0 0 0 | 0s 0s".split()
     done = run_tool("nsq_stat", *arguments, SSL_CERT_FILE=CA)
     assert (done.status, done.err.rstrip().endswith("status 401: set NSQ_SECRET")) == (1, True)
     done = run_tool("nsq_stat", *arguments, NSQ_SECRET="wrong", SSL_CERT_FILE=CA)

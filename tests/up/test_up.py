@@ -118,7 +118,7 @@ def test_ports_in_use_are_refused_before_anything_is_started(
         ("--port-base=x", "must be a port"),
         ("--admin-port=65536", "must be a port"),
         ("--stop-timeout=soon", "must be a duration such as 15s"),
-        ("--nsqds=2", "unrecognized arguments"),
+        ("--nsqds=2", "there is no flag --nsqds; did you mean --nsqd?"),
     ],
 )
 def test_a_wrong_command_line_has_status_2(

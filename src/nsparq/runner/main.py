@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def _read(argv: Sequence[str]) -> tuple[Plan, str]:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nsparq run",
         description=DESCRIPTION,
@@ -80,7 +80,11 @@ def _read(argv: Sequence[str]) -> tuple[Plan, str]:
     add(
         "--log-level", choices=[*logs.LEVELS], default="info", help="lowest level that is shown (%(default)s)"
     )
-    found = parser.parse_args(argv)
+    return parser
+
+
+def _read(argv: Sequence[str]) -> tuple[Plan, str]:
+    found = make_parser().parse_args(argv)
     plan = Plan(
         target=found.target,
         workers=found.workers,

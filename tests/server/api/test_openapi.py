@@ -69,6 +69,7 @@ def nsqd_schema() -> Any:
         "/channel/settings",  # a delay that is not longer than the longest one
         "/config/{key}",  # a value that fits its key
         "/mpub",  # as many messages as the count says
+        "/topic/peek",  # at most one of three parameters
         "/topic/settings",  # not for an ephemeral topic
         "/transaction/stage",  # as for /mpub
         "/transaction/prepare",  # parts that were staged

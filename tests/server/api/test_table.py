@@ -46,7 +46,8 @@ def test_the_checked_in_page_is_what_the_source_generates(page: str) -> None:
 def test_every_page_is_made_by_make_docs() -> None:
     makefile = (REFERENCE.parents[1] / "Makefile").read_text(encoding="utf-8")
     made = re.findall(r"-m (\S+) (--\w+) > docs/reference/(\S+)", makefile)
-    assert {page for _, _, page in made} == {path.name for path in REFERENCE.iterdir()}
+    # The site makes the Python API from docstrings.
+    assert {page for _, _, page in made} | {"api.md"} == {path.name for path in REFERENCE.iterdir()}
     assert {page: (module, form) for module, form, page in made if page in PAGES} == PAGES
 
 
