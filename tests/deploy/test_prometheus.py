@@ -205,7 +205,8 @@ class Trouble:
         self.nsqd.publish("growing", b"a")
         self.nsqd.publish("lonely", b"a")
         self._requeueing.req(self._requeueing.read_message().id)
-        self.nsqd.call(lambda broker: time.sleep(0.5))
+        # Longer than nsqd waits between two looks at its own lag: each look then finds 0.4 s and more.
+        self.nsqd.call(lambda broker: time.sleep(0.9))
         self.pipelines["failing"].failures += 1
         self.pipelines["behind"].lag = (self.pipelines["behind"].lag or 0) + 1
         self.pipelines["undecodable"].undecodable += 1
