@@ -21,6 +21,10 @@ DEFERRED: Final = "deferred"
 DEFER_MS: Final = 600
 REQUEUED: Final = MULTI[3]
 TOUCHED: Final = MULTI[4]
+POISON: Final = MULTI[5]
+POISON_ATTEMPTS: Final = 3
+"""The delivery policy of our nsqd gives the message up then. NSQ's has none: there the client finishes
+it at the next attempt."""
 KEPT: Final = tuple(f"kept-{i}" for i in range(20))
 AFTER: Final = "after"
 
@@ -41,6 +45,7 @@ class Scenario:
         self.address = f"{self.host}:{self.port}"
         self.finished: set[str] = set()
         self.held: set[str] = set()
+        self.poison_attempts = 0
         self.kept_acknowledged = False
         # Set when the test reports on stdin that the broker was killed and restarted.
         self.restarted = threading.Event()
@@ -71,7 +76,8 @@ class Scenario:
         """One of finish, requeue, touch (and finish later), hold (no answer)."""
         text = body.decode()
         self.report("message", body=text, attempts=attempts)
-        if text == REQUEUED and attempts == 1:
+        if (text == REQUEUED and attempts == 1) or (text == POISON and attempts <= POISON_ATTEMPTS):
+            self.poison_attempts = max(self.poison_attempts, attempts if text == POISON else 0)
             return "requeue"
         if text == TOUCHED and attempts == 1:
             return "touch"
@@ -87,7 +93,8 @@ class Scenario:
 
     @property
     def worked(self) -> bool:
-        return self.finished >= {SINGLE, DEFERRED, *MULTI}
+        is_poison_tried = self.poison_attempts == POISON_ATTEMPTS
+        return self.finished >= {SINGLE, DEFERRED, *MULTI} - {POISON} and is_poison_tried
 
     @property
     def recovered(self) -> bool:

@@ -120,6 +120,7 @@ def drivers(broker: BrokerProcess) -> Iterator[dict[str, Driver]]:
     try:
         for name, command in COMMANDS.items():
             if command:
+                set_policy(broker, f"clients_{name}")
                 started[name] = Driver(name, command, (host, port))
         for driver in started.values():
             driver.await_event("holding", deadline - DEADLINE / 2)
@@ -135,6 +136,13 @@ def drivers(broker: BrokerProcess) -> Iterator[dict[str, Driver]]:
     finally:
         for driver in started.values():
             driver.close()
+
+
+def set_policy(broker: BrokerProcess, topic: str) -> None:
+    broker.control("create", topic, scenario.CHANNEL)
+    if not broker.is_reference:
+        policy = json.dumps({"policy": {"max_attempts": scenario.POISON_ATTEMPTS}}).encode()
+        broker.request("PUT", f"/topic/settings?topic={topic}", policy).expect_json()
 
 
 @pytest.fixture(params=COMMANDS)
@@ -164,7 +172,8 @@ def test_publishes_one_several_and_deferred(client: Driver) -> None:
 
 def test_receives_and_finishes_everything_published(client: Driver) -> None:
     assert client.of("worked")
-    assert bodies(client.of("finished")) >= {scenario.SINGLE, scenario.DEFERRED, *scenario.MULTI}
+    good = {scenario.SINGLE, scenario.DEFERRED, *scenario.MULTI} - {scenario.POISON}
+    assert bodies(client.of("finished")) >= good
 
 
 def test_a_deferred_message_arrives_when_due(client: Driver) -> None:
@@ -177,6 +186,21 @@ def test_a_deferred_message_arrives_when_due(client: Driver) -> None:
 def test_a_requeued_message_comes_back_with_attempts_two(client: Driver) -> None:
     deliveries = [event["attempts"] for event in client.of("message") if event["body"] == scenario.REQUEUED]
     assert deliveries == [1, 2]
+
+
+def test_a_poison_message_ends_in_the_dead_letters_after_its_attempts(
+    client: Driver, broker: BrokerProcess
+) -> None:
+    """Also over the crash that follows."""
+    if broker.is_reference:
+        pytest.skip("the reference has no delivery policies")
+    deliveries = [event["attempts"] for event in client.of("message") if event["body"] == scenario.POISON]
+    assert deliveries == [*range(1, scenario.POISON_ATTEMPTS + 1)]
+    with broker.connect() as connection:
+        connection.sub(f"{client.topic}.dead", "check", rdy=10)
+        stats = broker.channel_stats(f"{client.topic}.dead", "check")
+        assert stats["depth"] + stats["in_flight_count"] == 1
+        assert json.loads(connection.read_message().body)["text"] == scenario.POISON
 
 
 def test_a_touched_message_does_not_time_out(client: Driver) -> None:

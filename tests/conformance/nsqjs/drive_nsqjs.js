@@ -13,6 +13,8 @@ const DEFERRED = 'deferred'
 const DEFER_MS = 600
 const REQUEUED = MULTI[3]
 const TOUCHED = MULTI[4]
+const POISON = MULTI[5]
+const POISON_ATTEMPTS = 3
 const KEPT = range('kept', 20)
 const AFTER = 'after'
 const CHANNEL = 'work'
@@ -22,6 +24,7 @@ const FINISH_TOUCHED_AFTER_MS = 2600
 
 const held = new Set()
 const finished = new Set()
+let poisonAttempts = 0
 let restarted = false
 let keptAcknowledged = false
 
@@ -65,6 +68,9 @@ async function handle(message) {
   report('message', {body, attempts: message.attempts})
   if (body === REQUEUED && message.attempts === 1) {
     message.requeue(0, false)
+  } else if (body === POISON && message.attempts <= POISON_ATTEMPTS) {
+    poisonAttempts = message.attempts
+    message.requeue(0, false)
   } else if (body === TOUCHED && message.attempts === 1) {
     await sleep(TOUCH_AFTER_MS)
     message.touch()
@@ -97,7 +103,8 @@ async function main() {
   reader.on('message', handle)
   reader.on('error', () => {})
   reader.connect()
-  while (![SINGLE, DEFERRED, ...MULTI].every((body) => finished.has(body))) await sleep(20)
+  const good = [SINGLE, DEFERRED, ...MULTI].filter((body) => body !== POISON)
+  while (!good.every((body) => finished.has(body)) || poisonAttempts < POISON_ATTEMPTS) await sleep(20)
   report('worked')
 
   await publish(writer, KEPT)
