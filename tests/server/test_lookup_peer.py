@@ -29,7 +29,6 @@ from nsparq.wire.lookup import (
     encode_identify_reply,
     encode_reply,
 )
-from tests.support import aio
 from tests.support.polling import DEADLINE
 
 IDENTITY: dict[str, str | int] = {
@@ -456,16 +455,19 @@ def test_a_slow_name_lookup_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     asyncio.run(scenario())
 
 
-def test_retries_become_rarer_and_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_retries_become_rarer_and_are_not_logged(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         lookupd = FakeLookupd(lambda command: encode_reply(b"E_INVALID"))
         await lookupd.start()
+        clock = asyncio.get_running_loop().time
+        began = clock()
         async with running(lookupd, Broker().peers(lookupd.address)):
-            await asyncio.sleep(1.5)
-            assert 3 <= lookupd.connections <= 6
+            await until(lambda: lookupd.connections >= 4)
+            # The delays double, and each is shortened by up to a half.
+            assert clock() - began >= sum(lookup_peer.FIRST_RETRY_S * 2**n / 2 for n in (1, 2, 3))
 
     caplog.set_level(logging.INFO)
-    aio.run(scenario(), timeless=True)
+    run(scenario())
     lines = [record.message for record in caplog.records if "E_INVALID" in record.message]
     assert len(lines) == 1
     assert lines[0].startswith("LOOKUPD(127.0.0.1:")

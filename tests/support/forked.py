@@ -24,6 +24,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from nsparq.process import load_runner
@@ -75,7 +76,9 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            # As with Popen: it may have ended by now.
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
