@@ -327,6 +327,15 @@ def test_failed_attempts_survive_a_restart(rig: Rig):
     assert len(letters(rig)) == 1
 
 
+def test_a_stop_of_nsqd_is_no_failed_attempt(rig: Rig):
+    rig.subscribe(rdy=1)
+    set_policy(rig, max_attempts=1, count="deliveries")
+    rig.publish("t", b"m")
+    rig.restart()
+    assert rig.subscribe(rdy=1).take_bodies() == [b"m"]
+    assert "t.dead" not in rig.broker.topics
+
+
 @pytest.mark.parametrize("has_checkpoint", [True, False], ids=["checkpoint", "no checkpoint"])
 @pytest.mark.parametrize("with_others", [True, False], ids=["others", "alone"])
 def test_a_crash_after_the_letter_writes_no_second_one(rig: Rig, has_checkpoint: bool, with_others: bool):
@@ -391,6 +400,24 @@ def test_with_fsync_the_message_stays_until_the_letter_is_on_disk(make_rig: Make
     assert len([*rig.channel().unfinished]) == 1
     later.run_all()
     assert [*rig.channel().unfinished] == []
+    assert len(letters(rig)) == 1
+
+
+def test_a_stop_before_the_letter_is_on_disk_writes_no_second_one(make_rig: MakeRig):
+    later = Later()
+    rig = make_rig(background=later, durability="fsync")
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, max_attempts=1)
+    later.run_all()
+    rig.publish("t", b"poison")
+    later.run_all()
+    rig.turn()
+    fail(rig, client, 1)
+    assert len([*rig.channel().unfinished]) == 1
+    rig.restart()
+    rig.maintain()
+    later.run_all()
+    rig.turn()
     assert len(letters(rig)) == 1
 
 

@@ -152,8 +152,7 @@ class Broker:
             if entry.name in self.topics or entry.name not in deleted:
                 self._restore(entry)
         import_queues(self)
-        if not self.was_stopped_cleanly:
-            settle(self)
+        settle(self)
         self.transactions.load()
         newest_ns = max((topic.positions().last_ns for topic in self.topics.values()), default=0)
         wall_ns = self.wall_ns()

@@ -236,7 +236,7 @@ class Channel:
         logger.error("%s: message %d is lost to a damaged log", self, sequence)
 
     def finish_settled(self, sequences: set[int]) -> None:
-        """After a crash: these messages have become dead letters."""
+        """At the start: these messages have become dead letters."""
         ahead = {sequence for sequence in sequences if sequence >= self.cursor.position}
         self.unfinished.discard(sequences)
         for sequence in ahead:

@@ -26,7 +26,8 @@ class Checkpoint:
         self.file: StateFile | None = None
         """None for a channel that is not kept on disk."""
         self.letters_seen = ("", 0)
-        """The position in the dead-letter topic in the state that was resumed."""
+        """The dead-letter topic, and the position from which on it may have letters of the last run
+        that the resumed state does not know. Empty if there are none."""
         topic = channel.topic
         if channel.is_durable and topic.directory is not None:
             self.file = StateFile(topic.broker.files, topic.directory / (channel.name + CHANNEL_SUFFIX))
@@ -143,7 +144,8 @@ class Checkpoint:
         channel.paused = state.paused
         channel.owner, channel.owned_since_ns = state.owner, state.owned_since_ns
         channel.retries.restore(state.policy)
-        self.letters_seen = state.letters_topic, state.letters_position
+        if state.are_letters_pending or not topic.broker.was_stopped_cleanly:
+            self.letters_seen = state.letters_topic, state.letters_position
         carried_over.before = state.carried_before
         # A damaged file does not tell which messages were carried over.
         carried_before = log.start if carried_over.store.is_damaged else state.carried_before

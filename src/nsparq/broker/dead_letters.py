@@ -3,8 +3,8 @@
 A dead letter is appended to its topic and the message is finished as one. While the letter is
 being written, the message stays among the unfinished ones. A crash between the two would write the
 letter twice, so each checkpoint of the channel has a position in the dead-letter topic: the channel
-knows of all its letters before that. After a crash nsqd reads the letters from there on, and counts
-their messages as finished.
+knows of all its letters before that. After a crash, or a stop while letters wait for an fsync, nsqd
+reads the letters from there on, and counts their messages as finished.
 """
 
 from __future__ import annotations
@@ -169,6 +169,7 @@ class DeadLetters:
         policy, broker = self._channel.retries.policy, self._channel.topic.broker
         if self._writing and self._topic is not None:
             state.letters_topic, state.letters_position = self._topic.name, self._start
+            state.are_letters_pending = True
         elif policy is not None:
             state.letters_topic = policy.dead_letter_topic(self._channel.topic.name)
             topic = broker.topics.get(state.letters_topic)
@@ -186,7 +187,7 @@ class DeadLetters:
 
 
 def settle(broker: Broker) -> None:
-    """After a crash: finish the messages whose dead letters were written. The topics must be
+    """At the start: finish the messages whose dead letters the last run wrote. The topics must be
     loaded."""
     channels: dict[str, list[Channel]] = defaultdict(list)
     for topic in broker.topics.values():

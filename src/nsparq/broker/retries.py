@@ -55,11 +55,13 @@ class Retries:
     ) -> None:
         """Attempts have ended badly. `delay_ns` is the delay that the client asked for."""
         channel, policy = self._channel, self.policy
-        if policy is None or not policy.counts(failure):
-            if not delay_ns:
+        if policy is None or not policy.counts(failure) or channel.is_exiting:
+            # A stop of nsqd, which ends all connections, is no failure of a client.
+            if delay_ns:
+                for sequence in sequences:
+                    channel.defer(sequence, now_ns + delay_ns, run.attempts)
+            else:
                 channel.unfinished.requeue(sequences, run.attempts)
-            for sequence in sequences if delay_ns else ():
-                channel.defer(sequence, now_ns + delay_ns, run.attempts)
             return
         failures = channel.unfinished.failures
         at_once = []

@@ -135,6 +135,8 @@ class ChannelState:
     """The dead-letter topic, and the position there before which the channel knows of all its
     letters. Empty if no policy is in effect."""
     letters_position: int = 0
+    are_letters_pending: bool = False
+    """Whether letters behind that position were appended, and their messages not finished."""
 
     def drop_from(self, sequence: int) -> None:
         """Drop the unfinished messages from this sequence number on."""
@@ -159,7 +161,7 @@ class ChannelState:
             fields["replay"] = self.replay
         for name in (
             "carried_before", "incarnation", "channel", "disk_end", "owner", "owned_since_ns",
-            "letters_topic", "letters_position",
+            "letters_topic", "letters_position", "are_letters_pending",
         ):  # fmt: skip
             if value := getattr(self, name):
                 fields[name] = value
@@ -255,6 +257,7 @@ def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> Cha
         failures=np.frombuffer(b64decode(fields.get("failures", "")), "<u2"),
         letters_topic=str(fields.get("letters_topic", "")),
         letters_position=operator.index(fields.get("letters_position", 0)),
+        are_letters_pending=bool(fields.get("are_letters_pending", False)),
     )
 
 
