@@ -130,7 +130,7 @@
     const unzoom = byId("unzoom");
     shared.onZoom = (zoom) => {
       unzoom.hidden = !zoom;
-      keep("zoom", zoom && zoom.map((time) => time.toFixed(0)).join("-"));
+      keep("zoom", zoom && zoom.join("-"));
     };
     unzoom.addEventListener("click", () => shared.setZoom(null));
     const zoom = /^(\d+)-(\d+)$/.exec(asked().get("zoom") || "");

@@ -87,10 +87,11 @@
     point(time, from) {
       for (const chart of shared.charts) if (chart.data) chart.pointAt(time, chart === from);
     },
+    // Whole seconds, as the address of the page keeps them: whoever opens it sees the same axis.
     setZoom(zoom) {
-      shared.zoom = zoom;
+      shared.zoom = zoom && [Math.floor(zoom[0]), Math.ceil(zoom[1])];
       for (const chart of shared.charts) if (chart.data) chart.draw();
-      shared.onZoom(zoom);
+      shared.onZoom(shared.zoom);
     },
   };
 
