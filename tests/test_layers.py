@@ -15,12 +15,13 @@ import nsparq
 SOURCE = Path(nsparq.__file__).parent
 
 # What each package or module directly under nsparq may import from the others.
-BASE = {"private_random", "dead_letter", "errors", "names", "packed", "version"}
+BASE = {"private_random", "dead_letter", "errors", "headers", "names", "packed", "version"}
 DAEMON = {"addresses", "http", "listening", "logs", "option_table", "process"}
 MAY_IMPORT = {
     "private_random": set(),
     "dead_letter": set(),
     "errors": set(),
+    "headers": set(),
     "names": set(),
     "kernel": {"_kernel"},
     "packed": set(),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import Filter
+from pyspark.sql.datasource_internal import _SimpleStreamReaderWrapper
 from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import StructType
 
@@ -46,6 +47,10 @@ def copied(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
+def _to_rows(batches: list[pa.RecordBatch]) -> list[dict[str, Any]]:
+    return pa.Table.from_batches(batches).to_pylist() if batches else []
+
+
 class Query:
     """A stream and its checkpoint. Its sink takes each batch once, as a file sink does."""
 
@@ -60,6 +65,8 @@ class Query:
         self.rows: list[dict[str, Any]] = []
         """What is in the sink."""
         self.limit: ReadLimit | None = None
+        self.rows_of_driver: list[pa.RecordBatch] | None = None
+        """What the driver has read of the last batch, if it was small."""
         self._initial: Offset = {}
         self._reader: LogStreamReader | None = None
 
@@ -128,16 +135,24 @@ class Query:
 
     def _run(self) -> int:
         start = self.offsets[-2] if len(self.offsets) > 1 else self._initial
-        parts = self.reader.partitions(start, self.offsets[-1])
+        parts = self.partitions(start, self.offsets[-1])
         rows = [row for part in parts for row in self.read(part)]
+        if self.rows_of_driver is not None:
+            assert _to_rows(self.rows_of_driver) == rows
         self.rows += rows
         self.committed = len(self.offsets)
         return len(rows)
 
+    def partitions(self, start: Offset, end: Offset) -> Sequence[Any]:
+        """As Spark plans a batch: it also fetches the rows that the reader has read already."""
+        parts = self.reader.partitions(start, end)
+        is_read = isinstance(self.reader, _SimpleStreamReaderWrapper)
+        self.rows_of_driver = [*self.reader.getCache(start, end)] if is_read else None
+        return parts
+
     def read(self, part: Any) -> list[dict[str, Any]]:
         assert isinstance(part, LogPartition)
-        batches = [*copied(self.reader).read(copied(part))]
-        return pa.Table.from_batches(batches).to_pylist() if batches else []
+        return _to_rows([*copied(self.reader).read(copied(part))])
 
     def drain(self, batches: int = 100) -> Query:
         """Until there is nothing more for a moment."""

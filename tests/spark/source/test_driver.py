@@ -28,7 +28,7 @@ from nsparq.spark.source.driver import LogSource
 from nsparq.spark.source.plan import begins_epoch
 from nsparq.spark.source.positions import Offsets
 from nsparq.spark.source.range_reader import close_idle
-from nsparq.spark.source.stream import LogStreamReader
+from nsparq.spark.source.stream import SMALL_BYTES, LogStreamReader
 from nsparq.spark.stream_api import ReadAllAvailable
 from nsparq.spark.trigger import Limit
 from nsparq.storage.files import Files
@@ -165,13 +165,29 @@ def test_a_range_is_cut_into_tasks_by_size(broker: Broker) -> None:
     with Query(nsqd=broker.http_address, partitionBytes="50k") as query:
         assert query.plan()
         assert (
-            query.reader.partitions({}, {**query.offset, "began": {}}) == []
+            query.partitions({}, {**query.offset, "began": {}}) == []
         )  # nothing without a place to begin at
-        parts = query.reader.partitions(query._initial, query.offset)
+        parts = query.partitions(query._initial, query.offset)
         assert len(parts) == 4
         assert sum(len(query.read(part)) for part in parts) == 200
         ranges = [work for part in parts for work in part.value]
         assert [work.end for work in ranges[:-1]] == [work.start for work in ranges[1:]]
+
+
+def test_the_driver_reads_a_small_batch_and_leaves_trouble_to_the_task(tmp_path: Path) -> None:
+    with BrokerProcess(tmp_path, broadcast_address="127.0.0.1") as broker:
+        broker.publish("t", *numbered(3))
+        with Query(nsqd=http_address(broker), retryFor="60s") as query:
+            assert query.step() == 3
+            assert query.rows_of_driver is not None
+            broker.publish("t", *3 * [bytes(SMALL_BYTES)])
+            assert query.step() == 3
+            assert query.rows_of_driver is None
+            broker.publish("t", *numbered(3, 3))
+            assert query.plan()
+            broker.kill()
+            query.partitions(query.offsets[-2], query.offset)
+            assert query.rows_of_driver is None
 
 
 def test_available_now_ends_at_what_was_there_when_it_began(broker: Broker) -> None:
@@ -762,7 +778,7 @@ def test_a_killed_broker_causes_no_loss_and_no_alarm() -> None:
             assert len(query.offsets) - batches < 12
         with Query(nsqd=http_address(broker), channel="d", partitionBytes=64) as query:
             assert query.plan()
-            parts = query.reader.partitions(query._initial, query.offset)
+            parts = query.partitions(query._initial, query.offset)
             assert len(parts) < 80
             assert [row["body"] for part in parts for row in query.read(part)] == numbered(40)
 
@@ -811,11 +827,11 @@ def test_read_messages_may_be_removed_after_a_batch_was_planned(tmp_path: Path, 
             if is_away:
                 # Nobody can say where there are messages.
                 query.reader._source._peers.reachable = lambda name: None  # type: ignore[method-assign]
-                parts = query.reader.partitions(start, end)
+                parts = query.partitions(start, end)
             broker.control("delete", "t", "other")
             wait_until(lambda: earliest(broker) > start["logs"]["t"][address][1])
             if not is_away:
-                parts = query.reader.partitions(start, end)
+                parts = query.partitions(start, end)
             (part,) = parts
             assert bodies(query.read(part)) == numbered(10, 200)
 
@@ -936,7 +952,7 @@ def test_a_crash_in_the_first_batch_changes_neither_its_rows_nor_the_owner(
         query.start()
         broker.publish("t", *numbered(5))
         assert query.plan()
-        query.reader.partitions(query._initial, query.offset)
+        query.partitions(query._initial, query.offset)
         claimed = owner(broker)
         # Spark asks for the beginning again, and that is another by now.
         query.stop()

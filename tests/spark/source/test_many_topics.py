@@ -194,7 +194,7 @@ def test_small_ranges_of_many_topics_are_one_task(requests: Counter[str]) -> Non
         publish(broker, *numbered(2))
         with Query(nsqd=broker.http_address, topic=None, topicsPattern="t.*") as query:
             assert query.plan()
-            (part,) = query.reader.partitions(query._initial, query.at)
+            (part,) = query.partitions(query._initial, query.at)
             rows = query.read(part)
             assert [row["topic"] for row in rows] == [topic for topic in TOPICS for _ in range(2)]
             assert [row["body"] for row in rows] == numbered(2) * len(TOPICS)

@@ -164,6 +164,9 @@ class DirectReader(LogStreamReader):
     def _new_source(self) -> LogSource:
         return LogSource(self._options, interval=self._interval)
 
+    def _read_here(self, work: tuple[LogRange, ...]) -> None:
+        """Only tasks write files."""
+
     # tasks
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
