@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "integrations": BASE | {"client"},
     "wire": BASE | {"kernel"},
     "storage": BASE,
+    "replication": BASE | {"storage"},
     "broker": BASE | {"options", "storage", "wire"},
     "server": BASE
     | DAEMON

@@ -82,7 +82,7 @@ class Life:
         self.path = path
         self.durability = durability
         self.clock = Clock()
-        self.files = RecordedFiles(path, self.clock)
+        self.files = self.new_files()
         self.facts: list[Fact] = []
         self.seen: list[Seen] = []
         self.broker: Broker
@@ -94,6 +94,10 @@ class Life:
         self._sequence = 0
         self._maintained_ns = 0
         self.start()
+
+    def new_files(self) -> Any:
+        """Files with `now()`, the number of calls so far, and `times`, the time of each."""
+        return RecordedFiles(self.path, self.clock)
 
     def start(self) -> None:
         options = NsqdOptions(data_path=str(self.path), durability=self.durability, **FLAGS)
@@ -107,6 +111,11 @@ class Life:
         self.broker.open()
 
     def live(self, steps: int) -> None:
+        """Take some steps, and end without a stop."""
+        self.step(steps)
+        drop(self.broker)
+
+    def step(self, steps: int) -> None:
         actions: dict[Callable[[], None], int] = {
             self.publish: 12, self.consume: 8, self.create_channel: 3, self.delete_channel: 1,
             self.delete_topic: 1, self.pause_channel: 1, self.pause_topic: 1, self.empty: 1, self.seek: 1,
@@ -116,7 +125,6 @@ class Life:
             (action,) = self._chance.choices([*actions], [*actions.values()])
             action()
             self._rest()
-        drop(self.broker)
 
     def _rest(self) -> None:
         """A little time passes. Background work is done; with `fsync`, not always at once."""
@@ -386,7 +394,7 @@ class ExpectedTopic:
 class Expectation:
     """What the broker must still have, given the requests before the cut."""
 
-    def __init__(self, life: Life, moment: int) -> None:
+    def __init__(self, life: Life, moment: int, *, is_power_cut: bool) -> None:
         self.topics: dict[str, ExpectedTopic] = {}
         self.halves: list[dict[str, list[bytes]]] = []
         """Transactions that must be published whole or not at all."""
@@ -394,7 +402,7 @@ class Expectation:
         for fact in life.facts:
             if fact.begun < moment:
                 sure = fact.done is not None and fact.done <= moment
-                if sure and life.durability == "os":
+                if sure and is_power_cut and life.durability == "os":
                     assert fact.done is not None
                     age_ns = self._latest_ns - (life.files.times[fact.done - 1] if fact.done else 0)
                     sure = age_ns > SYNC_TIMEOUT * SECOND
@@ -479,7 +487,12 @@ class Expectation:
 def violations(life: Life, moment: int, model: str, chance: random.Random, target: Path) -> Iterator[str]:
     """Cut the power after a call, start on what is left, and compare."""
     cut(life.files, moment, model, chance, target)
-    expected = Expectation(life, moment)
+    yield from compare(life, moment, target, is_power_cut=True)
+
+
+def compare(life: Life, moment: int, target: Path, *, is_power_cut: bool) -> Iterator[str]:
+    """Start on what is left of a life after a call, and compare."""
+    expected = Expectation(life, moment, is_power_cut=is_power_cut)
     clock = Clock()
     clock.wall_now_ns = life.clock.wall() + SECOND
     options = NsqdOptions(data_path=str(target), durability=life.durability, **FLAGS)

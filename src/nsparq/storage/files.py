@@ -67,6 +67,9 @@ class Files:
     It has more than 30 methods: one for each system call, and the pending syncs behind them.
     """
 
+    grows_ahead = True
+    """Whether a busy segment grows in steps that are filled with zeros: see storage.segment."""
+
     def __init__(self) -> None:
         self._scratch = bytearray(256 << 10)
         self._changes = count()

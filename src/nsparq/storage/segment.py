@@ -87,7 +87,7 @@ class Segment:
         """Whether a failed write left bytes after `size`."""
         self._prepared = 0
         """Size of the file with the zeros after `size`; 0 if there are none."""
-        self._may_prepare = True
+        self._may_prepare = files.grows_ahead
         self._damage: dict[int, int] = {}
         """Start and end of unreadable bytes."""
 

@@ -1,0 +1,88 @@
+"""Changes to a data path, as records: the calls of storage.files that change something, in order.
+
+ 0           4      5      9        17
+ +-----------+------+------+--------+------ … ------+
+ | data size | kind | file | number | data          |      little endian
+ +-----------+------+------+--------+------ … ------+
+
+Files are known by numbers, as a process knows them by descriptors: a file that is renamed or
+removed while it is open keeps its number. Names are paths below the data path.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+from nsparq.errors import NsparqError
+
+_HEAD: Final = struct.Struct("<IBIQ")
+MAX_DATA: Final = 256 << 20
+"""More than any change has. A larger size is no record."""
+
+
+class Kind(IntEnum):
+    """What is changed. The comment has what a record holds besides its kind."""
+
+    OPEN = 1  # file, data: name. Creates the file if there is none
+    WRITE = 2  # file, number: position, data: bytes
+    TRUNCATE = 3  # file, number: size
+    SYNC = 4  # file
+    CLOSE = 5  # file
+    UNLINK = 6  # data: name
+    RENAME = 7  # number: size of the first name, data: both names
+    MAKE_DIRECTORY = 8  # data: name
+    REMOVE_TREE = 9  # data: name
+    SYNC_DIRECTORY = 10  # data: name
+    ALLOCATE = 11  # number: size, data: name
+    SYNC_NAMED = 12  # data: name
+
+
+class BadChange(NsparqError):
+    """These bytes are not a change."""
+
+
+class Change(NamedTuple):
+    kind: Kind
+    file: int = 0
+    number: int = 0
+    data: bytes = b""
+
+    @classmethod
+    def of_name(cls, kind: Kind, name: str, *, file: int = 0, number: int = 0) -> Change:
+        return cls(kind, file, number, name.encode())
+
+    @classmethod
+    def rename(cls, source: str, target: str) -> Change:
+        first = source.encode()
+        return cls(Kind.RENAME, 0, len(first), first + target.encode())
+
+    @property
+    def name(self) -> str:
+        return self.data.decode()
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of a RENAME."""
+        return self.data[: self.number].decode(), self.data[self.number :].decode()
+
+    def encode(self) -> bytes:
+        return _HEAD.pack(len(self.data), self.kind, self.file, self.number) + self.data
+
+
+def decode_changes(data: bytes) -> Iterator[Change]:
+    """The changes in these bytes, which must be complete. Raises BadChange."""
+    position = 0
+    while position < len(data):
+        if len(data) - position < _HEAD.size:
+            raise BadChange(f"a change is cut off at byte {position}")
+        size, kind, file, number = _HEAD.unpack_from(data, position)
+        start = position + _HEAD.size
+        if size > MAX_DATA or kind not in Kind.__members__.values():
+            raise BadChange(f"no change at byte {position}")
+        if start + size > len(data):
+            raise BadChange(f"a change is cut off at byte {position}")
+        yield Change(Kind(kind), file, number, data[start : start + size])
+        position = start + size

@@ -1,0 +1,153 @@
+"""The files of a primary: every change to the data path is made and written down, in one order.
+
+A change is written down after it was made, under one lock, so that a follower makes the changes in
+the order in which they took effect here. What takes long is written down first and made without the
+lock: primary and followers then wait for their disks at the same time. That is possible for syncs,
+and for the removal of a directory that nobody uses any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+from nsparq.replication.changes import Change, Kind
+from nsparq.storage.files import Buffer, Files
+
+Record = Callable[[Change], None]
+"""Takes the next change. Several threads call it, one at a time."""
+
+
+class PrimaryFiles(Files):
+    """Files of the data path `root`. Changes outside of it are not recorded."""
+
+    grows_ahead = False
+
+    def __init__(self, root: Path, record: Record) -> None:
+        super().__init__()
+        self._root = root
+        self._record = record
+        self._numbers: dict[int, int] = {}
+        """Numbers of files open for writing, by descriptor. Copies of a descriptor share one."""
+        self._read_names: dict[int, str] = {}
+        """Names of files open for reading, by descriptor."""
+        self._next_number = count(1)
+
+    @contextmanager
+    def frozen(self) -> Iterator[dict[int, int]]:
+        """No change is made while the block runs, but the removal of a directory may go on. Gives
+        the numbers of open files, with a descriptor of each."""
+        with self._lock:
+            yield {number: fd for fd, number in self._numbers.items()}
+
+    def _name(self, path: Path) -> str | None:
+        """The name below the data path; None if it is not there."""
+        if path == self._root or self._root in path.parents:
+            return path.relative_to(self._root).as_posix()
+        return None
+
+    def _record_name(self, kind: Kind, path: Path, number: int = 0) -> None:
+        name = self._name(path)
+        if name is not None:
+            self._record(Change.of_name(kind, name, number=number))
+
+    # files
+
+    def open(self, path: Path) -> int:
+        with self._lock:
+            fd = super().open(path)
+            name = self._name(path)
+            if name is not None:
+                self._numbers[fd] = number = next(self._next_number)
+                self._record(Change.of_name(Kind.OPEN, name, file=number))
+            return fd
+
+    def open_read(self, path: Path) -> int:
+        with self._lock:
+            fd = super().open_read(path)
+            name = self._name(path)
+            if name is not None:
+                self._read_names[fd] = name
+            return fd
+
+    def duplicate(self, fd: int) -> int:
+        with self._lock:
+            copy = super().duplicate(fd)
+            if fd in self._numbers:
+                self._numbers[copy] = self._numbers[fd]
+            return copy
+
+    def close(self, fd: int) -> None:
+        with self._lock:
+            self._read_names.pop(fd, None)
+            number = self._numbers.pop(fd, None)
+            super().close(fd)
+            if number is not None and number not in self._numbers.values():
+                self._record(Change(Kind.CLOSE, number))
+
+    def write(self, fd: int, buffers: Sequence[Buffer], position: int) -> None:
+        with self._lock:
+            try:
+                super().write(fd, buffers, position)
+            except OSError:
+                # A part may be written. The caller cuts it off, or leaves it for the next start.
+                self._record_write(fd, self.read(fd, sum(map(len, buffers)), position), position)
+                raise
+            self._record_write(fd, b"".join(buffers), position)
+
+    def _record_write(self, fd: int, data: bytes, position: int) -> None:
+        number = self._numbers.get(fd)
+        if number is not None:
+            self._record(Change(Kind.WRITE, number, position, data))
+
+    def truncate(self, fd: int, size: int) -> None:
+        with self._lock:
+            super().truncate(fd, size)
+            number = self._numbers.get(fd)
+            if number is not None:
+                self._record(Change(Kind.TRUNCATE, number, size))
+
+    def sync(self, fd: int) -> None:
+        with self._lock:
+            number, name = self._numbers.get(fd), self._read_names.get(fd)
+            if number is not None:
+                self._record(Change(Kind.SYNC, number))
+            elif name is not None:
+                self._record(Change.of_name(Kind.SYNC_NAMED, name))
+        super().sync(fd)
+
+    def allocate(self, path: Path, size: int) -> None:
+        with self._lock:
+            super().allocate(path, size)
+            self._record_name(Kind.ALLOCATE, path, size)
+
+    # names
+
+    def unlink(self, path: Path) -> None:
+        with self._lock:
+            super().unlink(path)
+            self._record_name(Kind.UNLINK, path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        with self._lock:
+            super().rename(source, target)
+            first, second = self._name(source), self._name(target)
+            assert first is not None and second is not None, "a name may not leave the data path"
+            self._record(Change.rename(first, second))
+
+    def make_directory(self, path: Path) -> None:
+        with self._lock:
+            super().make_directory(path)
+            self._record_name(Kind.MAKE_DIRECTORY, path)
+
+    def remove_tree(self, path: Path) -> None:
+        with self._lock:
+            self._record_name(Kind.REMOVE_TREE, path)
+        super().remove_tree(path)
+
+    def sync_directory(self, path: Path) -> None:
+        with self._lock:
+            self._record_name(Kind.SYNC_DIRECTORY, path)
+        super().sync_directory(path)

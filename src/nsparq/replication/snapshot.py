@@ -1,0 +1,93 @@
+"""The data path of a primary at one moment, for a follower that is new or was away.
+
+A snapshot holds the names of that moment by hard links, so files may be renamed and removed while
+it is read. Their bytes are read later and may be newer. That does no harm: the follower makes all
+changes since that moment, in order, and each writes its bytes at the same place again. So after
+those changes it has what the primary has.
+
+A snapshot consists of changes, too. The follower makes them like any others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from nsparq.replication.changes import Change, Kind
+from nsparq.replication.recording import PrimaryFiles
+
+LINKS: Final = ".joining"
+"""Directory of the hard links, in the data path."""
+CHUNK: Final = 1 << 20
+_FIRST_NUMBER: Final = 1 << 31
+"""The primary's own numbers of files do not reach this."""
+
+
+class Snapshot:
+    """Takes the snapshot when it is made. `close()` removes the links.
+
+    The caller notes in `frozen()` of the same files which changes the snapshot includes.
+    """
+
+    def __init__(self, files: PrimaryFiles, root: Path, open_files: dict[int, int]) -> None:
+        """Call it inside of `files.frozen()`, with what that gives."""
+        self._files = files
+        self._links = root / LINKS
+        self._directories: list[str] = []
+        self._names: list[str] = []
+        """Names of the files; their links have the numbers as names."""
+        self._open: dict[int, str | None] = {}
+        """Files that the primary has open. None for a file without a name."""
+        os.mkdir(self._links, 0o700)
+        names: dict[tuple[int, int], str] = {}
+        for above, directories, found in os.walk(root):
+            directories[:] = sorted(one for one in directories if one != LINKS)
+            within = Path(above).relative_to(root)
+            self._directories += [(within / one).as_posix() for one in directories]
+            for one in sorted(found):
+                name = (within / one).as_posix()
+                # A directory that is being removed loses its files meanwhile.
+                with suppress(FileNotFoundError):
+                    link = self._links / str(len(self._names))
+                    os.link(root / name, link)
+                    names[_identity(os.stat(link))] = name
+                    self._names.append(name)
+        for number, fd in open_files.items():
+            self._open[number] = names.get(_identity(os.fstat(fd)))
+
+    def changes(self) -> Iterator[Change]:
+        """What makes an empty data path equal to the snapshot, synced. Reads the files on the
+        way."""
+        for name in self._directories:
+            yield Change.of_name(Kind.MAKE_DIRECTORY, name)
+        for place, name in enumerate(self._names):
+            yield from self._file(place, name)
+        for number, open_name in self._open.items():
+            yield Change.of_name(Kind.OPEN, open_name or LINKS, file=number)
+            if open_name is None:
+                # What the primary still writes there is seen by nobody.
+                yield Change.of_name(Kind.UNLINK, LINKS)
+        for name in ("", *self._directories):
+            yield Change.of_name(Kind.SYNC_DIRECTORY, name)
+
+    def _file(self, place: int, name: str) -> Iterator[Change]:
+        number, position = _FIRST_NUMBER + place, 0
+        yield Change.of_name(Kind.OPEN, name, file=number)
+        with self._files.opened(self._links / str(place), read_only=True) as fd:
+            while data := self._files.read(fd, CHUNK, position):
+                yield Change(Kind.WRITE, number, position, data)
+                position += len(data)
+        yield Change(Kind.SYNC, number)
+        yield Change(Kind.CLOSE, number)
+
+    def close(self) -> None:
+        for place in range(len(self._names)):
+            (self._links / str(place)).unlink(missing_ok=True)
+        self._links.rmdir()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

@@ -1,0 +1,153 @@
+"""A follower that has made the first n changes of its primary can take over from there."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsparq.replication.applying import Applier
+from nsparq.replication.changes import BadChange, Change, Kind, decode_changes
+from nsparq.replication.recording import PrimaryFiles
+from nsparq.replication.snapshot import Snapshot
+from nsparq.storage.files import Buffer, Files
+from tests.broker.rig import Clock
+from tests.faults.power_cut import DURABILITIES, Life, QuickFiles, compare
+
+
+class Primary(PrimaryFiles):
+    """Files that keep their changes."""
+
+    def __init__(self, root: Path, clock: Clock) -> None:
+        self.changes: list[Change] = []
+        self.times: list[int] = []
+        self._clock = clock
+        super().__init__(root, self._keep)
+
+    def _keep(self, change: Change) -> None:
+        self.changes.append(change)
+        self.times.append(self._clock())
+
+    def now(self) -> int:
+        return len(self.changes)
+
+
+class ReplicatedLife(Life):
+    def new_files(self) -> Any:
+        return Primary(self.path, self.clock)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """In memory if possible, because the test makes thousands of small files."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        yield Path(name)
+
+
+def follow(changes: list[Change], target: Path) -> None:
+    target.mkdir()
+    applier = Applier(target, QuickFiles())
+    sent = b"".join(change.encode() for change in changes)
+    for change in decode_changes(sent):
+        applier.apply(change)
+    applier.close()
+
+
+def content(path: Path) -> dict[str, bytes | None]:
+    """Names below a directory, with the bytes of files."""
+    return {
+        one.relative_to(path).as_posix(): one.read_bytes() if one.is_file() else None
+        for one in path.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("durability", DURABILITIES)
+def test_a_follower_can_take_over_after_any_change(directory: Path, durability: str) -> None:
+    for number in range(4):
+        name = f"{durability}-{number}"
+        chance = random.Random(name)
+        life = ReplicatedLife(directory / name, durability, chance)
+        life.live(60)
+        changes = life.files.changes
+        for moment in [*sorted(chance.sample(range(1, len(changes)), 20)), len(changes)]:
+            target = directory / f"{name}-{moment}"
+            follow(changes[:moment], target)
+            if moment == len(changes):
+                assert content(target) == content(life.path)
+            assert [*compare(life, moment, target, is_power_cut=False)] == [], f"{name} after {moment}"
+
+
+def test_a_follower_can_join_while_the_primary_works(directory: Path) -> None:
+    for number in range(6):
+        chance = random.Random(number)
+        life = ReplicatedLife(directory / f"{number}", "os", chance)
+        life.step(40)
+        with life.files.frozen() as open_files:
+            snapshot, joined = Snapshot(life.files, life.path, open_files), life.files.now()
+        life.step(5)
+        sent = []
+        for change in snapshot.changes():
+            sent.append(change)
+            if chance.random() < 0.3:
+                life.step(1)
+        snapshot.close()
+        read = life.files.now()
+        life.live(10)
+        end = life.files.now()
+        for moment in {read, chance.randint(read, end), end}:
+            target = directory / f"{number}-{moment}"
+            follow(sent + life.files.changes[joined:moment], target)
+            if moment == end:
+                assert content(target) == content(life.path)
+            assert [*compare(life, moment, target, is_power_cut=False)] == [], f"{number} after {moment}"
+
+
+def test_a_failed_write_leaves_the_same_bytes_on_both_sides(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes a part of it, as a full one does."""
+    write = Files.write
+
+    def write_a_part(files: Files, fd: int, buffers: Sequence[Buffer], position: int) -> None:
+        write(files, fd, [b"".join(buffers)[:4]], position)
+        raise OSError("no space")
+
+    path = directory / "primary"
+    path.mkdir()
+    files = Primary(path, Clock())
+    with files.opened(path / "file") as fd, monkeypatch.context() as patch:
+        patch.setattr(Files, "write", write_a_part)
+        with pytest.raises(OSError, match="no space"):
+            files.write(fd, [b"abc", b"def"], 0)
+    follow(files.changes, directory / "follower")
+    assert content(directory / "follower") == content(path) == {"file": b"abcd"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ([Change.of_name(Kind.OPEN, "../outside", file=1)], "not below the data path"),
+        ([Change.of_name(Kind.UNLINK, "/etc/hosts")], "not below the data path"),
+        ([Change.rename("a", "b/../../c")], "not below the data path"),
+        ([Change(Kind.WRITE, 7, 0, b"x")], "WRITE of a file that is not open"),
+        ([Change.of_name(Kind.OPEN, "a", file=1)] * 2, "number of a file that is open"),
+    ],
+)
+def test_a_change_that_makes_no_sense_is_refused(directory: Path, changes: list[Change], reason: str) -> None:
+    with pytest.raises(BadChange, match=reason):
+        follow(changes, directory / "follower")
+
+
+@pytest.mark.parametrize("cut", [1, 16, 18])
+def test_bytes_that_are_no_change_are_refused(cut: int) -> None:
+    whole = Change(Kind.WRITE, 1, 2, b"abc").encode()
+    assert [*decode_changes(whole)] == [Change(Kind.WRITE, 1, 2, b"abc")]
+    with pytest.raises(BadChange, match="cut off at byte 20"):
+        [*decode_changes(whole + whole[:cut])]
+    with pytest.raises(BadChange, match="no change at byte 0"):
+        [*decode_changes(b"\0\0\0\0\xff" + whole[5:])]
