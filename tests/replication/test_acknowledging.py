@@ -40,8 +40,6 @@ class Node:
     primary: Acknowledging | None = None
     version: int = 0
     """Of the record that it knows, as a primary."""
-    following: str | None = None
-    """The primary that it is connected to."""
 
 
 class World:
@@ -62,7 +60,7 @@ class World:
         self._lead(self.nodes["a"], self.coordinator.membership)
 
     def _lead(self, node: Node, membership: Membership) -> None:
-        node.epoch, node.following, node.version = membership.epoch, None, self.coordinator.version
+        node.epoch, node.version = membership.epoch, self.coordinator.version
         node.primary = Acknowledging(membership, lambda wanted: self._ask(node, wanted))
         node.primary.recorded(len(node.changes))
 
@@ -159,28 +157,33 @@ class World:
         self.events.append(arrive)
 
     def connect(self) -> None:
-        """A node finds a primary, by its own idea of who that is, and joins."""
+        """A node finds a primary, by its own idea of who that is, and goes on or joins anew."""
         follower = self.chance.choice([*self.nodes.values()])
         leaders = [n for n in self.nodes.values() if n.primary is not None and n is not follower]
         if follower.primary is not None or not leaders:
             return
         leader = self.chance.choice(leaders)
-        if leader.epoch < follower.epoch or (leader.name, follower.name) in self._connections:
+        place = leader.name, follower.name
+        if leader.epoch < follower.epoch or place in self._connections or leader.primary is None:
             return
-        self._connections[leader.name, follower.name] = connection = self.chance.randrange(1 << 30)
-        follower.epoch, follower.following = leader.epoch, leader.name
-        # What it has and the leader does not was never acknowledged. It is cut off.
-        if self.bug != "does not cut the tail":
-            follower.changes = [*leader.changes]
-        number = len(follower.changes)
+        is_same = follower.changes == leader.changes[: len(follower.changes)]
+        resumes = leader.epoch == follower.epoch and is_same and self.chance.random() < 0.5
+        if self.bug == "does not cut the tail":
+            resumes = True
+        if not resumes:
+            if leader.primary.may_take_over(follower.name) and self.bug != "empties a node of the set":
+                return
+            follower.changes = []
+        self._connections[place] = connection = self.chance.randrange(1 << 30)
+        follower.epoch = leader.epoch
 
         def joined() -> None:
-            if (
-                leader.primary is not None
-                and self._connections.get((leader.name, follower.name)) == connection
-            ):
-                leader.primary.caught_up(follower.name, number)
-                self._send(leader, follower, connection)
+            if leader.primary is None or self._connections.get(place) != connection or follower.primary:
+                return
+            if not resumes:
+                follower.changes = [*leader.changes]
+            leader.primary.caught_up(follower.name, len(follower.changes))
+            self._send(leader, follower, connection)
 
         self.events.append(joined)
 
@@ -258,6 +261,7 @@ def test_what_was_acknowledged_is_on_every_node_that_takes_over() -> None:
         "takes silence for a refusal",
         "elects from outside of the set",
         "does not cut the tail",
+        "empties a node of the set",
     ],
 )
 def test_a_planted_bug_is_found(bug: str) -> None:

@@ -73,6 +73,11 @@ class Acknowledging:
             names |= self._wanted.in_sync
         return names - {self.membership.primary}
 
+    def may_take_over(self, name: str) -> bool:
+        """Whether the node is in the set, or may be. Its data path is needed then, even if it is
+        behind."""
+        return name in self._required()
+
     def _acknowledge(self) -> None:
         if self.is_fenced:
             while self._waiting:

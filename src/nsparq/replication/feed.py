@@ -1,0 +1,75 @@
+"""The changes of a primary on their way to its followers: numbered, in blocks.
+
+The latest blocks stay in memory, so that a follower whose connection broke for a moment goes on
+where it was.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from threading import Lock
+from typing import Final, NamedTuple
+
+from nsparq.replication.changes import Change
+
+KEPT_BYTES: Final = 64 << 20
+"""Bytes of changes in memory. A follower that is further behind has to join anew."""
+
+
+class Block(NamedTuple):
+    """Consecutive changes."""
+
+    first: int
+    """Number of changes before these."""
+    end: int
+    data: bytes
+
+
+class Feed:
+    """Takes changes from any thread. Everything else is called by one thread."""
+
+    def __init__(self, wake: Callable[[], None], kept_bytes: int = KEPT_BYTES) -> None:
+        """`wake` is called with the first change after flush(), by the thread that made it."""
+        self.end = 0
+        """Number of changes that flush() has taken."""
+        self._wake = wake
+        self.kept_bytes = kept_bytes
+        self._lock = Lock()
+        self._new: list[bytes] = []
+        self._blocks: deque[Block] = deque()
+        self._size = 0
+
+    def record(self, change: Change) -> None:
+        encoded = change.encode()
+        with self._lock:
+            self._new.append(encoded)
+            is_first = len(self._new) == 1
+        if is_first:
+            self._wake()
+
+    @property
+    def recorded(self) -> int:
+        """Number of all changes so far."""
+        return self.end + len(self._new)
+
+    def flush(self) -> None:
+        """Make a block of the new changes."""
+        with self._lock:
+            new, self._new = self._new, []
+        if not new:
+            return
+        block = Block(self.end, self.end + len(new), b"".join(new))
+        self._blocks.append(block)
+        self._size += len(block.data)
+        self.end = block.end
+        while self._size > self.kept_bytes and len(self._blocks) > 1:
+            self._size -= len(self._blocks.popleft().data)
+
+    def since(self, number: int) -> list[Block] | None:
+        """The blocks behind so many changes. None if they are no longer in memory, or if no block
+        begins there."""
+        if number == self.end:
+            return []
+        behind = [block for block in self._blocks if block.first >= number]
+        return behind if behind and behind[0].first == number else None

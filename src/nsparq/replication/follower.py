@@ -1,0 +1,135 @@
+"""The follower's side of replication: keeps a data path equal to that of its primary."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from pathlib import Path
+from typing import Final
+
+from nsparq.errors import NsparqError
+from nsparq.replication.applying import Applier
+from nsparq.replication.changes import decode_changes
+from nsparq.replication.frames import MAX_FRAME, VERSION, BadFrame, Frame, FrameKind, FrameStream, proof
+from nsparq.storage.files import Files
+
+logger = logging.getLogger(__name__)
+
+PING_S: Final = 1.0
+"""How often a follower shows that it is alive."""
+
+
+class Refused(NsparqError):
+    """The primary does not accept this follower."""
+
+
+class Follower:
+    """A copy of a primary's data path, in this process. follow() is called again after a connection
+    has ended, and goes on where it was."""
+
+    def __init__(self, root: Path, name: str, secret: bytes, files: Files | None = None) -> None:
+        self._root = root
+        self._name = name
+        self._secret = secret
+        self._files = files or Files()
+        self._applier: Applier | None = None
+        self.epoch = 0
+        self.number = 0
+        """Changes of this epoch that were made here."""
+        self.is_complete = False
+        """Whether the data path is that of a primary after some change: not while a snapshot is
+        being received."""
+
+    async def follow(self, host: str, port: int) -> None:
+        """Follow a primary until the connection ends. Raises OSError, BadFrame, Refused."""
+        reader, writer = await asyncio.open_connection(host, port)
+        frames = FrameStream(reader)
+        try:
+            await self._greet(frames, writer)
+            pings = asyncio.create_task(_send_pings(writer))
+            try:
+                await self._take_changes(frames, writer)
+            finally:
+                pings.cancel()
+        finally:
+            writer.close()
+
+    def close(self) -> None:
+        """Close the files: no change follows, and a broker may open the data path."""
+        if self._applier is not None:
+            self._applier.close()
+            self._applier = None
+
+    async def _greet(self, frames: FrameStream, writer: asyncio.StreamWriter) -> None:
+        challenge = await frames.take(FrameKind.CHALLENGE)
+        nonce = secrets.token_bytes(16)
+        hello = {
+            "version": VERSION,
+            "name": self._name,
+            "proof": proof(self._secret, "follower", challenge.data, self._name),
+            "nonce": nonce.hex(),
+            "epoch": self.epoch,
+            # Without open files it cannot go on, only begin.
+            "number": self.number if self.is_complete and self._applier is not None else -1,
+        }
+        writer.write(Frame.of_fields(FrameKind.HELLO, hello).encode())
+        answer = await frames.take(FrameKind.WELCOME, FrameKind.REFUSED)
+        if answer.kind is FrameKind.REFUSED:
+            raise Refused(answer.data.decode(errors="replace"))
+        epoch, resumes, given, primary = answer.fields("epoch", "resumes", "proof", "name")
+        if not hmac.compare_digest(str(given), proof(self._secret, "primary", nonce, str(primary))):
+            raise BadFrame("the primary does not know the cluster's secret")
+        if epoch < self.epoch:
+            raise BadFrame(f"a primary of epoch {epoch}, after one of epoch {self.epoch}")
+        frames.reader.limit = MAX_FRAME
+        self.epoch = epoch
+        if not resumes:
+            await asyncio.to_thread(self._clear)
+
+    def _clear(self) -> None:
+        """Empty the data path: a snapshot follows."""
+        self.close()
+        self.is_complete = False
+        for name in self._files.list_directory(self._root):
+            path = self._root / name
+            if path.is_dir():
+                self._files.remove_tree(path)
+            else:
+                self._files.unlink(path)
+        self._applier = Applier(self._root, self._files)
+
+    async def _take_changes(self, frames: FrameStream, writer: asyncio.StreamWriter) -> None:
+        while True:
+            frame = await frames.take(FrameKind.SNAPSHOT, FrameKind.JOINED, FrameKind.CHANGES)
+            if frame.kind is FrameKind.SNAPSHOT:
+                await asyncio.to_thread(self._apply, frame.data)
+                continue
+            if frame.kind is FrameKind.JOINED:
+                self.number, self.is_complete = frame.number, True
+                logger.info("REPLICATION: %s has a snapshot of the data path", self._name)
+            else:
+                if not self.is_complete or frame.number != self.number:
+                    raise BadFrame(f"changes from {frame.number} on, after {self.number}")
+                self.number += await asyncio.to_thread(self._apply, frame.rest)
+            writer.write(Frame.of_number(FrameKind.CONFIRM, self.number).encode())
+
+    def _apply(self, data: bytes) -> int:
+        """Make changes. Gives their number."""
+        assert self._applier is not None
+        changes = [*decode_changes(data)]
+        try:
+            for change in changes:
+                self._applier.apply(change)
+        except BaseException:
+            # Some are made, and some are not. The data path is a good one, but nobody knows which.
+            self.close()
+            raise
+        return len(changes)
+
+
+async def _send_pings(writer: asyncio.StreamWriter) -> None:
+    while True:
+        await asyncio.sleep(PING_S)
+        writer.write(Frame(FrameKind.PING).encode())

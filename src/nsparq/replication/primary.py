@@ -1,0 +1,221 @@
+"""The primary's side of replication: lets followers join, sends them changes, hears what they have
+made."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from nsparq.replication.acknowledging import Acknowledging, ChangeSet, Done
+from nsparq.replication.changes import Change
+from nsparq.replication.feed import Feed
+from nsparq.replication.frames import (
+    MAX_FRAME,
+    VERSION,
+    BadFrame,
+    Frame,
+    FrameKind,
+    FrameStream,
+    proof,
+)
+from nsparq.replication.membership import Membership
+from nsparq.replication.recording import PrimaryFiles
+from nsparq.replication.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_BYTES: Final = 1 << 20
+"""Changes of a snapshot in one frame, about."""
+GREETING_S: Final = 10.0
+SILENCE_S: Final = 5.0
+"""A follower that says nothing for so long counts as lost."""
+
+
+class Primary:
+    """All followers of this node. Lives in one event loop."""
+
+    def __init__(
+        self,
+        root: Path,
+        membership: Membership,
+        secret: bytes,
+        change_set: ChangeSet,
+        *,
+        silence: float = SILENCE_S,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._root = root
+        self._secret = secret
+        self._silence = silence
+        self._feed = Feed(self._wake)
+        self.files = PrimaryFiles(root, self._feed.record)
+        """For the broker."""
+        self.acknowledging = Acknowledging(membership, change_set)
+        self._followers: dict[str, _Follower] = {}
+        self._server: asyncio.Server | None = None
+
+    def _wake(self) -> None:
+        self._loop.call_soon_threadsafe(self._flush)
+
+    async def listen(self, host: str, port: int) -> int:
+        """Gives the port."""
+        self._server = await asyncio.start_server(self._serve, host, port)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for follower in [*self._followers.values()]:
+            follower.end("the primary stops")
+
+    def when_safe(self, done: Done) -> None:
+        """Call `done` once all changes so far are on every node that may take over."""
+        self._flush()
+        self.acknowledging.when_safe(done)
+
+    def _flush(self) -> None:
+        self._feed.flush()
+        self.acknowledging.recorded(self._feed.end)
+        for follower in [*self._followers.values()]:
+            follower.send_changes()
+
+    # connections
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = writer.get_extra_info("peername")
+        follower: _Follower | None = None
+        try:
+            frames = FrameStream(reader)
+            async with asyncio.timeout(GREETING_S):
+                name, position = await self._greet(frames, writer)
+            follower = self._followers[name] = _Follower(name, self._feed, writer)
+            logger.info("REPLICATION: %s has connected from %s", name, peer)
+            await self._follow(follower, frames, position)
+        except (BadFrame, OSError, TimeoutError) as error:
+            reason = "it does not answer" if isinstance(error, TimeoutError) else str(error)
+            logger.warning("REPLICATION: %s: connection ended: %s", follower or peer, reason)
+        finally:
+            writer.close()
+            if follower is not None and self._followers.get(follower.name) is follower:
+                del self._followers[follower.name]
+                self.acknowledging.lost(follower.name)
+
+    async def _greet(self, frames: FrameStream, writer: asyncio.StreamWriter) -> tuple[str, int | None]:
+        """The follower's name, and how many changes of this epoch it has; None if it must join
+        anew."""
+        challenge = secrets.token_bytes(16)
+        writer.write(Frame(FrameKind.CHALLENGE, challenge).encode())
+        hello = await frames.take(FrameKind.HELLO)
+        version, name, given, nonce, epoch, number = hello.fields(
+            "version", "name", "proof", "nonce", "epoch", "number"
+        )
+        if not hmac.compare_digest(str(given), proof(self._secret, "follower", challenge, str(name))):
+            raise BadFrame("the follower does not know the cluster's secret")
+        earlier = self._followers.get(str(name))
+        if earlier is not None:
+            earlier.end("it has connected again")
+        membership = self.acknowledging.membership
+        resumes = epoch == membership.epoch and self._feed.since(number) is not None
+        reason = ""
+        if version != VERSION:
+            reason = f"the primary speaks version {VERSION} of the protocol, not {version}"
+        elif self.acknowledging.is_fenced or epoch > membership.epoch:
+            reason = "this node is no longer primary"
+        elif not resumes and self.acknowledging.may_take_over(str(name)):
+            # It would empty its data path, which may be the last copy of what was acknowledged.
+            reason = "it is still in the in-sync set, and must leave that first; try again"
+        if reason:
+            writer.write(Frame(FrameKind.REFUSED, reason.encode()).encode())
+            raise BadFrame(f"{name} was refused: {reason}")
+        frames.reader.limit = MAX_FRAME
+        welcome = {
+            "epoch": membership.epoch,
+            "resumes": resumes,
+            "proof": proof(self._secret, "primary", bytes.fromhex(nonce), membership.primary),
+            "name": membership.primary,
+        }
+        writer.write(Frame.of_fields(FrameKind.WELCOME, welcome).encode())
+        return str(name), int(number) if resumes else None
+
+    async def _follow(self, follower: _Follower, frames: FrameStream, position: int | None) -> None:
+        """Serve a follower until its connection ends."""
+        if position is None:
+            position = await self._send_snapshot(follower)
+        follower.position = position
+        follower.send_changes()
+        is_caught_up = False
+        while True:
+            async with asyncio.timeout(self._silence):
+                frame = await frames.take(FrameKind.CONFIRM, FrameKind.PING)
+            if frame.kind is FrameKind.PING:
+                continue
+            if not is_caught_up and frame.number >= position:
+                is_caught_up = True
+                self.acknowledging.caught_up(follower.name, frame.number)
+            elif is_caught_up:
+                self.acknowledging.confirmed(follower.name, frame.number)
+
+    async def _send_snapshot(self, follower: _Follower) -> int:
+        """Gives the number of changes that it includes."""
+        with self.files.frozen() as open_files:
+            self._flush()
+            number = self._feed.end
+            snapshot = Snapshot(self.files, self._root, open_files)
+        logger.info("REPLICATION: sending a snapshot to %s", follower)
+        try:
+            changes = snapshot.changes()
+            while data := await asyncio.to_thread(_next_piece, changes):
+                follower.writer.write(Frame(FrameKind.SNAPSHOT, data).encode())
+                await follower.writer.drain()
+        finally:
+            await asyncio.to_thread(snapshot.close)
+        follower.writer.write(Frame.of_number(FrameKind.JOINED, number).encode())
+        return number
+
+
+class _Follower:
+    """A follower that is connected."""
+
+    def __init__(self, name: str, feed: Feed, writer: asyncio.StreamWriter) -> None:
+        self.name = name
+        self.writer = writer
+        self.position: int | None = None
+        """Changes that were sent; None before it has a snapshot."""
+        self._feed = feed
+
+    def __str__(self) -> str:
+        return self.name
+
+    def send_changes(self) -> None:
+        """Send everything new. A follower that is too far behind is disconnected."""
+        if self.position is None or self.writer.is_closing():
+            return
+        blocks = self._feed.since(self.position)
+        if blocks is None or self.writer.transport.get_write_buffer_size() > self._feed.kept_bytes:
+            self.end("it is too far behind")
+            return
+        for block in blocks:
+            self.writer.write(Frame.of_number(FrameKind.CHANGES, block.first, block.data).encode())
+            self.position = block.end
+
+    def end(self, reason: str) -> None:
+        if not self.writer.is_closing():
+            logger.warning("REPLICATION: disconnecting %s: %s", self, reason)
+            self.writer.transport.abort()
+
+
+def _next_piece(changes: Iterator[Change]) -> bytes:
+    """The next changes of a snapshot, encoded; nothing at its end."""
+    pieces: list[bytes] = []
+    size = 0
+    for change in changes:
+        pieces.append(change.encode())
+        size += len(pieces[-1])
+        if size >= SNAPSHOT_BYTES:
+            break
+    return b"".join(pieces)

@@ -1,0 +1,190 @@
+"""A primary and its followers over TCP: the data paths become and stay equal."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsparq.replication.follower import Follower, Refused
+from nsparq.replication.frames import BadFrame, Frame, FrameKind, FrameReader
+from nsparq.replication.membership import Membership
+from nsparq.replication.primary import Primary
+from tests.faults.power_cut import Life, QuickFiles, drop
+from tests.replication.test_applying import content
+from tests.support.aio import run, until
+
+SECRET = b"the cluster's secret"
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        yield Path(name)
+
+
+class Cluster:
+    """A primary with a broker. The coordinator grants every change of the set, when it is told to."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "a"
+        self.asked: list[Membership] = []
+        self.primary = Primary(self.path, Membership(1, "a", frozenset("a")), SECRET, self.asked.append)
+        self.port = 0
+        primary = self.primary
+
+        class OnPrimary(Life):
+            def new_files(self) -> Any:
+                files: Any = primary.files
+                files.now, files.times = lambda: 0, [0]
+                return files
+
+        self.life = OnPrimary(self.path, "os", random.Random(1))
+
+    def grant(self) -> None:
+        while self.asked:
+            self.asked.pop(0)
+            self.primary.acknowledging.set_changed()
+
+    @property
+    def in_sync(self) -> str:
+        return "".join(sorted(self.primary.acknowledging.membership.in_sync))
+
+    async def is_safe(self) -> None:
+        """Until everything so far is on all nodes of the set."""
+        safe: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.primary.when_safe(lambda error: safe.set_result(None))
+        await safe
+
+
+@asynccontextmanager
+async def cluster(directory: Path) -> AsyncIterator[Cluster]:
+    made = Cluster(directory)
+    made.port = await made.primary.listen("127.0.0.1", 0)
+    try:
+        yield made
+    finally:
+        await made.primary.close()
+        drop(made.life.broker)
+
+
+@asynccontextmanager
+async def following(follower: Follower, port: int) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(follower.follow("127.0.0.1", port))
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, OSError):
+            await task
+
+
+def new_follower(directory: Path, name: str = "b", secret: bytes = SECRET) -> Follower:
+    path = directory / name
+    path.mkdir(exist_ok=True)
+    return Follower(path, name, secret, QuickFiles())
+
+
+def test_a_follower_joins_a_working_primary_and_goes_on_after_a_broken_connection(directory: Path) -> None:
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            made.life.step(30)
+            follower = new_follower(directory)
+            async with following(follower, made.port):
+                await until(lambda: made.asked)
+                made.grant()
+                assert made.in_sync == "ab"
+                made.life.step(30)
+                await made.is_safe()
+                assert content(directory / "b") == content(made.path)
+            # Nothing is safe until the set is changed, or the follower is back.
+            made.life.step(10)
+            safe = asyncio.create_task(made.is_safe())
+            await until(lambda: made.asked)
+            assert not safe.done()
+            joined = follower.number
+            made.asked.clear()
+            made.primary.acknowledging.set_unchanged(made.primary.acknowledging.membership)
+            made.asked.clear()
+            async with following(follower, made.port):
+                await safe
+                # It went on; a snapshot would have emptied it first.
+                assert follower.number > joined
+                assert content(directory / "b") == content(made.path)
+            follower.close()
+
+    run(scenario())
+
+
+def test_a_node_of_the_set_is_not_emptied(directory: Path) -> None:
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            made.life.step(10)
+            follower = new_follower(directory)
+            async with following(follower, made.port):
+                await until(lambda: made.asked)
+                made.grant()
+            follower.close()
+            kept = content(directory / "b")
+            again = new_follower(directory)
+            with pytest.raises(Refused, match="must leave that first"):
+                await again.follow("127.0.0.1", made.port)
+            assert content(directory / "b") == kept
+            await until(lambda: made.asked)
+            made.grant()
+            assert made.in_sync == "a"
+            async with following(again, made.port):
+                await until(lambda: made.asked)
+            again.close()
+
+    run(scenario())
+
+
+def test_nobody_joins_without_the_secret(directory: Path) -> None:
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            stranger = new_follower(directory, secret=b"a guess")
+            with pytest.raises(ConnectionResetError):
+                await stranger.follow("127.0.0.1", made.port)
+            # Nor does a follower accept such a primary: the proof of one side is none of the other.
+            reader, writer = await asyncio.open_connection("127.0.0.1", made.port)
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            await reader.read()
+            writer.close()
+            assert not made.asked and content(directory / "b") == {}
+
+    run(scenario())
+
+
+def test_a_follower_refuses_a_primary_of_an_earlier_epoch(directory: Path) -> None:
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            follower = new_follower(directory)
+            follower.epoch = 2
+            with pytest.raises(Refused, match="no longer primary"):
+                await follower.follow("127.0.0.1", made.port)
+
+    run(scenario())
+
+
+def test_frames_are_checked() -> None:
+    frame = Frame.of_number(FrameKind.CHANGES, 7, b"changes")
+    reader = FrameReader()
+    data = frame.encode()
+    assert [*reader.feed(data[:9])] == []
+    assert [*reader.feed(data[9:] + data)] == [frame, frame]
+    assert (frame.number, frame.rest) == (7, b"changes")
+    for bad, reason in (
+        (data[:-1] + b"!", "checksum mismatch"),
+        (b"\xff\xff\xff\xff" + data[4:], "a frame of 4294967295 bytes"),
+        (Frame(FrameKind.PING).encode()[:4] + bytes(5), "checksum mismatch"),
+    ):
+        with pytest.raises(BadFrame, match=reason):
+            [*FrameReader().feed(bad)]
