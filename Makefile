@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 NSQJS := tests/conformance/nsqjs
 FIND_CHROMIUM := for name in $$NSPARQ_TEST_CHROMIUM chromium chromium-browser google-chrome; do command -v $$name && break; done >/dev/null
 # What tests need besides Python packages.
-PROGRAMS := $(addprefix $(VENV)/.,nsqjs chromium shells prometheus)
+PROGRAMS := $(addprefix $(VENV)/.,nsqjs chromium shells prometheus coordinators)
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 UP_ARGS ?=
@@ -179,3 +179,9 @@ $(VENV)/.shells: $(VENV)/.installed | $(VENV)/.chromium
 $(VENV)/.prometheus: $(VENV)/.installed | $(VENV)/.shells
 	@command -v promtool >/dev/null || .ci/unpack-package prometheus $(abspath $(VENV))/prometheus && touch $@ \
 	  || test "$$CI" != true
+
+# And for the coordinators of replication: etcd, the program alone, and PostgreSQL.
+$(VENV)/.coordinators: $(VENV)/.installed | $(VENV)/.prometheus
+	@command -v etcd >/dev/null || .ci/unpack-package etcd-server $(abspath $(VENV))/etcd || test "$$CI" != true
+	@ls -d /usr/lib/postgresql/*/bin >/dev/null 2>&1 || .ci/install-packages postgresql || test "$$CI" != true
+	@touch $@

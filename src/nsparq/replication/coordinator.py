@@ -7,7 +7,6 @@ decided by the record.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
 
 from nsparq.errors import NsparqError
@@ -23,35 +22,33 @@ class Found(NamedTuple):
 
     membership: Membership
     version: int
-    """Changes with every change of the record."""
+    """Grows with every change of the record."""
 
 
 class State(NamedTuple):
-    """What a node sees of the others."""
+    """What a node sees of its cluster."""
 
     found: Found | None
     """None if there is no record yet."""
-    is_primary_alive: bool
+    alive: str
+    """Name of the primary that gave a sign of life last; empty if that is too long ago."""
 
 
 class Coordinator(Protocol):
-    """A connection to a coordinator. All calls raise NoAnswer."""
+    """The record of one cluster. All calls raise NoAnswer."""
 
-    async def read(self) -> Found | None:
-        """The record; None if there is none. Never an older one than another node has seen."""
+    async def observe(self) -> State:
+        """Never an older state than another node has seen."""
 
     async def compare_and_set(self, version: int, wanted: Membership) -> Found | None:
-        """Replace the record with this version; 0 if there must be none. Gives the new record, or
-        None if the record has another version."""
+        """Replace the record that has this version; 0 if there must be none. Gives the new record,
+        or None if the record has another version."""
 
-    async def keep_alive(self, name: str, epoch: int) -> None:
-        """The node is alive, as the primary of this epoch. Call it three times in the time after
-        which others take it for dead."""
+    async def keep_alive(self, name: str) -> None:
+        """A sign of life of the primary. It holds for the time that the coordinator was made
+        with."""
 
     async def release(self) -> None:
-        """End the sign of life at once: for a clean stop and a planned switch-over."""
+        """End the sign of life at once: for a stop, and for a planned switch-over."""
 
-    def watch(self) -> AsyncIterator[State]:
-        """The state now, and again whenever it changes. Ends only with the task that reads it."""
-
-    async def close(self) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,86 @@
+"""etcd and PostgreSQL keep what replication needs of a coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nsparq.replication.coordinator import Coordinator, NoAnswer, State
+from nsparq.replication.etcd import Etcd
+from nsparq.replication.membership import Membership
+from nsparq.replication.postgresql import PostgreSql
+from tests.replication.coordinators import run_etcd, run_postgresql
+from tests.support.aio import run
+
+FIRST = Membership(1, "a", frozenset("a"), {"a": "10.0.0.1:4160"})
+NewClient = Callable[[float], Coordinator]
+
+
+@pytest.fixture(params=["etcd", "postgresql"])
+def new_client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NewClient]:
+    """Makes a client of a real coordinator, with the seconds that a sign of life holds."""
+    made: list[Coordinator] = []
+
+    def make(alive_s: float) -> Coordinator:
+        made.append(
+            Etcd(["http://127.0.0.1:1", url], "orders", alive_s)
+            if request.param == "etcd"
+            else PostgreSql(url, "orders", alive_s)
+        )
+        return made[-1]
+
+    with (run_etcd if request.param == "etcd" else run_postgresql)(tmp_path / request.param) as url:
+        yield make
+        for client in made:
+            client.close()
+
+
+def test_the_record_changes_by_compare_and_set_alone(new_client: NewClient) -> None:
+    async def scenario() -> None:
+        one, other = new_client(60), new_client(60)
+        assert await one.observe() == State(None, "")
+        tries = [client.compare_and_set(0, FIRST) for client in (one, other, one, other)]
+        made = await asyncio.gather(*tries)
+        (first,) = [found for found in made if found is not None]
+        assert await other.observe() == State(first, "")
+        second = FIRST.with_in_sync(frozenset("ab"))
+        found = await other.compare_and_set(first.version, second)
+        assert found is not None and found.version > first.version
+        assert await one.compare_and_set(first.version, FIRST.taken_over_by("b")) is None
+        assert await one.compare_and_set(0, FIRST) is None
+        assert await one.observe() == State(found, "")
+
+    run(scenario())
+
+
+def test_a_sign_of_life_ends_by_itself_or_at_once(new_client: NewClient) -> None:
+    async def scenario() -> None:
+        primary, watcher = new_client(60), new_client(60)
+        await primary.keep_alive("a")
+        await primary.keep_alive("a")
+        assert (await watcher.observe()).alive == "a"
+        await primary.release()
+        assert (await watcher.observe()).alive == ""
+        # Nobody renews this one.
+        await new_client(1).keep_alive("b")
+        states = [await watcher.observe()]
+        while states[-1].alive:
+            states.append(await watcher.observe())
+        assert states[0].alive == "b"
+
+    run(scenario())
+
+
+def test_a_coordinator_that_is_away_is_said_so() -> None:
+    async def scenario() -> None:
+        for client in (
+            Etcd(["http://127.0.0.1:1"], "orders", 3),
+            PostgreSql("postgresql://nobody@127.0.0.1:1/none", "orders", 3),
+        ):
+            with pytest.raises(NoAnswer, match="does not answer"):
+                await client.observe()
+
+    run(scenario())
