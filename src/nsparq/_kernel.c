@@ -20,6 +20,8 @@
 #define FRAME_OVERHEAD 34
 #define FIN_WIDTH 21
 #define BATCH_HEADER 48
+#define MAX_BLOCK 65535
+#define FEW_HEADERS 16
 #define READ_AT_ONCE 64
 #define READ_BYTES 4096
 
@@ -270,22 +272,172 @@ encode_mpub(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     return command;
 }
 
+PyDoc_STRVAR(split_headers_doc,
+"split_headers(lengths, data) -> (lengths, bodies, block_lengths, blocks)\n\n"
+"Messages that each begin with the size of a header block and the block, as native 32-bit sizes and end to end:\n"
+"their bodies and their blocks in the same form. Stops before a message that breaks a rule.");
+
+static inline int
+is_name_character(unsigned char c)
+{
+    return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '-' || c == '_' || c == '.';
+}
+
+/* 1 for UTF-8, 0 for anything else, -1 with an exception. */
+static int
+is_utf8(const unsigned char *p, Py_ssize_t size)
+{
+    Py_ssize_t i = 0;
+    while (i < size && p[i] < 0x80)
+        i++;
+    if (i == size)
+        return 1;
+    PyObject *text = PyUnicode_DecodeUTF8((const char *)p, size, "strict");
+    if (text != NULL) {
+        Py_DECREF(text);
+        return 1;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_UnicodeDecodeError))
+        return -1;
+    PyErr_Clear();
+    return 0;
+}
+
+/* Whether the names of a block are all different: 1, 0, or -1 with an exception. The block is well formed. */
+static int
+are_names_different(const unsigned char *p, const unsigned char *end, Py_ssize_t count)
+{
+    const unsigned char *names[FEW_HEADERS];
+    PyObject *seen = NULL;
+    int result = 1;
+    if (count > FEW_HEADERS && (seen = PySet_New(NULL)) == NULL)
+        return -1;
+    for (Py_ssize_t known = 0; p < end && result == 1; known++) {
+        Py_ssize_t size = p[0];
+        if (seen == NULL) {
+            for (Py_ssize_t i = 0; i < known; i++)
+                if (memcmp(names[i], p, (size_t)size + 1) == 0)
+                    result = 0;
+            names[known] = p;
+        }
+        else {
+            PyObject *name = PyBytes_FromStringAndSize((const char *)p + 1, size);
+            int found = name == NULL ? -1 : PySet_Contains(seen, name);
+            if (found != 0)
+                result = found < 0 ? -1 : 0;
+            else if (PySet_Add(seen, name))
+                result = -1;
+            Py_XDECREF(name);
+        }
+        p += 1 + size;
+        p += 2 + ((Py_ssize_t)p[0] << 8 | p[1]);
+    }
+    Py_XDECREF(seen);
+    return result;
+}
+
+/* Whether these bytes are a header block: 1, 0, or -1 with an exception. nsparq.headers has the rules. */
+static int
+check_block(const unsigned char *start, Py_ssize_t size)
+{
+    const unsigned char *p = start, *end = start + size;
+    Py_ssize_t count = 0;
+    for (; p < end; count++) {
+        Py_ssize_t name = *p++;
+        if (name == 0 || end - p < name + 2)
+            return 0;
+        for (Py_ssize_t i = 0; i < name; i++)
+            if (!is_name_character(p[i]))
+                return 0;
+        p += name;
+        Py_ssize_t value = (Py_ssize_t)p[0] << 8 | p[1];
+        p += 2;
+        if (end - p < value)
+            return 0;
+        int is_text = is_utf8(p, value);
+        if (is_text != 1)
+            return is_text;
+        p += value;
+    }
+    return count > 1 ? are_names_different(start, end, count) : 1;
+}
+
+static PyObject *
+split_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    Py_buffer lengths = {0};
+    PyObject *pieces[4] = {NULL, NULL, NULL, NULL}, *result = NULL;
+    if (nargs != 2 || !PyBytes_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "split_headers(buffer, bytes)");
+        return NULL;
+    }
+    if (PyObject_GetBuffer(args[0], &lengths, PyBUF_SIMPLE))
+        return NULL;
+    const uint32_t *sizes = lengths.buf;
+    const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(args[1]), *p = data;
+    const unsigned char *end = data + PyBytes_GET_SIZE(args[1]);
+    Py_ssize_t most = lengths.len / 4, count = 0, bytes_of_blocks = 0, bytes_of_bodies = 0;
+    for (; count < most; count++) {
+        Py_ssize_t size = sizes[count];
+        if (size > end - p) {
+            PyErr_SetString(PyExc_ValueError, "lengths do not add up");
+            goto done;
+        }
+        uint32_t block = size < 4 ? 0 : read_u32(p);
+        /* A body has at least one byte. */
+        if (size < 4 || block > MAX_BLOCK || size - 4 <= (Py_ssize_t)block)
+            break;
+        int is_valid = check_block(p + 4, block);
+        if (is_valid < 0)
+            goto done;
+        if (!is_valid)
+            break;
+        bytes_of_blocks += block;
+        bytes_of_bodies += size - 4 - block;
+        p += size;
+    }
+    Py_ssize_t wanted[4] = {4 * count, bytes_of_bodies, 4 * count, bytes_of_blocks};
+    for (int i = 0; i < 4; i++)
+        if ((pieces[i] = PyBytes_FromStringAndSize(NULL, wanted[i])) == NULL)
+            goto done;
+    char *length = PyBytes_AS_STRING(pieces[0]), *body = PyBytes_AS_STRING(pieces[1]);
+    char *block_length = PyBytes_AS_STRING(pieces[2]), *block = PyBytes_AS_STRING(pieces[3]);
+    p = data;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint32_t block_size = read_u32(p), body_size = sizes[i] - 4 - block_size;
+        memcpy(length + 4 * i, &body_size, 4);
+        memcpy(block_length + 4 * i, &block_size, 4);
+        memcpy(block, p + 4, block_size);
+        memcpy(body, p + 4 + block_size, body_size);
+        block += block_size;
+        body += body_size;
+        p += sizes[i];
+    }
+    result = PyTuple_Pack(4, pieces[0], pieces[1], pieces[2], pieces[3]);
+done:
+    for (int i = 0; i < 4; i++)
+        Py_XDECREF(pieces[i]);
+    PyBuffer_Release(&lengths);
+    return result;
+}
+
 static const char HEX[] = "0123456789abcdef";
 
 PyDoc_STRVAR(build_frames_doc,
-"build_frames(first_id, timestamps_ns, lengths, data) -> (buffer, offsets)\n\n"
+"build_frames(first_id, timestamps_ns, lengths, data[, block_lengths, blocks]) -> (buffer, offsets)\n\n"
 "Message frames with attempts 1. `lengths` holds native 32-bit sizes, `data` the bodies end to end;\n"
 "`timestamps_ns` is one integer, or a buffer with one native 64-bit integer for each message. The offsets, one\n"
-"more than there are messages, are native 64-bit integers too.");
+"more than there are messages, are native 64-bit integers too. With header blocks, a message whose block is not\n"
+"empty gets a frame of type 3, with the block in front of the body.");
 
 static PyObject *
 build_frames(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    Py_buffer lengths = {0}, data = {0}, stamps = {0};
+    Py_buffer lengths = {0}, data = {0}, stamps = {0}, block_lengths = {0}, blocks = {0};
     PyObject *buffer = NULL, *offsets = NULL, *result = NULL;
     int64_t stamp = 0;
-    if (nargs != 4) {
-        PyErr_SetString(PyExc_TypeError, "build_frames(int, int or buffer, buffer, buffer)");
+    if (nargs != 4 && nargs != 6) {
+        PyErr_SetString(PyExc_TypeError, "build_frames(int, int or buffer, buffer, buffer[, buffer, buffer])");
         return NULL;
     }
     uint64_t id = PyLong_AsUnsignedLongLong(args[0]);
@@ -302,38 +454,57 @@ build_frames(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         goto done;
     if (PyObject_GetBuffer(args[3], &data, PyBUF_SIMPLE))
         goto done;
+    if (nargs == 6 && (PyObject_GetBuffer(args[4], &block_lengths, PyBUF_SIMPLE) ||
+                       PyObject_GetBuffer(args[5], &blocks, PyBUF_SIMPLE)))
+        goto done;
     Py_ssize_t count = lengths.len / 4;
-    const uint32_t *sizes = lengths.buf;
-    Py_ssize_t total = 0;
+    const uint32_t *sizes = lengths.buf, *block_sizes = block_lengths.buf;
+    Py_ssize_t total = 0, block_total = 0, with_blocks = 0;
     for (Py_ssize_t i = 0; i < count; i++)
         total += sizes[i];
-    if (total != data.len || (stamps.obj != NULL && stamps.len != count * 8)) {
+    if (total != data.len || (stamps.obj != NULL && stamps.len != count * 8) ||
+        (nargs == 6 && block_lengths.len / 4 != count)) {
         PyErr_SetString(PyExc_ValueError, "lengths do not add up");
         goto done;
     }
+    for (Py_ssize_t i = 0; i < count && block_sizes != NULL; i++) {
+        block_total += block_sizes[i];
+        with_blocks += block_sizes[i] != 0;
+    }
+    if (block_total != blocks.len) {
+        PyErr_SetString(PyExc_ValueError, "lengths do not add up");
+        goto done;
+    }
+    total += block_total + 4 * with_blocks;
     buffer = PyBytes_FromStringAndSize(NULL, total + count * FRAME_OVERHEAD);
     offsets = PyBytes_FromStringAndSize(NULL, (count + 1) * 8);
     if (buffer == NULL || offsets == NULL)
         goto done;
     char *offset = PyBytes_AS_STRING(offsets);
     unsigned char *start = (unsigned char *)PyBytes_AS_STRING(buffer), *out = start;
-    const unsigned char *body = data.buf;
+    const unsigned char *body = data.buf, *block = blocks.buf;
     for (Py_ssize_t i = 0; i <= count; i++) {
         int64_t position = out - start;
         memcpy(offset + 8 * i, &position, 8);
         if (i == count)
             break;
-        uint32_t size = sizes[i];
+        uint32_t size = sizes[i], block_size = block_sizes == NULL ? 0 : block_sizes[i];
         if (stamps.obj != NULL)
             memcpy(&stamp, (const char *)stamps.buf + 8 * i, 8);
-        out = put_u32(out, size + FRAME_OVERHEAD - 4);
-        out = put_u32(out, 2);
+        out = put_u32(out, size + FRAME_OVERHEAD - 4 + (block_size ? 4 + block_size : 0));
+        out = put_u32(out, block_size ? 3 : 2);
         out = put_u64(out, (uint64_t)stamp);
         *out++ = 0;
         *out++ = 1;
         for (int shift = 60; shift >= 0; shift -= 4)
             *out++ = HEX[(id >> shift) & 15];
         id++;
+        if (block_size) {
+            out = put_u32(out, block_size);
+            memcpy(out, block, block_size);
+            out += block_size;
+            block += block_size;
+        }
         memcpy(out, body, size);
         out += size;
         body += size;
@@ -348,6 +519,10 @@ done:
         PyBuffer_Release(&lengths);
     if (data.obj != NULL)
         PyBuffer_Release(&data);
+    if (block_lengths.obj != NULL)
+        PyBuffer_Release(&block_lengths);
+    if (blocks.obj != NULL)
+        PyBuffer_Release(&blocks);
     return result;
 }
 
@@ -530,10 +705,11 @@ PyDoc_STRVAR(unpack_batches_doc,
 static int
 plausible_batch(const unsigned char *p, Py_ssize_t available)
 {
-    if (available < BATCH_HEADER || memcmp(p, "NQB1", 4) != 0)
+    if (available < BATCH_HEADER || (memcmp(p, "NQB1", 4) != 0 && memcmp(p, "NQB2", 4) != 0))
         return 0;
     uint64_t size = get_u32(p + 8), count = get_u32(p + 40), data = get_u32(p + 44);
-    return count > 0 && size == BATCH_HEADER + 4 * count + data && size <= (uint64_t)available &&
+    uint64_t bare = BATCH_HEADER + 4 * count + data;
+    return count > 0 && (p[3] == '1' ? size == bare : size >= bare + 4 * count) && size <= (uint64_t)available &&
            get_u64(p + 16) <= INT64_MAX - count;
 }
 
@@ -787,6 +963,7 @@ static PyMethodDef methods[] = {
     {"pack_messages", (PyCFunction)(void (*)(void))pack_messages, METH_FASTCALL, pack_messages_doc},
     {"take_publishes", (PyCFunction)(void (*)(void))take_publishes, METH_FASTCALL, take_publishes_doc},
     {"encode_mpub", (PyCFunction)(void (*)(void))encode_mpub, METH_FASTCALL, encode_mpub_doc},
+    {"split_headers", (PyCFunction)(void (*)(void))split_headers, METH_FASTCALL, split_headers_doc},
     {"build_frames", (PyCFunction)(void (*)(void))build_frames, METH_FASTCALL, build_frames_doc},
     {"decode_fins", (PyCFunction)(void (*)(void))decode_fins, METH_FASTCALL, decode_fins_doc},
     {"unpack_batches", (PyCFunction)(void (*)(void))unpack_batches, METH_FASTCALL, unpack_batches_doc},

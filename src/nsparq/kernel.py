@@ -13,7 +13,8 @@ from typing import Any, Final
 PackMessages = Callable[[bytes, int, int, int], tuple[bytes, bytes, int]]
 TakePublishes = Callable[[bytes, int, bytes, bool, int, int], tuple[list[int], bytes, bytes, int]]
 EncodeMpub = Callable[[bytes, Any], bytes | None]
-BuildFrames = Callable[[int, Any, "array[int]", bytes], tuple[bytes, bytes]]
+SplitHeaders = Callable[["array[int]", bytes], tuple[bytes, bytes, bytes, bytes]]
+BuildFrames = Callable[..., tuple[bytes, bytes]]
 DecodeFins = Callable[[bytes, int], tuple[list[tuple[int, int]], int]]
 SendEach = Callable[[list[int], bytes], list[tuple[int, int]]]
 ReadPublishes = Callable[[int, bytes, int], tuple[list[int], list[bytes], list[tuple[int, bytes]]]]
@@ -22,6 +23,7 @@ UnpackBatches = Callable[[Any, int, int, int, int, int], tuple[bytes, bytes, byt
 pack_messages: PackMessages | None = None
 take_publishes: TakePublishes | None = None
 encode_mpub: EncodeMpub | None = None
+split_headers: SplitHeaders | None = None
 build_frames: BuildFrames | None = None
 decode_fins: DecodeFins | None = None
 unpack_batches: UnpackBatches | None = None
@@ -38,6 +40,7 @@ if not os.environ.get("NSPARQ_NO_EXTENSIONS"):
         pack_messages = _kernel.pack_messages
         take_publishes = _kernel.take_publishes
         encode_mpub = _kernel.encode_mpub
+        split_headers = _kernel.split_headers
         build_frames = _kernel.build_frames
         decode_fins = _kernel.decode_fins
         unpack_batches = _kernel.unpack_batches

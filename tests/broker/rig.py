@@ -78,6 +78,8 @@ class Delivered(NamedTuple):
     attempts: int
     timestamp_ns: int
     body: bytes
+    block: bytes = b""
+    """The header block."""
 
 
 def parse_frames(data: bytes) -> list[Delivered]:
@@ -85,10 +87,13 @@ def parse_frames(data: bytes) -> list[Delivered]:
     position = 0
     while position < len(data):
         size, kind, timestamp_ns, attempts, message_id = _FRAME.unpack_from(data, position)
-        assert kind == 2
-        body = data[position + _FRAME.size : position + 4 + size]
+        assert kind in (2, 3)
+        body, block = data[position + _FRAME.size : position + 4 + size], b""
         assert len(body) == size - 30
-        found.append(Delivered(int(message_id, 16), attempts, timestamp_ns, body))
+        if kind == 3:
+            width = 4 + int.from_bytes(body[:4])
+            block, body = body[4:width], body[width:]
+        found.append(Delivered(int(message_id, 16), attempts, timestamp_ns, body, block))
         position += 4 + size
     return found
 
@@ -311,9 +316,19 @@ class TestFiles(Files):
             super().sync_pending(run_each)
 
 
-def publish(broker: Broker, topic: str, bodies: Iterable[bytes], done: Done, defer_ms: int = 0) -> None:
-    """Publish. Creates the topic if it does not exist."""
-    broker.get_topic(topic).publishing.publish(PackedBodies.of(bodies), defer_ms * 1_000_000, done)
+def publish(
+    broker: Broker,
+    topic: str,
+    bodies: Iterable[bytes],
+    done: Done,
+    defer_ms: int = 0,
+    blocks: Sequence[bytes] = (),
+) -> None:
+    """Publish, with header blocks if there are any. Creates the topic if it does not exist."""
+    packed = PackedBodies.of(bodies)
+    if blocks:
+        packed = packed.with_blocks(PackedBodies.of(blocks))
+    broker.get_topic(topic).publishing.publish(packed, defer_ms * 1_000_000, done)
 
 
 class Rig:
@@ -388,14 +403,14 @@ class Rig:
     def channel(self, name: str = "c", topic: str = "t") -> Channel:
         return self.broker.get_topic(topic).get_channel(name)
 
-    def send(self, topic: str, *bodies: bytes, defer_ms: int = 0) -> Receipt:
-        """Publish, without the end of the turn."""
+    def send(self, topic: str, *bodies: bytes, defer_ms: int = 0, blocks: Sequence[bytes] = ()) -> Receipt:
+        """Publish, without the end of the turn. `blocks` has the header block of each message."""
         receipt = Receipt()
-        publish(self.broker, topic, bodies, receipt, defer_ms)
+        publish(self.broker, topic, bodies, receipt, defer_ms, blocks)
         return receipt
 
-    def publish(self, topic: str, *bodies: bytes, defer_ms: int = 0) -> Receipt:
-        receipt = self.send(topic, *bodies, defer_ms=defer_ms)
+    def publish(self, topic: str, *bodies: bytes, defer_ms: int = 0, blocks: Sequence[bytes] = ()) -> Receipt:
+        receipt = self.send(topic, *bodies, defer_ms=defer_ms, blocks=blocks)
         self.turn()
         return receipt
 

@@ -172,7 +172,8 @@ def _unfinished(rig: Rig, owner: Owner) -> set[bytes]:
 def _read(rig: Rig, owner: Owner, sequence: int) -> bytes:
     found = rig.channel(owner[1], owner[0]).delivery.find(sequence)
     assert found is not None
-    return found[0][34:]
+    batch, index = found
+    return batch.only(index).data
 
 
 # damaging

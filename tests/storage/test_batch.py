@@ -119,7 +119,9 @@ def test_the_size_of_a_batch_allows_for_its_frames() -> None:
 
 
 def test_joined_batches_keep_each_message_s_publish_time() -> None:
-    batch = Batch.join(7, [(1, lengths_of([b"a", b"bc"]), b"abc"), (2, lengths_of([b"", b"d"]), b"d")])
+    batch = Batch.join(
+        7, [(1, lengths_of([b"a", b"bc"]), b"abc", None), (2, lengths_of([b"", b"d"]), b"d", None)]
+    )
     assert (batch.base, batch.end, batch.due_ns) == (7, 11, 0)
     assert batch.bodies() == [b"a", b"bc", b"", b"d"]
     assert [batch.timestamp_of(i) for i in range(4)] == [1, 1, 2, 2]

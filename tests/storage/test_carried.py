@@ -9,11 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from nsparq.storage.batch import Batch
 from nsparq.storage.carried import _WORTH_REWRITING, CARRY_SUFFIX, CarriedFile
 
 from .support import NOW_NS, FaultyFiles, Message, encoded, flip, messages_of
 
-MESSAGES = [(5, NOW_NS, b"five"), (9, NOW_NS + 1, b""), (100, NOW_NS + 2, b"hundred" * 20)]
+MESSAGES = [
+    Batch.single(5, NOW_NS, b"five"),
+    Batch.single(9, NOW_NS + 1, b""),
+    Batch.single(100, NOW_NS + 2, b"hundred" * 20),
+]
 
 
 @pytest.fixture
@@ -51,7 +56,7 @@ def contents(carried: CarriedFile, *sequences: int) -> list[Message | None]:
 
 
 def expected(*numbers: int) -> list[Message]:
-    return [Message(MESSAGES[n][0], MESSAGES[n][2], MESSAGES[n][1]) for n in numbers]
+    return messages_of([MESSAGES[n] for n in numbers])
 
 
 def test_a_new_file_has_no_messages(files: FaultyFiles, path: Path) -> None:
@@ -71,11 +76,11 @@ def test_carried_messages_are_read_with_their_numbers_and_times(carried: Carried
 
 
 def test_carried_messages_survive_reopening(carried: CarriedFile, files: FaultyFiles, path: Path) -> None:
-    carried.add([(7, NOW_NS, b"seven")])
+    carried.add([Batch.single(7, NOW_NS, b"seven")])
     again = CarriedFile(files, path)
     assert again.load() == [5, 9, 100, 7]
     assert contents(again, 5, 9, 100) == expected(0, 1, 2)
-    again.add([(8, NOW_NS, b"eight")])
+    again.add([Batch.single(8, NOW_NS, b"eight")])
     third = CarriedFile(files, path)
     assert third.load() == [5, 9, 100, 7, 8]
     assert contents(third, 5, 9, 100) == expected(0, 1, 2)
@@ -96,11 +101,11 @@ def test_messages_that_could_not_be_written_do_not_count(
 ) -> None:
     files.fail(call, torn=torn)
     with pytest.raises(OSError, match="No space left"):
-        carried.add([(6, NOW_NS, b"six"), (7, NOW_NS, b"seven")])
+        carried.add([Batch.single(6, NOW_NS, b"six"), Batch.single(7, NOW_NS, b"seven")])
     assert 6 not in carried.kept
     assert 7 not in carried.kept
     assert contents(carried, 5, 9, 100) == expected(0, 1, 2)
-    carried.add([(8, NOW_NS, b"eight")])
+    carried.add([Batch.single(8, NOW_NS, b"eight")])
     assert contents(carried, 5, 9, 100) == expected(0, 1, 2)
     assert contents(carried, 8) == [Message(8, b"eight", NOW_NS)]
     again = CarriedFile(files, path)
@@ -122,13 +127,13 @@ def test_the_file_is_removed_with_its_last_message(carried: CarriedFile, path: P
     keep_only(carried, [])
     assert not path.exists()
     assert len(carried.kept) == 0
-    carried.add([(7, NOW_NS, b"seven")])
+    carried.add([Batch.single(7, NOW_NS, b"seven")])
     assert contents(carried, 7) == [Message(7, b"seven", NOW_NS)]
 
 
 def test_the_file_shrinks_when_most_messages_are_finished(files: FaultyFiles, path: Path) -> None:
     made = CarriedFile(files, path)
-    big = [(n, NOW_NS + n, b"%02d" % n * 50_000) for n in range(30)]
+    big = [Batch.single(n, NOW_NS + n, b"%02d" % n * 50_000) for n in range(30)]
     made.add(big)
     keep_only(made, range(20))
     assert path.stat().st_size > 3_000_000, "less than half is dead"
@@ -143,7 +148,7 @@ def test_the_file_shrinks_when_most_messages_are_finished(files: FaultyFiles, pa
 
 def test_a_few_finished_messages_do_not_cause_a_rewrite(files: FaultyFiles, path: Path) -> None:
     made = CarriedFile(files, path)
-    made.add([(1, NOW_NS, b"x" * (_WORTH_REWRITING - 100)), (2, NOW_NS, b"small")])
+    made.add([(1, NOW_NS, b"x" * (_WORTH_REWRITING - 100)), Batch.single(2, NOW_NS, b"small")])
     keep_only(made, [2])
     assert path.stat().st_size > _WORTH_REWRITING - 100
 
@@ -151,7 +156,7 @@ def test_a_few_finished_messages_do_not_cause_a_rewrite(files: FaultyFiles, path
 @pytest.mark.parametrize("call", ["write", "sync"])
 def test_a_file_that_cannot_be_rewritten_stays_as_it_was(files: FaultyFiles, path: Path, call: str) -> None:
     made = CarriedFile(files, path)
-    big = [(n, NOW_NS + n, b"%02d" % n * 50_000) for n in range(30)]
+    big = [Batch.single(n, NOW_NS + n, b"%02d" % n * 50_000) for n in range(30)]
     made.add(big)
     files.fail(call, torn=100)
     with pytest.raises(OSError, match="No space left"):
@@ -174,7 +179,7 @@ def test_a_torn_tail_loses_only_the_torn_message(
         path.write_bytes(whole[:cut])
         again = CarriedFile(files, path)
         assert again.load() == [n for n, end in ((5, first), (9, second)) if end <= cut], f"cut at {cut}"
-        again.add([(7, NOW_NS, b"seven")])
+        again.add([Batch.single(7, NOW_NS, b"seven")])
         third = CarriedFile(files, path)
         assert 7 in third.load()
         assert contents(third, 7) == [Message(7, b"seven", NOW_NS)]
@@ -229,7 +234,7 @@ def test_a_removed_file_does_not_come_back(carried: CarriedFile, path: Path) -> 
 
 def test_messages_finished_during_a_copy_are_forgotten(files: FaultyFiles, path: Path) -> None:
     made = CarriedFile(files, path)
-    made.add([(n, NOW_NS + n, b"%02d" % n * 50_000) for n in range(30)])
+    made.add([Batch.single(n, NOW_NS + n, b"%02d" % n * 50_000) for n in range(30)])
     made.drop(range(5, 30))
     places = made.copy(made.kept.copy())
     assert contents(made, 3) == [Message(3, b"03" * 50_000, NOW_NS + 3)], "from the old file"

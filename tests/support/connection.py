@@ -12,13 +12,13 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .polling import DEADLINE
 
 MAGIC = b"  V2"
-RESPONSE, ERROR, MESSAGE = 0, 1, 2
+RESPONSE, ERROR, MESSAGE, MESSAGE_WITH_HEADERS = 0, 1, 2, 3
 HEARTBEAT = b"_heartbeat_"
 UNKNOWN_ID = b"0000000000000000"
 
@@ -48,6 +48,7 @@ class Message(NamedTuple):
     attempts: int
     id: bytes
     body: bytes
+    headers: dict[str, str] = {}
 
 
 class ConnectionClosed(Exception):
@@ -69,9 +70,40 @@ def multi(bodies: Iterable[bytes]) -> bytes:
     return struct.pack(">i", len(bodies)) + b"".join(map(sized, bodies))
 
 
-def parse_message(data: bytes) -> Message:
+def header_block(headers: Mapping[str, str]) -> bytes:
+    """Headers as one block of bytes."""
+    pieces = []
+    for name, value in headers.items():
+        raw = value.encode()
+        pieces.append(struct.pack(">B", len(name)) + name.encode() + struct.pack(">H", len(raw)) + raw)
+    return b"".join(pieces)
+
+
+def with_headers(body: bytes, headers: Mapping[str, str]) -> bytes:
+    """A message of a publish with headers: the size of its header block, the block, the body."""
+    return sized(header_block(headers)) + body
+
+
+def parse_headers(block: bytes) -> dict[str, str]:
+    found, position = {}, 0
+    while position < len(block):
+        size = block[position]
+        name = block[position + 1 : position + 1 + size].decode()
+        position += 1 + size
+        (size,) = struct.unpack_from(">H", block, position)
+        found[name] = block[position + 2 : position + 2 + size].decode()
+        position += 2 + size
+    return found
+
+
+def parse_message(data: bytes, kind: int = MESSAGE) -> Message:
     timestamp_ns, attempts, message_id = struct.unpack_from(">qH16s", data)
-    return Message(timestamp_ns, attempts, message_id, data[26:])
+    if kind == MESSAGE:
+        return Message(timestamp_ns, attempts, message_id, data[26:])
+    (size,) = struct.unpack_from(">I", data, 26)
+    headers = parse_headers(data[30 : 30 + size])
+    assert headers, "a message without headers comes as a frame of type 2"
+    return Message(timestamp_ns, attempts, message_id, data[30 + size :], headers)
 
 
 class RawConnection:
@@ -221,8 +253,8 @@ class RawConnection:
 
     def read_message(self, timeout: float | None = None) -> Message:
         frame = self.read_frame(timeout)
-        assert frame.type == MESSAGE, frame
-        return parse_message(frame.data)
+        assert frame.type in (MESSAGE, MESSAGE_WITH_HEADERS), frame
+        return parse_message(frame.data, frame.type)
 
     def read_messages(
         self, count: int, timeout: float | None = None, *, finish: bool = False

@@ -35,6 +35,7 @@ COMPILED: dict[str, Any] = {
         "pack_messages",
         "take_publishes",
         "encode_mpub",
+        "split_headers",
         "build_frames",
         "decode_fins",
         "send_each",

@@ -14,10 +14,8 @@ from functools import partial
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from nsparq.storage.batch import Batch, mark_of
-from nsparq.storage.carried import CARRY_SUFFIX, Carried, CarriedFile, CarriedInMemory, Places
+from nsparq.storage.carried import CARRY_SUFFIX, CarriedFile, CarriedInMemory, Places
 from nsparq.storage.log import Log
 from nsparq.storage.log_range import LogRange, OffsetGone
 from nsparq.storage.raw_batch import find_batch, iter_batches
@@ -60,7 +58,7 @@ class CarryJob:
             self.error = error
 
 
-def _read(chosen: list[tuple[LogRange, list[int]]]) -> Iterator[Carried]:
+def _read(chosen: list[tuple[LogRange, list[int]]]) -> Iterator[Batch]:
     for place, sequences in chosen:
         batches = [*iter_batches(place.read_verified().data)]
         for sequence in sequences:
@@ -68,7 +66,9 @@ def _read(chosen: list[tuple[LogRange, list[int]]]) -> Iterator[Carried]:
             # A missing message is lost to damage. Delivery counts it.
             if batch is not None:
                 single = batch.between(sequence, sequence + 1)
-                yield sequence, single.timestamp_ns, bytes(single.data)
+                yield Batch.single(
+                    sequence, single.timestamp_ns, bytes(single.data), single.blocks()[0], single.tag
+                )
 
 
 class CarriedOver:
@@ -179,21 +179,17 @@ class CarriedOver:
             self._to_carry_end = before
         chosen = self._to_carry[: -MEMORY_SLICE - 1 : -1]
         del self._to_carry[-MEMORY_SLICE:]
-        messages: list[Carried] = []
+        messages: list[Batch] = []
         batch: Batch | None = None
-        ends: list[int] = []
         for sequence in chosen:
             if batch is None or sequence >= batch.end:
                 batch = log.read(sequence)
                 if batch is None:
                     break
-                ends = np.cumsum(np.frombuffer(batch.lengths, np.uint32), dtype=np.int64).tolist()
             if sequence < batch.base:
                 # The log has dropped it to save memory.
                 continue
-            index = sequence - batch.base
-            body = batch.data[ends[index] - batch.lengths[index] : ends[index]]
-            messages.append((sequence, batch.timestamp_of(index), body))
+            messages.append(batch.only(sequence - batch.base))
         self.store.add(messages)
         return min(before, self._to_carry[-1] if self._to_carry else self._to_carry_end)
 

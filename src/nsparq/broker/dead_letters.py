@@ -21,7 +21,7 @@ from nsparq.errors import Exiting, StorageError
 from nsparq.packed import PackedBodies
 from nsparq.storage.segment import Cold
 from nsparq.storage.state_files import ChannelState
-from nsparq.wire.message import FRAME_OVERHEAD, SEQUENCE_BITS
+from nsparq.wire.message import SEQUENCE_BITS
 
 if TYPE_CHECKING:
     from nsparq.broker.broker import Broker
@@ -114,17 +114,17 @@ class DeadLetters:
                 channel.lost_to_damage(sequence)
                 del unfinished.given_up[sequence]
                 continue
-            frame, timestamp_ns = found
+            batch, index = found
             letter = DeadLetter(
                 topic=channel.topic.name,
                 channel=channel.name,
                 id=f"{channel.topic.first_id + sequence:016x}",
-                timestamp_ns=timestamp_ns,
+                timestamp_ns=batch.timestamp_of(index),
                 attempts=given_up.attempts,
                 error=given_up.reason,
                 client=given_up.client,
                 given_up_ns=broker.wall_ns(),
-                **as_text(frame[FRAME_OVERHEAD:]),
+                **as_text(batch.only(index).data),
             ).to_json()
             size += len(letter)
             if letters and size > MAX_BYTES:

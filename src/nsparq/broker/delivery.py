@@ -12,13 +12,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from nsparq.broker.client import Client
+from nsparq.broker.framing import frames_for
 from nsparq.broker.inflight import Run
 from nsparq.broker.policy import Failure
 from nsparq.errors import AnswerFailed, ClientError
 from nsparq.private_random import private_random
 from nsparq.storage.batch import Batch
 from nsparq.storage.segment import Cold
-from nsparq.wire.message import build_frames, with_attempts
+from nsparq.wire.message import with_attempts
 
 if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
@@ -223,10 +224,10 @@ class Delivery:
             if batch is None:
                 return 0
             reach = cursor.free_until()
-        if batch.frames is None:
-            first_id = topic.first_id + batch.base
-            batch.frames = build_frames(first_id, batch.timestamps_ns, batch.lengths, batch.data)
-        buffer, offsets = batch.frames
+        frames = batch.frames
+        if frames is None or batch.headers is not None:
+            frames = frames_for(client, batch, topic.first_id)
+        buffer, offsets = frames
         position = cursor.position
         index = position - batch.base
         number = min(limit, batch.end - position, reach - position)
@@ -288,8 +289,7 @@ class Delivery:
 
     def _send_sample(self, client: Client, batch: Batch, index: int, number: int, now_ns: int) -> None:
         """The client wants a share of the messages. The others count as finished."""
-        assert batch.frames is not None
-        buffer, offsets = batch.frames
+        buffer, offsets = frames_for(client, batch, self._topic.first_id)
         deadline_ns = now_ns + client.msg_timeout_ns
         frames: list[bytes] = []
         for i in range(index, index + number):
@@ -331,10 +331,13 @@ class Delivery:
             if client.identity.sample_rate and private_random.randrange(100) > client.identity.sample_rate:
                 self._unfinished.forget(first)
                 continue
-            frame, timestamp_ns = found
+            batch, index = found
+            timestamp_ns = batch.timestamp_of(index)
             if expires and channel.retries.is_expired(timestamp_ns):
                 channel.retries.expire(first, delivered)
                 continue
+            buffer, offsets = frames_for(client, batch, self._topic.first_id)
+            frame = buffer[offsets[index] : offsets[index + 1]]
             frames.append(frame if attempts == 1 else with_attempts(frame, attempts))
             size += len(frame)
             self.launch(Run(client, first, first + 1, first, now_ns, deadline_ns, attempts, timestamp_ns))
@@ -344,8 +347,8 @@ class Delivery:
         self._send_frames(client, frames)
         return passed
 
-    def find(self, sequence: int) -> tuple[bytes, int] | None:
-        """The first-delivery frame of a message and its publish time."""
+    def find(self, sequence: int) -> tuple[Batch, int] | None:
+        """A message: the batch that has it, and its index there. None if it is lost."""
         carried = self._channel.carried_over.store
         batch = carried.read(sequence) if sequence in carried.kept else None
         if batch is None:
@@ -353,12 +356,7 @@ class Delivery:
             self._must_wait = False
         if batch is None or not batch.base <= sequence < batch.end:
             return None
-        if batch.frames is None:
-            first_id = self._topic.first_id + batch.base
-            batch.frames = build_frames(first_id, batch.timestamps_ns, batch.lengths, batch.data)
-        buffer, offsets = batch.frames
-        index = sequence - batch.base
-        return buffer[offsets[index] : offsets[index + 1]], batch.timestamp_of(index)
+        return batch, sequence - batch.base
 
     # the disk
 

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from nsparq.broker.channel import Channel
 from nsparq.broker.topic import Topic
+from nsparq.headers import decode_headers
 from nsparq.storage.log_range import LogRange, OffsetGone
 from nsparq.storage.raw_batch import RawBatch, find_batch, iter_batches
 
@@ -52,6 +53,11 @@ class PeekedMessage:
     """Only the beginning, if it is long."""
     size: int
     """Bytes of the whole body."""
+    headers: dict[str, str]
+
+    @property
+    def shown_bytes(self) -> int:
+        return len(self.body) + sum(len(name) + len(value) for name, value in self.headers.items())
 
 
 class _Wanted(NamedTuple):
@@ -78,18 +84,18 @@ class Peek:
         self._keeps_last = keeps_last
 
     def read(self) -> list[PeekedMessage]:
-        """The messages in order, up to `max_bytes` of bodies, but at least one: the first of them,
-        or the last."""
+        """The messages in order, up to `max_bytes` of bodies and headers, but at least one: the
+        first of them, or the last."""
         found: deque[PeekedMessage] = deque()
         size = 0
         for wanted, batch in self._walk(self):
             message = _to_show(self._first_id, wanted, batch, self._body_limit)
-            size += len(message.body)
+            size += message.shown_bytes
             if found and size > self._max_bytes and not self._keeps_last:
                 break
             found.append(message)
             while size > self._max_bytes and len(found) > 1:
-                size -= len(found.popleft().body)
+                size -= found.popleft().shown_bytes
         return [*found]
 
 
@@ -217,11 +223,13 @@ _CHOOSE = {IN_FLIGHT: _in_flight, REQUEUED: _requeued, DEFERRED: _deferred, READ
 
 
 def _to_show(first_id: int, wanted: _Wanted, batch: RawBatch, body_limit: int) -> PeekedMessage:
-    body = batch.between(wanted.sequence, wanted.sequence + 1).data
+    message = batch.between(wanted.sequence, wanted.sequence + 1)
+    body = message.data
     return PeekedMessage(
         id=f"{first_id + wanted.sequence:016x}",
         timestamp_ns=batch.timestamp_ns,
         body=bytes(body[:body_limit]),
         size=len(body),
+        headers=decode_headers(message.blocks()[0]),
         **wanted._asdict(),
     )

@@ -171,7 +171,7 @@ class Transactions:
         held = 0 if part is None else part.messages
         if at is not None and at != held:
             raise WrongPosition(held)
-        self._check_room(name, len(bodies.data))
+        self._check_room(name, len(bodies.data) + (0 if bodies.headers is None else len(bodies.headers.data)))
         transaction = transaction or self._begin(name, sequence)
         self._claim(transaction.producer, owner)
         if part is None:

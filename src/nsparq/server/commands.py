@@ -91,7 +91,8 @@ def publish(connection: Connection, command: commands.Publish) -> None:
     elif outbox.unanswered >= MAX_UNANSWERED:
         connection.adjust_reading()
     member = connection.lane_member
-    member.lone_publishes = 0 if command.counts or verb != "PUB" else member.lone_publishes + 1
+    is_lone = verb == "PUB" and not command.counts and command.bodies.headers is None
+    member.lone_publishes = member.lone_publishes + 1 if is_lone else 0
     if member.lone_publishes >= member.join_after:
         member.join(connection, topic)
 

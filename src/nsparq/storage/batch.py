@@ -11,6 +11,9 @@ be delivered. `tag` is 0, or the tag of the transaction that published the messa
 the log, see mark_of(); 0 in old batches. Bodies lie end to end, so the length table alone gives
 every position: one cumulative sum for a delivery, and the offsets buffer of an Arrow array.
 
+A batch in which a message has headers begins with "NQB2", and has two more parts behind the bodies:
+the lengths of the header blocks (count×u32), and the blocks. `data` is the size of the bodies alone.
+
 In memory, each log has a BatchList, and one BatchCache limits the bytes of all logs together.
 """
 
@@ -30,10 +33,14 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
+from nsparq.packed import PackedBodies, join_headers
+
 Timestamps = int | npt.NDArray[np.int64]
 """One publish time for the whole batch, or one for each message."""
 
 MAGIC: Final = b"NQB1"
+MAGIC_WITH_HEADERS: Final = b"NQB2"
+MAGIC_PREFIX: Final = b"NQB"
 HEADER: Final = struct.Struct("<4sIIHHQqqII")
 HEADER_SIZE: Final = HEADER.size
 _SEALED = struct.Struct("<4sI")
@@ -56,35 +63,53 @@ class Batch:
     lengths: array[int]
     data: bytes
     tag: int = 0
+    headers: PackedBodies | None = None
+    """Header blocks of the messages; None if no message has headers."""
     count: int = field(init=False)
     end: int = field(init=False)
     """The sequence number after the last message."""
     size: int = field(init=False)
     """Estimated bytes in memory, frames included."""
     frames: tuple[bytes, array[int]] | None = field(default=None, init=False)
-    """Message frames and their offsets, built for the first channel and shared by all."""
+    """Message frames and their offsets, built for the first channel and shared by all. They are for
+    clients that did not ask for headers, and for all clients if the batch has none."""
+    frames_with_headers: tuple[bytes, array[int]] | None = field(default=None, init=False)
+    """The same for clients that asked, if the batch has headers."""
 
     def __post_init__(self) -> None:
         self.count = len(self.lengths)
         self.end = self.base + self.count
         self.size = 2 * len(self.data) + 48 * self.count
+        if self.headers is not None:
+            self.size += len(self.data) + 2 * len(self.headers.data) + 48 * self.count
 
     @classmethod
-    def join(cls, base: int, parts: list[tuple[int, array[int], memoryview]]) -> Batch:
-        """One batch of several neighbours, given as (publish time, lengths, bodies)."""
+    def join(
+        cls, base: int, parts: list[tuple[int, array[int], memoryview, PackedBodies | None]], tag: int = 0
+    ) -> Batch:
+        """One batch of several neighbours, given as (publish time, lengths, bodies, headers)."""
         lengths = array("I")
         for part in parts:
             lengths.extend(part[1])
         stamps = np.repeat(np.array([part[0] for part in parts], np.int64), [len(part[1]) for part in parts])
-        return cls(base, stamps, 0, lengths, b"".join([part[2] for part in parts]))
+        headers = join_headers([(len(part[1]), part[3]) for part in parts])
+        return cls(base, stamps, 0, lengths, b"".join([part[2] for part in parts]), tag, headers)
 
     @classmethod
-    def single(cls, sequence: int, timestamp_ns: int, body: bytes) -> Batch:
-        return cls(sequence, timestamp_ns, 0, lengths_of([body]), body)
+    def single(cls, sequence: int, timestamp_ns: int, body: bytes, block: bytes = b"", tag: int = 0) -> Batch:
+        """A batch of one message. An empty block means no headers."""
+        headers = PackedBodies(lengths_of([block]), block) if block else None
+        return cls(sequence, timestamp_ns, 0, lengths_of([body]), body, tag, headers)
 
     def bodies(self) -> list[bytes]:
         ends = np.cumsum(np.frombuffer(self.lengths, np.uint32), dtype=np.int64).tolist()
         return [self.data[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+    def only(self, index: int) -> Batch:
+        """One of the messages as a batch of its own."""
+        body = _cut(self.lengths, self.data, index)
+        block = b"" if self.headers is None else _cut(self.headers.lengths, self.headers.data, index)
+        return Batch.single(self.base + index, self.timestamp_of(index), body, block, self.tag)
 
     def timestamp_of(self, index: int) -> int:
         stamps = self.timestamps_ns
@@ -186,19 +211,47 @@ def lengths_of(bodies: list[bytes]) -> array[int]:
     return array("I", map(len, bodies))
 
 
+def _cut(lengths: array[int], data: bytes, index: int) -> bytes:
+    """String `index` of those that lie end to end in `data`."""
+    start = int(np.frombuffer(lengths, np.uint32)[:index].sum(dtype=np.int64))
+    return data[start : start + lengths[index]]
+
+
 def mark_of(incarnation: str) -> int:
     """The mark of a log: 16 bits of its incarnation, and never 0."""
     return (crc32c(incarnation.encode()) & 0xFFFF) or 1
 
 
+def encode_batch(batch: Batch, mark: int = 0) -> tuple[bytes, ...]:
+    """The batch as it stands on disk, in pieces. It must have one publish time."""
+    stamp_ns, data, headers = batch.timestamps_ns, batch.data, batch.headers
+    assert isinstance(stamp_ns, int), "only batches read back from disk have several"
+    if headers is None:
+        head = encode_head(batch.base, stamp_ns, batch.due_ns, batch.lengths, data, batch.tag, mark)
+        return head, data
+    tail = table_bytes(headers.lengths) + headers.data
+    head = encode_head(batch.base, stamp_ns, batch.due_ns, batch.lengths, data, batch.tag, mark, tail)
+    return head, data, tail
+
+
 def encode_head(
-    base: int, timestamp_ns: int, due_ns: int, lengths: array[int], data: bytes, tag: int = 0, mark: int = 0
+    base: int,
+    timestamp_ns: int,
+    due_ns: int,
+    lengths: array[int],
+    data: bytes,
+    tag: int = 0,
+    mark: int = 0,
+    tail: bytes = b"",
 ) -> bytes:
-    """Everything before the bodies."""
+    """Everything before the bodies. `tail` is what follows them: the headers, if there are any."""
     table = table_bytes(lengths) if _BIG_ENDIAN else lengths.tobytes()
-    size = HEADER_SIZE + len(table) + len(data)
+    size = HEADER_SIZE + len(table) + len(data) + len(tail)
     checked = _CHECKED.pack(size, tag, mark, base, timestamp_ns, due_ns, len(lengths), len(data)) + table
-    return _SEALED.pack(MAGIC, crc32c(data, crc32c(checked))) + checked
+    crc = crc32c(data, crc32c(checked))
+    if tail:
+        return _SEALED.pack(MAGIC_WITH_HEADERS, crc32c(tail, crc)) + checked
+    return _SEALED.pack(MAGIC, crc) + checked
 
 
 class Head(NamedTuple):
@@ -219,19 +272,21 @@ class Head(NamedTuple):
     def end(self) -> int:
         return self.base + self.messages
 
+    @property
+    def is_plausible(self) -> bool:
+        """Whether the sizes fit together."""
+        tail = self.size - (HEADER_SIZE + 4 * self.messages + self.data_size)
+        if self.magic == MAGIC:
+            return tail == 0 and self.messages > 0
+        return self.magic == MAGIC_WITH_HEADERS and tail >= 4 * self.messages > 0
+
 
 def decode_head(buffer: bytes | memoryview, position: int = 0) -> Head | None:
     """The header at `position`; None if the bytes there are not a header."""
     if len(buffer) - position < HEADER_SIZE:
         return None
     head = Head._make(HEADER.unpack_from(buffer, position))
-    if (
-        head.magic != MAGIC
-        or head.messages == 0
-        or head.size != HEADER_SIZE + 4 * head.messages + head.data_size
-    ):
-        return None
-    return head
+    return head if head.is_plausible else None
 
 
 def checksum_holds(head: Head, buffer: bytes | memoryview, position: int = 0) -> bool:
@@ -249,6 +304,15 @@ def data_range(head: Head, position: int = 0) -> tuple[int, int]:
     """Start and end of the bodies in a buffer that holds the batch at `position`."""
     start = position + HEADER_SIZE + 4 * head.messages
     return start, start + head.data_size
+
+
+def decode_blocks(head: Head, buffer: bytes | memoryview, position: int = 0) -> PackedBodies | None:
+    """The header blocks of a batch; None if it has none."""
+    if head.magic == MAGIC:
+        return None
+    table = data_range(head, position)[1]
+    blocks = table + 4 * head.messages
+    return PackedBodies(lengths_from(buffer[table:blocks]), bytes(buffer[blocks : position + head.size]))
 
 
 def lengths_from(table: bytes | memoryview) -> array[int]:

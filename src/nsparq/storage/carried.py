@@ -15,10 +15,10 @@ from nsparq.storage.batch import (
     Batch,
     checksum_holds,
     data_range,
+    decode_blocks,
     decode_head,
     decode_lengths,
-    encode_head,
-    lengths_of,
+    encode_batch,
 )
 from nsparq.storage.files import Files
 from nsparq.storage.gaps import Gaps
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 CARRY_SUFFIX = ".carry"
 _WORTH_REWRITING = 1 << 20
 
-Carried = tuple[int, int, bytes]
-"""Sequence number, publish time, body."""
 Places = dict[int, tuple[int, int]]
 """Position and size by sequence number."""
 
@@ -74,20 +72,20 @@ class CarriedFile:
         self.is_damaged = True
         logger.error("%s", CorruptBatch(self._path, position, reason))
 
-    def add(self, messages: Iterable[Carried]) -> None:
+    def add(self, messages: Iterable[Batch]) -> None:
         self.accept(self.write(messages))
 
-    def write(self, messages: Iterable[Carried]) -> Places:
-        """Write and sync messages; gives their places for accept(). A thread may call this, one at
-        a time."""
+    def write(self, messages: Iterable[Batch]) -> Places:
+        """Write and sync messages, each a batch of its own; gives their places for accept(). A
+        thread may call this, one at a time."""
         pieces = []
         places = {}
         position = self._size
-        for sequence, timestamp_ns, body in messages:
-            head = encode_head(sequence, timestamp_ns, 0, lengths_of([body]), body, mark=self._mark)
-            places[sequence] = (position, len(head) + len(body))
-            position += len(head) + len(body)
-            pieces += [head, body]
+        for message in messages:
+            encoded = b"".join(encode_batch(message, self._mark))
+            places[message.base] = (position, len(encoded))
+            position += len(encoded)
+            pieces.append(encoded)
         with self._files.opened(self._path) as fd:
             self._files.write(fd, [b"".join(pieces)], self._size)
             self._files.sync(fd)
@@ -109,7 +107,8 @@ class CarriedFile:
         if head is None or not checksum_holds(head, raw):
             return None
         start, end = data_range(head)
-        return Batch(head.base, head.timestamp_ns, 0, decode_lengths(head, raw), raw[start:end])
+        lengths, headers = decode_lengths(head, raw), decode_blocks(head, raw)
+        return Batch(head.base, head.timestamp_ns, 0, lengths, raw[start:end], head.tag, headers)
 
     def locate(self, sequence: int) -> LogRange:
         """The message, to be read in a thread."""
@@ -176,10 +175,10 @@ class CarriedInMemory:
     def load(self) -> list[int]:
         return []
 
-    def add(self, messages: Iterable[Carried]) -> None:
-        for sequence, timestamp_ns, body in messages:
-            batch = self.kept[sequence] = Batch.single(sequence, timestamp_ns, body)
-            self._hold(batch.size)
+    def add(self, messages: Iterable[Batch]) -> None:
+        for message in messages:
+            self.kept[message.base] = message
+            self._hold(message.size)
 
     def read(self, sequence: int) -> Batch | None:
         return self.kept.get(sequence)

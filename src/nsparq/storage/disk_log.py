@@ -188,7 +188,7 @@ class DiskLog:
         base = self.end
         for bodies, due_ns in groups:
             packed = bodies if type(bodies) is PackedBodies else PackedBodies.of(bodies)
-            batch = Batch(base, now_ns, due_ns, packed.lengths, packed.data, tag)
+            batch = Batch(base, now_ns, due_ns, packed.lengths, packed.data, tag, packed.headers)
             batches.append(batch)
             base = batch.end
         if self.settings.durability is not Durability.MEMORY:

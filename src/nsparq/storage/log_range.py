@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from weakref import ref
 
 from nsparq.errors import CorruptBatch, StorageError
-from nsparq.storage.batch import HEADER_SIZE, Batch, BatchList, encode_head
+from nsparq.storage.batch import HEADER_SIZE, Batch, BatchList, encode_batch
 from nsparq.storage.files import Files
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.recovery import Damage, scan
@@ -117,7 +117,7 @@ class LogRange:
     def read(self) -> bytes:
         """The bytes, unchecked. Any thread may call this."""
         if self.reader is None:
-            return b"".join([piece for batch in self.batches for piece in _encode(batch)])
+            return b"".join([piece for batch in self.batches for piece in encode_batch(batch)])
         data = self.reader.read(self.size, self.position)
         if len(data) < self.size:
             raise CorruptBatch(self.reader.path, self.position + len(data), "the file is shorter than it was")
@@ -175,6 +175,8 @@ def range_in_memory(batches: Iterable[Batch], max_bytes: int, gaps: Gaps) -> Log
     size = 0
     for batch in batches:
         encoded = HEADER_SIZE + 4 * batch.count + len(batch.data)
+        if batch.headers is not None:
+            encoded += 4 * batch.count + len(batch.headers.data)
         if chosen and (
             size + encoded > max_bytes or batch.base != chosen[-1].end or len(chosen) == MAX_BATCHES
         ):
@@ -191,10 +193,3 @@ def locate_in_memory(batches: BatchList, sequence: int, max_bytes: int, gaps: Ga
     """Batches from the one at or after `sequence` on, up to about `max_bytes`."""
     found = batches.at_or_after(sequence)
     return None if found is None else range_in_memory(batches.since(found.base), max_bytes, gaps)
-
-
-def _encode(batch: Batch) -> tuple[bytes, bytes]:
-    # A batch that was never on disk has one publish time.
-    stamp_ns = batch.timestamp_of(0)
-    head = encode_head(batch.base, stamp_ns, batch.due_ns, batch.lengths, batch.data, batch.tag)
-    return head, batch.data

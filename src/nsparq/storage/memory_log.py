@@ -54,7 +54,7 @@ class MemoryLog:
         batches = []
         for bodies, due_ns in groups:
             packed = PackedBodies.of(bodies)
-            batch = Batch(self.end, now_ns, due_ns, packed.lengths, packed.data, tag)
+            batch = Batch(self.end, now_ns, due_ns, packed.lengths, packed.data, tag, packed.headers)
             self._batches.append(batch)
             self.end = batch.end
             batches.append(batch)

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from crc32c import crc32c
 
 from nsparq.errors import StorageError
-from nsparq.storage.batch import CHECKED_FROM, HEADER, HEADER_SIZE, MAGIC
+from nsparq.storage.batch import HEADER_SIZE, checksum_holds, data_range, decode_head
 
 _U32 = np.dtype("<u4")
 
@@ -32,6 +31,29 @@ class CorruptRange(StorageError):
         self.reason = reason
 
 
+class RawBlocks(NamedTuple):
+    """Strings of bytes, end to end: views into the decoded buffer."""
+
+    lengths: npt.NDArray[np.uint32]
+    data: memoryview
+
+    def between(self, low: int, high: int) -> RawBlocks:
+        """Those from index `low` to before `high`."""
+        first = int(self.lengths[:low].sum(dtype=np.int64))
+        last = first + int(self.lengths[low:high].sum(dtype=np.int64))
+        return RawBlocks(self.lengths[low:high], self.data[first:last])
+
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """The start of each in `data`, and the end of the last one."""
+        offsets = np.zeros(len(self.lengths) + 1, np.int64)
+        np.cumsum(self.lengths, out=offsets[1:])
+        return offsets
+
+    def split(self) -> list[bytes]:
+        ends = self.offsets().tolist()
+        return [bytes(self.data[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+
+
 class RawBatch(NamedTuple):
     """Consecutive messages, published together: views into the decoded buffer."""
 
@@ -43,6 +65,11 @@ class RawBatch(NamedTuple):
     lengths: npt.NDArray[np.uint32]
     data: memoryview
     """The bodies, end to end."""
+    size: int
+    """Bytes of the whole batch in the buffer."""
+    tag: int = 0
+    headers: RawBlocks | None = None
+    """Header blocks of the messages; None if no message has headers."""
 
     @property
     def end(self) -> int:
@@ -55,19 +82,20 @@ class RawBatch(NamedTuple):
         high = max(low, min(end - self.base, len(self.lengths)))
         if low == 0 and high == len(self.lengths):
             return self
-        first = int(self.lengths[:low].sum(dtype=np.int64))
-        last = first + int(self.lengths[low:high].sum(dtype=np.int64))
-        return self._replace(base=self.base + low, lengths=self.lengths[low:high], data=self.data[first:last])
+        lengths, data = RawBlocks(self.lengths, self.data).between(low, high)
+        headers = None if self.headers is None else self.headers.between(low, high)
+        return self._replace(base=self.base + low, lengths=lengths, data=data, headers=headers)
 
     def offsets(self) -> npt.NDArray[np.int64]:
         """The start of each body in `data`, and the end of the last one."""
-        offsets = np.zeros(len(self.lengths) + 1, np.int64)
-        np.cumsum(self.lengths, out=offsets[1:])
-        return offsets
+        return RawBlocks(self.lengths, self.data).offsets()
 
     def bodies(self) -> list[bytes]:
-        ends = self.offsets().tolist()
-        return [bytes(self.data[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+        return RawBlocks(self.lengths, self.data).split()
+
+    def blocks(self) -> list[bytes]:
+        """The header block of each message, empty where it has no headers."""
+        return [b""] * len(self.lengths) if self.headers is None else self.headers.split()
 
 
 def find_batch(batches: Sequence[RawBatch], sequence: int) -> RawBatch | None:
@@ -85,18 +113,26 @@ def iter_batches(buffer: bytes | bytearray | memoryview) -> Iterator[RawBatch]:
     while position < size:
         if size - position < HEADER_SIZE:
             raise CorruptRange(position, expected, "the last batch is cut off")
-        fields = HEADER.unpack_from(view, position)
-        magic, crc, whole, _, _, base, timestamp_ns, due_ns, count, data_size = fields
-        table = position + HEADER_SIZE
-        data = table + 4 * count
-        if magic != MAGIC or not count or whole != HEADER_SIZE + 4 * count + data_size:
+        head = decode_head(view, position)
+        if head is None:
             raise CorruptRange(position, expected, "no batch header")
-        if position + whole > size:
+        if position + head.size > size:
             raise CorruptRange(position, expected, "the last batch is cut off")
-        if crc32c(view[position + CHECKED_FROM : position + whole]) != crc:
+        if not checksum_holds(head, view, position):
             raise CorruptRange(position, expected, "checksum mismatch")
+        data, tail = data_range(head, position)
+        count, end = head.messages, position + head.size
         yield RawBatch(
-            base, timestamp_ns, due_ns, np.frombuffer(view, _U32, count, table), view[data : data + data_size]
+            head.base,
+            head.timestamp_ns,
+            head.due_ns,
+            np.frombuffer(view, _U32, count, position + HEADER_SIZE),
+            view[data:tail],
+            head.size,
+            head.tag,
+            None
+            if tail == end
+            else RawBlocks(np.frombuffer(view, _U32, count, tail), view[tail + 4 * count : end]),
         )
-        position += whole
-        expected = base + count
+        position = end
+        expected = head.end

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from nsparq.storage.batch import HEADER_SIZE, MAGIC, Head, checksum_holds, decode_head
+from nsparq.storage.batch import HEADER_SIZE, MAGIC_PREFIX, Head, checksum_holds, decode_head
 
 _WINDOW = 4 << 20
 """Bytes in memory while scanning, whatever the size of the segment."""
@@ -121,9 +121,9 @@ class _Window:
         does."""
         while self._size - position >= HEADER_SIZE:
             offset = self._load(position, HEADER_SIZE)
-            found = self._data.find(MAGIC, offset)
+            found = self._data.find(MAGIC_PREFIX, offset)
             if found >= 0:
                 return self._start + found
             # The magic may lie across two windows.
-            position = max(position + 1, self._start + len(self._data) - len(MAGIC) + 1)
+            position = max(position + 1, self._start + len(self._data) - len(MAGIC_PREFIX) + 1)
         return self._size

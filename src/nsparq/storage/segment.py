@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Final
 
 from nsparq.errors import CorruptBatch
+from nsparq.packed import PackedBodies
 from nsparq.storage.batch import (
     HEADER_SIZE,
     Batch,
     Head,
     checksum_holds,
     data_range,
+    decode_blocks,
     decode_head,
     decode_lengths,
 )
@@ -396,7 +398,7 @@ class Segment:
         if head.size > len(block) - offset:
             position += offset
             block, offset = self._block(position, head.size, wait), 0
-        parts: list[tuple[int, array[int], memoryview]] = []
+        parts: list[tuple[int, array[int], memoryview, PackedBodies | None]] = []
         base, due_ns, size = head.base, head.due_ns, 0
         following: Head | None = head
         while following is not None:
@@ -405,19 +407,26 @@ class Segment:
                     break
                 raise self.corrupt(position + offset, "checksum mismatch", expected)
             start, end = data_range(following, offset)
-            parts.append((following.timestamp_ns, decode_lengths(following, block, offset), block[start:end]))
+            lengths, headers = (
+                decode_lengths(following, block, offset),
+                decode_blocks(following, block, offset),
+            )
+            parts.append((following.timestamp_ns, lengths, block[start:end], headers))
             offset += following.size
             size += following.size
             if due_ns or size >= GATHER_SIZE:
                 break
             next_base = following.end
             following = decode_head(block, offset)
-            if following is not None and (following.due_ns or following.base != next_base):
+            if following is not None and (
+                following.due_ns or following.base != next_base or following.tag != head.tag
+            ):
                 break
         if len(parts) == 1:
-            timestamp_ns, lengths, data = parts[0]
-            return Batch(base, timestamp_ns, due_ns, lengths, bytes(data)), position + offset
-        return Batch.join(base, parts), position + offset
+            timestamp_ns, lengths, data, headers = parts[0]
+            batch = Batch(base, timestamp_ns, due_ns, lengths, bytes(data), head.tag, headers)
+            return batch, position + offset
+        return Batch.join(base, parts, head.tag), position + offset
 
     def corrupt(self, position: int, reason: str, expected: int) -> CorruptBatch:
         """Note damage at `position`, so that the next read continues after it. A batch that begins

@@ -6,7 +6,9 @@
  +-------+-------+------+-------+-------+-------+-------+----------+--------+
   "NQT1"  crc32c  whole  u32     ms      length          count×u32
 
-Little endian; the crc covers everything after itself. A chunk holds the messages of one request.
+Little endian; the crc covers everything after itself. A chunk holds the messages of one request. If
+one of them has headers, the magic is "NQT2", and the lengths of the header blocks (count×u32) and
+the blocks follow the bodies.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from nsparq.storage.batch import lengths_from, table_bytes
 from nsparq.storage.files import Files
 
 _MAGIC: Final = b"NQT1"
+_MAGIC_WITH_HEADERS: Final = b"NQT2"
+_MAGICS: Final = (_MAGIC, _MAGIC_WITH_HEADERS)
 _HEAD: Final = struct.Struct("<4sIIIIH")
 _CHECKED_FROM: Final = 8
 
@@ -46,13 +50,19 @@ class Chunk(NamedTuple):
         if len(raw) < self.size:
             raise CorruptBatch(self.path, self.position, "the file is too short")
         magic, crc, *fields = _HEAD.unpack_from(raw)
-        if magic != _MAGIC or crc32c(memoryview(raw)[_CHECKED_FROM:]) != crc:
+        if magic not in _MAGICS or crc32c(memoryview(raw)[_CHECKED_FROM:]) != crc:
             raise CorruptBatch(self.path, self.position, "checksum mismatch")
         table = _HEAD.size + len(name)
         if fields != [self.size, self.messages, self.defer_ms, len(name)] or raw[_HEAD.size : table] != name:
             raise CorruptBatch(self.path, self.position, "not the chunk that was staged")
         bodies = table + 4 * self.messages
-        return PackedBodies(lengths_from(raw[table:bodies]), raw[bodies:])
+        lengths = lengths_from(raw[table:bodies])
+        if magic == _MAGIC:
+            return PackedBodies(lengths, raw[bodies:])
+        behind = bodies + sum(lengths)
+        blocks = behind + 4 * self.messages
+        headers = PackedBodies(lengths_from(raw[behind:blocks]), raw[blocks:])
+        return PackedBodies(lengths, raw[bodies:behind], headers)
 
 
 class Part:
@@ -87,13 +97,16 @@ class Part:
     def append(self, topic: str, bodies: PackedBodies, defer_ms: int) -> None:
         """Raises OSError, with nothing staged."""
         name, table = topic.encode("ascii"), table_bytes(bodies.lengths)
-        size = _HEAD.size + len(name) + len(table) + len(bodies.data)
-        head = _HEAD.pack(_MAGIC, 0, size, len(bodies), defer_ms, len(name)) + name + table
-        crc = crc32c(bodies.data, crc32c(head[_CHECKED_FROM:]))
-        head = _MAGIC + crc.to_bytes(4, "little") + head[_CHECKED_FROM:]
+        magic, tail = _MAGIC, b""
+        if bodies.headers is not None:
+            magic, tail = _MAGIC_WITH_HEADERS, table_bytes(bodies.headers.lengths) + bodies.headers.data
+        size = _HEAD.size + len(name) + len(table) + len(bodies.data) + len(tail)
+        head = _HEAD.pack(magic, 0, size, len(bodies), defer_ms, len(name)) + name + table
+        crc = crc32c(tail, crc32c(bodies.data, crc32c(head[_CHECKED_FROM:])))
+        head = magic + crc.to_bytes(4, "little") + head[_CHECKED_FROM:]
         with self._files.opened(self.path) as fd:
             try:
-                self._files.write(fd, [head, bodies.data], self.size)
+                self._files.write(fd, [head, bodies.data, tail], self.size)
             except OSError:
                 # What was written of it could be taken for a chunk later.
                 self._files.truncate(fd, self.size)
@@ -120,7 +133,7 @@ def _chunks(files: Files, fd: int, path: Path) -> Iterator[Chunk]:
     position, size = 0, files.size(fd)
     while size - position >= _HEAD.size:
         magic, crc, whole, count, defer_ms, name_size = _HEAD.unpack(files.read(fd, _HEAD.size, position))
-        if magic != _MAGIC or whole < _HEAD.size + name_size + 4 * count or position + whole > size:
+        if magic not in _MAGICS or whole < _HEAD.size + name_size + 4 * count or position + whole > size:
             return
         raw = files.read(fd, whole, position)
         if crc32c(memoryview(raw)[_CHECKED_FROM:]) != crc:

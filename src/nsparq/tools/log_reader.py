@@ -20,7 +20,8 @@ from nsparq.tools.source import Source
 __all__ = ["LogReader", "StoredMessage"]
 
 HEADER: Final = struct.Struct("<4sIIHHQqqII")
-MAGIC: Final = b"NQB1"
+MAGICS: Final = (b"NQB1", b"NQB2")
+"""Of batches without and with headers. Headers follow the bodies."""
 
 
 class StoredMessage(NamedTuple):
@@ -117,7 +118,7 @@ class LogReader:
         position = 0
         while position < len(data):
             magic, _, size, _, _, base, timestamp_ns, _, count, _ = HEADER.unpack_from(data, position)
-            if magic != MAGIC:
+            if magic not in MAGICS:
                 raise AskFailed(f"{self.node} sent something that is no batch of messages")
             table = position + HEADER.size
             lengths = struct.unpack_from(f"<{count}I", data, table)

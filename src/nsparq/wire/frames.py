@@ -14,6 +14,8 @@ from typing import Final
 RESPONSE: Final = 0
 ERROR: Final = 1
 MESSAGE: Final = 2
+MESSAGE_WITH_HEADERS: Final = 3
+"""For clients that asked for headers. Not in NSQ."""
 
 _HEAD = struct.Struct(">ii")
 

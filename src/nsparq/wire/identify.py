@@ -21,7 +21,7 @@ from nsparq.wire.limits import (
 _STRINGS: Final = ("client_id", "hostname", "user_agent", "topology_region", "topology_zone")
 _KINDS: Final = {
     **dict.fromkeys(_STRINGS, STRING),
-    **dict.fromkeys(("feature_negotiation", "tls_v1", "snappy", "deflate", "observe"), BOOL),
+    **dict.fromkeys(("feature_negotiation", "tls_v1", "snappy", "deflate", "observe", "headers"), BOOL),
     **dict.fromkeys(("heartbeat_interval", "output_buffer_size", "output_buffer_timeout"), INT64),
     **dict.fromkeys(("deflate_level", "msg_timeout"), INT64),
     "sample_rate": INT32,
@@ -50,6 +50,8 @@ class Identity:
     deflate_level: int = DEFAULT_DEFLATE_LEVEL
     observe: bool = False
     """It only looks: see broker.observing. Not in NSQ."""
+    headers: bool = False
+    """It knows message headers: docs/reference/headers.md. Not in NSQ."""
 
     def reply(self, limits: Limits) -> bytes:
         """The negotiation answer, keys in NSQ's order; a plain OK to a client that did not
@@ -75,6 +77,8 @@ class Identity:
         }
         if self.observe:
             answer["observe"] = True
+        if self.headers:
+            answer["headers"] = True
         return json.dumps(answer, separators=(",", ":")).encode()
 
 
@@ -136,6 +140,7 @@ def decode_identify(body: bytes, limits: Limits, current: Identity | None = None
         deflate=deflate,
         deflate_level=min(level if level > 0 else DEFAULT_DEFLATE_LEVEL, limits.max_deflate_level),
         observe=negotiates and fields.get("observe", False),
+        headers=negotiates and fields.get("headers", False),
     )
 
 

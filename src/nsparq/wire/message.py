@@ -5,6 +5,13 @@
  | size | 2    | timestamp | attempts | id, 16 hex      | body          |
  +------+------+-----------+----------+-----------------+------ … ------+
 
+To a client that asked for headers, a message with headers goes as type 3:
+
+ 0      4      8           16         18                34           38
+ +------+------+-----------+----------+-----------------+------------+------ … ------+------ … ------+
+ | size | 3    | timestamp | attempts | id, 16 hex      | block size | header block  | body          |
+ +------+------+-----------+----------+-----------------+------------+------ … ------+------ … ------+
+
 An id is the node id in the top 10 bits and the topic's sequence number in the other 54, so that a
 FIN finds its message by arithmetic.
 """
@@ -20,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nsparq import kernel
-from nsparq.wire.frames import MESSAGE
+from nsparq.packed import PackedBodies
+from nsparq.wire.frames import MESSAGE, MESSAGE_WITH_HEADERS
 
 SEQUENCE_BITS: Final = 54
 FRAME_OVERHEAD: Final = 34
@@ -29,6 +37,7 @@ FRAME_OVERHEAD: Final = 34
 _ATTEMPTS_AT = 16
 _HEAD = struct.Struct(">iiqH")
 _ATTEMPTS = struct.Struct(">H")
+_BLOCK_SIZE = struct.Struct(">I")
 _RECORD = np.dtype(
     [("size", ">u4"), ("type", ">u4"), ("timestamp", ">i8"), ("attempts", ">u2"), ("id", "S16")]
 )
@@ -47,12 +56,21 @@ class Frames(NamedTuple):
     """Of type "q"."""
 
 
-def build_frames(first_id: int, timestamps_ns: Timestamps, lengths: array[int], data: bytes) -> Frames:
-    """First-delivery frames (attempts = 1) of the messages whose bodies lie end to end in
-    `data`."""
+def build_frames(
+    first_id: int,
+    timestamps_ns: Timestamps,
+    lengths: array[int],
+    data: bytes,
+    headers: PackedBodies | None = None,
+) -> Frames:
+    """First-delivery frames (attempts = 1) of the messages whose bodies lie end to end in `data`,
+    with their header blocks if these are given."""
     if kernel.build_frames is not None:
-        buffer, offsets = kernel.build_frames(first_id, timestamps_ns, lengths, data)
+        blocks = () if headers is None else (headers.lengths, headers.data)
+        buffer, offsets = kernel.build_frames(first_id, timestamps_ns, lengths, data, *blocks)
         return Frames(buffer, array("q", offsets))
+    if headers is not None:
+        return _build_with_headers(first_id, timestamps_ns, PackedBodies(lengths, data), headers)
     if len(lengths) < _FEW and isinstance(timestamps_ns, int):
         return _build_few(first_id, timestamps_ns, lengths, data)
     count = len(lengths)
@@ -87,6 +105,24 @@ def _build_few(first_id: int, timestamp_ns: int, lengths: array[int], data: byte
         raise ValueError("lengths do not add up")
     offsets = accumulate((length + FRAME_OVERHEAD for length in lengths), initial=0)
     return Frames(b"".join(pieces), array("q", offsets))
+
+
+def _build_with_headers(
+    first_id: int, timestamps_ns: Timestamps, bodies: PackedBodies, headers: PackedBodies
+) -> Frames:
+    if sum(bodies.lengths) != len(bodies.data) or sum(headers.lengths) != len(headers.data):
+        raise ValueError("lengths do not add up")
+    if len(bodies) != len(headers):
+        raise ValueError("lengths do not add up")
+    frames = []
+    for index, (body, block) in enumerate(zip(bodies[:], headers[:], strict=True)):
+        stamp_ns = timestamps_ns if isinstance(timestamps_ns, int) else int(timestamps_ns[index])
+        kind, data = MESSAGE, body
+        if block:
+            kind, data = MESSAGE_WITH_HEADERS, _BLOCK_SIZE.pack(len(block)) + block + body
+        head = _HEAD.pack(len(data) + FRAME_OVERHEAD - 4, kind, stamp_ns, 1)
+        frames.append(b"%b%016x%b" % (head, first_id + index, data))
+    return Frames(b"".join(frames), array("q", accumulate(map(len, frames), initial=0)))
 
 
 def with_attempts(frame: bytes, attempts: int) -> bytes:

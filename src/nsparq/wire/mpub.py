@@ -17,6 +17,7 @@ from typing import Final
 from nsparq import kernel
 from nsparq.errors import FatalClientError
 from nsparq.packed import PackedBodies
+from nsparq.wire.header_blocks import take_headers
 from nsparq.wire.limits import Limits
 
 SIZE: Final = struct.Struct(">i")
@@ -121,13 +122,13 @@ class MessageReader:
         return PackedBodies.join(self._parts)
 
 
-def decode_multiple(body: bytes, limits: Limits) -> PackedBodies:
+def decode_multiple(body: bytes, limits: Limits, *, has_headers: bool = False) -> PackedBodies:
     """The messages of an MPUB's body without its leading size, which is what /mpub takes in binary
-    form. Raises FatalClientError."""
+    form. `has_headers` says that each begins with a header block. Raises FatalClientError."""
     if len(body) < 4:
         raise bad_body("MPUB failed to read message count")
     reader = MessageReader(SIZE.unpack_from(body)[0], limits, max_bytes=len(body))
     reader.take(body, 4)
     if reader.missing:
         raise bad_message(reader.unread)
-    return reader.bodies()
+    return take_headers(reader.bodies(), "MPUB") if has_headers else reader.bodies()

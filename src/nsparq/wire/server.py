@@ -14,8 +14,10 @@ FatalClientError, or LineTooLong, and ends the conversation.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable
 from enum import Enum, auto
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from nsparq import kernel
@@ -24,6 +26,7 @@ from nsparq.packed import PackedBodies
 from nsparq.wire import command_lines
 from nsparq.wire.command_lines import FIN_WIDTH, invalid, show
 from nsparq.wire.commands import Auth, Command, Finish, Identify, Publish
+from nsparq.wire.header_blocks import split_headers, take_headers
 from nsparq.wire.identify import Identity, decode_identify, default_identity
 from nsparq.wire.limits import MAX_LINE, UNCOUNTED, Limits, Unfinished
 from nsparq.wire.mpub import SIZE, MessageReader, check_body_size, check_message_size
@@ -78,6 +81,8 @@ class _Begun(NamedTuple):
     verb: str
     topic: str = ""
     defer_ms: int = 0
+    has_headers: bool = False
+    """Whether each message begins with a header block."""
 
 
 class ServerProtocol:
@@ -238,10 +243,12 @@ class ServerProtocol:
                 self.limits.max_msg_size,
                 self.limits.max_body_size,
             )
+            bodies = PackedBodies(array("I", sizes), data)
+            if known.has_headers:
+                counts, bodies, behind = _split_run(known.verb, counts, bodies, start, end + 1 - start)
             if counts:
                 self._position = behind
                 self.commands += len(counts)
-                bodies = PackedBodies(array("I", sizes), data)
                 return Publish(known.verb, known.topic, bodies, 0, counts if len(counts) > 1 else ())
         self._position = end + 1
         self._begun, self._reading = known, Reading.SIZE
@@ -266,13 +273,15 @@ class ServerProtocol:
             return None
         self._position = end
         body = self._buffer[start:end]
-        verb, topic, defer_ms = self._begun
+        verb, topic, defer_ms, _ = self._begun
         if verb == "IDENTIFY":
             self.identity = decode_identify(body, self.limits, self.identity)
+            # The parameter `headers` has a meaning from now on, or none any more.
+            self._known_lines.clear()
             return self._complete(Identify(self.identity))
         if verb == "AUTH":
             return self._complete(Auth(body))
-        return self._complete(Publish(verb, topic, PackedBodies.of([body]), defer_ms))
+        return self._complete(Publish(verb, topic, self._split(PackedBodies.of([body])), defer_ms))
 
     def _read_count(self) -> None:
         count = self._read_number()
@@ -287,7 +296,10 @@ class ServerProtocol:
         if reader.missing:
             self._wait_for(reader.missing)
             return None
-        return self._complete(Publish("MPUB", self._begun.topic, reader.bodies()))
+        return self._complete(Publish("MPUB", self._begun.topic, self._split(reader.bodies())))
+
+    def _split(self, messages: PackedBodies) -> PackedBodies:
+        return take_headers(messages, self._begun.verb) if self._begun.has_headers else messages
 
     def _read_number(self) -> int | None:
         """A signed 32-bit number; None if its bytes have still to arrive."""
@@ -339,11 +351,28 @@ class ServerProtocol:
             topic = command_lines.parse_topic(verb, params)
         if verb == "DPUB":
             defer_ms = command_lines.parse_delay(params[1], self.limits)
-        self._begun, self._reading = _Begun(verb, topic, defer_ms), Reading.SIZE
+        has_headers = self.identity.headers and params[2 if verb == "DPUB" else 1 :] == [b"headers"]
+        self._begun, self._reading = _Begun(verb, topic, defer_ms, has_headers), Reading.SIZE
         if verb in ("PUB", "MPUB") and len(line) <= _MAX_KNOWN_LINE:
             if len(self._known_lines) >= _MAX_KNOWN_LINES:
                 self._known_lines.clear()
             self._known_lines[line] = self._begun
+
+
+def _split_run(
+    verb: str, counts: list[int], messages: PackedBodies, start: int, width: int
+) -> tuple[list[int], PackedBodies, int]:
+    """Take the headers off the messages of a run of publishes, as far as its commands are valid.
+    Gives the number of messages of each command, the bodies, and the position behind them. `start`
+    is the position of the run, `width` the length of the line that begins each command."""
+    bodies = split_headers(messages)
+    commands = bisect_right([*accumulate(counts)], len(bodies.lengths))
+    counts = counts[:commands]
+    found = sum(counts)
+    if 0 < found < len(bodies.lengths):
+        bodies = bodies.split(found)[0]
+    numbers = width + (8 if verb == "MPUB" else 0)
+    return counts, bodies, start + commands * numbers + 4 * found + sum(messages.lengths[:found])
 
 
 _READERS: Final[dict[Reading, Callable[[ServerProtocol], Command | None]]] = {

@@ -66,8 +66,8 @@ _COUNT: Final = Param(
     schema={"type": "integer", "minimum": 1, "maximum": MAX_PEEK},
 )
 _PEEKED: Final = (
-    "an object. A body that is not UTF-8 comes as `body_base64`. Long bodies are cut. `missing` counts "
-    "messages that a damaged disk has lost"
+    "an object. A body that is not UTF-8 comes as `body_base64`. Long bodies are cut. `headers` is there "
+    "if the message has any. `missing` counts messages that a damaged disk has lost"
 )
 _MESSAGES: Final = obj(
     {
@@ -75,7 +75,9 @@ _MESSAGES: Final = obj(
             obj(
                 fields(COUNT, "sequence", "attempts", "size")
                 | {"id": TEXT, "timestamp": INT, "state": {"type": "string", "enum": [STORED, *STATES]}},
-                fields(INT, "due", "deadline") | fields(TEXT, "client", "body", "body_base64"),
+                fields(INT, "due", "deadline")
+                | fields(TEXT, "client", "body", "body_base64")
+                | {"headers": {"type": "object", "additionalProperties": TEXT}},
             )
         ),
         "missing": COUNT,
@@ -310,6 +312,8 @@ def _message(message: PeekedMessage) -> dict[str, Any]:
         shown["deadline"] = message.deadline_ns
     if message.client:
         shown["client"] = message.client
+    if message.headers:
+        shown["headers"] = message.headers
     try:
         shown["body"] = message.body.decode()
     except UnicodeDecodeError:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 from nsparq.errors import Exiting, FatalClientError, StorageError, SyncFailed
 from nsparq.http.api import LATER, TEXT_TYPE, ApiError, Endpoint, Later, Param, Request, Result
 from nsparq.packed import PackedBodies
-from nsparq.server.api.parameters import TOPIC
+from nsparq.server.api.message_headers import block_of, with_headers
+from nsparq.server.api.parameters import FLAG, TOPIC, flag_of
 from nsparq.server.api.topics import NEW_TOPIC_ERRORS, new_topic_name
 from nsparq.wire.mpub import decode_multiple
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 _DEFER = re.compile(r"[+-]?[0-9]{1,19}")
 _OK: Final = {"type": "string", "const": "OK"}
+_HEADERS: Final = (
+    "`X-Nsq-Header-…`, `traceparent` and some other headers of the request become "
+    "[headers of the message](headers.md#http)."
+)
 
 
 class PublishApi:
@@ -31,7 +36,7 @@ class PublishApi:
         path="/pub",
         summary="Publish one message.",
         details="The answer comes when the message is as durable as `--durability`, or the topic's own "
-        "setting, requires.",
+        f"setting, requires. {_HEADERS}",
         params=(
             TOPIC,
             Param(
@@ -52,6 +57,7 @@ class PublishApi:
             (400, "MSG_EMPTY"),
             *NEW_TOPIC_ERRORS,
             (400, "INVALID_DEFER"),
+            (400, "INVALID_HEADERS"),
             (503, "EXITING"),
             (503, "FSYNC_FAILED"),
         ),
@@ -68,15 +74,27 @@ class PublishApi:
             defer_ms = int(defer) if _DEFER.fullmatch(defer) else -1
             if not 0 <= defer_ms <= self._options.max_req_timeout * 1000:
                 raise ApiError(400, "INVALID_DEFER")
-        return self._publish(request, topic, PackedBodies(array("I", (len(body),)), body), defer_ms)
+        bodies = PackedBodies(array("I", (len(body),)), body)
+        if block := block_of(request):
+            bodies = with_headers(bodies, block, self._options.max_msg_size)
+        return self._publish(request, topic, bodies, defer_ms)
 
     @Endpoint(
         method="POST",
         path="/mpub",
         summary="Publish several messages, all or none.",
         details="One message per line; empty lines are skipped. With `binary`: a 32-bit count, then "
-        "for each message its 32-bit size and its bytes. Integers are big-endian.",
-        params=(TOPIC, Param(name="binary", help="any value but `false` and `0`: the binary form")),
+        f"for each message its 32-bit size and its bytes. Integers are big-endian. {_HEADERS}",
+        params=(
+            TOPIC,
+            Param(name="binary", help="any value but `false` and `0`: the binary form"),
+            Param(
+                name="headers",
+                help="`true`, with `binary`: each message begins with the 32-bit size of its header block, "
+                "and the block; headers of the request are ignored",
+                schema=FLAG,
+            ),
+        ),
         permission="publish",
         body_help="the messages",
         max_body_of=lambda api: api._options.max_body_size,
@@ -85,6 +103,8 @@ class PublishApi:
         success_schema=_OK,
         errors=(
             *NEW_TOPIC_ERRORS,
+            (400, "INVALID_ARG_HEADERS"),
+            (400, "INVALID_HEADERS"),
             (413, "MSG_TOO_BIG"),
             (413, "BAD_BODY"),
             (413, "BAD_MESSAGE"),
@@ -95,13 +115,20 @@ class PublishApi:
     def publish_many(self, request: Request) -> Result | Later:
         topic = new_topic_name(self._broker, request)
         self._create_topic(topic)
-        if request.parameters.get("binary", "false") in ("false", "0"):
-            bodies = self._split_lines(request.body)
-        else:
+        is_binary = request.parameters.get("binary", "false") not in ("false", "0")
+        has_blocks = flag_of(request, "headers")
+        if has_blocks and not is_binary:
+            raise ApiError(400, "INVALID_ARG_HEADERS")
+        block = b"" if has_blocks else block_of(request)
+        if is_binary:
             try:
-                bodies = decode_multiple(request.body, self._nsqd.limits)
+                bodies = decode_multiple(request.body, self._nsqd.limits, has_headers=has_blocks)
             except FatalClientError as error:
                 raise ApiError(413, error.code.removeprefix("E_")) from error
+        else:
+            bodies = self._split_lines(request.body)
+        if block:
+            bodies = with_headers(bodies, block, self._options.max_msg_size)
         return self._publish(request, topic, bodies, 0) if bodies else "OK"
 
     def _split_lines(self, body: bytes) -> PackedBodies:

@@ -11,10 +11,12 @@ from nsparq.errors import FatalClientError
 from nsparq.http.api import JSON_TYPE, ApiError, Endpoint, Param, Request, Result
 from nsparq.server.api.parameters import (
     COUNT,
+    FLAG,
     SEQUENCE,
     TEXT,
     TOPIC,
     TOPIC_NAME_ERRORS,
+    flag_of,
     name_of,
     number_of,
     obj,
@@ -108,6 +110,12 @@ class TransactionsApi:
                 schema={"type": "integer", "minimum": 0, "maximum": 3_600_000},
             ),
             Param(name="at", help="number of messages in the part before these", schema=SEQUENCE),
+            Param(
+                name="headers",
+                help="`true`: each message begins with the 32-bit size of its [header block](headers.md), "
+                "and the block",
+                schema=FLAG,
+            ),
         ),
         permission="publish",
         is_owner=is_owner,
@@ -123,6 +131,7 @@ class TransactionsApi:
             *TOPIC_NAME_ERRORS,
             (400, "INVALID_ARG_DEFER"),
             (400, "INVALID_ARG_AT"),
+            (400, "INVALID_ARG_HEADERS"),
             (409, "ALREADY_COMMITTED"),
             (409, "PART_SEALED"),
             (409, "TOO_MUCH_STAGED"),
@@ -141,7 +150,7 @@ class TransactionsApi:
         if defer_ms > self._options.max_req_timeout * 1000:
             raise ApiError(400, "INVALID_ARG_DEFER")
         try:
-            bodies = decode_multiple(request.body, self._nsqd.limits)
+            bodies = decode_multiple(request.body, self._nsqd.limits, has_headers=flag_of(request, "headers"))
         except FatalClientError as error:
             raise ApiError(413, error.code.removeprefix("E_")) from error
         at = number_of(request, "at")

@@ -16,7 +16,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from nsparq import kernel
-from nsparq.storage.batch import HEADER_SIZE
 from nsparq.storage.raw_batch import CorruptRange, iter_batches
 
 __all__ = ["MAX_BYTES", "MAX_ROWS", "RowBuilder", "unpack"]
@@ -78,7 +77,7 @@ def _unpack(
                 break
             if int(batch.lengths.sum(dtype=np.int64)) != len(batch.data):
                 raise CorruptRange(position, batch.base, "the lengths do not add up")
-            position += HEADER_SIZE + 4 * count + len(batch.data)
+            position += batch.size
             if batch.end <= start:
                 continue
             heads.append((batch.base, batch.timestamp_ns, batch.due_ns, count))
