@@ -140,7 +140,7 @@ def test_the_file_shrinks_when_most_messages_are_finished(files: FaultyFiles, pa
     keep_only(made, [3, 17])
     assert path.stat().st_size < 210_000
     assert contents(made, 17, 3) == [Message(n, b"%02d" % n * 50_000, NOW_NS + n) for n in (17, 3)]
-    made.add([(99, NOW_NS, b"more")])
+    made.add([Batch.single(99, NOW_NS, b"more")])
     again = CarriedFile(files, path)
     assert sorted(again.load()) == [3, 17, 99]
     assert contents(again, 17, 99) == [Message(17, b"17" * 50_000, NOW_NS + 17), Message(99, b"more", NOW_NS)]
@@ -148,7 +148,7 @@ def test_the_file_shrinks_when_most_messages_are_finished(files: FaultyFiles, pa
 
 def test_a_few_finished_messages_do_not_cause_a_rewrite(files: FaultyFiles, path: Path) -> None:
     made = CarriedFile(files, path)
-    made.add([(1, NOW_NS, b"x" * (_WORTH_REWRITING - 100)), Batch.single(2, NOW_NS, b"small")])
+    made.add([Batch.single(1, NOW_NS, b"x" * (_WORTH_REWRITING - 100)), Batch.single(2, NOW_NS, b"small")])
     keep_only(made, [2])
     assert path.stat().st_size > _WORTH_REWRITING - 100
 
@@ -162,7 +162,7 @@ def test_a_file_that_cannot_be_rewritten_stays_as_it_was(files: FaultyFiles, pat
     with pytest.raises(OSError, match="No space left"):
         keep_only(made, [3, 17])
     assert contents(made, 17, 3) == [Message(n, b"%02d" % n * 50_000, NOW_NS + n) for n in (17, 3)]
-    made.add([(99, NOW_NS, b"more")])
+    made.add([Batch.single(99, NOW_NS, b"more")])
     assert contents(made, 99, 3) == [Message(99, b"more", NOW_NS), Message(3, b"03" * 50_000, NOW_NS + 3)]
     keep_only(made, [3, 99])
     assert path.stat().st_size < 210_000
@@ -242,7 +242,7 @@ def test_messages_finished_during_a_copy_are_forgotten(files: FaultyFiles, path:
     made.accept_copy(places)
     assert sorted(made.kept) == [1, 2, 3]
     assert contents(made, 1, 3) == [Message(n, b"%02d" % n * 50_000, NOW_NS + n) for n in (1, 3)]
-    made.add([(99, NOW_NS, b"more")])
+    made.add([Batch.single(99, NOW_NS, b"more")])
     again = CarriedFile(files, path)
     assert {1, 2, 3, 99} <= {*again.load()}
     assert contents(again, 99, 2) == [Message(99, b"more", NOW_NS), Message(2, b"02" * 50_000, NOW_NS + 2)]

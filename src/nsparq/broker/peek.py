@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import islice
 from typing import Final, NamedTuple
@@ -53,7 +53,7 @@ class PeekedMessage:
     """Only the beginning, if it is long."""
     size: int
     """Bytes of the whole body."""
-    headers: dict[str, str]
+    headers: dict[str, str] = field(default_factory=dict)
 
     @property
     def shown_bytes(self) -> int:
