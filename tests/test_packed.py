@@ -32,6 +32,33 @@ def test_pieces_are_no_longer_than_asked_and_make_up_the_whole(bodies: list[byte
     assert PackedBodies.join(pieces) == bodies
 
 
+MESSAGES = st.lists(st.tuples(st.binary(max_size=3), st.sampled_from([b"", b"", b"h", b"hh"])), max_size=9)
+
+
+def packed(messages: list[tuple[bytes, bytes]]) -> PackedBodies:
+    bodies = PackedBodies.of([body for body, _ in messages])
+    return bodies.with_blocks(PackedBodies.of([block for _, block in messages]))
+
+
+@given(st.lists(MESSAGES, min_size=1, max_size=4), st.integers(1, 5), st.integers(0, 30))
+def test_headers_stay_with_their_messages(
+    parts: list[list[tuple[bytes, bytes]]], most: int, count: int
+) -> None:
+    whole = [message for part in parts for message in part]
+    joined = PackedBodies.join([packed(part) for part in parts])
+    assert joined == packed(whole)
+    assert (joined.headers is None) == (not any(block for _, block in whole))
+    pieces = joined.split(most)
+    assert pieces == ([packed(whole[n : n + most]) for n in range(0, len(whole), most)] or [packed([])])
+    assert joined.without_first(count) == packed(whole[count:])
+
+
+def test_messages_with_other_headers_are_not_equal() -> None:
+    one = packed([(b"a", b"h")])
+    assert one != packed([(b"a", b"")])
+    assert repr(one) == "PackedBodies([b'a'], headers=[b'h'])"
+
+
 def test_equal_bytes_cut_differently_are_not_equal() -> None:
     one, other = PackedBodies.of([b"ab", b"c"]), PackedBodies.of([b"a", b"bc"])
     assert one != other

@@ -8,6 +8,7 @@ from array import array
 import numpy as np
 import pytest
 
+from nsparq.packed import PackedBodies
 from nsparq.storage import batch as batch_module
 from nsparq.storage.batch import (
     HEADER_SIZE,
@@ -17,13 +18,16 @@ from nsparq.storage.batch import (
     BatchList,
     checksum_holds,
     data_range,
+    decode_blocks,
     decode_head,
     decode_lengths,
+    encode_batch,
     encode_head,
     lengths_of,
 )
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.log_range import locate_in_memory
+from nsparq.storage.raw_batch import iter_batches
 
 from .support import NOW_NS, encoded
 
@@ -70,7 +74,7 @@ def test_fewer_bytes_than_a_header_are_not_a_batch(size: int) -> None:
 
 
 def test_bytes_without_the_magic_are_not_a_batch() -> None:
-    assert decode_head(b"NQB2" + encoded(7, *BODIES)[4:]) is None
+    assert decode_head(b"NQB3" + encoded(7, *BODIES)[4:]) is None
 
 
 @pytest.mark.parametrize(("field", "value"), [(8, 1), (8, 1 << 31), (40, 2), (40, 4), (44, 9)])
@@ -84,8 +88,44 @@ def test_a_header_without_messages_is_not_a_batch() -> None:
     assert decode_head(encode_head(7, 8, 0, array("I"), b"")) is None
 
 
-def test_the_checksum_covers_every_bit() -> None:
-    raw = encoded(7, *BODIES)
+BLOCKS = [b"", b"\x01a\x00\x01b", b"\x01c\x00\x00"]
+WITH_HEADERS = Batch(7, NOW_NS, 5, lengths_of(BODIES), b"onethree", 3, PackedBodies.of(BLOCKS))
+
+
+def test_a_batch_with_headers_has_their_lengths_and_blocks_behind_the_bodies() -> None:
+    raw = b"".join(encode_batch(WITH_HEADERS, 9))
+    plain = encoded(7, *BODIES)
+    assert raw[:4] == b"NQB2"
+    assert raw[HEADER_SIZE:] == plain[HEADER_SIZE:] + struct.pack("<3I", 0, 5, 4) + b"".join(BLOCKS)
+    head = decode_head(raw)
+    assert head is not None and checksum_holds(head, raw)
+    assert (head.size, head.data_size, head.messages, head.tag, head.mark) == (len(raw), 8, 3, 3, 9)
+    assert decode_lengths(head, raw).tolist() == [3, 0, 5]
+    assert raw[slice(*data_range(head))] == b"onethree"
+    assert decode_blocks(head, raw) == BLOCKS
+    (read,) = iter_batches(raw)
+    assert (read.bodies(), read.blocks(), read.tag, read.size) == (BODIES, BLOCKS, 3, len(raw))
+    assert read.between(8, 9).blocks() == BLOCKS[1:2]
+
+
+def test_a_batch_without_headers_is_written_as_before() -> None:
+    batch = Batch(7, NOW_NS, 0, lengths_of(BODIES), b"onethree")
+    assert b"".join(encode_batch(batch)) == encoded(7, *BODIES)
+    (read,) = iter_batches(encoded(7, *BODIES))
+    assert (read.headers, read.blocks()) == (None, [b""] * 3)
+
+
+def test_one_message_of_a_batch_keeps_its_headers_and_its_tag() -> None:
+    for index, (body, block) in enumerate(zip(BODIES, BLOCKS, strict=True)):
+        only = WITH_HEADERS.only(index)
+        assert (only.base, only.bodies(), only.tag) == (7 + index, [body], 3)
+        assert (b"" if only.headers is None else only.headers.data) == block
+
+
+@pytest.mark.parametrize(
+    "raw", [encoded(7, *BODIES), b"".join(encode_batch(WITH_HEADERS))], ids=["plain", "with headers"]
+)
+def test_the_checksum_covers_every_bit(raw: bytes) -> None:
     head = decode_head(raw)
     assert head is not None
     for position in range(4, len(raw)):
@@ -127,6 +167,13 @@ def test_joined_batches_keep_each_message_s_publish_time() -> None:
     assert [batch.timestamp_of(i) for i in range(4)] == [1, 1, 2, 2]
     assert isinstance(batch.timestamps_ns, np.ndarray)
     assert isinstance(batch.timestamp_of(0), int)
+
+
+def test_joined_batches_keep_headers() -> None:
+    block = PackedBodies.of([b"\x01a\x00\x01b"])
+    batch = Batch.join(7, [(1, lengths_of([b"a", b"b"]), b"ab", None), (1, lengths_of([b"c"]), b"c", block)])
+    assert batch.bodies() == [b"a", b"b", b"c"]
+    assert batch.headers == [b"", b"", b"\x01a\x00\x01b"]
 
 
 def test_a_single_message_is_a_batch() -> None:

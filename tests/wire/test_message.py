@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from nsparq.packed import PackedBodies
 from nsparq.wire.message import FRAME_OVERHEAD, SEQUENCE_BITS, Frames, Timestamps, build_frames, with_attempts
 
 NOW = 1_700_000_000_123_456_789
@@ -47,6 +48,30 @@ def test_frames_hold_size_type_time_attempts_id_and_body(count: int) -> None:
         assert (frames.offsets[0], frames.offsets[-1]) == (0, len(frames.buffer))
         each_with_its_time = build_from(bodies, first_id, np.array(stamps, np.int64))
         assert split(each_with_its_time) == expected(first_id, stamps, bodies)
+
+
+@pytest.mark.usefixtures("build")
+@each_count
+def test_messages_with_headers_have_frames_of_type_3(count: int) -> None:
+    bodies = [b"body %d" % i for i in range(count)]
+    blocks = [b"" if i % 3 == 1 else b"\x01a\x00\x01b" * (i + 1) for i in range(count)]
+    stamps = [NOW + i for i in range(count)]
+    frames = build_frames(
+        7, np.array(stamps, np.int64), array("I", map(len, bodies)), b"".join(bodies), PackedBodies.of(blocks)
+    )
+    content = [
+        struct.pack(">I", len(block)) + block + body if block else body
+        for body, block in zip(bodies, blocks, strict=True)
+    ]
+    plain = expected(7, stamps, content)
+    assert split(frames) == [
+        frame[:7] + (b"\x03" if block else b"\x02") + frame[8:]
+        for frame, block in zip(plain, blocks, strict=True)
+    ]
+    assert with_attempts(split(frames)[0], 5)[16:18] == b"\x00\x05"
+    for blocks in ([b""] * (count + 1), [b"x"] * (count + 1)):
+        with pytest.raises(ValueError, match="lengths do not add up"):
+            build_frames(7, NOW, array("I", map(len, bodies)), b"".join(bodies), PackedBodies.of(blocks))
 
 
 @pytest.mark.usefixtures("build")

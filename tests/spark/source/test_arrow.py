@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from pyspark.sql.pandas.types import to_arrow_schema
 
 from nsparq import kernel
+from nsparq.packed import PackedBodies
 from nsparq.spark.datasource import SCHEMA
 from nsparq.spark.source import arrow
 from nsparq.spark.source.arrow import RowBuilder, unpack
-from nsparq.storage.batch import encode_head
+from nsparq.storage.batch import Batch, encode_batch, encode_head
 from nsparq.storage.raw_batch import CorruptRange
 
 ARROW_SCHEMA = to_arrow_schema(SCHEMA, timezone="UTC")
@@ -39,6 +40,12 @@ def encoded(base: int, bodies: list[bytes], stamp: int = T0, due: int = 0) -> by
     lengths = array("I", map(len, bodies))
     data = b"".join(bodies)
     return encode_head(base, stamp, due, lengths, data) + data
+
+
+def with_headers(base: int, bodies: list[bytes]) -> bytes:
+    blocks = PackedBodies.of([b"\x01a\x00\x01b"] * len(bodies))
+    packed = PackedBodies.of(bodies)
+    return b"".join(encode_batch(Batch(base, T0, 0, packed.lengths, packed.data, 0, blocks)))
 
 
 def raw(batches: Batches) -> bytes:
@@ -158,6 +165,14 @@ def damaged() -> Iterator[tuple[bytes, int]]:
     yield whole[:-1], 3
     yield whole[: second + 10], 3
     yield whole + b"N", 4
+
+
+def test_bodies_of_batches_with_headers_are_read_without_them(build: str) -> None:
+    buffer = encoded(1, [b"a"]) + with_headers(2, [b"b", b"", b"c"]) + encoded(5, [b"d"])
+    assert rows(buffer) == [(1, b"a"), (2, b"b"), (3, b""), (4, b"c"), (5, b"d")]
+    assert rows(buffer, 3, 4) == [(3, b"")]
+    with pytest.raises(CorruptRange):
+        rows(buffer.replace(b"\x01a\x00\x01b", b"\x01a\x00\x01x", 1))
 
 
 def test_damage_is_found_after_what_comes_before_it(build: str) -> None:
