@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from nsparq.broker.policy import DeliveryPolicy, Failure, parse_policy
+from nsparq.broker.tagged import DEAD_LETTERS
+from nsparq.dead_letter import DeadLetter
+from nsparq.headers import decode_headers, encode_headers
+from nsparq.packed import PackedBodies
 from tests.broker.rig import SECOND, FakeClient, Later, Rig
 
 MakeRig = Callable[..., Rig]
@@ -25,7 +29,11 @@ def letters(rig: Rig, topic: str = "t.dead") -> list[dict[str, Any]]:
     found = []
     sequence = log.start
     while (batch := log.read(sequence, wait=True)) is not None:
-        found += [json.loads(body) for body in batch.bodies()]
+        blocks = batch.headers or [b""] * batch.count
+        for body, block in zip(batch.bodies(), blocks, strict=True):
+            letter = DeadLetter.from_message(body, decode_headers(block))
+            assert letter is not None
+            found.append(json.loads(letter.to_json()))
         sequence = batch.end
     return found
 
@@ -138,6 +146,100 @@ def test_a_message_becomes_a_dead_letter_when_its_last_attempt_ends(rig: Rig, at
     stats = rig.channel().stats(False, rig.clock())
     assert (stats["depth"], stats["in_flight_count"], stats["deferred_count"]) == (0, 0, 0)
     assert stats["dead_letter_count"] == 1
+
+
+BLOCK = encode_headers({"key": "ü", "nsq-number": "5"})
+
+
+def give_up(rig: Rig, body: bytes = b"poison", block: bytes = b"", topic: str = "t") -> None:
+    """Publish a message, and fail its only attempt."""
+    client = rig.subscribe(topic, rdy=1)
+    set_policy(rig, topic=topic, max_attempts=1)
+    rig.publish(topic, body, blocks=[block])
+    rig.requeue(client, client.take()[0])
+    rig.disconnect(client)
+
+
+@pytest.mark.parametrize("body", [b"poison", b"\xff\x00"])
+@pytest.mark.parametrize("block", [b"", BLOCK], ids=["plain", "with headers"])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_dead_letter_is_the_message_with_its_origin_as_headers(
+    rig: Rig, body: bytes, block: bytes, is_restarted: bool
+):
+    for channel in ("asked", "plain"):
+        rig.channel(channel, "t.dead")
+    for _ in range(2):
+        give_up(rig, body, block)
+    if is_restarted:
+        rig.restart()
+    first, second = rig.subscribe("t.dead", "asked", rdy=10, headers=True).take()
+    headers = decode_headers(first.block)
+    own = decode_headers(block)
+    assert (first.body, second.body) == (body, body)
+    assert {name: headers.pop(name) for name in own} == own
+    assert headers == {
+        "nsq-dead-topic": "t",
+        "nsq-dead-channel": "c",
+        "nsq-dead-id": f"{rig.topic().first_id + rig.topic().log.start:016x}",
+        "nsq-dead-timestamp": str(first.timestamp_ns),
+        "nsq-dead-attempts": "1",
+        "nsq-dead-reason": "requeued",
+        "nsq-dead-client": "127.0.0.1:1",
+        "nsq-dead-given-up": str(first.timestamp_ns),
+    }
+    # Clients without headers get the form that the client library writes.
+    as_json = rig.subscribe("t.dead", "plain", rdy=10).take()
+    assert [json.loads(one.body) for one in as_json] == letters(rig)
+    letter = json.loads(as_json[0].body)
+    assert (letter["text"], letter["base64"]) == (("poison", None) if body == b"poison" else (None, "/wA="))
+    assert letter.get("headers") == (own or None)
+    found = DeadLetter.from_message(as_json[0].body, {})
+    assert found == DeadLetter.from_message(first.body, decode_headers(first.block))
+    assert found is not None and (found.body, found.headers) == (body, own or None)
+
+
+def test_a_letter_that_is_given_up_keeps_its_first_origin(rig: Rig):
+    give_up(rig, b"poison", BLOCK)
+    client = rig.subscribe("t.dead", rdy=1)
+    set_policy(rig, topic="t.dead", max_attempts=1)
+    rig.turn()
+    rig.requeue(client, client.take()[0])
+    (again,) = letters(rig, "t.dead.dead")
+    assert (again["topic"], again["channel"]) == ("t.dead", "c")
+    first = json.loads(again["text"])
+    assert (first["topic"], first["text"], first["headers"]) == ("t", "poison", decode_headers(BLOCK))
+
+
+def test_messages_that_only_look_like_dead_letters_stay_as_they_are(rig: Rig):
+    """Somebody copies a letter with its headers."""
+    block = encode_headers({"nsq-dead-topic": "t", "nsq-dead-attempts": "many"})
+    rig.channel("asked", "copies")
+    rig.channel("c", "copies")
+    rig.publish("copies", b"body", blocks=[block])
+    assert rig.subscribe("copies", rdy=1).take_bodies() == [b"body"]
+    assert rig.subscribe("copies", "asked", rdy=1, headers=True).take()[0].block == block
+
+
+def test_letters_of_an_earlier_version_are_settled_and_delivered(rig: Rig):
+    """It wrote them as JSON."""
+    client = rig.subscribe(rdy=10)
+    set_policy(rig, max_attempts=2)
+    rig.publish("t", b"poison")
+    rig.maintain()
+    (message,) = client.take()
+    letter = DeadLetter("t", "c", f"{message.id:016x}", message.timestamp_ns, 2, "requeued", text="poison")
+    rig.topic("t.dead").publishing.append_tagged(PackedBodies.of([letter.to_json()]), 0, DEAD_LETTERS)
+    rig.disconnect(client)
+    rig.crash()
+    for channel in ("asked", "plain"):
+        rig.channel(channel, "t.dead").seek(rig.topic("t.dead").log.start)
+    give_up(rig, b"new")
+    assert rig.subscribe(rdy=10).take_bodies() == []
+    old, new = rig.subscribe("t.dead", "asked", rdy=10, headers=True).take()
+    assert (old.body, old.block, new.body) == (letter.to_json(), b"", b"new")
+    assert [one["text"] for one in letters(rig)] == ["poison", "new"]
+    plain = rig.subscribe("t.dead", "plain", rdy=10).take_bodies()
+    assert [json.loads(body)["text"] for body in plain] == ["poison", "new"]
 
 
 def test_a_message_that_is_finished_in_time_leaves_nothing(rig: Rig):

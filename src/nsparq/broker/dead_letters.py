@@ -1,5 +1,7 @@
 """Dead letters of a channel: messages that its delivery policy has given up.
 
+A letter is the message as it was, with its origin as headers; see nsparq.dead_letter.
+
 A dead letter is appended to its topic and the message is finished as one. While the letter is
 being written, the message stays among the unfinished ones. A crash between the two would write the
 letter twice, so each checkpoint of the channel has a position in the dead-letter topic: the channel
@@ -9,16 +11,17 @@ reads the letters from there on, and counts their messages as finished.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import defaultdict
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from nsparq.broker.tagged import DEAD_LETTERS, tagged_bodies
-from nsparq.dead_letter import DeadLetter, as_text
+from nsparq.broker.tagged import DEAD_LETTERS, tagged_messages
+from nsparq.dead_letter import PREFIX, DeadLetter
 from nsparq.errors import Exiting, StorageError
+from nsparq.headers import decode_headers, encode_headers
 from nsparq.packed import PackedBodies
+from nsparq.storage.batch import Batch
 from nsparq.storage.segment import Cold
 from nsparq.storage.state_files import ChannelState
 from nsparq.wire.message import SEQUENCE_BITS
@@ -86,7 +89,9 @@ class DeadLetters:
             topic = self._find_topic(name)
             topic.publishing.flush()
             start = topic.log.end
-            topic.publishing.append_tagged(PackedBodies.of(letters.values()), 0, DEAD_LETTERS)
+            bodies = PackedBodies.of([body for body, _ in letters.values()])
+            blocks = PackedBodies.of([block for _, block in letters.values()])
+            topic.publishing.append_tagged(bodies.with_blocks(blocks), 0, DEAD_LETTERS)
         except (StorageError, Exiting, OSError) as error:
             broker.health.set(f"{channel}: cannot write dead letters to {name}: {error}", source)
             broker.upkeep.retry(channel)
@@ -97,11 +102,11 @@ class DeadLetters:
         topic.holds.setdefault(self, start)
         topic.publishing.when_committed(lambda error: self._written(name, error))
 
-    def _letters(self) -> dict[int, bytes]:
-        """The next letters to write, by sequence number."""
+    def _letters(self) -> dict[int, tuple[bytes, bytes]]:
+        """The next letters to write, by sequence number: body and header block."""
         channel, unfinished = self._channel, self._channel.unfinished
         broker = channel.topic.broker
-        letters: dict[int, bytes] = {}
+        letters: dict[int, tuple[bytes, bytes]] = {}
         size = 0
         for sequence, given_up in islice([*unfinished.given_up.items()], MAX_LETTERS):
             try:
@@ -115,7 +120,7 @@ class DeadLetters:
                 del unfinished.given_up[sequence]
                 continue
             batch, index = found
-            letter = DeadLetter(
+            origin = DeadLetter(
                 topic=channel.topic.name,
                 channel=channel.name,
                 id=f"{channel.topic.first_id + sequence:016x}",
@@ -124,12 +129,13 @@ class DeadLetters:
                 error=given_up.reason,
                 client=given_up.client,
                 given_up_ns=broker.wall_ns(),
-                **as_text(batch.only(index).data),
-            ).to_json()
-            size += len(letter)
+            )
+            body, block = _without_origin(batch.only(index))
+            block += encode_headers(origin.origin_headers())
+            size += len(body) + len(block)
             if letters and size > MAX_BYTES:
                 break
-            letters[sequence] = letter
+            letters[sequence] = body, block
         return letters
 
     def _find_topic(self, name: str) -> Topic:
@@ -186,6 +192,18 @@ class DeadLetters:
                 del topic.holds[self]
 
 
+def _without_origin(message: Batch) -> tuple[bytes, bytes]:
+    """Body and header block of a message that becomes a letter. If it is a letter already, all that
+    it says becomes the body, so that the new origin does not replace the old one."""
+    if message.headers is None:
+        return message.data, b""
+    if PREFIX.encode() in message.headers.data:
+        letter = DeadLetter.from_message(message.data, decode_headers(message.headers.data))
+        if letter is not None:
+            return letter.to_json(), b""
+    return message.data, message.headers.data
+
+
 def settle(broker: Broker) -> None:
     """At the start: finish the messages whose dead letters the last run wrote. The topics must be
     loaded."""
@@ -198,9 +216,9 @@ def settle(broker: Broker) -> None:
     for name, some in channels.items():
         since = min(channel.checkpoint.letters_seen[1] for channel in some)
         written: dict[tuple[str, str], set[int]] = defaultdict(set)
-        for body in tagged_bodies(broker.topics[name].log, DEAD_LETTERS, since):
-            letter = json.loads(body)
-            sequence = int(letter["id"], 16) & ((1 << SEQUENCE_BITS) - 1)
-            written[letter["topic"], letter["channel"]].add(sequence)
+        for _, body, block in tagged_messages(broker.topics[name].log, DEAD_LETTERS, since):
+            letter = DeadLetter.from_message(body, decode_headers(block))
+            assert letter is not None, "the tag says so"
+            written[letter.topic, letter.channel].add(int(letter.id, 16) & ((1 << SEQUENCE_BITS) - 1))
         for channel in some:
             channel.finish_settled(written[channel.topic.name, channel.name])

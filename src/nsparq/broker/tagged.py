@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from nsparq.storage.batch import Head, data_range, decode_head, decode_lengths
+from nsparq.storage.batch import Head, decode_head
 from nsparq.storage.log import Log
+from nsparq.storage.raw_batch import iter_batches
 
 SEARCH_SIZE: Final = 1 << 20
 """Bytes of a log that are searched at a time."""
@@ -24,13 +25,12 @@ def count_tagged(log: Log, tag: int, since: int) -> int:
     return sum(head.messages for head, _, _ in _iter_tagged(log, tag, since))
 
 
-def tagged_bodies(log: Log, tag: int, since: int) -> Iterator[bytes]:
-    """Bodies of the messages with this tag, from a sequence number on. May wait for the disk."""
+def tagged_messages(log: Log, tag: int, since: int) -> Iterator[tuple[int, bytes, bytes]]:
+    """The messages with this tag, from a sequence number on: number, body and header block. May wait
+    for the disk."""
     for head, data, position in _iter_tagged(log, tag, since):
-        start, _ = data_range(head, position)
-        for length in decode_lengths(head, data, position):
-            yield bytes(data[start : start + length])
-            start += length
+        for batch in iter_batches(memoryview(data)[position : position + head.size]):
+            yield from zip(range(batch.base, batch.end), batch.bodies(), batch.blocks(), strict=True)
 
 
 def _iter_tagged(log: Log, tag: int, since: int) -> Iterator[tuple[Head, bytes | memoryview, int]]:

@@ -130,12 +130,19 @@ def test_bodies_are_shown_by_their_kind(body: bytes, kind: str) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"topic":"t","error":"e"}', b'{"topic":5,"error":""}'])
 def test_other_bodies_are_not_taken_for_dead_letters(body: bytes) -> None:
-    assert read_letter(body) is None
+    assert read_letter(body, {"key": "value"}) is None
 
 
 def test_a_dead_letter_returns_the_original_bytes() -> None:
-    found = read_letter(b'{"topic":"t","channel":"c","error":"e","text":null,"base64":"/wA="}')
+    found = read_letter(b'{"topic":"t","channel":"c","error":"e","text":null,"base64":"/wA="}', {})
     assert found is not None and (found.topic, found.body) == ("t", b"\xff\x00")
+
+
+def test_a_dead_letter_of_nsqd_has_its_origin_in_headers() -> None:
+    origin = {"nsq-dead-topic": "t", "nsq-dead-channel": "c", "nsq-dead-attempts": "4", "own": "x"}
+    found = read_letter(b"\xff", origin | {"nsq-dead-reason": "timed out"})
+    assert found is not None and (found.topic, found.channel, found.attempts) == ("t", "c", 4)
+    assert (found.error, found.body, found.headers) == ("timed out", b"\xff", {"own": "x"})
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from nsparq.admin.collect.merge import Node, number, objects, text
 from nsparq.admin.collect.messages import MAX_COUNT, Peeked, peek, read_letter, reason
 from nsparq.admin.collect.upstream import Answer, RequestFailed
 from nsparq.errors import NsparqError
+from nsparq.headers import decode_headers, encode_headers
 from nsparq.names import is_valid_name
 from nsparq.storage.raw_batch import CorruptRange, iter_batches
 
-__all__ = ["MessagesFailed", "Target", "copy", "move", "publish", "read_bodies"]
+__all__ = ["MessagesFailed", "Target", "copy", "move", "publish", "read_messages"]
 
 MAX_BODY: Final = 1 << 20
 """Bytes of a message that can be published here."""
@@ -46,13 +47,30 @@ async def publish(cluster: Cluster, node: Node, topic: str, body: bytes, *, defe
     await _ask(cluster, node, "POST", "/pub", body, **query)
 
 
-async def _publish_all(cluster: Cluster, node: Node, by_topic: Mapping[str, Sequence[bytes]]) -> None:
-    for topic, bodies in by_topic.items():
+class Stored(NamedTuple):
+    """A message of a log."""
+
+    body: bytes
+    headers: Mapping[str, str]
+
+
+async def _publish_all(cluster: Cluster, node: Node, by_topic: Mapping[str, Sequence[Stored]]) -> None:
+    for topic, messages in by_topic.items():
+        query = {"topic": topic, "binary": "true"}
+        bodies = [message.body for message in messages]
+        if any(message.headers for message in messages):
+            query["headers"] = "true"
+            try:
+                bodies = [_sized(encode_headers(headers)) + body for body, headers in messages]
+            except ValueError as error:
+                raise MessagesFailed(str(error)) from error
         for chunk in _chunks(bodies):
-            packed = struct.pack(">i", len(chunk)) + b"".join(
-                struct.pack(">i", len(body)) + body for body in chunk
-            )
-            await _ask(cluster, node, "POST", "/mpub", packed, topic=topic, binary="true")
+            packed = struct.pack(">i", len(chunk)) + b"".join(map(_sized, chunk))
+            await _ask(cluster, node, "POST", "/mpub", packed, **query)
+
+
+def _sized(data: bytes) -> bytes:
+    return struct.pack(">i", len(data)) + data
 
 
 def _chunks(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
@@ -84,19 +102,21 @@ class Target:
     """The topic that the messages come from. Nothing may be published there."""
     may_publish: Callable[[str], bool] = lambda topic: True
 
-    def by_topic(self, bodies: Iterable[bytes]) -> dict[str, list[bytes]]:
-        """The bodies to publish, by topic. Raises MessagesFailed."""
-        found: dict[str, list[bytes]] = {}
-        for body in bodies:
-            letter = read_letter(body) if self.unwrap else None
-            content, topic = (body, self.to) if letter is None else (letter.body, self.to or letter.topic)
+    def by_topic(self, messages: Iterable[Stored]) -> dict[str, list[Stored]]:
+        """The messages to publish, by topic. Raises MessagesFailed."""
+        found: dict[str, list[Stored]] = {}
+        for message in messages:
+            letter = read_letter(*message) if self.unwrap else None
+            content, topic = message, self.to
+            if letter is not None:
+                content, topic = Stored(letter.body, letter.headers), self.to or letter.topic
             if not topic:
                 raise MessagesFailed("a message does not say which topic it came from: enter a topic")
             if not is_valid_name(topic.encode("utf-8", "replace")):
                 raise MessagesFailed(f"{topic!r} is not a valid topic name")
             if topic == self.source:
                 raise MessagesFailed("a message came from this topic: enter another topic")
-            if not content:
+            if not content.body:
                 raise MessagesFailed("the message inside a dead letter is empty, which NSQ does not allow")
             found.setdefault(topic, []).append(content)
         for topic in found:
@@ -107,10 +127,10 @@ class Target:
 
 async def copy(cluster: Cluster, node: Node, topic: str, sequences: Iterable[int], target: Target) -> int:
     """Publish messages again. They also stay where they are. Raises MessagesFailed."""
-    bodies = await read_bodies(cluster, node, topic, sorted(set(sequences)))
-    by_topic = target.by_topic(bodies)
+    found = await read_messages(cluster, node, topic, sorted(set(sequences)))
+    by_topic = target.by_topic(found)
     await _publish_all(cluster, node, by_topic)
-    return len(bodies)
+    return len(found)
 
 
 async def move(
@@ -154,7 +174,7 @@ async def _move_held(
     chosen = sorted({one.sequence for one in (*requeued.messages, *ready.messages)})
     if not chosen:
         return 0, 0
-    by_topic = target.by_topic(await read_bodies(cluster, node, topic, chosen))
+    by_topic = target.by_topic(await read_messages(cluster, node, topic, chosen))
     await _publish_all(cluster, node, by_topic)
     commit = {"topic": topic, "channel": channel, "sequence": str(chosen[-1] + 1), "hold": hold}
     try:
@@ -237,11 +257,11 @@ async def _ask_fields(
     return fields if isinstance(fields, dict) else {}
 
 
-async def read_bodies(cluster: Cluster, node: Node, topic: str, sequences: Sequence[int]) -> list[bytes]:
-    """Whole bodies, from the log: a peek may return only the beginning of a body. Raises
+async def read_messages(cluster: Cluster, node: Node, topic: str, sequences: Sequence[int]) -> list[Stored]:
+    """Whole messages, from the log: a peek may return only the beginning of a body. Raises
     MessagesFailed."""
     wanted = set(sequences)
-    found: dict[int, bytes] = {}
+    found: dict[int, Stored] = {}
     for sequence in sequences:
         if sequence not in found:
             found |= await _read(cluster, node, topic, sequence, wanted)
@@ -250,15 +270,18 @@ async def read_bodies(cluster: Cluster, node: Node, topic: str, sequences: Seque
     return [found[sequence] for sequence in sequences]
 
 
-async def _read(cluster: Cluster, node: Node, topic: str, start: int, wanted: set[int]) -> dict[int, bytes]:
+async def _read(cluster: Cluster, node: Node, topic: str, start: int, wanted: set[int]) -> dict[int, Stored]:
     query = {"topic": topic, "from": str(start), "max_bytes": str(4 << 20), "verify": "true"}
     answer = await _ask(cluster, node, "GET", "/topic/read", **query)
-    found = {}
+    found: dict[int, Stored] = {}
     try:
         for batch in iter_batches(answer.body):
-            for sequence, body in enumerate(batch.bodies(), batch.base):
-                if sequence in wanted:
-                    found[sequence] = bytes(body)
+            messages = zip(range(batch.base, batch.end), batch.bodies(), batch.blocks(), strict=True)
+            found |= {
+                sequence: Stored(body, decode_headers(block))
+                for sequence, body, block in messages
+                if sequence in wanted
+            }
     except CorruptRange as error:
         raise MessagesFailed(f"{node.address}: {error}") from error
     return found

@@ -99,18 +99,20 @@ class Operations:
         chosen = [one for one in nodes.able if not node or one.address == node]
         return nodes, await browse(self._cluster, chosen, topic, channel, wanted, with_reasons=with_reasons)
 
-    async def bodies(self, topic: str, chosen: Iterable[tuple[str, int]]) -> list[tuple[str, int, bytes]]:
-        """Whole bodies of messages, given by node and sequence number; with both."""
+    async def whole(
+        self, topic: str, chosen: Iterable[tuple[str, int]]
+    ) -> list[tuple[str, int, messages.Stored]]:
+        """Whole messages, given by node and sequence number; with both."""
         by_node = _by_node(chosen)
         nodes = await self.nodes_with(topic, PEEK)
         found = []
         for node in nodes.able:
             if wanted := sorted({*by_node.get(node.address, ())}):
                 try:
-                    read = await messages.read_bodies(self._cluster, node, topic, wanted)
+                    read = await messages.read_messages(self._cluster, node, topic, wanted)
                 except messages.MessagesFailed as error:
                     raise ApiError(409, str(error)) from error
-                found += [(node.address, *one) for one in zip(wanted, read, strict=True)]
+                found += [(node.address, *pair) for pair in zip(wanted, read, strict=True)]
         return found
 
     async def publish(

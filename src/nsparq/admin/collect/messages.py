@@ -18,6 +18,7 @@ from typing import Any, Final
 from nsparq.admin.collect.cluster import Cluster
 from nsparq.admin.collect.merge import Node, number, objects, text
 from nsparq.admin.collect.upstream import BadStatus, RequestFailed
+from nsparq.dead_letter import DeadLetter as StoredLetter
 
 __all__ = ["DeadLetter", "Peeked", "ShownMessage", "peek", "read_letter", "readable", "reason"]
 
@@ -43,6 +44,8 @@ class DeadLetter:
     attempts: int
     error: str
     body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers of the wrapped message."""
 
     @cached_property
     def reason(self) -> str:
@@ -105,30 +108,19 @@ def _parse(body: bytes) -> Any:
         return None
 
 
-def read_letter(body: bytes) -> DeadLetter | None:
-    """The dead letter in a body; None if it has none, or if it is cut off."""
-    return _letter_of(_parse(body))
-
-
-def _letter_of(fields: Any) -> DeadLetter | None:
-    if not isinstance(fields, dict) or not {"topic", "error"} <= fields.keys() or not text(fields, "topic"):
-        return None
-    if isinstance(fields.get("base64"), str):
-        try:
-            inner = base64.b64decode(fields["base64"], validate=True)
-        except (binascii.Error, ValueError):
-            return None
-    elif isinstance(fields.get("text"), str):
-        inner = fields["text"].encode("utf-8", "surrogatepass")
-    else:
+def read_letter(body: bytes, headers: Mapping[str, str]) -> DeadLetter | None:
+    """The dead letter that a message is; None if it is not one, or if its JSON is cut off."""
+    found = StoredLetter.from_message(body, headers)
+    if found is None:
         return None
     return DeadLetter(
-        topic=text(fields, "topic"),
-        channel=text(fields, "channel"),
-        id=text(fields, "id"),
-        attempts=number(fields, "attempts"),
-        error=text(fields, "error"),
-        body=inner,
+        topic=found.topic,
+        channel=found.channel,
+        id=found.id,
+        attempts=found.attempts,
+        error=found.error,
+        body=found.body,
+        headers=found.headers or {},
     )
 
 
@@ -149,6 +141,7 @@ class ShownMessage:
     due_ns: int = 0
     deadline_ns: int = 0
     client: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def value(self) -> Any:
@@ -157,7 +150,7 @@ class ShownMessage:
 
     @cached_property
     def letter(self) -> DeadLetter | None:
-        return _letter_of(self.value)
+        return read_letter(self.body, self.headers)
 
     @cached_property
     def _readable(self) -> tuple[str, str]:
@@ -186,9 +179,10 @@ class ShownMessage:
         return len(self.body) < self.size
 
     def contains(self, words: str) -> bool:
-        """In upper or lower case: in the body, in a dead letter's message and error, or in the id."""
+        """In upper or lower case: in the body, in a header's value, in a dead letter's message and
+        error, or in the id."""
         wanted = words.lower()
-        texts = [self.body.decode("utf-8", "replace"), self.id]
+        texts = [self.body.decode("utf-8", "replace"), self.id, *self.headers.values()]
         if self.letter is not None:
             texts += [self.letter.body.decode("utf-8", "replace"), self.letter.error]
         return any(wanted in one.lower() for one in texts)
@@ -209,6 +203,7 @@ class ShownMessage:
         else:
             found["body"] = self.body.decode("utf-8", "replace")
         more = {"due": self.due_ns, "deadline": self.deadline_ns, "client": self.client}
+        more |= {"headers": dict(self.headers)}
         found |= {name: value for name, value in more.items() if value}
         if self.letter is not None:
             letter = self.letter
@@ -293,7 +288,14 @@ def _shown(node: str, fields: Mapping[str, Any]) -> ShownMessage:
         due_ns=number(fields, "due"),
         deadline_ns=number(fields, "deadline"),
         client=text(fields, "client"),
+        headers=_headers_of(fields.get("headers")),
     )
+
+
+def _headers_of(fields: Any) -> dict[str, str]:
+    if not isinstance(fields, dict):
+        return {}
+    return {name: value for name, value in fields.items() if isinstance(value, str)}
 
 
 def reason(error: Exception) -> str:

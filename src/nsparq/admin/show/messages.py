@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
 from nsparq.admin.change.actions import audit
+from nsparq.admin.change.messages import Stored
 from nsparq.admin.change.operations import SEEK, BadTarget, Plan, parse_target
 from nsparq.admin.collect.browse import MAX_GROUPED, BadPlace, Place, Wanted
 from nsparq.admin.collect.filter import BadFilter, Filter
@@ -51,11 +52,13 @@ def wanted_of(parameters: Mapping[str, str], default_count: int = DEFAULT_COUNT)
     )
 
 
-def as_lines(topic: str, found: list[tuple[str, int, bytes]]) -> bytes:
+def as_lines(topic: str, found: list[tuple[str, int, Stored]]) -> bytes:
     """A JSON object for each message, with its whole body."""
     lines = []
-    for node, sequence, body in found:
+    for node, sequence, (body, headers) in found:
         line: dict[str, Any] = {"topic": topic, "node": node, "sequence": sequence}
+        if headers:
+            line["headers"] = headers
         try:
             line["body"] = body.decode()
         except UnicodeDecodeError:
@@ -115,7 +118,7 @@ class MessagePages:
         """The selected messages as a file, with their whole bodies."""
         (topic,) = path_values(request)
         chosen = [chosen_message(value) for value in Form(request.body).all("message")]
-        found = await self._admin.operations.bodies(topic, chosen)
+        found = await self._admin.operations.whole(topic, chosen)
         audit("download_messages", self._admin.guard.actor(request), f"done, {len(found)}", topic=topic)
         name = "".join(c if c.isalnum() or c in "._-" else "_" for c in topic)
         return Response(
