@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsparq.broker.broker import Broker
+from nsparq.broker.data_directory import NEEDS_HEADERS
 from nsparq.broker.peek import peek_channel, peek_topic
+from nsparq.errors import StartError
 from nsparq.headers import encode_headers
 from nsparq.packed import PackedBodies
 from nsparq.private_random import private_random
@@ -164,3 +166,49 @@ def test_damage_in_the_headers_loses_the_batch_and_no_other(rig: Rig) -> None:
     rig.start()
     assert rig.subscribe(rdy=10).take_bodies() == [b"0", b"2"]
     assert rig.topic().log.corrupt_messages == 1
+
+
+# Versions
+
+
+def test_the_first_message_with_headers_marks_the_data_path(rig: Rig) -> None:
+    """An older version takes the mark for a topic that is not a directory, and does not start."""
+    mark = rig.data_path / "topics" / NEEDS_HEADERS
+    publish(rig, (b"plain", b""))
+    publish(rig, (b"not on disk", A), topic="t#ephemeral")
+    assert not mark.exists()
+    publish(rig, (b"m", A))
+    assert mark.is_file()
+    rig.restart()
+    assert sorted(rig.broker.topics) == ["t"]
+    names = sorted(path.name for path in mark.parent.iterdir())
+    assert names == [NEEDS_HEADERS, "t.topic"], "it comes before every topic: nothing else is touched"
+    assert NEEDS_HEADERS < min("-.0A_a")
+
+
+def test_staged_messages_with_headers_mark_the_data_path(rig: Rig) -> None:
+    for block, is_marked in ((b"", False), (A, True)):
+        bodies = PackedBodies.of([b"m"]).with_blocks(PackedBodies.of([block]))
+        rig.broker.transactions.stage("p", 1, "part", "t", bodies)
+        assert (rig.data_path / "topics" / NEEDS_HEADERS).exists() == is_marked
+
+
+def test_a_message_is_refused_if_the_mark_cannot_be_written(rig: Rig) -> None:
+    client = rig.subscribe(rdy=10)
+    rig.files.fail("replace", NEEDS_HEADERS)
+    assert isinstance(rig.publish("t", b"m", blocks=[A]).error, OSError)
+    rig.files.heal()
+    publish(rig, (b"again", A))
+    assert seen(client.take()) == [(b"again", b"")]
+
+
+def test_a_data_path_of_a_newer_version_is_refused_and_left_alone(rig: Rig) -> None:
+    publish(rig, (b"m", A))
+    rig.close()
+    (rig.data_path / "topics" / "!compressed-batches.topic").touch()
+    before = {path: path.read_bytes() for path in rig.data_path.rglob("*") if path.is_file()}
+    with pytest.raises(StartError, match="was used by a newer version of nsparq: compressed-batches"):
+        rig.start()
+    assert {path: path.read_bytes() for path in rig.data_path.rglob("*") if path.is_file()} == before
+    (rig.data_path / "topics" / "!compressed-batches.topic").unlink()
+    rig.start()

@@ -133,11 +133,12 @@ class Broker:
             raise
 
     def _load(self) -> None:
+        names = self.data_path.read_names()
         self.was_stopped_cleanly = self.data_path.take_clean_stop()
         metadata = self._read_metadata()
         ours = {entry.name: entry for entry in metadata.topics} if metadata.is_ours else {}
         trash: list[str] = []
-        for name in self.files.list_directory(self.data_path.topics):
+        for name in names:
             if name.endswith(TRASH_SUFFIX):
                 trash.append(name)
             elif name.endswith(TOPIC_SUFFIX):

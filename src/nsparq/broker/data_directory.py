@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from nsparq.broker.health import Health
+from nsparq.errors import StartError
 from nsparq.storage.files import Files, RunEach
 
 logger = logging.getLogger(__name__)
@@ -17,6 +18,12 @@ TRASH_SUFFIX: Final = ".deleted"
 CLEAN_STOP: Final = "clean-stop"
 """A clean stop leaves this file, and the next start removes it. Without it, the last run may have
 used sequence numbers that no file names."""
+NEED_PREFIX: Final = "!"
+"""A file in the directory of topics whose name begins so says what a version must know to read this
+data path; it ends as a topic's directory. Versions that do not look for such files take it for a
+topic. It sorts before all topics, so they fail there, and their error shows its name."""
+NEEDS_HEADERS: Final = "!messages-with-headers-need-a-newer-nsparq" + TOPIC_SUFFIX
+_KNOWN: Final = (NEEDS_HEADERS,)
 RESERVE_NAME: Final = "reserve"
 RESERVE_BYTES: Final = 1 << 20
 """Disk space reserved for a clean stop. Files are replaced a few at a time, so this is enough for
@@ -33,6 +40,8 @@ class DataDirectory:
         self._health = health
         self._lock_fd = -1
         self._has_reserve = False
+        self.needs_headers = False
+        """Whether the directory says that messages have headers."""
 
     @property
     def is_locked(self) -> bool:
@@ -41,6 +50,25 @@ class DataDirectory:
     def lock(self) -> None:
         """Changes nothing else. Raises StartError."""
         self._lock_fd = self._files.lock_directory(self.path)
+
+    def read_names(self) -> list[str]:
+        """Names of the topics' directories, and of those that are to be removed. Changes nothing.
+        Raises StartError if one must know more than this version to read them."""
+        names = self._files.list_directory(self.topics)
+        needs = [name for name in names if name.startswith(NEED_PREFIX)]
+        for name in needs:
+            if name not in _KNOWN:
+                text = name.removeprefix(NEED_PREFIX).removesuffix(TOPIC_SUFFIX)
+                raise StartError(f"data-path {self.path} was used by a newer version of nsparq: {text}")
+        self.needs_headers = NEEDS_HEADERS in needs
+        return names[len(needs) :]
+
+    def need_headers(self) -> None:
+        """Note that a version without headers cannot read this directory any more: it would take
+        messages with headers for damage. Raises OSError."""
+        self._files.make_directory(self.topics)
+        self._files.replace(self.topics / NEEDS_HEADERS, b"", sync=False)
+        self.needs_headers = True
 
     def unlock(self) -> None:
         self._files.close(self._lock_fd)

@@ -172,6 +172,8 @@ class Transactions:
         if at is not None and at != held:
             raise WrongPosition(held)
         self._check_room(name, len(bodies.data) + (0 if bodies.headers is None else len(bodies.headers.data)))
+        if bodies.headers is not None and not self._broker.data_path.needs_headers:
+            self._broker.data_path.need_headers()
         transaction = transaction or self._begin(name, sequence)
         self._claim(transaction.producer, owner)
         if part is None:

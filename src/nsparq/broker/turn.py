@@ -254,6 +254,8 @@ class Publishing:
                 raise Exiting
             if before > topic.checkpoint.reserve_at:
                 topic.checkpoint.write()
+            if not broker.data_path.needs_headers:
+                self._note_headers(groups)
             batches = log.append(groups, wall_ns, tag)
         except (StorageError, OSError) as error:
             broker.health.set(str(error))
@@ -279,6 +281,13 @@ class Publishing:
         broker.upkeep.changed.add(topic)
         if log.unsynced >= broker.options.sync_every:
             broker.upkeep.sync_soon(topic)
+
+    def _note_headers(self, groups: Groups) -> None:
+        """Before the first message with headers is stored. Raises OSError."""
+        for bodies, _ in groups:
+            if bodies.headers is not None and not self._topic.is_ephemeral:
+                self._topic.broker.data_path.need_headers()
+                return
 
     def show_deferred(self) -> None:
         """Hand deferred messages that the channels have not seen to all of them."""
