@@ -32,6 +32,7 @@ HELP = {
     "consumers": "consuming processes",
     "rdy": "RDY of each consuming connection",
     "encode": "build every MPUB anew from its messages, as a client library would, not once for all",
+    "headers": "give each message of publish, consume, both, backlog, fanout8 and single_pub a header",
     "window": "MPUBs a producer may have unanswered; 1 is how NSQ's own load tool works",
     "channels": "channels of fanout8",
     "connections": "connections of single_pub, over all producing processes",

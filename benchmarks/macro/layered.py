@@ -354,7 +354,7 @@ class LayeredConsumer(Consumer):
         self.through = (transport, level, ca_file)
         super().__init__(**others)
 
-    def connect(self, address: Address, timeout: float) -> socket.socket:
+    def connect(self, address: Address, timeout: float, headers: bool = False) -> socket.socket:
         return LayeredConnection(address, *self.through, timeout)  # type: ignore[return-value]
 
     def has_more(self, connection: socket.socket) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +47,7 @@ class Parameters:
     rdy: int = 2500
     window: int = 1
     encode: bool = False
+    headers: bool = False
     channels: int = 8
     connections: int = 16
     latency_seconds: float = 5.0
@@ -75,6 +78,7 @@ class Round:
                     "batch": p.batch,
                     "window": p.window,
                     "encode": p.encode,
+                    "headers": p.headers,
                     "deadline": p.deadline,
                 },
             )
@@ -96,6 +100,7 @@ class Round:
                     "rdy": p.rdy,
                     "total": total,
                     "slot": slot,
+                    "headers": p.headers,
                     "deadline": p.deadline,
                     **more,
                 },
@@ -227,6 +232,7 @@ def single_pub(run: Round) -> Figures:
                 "count": count,
                 "size": p.size,
                 "connections": connections,
+                "headers": p.headers,
                 "deadline": p.deadline,
             },
         )
@@ -235,6 +241,38 @@ def single_pub(run: Round) -> Figures:
         )
     ]
     return {"single_pub": Figure(rate(p.single_messages, run.work(roles)), "msg/s")}
+
+
+HEADER_PASSES = 9
+
+
+def headers(run: Round) -> Figures:
+    """What headers cost: the same messages with and without one, in short passes in turn, on one
+    broker."""
+    p = run.parameters
+    rates: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    for number in range(HEADER_PASSES):
+        for has_headers in (False, True) if number % 2 == 0 else (True, False):
+            part = replace(
+                p,
+                headers=has_headers,
+                messages=max(1, p.messages // HEADER_PASSES),
+                single_messages=max(1, p.single_messages // HEADER_PASSES),
+            )
+            one = Round(run.broker, run.crew, part)
+            one.create_channel()
+            rates["publish", has_headers].append(one.publish(part.messages))
+            rates["consume", has_headers].append(one.consume(part.messages))
+            single = single_pub(Round(run.broker, run.crew, part))
+            rates["single_pub", has_headers].append(single["single_pub"].value)
+    figures: Figures = {}
+    for name in ("publish", "consume", "single_pub"):
+        without, with_one = rates[name, False], rates[name, True]
+        ratios = [one / other for one, other in zip(with_one, without, strict=True)]
+        figures[f"{name}, no headers"] = Figure(statistics.median(without), "msg/s")
+        figures[f"{name}, a header"] = Figure(statistics.median(with_one), "msg/s")
+        figures[f"{name}, a header, share"] = Figure(statistics.median(ratios), "of 1")
+    return figures
 
 
 def latency(run: Round) -> Figures:
@@ -342,6 +380,7 @@ LOADS = {
     "backlog": Load(backlog, peer_in_memory=False),
     "fanout8": Load(fanout8, peer_in_memory=False),
     "single_pub": Load(single_pub, peer_in_memory=True),
+    "headers": Load(headers, peer_in_memory=True),
     "latency": Load(latency, peer_in_memory=True),
     "memory": Load(memory, peer_in_memory=False, needs_process=True, once=True),
     "idle": Load(idle, peer_in_memory=False, needs_process=True, once=True),

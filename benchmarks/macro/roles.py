@@ -23,6 +23,8 @@ from benchmarks.macro.wire import (
     HEAD,
     HEARTBEAT,
     ID_START,
+    MESSAGE,
+    MESSAGE_WITH_HEADERS,
     OK_FRAME,
     Address,
     BrokerRefused,
@@ -36,6 +38,7 @@ from benchmarks.macro.wire import (
     receive_frame,
     subscribe,
     wait_in_kernel,
+    with_headers,
 )
 
 Progress = Any  # a shared array of signed 64-bit integers, one slot per consuming process
@@ -107,12 +110,16 @@ class Publisher:
         window: int,
         encode: bool,
         deadline: float,
+        headers: bool = False,
     ) -> None:
-        self.connection = connect(address, timeout=deadline)
+        self.connection = connect(address, timeout=deadline, headers=headers)
         wait_in_kernel(self.connection)
         self.count, self.batch, self.window, self.deadline = count, batch, window, deadline
         self.topic, self.encode = topic, encode
-        self.bodies = [(b"0123456789abcdef" * (size // 16 + 1))[:size]] * batch
+        body = (b"0123456789abcdef" * (size // 16 + 1))[:size]
+        if headers:
+            self.topic, body = f"{topic} headers", with_headers(body)
+        self.bodies = [body] * batch
 
     def run(self, progress: Progress) -> Span:
         connection, replies = self.connection, Replies()
@@ -157,17 +164,19 @@ class Consumer:
         slot: int,
         deadline: float,
         idle_seconds: float = 0.0,
+        headers: bool = False,
     ) -> None:
         self.rdy, self.total, self.slot = rdy, total, slot
         self.deadline, self.idle_seconds = deadline, idle_seconds
         self.names = [f"{topic}/{channel}" for topic, channel in subscriptions]
-        self.connections = [self.connect(address, deadline) for _ in subscriptions]
-        self.buffers = [FrameBuffer(size) for _ in subscriptions]
+        self.connections = [self.connect(address, deadline, headers) for _ in subscriptions]
+        kind, more = (MESSAGE_WITH_HEADERS, len(with_headers(b""))) if headers else (MESSAGE, 0)
+        self.buffers = [FrameBuffer(size + more, kind=kind) for _ in subscriptions]
         for connection, (topic, channel) in zip(self.connections, subscriptions, strict=True):
             subscribe(connection, topic, channel)
 
-    def connect(self, address: Address, timeout: float) -> socket.socket:
-        connection = connect(address, timeout=timeout)
+    def connect(self, address: Address, timeout: float, headers: bool = False) -> socket.socket:
+        connection = connect(address, timeout=timeout, headers=headers)
         wait_in_kernel(connection)
         return connection
 
@@ -248,12 +257,21 @@ class SinglePublisher:
     """PUB one message and wait for its OK, on several connections that do not wait for each other."""
 
     def __init__(
-        self, address: Address, topic: str, count: int, size: int, connections: int, deadline: float
+        self,
+        address: Address,
+        topic: str,
+        count: int,
+        size: int,
+        connections: int,
+        deadline: float,
+        headers: bool = False,
     ) -> None:
-        self.connections = [connect(address, timeout=deadline) for _ in range(connections)]
+        self.connections = [connect(address, timeout=deadline, headers=headers) for _ in range(connections)]
         for connection in self.connections:
             wait_in_kernel(connection)
         self.command = encode_pub(topic, b"x" * size)
+        if headers:
+            self.command = encode_pub(f"{topic} headers", with_headers(b"x" * size))
         self.count, self.deadline = count, deadline
 
     def run(self, progress: Progress) -> Span:

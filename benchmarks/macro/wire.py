@@ -19,7 +19,7 @@ Address = tuple[str, int]
 Rows = npt.NDArray[np.void]
 
 MAGIC = b"  V2"
-RESPONSE, ERROR, MESSAGE = 0, 1, 2
+RESPONSE, ERROR, MESSAGE, MESSAGE_WITH_HEADERS = 0, 1, 2, 3
 HEARTBEAT = b"_heartbeat_"
 OK_FRAME = struct.pack(">ii", 6, RESPONSE) + b"OK"
 HEAD = struct.Struct(">ii")  # a frame's size (type included, itself not) and type
@@ -35,6 +35,13 @@ class BrokerRefused(Exception):
     """The broker answered with an error, or hung up."""
 
 
+def with_headers(body: bytes) -> bytes:
+    """A message with a header as tracing adds it, behind the size of its header block."""
+    name, value = b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    block = struct.pack(">B11sH", len(name), name, len(value)) + value
+    return struct.pack(">I", len(block)) + block + body
+
+
 def encode_pub(topic: str, body: bytes) -> bytes:
     return b"PUB %s\n" % topic.encode() + struct.pack(">i", len(body)) + body
 
@@ -44,17 +51,27 @@ def encode_mpub(topic: str, bodies: Sequence[bytes]) -> bytes:
     return b"MPUB %s\n" % topic.encode() + struct.pack(">ii", len(records) + 4, len(bodies)) + records
 
 
-def connect(address: Address, *, timeout: float = 10.0, identify: bool = True) -> socket.socket:
-    """A connection past the magic and, unless told otherwise, a default IDENTIFY."""
+def connect(
+    address: Address, *, timeout: float = 10.0, identify: bool = True, headers: bool = False
+) -> socket.socket:
+    """A connection past the magic and, unless told otherwise, a default IDENTIFY. `headers` asks for
+    message headers, which NSQ does not have."""
     connection = socket.create_connection(address, timeout=timeout)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     greeting = MAGIC
     if identify:
-        fields = {"client_id": "load", "hostname": "load", "user_agent": "macro-benchmark/1"}
+        fields: dict[str, object] = {
+            "client_id": "load",
+            "hostname": "load",
+            "user_agent": "macro-benchmark/1",
+            **({"feature_negotiation": True, "headers": True} if headers else {}),
+        }
         encoded = json.dumps(fields).encode()
         greeting += b"IDENTIFY\n" + struct.pack(">i", len(encoded)) + encoded
     connection.sendall(greeting)
-    if identify:
+    if headers and json.loads(receive_frame(connection)[1]).get("headers") is not True:
+        raise BrokerRefused("the broker knows no message headers")
+    elif identify and not headers:
         expect_ok(connection)
     return connection
 
@@ -122,12 +139,16 @@ class FrameBuffer:
     """
 
     def __init__(
-        self, body_bytes: int, columns: slice = slice(ID_START, ID_END), capacity: int = 1 << 20
+        self,
+        body_bytes: int,
+        columns: slice = slice(ID_START, ID_END),
+        capacity: int = 1 << 20,
+        kind: int = MESSAGE,
     ) -> None:
         self.frame_bytes = BODY_START + body_bytes
         self.columns = columns
         self.width = columns.stop - columns.start
-        self.head = np.frombuffer(HEAD.pack(self.frame_bytes - 4, MESSAGE), np.uint64)[0]
+        self.head = np.frombuffer(HEAD.pack(self.frame_bytes - 4, kind), np.uint64)[0]
         self.memory = bytearray(max(capacity, 4 * self.frame_bytes))
         self.view = memoryview(self.memory)
         # What a run of frames from the start on looks like. One item per row, not one per byte: numpy then
@@ -169,7 +190,7 @@ class FrameBuffer:
                 if end > len(self.memory):
                     raise BrokerRefused(f"a frame of {size} bytes is more than this tool has room for")
                 break
-            if kind == MESSAGE:
+            if kind in (MESSAGE, MESSAGE_WITH_HEADERS):
                 taken.append(self.wanted[:1].copy())
             else:
                 self._take_reply(kind, bytes(self.view[FRAME_HEAD_BYTES:end]))

@@ -24,7 +24,8 @@ from nsparq.server import lane as module
 from nsparq.server.daemon import Nsqd
 from nsparq.server.lane import FILL_S, JOIN_AFTER, Lane, Lanes
 from nsparq.storage.files import Buffer, Files
-from nsparq.wire.frames import HEARTBEAT, OK
+from nsparq.wire.frames import ERROR, HEARTBEAT, OK, encode_frame
+from tests.support.connection import header_block, sized, with_headers
 
 DEADLINE_S = 20
 pytestmark = pytest.mark.skipif(kernel.read_publishes is None, reason="without compiled code there are none")
@@ -76,6 +77,19 @@ class LaneRig:
 
     async def _hang_up(self, peer: Peer) -> None:
         peer.writer.close()
+
+    async def in_lane_with_headers(self, count: int) -> list[Peer]:
+        peers = [await self.connect() for _ in range(count)]
+        for peer in peers:
+            peer.send(b"IDENTIFY\n" + sized(b'{"feature_negotiation":true,"headers":true}'))
+            (size,) = struct.unpack(">i", await peer.reader.readexactly(4))
+            await peer.reader.readexactly(size)
+        for number in range(JOIN_AFTER + 2):
+            for peer in peers:
+                await peer.publish(with_headers(b"%d" % number, {"a": "b"}), b"t headers")
+        found = self.nsqd.lanes.of(self.nsqd.broker.topics["t"], has_headers=True)
+        assert found is not None and len(found) == count
+        return peers
 
     async def in_lane(self, count: int = 1, topic: bytes = b"t") -> list[Peer]:
         """Clients that have published until they were in a lane."""
@@ -154,6 +168,29 @@ def test_all_messages_of_a_lane_arrive_in_order_and_are_counted(run: Run) -> Non
         assert counts == [200] * 8
         assert stage.nsqd.broker.topics["t"].message_count == 1600
         assert len(stage.lane()) == 8
+
+    run(scenario)
+
+
+def test_messages_with_headers_have_a_lane_of_their_own(run: Run) -> None:
+    async def scenario(stage: LaneRig) -> None:
+        (plain,) = await stage.in_lane()
+        good, bad = await stage.in_lane_with_headers(2)
+        assert len(stage.nsqd.lanes) == 2
+        before = len(stage.bodies())
+        block = header_block({"b": "c"})
+        await plain.publish(b"plain")
+        await good.publish(with_headers(b"good", {"b": "c"}), b"t headers")
+        # Both are read at once; only one of them breaks a rule.
+        good.send(pub(with_headers(b"again", {"b": "c"}), b"t headers"))
+        bad.send(pub(with_headers(b"bad", {"B": "c"}), b"t headers"))
+        await good.hear(OK)
+        await bad.hear(encode_frame(ERROR, b"E_BAD_MESSAGE PUB bad header at byte 0"))
+        assert await bad.reader.read() == b""
+        assert stage.bodies()[before:] == [b"plain", b"good", b"again"]
+        log = stage.nsqd.broker.topics["t"].log
+        batch = log.read(log.end - 1)
+        assert batch is not None and batch.headers is not None and batch.headers[-1] == block
 
     run(scenario)
 

@@ -255,7 +255,10 @@ class Publishing:
             if before > topic.checkpoint.reserve_at:
                 topic.checkpoint.write()
             if not broker.data_path.needs_headers:
-                self._note_headers(groups)
+                for bodies, _ in groups:
+                    if bodies.headers is not None and not topic.is_ephemeral:
+                        broker.data_path.need_headers()
+                        break
             batches = log.append(groups, wall_ns, tag)
         except (StorageError, OSError) as error:
             broker.health.set(str(error))
@@ -281,13 +284,6 @@ class Publishing:
         broker.upkeep.changed.add(topic)
         if log.unsynced >= broker.options.sync_every:
             broker.upkeep.sync_soon(topic)
-
-    def _note_headers(self, groups: Groups) -> None:
-        """Before the first message with headers is stored. Raises OSError."""
-        for bodies, _ in groups:
-            if bodies.headers is not None and not self._topic.is_ephemeral:
-                self._topic.broker.data_path.need_headers()
-                return
 
     def show_deferred(self) -> None:
         """Hand deferred messages that the channels have not seen to all of them."""

@@ -91,10 +91,9 @@ def publish(connection: Connection, command: commands.Publish) -> None:
     elif outbox.unanswered >= MAX_UNANSWERED:
         connection.adjust_reading()
     member = connection.lane_member
-    is_lone = verb == "PUB" and not command.counts and command.bodies.headers is None
-    member.lone_publishes = member.lone_publishes + 1 if is_lone else 0
+    member.lone_publishes = 0 if command.counts or verb != "PUB" else member.lone_publishes + 1
     if member.lone_publishes >= member.join_after:
-        member.join(connection, topic)
+        member.join(connection, topic, has_headers=command.bodies.headers is not None)
 
 
 def ready(connection: Connection, command: commands.Ready) -> None:

@@ -222,16 +222,17 @@ def mark_of(incarnation: str) -> int:
     return (crc32c(incarnation.encode()) & 0xFFFF) or 1
 
 
-def encode_batch(batch: Batch, mark: int = 0) -> tuple[bytes, ...]:
-    """The batch as it stands on disk, in pieces. It must have one publish time."""
-    stamp_ns, data, headers = batch.timestamps_ns, batch.data, batch.headers
-    assert isinstance(stamp_ns, int), "only batches read back from disk have several"
-    if headers is None:
-        head = encode_head(batch.base, stamp_ns, batch.due_ns, batch.lengths, data, batch.tag, mark)
-        return head, data
-    tail = table_bytes(headers.lengths) + headers.data
-    head = encode_head(batch.base, stamp_ns, batch.due_ns, batch.lengths, data, batch.tag, mark, tail)
-    return head, data, tail
+def encode_batch(batch: Batch, mark: int = 0) -> tuple[bytes, bytes, bytes]:
+    """The batch as it stands on disk, in pieces. It was never there, so it has one publish time."""
+    stamp_ns = batch.timestamp_of(0)
+    tail = b"" if batch.headers is None else encode_tail(batch.headers)
+    head = encode_head(batch.base, stamp_ns, batch.due_ns, batch.lengths, batch.data, batch.tag, mark, tail)
+    return head, batch.data, tail
+
+
+def encode_tail(headers: PackedBodies) -> bytes:
+    """Everything behind the bodies of a batch with headers."""
+    return table_bytes(headers.lengths) + headers.data
 
 
 def encode_head(

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from nsparq.errors import WriteFailed
-from nsparq.storage.batch import Batch, encode_batch
+from nsparq.storage.batch import Batch, encode_head, encode_tail
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.log import LogSettings
 from nsparq.storage.log_sync import SyncState
@@ -86,10 +86,15 @@ class SegmentList(list[Segment]):
         places = []
         size = 0
         for batch in batches:
-            pieces = encode_batch(batch, self.mark)
-            buffers += pieces
-            places.append((size, batch.base, batch.end, batch.timestamp_of(0), batch.due_ns))
-            size += sum([len(piece) for piece in pieces])
+            stamp_ns, data = batch.timestamps_ns, batch.data
+            assert isinstance(stamp_ns, int), "only batches read back from disk have several"
+            tail = b"" if batch.headers is None else encode_tail(batch.headers)
+            head = encode_head(
+                batch.base, stamp_ns, batch.due_ns, batch.lengths, data, batch.tag, self.mark, tail
+            )
+            buffers += (head, data, tail) if tail else (head, data)
+            places.append((size, batch.base, batch.end, stamp_ns, batch.due_ns))
+            size += len(head) + len(data) + len(tail)
         base = batches[0].base
         segment = self[-1] if self else None
         try:

@@ -21,29 +21,26 @@ def block_of(request: Request) -> bytes:
     """The header block for the messages of a request; empty if it names no headers. Raises
     ApiError."""
     found: dict[bytes, list[bytes]] = {}
-    for name, value in request.headers:
-        if name[0] in _BEGINNINGS:
-            _add(found, name.lower(), value)
-    content_type = found.pop(b"content-type", [])
+    for raw_name, value in request.headers:
+        if raw_name[0] not in _BEGINNINGS:
+            continue
+        name = raw_name.lower()
+        if name.startswith(_PREFIX):
+            found.setdefault(name.removeprefix(_PREFIX), []).append(value)
+        elif name.startswith(_CLOUD_EVENT):
+            # CloudEvents' HTTP binding has other characters than printable ASCII as %xx.
+            found.setdefault(name, []).append(unquote_to_bytes(value))
+        elif name in _TRACE:
+            found.setdefault(name, []).append(value)
     if not found:
         return b""
-    if b"ce-specversion" in found and content_type:
-        found[b"content-type"] = content_type
+    if b"ce-specversion" in found and (content_type := request.header("Content-Type")):
+        found[b"content-type"] = [content_type.encode("latin-1")]
     try:
         # A field that a client sends in several lines counts as one, as in HTTP.
         return encode_headers({name.decode(): b",".join(values).decode() for name, values in found.items()})
     except ValueError as error:
         raise ApiError(400, "INVALID_HEADERS", reason=str(error)) from error
-
-
-def _add(found: dict[bytes, list[bytes]], name: bytes, value: bytes) -> None:
-    if name.startswith(_PREFIX):
-        found.setdefault(name.removeprefix(_PREFIX), []).append(value)
-    elif name.startswith(_CLOUD_EVENT):
-        # CloudEvents' HTTP binding has other characters than printable ASCII as %xx.
-        found.setdefault(name, []).append(unquote_to_bytes(value))
-    elif name in _TRACE or name == b"content-type":
-        found.setdefault(name, []).append(value)
 
 
 def with_headers(bodies: PackedBodies, block: bytes, max_size: int) -> PackedBodies:
