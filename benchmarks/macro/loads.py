@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.macro.brokers import Broker, Spawned
 from benchmarks.macro.crew import Crew, LoadFailed
 from benchmarks.macro.roles import Span, first_message
-from benchmarks.macro.wire import create_channel
+from benchmarks.macro.wire import create_channel, with_headers
 
 CHANNEL = "load"
 _serial = itertools.count()
@@ -247,15 +247,17 @@ HEADER_PASSES = 9
 
 
 def headers(run: Round) -> Figures:
-    """What headers cost: the same messages with and without one, in short passes in turn, on one
-    broker."""
+    """What headers cost: messages of the same size with and without one, in short passes in turn, on
+    one broker. The size counts the header."""
     p = run.parameters
+    header_bytes = len(with_headers(b""))
     rates: dict[tuple[str, bool], list[float]] = defaultdict(list)
     for number in range(HEADER_PASSES):
         for has_headers in (False, True) if number % 2 == 0 else (True, False):
             part = replace(
                 p,
                 headers=has_headers,
+                size=max(1, p.size - header_bytes) if has_headers else p.size,
                 messages=max(1, p.messages // HEADER_PASSES),
                 single_messages=max(1, p.single_messages // HEADER_PASSES),
             )

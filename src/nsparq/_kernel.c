@@ -277,20 +277,28 @@ PyDoc_STRVAR(split_headers_doc,
 "Messages that each begin with the size of a header block and the block, as native 32-bit sizes and end to end:\n"
 "their bodies and their blocks in the same form. Stops before a message that breaks a rule.");
 
-static inline int
-is_name_character(unsigned char c)
+static unsigned char NAME_CHARACTERS[256];
+
+static void
+init_name_characters(void)
 {
-    return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '-' || c == '_' || c == '.';
+    for (const char *c = "abcdefghijklmnopqrstuvwxyz0123456789-_."; *c; c++)
+        NAME_CHARACTERS[(unsigned char)*c] = 1;
 }
 
 /* 1 for UTF-8, 0 for anything else, -1 with an exception. */
 static int
 is_utf8(const unsigned char *p, Py_ssize_t size)
 {
+    uint64_t word, seen = 0;
     Py_ssize_t i = 0;
-    while (i < size && p[i] < 0x80)
-        i++;
-    if (i == size)
+    for (; i + 8 <= size; i += 8) {
+        memcpy(&word, p + i, 8);
+        seen |= word;
+    }
+    for (; i < size; i++)
+        seen |= p[i];
+    if ((seen & 0x8080808080808080u) == 0)
         return 1;
     PyObject *text = PyUnicode_DecodeUTF8((const char *)p, size, "strict");
     if (text != NULL) {
@@ -346,9 +354,11 @@ check_block(const unsigned char *start, Py_ssize_t size)
         Py_ssize_t name = *p++;
         if (name == 0 || end - p < name + 2)
             return 0;
+        unsigned char is_name = 1;
         for (Py_ssize_t i = 0; i < name; i++)
-            if (!is_name_character(p[i]))
-                return 0;
+            is_name &= NAME_CHARACTERS[p[i]];
+        if (!is_name)
+            return 0;
         p += name;
         Py_ssize_t value = (Py_ssize_t)p[0] << 8 | p[1];
         p += 2;
@@ -986,6 +996,7 @@ PyMODINIT_FUNC
 PyInit__kernel(void)
 {
     init_crc_table();
+    init_name_characters();
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("sse4.2"))

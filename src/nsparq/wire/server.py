@@ -245,7 +245,11 @@ class ServerProtocol:
             )
             bodies = PackedBodies(array("I", sizes), data)
             if known.has_headers:
-                counts, bodies, behind = _split_run(known.verb, counts, bodies, start, end + 1 - start)
+                messages, bodies = bodies, split_headers(bodies)
+                if len(bodies.lengths) < len(messages.lengths):
+                    width = end + 1 - start + (8 if known.verb == "MPUB" else 0)
+                    counts, bodies, size = _cut_run(counts, messages, bodies, width)
+                    behind = start + size
             if counts:
                 self._position = behind
                 self.commands += len(counts)
@@ -359,20 +363,17 @@ class ServerProtocol:
             self._known_lines[line] = self._begun
 
 
-def _split_run(
-    verb: str, counts: list[int], messages: PackedBodies, start: int, width: int
+def _cut_run(
+    counts: list[int], messages: PackedBodies, bodies: PackedBodies, width: int
 ) -> tuple[list[int], PackedBodies, int]:
-    """Take the headers off the messages of a run of publishes, as far as its commands are valid.
-    Gives the number of messages of each command, the bodies, and the position behind them. `start`
-    is the position of the run, `width` the length of the line that begins each command."""
-    bodies = split_headers(messages)
-    commands = bisect_right([*accumulate(counts)], len(bodies.lengths))
-    counts = counts[:commands]
+    """End a run of publishes before the first command that has a bad message. `bodies` are those of
+    the messages before that one. Gives the number of messages of each command that is left, their
+    bodies, and the size of these commands. `width` is the size of a command without its messages."""
+    counts = counts[: bisect_right([*accumulate(counts)], len(bodies.lengths))]
     found = sum(counts)
     if 0 < found < len(bodies.lengths):
         bodies = bodies.split(found)[0]
-    numbers = width + (8 if verb == "MPUB" else 0)
-    return counts, bodies, start + commands * numbers + 4 * found + sum(messages.lengths[:found])
+    return counts, bodies, len(counts) * width + 4 * found + sum(messages.lengths[:found])
 
 
 _READERS: Final[dict[Reading, Callable[[ServerProtocol], Command | None]]] = {
