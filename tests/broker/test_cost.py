@@ -296,6 +296,22 @@ def test_no_step_of_upkeep_looks_at_each_of_many_unfinished_messages_in_memory(
     rig.disconnect(client)
 
 
+def test_stats_count_what_waits_in_a_channel_once(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    counted: Counter[str] = Counter()
+    original = Channel.depth
+
+    def depth(self: Channel) -> int:
+        counted[str(self)] += 1
+        return original.__get__(self)
+
+    for number in range(3):
+        rig.channel(f"c{number}")
+    rig.publish("t", b"x")
+    monkeypatch.setattr(Channel, "depth", property(depth))
+    rig.broker.stats()
+    assert counted == {"t:c0": 1, "t:c1": 1, "t:c2": 1}
+
+
 def test_answering_after_a_slow_fsync_costs_the_same_for_each_publisher(make_rig: MakeRig):
     later = Later()
     rig = make_rig(durability="fsync", background=later)

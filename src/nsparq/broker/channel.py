@@ -404,10 +404,10 @@ class Channel:
     # stats
 
     def stats(self, include_clients: bool, now_ns: int) -> dict[str, Any]:
-        latency = self.latency
+        latency, depth = self.latency, self.depth
         return {
             "channel_name": self.name,
-            "depth": self.depth,
+            "depth": depth,
             "backend_depth": self.backend_depth,
             "in_flight_count": len(self.unfinished.in_flight),
             "deferred_count": len(self.unfinished.deferred),
@@ -425,7 +425,7 @@ class Channel:
             "dead_letter_count": self.dead_letters.count,
             "expired_count": self.retries.expired_count,
             "owner": self.owner,
-            **self.lag.stats(now_ns),
+            **self.lag.stats(now_ns, depth),
         }
 
     def _local_counts(self) -> dict[str, int]:

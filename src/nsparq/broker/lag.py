@@ -111,25 +111,25 @@ class Lag:
 
     # how fast the depth falls
 
-    def sample(self, now_ns: int) -> None:
-        """Note the depth. Called about once a second while the topic is used, and for /stats."""
-        here = (now_ns, self._channel.depth)
+    def sample(self, now_ns: int, depth: int) -> None:
+        """Called about once a second while the topic is used, and for /stats."""
+        here = (now_ns, depth)
         if self._start is None or now_ns - self._middle[0] >= 2 * HALF_NS:
             # Nothing happened for long. What happens now has its own speed.
             self._start = self._middle = here
         elif now_ns - self._middle[0] >= HALF_NS:
             self._start, self._middle = self._middle, here
 
-    def drain_rate(self, now_ns: int) -> float | None:
+    def drain_rate(self, now_ns: int, depth: int) -> float | None:
         """Messages per second by which the depth falls; negative if it grows. None if unknown."""
         if self._start is None or now_ns - self._start[0] < LEAST_NS:
             return None
-        return (self._start[1] - self._channel.depth) / ((now_ns - self._start[0]) / SECOND_NS)
+        return (self._start[1] - depth) / ((now_ns - self._start[0]) / SECOND_NS)
 
-    def stats(self, now_ns: int) -> dict[str, float | None]:
+    def stats(self, now_ns: int, depth: int) -> dict[str, float | None]:
         """For /stats."""
-        self.sample(now_ns)
-        age_s, rate, depth = self.oldest_age_s(), self.drain_rate(now_ns), self._channel.depth
+        self.sample(now_ns, depth)
+        age_s, rate = self.oldest_age_s(), self.drain_rate(now_ns, depth)
         time_s = 0.0 if not depth else depth / rate if rate is not None and rate > 0 else None
         return {
             "oldest_message_age_s": None if age_s is None else round(age_s, 3),

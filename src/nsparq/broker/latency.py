@@ -46,12 +46,12 @@ class Latency:
 
 def summarize(percentiles: tuple[float, ...], parts: Iterable[Counter[int]]) -> dict[str, Any]:
     """The merge of several estimators in the shape of NSQ's stats."""
+    if not percentiles:
+        return {"count": 0, "percentiles": None}
     merged: Counter[int] = Counter()
     for part in parts:
         merged.update(part)
     total = merged.total()
-    if not percentiles:
-        return {"count": 0, "percentiles": None}
     values = [
         {"quantile": quantile, "value": _value_at(merged, quantile * total)} for quantile in percentiles
     ]

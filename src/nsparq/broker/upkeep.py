@@ -177,7 +177,7 @@ class Upkeep:
     def _sample_depths(self, topic: Topic) -> None:
         now_ns = self._broker.monotonic_ns()
         for channel in topic.channels.values():
-            channel.lag.sample(now_ns)
+            channel.lag.sample(now_ns, channel.depth)
 
     # checkpoints
 

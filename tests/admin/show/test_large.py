@@ -13,6 +13,7 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
+from nsparq.admin.collect import merge
 from tests.admin.support import REFERENCE_ADMIN, AdminThread
 
 pytestmark = pytest.mark.skipif(bool(REFERENCE_ADMIN), reason="ours only")
@@ -91,6 +92,8 @@ def large() -> Iterator[tuple[LargeNode, AdminThread]]:
     try:
         with AdminThread(nsqd_http_address=(node.address,), poll_interval=3600.0) as admin:
             assert admin.get("/api/overview")["channels"] == TOPICS * CHANNELS
+            # The stats are by far the largest answer: a poll asks for them once.
+            assert sorted(node.asked) == ["/info", "/openapi.json", "/stats"]
             yield node, admin
     finally:
         node.close()
@@ -103,8 +106,8 @@ def large() -> Iterator[tuple[LargeNode, AdminThread]]:
         ("/topics", 0),
         ("/topics?live=1&sort=-backlog", 0),
         ("/nodes", 0),
-        ("/nodes/{node}", 3),
-        ("/nodes/{node}?live=1", 3),
+        ("/nodes/{node}", 2),
+        ("/nodes/{node}?live=1&sort=-depth", 2),
         ("/search?q=service", 0),
         ("/counter", 0),
         ("/api/overview", 0),
@@ -112,15 +115,33 @@ def large() -> Iterator[tuple[LargeNode, AdminThread]]:
     ],
 )
 def test_a_page_asks_little_and_shows_a_part(
-    large: tuple[LargeNode, AdminThread], path: str, requests: int
+    large: tuple[LargeNode, AdminThread], path: str, requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, admin = large
     node.asked.clear()
+    merged: list[str] = []
+    original = merge.node_channel
+
+    def node_channel(*arguments: Any, **options: Any) -> dict[str, Any]:
+        merged.append(arguments[1])
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(merge, "node_channel", node_channel)
     answer = admin.call("GET", path.format(node=quote(node.address)))
     assert answer.status == 200
     assert len(node.asked) <= requests, node.asked
     assert len(re.findall(rb"<tr|<li", answer.body)) <= MAX_ROWS
     assert len(answer.body) <= MAX_BYTES, len(answer.body)
+    assert len(merged) <= MAX_ROWS, "channels are merged that the page does not show"
+
+
+def test_an_answer_about_all_channels_asks_for_the_stats_once(large: tuple[LargeNode, AdminThread]) -> None:
+    node, admin = large
+    for path in (f"/api/nodes/{quote(node.address)}", "/api/counter", "/api/nodes"):
+        node.asked.clear()
+        found = admin.get(path)
+        assert sorted(node.asked) == ["/info", "/stats"], path
+    assert len(found["nodes"][0]["topics"]) == TOPICS
 
 
 def test_every_topic_is_on_one_page_of_the_table(large: tuple[LargeNode, AdminThread]) -> None:

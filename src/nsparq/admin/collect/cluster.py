@@ -129,9 +129,10 @@ class Cluster:
         return topic, sorted({name for answer in found.value for name in texts(answer, "channels")})
 
     async def nodes(self) -> Found[list[Node]]:
-        """Every nsqd, with its topics. Raises Unreachable."""
+        """Every nsqd. Only nsqlookupds report its topics: see nodes_with_topics(). Raises
+        Unreachable."""
         if not self.lookupds:
-            return await self._configured_nodes(with_topics=True)
+            return await self._configured_nodes()
         found = await self._each(self.lookupds, self._nodes_of, LOOKUPD)
         merged: dict[str, Node] = {}
         for nodes in found.value:
@@ -140,6 +141,16 @@ class Cluster:
                 merged[node.tcp_address] = node if known is None else _merged(known, node)
         everyone = sorted(merged.values(), key=lambda node: (node.hostname, node.address))
         return Found(mark_out_of_date(everyone), found.errors)
+
+    async def nodes_with_topics(self) -> Found[list[Node]]:
+        """Without nsqlookupds every nsqd is asked for its stats too. Raises Unreachable."""
+        nodes = await self.nodes()
+        if self.lookupds:
+            return nodes
+        stats = await self.stats(nodes.value)
+        described = {one.node.address: one.node for one in stats.value}
+        found = [described.get(node.address, node) for node in nodes.value]
+        return Found(found, nodes.errors + stats.errors)
 
     async def _nodes_of(self, lookupd: str) -> list[Node]:
         answer = await self.upstream.get_json(f"http://{lookupd}/nodes")
@@ -212,20 +223,11 @@ class Cluster:
             raise NotFound("CHANNEL_NOT_FOUND")
         return Found(channel_total(topic, name, parts), stats.errors)
 
-    async def node_stats(self, address: str) -> Found[dict[str, Any]]:
-        """All topics of one nsqd, as NSQ's nsqadmin answers them. Raises NotFound, Unreachable."""
+    async def node_stats(self, address: str) -> Found[NodeStats]:
+        """The /stats of one nsqd. Raises NotFound, Unreachable."""
         node, errors = await self.node(address)
         stats = await self.stats([node], clients=True)
-        now_s = time.time()
-        topics = [node_topic(node, topic, now_s, clients=True) for topic in stats.value[0].topics]
-        channels = [channel for topic in topics for channel in topic["channels"]]
-        value = {
-            "node": address,
-            "topics": topics or None,
-            "total_messages": sum(topic["message_count"] for topic in topics),
-            "total_clients": sum(channel["client_count"] for channel in channels),
-        }
-        return Found(value, errors + stats.errors)
+        return Found(stats.value[0], errors + stats.errors)
 
     async def _stats_of_producers(
         self, topic: str, channel: str = "", *, clients: bool = False
@@ -280,18 +282,10 @@ class Cluster:
         found = await self.stats(nodes.value, topic=topic)
         return Found(found.value, nodes.errors + found.errors)
 
-    async def _configured_nodes(self, *, with_topics: bool = False) -> Found[list[Node]]:
+    async def _configured_nodes(self) -> Found[list[Node]]:
         found = await self._each(self.nsqds, self._ask_info, NSQD)
         nodes = mark_out_of_date({node.address: node for node in found.value}.values())
-        if not with_topics:
-            return Found(nodes, found.errors)
-        stats = await self.stats(nodes)
-        topics = {one.node.address: one.topics for one in stats.value}
-        complete = [
-            replace(node, topics=tuple((text(t, "topic_name"), False) for t in topics.get(node.address, ())))
-            for node in nodes
-        ]
-        return Found(complete, found.errors + stats.errors)
+        return Found(nodes, found.errors)
 
     async def _ask_info(self, address: str) -> Node:
         answer = await self.upstream.ask("GET", f"http://{address}/info", secret=Secret(self._secret))

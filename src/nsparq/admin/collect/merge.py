@@ -11,7 +11,15 @@ from typing import Any, Final
 
 from nsparq.addresses import join_address
 
-__all__ = ["Node", "NodeStats", "channel_total", "mark_out_of_date", "node_topic", "topic_total"]
+__all__ = [
+    "Node",
+    "NodeStats",
+    "channel_total",
+    "mark_out_of_date",
+    "node_topic",
+    "node_total",
+    "topic_total",
+]
 
 EVERY_NODE: Final = "*"
 MAX_NUMBER: Final = 1 << 63
@@ -99,9 +107,20 @@ class NodeStats:
 
     @classmethod
     def parse(cls, node: Node, fields: Any) -> NodeStats:
+        """A node that no nsqlookupd has described gets its topics from this answer."""
         found = fields if isinstance(fields, dict) else {}
-        health = text(found, "health") or "OK"
-        return cls(node, objects(found, "topics"), health, number(found, "start_time"))
+        health, topics = text(found, "health") or "OK", objects(found, "topics")
+        if node.configured:
+            node = replace(node, topics=tuple((text(one, "topic_name"), False) for one in topics))
+        return cls(node, topics, health, number(found, "start_time"))
+
+    @property
+    def message_count(self) -> int:
+        return sum(number(topic, "message_count") for topic in self.topics)
+
+    @property
+    def client_count(self) -> int:
+        return sum(_client_count(one) for topic in self.topics for one in objects(topic, "channels"))
 
 
 # Fields of untrusted JSON. The results can safely be added up, shown, and put into a URL.
@@ -123,7 +142,8 @@ def text(fields: Mapping[str, Any], name: str) -> str:
 
 
 def number(fields: Mapping[str, Any], name: str) -> int:
-    return int(real(fields, name) or 0)
+    # Most counters are 0, and a page may read 100,000 of them.
+    return int(real(fields, name) or 0) if fields.get(name) else 0
 
 
 def real(fields: Mapping[str, Any], name: str) -> float | None:
@@ -144,6 +164,17 @@ def flag(fields: Mapping[str, Any], name: str) -> bool:
 
 
 # One nsqd
+
+
+def node_total(stats: NodeStats, now_s: float) -> dict[str, Any]:
+    """All topics of one nsqd."""
+    topics = [node_topic(stats.node, topic, now_s, clients=True) for topic in stats.topics]
+    return {
+        "node": stats.node.address,
+        "topics": topics or None,
+        "total_messages": stats.message_count,
+        "total_clients": stats.client_count,
+    }
 
 
 def node_topic(
@@ -185,8 +216,7 @@ def node_channel(
         "requeue_count": number(fields, "requeue_count"),
         "timeout_count": number(fields, "timeout_count"),
         "message_count": number(fields, "message_count"),
-        # NSQ before 1.1 has no such count.
-        "client_count": number(fields, "client_count") if "client_count" in fields else len(connected),
+        "client_count": _client_count(fields),
         **({"delivery_msg_count": delivered, **local} if delivered else {}),
         "nodes": None,
         "clients": [_client(node, one, now_s) for one in connected] if clients else None,
@@ -194,6 +224,11 @@ def node_channel(
         "e2e_processing_latency": _node_latency(fields),
         **{name: real(fields, name) for name in LAG},
     }
+
+
+def _client_count(fields: Mapping[str, Any]) -> int:
+    """Of a channel. NSQ before 1.1 has no such count."""
+    return number(fields, "client_count") if "client_count" in fields else len(objects(fields, "clients"))
 
 
 def _depths(fields: Mapping[str, Any]) -> dict[str, int]:

@@ -223,6 +223,7 @@ class Watch:
             with suppress(RequestFailed):
                 await self._ask_details(state)
                 state.asked_s = now_s
+        state.node = found.value[0].node
         return found.value[0]
 
     async def features(self, node: Node) -> frozenset[str]:

@@ -7,6 +7,7 @@ without it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +18,7 @@ from nsparq.admin.change.settings import DURABILITIES
 from nsparq.admin.change.settings import FEATURE as SETTINGS
 from nsparq.admin.collect.cluster import Unreachable
 from nsparq.admin.collect.history import RANGES
+from nsparq.admin.collect.merge import node_topic, number, objects, text
 from nsparq.admin.collect.search import Results, search
 from nsparq.admin.health import Severity
 from nsparq.admin.routing import path_values, topic_and_channel, with_etag
@@ -178,9 +180,9 @@ class Pages:
             "problem_count": problem_count,
         }
         if is_live:
-            text = "".join(found.blocks["live"](found.new_context(context)))
+            body = "".join(found.blocks["live"](found.new_context(context)))
         else:
-            text = found.render(context)
+            body = found.render(context)
         headers = list(PAGE_HEADERS)
         if not cookie(request, TOKEN_COOKIE):
             headers.append(guard.set_cookie(request, TOKEN_COOKIE, value))
@@ -189,7 +191,7 @@ class Pages:
             headers.append((PROBLEM_COUNT, str(problem_count)))
         response = Response(
             status=status,
-            body=text.encode("utf-8", "replace"),
+            body=body.encode("utf-8", "replace"),
             content_type=HTML_TYPE,
             headers=tuple(headers),
             nsq_header=False,
@@ -350,25 +352,25 @@ class Pages:
         (address,) = path_values(request)
         found = await self._admin.cluster.node_stats(address)
         words = request.parameters.get("q", "").strip()
-        wanted = [
-            topic for topic in found.value["topics"] or () if words.lower() in topic["topic_name"].lower()
-        ]
+        stats, now_s = found.value, time.time()
+        wanted = [topic for topic in stats.topics if words.lower() in text(topic, "topic_name").lower()]
         columns: dict[str, Callable[[Any], Any]] = {
-            "name": lambda topic: topic["topic_name"].lower(),
-            "depth": lambda topic: topic["depth"] + sum(one["depth"] for one in topic["channels"]),
-            "message_count": lambda topic: topic["message_count"],
+            "name": lambda topic: text(topic, "topic_name").lower(),
+            "depth": lambda topic: sum(number(one, "depth") for one in (topic, *objects(topic, "channels"))),
+            "message_count": lambda topic: number(topic, "message_count"),
         }
         order = Order(request, columns)
         paging = Paging(request, order.sorted(wanted), MAX_NODE_TOPICS)
+        shown = (node_topic(stats.node, topic, now_s, clients=True) for topic in paging.rows)
         return self.render(
             request,
             "node.html",
             node=address,
-            stats=found.value,
+            stats=stats,
             words=words,
             order=order,
             paging=paging,
-            topics=[*_within(paging.rows, MAX_NODE_ROWS)],
+            topics=[*_within(shown, MAX_NODE_ROWS)],
             message=found.message,
             state=self._watch.nodes.get(address),
             rates=self._watch.nodes_table.latest((address,)) or {},

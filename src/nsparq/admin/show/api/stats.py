@@ -6,8 +6,10 @@ answer is better than NSQ's.
 
 from __future__ import annotations
 
+import time
+
 from nsparq.admin.collect.cluster import Found
-from nsparq.admin.collect.merge import number, objects, text
+from nsparq.admin.collect.merge import node_total, number, objects, text
 from nsparq.admin.routing import path_values
 from nsparq.admin.show.api.table import NOT_THERE, UPSTREAM, Handlers, look
 from nsparq.http.api import Param, Request, Result
@@ -61,7 +63,7 @@ class Stats(Handlers):
 
     @look("/api/nodes", "Every nsqd, with its topics.", errors=(UPSTREAM,))
     async def nodes(self, request: Request) -> Result:
-        found = await self._admin.cluster.nodes()
+        found = await self._admin.cluster.nodes_with_topics()
         return {"nodes": [node.as_json() for node in found.value] or None, "message": found.message}
 
     @look(
@@ -72,7 +74,7 @@ class Stats(Handlers):
     async def node(self, request: Request) -> Result:
         (address,) = path_values(request)
         found = await self._admin.cluster.node_stats(address)
-        return {**found.value, "message": found.message}
+        return {**node_total(found.value, time.time()), "message": found.message}
 
     @look("/api/counter", "The message count of each channel on each node.", errors=(UPSTREAM,))
     async def counter(self, request: Request) -> Result:
