@@ -285,12 +285,23 @@ def test_a_channel_that_only_another_nsqd_s_metadata_knows_is_made_at_the_end(ri
     assert rig.topic().corrupt_files == 0
 
 
+def assert_unhealthy_until_healed(rig: Rig, text: str) -> None:
+    """The disk has refused something. Nobody has to try it again for health to be OK."""
+    rig.files.fail("replace", "nsqd.dat")
+    assert text in rig.broker.health.error
+    rig.maintain()
+    assert "No space left on device" in rig.broker.health.error
+    rig.files.heal()
+    rig.maintain()
+    assert rig.broker.health.error is None
+
+
 def test_a_topic_that_the_disk_refuses_is_not_created(rig: Rig):
     rig.files.fail("replace", "topic.json")
     with pytest.raises(OSError):
         rig.publish("t", b"x")
     assert "t" not in rig.broker.topics
-    rig.files.heal()
+    assert_unhealthy_until_healed(rig, "failed to create topic t")
     assert rig.publish("t", b"x").is_ok
 
 
@@ -301,7 +312,7 @@ def test_a_channel_that_the_disk_refuses_is_not_created(rig: Rig):
     with pytest.raises(OSError):
         rig.subscribe(channel="c")
     assert [*rig.topic().channels] == ["other"]
-    rig.files.heal()
+    assert_unhealthy_until_healed(rig, "failed to create channel t:c")
     rig.channel("c")
     rig.publish("t", b"x")
     rig.crash()

@@ -281,11 +281,12 @@ class Broker:
     # topics
 
     def get_topic(self, name: str) -> Topic:
-        """The topic, created if need be."""
+        """The topic, created if need be. Raises OSError."""
         topic = self.topics.get(name)
         if topic is None:
             topic = Topic(self, name)
-            topic.create()
+            with self.changes.creating(f"topic {name}"):
+                topic.create()
             self.topics[name] = topic
             self.changes.is_metadata_stale |= not topic.is_ephemeral
             logger.info("TOPIC(%s): created", name)

@@ -7,7 +7,8 @@ the changed directories and writes nsqd.dat. Changes made meanwhile share the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,6 +137,17 @@ class DurableChanges:
         self._broker.health.set(
             None if error is None else f"failed to persist metadata - {error}", "metadata"
         )
+
+    @contextmanager
+    def creating(self, what: str) -> Iterator[None]:
+        """Shows in health that the disk refuses a new topic or channel. Upkeep then writes nsqd.dat
+        until that works: nobody may ever try to create the same again."""
+        try:
+            yield
+        except OSError as error:
+            self.is_metadata_stale = True
+            self._broker.health.set(f"failed to create {what} - {error}", "metadata")
+            raise
 
     def _encode_metadata(self) -> bytes:
         return encode_metadata(_entries(self._broker.topics.values()), NSQ_VERSION)

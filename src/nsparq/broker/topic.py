@@ -232,7 +232,8 @@ class Topic:
         elif is_first:
             self._show(self.origin)
         try:
-            self.save_channel(channel)
+            with self.broker.changes.creating(f"channel {channel}"):
+                self.save_channel(channel)
         except OSError:
             # The disk refuses. There is no channel, and the topic keeps its messages.
             channel.is_exiting = True
