@@ -35,8 +35,8 @@ from .bystander import well_served
 from .flood import send_until_held_back
 from .load import peak_mib, reset_peak, resident_mib
 
-STALLED = LIVE = 500
-MESSAGES = 16_000
+STALLED = LIVE = 200
+MESSAGES = 6_400
 BODY = b"x" * 10_000
 
 
@@ -109,7 +109,7 @@ def ends(connection: RawConnection, deadline: float) -> bool:
     return False
 
 
-def test_a_thousand_connections_of_which_half_stall(socket_broker: BrokerProcess) -> None:
+def test_hundreds_of_connections_of_which_half_stall(socket_broker: BrokerProcess) -> None:
     broker = socket_broker
     with ExitStack() as stack:
         stalled = [stack.enter_context(broker.connect()) for _ in range(STALLED)]
@@ -147,7 +147,7 @@ def test_a_thousand_connections_of_which_half_stall(socket_broker: BrokerProcess
             f"{grown:.0f} MiB more at the peak\n"
         )
         # At most 384 KiB for each that stalls, and 64 MiB of recent messages.
-        assert grown < 300
+        assert grown < 160
 
 
 @pytest.mark.parametrize("magic", [b"  V2", b""], ids=["after the magic", "instead of the magic"])

@@ -266,8 +266,8 @@ def test_connections_that_come_and_go_leave_nothing_behind(lookupd: LookupdProce
 # Stalling and flooding
 
 
-@pytest.mark.parametrize("command", [b"PING\n", b"REGISTER t c\nUNREGISTER t\n"], ids=["PING", "to and fro"])
-def test_a_peer_that_floods_and_never_reads_is_held_back(lookupd: LookupdProcess, command: bytes) -> None:
+def test_a_peer_that_floods_and_never_reads_is_held_back(lookupd: LookupdProcess) -> None:
+    command = b"REGISTER t c\nPING\nUNREGISTER t\n"
     with unnoticed(lookupd), lookupd.peer() as flooder:
         send_until_held_back(flooder.socket, command * 2000, len(command))
 
