@@ -252,7 +252,9 @@ def test_charts_are_drawn_and_read_by_mouse_by_keyboard_and_as_a_table(
     depth = visitor.find("#chart-depth")
     expect(depth).to_have_attribute("data-drawn", "yes")
     expect(depth.locator("svg path.line")).to_have_attribute("d", re.compile(r"^M[\d. ]+(L[\d. ]+){2,}"))
-    assert depth.locator("svg text.axis").count() >= 5
+    marks = depth.locator("svg text.axis").all_text_contents()
+    # How many round times there are between the first poll and the last depends on the moment.
+    assert sum(":" in one for one in marks) >= 1 and sum(":" not in one for one in marks) >= 3, marks
     expect(depth.locator("[data-legend]")).to_contain_text(re.compile(r"waiting \d"))
     box = depth.locator("svg").bounding_box()
     assert box and box["width"] > 200 and box["height"] > 60
