@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "version": {"kernel"},
     "busy_poll": set(),
     "flags": set(),
+    "delivery_policy": {"flags", "names", "private_random"},
     "addresses": set(),
     "listening": set(),
     "secret_scope": {"addresses"},
@@ -43,13 +44,14 @@ MAY_IMPORT = {
     "integrations": BASE | {"client"},
     "wire": BASE | {"kernel"},
     "storage": BASE,
-    "replication": BASE | {"storage"},
-    "broker": BASE | {"options", "storage", "wire"},
+    "replication": BASE | {"fetch", "storage"},
+    "broker": BASE | {"delivery_policy", "flags", "options", "storage", "wire"},
     "server": BASE
     | DAEMON
     | {
         "broker",
         "busy_poll",
+        "delivery_policy",
         "fetch",
         "flags",
         "kernel",
@@ -61,7 +63,7 @@ MAY_IMPORT = {
     },
     "lookup": BASE | DAEMON | {"wire"},
     # It uses the server's policy file, which has the permissions for both.
-    "admin": BASE | DAEMON | {"fetch", "flags", "secret_scope", "server", "storage"},
+    "admin": BASE | DAEMON | {"delivery_policy", "fetch", "flags", "secret_scope", "server", "storage"},
     "testing": BASE
     | {"addresses", "broker", "client", "lookup", "options", "pipeline", "process", "server", "spark"},
     # Runs in Spark's processes: it talks to daemons, and knows the format of the log.
@@ -85,6 +87,7 @@ MAY_IMPORT = {
     | {
         "addresses",
         "client",
+        "delivery_policy",
         "fetch",
         "flags",
         "http",

@@ -78,6 +78,7 @@ OUR_OPTIONS: dict[str, tuple[str, Any]] = {
     "durability": ("durability", "os"),
     "retention-age": ("retention_age", 0.0),
     "retention-bytes": ("retention_bytes", 0),
+    "topics-file": ("topics_file", ""),
     "transaction-timeout": ("transaction_timeout", 3600.0),
     "transaction-retention": ("transaction_retention", 604800.0),
     "max-staged-bytes": ("max_staged_bytes", 32 << 30),

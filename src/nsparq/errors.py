@@ -23,7 +23,8 @@ NsparqError
 ├── WrongPosition        broker.transaction: the writer expects another length of the part
 ├── StartError           the daemon cannot start; the text is for the operator
 │   ├── OptionError      option_table: a wrong flag or file key
-│   └── PolicyError      server.auth.policy_file: a wrong policy file
+│   ├── PolicyError      server.auth.policy_file: a wrong policy file
+│   └── TopicsFileError  server.topics_file: a topics file that is wrong or cannot be applied
 ├── StopError            the daemon could not save everything; the text is for the operator
 ├── AuthFailed           server.auth.grants: no permissions; logged, answered E_AUTH_FAILED or 401
 ├── BadPattern           server.auth.patterns: an invalid regular expression in a policy

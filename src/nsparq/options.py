@@ -195,6 +195,12 @@ class NsqdOptions:
         INT,
         bound="not negative",
     )
+    topics_file: str = opt(
+        "",
+        "path of a TOML file with topics, channels, their settings and delivery policies, which nsqd applies "
+        "at its start and on SIGHUP. See docs/delivery-policies.md",
+        STRING,
+    )
     transaction_timeout: float = opt(
         3600.0,
         "how long to keep a transaction after its last message if it is neither prepared nor committed",

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nsparq.broker.policy import DeliveryPolicy, Failure, parse_policy
 from nsparq.broker.tagged import DEAD_LETTERS
 from nsparq.dead_letter import DeadLetter
+from nsparq.delivery_policy import DeliveryPolicy, Failure, parse_policy
 from nsparq.headers import decode_headers, encode_headers
 from nsparq.packed import PackedBodies
 from tests.broker.rig import SECOND, FakeClient, Later, Rig
@@ -60,6 +60,10 @@ def test_what_is_stored_can_be_read_again():
     values = {"max_attempts": 7, "retry_delay": 1.5, "dead_letters": "x", "expired": "drop"}
     assert parse_policy(values, "t").stored() == values
     assert parse_policy(parse_policy(values, "t").stored(), "t") == parse_policy(values, "t")
+    assert parse_policy({"retry_delay": "90s", "expire_after": "24h"}, "t").stored() == {
+        "retry_delay": 90.0,
+        "expire_after": 86400.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,9 @@ def test_what_is_stored_can_be_read_again():
         ({"max_attempts": 2.0}, "max_attempts must be"),
         ({"count": "all"}, "count must be 'failures' or 'deliveries', not 'all'"),
         ({"expired": None}, "expired must be 'dead_letters' or 'drop', not None"),
-        ({"retry_delay": "1s"}, "retry_delay must be a number from 0 to"),
+        ({"retry_delay": "soon"}, "retry_delay must be seconds, or a duration such as '5m', not 'soon'"),
+        ({"expire_after": "-1s"}, "expire_after must be a number from 0 to"),
+        ({"retry_factor": "2s"}, "retry_factor must be a number from 1 to 1000"),
         ({"retry_delay": float("nan")}, "retry_delay must be"),
         ({"retry_factor": 0.5}, "retry_factor must be a number from 1 to 1000"),
         ({"retry_jitter": 1.5}, "retry_jitter must be a number from 0 to 1"),

@@ -70,7 +70,8 @@ def test_only_named_settings_change_and_none_means_the_flag():
         ({"retention_age": math.nan}, "retention_age must be"),
         ({"retention_age": 10**400}, "retention_age must be"),
         ({"retention_age": False}, "retention_age must be"),
-        ({"retention_age": "1h"}, "retention_age must be"),
+        ({"retention_age": "soon"}, "retention_age must be seconds, or a duration such as 24h"),
+        ({"retention_age": "-1h"}, "retention_age must be a number of seconds, not negative"),
     ],
 )
 def test_invalid_settings_are_refused_and_nothing_changes(rig: Rig, changes: dict[str, object], text: str):

@@ -22,9 +22,9 @@ from nsparq.broker.delivery import Delivery
 from nsparq.broker.inflight import Run
 from nsparq.broker.lag import Lag
 from nsparq.broker.latency import Latency, summarize
-from nsparq.broker.policy import DeliveryPolicy, Failure
 from nsparq.broker.retries import Retries, refuse_cycle
 from nsparq.broker.unfinished import Unfinished
+from nsparq.delivery_policy import DeliveryPolicy, Failure
 from nsparq.errors import Exiting, SubscribeRefused
 from nsparq.names import is_ephemeral
 from nsparq.storage.log_range import LogRange, OffsetAhead

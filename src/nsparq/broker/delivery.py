@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from nsparq.broker.client import Client
 from nsparq.broker.framing import frames_for
 from nsparq.broker.inflight import Run
-from nsparq.broker.policy import Failure
+from nsparq.delivery_policy import Failure
 from nsparq.errors import AnswerFailed, ClientError
 from nsparq.private_random import private_random
 from nsparq.storage.batch import Batch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.broker.dead_letters import GivenUp
 from nsparq.broker.inflight import Run
-from nsparq.broker.policy import DeliveryPolicy, Failure, parse_policy
+from nsparq.delivery_policy import DeliveryPolicy, Failure, parse_policy
 from nsparq.storage.segment import Cold
 
 if TYPE_CHECKING:

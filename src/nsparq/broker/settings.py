@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from nsparq.broker.policy import DeliveryPolicy, parse_policy
+from nsparq.delivery_policy import DeliveryPolicy, parse_policy
+from nsparq.flags import parse_duration
 from nsparq.storage.log import Durability, LogSettings
 
 
@@ -63,6 +64,10 @@ def _checked(name: str, value: Any, topic: str) -> Any:
         if type(value) is not int or value < 0:
             raise ValueError(f"retention_bytes must be a whole number, not negative, or null, not {value!r}")
         return value
-    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+    try:
+        age = parse_duration(value) if type(value) is str else value
+    except ValueError:
+        raise ValueError(f"retention_age must be seconds, or a duration such as 24h, not {value!r}") from None
+    if type(age) not in (int, float) or not 0 <= age <= sys.float_info.max:
         raise ValueError(f"retention_age must be a number of seconds, not negative, or null, not {value!r}")
-    return float(value)
+    return float(age)

@@ -330,16 +330,20 @@ class Topic:
         messages = self.log.count(found.earliest, found.latest)
         return TopicPositions(self.incarnation, *found, messages, self.log.size_bytes)
 
+    def checked_settings(self, changes: Mapping[str, object]) -> TopicSettings:
+        """The settings with these changes. Raises ValueError."""
+        if self.directory is None:
+            raise ValueError(f"{self} is ephemeral: it is not kept on disk, and has no settings for that")
+        settings = self.settings.changed(changes, self.name)
+        if settings.policy is not None:
+            refuse_cycle(self, settings.policy)
+        return settings
+
     def change_settings(self, changes: Mapping[str, object]) -> TopicSettings:
         """Replace some of the daemon's flags for this topic, or go back to them (None). On disk
         when DurableChanges.when_durable() says so. Raises ValueError, WriteFailed or OSError, with
         nothing changed."""
-        if self.directory is None:
-            raise ValueError(f"{self} is ephemeral: it is not kept on disk, and has no settings for that")
-        before = self.settings
-        settings = before.changed(changes, self.name)
-        if settings.policy is not None:
-            refuse_cycle(self, settings.policy)
+        before, settings = self.settings, self.checked_settings(changes)
         self.log.change_settings(settings.applied_to(self.broker.log_settings))
         self._apply(settings)
         try:

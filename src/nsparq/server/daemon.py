@@ -20,11 +20,11 @@ from nsparq.broker.scan import INTERVAL_S
 from nsparq.broker.topic import Topic
 from nsparq.busy_poll import BusyPoll
 from nsparq.errors import StartError, StopError
-from nsparq.http.api import Response
 from nsparq.http.server import HttpServer
 from nsparq.listening import Address, bound_address, listen_on, serve_on
-from nsparq.options import NsqdOptions, TlsRequired
+from nsparq.options import NsqdOptions
 from nsparq.process import raise_file_limit
+from nsparq.server import from_flags
 from nsparq.server.api.metrics import LoopLag
 from nsparq.server.api.table import NsqdApi
 from nsparq.server.auth.grants import Authenticator
@@ -32,7 +32,6 @@ from nsparq.server.auth.guard import Guard
 from nsparq.server.committing import Committer
 from nsparq.server.connection import Connection
 from nsparq.server.discovery import Discovery
-from nsparq.server.from_flags import authenticator_of, limits_of, tls_context_of
 from nsparq.server.lane import Lanes
 from nsparq.server.lookup_peer import LookupPeers
 from nsparq.server.memory import watch_collector
@@ -72,7 +71,7 @@ class Nsqd:
 
     def __init__(self, options: NsqdOptions, *, files: Files | None = None) -> None:
         self.options = options
-        self.limits = limits_of(options)
+        self.limits = from_flags.limits_of(options)
         # One command of the largest size always fits.
         self.unfinished = Unfinished(max(options.max_unfinished_bytes, options.max_body_size))
         self.hostname = socket.gethostname()
@@ -157,12 +156,14 @@ class Nsqd:
         watch_collector()
         try:
             self._load_security()
+            declared = from_flags.topics_file_of(self.options)
             self.broker.data_path.lock()
             # Before anything is loaded: a start that fails because a port is taken must change no
             # file. The data path is locked first: the Unix socket of a daemon that runs must not be
             # taken away.
             self._listen()
             self.broker.open()
+            declared.apply(self.broker)
             await self._serve()
         except BaseException:
             self._close_listeners()
@@ -182,8 +183,8 @@ class Nsqd:
         """Load certificates and policies. Raises StartError before anything is open."""
         options = self.options
         if options.tls_cert:
-            self._tls_context = tls_context_of(self.options)
-        self.authenticator = authenticator_of(options, self._askers)
+            self._tls_context = from_flags.tls_context_of(self.options)
+        self.authenticator = from_flags.authenticator_of(options, self._askers)
         if options.auth_policy_file and self.authenticator is not None:
             self.guard = Guard(self.authenticator)
 
@@ -238,14 +239,9 @@ class Nsqd:
     def _http_server(self, *, is_secure: bool) -> HttpServer:
         if is_secure:
             return HttpServer(self._api, layer=self.tls_layer)
-        return HttpServer(self._api, refuse_all=self._tls_required_answer())
-
-    def _tls_required_answer(self) -> Response | None:
-        """The answer to every request on the plain port, if HTTP requires TLS."""
-        if self.options.tls_required is not TlsRequired.YES:
-            return None
-        text = f'{{"message": "TLS_REQUIRED", "https_port": {_port(self.https_address)}}}'
-        return Response(status=403, body=text.encode(), content_type="application/json; charset=utf-8")
+        return HttpServer(
+            self._api, refuse_all=from_flags.refusal_of(self.options, _port(self.https_address))
+        )
 
     async def _start_statsd(self) -> None:
         options = self.options
@@ -323,11 +319,11 @@ class Nsqd:
     # changes at run time
 
     def reload(self) -> None:
-        """SIGHUP: load certificates and the policy file again. If one cannot be used, the old one
-        stays."""
+        """SIGHUP: load certificates, the policy file and the topics file again. If one cannot be
+        used, what the old one said stays."""
         if self.options.tls_cert:
             try:
-                self._tls_context = tls_context_of(self.options)
+                self._tls_context = from_flags.tls_context_of(self.options)
                 logger.info("SIGHUP: certificates reloaded")
             except StartError as error:
                 logger.error("SIGHUP: the certificates stay as they were: %s", error)
@@ -335,6 +331,12 @@ class Nsqd:
             self.authenticator.reload()
             for connection in [*self.connections]:
                 self.launch(connection.recheck())
+        if self.options.topics_file:
+            try:
+                from_flags.topics_file_of(self.options).apply(self.broker)
+                logger.info("SIGHUP: topics file applied")
+            except StartError as error:
+                logger.error("SIGHUP: the topics file cannot be applied: %s", error)
 
     def change_lookupds(self, addresses: tuple[str, ...]) -> None:
         self.options = dataclasses.replace(self.options, lookupd_tcp_address=addresses)
@@ -370,8 +372,9 @@ class Nsqd:
             self._discover(self.broker.topics[topic_name])
 
     def _discover(self, topic: Topic) -> None:
-        """Ask nsqlookupd for the topic's channels if that has still to be done."""
-        if topic.discovery_start < 0:
+        """Ask nsqlookupd for the topic's channels if that has still to be done. start() does it
+        for topics that were made before the peers run."""
+        if topic.discovery_start < 0 or not self.peers.is_running:
             return
         if self.peers.addresses:
             self.launch(self._discovery.discover(topic))

@@ -6,10 +6,12 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nsparq.options import NsqdOptions
+from nsparq.http.api import Response
+from nsparq.options import NsqdOptions, TlsRequired
 from nsparq.server.auth.grants import AuthChain, Authenticator
 from nsparq.server.auth.policy import StaticPolicy
 from nsparq.server.auth.servers import AuthServers
+from nsparq.server.topics_file import TopicsFile, read_topics_file
 from nsparq.version import NSQ_VERSION
 from nsparq.wire.limits import Limits
 
@@ -47,6 +49,19 @@ def tls_context_of(options: NsqdOptions) -> SSL.Context:
         policy=options.tls_client_auth_policy,
         min_version=options.tls_min_version,
     )
+
+
+def refusal_of(options: NsqdOptions, https_port: int) -> Response | None:
+    """The answer to every request on the plain HTTP port, if HTTP requires TLS."""
+    if options.tls_required is not TlsRequired.YES:
+        return None
+    text = f'{{"message": "TLS_REQUIRED", "https_port": {https_port}}}'
+    return Response(status=403, body=text.encode(), content_type="application/json; charset=utf-8")
+
+
+def topics_file_of(options: NsqdOptions) -> TopicsFile:
+    """Empty if there is none. Raises StartError."""
+    return read_topics_file(Path(options.topics_file)) if options.topics_file else TopicsFile()
 
 
 def limits_of(options: NsqdOptions) -> Limits:

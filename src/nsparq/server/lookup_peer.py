@@ -57,7 +57,8 @@ class LookupPeers:
         self._peers = {address: _Peer(self, address) for address in addresses}
         self._tasks: dict[_Peer, asyncio.Task[None]] = {}
         """Includes the tasks of removed peers until they have ended."""
-        self._is_running = False
+        self.is_running = False
+        """Between start() and stop()."""
 
     @property
     def addresses(self) -> list[str]:
@@ -74,13 +75,13 @@ class LookupPeers:
         ]
 
     async def start(self) -> None:
-        self._is_running = True
+        self.is_running = True
         for peer in self._peers.values():
             self._launch(peer)
 
     async def stop(self) -> None:
         """Close all connections. The nsqlookupds then remove us. Calling it again does nothing."""
-        self._is_running = False
+        self.is_running = False
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -102,7 +103,7 @@ class LookupPeers:
         for address in wanted:
             if address not in self._peers:
                 peer = self._peers[address] = _Peer(self, address)
-                if self._is_running:
+                if self.is_running:
                     self._launch(peer)
 
     def changed(self, verb: Literal["REGISTER", "UNREGISTER"], topic: str, channel: str = "") -> None:

@@ -831,21 +831,21 @@ def test_the_flags_apply_until_a_topic_has_its_own_settings(tmp_path: Path) -> N
         broker.control("create", "t")
         nothing = dict.fromkeys(("retention_age", "retention_bytes", "durability", "policy"))
         flags = {"retention_age": 7.5, "retention_bytes": 0, "durability": "fsync", "policy": None}
-        assert settings(broker, "t") == {**nothing, "effective": flags}
+        assert settings(broker, "t") == {**nothing, "effective": flags, "channel_policies": {}}
         own = {"retention_age": 86_400.0, "retention_bytes": 1000, "durability": "memory", "policy": None}
         answer = change(broker, "t", {**own, "retention_age": "24h"}).expect_json()
-        assert answer == settings(broker, "t") == {**own, "effective": own}
+        assert answer == settings(broker, "t") == {**own, "effective": own, "channel_policies": {}}
         # Only named settings change. Null restores the flag.
         assert change(broker, "t", {"durability": None}).status == 200
         assert change(broker, "t", {"retention_age": 3}).status == 200
         assert change(broker, "t", {}).status == 200
         wanted = {"retention_age": 3.0, "retention_bytes": 1000, "durability": None, "policy": None}
-        expected = {**wanted, "effective": {**wanted, "durability": "fsync"}}
+        expected = {**wanted, "effective": {**wanted, "durability": "fsync"}, "channel_policies": {}}
         assert settings(broker, "t") == expected
         broker.restart()
         assert settings(broker, "t") == expected
         broker.control("create", "other")
-        assert settings(broker, "other") == {**nothing, "effective": flags}
+        assert settings(broker, "other") == {**nothing, "effective": flags, "channel_policies": {}}
         broker.publish("t", b"x")
 
 
@@ -973,7 +973,7 @@ WRONG: dict[tuple[str, str], list[dict[str, Any]]] = {
     ],
     ("POST /channel/seek", "INVALID_ARG_TO"): [{"to": text} for text in ("", "END", "middle")],
     ("POST /channel/seek", "INVALID_ARG_SEQUENCE"): [{"to": MISSING, "sequence": t} for t in BAD_NUMBERS],
-    ("POST /channel/seek", "INVALID_ARG_DRY_RUN"): [{"dry_run": "maybe"}],
+    ("*", "INVALID_ARG_DRY_RUN"): [{"dry_run": "maybe"}],
     ("POST /channel/seek", "INVALID_ARG_TIME"): [
         {"to": MISSING, "time": text}
         for text in (
@@ -988,8 +988,8 @@ WRONG: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("POST /channel/commit", "MISSING_ARG_SEQUENCE"): [{"sequence": MISSING}],
     ("POST /channel/commit", "INVALID_ARG_SEQUENCE"): [{"sequence": text} for text in BAD_NUMBERS],
     ("POST /channel/commit", "OFFSET_AHEAD"): [{"sequence": 2**62}],
-    ("POST /channel/commit", "NOT_HELD"): [{"hold": "0" * 16}],
-    ("POST /channel/hold", "NOT_HELD"): [{"for_seconds": 0, "hold": "0" * 16}],
+    ("POST /channel/commit", "NOT_HELD"): [{"hold": "0" * 16}, {"hold": ""}],
+    ("POST /channel/hold", "NOT_HELD"): [{"for_seconds": 0, "hold": "0" * 16}, {"hold": ""}],
     ("POST /channel/hold", "INVALID_ARG_FOR_SECONDS"): [
         {"for_seconds": text} for text in [*BAD_NUMBERS, "601"]
     ],

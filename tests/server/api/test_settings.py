@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from nsparq.broker.policy import DeliveryPolicy
+from nsparq.delivery_policy import DeliveryPolicy
 from tests.support import Answer, BrokerThread, unique_name
 
 
@@ -77,6 +77,25 @@ def test_a_wrong_policy_is_refused_with_the_reason(
 def test_a_policy_needs_an_existing_channel(broker: BrokerThread, topic: str) -> None:
     answer = change(broker, "channel", {"policy": {}}, topic=topic, channel="other")
     assert (answer.status, answer.json()["message"]) == (404, "CHANNEL_NOT_FOUND")
+
+
+@pytest.mark.parametrize("kind", ["topic", "channel"])
+def test_a_dry_run_checks_a_policy_and_does_not_set_it(broker: BrokerThread, topic: str, kind: str) -> None:
+    names = {"topic": topic} if kind == "topic" else {"topic": topic, "channel": "c"}
+    answer = change(broker, kind, {"policy": {"retry_delay": "90s"}}, **names, dry_run="true").expect_json()
+    assert answer["policy"]["retry_delay"] == answer["effective"]["policy"]["retry_delay"] == 90
+    assert shown(broker, topic=topic, channel="c")["effective"]["policy"] is None
+    answer = change(broker, kind, {"policy": {"dead_letters": topic}}, **names, dry_run="true").json()
+    assert answer["reason"] == f"dead letters of {topic} would come back to it"
+    change(broker, kind, {"policy": {}}, **names, dry_run="yes").expect_error(400, "INVALID_ARG_DRY_RUN")
+
+
+def test_a_topic_lists_the_policies_of_its_channels(broker: BrokerThread, topic: str) -> None:
+    change(broker, "channel", {"policy": {"max_attempts": 3}}, topic=topic, channel="c").expect_json()
+    broker.control("create", topic, "other")
+    found = broker.request("GET", f"/topic/settings?topic={topic}").expect_json()
+    assert found["policy"] is None
+    assert {name: one["max_attempts"] for name, one in found["channel_policies"].items()} == {"c": 3}
 
 
 def test_a_plain_client_sees_a_poison_message_as_often_as_the_policy_says(

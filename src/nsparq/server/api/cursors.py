@@ -163,7 +163,7 @@ class CursorsApi:
         if owner is not None or sequence:
             check_owner(channel, owner or "")
         held = request.parameters.get("hold")
-        if held is not None and held != channel.hold:
+        if held is not None and (not held or held != channel.hold):
             raise ApiError(409, "NOT_HELD")
         with offset_errors():
             channel.commit(sequence)
@@ -203,7 +203,7 @@ class CursorsApi:
         seconds = DEFAULT_HOLD_S if seconds is None else seconds
         if seconds > MAX_HOLD_S:
             raise ApiError(400, "INVALID_ARG_FOR_SECONDS")
-        if held is not None and not channel.end_hold(held):
+        if held is not None and (not held or not channel.end_hold(held)):
             raise ApiError(409, "NOT_HELD")
         if not seconds:
             return {"hold": ""}

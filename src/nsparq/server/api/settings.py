@@ -6,21 +6,24 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from nsparq.broker.policy import parse_policy
-from nsparq.flags import parse_duration
-from nsparq.http.api import ApiError, Endpoint, Request, Result
+from nsparq.broker.retries import refuse_cycle
+from nsparq.delivery_policy import DeliveryPolicy, parse_policy
+from nsparq.http.api import ApiError, Endpoint, Param, Request, Result
 from nsparq.server.api.parameters import (
     CHANNEL,
     CHANNEL_ERRORS,
+    FLAG,
     TOPIC,
     TOPIC_ERRORS,
     find_channel,
     find_topic,
+    flag_of,
     obj,
 )
 
 if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
+    from nsparq.broker.settings import TopicSettings
     from nsparq.broker.topic import Topic
     from nsparq.server.daemon import Nsqd
 
@@ -31,22 +34,28 @@ _SETTINGS: Final = obj(
         "durability": {"type": ["string", "null"]},
         "policy": {"type": ["object", "null"]},
         "effective": {"type": "object"},
+        "channel_policies": {"type": "object"},
     }
 )
 _CHANNEL_SETTINGS: Final = obj(
     {"policy": {"type": ["object", "null"]}, "effective": obj({"policy": {"type": ["object", "null"]}})}
 )
+_DRY_RUN: Final = Param(name="dry_run", help="`true`: check the change and do not make it", schema=FLAG)
+_CHANGE_ERRORS: Final = ((400, "INVALID_SETTINGS"), (400, "INVALID_ARG_DRY_RUN"))
+_DURATION: Final = {
+    "anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "pattern": "^[0-9]{1,5}(ms|s|m)$"}]
+}
 _POLICY: Final = {
     "type": ["object", "null"],
     "properties": {
         "max_attempts": {"type": "integer", "minimum": 0, "maximum": 65_535},
         "count": {"enum": ["failures", "deliveries"]},
-        "retry_delay": {"type": "number", "minimum": 0},
+        "retry_delay": _DURATION,
         "retry_factor": {"type": "number", "minimum": 1},
-        "max_retry_delay": {"type": "number", "minimum": 0},
+        "max_retry_delay": _DURATION,
         "retry_jitter": {"type": "number", "minimum": 0, "maximum": 1},
         "dead_letters": {"type": "string"},
-        "expire_after": {"type": "number", "minimum": 0},
+        "expire_after": _DURATION,
         "expired": {"enum": ["dead_letters", "drop"]},
     },
     "additionalProperties": False,
@@ -54,7 +63,8 @@ _POLICY: Final = {
 _POLICY_HELP: Final = (
     "`policy` is an object with any of `max_attempts`, `count`, `retry_delay`, `retry_factor`, "
     "`max_retry_delay`, `retry_jitter`, `dead_letters`, `expire_after`, `expired`; see Delivery policies. "
-    "It needs the permission for the topic of the dead letters, too."
+    "Times are seconds, or durations such as `5m`. It needs the permission for the topic of the dead "
+    "letters, too."
 )
 _CHANGES: Final = {
     "type": "object",
@@ -100,7 +110,8 @@ class SettingsApi:
         summary="Get a topic's own settings. Null means that the daemon's flag applies.",
         params=(TOPIC,),
         permission="read",
-        success="the settings, and those in effect; ages in seconds",
+        success="the settings, those in effect, and the policies of channels that have their own; ages in "
+        "seconds",
         success_schema=_SETTINGS,
         errors=TOPIC_ERRORS,
     )
@@ -114,7 +125,7 @@ class SettingsApi:
         details="A JSON object with any of `retention_age` (seconds, or a duration such as `24h`), "
         "`retention_bytes`, `durability` (`os`, `fsync`, `memory`) and `policy`. Null restores the daemon's "
         f"flag; there is none for a policy. {_POLICY_HELP}",
-        params=(TOPIC,),
+        params=(TOPIC, _DRY_RUN),
         permission="admin",
         body_help="a JSON object",
         body_type="application/json",
@@ -123,15 +134,15 @@ class SettingsApi:
         max_body=64 << 10,
         success="the settings, and those in effect",
         success_schema=_SETTINGS,
-        errors=(*TOPIC_ERRORS, (400, "INVALID_SETTINGS")),
+        errors=(*TOPIC_ERRORS, *_CHANGE_ERRORS),
     )
     async def change(self, request: Request) -> Result:
         topic = find_topic(self._nsqd.broker, request)
+        is_dry_run = flag_of(request, "dry_run")
         try:
             wanted = _read_object(request)
-            age = wanted.get("retention_age")
-            if isinstance(age, str):
-                wanted["retention_age"] = _parse_age(age)
+            if is_dry_run:
+                return _settings_of(topic, topic.checked_settings(wanted))
             topic.change_settings(wanted)
         except (ValueError, OverflowError, RecursionError) as error:
             raise ApiError(400, "INVALID_SETTINGS", reason=str(error)) from error
@@ -157,7 +168,7 @@ class SettingsApi:
         path="/channel/settings",
         summary="Change a channel's own delivery policy. A restart keeps it.",
         details=f"A JSON object with `policy`. Null removes it: then the topic's applies. {_POLICY_HELP}",
-        params=(TOPIC, CHANNEL),
+        params=(TOPIC, CHANNEL, _DRY_RUN),
         permission="admin",
         body_help="a JSON object",
         body_type="application/json",
@@ -166,16 +177,22 @@ class SettingsApi:
         max_body=64 << 10,
         success="the policy, and the one in effect",
         success_schema=_CHANNEL_SETTINGS,
-        errors=(*CHANNEL_ERRORS, (400, "INVALID_SETTINGS")),
+        errors=(*CHANNEL_ERRORS, *_CHANGE_ERRORS),
     )
     async def change_channel(self, request: Request) -> Result:
         channel = find_channel(self._nsqd.broker, request)
+        is_dry_run = flag_of(request, "dry_run")
         try:
             wanted = _read_object(request)
             if wanted.keys() != {"policy"}:
                 raise ValueError("a channel has one setting, policy")
-            policy = wanted["policy"]
-            channel.change_policy(None if policy is None else parse_policy(policy, channel.topic.name))
+            values = wanted["policy"]
+            policy = None if values is None else parse_policy(values, channel.topic.name)
+            if is_dry_run:
+                if policy is not None:
+                    refuse_cycle(channel.topic, policy)
+                return _policies(policy, channel.topic)
+            channel.change_policy(policy)
         except (ValueError, OverflowError, RecursionError) as error:
             raise ApiError(400, "INVALID_SETTINGS", reason=str(error)) from error
         changed = _settings_of_channel(channel)
@@ -190,16 +207,10 @@ def _read_object(request: Request) -> dict[str, Any]:
     return wanted
 
 
-def _parse_age(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError:
-        raise ValueError(f"retention_age must be a duration such as 24h, not {text!r}") from None
-
-
-def _settings_of(topic: Topic) -> dict[str, Any]:
+def _settings_of(topic: Topic, settings: TopicSettings | None = None) -> dict[str, Any]:
+    """The topic's settings, or others for the topic."""
     options = topic.broker.options
-    own = dataclasses.asdict(topic.settings)
+    own = dataclasses.asdict(settings or topic.settings)
     flags = {
         "retention_age": options.retention_age,
         "retention_bytes": options.retention_bytes,
@@ -209,12 +220,16 @@ def _settings_of(topic: Topic) -> dict[str, Any]:
     if topic.is_ephemeral:
         flags |= {"retention_age": 0.0, "retention_bytes": 0, "durability": "memory"}
     effective = {name: flags[name] if value is None else value for name, value in own.items()}
-    return {**own, "effective": effective}
+    own_policies = ((name, channel.retries.own_policy) for name, channel in sorted(topic.channels.items()))
+    of_channels = {name: dataclasses.asdict(policy) for name, policy in own_policies if policy is not None}
+    return {**own, "effective": effective, "channel_policies": of_channels}
 
 
 def _settings_of_channel(channel: Channel) -> dict[str, Any]:
-    own, effective = (
-        None if policy is None else dataclasses.asdict(policy)
-        for policy in (channel.retries.own_policy, channel.retries.policy)
-    )
-    return {"policy": own, "effective": {"policy": effective}}
+    return _policies(channel.retries.own_policy, channel.topic)
+
+
+def _policies(own: DeliveryPolicy | None, topic: Topic) -> dict[str, Any]:
+    """The settings of a channel with this policy of its own."""
+    shown = (None if one is None else dataclasses.asdict(one) for one in (own, own or topic.settings.policy))
+    return {"policy": next(shown), "effective": {"policy": next(shown)}}

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any, Final
 
+from nsparq.flags import parse_duration
 from nsparq.names import is_ephemeral, is_valid_name
 from nsparq.private_random import private_random
 
@@ -77,11 +78,10 @@ def parse_policy(values: object, topic: str) -> DeliveryPolicy:
     if not isinstance(values, Mapping):
         raise ValueError("a policy must be an object")
     known = [field.name for field in fields(DeliveryPolicy)]
-    for name, value in values.items():
+    for name in values:
         if name not in known:
             raise ValueError(f"a policy has no {name!r}; it has {', '.join(known)}")
-        _check(name, value)
-    policy = DeliveryPolicy(**values)
+    policy = DeliveryPolicy(**{name: _checked(name, value) for name, value in values.items()})
     if policy.max_retry_delay < policy.retry_delay:
         raise ValueError("max_retry_delay must not be smaller than retry_delay")
     letters = policy.dead_letter_topic(topic)
@@ -102,7 +102,11 @@ _BOUNDS: Final = {
 }
 
 
-def _check(name: str, value: object) -> None:
+DURATIONS: Final = ("retry_delay", "max_retry_delay", "expire_after")
+"""Fields that may also be texts such as `5m`."""
+
+
+def _checked(name: str, value: Any) -> Any:
     if name in _CHOICES:
         if value not in _CHOICES[name]:
             raise ValueError(f"{name} must be {' or '.join(map(repr, _CHOICES[name]))}, not {value!r}")
@@ -114,5 +118,15 @@ def _check(name: str, value: object) -> None:
             raise ValueError(f"max_attempts must be a whole number from 0 to 65535, not {value!r}")
     else:
         low, high = _BOUNDS[name]
-        if type(value) not in (int, float) or not low <= value <= high:  # type: ignore[operator]  # a number
+        found = _seconds(name, value) if name in DURATIONS and type(value) is str else value
+        if type(found) not in (int, float) or not low <= found <= high:
             raise ValueError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
+        return found
+    return value
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError:
+        raise ValueError(f"{name} must be seconds, or a duration such as '5m', not {text!r}") from None
