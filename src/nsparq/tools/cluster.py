@@ -178,8 +178,9 @@ class Cluster:
             raise AskFailed(f"{method} {url}: {error}") from error
         if answer.status == 200:
             return answer
-        code = _code(answer.body)
+        code, detail = _code(answer.body)
         reason = self._explain(url, answer.status) or (f" {code}" if code else "")
+        reason += f": {detail}" if detail else ""
         raise AskFailed(f"{method} {url}: status {answer.status}{reason}", answer.status, code)
 
     def _fetch(self, method: str, url: str, kind: str, body: bytes | None) -> Answer:
@@ -227,13 +228,15 @@ def _https_url(url: str, body: bytes) -> str:
     return f"https://{join_address(parts.hostname or '', port)}{parts.path}?{parts.query}"
 
 
-def _code(body: bytes) -> str:
+def _code(body: bytes) -> tuple[str, str]:
+    """The code of an error, and its reason in words; empty if there is none."""
     try:
         content = json.loads(body or b"{}")
     except (ValueError, RecursionError):
-        return ""
-    found = content.get("message") if isinstance(content, dict) else ""
-    return found if isinstance(found, str) else ""
+        content = {}
+    found = [content.get(name) if isinstance(content, dict) else "" for name in ("message", "reason")]
+    code, reason = (value if isinstance(value, str) else "" for value in found)
+    return code, reason
 
 
 # Values from answers. Missing ones, and those of a wrong type, are left out.

@@ -68,6 +68,7 @@ COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
         _own("empty", "manage", "drop the messages of a topic or a channel"),
         _own("delete", "manage", "delete a topic or a channel"),
         _own("replay", "replay", "move a channel back or forward in its topic"),
+        _own("policy", "policy", "show, set and remove delivery policies: retries, dead letters, expiry"),
         _own("settings", "settings", "show and change a topic's retention and durability"),
     ),
     "Your programs": (

@@ -14,7 +14,7 @@ from nsparq.tools.command_table import CommandTable, run_command
 from nsparq.tools.output import Column, age, moment, print_json, print_rows, size
 from nsparq.tools.source import Source, SourceFlags
 
-__all__ = ["SETTINGS", "settings"]
+__all__ = ["SETTINGS", "parse_age", "settings"]
 
 DEFAULT: Final = "default"
 UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -38,7 +38,7 @@ class SettingsFlags(SourceFlags):
     def changes(self) -> dict[str, Any]:
         """What to change; None goes back to the flag of nsqd. Raises OptionError."""
         parsers: dict[str, Callable[[str], Any]] = {
-            "retention_age": _seconds,
+            "retention_age": parse_age,
             "retention_bytes": _bytes,
             "durability": str,
         }
@@ -52,7 +52,8 @@ class SettingsFlags(SourceFlags):
         return found
 
 
-def _seconds(text: str) -> float:
+def parse_age(text: str) -> float:
+    """Seconds of a duration, which may be in days. Raises ValueError."""
     days = re.fullmatch(r"([0-9]+)d", text)
     try:
         seconds = int(days[1]) * 86400.0 if days else parse_duration(text)
