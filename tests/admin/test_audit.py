@@ -48,6 +48,8 @@ def request_for(cluster: Cluster, admin: AdminThread, method: str, path: str) ->
         "/api/replay/{topic}/{channel}": {"to": "start", "dry_run": False},
         "/api/nodes/{node}": {"topic": topic},
         "/api/settings/{topic}": {"durability": "os"},
+        "/api/policy/{topic}": {"policy": {}},
+        "/api/policy/{topic}/{channel}": {"policy": None},
         "/download/{topic}": urlencode({"message": f"{message['sequence']}@{node}"}).encode(),
         "/config/{key}": b"info",
         "/act": urlencode({"action": "pause", "topic": topic}).encode(),

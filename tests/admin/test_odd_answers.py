@@ -75,6 +75,7 @@ CHANNEL = {
     "message_count": 1,
     "requeue_count": 0,
     "timeout_count": 0,
+    "dead_letter_count": 0,
     "client_count": 1,
     "clients": [CLIENT],
     "paused": False,

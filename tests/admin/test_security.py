@@ -62,7 +62,7 @@ def may(user: str, need: Need) -> bool:
     )
 
 
-TOPIC, CHANNEL = ("admin", "t", ""), ("admin", "t", "c")
+TOPIC, CHANNEL, LETTERS = ("admin", "t", ""), ("admin", "t", "c"), ("admin", "t.dead", "")
 COPY = {"messages": [{"node": "n", "sequence": 1}], "to": "u"}
 
 # Endpoint: what it takes, and a body. `NODE` stands for the node.
@@ -78,6 +78,8 @@ API: dict[str, tuple[list[Need], Any]] = {
     "POST /api/move/{topic}/{channel}": ([CHANNEL, ("subscribe", "t", "c")], {"to": "u"}),
     "POST /api/replay/{topic}/{channel}": ([CHANNEL], {"to": "start", "dry_run": False}),
     "PUT /api/settings/{topic}": ([TOPIC], {"durability": "os"}),
+    "PUT /api/policy/{topic}": ([TOPIC, LETTERS], {"policy": {}}),
+    "PUT /api/policy/{topic}/{channel}": ([CHANNEL, LETTERS], {"policy": {}}),
     "POST /download/{topic}": ([("subscribe", "t", "")], {}),
     "PUT /config/{key}": ([("admin", "", "")], ["127.0.0.1:1"]),
 }
@@ -95,6 +97,8 @@ FORMS: dict[str, list[Need]] = {
     "copy": [TOPIC, ("subscribe", "t", "")],
     "move": [CHANNEL, ("subscribe", "t", "c")],
     "settings": [TOPIC],
+    "policy": [CHANNEL, LETTERS],
+    "remove_policy": [CHANNEL],
     "seek": [CHANNEL],
 }
 

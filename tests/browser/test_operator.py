@@ -212,6 +212,46 @@ def test_retention_is_shown_explained_and_changed(operator: Visitor, cluster: Cl
     assert is_too_wide(operator) == ""
 
 
+def test_a_policy_is_seen_set_changed_and_removed(operator: Visitor, cluster: Cluster) -> None:
+    topic = unique_name("policy")
+    cluster.add(topic, "billing")
+    operator.go(f"/topics/{topic}")
+    operator.sees("#policy-table", "as in NSQ")
+    operator.find("#change-policy-open").click()
+    operator.find("#policy-retry_delay").fill("5s")
+    operator.find("#policy-expire_after").fill("7d")
+    assert operator.axe() == []
+    assert is_too_wide(operator) == ""
+    assert operator.act("#policy-do") == "Policy set. It applies from now on."
+    operator.sees("#policy-table", "4 failures")
+    operator.sees("#policy-table", "after 5 s, ×2 up to 5 min, ±10%")
+    operator.go(f"/topics/{topic}/billing")
+    operator.sees("#policy-table", "the topic's")
+    operator.sees("#channel-dead-letters", "0")
+    operator.find("#change-policy-open").click()
+    operator.find("#policy-max_attempts").fill("many")
+    assert "is not a number" in operator.act("#policy-do")
+    operator.find("#change-policy-open").click()
+    operator.find("#policy-max_attempts").fill("9")
+    operator.find("#policy-count").select_option("deliveries")
+    assert operator.act("#policy-do") == "Policy set. It applies from now on."
+    operator.sees("#policy-table", "9 deliveries")
+    assert is_too_wide(operator) == ""
+    assert operator.axe() == []
+    # The form has what is set, so that one field can be changed.
+    operator.find("#change-policy-open").click()
+    operator.find("#policy-expired").select_option("drop")
+    operator.find("#policy-expire_after").fill("60s")
+    operator.act("#policy-do")
+    found = json.loads(cluster.nsqds[1].http("GET", "/channel/settings", topic=topic, channel="billing"))
+    assert (found["policy"]["max_attempts"], found["policy"]["expired"]) == (9, "drop")
+    operator.go(f"/topics/{topic}")
+    operator.sees("#policy-channels", "billing")
+    operator.go(f"/topics/{topic}/billing")
+    assert operator.act("#remove-policy") == "Policy removed."
+    operator.sees("#policy-table", "the topic's")
+
+
 # Tables, search, times, charts
 
 

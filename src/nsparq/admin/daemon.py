@@ -15,6 +15,7 @@ from nsparq import logs
 from nsparq.addresses import join_address, split_address
 from nsparq.admin.change.actions import Actions, Forbidden, Notifier, audit
 from nsparq.admin.change.operations import Operations
+from nsparq.admin.change.policies import Policies
 from nsparq.admin.change.settings import Settings
 from nsparq.admin.collect.cluster import Cluster
 from nsparq.admin.collect.history_file import HistoryFile
@@ -94,6 +95,7 @@ class Nsqadmin:
             self.history_file = HistoryFile(Path(options.history_path), tables, self.alerts.dump)
         self.operations = Operations(self)
         self.settings = Settings(self)
+        self.policies = Policies(self)
         self.notes = Notes()
         hosts = HostNames(options.http_address, allowed=options.allowed_host)
         self.pages = Pages(self)

@@ -52,9 +52,12 @@ class CommandTable(ToolTable[T]):
         by_name = {option.attribute: option for option in self.options}
         self.words = tuple(by_name[word] for word in words)
         self.required = self.words[:required]
-        flags = {option.flag for option in self.options}
+        flags = {option.flag: option for option in self.options}
         self.short: Mapping[str, str] = {
-            short: flag for short, flag in SHORT.items() if flag in flags and short not in flags
+            short: flag
+            for short, flag in SHORT.items()
+            # A choice of words is another flag of that name.
+            if flag in flags and short not in flags and not flags[flag].kind.choices
         }
 
     def read(self, arguments: Sequence[str]) -> T:

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from nsparq.admin.change.operations import Support
     from nsparq.admin.daemon import Nsqadmin
 
-__all__ = ["DURABILITIES", "FEATURE", "BadSetting", "NodeSettings", "Settings", "parse_setting"]
+__all__ = [
+    "DURABILITIES",
+    "FEATURE",
+    "BadSetting",
+    "NodeSettings",
+    "Settings",
+    "error_reason",
+    "parse_age",
+    "parse_setting",
+]
 
 FEATURE: Final = "/topic/settings"
 DURABILITIES: Final = ("os", "fsync", "memory")
@@ -99,7 +108,7 @@ class Settings:
                 try:
                     await self._cluster.ask(node, "PUT", FEATURE, body, topic=topic)
                 except RequestFailed as error:
-                    errors.append(f"{node.address}: {_why(error)}")
+                    errors.append(f"{node.address}: {error_reason(error)}")
             if len(errors) == len(nodes.able):
                 raise ApiError(409, "; ".join(errors))
             return nodes.errors + errors
@@ -115,14 +124,7 @@ def parse_setting(name: str, value: str) -> Any:
     if not wanted:
         return None
     if name == "retention_age":
-        if days := _DAYS.fullmatch(wanted):
-            return int(days[1]) * 86400.0
-        try:
-            if (seconds := parse_duration(wanted)) >= 0:
-                return seconds
-        except ValueError:
-            pass
-        raise BadSetting(f"{wanted!r} is not a duration; enter one such as 7d, 24h or 30m, or 0")
+        return parse_age(wanted)
     if name == "retention_bytes":
         if size := _SIZE.fullmatch(wanted):
             return round(float(size[1]) * 1000 ** _POWER[size[2]])
@@ -130,6 +132,18 @@ def parse_setting(name: str, value: str) -> Any:
     if wanted not in DURABILITIES:
         raise BadSetting(f"durability is one of {', '.join(DURABILITIES)}, not {wanted!r}")
     return wanted
+
+
+def parse_age(wanted: str) -> float:
+    """Seconds of a duration, which may be in days. Raises BadSetting."""
+    if days := _DAYS.fullmatch(wanted):
+        return int(days[1]) * 86400.0
+    try:
+        if (seconds := parse_duration(wanted)) >= 0:
+            return seconds
+    except ValueError:
+        pass
+    raise BadSetting(f"{wanted!r} is not a duration; enter one such as 7d, 24h or 30m, or 0")
 
 
 def _settings_of(address: str, answer: Any, places: Any) -> NodeSettings:
@@ -150,7 +164,7 @@ def _settings_of(address: str, answer: Any, places: Any) -> NodeSettings:
     )
 
 
-def _why(error: RequestFailed) -> str:
+def error_reason(error: Exception) -> str:
     """nsqd's own words, if it has some."""
     if isinstance(error, BadStatus):
         try:

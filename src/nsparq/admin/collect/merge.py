@@ -40,6 +40,8 @@ CHANNEL_SUMS: Final = (
 OLDEST_AGE: Final = "oldest_message_age_s"
 LAG: Final = (OLDEST_AGE, "drain_rate", "drain_time_s")
 """Figures of a channel that only nsparq's nsqds have."""
+GIVEN_UP: Final = ("dead_letter_count", "expired_count")
+"""Messages that a delivery policy gave up. Unknown for NSQ's own nsqds."""
 CLIENT_TEXTS: Final = ("remote_address", "version", "client_id", "hostname", "user_agent")
 CLIENT_NUMBERS: Final = (
     "in_flight_count",
@@ -223,6 +225,7 @@ def node_channel(
         "paused": flag(fields, "paused"),
         "e2e_processing_latency": _node_latency(fields),
         **{name: real(fields, name) for name in LAG},
+        **{name: number(fields, name) if name in fields else None for name in GIVEN_UP},
     }
 
 
@@ -329,7 +332,13 @@ def channel_total(topic: str, name: str, parts: Iterable[dict[str, Any]]) -> dic
         # Watch.add_drain() fills in how fast the sum of the depths falls.
         **dict.fromkeys(LAG),
         OLDEST_AGE: max(ages, default=None),
+        **{name: _known_sum(part[name] for part in nodes) for name in GIVEN_UP},
     }
+
+
+def _known_sum(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def _by_hostname(part: Mapping[str, Any]) -> tuple[str, str]:

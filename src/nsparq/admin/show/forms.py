@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from nsparq.admin.change.actions import Forbidden, audit
 from nsparq.admin.change.messages import MAX_BODY
 from nsparq.admin.change.operations import BadTarget, parse_target
+from nsparq.admin.change.policies import FIELDS, parse_fields
 from nsparq.admin.change.settings import NAMES, BadSetting, parse_setting
 from nsparq.admin.security import FORM_TYPE, SESSION_COOKIE, Access, Actor, cookie
 from nsparq.admin.show.form import Form, chosen_message
@@ -213,6 +214,16 @@ class Forms:
         warning = await self._admin.settings.change(sent.actor, sent.topic, changes)
         return _done("Settings changed. They apply from now on.", warning)
 
+    async def _policy(self, sent: _Sent) -> Note:
+        values = None
+        if sent.form["action"] == "policy":
+            try:
+                values = parse_fields({name: sent.form[name] for name in FIELDS})
+            except BadSetting as error:
+                raise ApiError(400, str(error)) from error
+        warning = await self._admin.policies.change(sent.actor, sent.access, sent.topic, sent.channel, values)
+        return _done("Policy removed." if values is None else "Policy set. It applies from now on.", warning)
+
     def _place(self, action: str, form: Form, *, is_done: bool = False) -> tuple[str, ...]:
         """The page for the outcome, as names: so it is always one of our own pages."""
         topic, channel, node, origin = form["topic"], form["channel"], form["node"], form["page"]
@@ -296,6 +307,8 @@ ACTIONS: Final[Mapping[str, FormAction]] = {
     "copy": FormAction(Forms._copy),
     "move": FormAction(Forms._move, is_of_channel=True, is_confirmed=True),
     "settings": FormAction(Forms._settings),
+    "policy": FormAction(Forms._policy, is_of_channel=True),
+    "remove_policy": FormAction(Forms._policy, is_of_channel=True),
     "seek": FormAction(Forms._seek, is_of_channel=True, is_confirmed=True),
 }
 """By the form's field `action`."""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
 from nsparq.admin.change.operations import PEEK, SEEK
+from nsparq.admin.change.policies import FEATURE as POLICIES
+from nsparq.admin.change.policies import by_policy
 from nsparq.admin.change.settings import DURABILITIES
 from nsparq.admin.change.settings import FEATURE as SETTINGS
 from nsparq.admin.collect.cluster import Unreachable
@@ -46,6 +48,7 @@ CHANNEL_FIGURES: Final = (
     "deferred_count",
     "requeue_count",
     "timeout_count",
+    "dead_letter_count",
     "message_count",
     "client_count",
 )
@@ -85,6 +88,7 @@ ERRORS: Final = {
     "MSG_EMPTY": "the message is empty",
     "NOTHING_CHOSEN": "no messages are selected",
     "SAME_TOPIC": "the messages are already in this topic: enter another one",
+    "POLICY_REFUSED": "a node refuses the policy, and none has changed",
     "NOT_SUPPORTED": "the nodes run NSQ's own nsqd, which does not support this",
 }
 """Error codes in words."""
@@ -286,6 +290,7 @@ class Pages:
             can_peek=self._any_has(nodes, PEEK),
             settings=settings,
             durabilities=DURABILITIES,
+            **await self._policies(request, nodes, name),
         )
 
     async def channel(self, request: Request) -> Response:
@@ -317,7 +322,17 @@ class Pages:
             paging=Paging(request, order.sorted(clients), MAX_ROWS),
             can_peek=self._any_has(nodes, PEEK),
             can_seek=self._any_has(nodes, SEEK),
+            **await self._policies(request, nodes, topic, name),
         )
+
+    async def _policies(
+        self, request: Request, nodes: list[str], topic: str, channel: str = ""
+    ) -> dict[str, Any]:
+        """For policy.html."""
+        if request.parameters.get("live") == "1" or not self._any_has(nodes, POLICIES):
+            return {"policies": [], "policy_groups": [], "policy_errors": []}
+        support, found = await self._admin.policies.read(topic, channel)
+        return {"policies": found, "policy_groups": by_policy(found), "policy_errors": support.errors}
 
     def _any_has(self, nodes: list[str], feature: str) -> bool:
         states = (self._watch.nodes.get(address) for address in nodes)

@@ -1,11 +1,12 @@
-"""A topic's retention and durability. change/settings.py does the work."""
+"""A topic's retention and durability, and delivery policies. change/settings.py and
+change/policies.py do the work."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from nsparq.admin.change.settings import NAMES, BadSetting, parse_setting
-from nsparq.admin.routing import path_values
+from nsparq.admin.routing import path_values, topic_and_channel
 from nsparq.admin.show.api.table import (
     FORBIDDEN,
     NOT_THERE,
@@ -21,6 +22,19 @@ from nsparq.http.api import ApiError, Request, Result
 __all__ = ["Settings"]
 
 GROUP: Final = "Settings"
+_POLICY_ERRORS: Final = (
+    FORBIDDEN,
+    (400, "INVALID_SETTINGS"),
+    (409, "POLICY_REFUSED"),
+    (409, "…"),
+    (501, "NOT_SUPPORTED"),
+    *NOT_THERE,
+    (404, "CHANNEL_NOT_FOUND"),
+)
+_POLICY_HELP: Final = (
+    "`policy` is an object with fields as in nsqd's API, or null to remove it. It replaces the whole policy. "
+    "If one node refuses it, none gets it."
+)
 
 
 class Settings(Handlers):
@@ -60,3 +74,52 @@ class Settings(Handlers):
         if not changes or len(changes) != len(body):
             raise ApiError(400, "INVALID_SETTINGS", reason=f"give some of {', '.join(NAMES)}")
         return {"message": await self._admin.settings.change(self._actor(request), topic, changes)}
+
+    @look(
+        "/api/policy/{topic}",
+        "A topic's delivery policy on each node.",
+        group=GROUP,
+        success="`nodes`, each with `policy` and `effective`; null where there is none",
+        errors=NOT_THERE,
+    )
+    @look(
+        "/api/policy/{topic}/{channel}",
+        "A channel's own delivery policy, and the one in effect, on each node.",
+        group=GROUP,
+        success="`nodes`, each with `policy` and `effective`; null where there is none",
+        errors=NOT_THERE,
+    )
+    async def policy(self, request: Request) -> Result:
+        nodes, found = await self._admin.policies.read(*topic_and_channel(request))
+        return {
+            "nodes": [one.as_json() for one in found],
+            "unable": [node.address for node in nodes.unable],
+            "errors": nodes.errors,
+        }
+
+    @change(
+        "PUT",
+        "/api/policy/{topic}",
+        "Set or remove a topic's delivery policy on all nodes that have it.",
+        {"policy": {"type": ["object", "null"]}},
+        group=GROUP,
+        details=_POLICY_HELP,
+        errors=_POLICY_ERRORS,
+    )
+    @change(
+        "PUT",
+        "/api/policy/{topic}/{channel}",
+        "Set or remove a channel's own delivery policy on all nodes that have it.",
+        {"policy": {"type": ["object", "null"]}},
+        group=GROUP,
+        details=_POLICY_HELP,
+        errors=_POLICY_ERRORS,
+    )
+    async def change_policy(self, request: Request) -> Result:
+        topic, channel = topic_and_channel(request)
+        body = parse_body(request)
+        if body.keys() != {"policy"}:
+            raise ApiError(400, "INVALID_SETTINGS", reason="give policy: an object, or null to remove it")
+        actor, access = self._actor(request), self._access(request)
+        message = await self._admin.policies.change(actor, access, topic, channel, body["policy"])
+        return {"message": message}
