@@ -20,7 +20,7 @@ from benchmarks.macro.wire import Address, BrokerRefused
 
 PEER_IN_MEMORY = "--mem-queue-size=10000000"
 HELP = {
-    "messages": "messages of publish, consume and both",
+    "messages": "messages of publish, consume, both and, each time, policy",
     "backlog_messages": "messages of backlog",
     "fanout_messages": "messages of fanout8",
     "single_messages": "messages of single_pub",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import statistics
 import time
@@ -10,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from urllib.request import Request, urlopen
 
 import numpy as np
 
@@ -294,6 +296,53 @@ def latency(run: Round) -> Figures:
     return figures
 
 
+POLICIES: dict[str, dict[str, Any] | None] = {
+    "no policy": None,
+    "a policy": {"retry_delay": 5},
+    "a policy with expiry": {"retry_delay": 5, "expire_after": 86400},
+}
+POLICY_PASSES = 15
+
+
+def policy(run: Round) -> Figures:
+    """What a delivery policy costs a channel whose messages do not fail: the same work with and
+    without one, in many short passes in turn, on one broker."""
+    p, broker = run.parameters, run.broker
+    assert isinstance(broker, Spawned)
+    whole = replace(p, messages=max(1, p.messages // 10))
+    single = replace(p, messages=max(1, p.messages // 100), batch=1)
+    figures: Figures = {}
+    for mode, parameters in (("batches", whole), ("single messages", single)):
+        times: dict[str, list[float]] = {label: [] for label in POLICIES}
+        for number in range(POLICY_PASSES):
+            for label in [*POLICIES] if number % 2 == 0 else [*reversed(POLICIES)]:
+                one = Round(broker, run.crew, parameters)
+                times[label].append(policy_pass(one, broker, POLICIES[label]))
+        without, *others = POLICIES
+        base = times[without]
+        figures[f"{mode}, {without}, broker CPU"] = Figure(statistics.median(base), "us")
+        for label in others:
+            ratios = [with_it / alone for with_it, alone in zip(times[label], base, strict=True)]
+            figures[f"{mode}, {label}, ratio of CPU"] = Figure(statistics.median(ratios), "x")
+    return figures
+
+
+def policy_pass(run: Round, broker: Spawned, values: dict[str, Any] | None) -> float:
+    """Processor time of the broker for a message that is published and consumed, in microseconds."""
+    p = run.parameters
+    run.create_channel()
+    set_policy(broker, run.topic, values)
+    used = broker.cpu_seconds()
+    consumers = run.consumers(p.messages, [[(run.topic, CHANNEL)]] * p.consumers)
+    check_delivery(run.work(consumers + run.publishers(p.messages)), p.messages)
+    return 1e6 * (broker.cpu_seconds() - used) / p.messages
+
+
+def set_policy(broker: Spawned, topic: str, values: dict[str, Any] | None) -> None:
+    url = f"http://{broker.http_address}/channel/settings?topic={topic}&channel={CHANNEL}"
+    urlopen(Request(url, json.dumps({"policy": values}).encode(), method="PUT"), timeout=10).close()
+
+
 def memory(run: Round) -> Figures:
     """Memory with a small and a large backlog, a hard and a clean restart with the large one, its end."""
     p, broker = run.parameters, run.broker
@@ -384,6 +433,7 @@ LOADS = {
     "single_pub": Load(single_pub, peer_in_memory=True),
     "headers": Load(headers, peer_in_memory=True),
     "latency": Load(latency, peer_in_memory=True),
+    "policy": Load(policy, peer_in_memory=False, needs_process=True),
     "memory": Load(memory, peer_in_memory=False, needs_process=True, once=True),
     "idle": Load(idle, peer_in_memory=False, needs_process=True, once=True),
 }

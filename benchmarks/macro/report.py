@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.macro.loads import Figures, Parameters
 
-LOWER_IS_BETTER = {"ms", "s", "us", "MiB", "messages"}
+LOWER_IS_BETTER = {"ms", "s", "us", "MiB", "messages", "x"}
 HEADINGS = (
     "load",
     "unit",

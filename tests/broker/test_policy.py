@@ -409,6 +409,20 @@ def test_a_requeued_message_expires(rig: Rig):
     assert [(one["error"], one["attempts"]) for one in letters(rig)] == [("expired", 1)]
 
 
+def test_a_seek_back_finds_expired_messages_at_once(make_rig: MakeRig):
+    rig = make_rig(retention_age=3600.0)
+    client = rig.subscribe(rdy=10)
+    set_policy(rig, expire_after=60, expired="drop")
+    rig.publish("t", b"old")
+    rig.finish(client, *client.take())
+    rig.pass_time(61)
+    rig.publish("t", b"new")
+    rig.finish(client, *client.take())
+    rig.channel().seek(0)
+    rig.turn()
+    assert client.take_bodies() == [b"new"]
+
+
 # restarts
 
 

@@ -58,6 +58,13 @@ CASES = (
         ),
     ),
     Case(
+        "NsqdDeadLetters",
+        {'nsqd_channel_dead_letters_total{topic="t",channel="c"}': "0x5 3x20"},
+        5,
+        6,
+        ({'nsqd_channel_dead_letters_total{topic="t",channel="c"}': "3x20"},),
+    ),
+    Case(
         "NsqdSlow",
         {
             'nsqd_loop_lag_seconds_bucket{le="0.1"}': "0x30",

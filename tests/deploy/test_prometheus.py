@@ -168,6 +168,12 @@ class Trouble:
             consumer = self._requeueing = stack.enter_context(self.nsqd.connect())
             consumer.identify(msg_timeout=1000 if topic == "unanswered" else 60_000)
             consumer.sub(topic, "c", rdy=rdy)
+        self.nsqd.control("create", "poison")
+        self.nsqd.request(
+            "PUT", "/topic/settings?topic=poison", b'{"policy": {"max_attempts": 1}}'
+        ).expect_json()
+        self._failing = stack.enter_context(self.nsqd.connect())
+        self._failing.sub("poison", "c", rdy=1)
         names = ("down", "failing", "stuck", "behind", "undecodable")
         self.pipelines = {name: Figures(name, state=State.RUNNING) for name in names}
         status = Status("shop.toml", [*self.pipelines.values()], time.time())
@@ -205,6 +211,8 @@ class Trouble:
         self.nsqd.publish("growing", b"a")
         self.nsqd.publish("lonely", b"a")
         self._requeueing.req(self._requeueing.read_message().id)
+        self.nsqd.publish("poison", b"a")
+        self._failing.req(self._failing.read_message().id)
         # Longer than nsqd waits between two looks at its own lag: each look then finds 0.4 s and more.
         self.nsqd.call(lambda broker: time.sleep(0.9))
         self.pipelines["failing"].failures += 1

@@ -111,7 +111,7 @@ class Delivery:
         start = cursor.position
         stop_ns = self._topic.broker.monotonic_ns() + PUMP_NS
         can_send = not (channel.paused or channel.hold)
-        if channel.retries.expires:
+        if channel.retries.expires and stop_ns > channel.retries.none_expires_before_ns:
             channel.retries.expire_new(stop_ns)
         if self._unfinished.given_up:
             channel.dead_letters.write()

@@ -5,6 +5,7 @@ sent again later, or given up.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 MAX_EXPIRED: Final = 1000
 """Expired messages that wait to become dead letters at a time."""
+EXPIRY_CHECK_NS: Final = 100_000_000
+"""Longest time between two looks at the oldest message of a channel that delivers. A message behind
+it is older only if the wall clock was set back."""
 
 
 class Retries:
@@ -35,6 +39,8 @@ class Retries:
 
         self.expires = False
         """Whether messages become too old to be delivered."""
+        self.none_expires_before_ns = 0
+        """Until then (monotonic) no message at the cursor or behind it expires."""
 
     @property
     def policy(self) -> DeliveryPolicy | None:
@@ -45,6 +51,7 @@ class Retries:
         """The channel or its topic has got another policy, or none."""
         policy, upkeep = self.policy, self._channel.topic.broker.upkeep
         self.expires = policy is not None and policy.expire_after > 0
+        self.none_expires_before_ns = 0
         if self.expires:
             upkeep.expiring.add(self._channel)
         else:
@@ -82,10 +89,13 @@ class Retries:
 
     def is_expired(self, timestamp_ns: int) -> bool:
         """Whether a message with this publish time is too old to be delivered."""
+        return self._time_left_ns(timestamp_ns) < 0
+
+    def _time_left_ns(self, timestamp_ns: int) -> float:
         policy = self.policy
         if policy is None or not policy.expire_after:
-            return False
-        return timestamp_ns < self._channel.topic.broker.age_ns() - policy.expire_after * 1e9
+            return math.inf
+        return timestamp_ns + policy.expire_after * 1e9 - self._channel.topic.broker.age_ns()
 
     def expire(self, sequence: int, attempts: int) -> None:
         """A message of the channel is too old. No other part of the channel has it any more."""
@@ -103,7 +113,12 @@ class Retries:
         try:
             while len(channel.unfinished.given_up) < MAX_EXPIRED and delivery.reading is None:
                 batch = delivery.find_batch()
-                if batch is None or not self.is_expired(batch.timestamp_of(cursor.position - batch.base)):
+                if batch is None:
+                    return
+                left_ns = self._time_left_ns(batch.timestamp_of(cursor.position - batch.base))
+                if left_ns >= 0:
+                    now_ns = channel.topic.broker.monotonic_ns()
+                    self.none_expires_before_ns = now_ns + int(min(left_ns, EXPIRY_CHECK_NS))
                     return
                 cursor.position += 1
                 self.expire(cursor.position - 1, 0)

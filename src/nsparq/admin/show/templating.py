@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from nsparq.admin.routing import with_etag
 from nsparq.admin.security import PAGE_HEADERS
+from nsparq.flags import format_duration
 from nsparq.http.api import TEXT_TYPE, Request, Response
 from nsparq.version import NSQ_VERSION, __version__
 
@@ -89,6 +90,7 @@ def make_environment(assets: Assets, base: str) -> Environment:
         "n": whole,
         "rate": rate,
         "seconds": seconds,
+        "duration": format_duration,
         "drain": drain,
         "ns": lambda value: seconds(value / 1e9),
         "bytes": size,
