@@ -259,6 +259,7 @@ def test_identify_has_what_the_reference_sends() -> None:
         user_agent="ua",
     )
     assert config.identify() == {
+        "headers": True,
         "client_id": "id",
         "hostname": "host",
         "short_id": "id",

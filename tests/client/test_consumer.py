@@ -249,6 +249,21 @@ def test_a_handler_that_never_waits_does_not_keep_the_loop() -> None:
     run(main())
 
 
+def test_a_message_has_its_headers() -> None:
+    async def main() -> None:
+        handler = Handler()
+        async with consuming(handler, concurrency=2) as (_, nsqd, peer):
+            peer.send_bytes(message_frame("m1", b"one", block=b"\x06tenant\x00\x04acme\x01k\x00\x00"))
+            peer.send_message("m2", b"two")
+            await until(lambda: len(handler.messages) == 2)
+            assert [message.body for message in handler.messages] == [b"one", b"two"]
+            assert [message.headers for message in handler.messages] == [{"tenant": "acme", "k": ""}, {}]
+            handler.go()
+            await nsqd.told(f"FIN {M1}", f"FIN {M2}")
+
+    run(main())
+
+
 def test_a_message_is_shown_without_its_body() -> None:
     async def main() -> None:
         handler = Handler()
@@ -681,6 +696,18 @@ def test_dead_letters_are_published_where_they_came_from_and_then_finished() -> 
             publisher.send_response(b"OK")
             await nsqd.told(f"FIN {M2}")
         await until(lambda: publisher.is_ended)
+
+    run(main())
+
+
+def test_a_dead_letter_keeps_its_headers() -> None:
+    async def main() -> None:
+        nsqd = ScriptedNsqd({"headers": True})
+        options: dict[str, Any] = {"nsqd": nsqd, "config": {"max_attempts": 1}, "dead_letter": "t.dead"}
+        async with consuming(ignore, **options) as (_, _, peer):
+            peer.send_bytes(message_frame("m1", b"one", attempts=2, block=b"\x01k\x00\x01v"))
+            await nsqd.told("IDENTIFY", "PUB t.dead headers", f"FIN {M1}")
+            assert nsqd.peers[1].bodies[1] == b"\0\0\0\x05\x01k\x00\x01vone"
 
     run(main())
 

@@ -15,6 +15,7 @@ import nsparq.client.producer as producer_module
 from nsparq.client import (
     Config,
     ConnectFailed,
+    HeadersNotSupported,
     NotConnected,
     Producer,
     PublishFailed,
@@ -44,9 +45,10 @@ async def pair(
     *,
     retry: bool = False,
     max_pending: int = 1000,
+    identify: dict[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[Producer, ScriptedNsqd]]:
-    async with ScriptedNsqd(publish=publish) as nsqd:
+    async with ScriptedNsqd(identify, publish=publish) as nsqd:
         config = Config(**{"publish_timeout": 5, **options})
         async with Producer(nsqd.address, retry=retry, max_pending=max_pending, config=config) as producer:
             yield producer, nsqd
@@ -119,6 +121,13 @@ def test_deferred_and_several_messages() -> None:
         lambda p: p.publish_many("t", "ab"),
         lambda p: p.publish_many("t", {"a": b"b"}),
         lambda p: p.publish("t", object()),
+        lambda p: p.publish("t", b"", headers={"k": "v"}),
+        lambda p: p.publish("t", b"x", headers={"no good": "v"}),
+        lambda p: p.publish("t", b"x", headers={"k": 1}),
+        lambda p: p.publish("t", b"x", headers={"k": "v" * 65536}),
+        lambda p: p.publish("t", b"x", headers={"K": "1", "k": "2"}),
+        lambda p: p.publish_many("t", [b"a", b""], headers={"k": "v"}),
+        lambda p: p.publish_many("t", [b"a", b"b"], headers=[{"k": "v"}]),
         lambda p: p.publish_many("t\n", [b"a"]),
     ],
 )
@@ -128,6 +137,84 @@ def test_invalid_publishes_are_refused_before_they_are_sent(work: Callable[[Prod
             with pytest.raises((ValueError, TypeError)):
                 await work(producer)
             await producer.publish("t", b"x")
+            assert nsqd.commands == ["IDENTIFY", "PUB t"]
+
+    run(main())
+
+
+def headed(text: bytes, **headers: str) -> bytes:
+    """A message as it stands in a command with headers."""
+    block = b"".join(
+        bytes([len(name)]) + name.encode() + struct.pack(">H", len(value)) + value.encode()
+        for name, value in headers.items()
+    )
+    return struct.pack(">i", len(block)) + block + text
+
+
+def several(*messages: bytes) -> bytes:
+    """The body of an MPUB."""
+    parts = (struct.pack(">i", len(message)) + message for message in messages)
+    return struct.pack(">i", len(messages)) + b"".join(parts)
+
+
+def test_headers_stand_before_the_body() -> None:
+    async def main() -> None:
+        async with pair(identify={"headers": True}) as (producer, nsqd):
+            assert await sent_as(producer.publish("t", b"x", headers={"Tenant": "acme"}), nsqd) == (
+                "PUB t headers",
+                headed(b"x", tenant="acme"),
+            )
+            assert await sent_as(producer.publish("t", {"a": 1}, defer=1, headers={"k": "v"}), nsqd) == (
+                "DPUB t 1000 headers",
+                headed(b'{"a":1}', k="v"),
+            )
+            assert await sent_as(producer.publish_many("t", [b"x", "y"], headers={"k": "v"}), nsqd) == (
+                "MPUB t headers",
+                several(headed(b"x", k="v"), headed(b"y", k="v")),
+            )
+            each = producer.publish_many("t", iter([b"x", b"y", b"z"]), headers=[{"k": "1"}, None, {}])
+            assert await sent_as(each, nsqd) == (
+                "MPUB t headers",
+                several(headed(b"x", k="1"), headed(b"y"), headed(b"z")),
+            )
+
+    run(main())
+
+
+async def sent_as(work: Awaitable[None], nsqd: ScriptedNsqd) -> tuple[str, bytes]:
+    """The command line of a publish, and what follows it."""
+    await work
+    return nsqd.peers[0].commands[-1], nsqd.peers[0].bodies[-1]
+
+
+def test_without_headers_the_commands_are_those_of_nsq() -> None:
+    """Also at a broker that knows headers."""
+
+    async def main() -> None:
+        async with pair(identify={"headers": True}) as (producer, nsqd):
+            await producer.publish("t", b"a", headers={})
+            await producer.publish("t", b"b", defer=1, headers=None)
+            for nothing in ({}, None, [None, {}]):
+                await producer.publish_many("t", iter([b"c", b"d"]), headers=nothing)
+            assert nsqd.commands[1:] == ["PUB t", "DPUB t 1000", *["MPUB t"] * 3]
+            assert nsqd.peers[0].bodies[-1] == several(b"c", b"d")
+
+    run(main())
+
+
+@pytest.mark.parametrize("retry", [False, True])
+def test_a_broker_without_headers_gets_no_message_that_has_some(retry: bool) -> None:
+    """NSQ's own nsqd would drop them."""
+
+    async def main() -> None:
+        async with pair(retry=retry) as (producer, nsqd):
+            # The first publish has to connect, the second one finds a connection.
+            for _ in range(2):
+                with pytest.raises(HeadersNotSupported, match=f"{nsqd.address}: this nsqd does not support"):
+                    await producer.publish("t", b"x", headers={"k": "v"})
+            with pytest.raises(HeadersNotSupported):
+                await producer.publish_many("t", [b"x"], headers=[{"k": "v"}])
+            await producer.publish("t", b"plain")
             assert nsqd.commands == ["IDENTIFY", "PUB t"]
 
     run(main())

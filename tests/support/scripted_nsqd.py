@@ -28,7 +28,7 @@ from typing import Any
 
 from .aio import until
 
-RESPONSE, ERROR, MESSAGE = 0, 1, 2
+RESPONSE, ERROR, MESSAGE, MESSAGE_WITH_HEADERS = 0, 1, 2, 3
 Reply = bytes | str | None | Callable[[str], "bytes | str | None"]
 AGREED = {
     "max_rdy_count": 2500,
@@ -54,8 +54,13 @@ def message_id(name: str) -> str:
     return name.rjust(16, "0")
 
 
-def message_frame(name: str, body: bytes = b"body", attempts: int = 1, timestamp_ns: int = 1) -> bytes:
+def message_frame(
+    name: str, body: bytes = b"body", attempts: int = 1, timestamp_ns: int = 1, block: bytes = b""
+) -> bytes:
+    """`block` is the message's header block."""
     head = struct.pack(">qH16s", timestamp_ns, attempts, message_id(name).encode())
+    if block:
+        return frame(MESSAGE_WITH_HEADERS, head + struct.pack(">i", len(block)) + block + body)
     return frame(MESSAGE, head + body)
 
 

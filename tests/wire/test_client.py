@@ -12,7 +12,7 @@ from nsparq.wire import client as wire
 from nsparq.wire import server
 from nsparq.wire.client import BadFrame, Error, Frame, FrameDecoder, Received, Response
 from nsparq.wire.commands import Auth, Identify, Publish, Ready, Requeue, StartClose, Subscribe, Touch
-from tests.support.scripted_nsqd import ERROR, MESSAGE, RESPONSE, frame, message_frame
+from tests.support.scripted_nsqd import ERROR, MESSAGE, MESSAGE_WITH_HEADERS, RESPONSE, frame, message_frame
 from tests.wire.harness import both_builds, commands, finished, using
 
 ID = b"0123456789abcdef"
@@ -25,8 +25,11 @@ def encoded(one: Frame) -> bytes:
             return frame(RESPONSE, data)
         case Error(text):
             return frame(ERROR, text.encode())
-        case Received(timestamp_ns, attempts, message_id, body):
-            return frame(MESSAGE, struct.pack(">qH16s", timestamp_ns, attempts, message_id) + body)
+        case Received(timestamp_ns, attempts, message_id, body, block):
+            head = struct.pack(">qH16s", timestamp_ns, attempts, message_id)
+            if block:
+                return frame(MESSAGE_WITH_HEADERS, head + struct.pack(">i", len(block)) + block + body)
+            return frame(MESSAGE, head + body)
 
 
 FRAMES = st.one_of(
@@ -38,6 +41,7 @@ FRAMES = st.one_of(
         st.integers(0, 65535),
         st.binary(min_size=16, max_size=16),
         st.binary(max_size=100),
+        st.just(b"") | st.binary(max_size=40),
     ),
 )
 
@@ -148,7 +152,7 @@ def test_a_size_that_does_not_hold_the_type_is_refused(size: int) -> None:
         FrameDecoder().receive_data(struct.pack(">ii", size, 0))
 
 
-@pytest.mark.parametrize("kind", [-1, 3, 2**31 - 1])
+@pytest.mark.parametrize("kind", [-1, 4, 2**31 - 1])
 def test_an_unknown_frame_type_is_refused_before_its_data_arrive(kind: int) -> None:
     with pytest.raises(BadFrame, match=f"a frame of type {kind}"):
         FrameDecoder().receive_data(struct.pack(">ii", 1 << 30, kind))
@@ -159,6 +163,19 @@ def test_a_message_too_short_for_its_head_is_refused() -> None:
         FrameDecoder().receive_data(frame(MESSAGE, b"x" * 25))
     (found,) = FrameDecoder().receive_data(frame(MESSAGE, b"x" * 26))
     assert isinstance(found, Received) and found.body == b""
+
+
+@pytest.mark.parametrize(
+    ("size", "rest"), [(0, b""), (3, b"abc"), (2, b"abc"), (4, b"abc"), (-1, b"abc"), (None, b"abc")]
+)
+def test_a_header_block_must_be_within_its_frame(size: int | None, rest: bytes) -> None:
+    data = bytes(26) + (struct.pack(">i", size) if size is not None else b"") + rest
+    if size is not None and 0 <= size <= len(rest):
+        (found,) = FrameDecoder().receive_data(frame(MESSAGE_WITH_HEADERS, data))
+        assert isinstance(found, Received) and (found.headers, found.body) == (rest[:size], rest[size:])
+        return
+    with pytest.raises(BadFrame, match="a message frame of .* bytes"):
+        FrameDecoder().receive_data(frame(MESSAGE_WITH_HEADERS, data))
 
 
 def test_max_size_bounds_a_frame_with_its_type() -> None:

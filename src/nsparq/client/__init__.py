@@ -6,6 +6,7 @@ from nsparq.client.consumer import Consumer
 from nsparq.client.errors import (
     ClientError,
     ConnectFailed,
+    HeadersNotSupported,
     NotConnected,
     PublishFailed,
     PublishTimeout,
@@ -24,6 +25,7 @@ __all__ = [
     "Consumer",
     "DeadLetter",
     "DecodeFailed",
+    "HeadersNotSupported",
     "Message",
     "NotConnected",
     "Producer",

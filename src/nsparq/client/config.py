@@ -230,6 +230,7 @@ class Config:
             "msg_timeout": milliseconds(self.msg_timeout),
             "topology_region": self.topology_region,
             "topology_zone": self.topology_zone,
+            "headers": True,
             **({"observe": True} if self.observe else {}),
         }
 

@@ -5,6 +5,7 @@ ClientError
 ├── NotConnected         connection lost before the answer; it may have been published
 ├── PublishFailed        the broker refused; `code` and `description` are from its answer
 ├── PublishTimeout       no broker acknowledged in time
+├── HeadersNotSupported  the broker knows no message headers; nothing was published
 ├── Stopped              the producer or consumer has been stopped
 ├── LookupFailed         client.connect.lookup: no usable answer; a producer raises ConnectFailed
 └── DecodeFailed         client.payloads.decode: a body does not have the declared type
@@ -18,7 +19,15 @@ import ssl
 
 from nsparq.errors import NsparqError
 
-__all__ = ["ClientError", "ConnectFailed", "NotConnected", "PublishFailed", "PublishTimeout", "Stopped"]
+__all__ = [
+    "ClientError",
+    "ConnectFailed",
+    "HeadersNotSupported",
+    "NotConnected",
+    "PublishFailed",
+    "PublishTimeout",
+    "Stopped",
+]
 
 
 class ClientError(NsparqError):
@@ -46,6 +55,13 @@ class PublishFailed(ClientError):
 
 class PublishTimeout(ClientError, TimeoutError):
     """No broker acknowledged in time. The message may still have been published."""
+
+
+class HeadersNotSupported(ClientError):
+    """The broker knows no message headers, as NSQ's own nsqd. The message was not published."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"{address}: this nsqd does not support message headers")
 
 
 class Stopped(ClientError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.client.consume.rdy import Signal
+from nsparq.headers import decode_headers
 
 if TYPE_CHECKING:
     from nsparq.client.connect.connection import Connection
@@ -38,6 +40,7 @@ class Message:
 
     __slots__ = (
         "_connection",
+        "_headers",
         "_in_flight",
         "attempts",
         "auto_response",
@@ -57,7 +60,9 @@ class Message:
         timestamp_ns: int,
         attempts: int,
         now: float,
+        headers: bytes,
     ) -> None:
+        """`headers` is the header block."""
         self._in_flight = in_flight
         self._connection = connection
         self.id = message_id
@@ -73,11 +78,21 @@ class Message:
         """Set it to False in a handler that answers later, from elsewhere."""
         self.touched = now
         """When its timeout began, on the event loop's clock."""
+        self._headers: bytes | dict[str, str] = headers
+        """The block, until somebody asks for the headers."""
 
     @property
     def address(self) -> str:
         """Of the nsqd that sent it."""
         return self._connection.address
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Names, in lower case, and values. Empty if the message has no headers."""
+        headers = self._headers
+        if isinstance(headers, bytes):
+            headers = self._headers = decode_headers(headers)
+        return headers
 
     def json(self) -> Any:
         """The body, parsed as JSON. Raises ValueError."""

@@ -25,6 +25,8 @@ from nsparq.client.consume.event_loop import wait_to_the_end
 from nsparq.client.errors import ConnectFailed, PublishFailed, PublishTimeout, Stopped, reason_of
 from nsparq.client.message import check_delay
 from nsparq.client.payloads.encode import encode_bodies, encode_payload
+from nsparq.client.payloads.headers import Headers, HeadersOfMany, add_headers
+from nsparq.headers import encode_headers
 from nsparq.names import is_valid_name
 from nsparq.private_random import private_random
 from nsparq.wire import client as wire
@@ -141,28 +143,48 @@ class Producer:
 
     # publishing
 
-    async def publish(self, topic: str, body: object, *, defer: float = 0.0) -> None:
+    async def publish(
+        self, topic: str, body: object, *, defer: float = 0.0, headers: Headers | None = None
+    ) -> None:
         """Publish one message, to be delivered after `defer` seconds.
 
         `body` is bytes, a text, or an object that becomes JSON: a dictionary, a list, a dataclass, a
         pydantic model, a msgspec Struct. A subscription with the same type gets an equal object.
         Raises PublishFailed with the broker's error, NotConnected or ConnectFailed, PublishTimeout,
-        Stopped; TypeError for an object that has no form in JSON."""
+        Stopped; HeadersNotSupported if there are `headers` and the broker does not know them; TypeError
+        for an object that has no form in JSON; ValueError for an empty message or bad headers."""
         name = self._names.get(topic) or self._name(topic)
         if type(body) is not bytes:
             body = encode_payload(body)
         if not body:
             raise ValueError("an empty message cannot be published")
+        end = b""
+        if headers:
+            body, end = wire.with_headers(encode_headers(headers), body), wire.WITH_HEADERS
         if defer:
             check_delay(defer)
-            await self._send(wire.dpub(name, milliseconds(defer), body))
+            await self._send(wire.dpub(name, milliseconds(defer), body, end), bool(end))
+        elif end:
+            await self._send(wire.pub(name + end, body), True)
         else:
             await self._send(wire.pub(name, body))
 
-    async def publish_many(self, topic: str, bodies: Iterable[object]) -> None:
+    async def publish_many(
+        self,
+        topic: str,
+        bodies: Iterable[object],
+        *,
+        headers: HeadersOfMany | None = None,
+    ) -> None:
         """Publish several messages, all or none of them: bytes, texts or objects, as publish().
-        Raises as publish()."""
+        `headers` is a mapping for all of them, or a list with one mapping, or None, for each. Raises as
+        publish()."""
         name = self._names.get(topic) or self._name(topic)
+        if headers is not None:
+            bodies = encode_bodies(bodies)
+            if messages := add_headers(bodies, headers):
+                await self._send(wire.mpub(name + wire.WITH_HEADERS, messages), True)
+                return
         await self._send(wire.mpub(name, bodies, encode_bodies))
 
     def _name(self, topic: str) -> bytes:
@@ -176,14 +198,14 @@ class Producer:
         self._names[topic] = name
         return name
 
-    async def _send(self, command: bytes) -> None:
+    async def _send(self, command: bytes, needs_headers: bool = False) -> None:
         if self._is_stopped:
             raise Stopped
         deadline = monotonic() + self.config.publish_timeout
         connection = self._connection
         if connection is not None and not self._waiting:
             # The usual case: there is a connection with room, and no publish waits.
-            answer = connection.send(command, deadline)
+            answer = connection.send(command, deadline, needs_headers)
             if answer is not None:
                 outcome = await answer
                 if outcome is None:
@@ -194,7 +216,7 @@ class Producer:
             raise self._timed_out()
         try:
             async with asyncio.timeout(left):
-                await self._send_in_turn(command, deadline)
+                await self._send_in_turn(command, deadline, needs_headers)
         except PublishTimeout:
             raise
         except TimeoutError as error:
@@ -203,12 +225,12 @@ class Producer:
                 self._connection.expire()
             raise self._timed_out() from error
 
-    async def _send_in_turn(self, command: bytes, deadline: float) -> None:
+    async def _send_in_turn(self, command: bytes, deadline: float, needs_headers: bool) -> None:
         """Wait for a connection and for room on it, and send again if _raise_if_final() allows it."""
         while True:
             self._waiting += 1
             try:
-                answer = await self._sent(command, deadline)
+                answer = await self._sent(command, deadline, needs_headers)
             finally:
                 self._waiting -= 1
             outcome = await answer
@@ -216,7 +238,7 @@ class Producer:
                 return
             self._raise_if_final(outcome)
 
-    async def _sent(self, command: bytes, deadline: float) -> asyncio.Future[Outcome]:
+    async def _sent(self, command: bytes, deadline: float, needs_headers: bool) -> asyncio.Future[Outcome]:
         """Send a command as soon as there is a connection with room."""
         while True:
             # Outside the lock: if no connection can be made, all waiting publishes fail together.
@@ -225,7 +247,7 @@ class Producer:
                 while (connection := self._connection) is not None and not connection.is_closing:
                     if self._is_stopped:
                         raise Stopped
-                    answer = connection.send(command, deadline)
+                    answer = connection.send(command, deadline, needs_headers)
                     if answer is not None:
                         return answer
                     self._room.clear()

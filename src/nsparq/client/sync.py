@@ -27,6 +27,7 @@ from nsparq.client.errors import ConnectFailed, PublishTimeout, Stopped
 from nsparq.client.loop_thread import LoopThread
 from nsparq.client.message import Message
 from nsparq.client.payloads.encode import encode_bodies, encode_payload
+from nsparq.client.payloads.headers import Headers, HeadersOfMany
 from nsparq.client.producer import Producer as AsyncProducer
 
 __all__ = ["Producer", "consume"]
@@ -87,18 +88,27 @@ class Producer:
         except TimeoutError as error:
             raise ConnectFailed(f"not connected within {self._timeout:g} s") from error
 
-    def publish(self, topic: str, body: object, *, defer: float = 0.0) -> None:
+    def publish(
+        self, topic: str, body: object, *, defer: float = 0.0, headers: Headers | None = None
+    ) -> None:
         """Publish one message, to be delivered after `defer` seconds. Returns when the broker has
         acknowledged it. `body` is bytes, a text, or an object that becomes JSON, as for
-        nsparq.client.Producer. Raises PublishFailed, NotConnected, ConnectFailed, PublishTimeout,
-        Stopped; TypeError for an object that has no form in JSON."""
+        nsparq.client.Producer, and so are `headers`. Raises PublishFailed, NotConnected, ConnectFailed,
+        PublishTimeout, Stopped, HeadersNotSupported; TypeError for an object that has no form in JSON."""
         encoded = encode_payload(body)
-        self._publish(lambda: self._thread.resource.publish(topic, encoded, defer=defer))
+        self._publish(lambda: self._thread.resource.publish(topic, encoded, defer=defer, headers=headers))
 
-    def publish_many(self, topic: str, bodies: Iterable[object]) -> None:
-        """Publish several messages, all or none of them. Raises as publish()."""
+    def publish_many(
+        self,
+        topic: str,
+        bodies: Iterable[object],
+        *,
+        headers: HeadersOfMany | None = None,
+    ) -> None:
+        """Publish several messages, all or none of them. `headers` is a mapping for all of them, or a
+        list with one mapping, or None, for each. Raises as publish()."""
         encoded = encode_bodies(bodies)
-        self._publish(lambda: self._thread.resource.publish_many(topic, encoded))
+        self._publish(lambda: self._thread.resource.publish_many(topic, encoded, headers=headers))
 
     def close(self) -> None:
         """Wait for publishes of other threads, then close for good. Twice is safe."""

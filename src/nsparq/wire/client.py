@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from nsparq import kernel
 from nsparq.errors import NsparqError
-from nsparq.wire.frames import MESSAGE, RESPONSE
+from nsparq.wire.frames import ERROR, MESSAGE, MESSAGE_WITH_HEADERS, RESPONSE
 
 MAGIC: Final = b"  V2"
 NOP: Final = b"NOP\n"
@@ -19,13 +19,18 @@ CLS: Final = b"CLS\n"
 HEARTBEAT: Final = b"_heartbeat_"
 OK: Final = b"OK"
 CLOSE_WAIT: Final = b"CLOSE_WAIT"
+WITH_HEADERS: Final = b" headers"
+"""Ends the line of a publish command whose messages begin with their headers."""
 
-_pack_size = struct.Struct(">i").pack
+_SIZE = struct.Struct(">i")
+_pack_size = _SIZE.pack
 _MESSAGE = struct.Struct(">qH16s")
 _HEAD = struct.Struct(">ii")
 _FRAME_HEAD = 8
 _OK_FRAME = _HEAD.pack(4 + len(OK), RESPONSE) + OK
 _MESSAGE_HEAD = 26
+_LEAST = {RESPONSE: 4, ERROR: 4, MESSAGE: 4 + _MESSAGE_HEAD, MESSAGE_WITH_HEADERS: 8 + _MESSAGE_HEAD}
+"""Smallest size of each type of frame."""
 _HTTP = 0x48545450
 """The letters HTTP where the size of a frame should be."""
 
@@ -55,6 +60,8 @@ class Received(NamedTuple):
     attempts: int
     id: bytes
     body: bytes
+    headers: bytes = b""
+    """The header block."""
 
 
 Frame = Response | Error | Received
@@ -103,14 +110,15 @@ class FrameDecoder:
     def _decode(self, buffer: bytes, frames: list[Frame], most: int) -> int:
         position, available = 0, len(buffer)
         append, unpack_head, unpack_message = frames.append, _HEAD.unpack_from, _MESSAGE.unpack_from
+        unpack_size = _SIZE.unpack_from
         self._missing = 0
         while available - position >= _FRAME_HEAD:
             size, kind = unpack_head(buffer, position)
             end = position + 4 + size
             # Check before waiting for its bytes: nothing is kept of what is not a frame.
-            if size < 4 or (self._max_size and size > self._max_size) or not 0 <= kind <= MESSAGE:
+            if size < 4 or (self._max_size and size > self._max_size) or kind not in _LEAST:
                 raise self._bad_head(size, kind)
-            if kind == MESSAGE and size < 4 + _MESSAGE_HEAD:
+            if size < _LEAST[kind]:
                 raise BadFrame(f"a message frame of {size} bytes")
             if end > available:
                 self._missing = end - available
@@ -121,8 +129,16 @@ class FrameDecoder:
                 append(Received(timestamp_ns, attempts, message_id, buffer[start + _MESSAGE_HEAD : end]))
             elif kind == RESPONSE:
                 append(Response(buffer[start:end]))
-            else:
+            elif kind == ERROR:
                 append(Error(buffer[start:end].decode("utf-8", "replace")))
+            else:
+                timestamp_ns, attempts, message_id = unpack_message(buffer, start)
+                block_start = start + _MESSAGE_HEAD + 4
+                body_start = block_start + unpack_size(buffer, block_start - 4)[0]
+                if not block_start <= body_start <= end:
+                    raise BadFrame(f"a message frame of {size} bytes: its headers do not fit")
+                block, body = buffer[block_start:body_start], buffer[body_start:end]
+                append(Received(timestamp_ns, attempts, message_id, body, block))
             position = end
             if most and len(frames) >= most:
                 break
@@ -190,8 +206,14 @@ def pub(topic: bytes, body: bytes) -> bytes:
     return b"PUB %b\n%b%b" % (topic, _pack_size(len(body)), body)
 
 
-def dpub(topic: bytes, delay_ms: int, body: bytes) -> bytes:
-    return b"DPUB %b %d\n%b%b" % (topic, delay_ms, _pack_size(len(body)), body)
+def dpub(topic: bytes, delay_ms: int, body: bytes, end: bytes = b"") -> bytes:
+    """`end` is WITH_HEADERS if the message has them; in PUB and MPUB it stands behind the topic."""
+    return b"DPUB %b %d%b\n%b%b" % (topic, delay_ms, end, _pack_size(len(body)), body)
+
+
+def with_headers(block: bytes, body: bytes) -> bytes:
+    """The message of a publish command that ends with WITH_HEADERS."""
+    return b"%b%b%b" % (_pack_size(len(block)), block, body)
 
 
 def mpub(topic: bytes, bodies: Any, encode: Callable[[Any], Sequence[bytes]] | None = None) -> bytes:

@@ -55,7 +55,7 @@ def checked_addresses(addresses: Iterable[str]) -> list[str]:
 class Connection(asyncio.BufferedProtocol):
     """open() connects; write() sends commands.
 
-    It has 26 attributes, because it is the asyncio protocol with its buffers and timers, and it
+    It has 27 attributes, because it is the asyncio protocol with its buffers and timers, and it
     also holds what the handshake settled and what the RDY distribution reads.
     """
 
@@ -63,6 +63,8 @@ class Connection(asyncio.BufferedProtocol):
         self.address = address
         self.config = config
         self.max_rdy_count = DEFAULT_MAX_RDY
+        self.has_headers = False
+        """Whether the server knows message headers. NSQ's own nsqd does not."""
         self.in_flight = 0
         self.is_closing = False
         """No more messages are wanted. Commands are still sent until the connection is closed."""

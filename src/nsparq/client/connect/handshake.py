@@ -45,6 +45,7 @@ class Handshake:
             raise self._failed(f"invalid reply to IDENTIFY: {answer[:100]!r}") from error
         connection.max_rdy_count = _positive(agreed.get("max_rdy_count")) or DEFAULT_MAX_RDY
         connection.msg_timeout = _positive(agreed.get("msg_timeout")) / 1000 or connection.msg_timeout
+        connection.has_headers = agreed.get("headers") is True
         await self._upgrade(agreed)
         if agreed.get("auth_required"):
             await self._authenticate()

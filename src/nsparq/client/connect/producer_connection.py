@@ -15,7 +15,7 @@ from typing import Final
 from nsparq.busy_poll import BusyPoll
 from nsparq.client.config import Config
 from nsparq.client.connect.connection import Connection
-from nsparq.client.errors import NotConnected, PublishFailed, PublishTimeout, reason_of
+from nsparq.client.errors import HeadersNotSupported, NotConnected, PublishFailed, PublishTimeout, reason_of
 from nsparq.wire import client as wire
 from nsparq.wire.client import Received
 
@@ -77,9 +77,13 @@ class ProducerConnection:
     def is_closing(self) -> bool:
         return self.raw.is_closing
 
-    def send(self, command: bytes, deadline: float) -> asyncio.Future[Outcome] | None:
-        """Send a publish. None if there is no room for it now."""
+    def send(
+        self, command: bytes, deadline: float, needs_headers: bool = False
+    ) -> asyncio.Future[Outcome] | None:
+        """Send a publish. None if there is no room for it now. Raises HeadersNotSupported."""
         connection, pending = self.raw, self._pending
+        if needs_headers and not connection.has_headers:
+            raise HeadersNotSupported(connection.address)
         if len(pending) >= self._max_pending or not connection.is_writable or connection.is_closing:
             return None
         if not pending:

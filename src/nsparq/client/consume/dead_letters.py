@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nsparq.client.config import Config
@@ -32,12 +32,14 @@ class DeadLetters:
         self._config, self._retry = config, retry
         self._producers: dict[str, Producer] = {}
 
-    async def publish(self, address: str, topic: str, body: bytes) -> None:
+    async def publish(
+        self, address: str, topic: str, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
         """Returns when the nsqd at `address` has acknowledged it. Raises ClientError."""
         producer = self._producers.get(address)
         if producer is None:
             producer = self._producers[address] = Producer(address, retry=self._retry, config=self._config)
-        await producer.publish(topic, body)
+        await producer.publish(topic, body, headers=headers)
 
     async def stop(self) -> None:
         while self._producers:
@@ -73,7 +75,7 @@ class GiveUp:
             for hook in self._hooks:
                 await hook(message)
             if self._topic:
-                await self._letters.publish(message.address, self._topic, message.body)
+                await self._letters.publish(message.address, self._topic, message.body, message.headers)
         except FATAL:
             raise
         except BaseException as error:

@@ -63,7 +63,7 @@ class InFlight:
         connection.in_flight += len(received)
         self.received += len(received)
         messages = [
-            Message(self, connection, one.id, one.body, one.timestamp_ns, one.attempts, now)
+            Message(self, connection, one.id, one.body, one.timestamp_ns, one.attempts, now, one.headers)
             for one in received
         ]
         self._messages.update(dict.fromkeys(messages))

@@ -1,0 +1,73 @@
+"""The codec of header blocks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsparq.headers import MAX_BLOCK, decode_headers, encode_headers
+
+NAMES = st.text("abcz019-_.", min_size=1, max_size=20)
+HEADERS = st.dictionaries(NAMES, st.text(st.characters(exclude_categories=["Cs"]), max_size=20), max_size=5)
+
+
+@given(HEADERS)
+def test_headers_are_decoded_as_they_were_encoded(headers: dict[str, str]) -> None:
+    block = encode_headers(headers)
+    assert decode_headers(block) == decode_headers(memoryview(block)) == headers
+    assert len(block) == sum(3 + len(name) + len(value.encode()) for name, value in headers.items())
+
+
+def test_the_block_is_that_of_the_specification() -> None:
+    assert encode_headers({"Tenant": "\xfc", "k": ""}) == b"\x06tenant\x00\x02\xc3\xbc\x01k\x00\x00"
+
+
+@pytest.mark.parametrize(
+    ("headers", "text"),
+    [
+        ({"": "x"}, "not a header name: ''"),
+        ({"a b": "x"}, "not a header name: 'a b'"),
+        ({"\xfc": "x"}, "not a header name"),
+        ({"n" * 256: "x"}, "not a header name"),
+        ({"K": "1", "k": "2"}, "a header occurs twice: K, k"),
+        ({"k": 5}, "the header 'k' is a int, not a text"),
+        ({"k": "\ud800"}, "surrogates not allowed"),
+        ({"k": "v" * (MAX_BLOCK - 3)}, "must not exceed 65535 bytes"),
+        ({"k": "v" * (MAX_BLOCK + 1)}, "must not exceed 65535 bytes"),
+    ],
+)
+def test_bad_headers_are_refused(headers: dict[str, str], text: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=text):
+        encode_headers(headers)
+
+
+def test_the_largest_block_is_not_refused() -> None:
+    assert len(encode_headers({"k": "v" * (MAX_BLOCK - 4)})) == MAX_BLOCK
+
+
+@given(st.binary(max_size=30))
+def test_any_bytes_are_headers_or_refused(block: bytes) -> None:
+    try:
+        headers = decode_headers(block)
+    except ValueError:
+        return
+    assert encode_headers(headers) == block
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        b"\x01",
+        b"\x01k\x00",
+        b"\x01k\x00\x02v",
+        b"\x00\x00\x00",
+        b"\x01K\x00\x00",
+        b"\x01k\x00\x00" * 2,
+        b"\x01k\x00\x01\xff",
+        b"\x01\xff\x00\x00",
+    ],
+)
+def test_bad_blocks_are_refused(block: bytes) -> None:
+    with pytest.raises(ValueError, match="header"):
+        decode_headers(block)
