@@ -109,6 +109,10 @@ class Config:
     """A consumer that only looks: messages that wait in a topic without a channel stay there, for
     its first channel. For ephemeral channels; NSQ's own nsqd ignores it."""
 
+    headers: bool = True
+    """Ask for message headers. Without them a consumer gets what NSQ's clients get: bodies alone, and
+    the dead letters of nsqd as JSON; and a producer cannot publish any. NSQ's own nsqd ignores it."""
+
     tls_v1: bool = False
     tls_config: ssl.SSLContext | None = None
     """Used instead of the next five options."""
@@ -230,7 +234,7 @@ class Config:
             "msg_timeout": milliseconds(self.msg_timeout),
             "topology_region": self.topology_region,
             "topology_zone": self.topology_zone,
-            "headers": True,
+            "headers": self.headers,
             **({"observe": True} if self.observe else {}),
         }
 

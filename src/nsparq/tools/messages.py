@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import heapq
 import queue
 import sys
@@ -17,6 +16,7 @@ from nsparq.option_table import BOOL, INT, STRING, STRINGS, OptionError, choice,
 from nsparq.tools import nsq_tail
 from nsparq.tools.cluster import AskFailed
 from nsparq.tools.command_table import CommandTable, run_command
+from nsparq.tools.json_lines import body_fields
 from nsparq.tools.log_reader import LogReader, StoredMessage
 from nsparq.tools.output import moment, print_json
 from nsparq.tools.source import Source, SourceFlags
@@ -196,10 +196,7 @@ def _as_json(message: StoredMessage) -> dict[str, Any]:
         "timestamp": message.timestamp_ns,
         "size": len(message.body),
     }
-    try:
-        return shown | {"body": message.body.decode()}
-    except UnicodeDecodeError:
-        return shown | {"body_base64": base64.b64encode(message.body).decode()}
+    return shown | body_fields(message.body)
 
 
 def _tail(options: TailFlags) -> int:

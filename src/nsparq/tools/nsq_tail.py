@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import select
 import sys
@@ -43,9 +44,12 @@ class NsqTailOptions(SourceOptions):
     )
     n: int = opt(0, "end after this many messages of a topic; 0: never", INT, bound="not negative")
     print_topic: bool = opt(False, "print the topic before each message: `orders | body`", BOOL)
+    headers: bool = opt(
+        False, 'print the headers before each message, as JSON: `{"tenant": "acme"} | body`', BOOL
+    )
 
     def consumer_config(self) -> Config:
-        return replace(SourceOptions.consumer_config(self), observe=True)
+        return replace(SourceOptions.consumer_config(self), observe=True, headers=self.headers)
 
     def validate(self) -> None:
         SourceOptions.validate(self)
@@ -81,6 +85,7 @@ class Printer:
         self._has_failed = False
         self._remaining: int | None = options.n or None
         self._prefix = f"{topic} | ".encode() if options.print_topic else b""
+        self._has_headers = options.headers
         most = min(options.max_in_flight, options.n) if options.n else options.max_in_flight
         self._max_in_flight = most
         self.consumer = options.consumer(
@@ -99,7 +104,7 @@ class Printer:
         self._give_back(messages[len(wanted) :])
         if not wanted:
             return
-        data = b"".join(self._prefix + message.body + b"\n" for message in wanted)
+        data = b"".join(self._line(message) for message in wanted)
         try:
             # In a thread: a slow reader of a pipe must not delay heartbeats.
             await asyncio.to_thread(write_all, STDOUT, data, lambda: self._ending.is_due)
@@ -118,6 +123,10 @@ class Printer:
             self.consumer.change_max_in_flight(min(self._max_in_flight, self._remaining))
             if not self._remaining:
                 self._ending.end()
+
+    def _line(self, message: Message) -> bytes:
+        headers = json.dumps(message.headers, ensure_ascii=False) + " | " if self._has_headers else ""
+        return self._prefix + headers.encode() + message.body + b"\n"
 
     def _give_back(self, messages: list[Message]) -> None:
         if messages:

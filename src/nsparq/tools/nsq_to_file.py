@@ -13,15 +13,17 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
-from nsparq.client import ClientError, Message
+from nsparq.client import ClientError, Config, Message
 from nsparq.option_table import BOOL, DURATION, INT, STRING, STRINGS, OptionError, choice, opt
 from nsparq.tools.cluster import AskFailed, Cluster
+from nsparq.tools.json_lines import to_line
 from nsparq.tools.options import (
     SourceOptions,
     ToolTable,
@@ -81,6 +83,12 @@ class NsqToFileOptions(SourceOptions):
         STRING,
         default_text="the hostname up to its first dot",
     )
+    json_lines: bool = opt(
+        False,
+        "write each message as a JSON object with `timestamp`, `headers` and `body`, or `body_base64` if it "
+        "is not UTF-8; `to_nsq --json-lines` reads them",
+        BOOL,
+    )
     gzip: bool = opt(False, "compress the files", BOOL)
     gzip_level: int = opt(6, "level of compression, from 1 (fast) to 9 (small)", INT)
     skip_empty_files: bool = opt(False, "write no file for a period without messages", BOOL)
@@ -106,6 +114,9 @@ class NsqToFileOptions(SourceOptions):
         heading="Logging",
     )
     log_prefix: str = opt(f"[{PROGRAM}] ", "prefix of every log line", STRING)
+
+    def consumer_config(self) -> Config:
+        return replace(SourceOptions.consumer_config(self), headers=self.json_lines)
 
     def validate(self) -> None:
         check_topics(self.topic, self.channel)
@@ -179,6 +190,7 @@ class Archive:
         self._nsqd = options.nsqd_tcp_address
         self._batch_size, self._interval = options.max_in_flight, options.sync_interval
         self._files = TopicFiles(options.rules(), options.names(topic))
+        self._line: Callable[[Message], bytes] = to_line if options.json_lines else attrgetter("body")
         self._consumer = options.consumer(topic, options.channel, self._collect)
         self._arrived: list[Message] = []
         """Messages not yet written."""
@@ -254,7 +266,7 @@ class Archive:
         is_full = len(self._written) >= self._batch_size or self._consumer.is_starved
         is_synced = await asyncio.to_thread(
             self._files.store,
-            [message.body for message in arrived],
+            [*map(self._line, arrived)],
             sync=is_tick or is_stopping or must_close or (is_full and bool(self._written)),
             tick=is_tick,
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -36,6 +37,9 @@ CONTENT_TYPE: Final = "application/octet-stream"
 PLACE: Final = "%s"
 """Placeholder for the message in the URL of a GET."""
 EVERY_ADDRESS: Final = ("multicast", "all")
+SAME_NAME: Final = ("traceparent", "tracestate", "baggage")
+"""Headers with the same name in a message and in a request."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +142,8 @@ class Forwarder:
         given = parse_headers(options.header)
         replaced = {name.lower() for name in given}
         self._headers = {name: text for name, text in headers.items() if name.lower() not in replaced} | given
+        self._fixed = replaced
+        """Names of the headers that are the same in every request."""
         self._pool = make_pool(options.mode, self._addresses)
         if self._pool is None and options.mode not in EVERY_ADDRESS:
             logger.warning("unknown mode %s: every URL gets every message", options.mode)
@@ -163,11 +169,11 @@ class Forwarder:
         try:
             if self._is_post:
                 target = self._targets[address]
-                status = await self._client.request("POST", target, self._headers, message.body)
+                status = await self._client.request("POST", target, self._headers_of(message), message.body)
                 ok = 200 <= status < 300
             else:
                 target = parse_target(address.replace(PLACE, quote_plus(message.body)))
-                status = await self._client.request("GET", target, self._headers)
+                status = await self._client.request("GET", target, self._headers_of(message))
                 ok = status == 200
         except RequestFailed as error:
             logger.warning("%s: message %s: %s", without_secrets(address), message.id.decode(), error)
@@ -177,8 +183,31 @@ class Forwarder:
         self._timings.add(monotonic() - began)
         return ok
 
+    def _headers_of(self, message: Message) -> dict[str, str]:
+        """Headers of the request, with those of the message. The flags win."""
+        found = http_headers(message.headers)
+        if not found:
+            return self._headers
+        found = {name: value for name, value in found.items() if name.lower() not in self._fixed}
+        return {**self._headers, **found}
+
     async def close(self) -> None:
         await self._client.close()
+
+
+def http_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """A message's headers as those of a request: the reverse of what nsqd's /pub does."""
+    found = {}
+    for name, value in headers.items():
+        if name in SAME_NAME or name.startswith("ce-"):
+            shown = name
+        elif name == "content-type" and "ce-specversion" in headers:
+            shown = "Content-Type"
+        else:
+            shown = f"X-Nsq-Header-{name}"
+        # A line feed would begin another header.
+        found[shown] = _CONTROL.sub(lambda found: f"%{ord(found[0]):02X}", value)
+    return found
 
 
 async def work(options: NsqToHttpOptions, ending: Ending) -> None:

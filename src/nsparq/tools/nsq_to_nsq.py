@@ -7,14 +7,14 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import Any, Final
 
-from nsparq.client import ClientError, Consumer, Message, Producer, PublishFailed, Requeue
+from nsparq.client import ClientError, Config, Consumer, Message, Producer, PublishFailed, Requeue
 from nsparq.names import is_valid_name
-from nsparq.option_table import INT, STRING, STRINGS, OptionError, opt
+from nsparq.option_table import BOOL, INT, STRING, STRINGS, OptionError, opt
 from nsparq.tools.hostpool import RoundRobin, make_pool
 from nsparq.tools.options import (
     SourceOptions,
@@ -57,8 +57,14 @@ class NsqToNsqOptions(SourceOptions):
         "`round-robin` or `epsilon-greedy` (mostly the fastest)",
         STRING,
     )
+    drop_headers: bool = opt(
+        False, "copy only the bodies of messages with headers; for destinations that know none", BOOL
+    )
     producer_opt: tuple[str, ...] = producer_opt_option()
     status_every: int = opt(250, "log how long publishes take, after this many of them; 0: never", INT)
+
+    def consumer_config(self) -> Config:
+        return replace(SourceOptions.consumer_config(self), headers=not self.drop_headers)
 
     def validate(self) -> None:
         if not self.topic or not self.channel:
@@ -78,10 +84,11 @@ TABLE: Final = ToolTable(
     NsqToNsqOptions,
     command="to-nsq",
     about="""
-Copies the messages of topics to other nsqds, to the same topic or another one. A message is
-finished when its destination has acknowledged it. Otherwise it is requeued, with growing delays,
-and given up after five attempts (never, with --consumer-opt=max_attempts,0). JSON objects can be
-selected by a field and reduced to some fields; messages that are not JSON objects are then dropped.
+Copies the messages of topics, with their headers, to other nsqds, to the same topic or another one.
+A message is finished when its destination has acknowledged it. Otherwise it is requeued, with
+growing delays, and given up after five attempts (never, with --consumer-opt=max_attempts,0). JSON
+objects can be selected by a field and reduced to some fields; messages that are not JSON objects
+are then dropped.
 """,
     examples=(
         "nsq_to_nsq --topic=orders --nsqd-tcp-address=127.0.0.1:4150 \\",
@@ -187,7 +194,7 @@ class Copier:
     async def _publish(self, address: str, topic: str, group: list[tuple[Message, bytes]]) -> None:
         for part in _parts(group):
             try:
-                await self._publish_together(address, topic, [body for _, body in part])
+                await self._publish_together(address, topic, part)
             except PublishFailed as error:
                 if len(part) > 1 and error.code in ("E_BAD_MESSAGE", "E_BAD_BODY"):
                     # One message is invalid: publish the others without it.
@@ -198,16 +205,17 @@ class Copier:
             except ClientError as error:
                 self._failed(address, part, error)
 
-    async def _publish_together(self, address: str, topic: str, bodies: list[bytes]) -> None:
+    async def _publish_together(self, address: str, topic: str, part: list[tuple[Message, bytes]]) -> None:
         producer = self._producers[address]
+        headers = [message.headers for message, _ in part]
         began = monotonic()
-        if len(bodies) == 1:
-            await producer.publish(topic, bodies[0])
+        if len(part) == 1:
+            await producer.publish(topic, part[0][1], headers=headers[0])
         else:
-            await producer.publish_many(topic, bodies)
+            await producer.publish_many(topic, [body for _, body in part], headers=headers)
         now = monotonic()
         self._pool.report(address, True, now - began, now)
-        for _ in bodies:
+        for _ in part:
             self._timings[address].add(now - began)
 
     def _failed(self, address: str, part: list[tuple[Message, bytes]], error: ClientError) -> None:

@@ -16,11 +16,20 @@ from nsparq.errors import StartError
 from nsparq.option_table import BOOL, DURATION, INT, STRING, STRINGS, OptionError, opt
 from nsparq.tools.cluster import AskFailed
 from nsparq.tools.command_table import CommandTable, run_command
+from nsparq.tools.json_lines import parse_headers, with_headers
 from nsparq.tools.options import check_nsqd, client_config, producer_opt_option
 from nsparq.tools.output import print_json
 from nsparq.tools.run import Ending, run_work
 from nsparq.tools.source import Source, SourceFlags, environment_addresses
-from nsparq.tools.to_nsq import STDIN, delimiter_byte, pump, read_chunks, read_records
+from nsparq.tools.to_nsq import (
+    STDIN,
+    delimiter_byte,
+    header_option,
+    json_lines_option,
+    pump,
+    read_chunks,
+    read_records,
+)
 
 __all__ = ["PUBLISH", "publish"]
 
@@ -36,6 +45,8 @@ class PublishFlags(SourceFlags):
         "\n", r"byte between two messages of the input; also `\n`, `\r`, `\t` or `\0`", STRING
     )
     whole: bool = opt(False, "the whole input is one message", BOOL)
+    header: tuple[str, ...] = header_option()
+    json_lines: bool = json_lines_option()
     defer: float = opt(0.0, "deliver the messages only after this time", DURATION, bound="not negative")
     rate: int = opt(0, "limit of messages per second; 0: no limit", INT, bound="not negative")
     nsqd_tcp_address: tuple[str, ...] = opt(
@@ -56,6 +67,7 @@ class PublishFlags(SourceFlags):
             raise OptionError("a message must not be empty")
         check_nsqd("nsqd-tcp-address", self.nsqd_tcp_address)
         client_config("nsparq", self.producer_opt)
+        parse_headers(self.header)
 
 
 PUBLISH: Final = CommandTable(
@@ -122,7 +134,7 @@ async def work(options: PublishFlags, ending: Ending) -> None:
     config = client_config("nsparq", options.producer_opt)
     producers = [Producer(address, config=config) for address in addresses]
     try:
-        source = records(options, descriptor)
+        source = with_headers(records(options, descriptor), options.header, options.json_lines)
         count = await pump(options.topic, source, producers, ending, rate=options.rate, defer=options.defer)
     finally:
         await asyncio.gather(*(producer.stop() for producer in producers))

@@ -14,7 +14,8 @@ from time import monotonic
 from typing import Final
 
 from nsparq.client import ClientError, Producer, PublishFailed
-from nsparq.option_table import INT, STRING, STRINGS, OptionError, opt
+from nsparq.option_table import BOOL, INT, STRING, STRINGS, OptionError, opt
+from nsparq.tools.json_lines import Record, Records, parse_headers, unzip, with_headers
 from nsparq.tools.options import ToolTable, check_nsqd, check_topics, client_config, producer_opt_option
 from nsparq.tools.run import Ending, run_tool, unless_ended
 
@@ -37,10 +38,25 @@ def delimiter_byte(text: str) -> bytes:
     return ESCAPES.get(text) or os.fsencode(text)
 
 
+def header_option() -> tuple[str, ...]:
+    return opt((), "header of every message, as `name=value`; needs nsparq's nsqd", STRINGS)
+
+
+def json_lines_option() -> bool:
+    return opt(
+        False,
+        "each record is a JSON object with `body` or `body_base64`, and optionally `headers`, as "
+        "`nsq_to_file --json-lines` writes them",
+        BOOL,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToNsqOptions:
     topic: str = opt("", "topic to publish to", STRING, heading="What to publish")
     delimiter: str = opt("\n", r"byte between two messages; also written `\n`, `\r`, `\t` or `\0`", STRING)
+    header: tuple[str, ...] = header_option()
+    json_lines: bool = json_lines_option()
     rate: int = opt(0, "limit of messages per second; 0: no limit", INT, bound="not negative")
 
     nsqd_tcp_address: tuple[str, ...] = opt(
@@ -58,6 +74,7 @@ class ToNsqOptions:
             raise OptionError("--nsqd-tcp-address required")
         check_nsqd("nsqd-tcp-address", self.nsqd_tcp_address)
         client_config(PROGRAM, self.producer_opt)
+        parse_headers(self.header)
 
 
 TABLE: Final = ToolTable(
@@ -144,12 +161,13 @@ class Throttle:
 
 
 async def publish(
-    producer: Producer, topic: str, records: Sequence[bytes], defer: float = 0.0
+    producer: Producer, topic: str, records: Sequence[bytes | Record], defer: float = 0.0
 ) -> tuple[int, ClientError | None]:
     """Publish records in order. Returns how many were acknowledged, and the error."""
+    bodies, headers = unzip(records)
     if len(records) > 1 and not defer:
         try:
-            await producer.publish_many(topic, records)
+            await producer.publish_many(topic, bodies, headers=headers)
             return len(records), None
         except PublishFailed as error:
             # One record is invalid, so nsqd took none. Those before it are published one by one.
@@ -157,9 +175,9 @@ async def publish(
                 return 0, error
         except ClientError as error:
             return 0, error
-    for done, record in enumerate(records):
+    for done, body in enumerate(bodies):
         try:
-            await producer.publish(topic, record, defer=defer)
+            await producer.publish(topic, body, defer=defer, headers=headers[done] if headers else None)
         except ClientError as error:
             return done, error
     return len(records), None
@@ -168,7 +186,8 @@ async def publish(
 async def work(options: ToNsqOptions, ending: Ending) -> None:
     config = client_config(PROGRAM, options.producer_opt)
     producers = [Producer(address, config=config) for address in dict.fromkeys(options.nsqd_tcp_address)]
-    source = read_records(read_chunks(STDIN), delimiter_byte(options.delimiter))
+    records = read_records(read_chunks(STDIN), delimiter_byte(options.delimiter))
+    source = with_headers(records, options.header, options.json_lines)
     try:
         await pump(options.topic, source, producers, ending, rate=options.rate)
     finally:
@@ -177,7 +196,7 @@ async def work(options: ToNsqOptions, ending: Ending) -> None:
 
 async def pump(
     topic: str,
-    source: AsyncIterator[list[bytes]],
+    source: Records,
     producers: Sequence[Producer],
     ending: Ending,
     *,
@@ -204,7 +223,7 @@ async def pump(
     return published
 
 
-async def _next(source: AsyncIterator[list[bytes]], ending: Ending) -> list[bytes] | None:
+async def _next(source: Records, ending: Ending) -> Sequence[bytes | Record] | None:
     try:
         return await anext(source, None)
     except OSError as error:
