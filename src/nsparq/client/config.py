@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from nsparq.addresses import split_address
 from nsparq.client.errors import reason_of
+from nsparq.client.tracing import Tracing
 from nsparq.errors import NsparqError
 from nsparq.flags import parse_bool, parse_duration
 from nsparq.private_random import private_random
@@ -112,6 +113,9 @@ class Config:
     headers: bool = True
     """Ask for message headers. Without them a consumer gets what NSQ's clients get: bodies alone, and
     the dead letters of nsqd as JSON; and a producer cannot publish any. NSQ's own nsqd ignores it."""
+
+    tracing: Tracing | None = None
+    """Traces publishes and handlers; `nsparq.integrations.opentelemetry` has one."""
 
     tls_v1: bool = False
     tls_config: ssl.SSLContext | None = None

@@ -77,6 +77,8 @@ class Producer:
         """Encoded names of topics, already checked."""
         self._begin()
         _all.add(self)
+        if self.config.tracing is not None:
+            self.config.tracing.trace_producer(self)
 
     def _begin(self) -> None:
         """No connection yet. In the child of a fork it begins again: the rest is the parent's."""

@@ -363,6 +363,8 @@ class Subscription:
 
     async def _send_dead_letter(self, message: Message, error: Exception) -> None:
         """If this fails, the message is requeued."""
+        if (tracing := self._rules.config.tracing) is not None:
+            tracing.failed(error)
         hook = self._dead_letter
         if isinstance(hook, str):
             letter = _letter_of(self.topic, self.channel, message, error)

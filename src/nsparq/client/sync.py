@@ -188,8 +188,11 @@ class _Feed:
     """Between the client's thread and the loop over messages. It does not refer to the generator,
     so that a generator that nobody uses any more is closed."""
 
-    def __init__(self, topic: str, channel: str, **options: Any) -> None:
-        self._consumer = Consumer(topic, channel, self._take, **options)
+    def __init__(self, topic: str, channel: str, *, config: Config, **options: Any) -> None:
+        self._tracing = config.tracing
+        # The body of the loop is the handler, not _take().
+        config = dataclasses.replace(config, tracing=None)
+        self._consumer = Consumer(topic, channel, self._take, config=config, **options)
         self._waiting: SimpleQueue[Message] = SimpleQueue()
         self._handed_out: Message | None = None
         self._is_closed = False
@@ -228,4 +231,6 @@ class _Feed:
             # If its connection was lost, nsqd sends the message to another consumer.
             if not message.is_answered:
                 self._handed_out = message
+                if self._tracing is not None:
+                    self._tracing.received(message, self._consumer.topic, self._consumer.channel)
                 return message

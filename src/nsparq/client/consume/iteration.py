@@ -22,11 +22,14 @@ class Iteration:
 
     async def messages(self) -> AsyncIterator[Message]:
         """The messages, one by one. Asking for the next one finishes the one before."""
-        max_attempts = self._consumer.config.max_attempts
+        consumer = self._consumer
+        max_attempts, tracing = consumer.config.max_attempts, consumer.config.tracing
         while (message := await self._inbox.get()) is not None:
             if 0 < max_attempts < message.attempts:
-                await self._consumer.give_up(message)
+                await consumer.give_up(message)
                 continue
+            if tracing is not None:
+                tracing.received(message, consumer.topic, consumer.channel)
             self._tasks[message] = asyncio.current_task()
             try:
                 yield message

@@ -92,6 +92,9 @@ class Workers:
         """`call` is the handler; it gets lists unless `batch_size` is 0."""
         self.tasks: list[asyncio.Task[None]] = []
         self._consumer, self._inbox, self._in_flight = consumer, inbox, in_flight
+        tracing = consumer.config.tracing
+        if call is not None and tracing is not None:
+            call = tracing.trace_handler(call, consumer.topic, consumer.channel)
         self._call = call
         self._batch_size, self._batch_timeout = batch_size, batch_timeout
         self._max_attempts = consumer.config.max_attempts or math.inf
