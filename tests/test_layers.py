@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "http": {"errors", "listening"},
     "transport": {"errors"},
     "client": BASE | {"addresses", "flags", "secret_scope", "transport", "busy_poll", "wire"},
-    "integrations": BASE | {"client"},
+    "integrations": BASE | {"addresses", "client"},
     "wire": BASE | {"kernel"},
     "storage": BASE,
     "replication": BASE | {"fetch", "storage"},

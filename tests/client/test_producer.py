@@ -25,6 +25,7 @@ from nsparq.client import (
 from nsparq.client.connect import producer_connection
 from tests.support.aio import run, until
 from tests.support.auth_server import AuthServer, unused_port
+from tests.support.connection import multi, with_headers
 from tests.support.scripted_nsqd import RESPONSE, ScriptedNsqd, frame, message_frame
 
 Reply = bytes | str | None
@@ -142,40 +143,25 @@ def test_invalid_publishes_are_refused_before_they_are_sent(work: Callable[[Prod
     run(main())
 
 
-def headed(text: bytes, **headers: str) -> bytes:
-    """A message as it stands in a command with headers."""
-    block = b"".join(
-        bytes([len(name)]) + name.encode() + struct.pack(">H", len(value)) + value.encode()
-        for name, value in headers.items()
-    )
-    return struct.pack(">i", len(block)) + block + text
-
-
-def several(*messages: bytes) -> bytes:
-    """The body of an MPUB."""
-    parts = (struct.pack(">i", len(message)) + message for message in messages)
-    return struct.pack(">i", len(messages)) + b"".join(parts)
-
-
 def test_headers_stand_before_the_body() -> None:
     async def main() -> None:
         async with pair(identify={"headers": True}) as (producer, nsqd):
             assert await sent_as(producer.publish("t", b"x", headers={"Tenant": "acme"}), nsqd) == (
                 "PUB t headers",
-                headed(b"x", tenant="acme"),
+                with_headers(b"x", {"tenant": "acme"}),
             )
             assert await sent_as(producer.publish("t", {"a": 1}, defer=1, headers={"k": "v"}), nsqd) == (
                 "DPUB t 1000 headers",
-                headed(b'{"a":1}', k="v"),
+                with_headers(b'{"a":1}', {"k": "v"}),
             )
             assert await sent_as(producer.publish_many("t", [b"x", "y"], headers={"k": "v"}), nsqd) == (
                 "MPUB t headers",
-                several(headed(b"x", k="v"), headed(b"y", k="v")),
+                multi([with_headers(b"x", {"k": "v"}), with_headers(b"y", {"k": "v"})]),
             )
             each = producer.publish_many("t", iter([b"x", b"y", b"z"]), headers=[{"k": "1"}, None, {}])
             assert await sent_as(each, nsqd) == (
                 "MPUB t headers",
-                several(headed(b"x", k="1"), headed(b"y"), headed(b"z")),
+                multi([with_headers(b"x", {"k": "1"}), with_headers(b"y", {}), with_headers(b"z", {})]),
             )
 
     run(main())
@@ -197,7 +183,7 @@ def test_without_headers_the_commands_are_those_of_nsq() -> None:
             for nothing in ({}, None, [None, {}]):
                 await producer.publish_many("t", iter([b"c", b"d"]), headers=nothing)
             assert nsqd.commands[1:] == ["PUB t", "DPUB t 1000", *["MPUB t"] * 3]
-            assert nsqd.peers[0].bodies[-1] == several(b"c", b"d")
+            assert nsqd.peers[0].bodies[-1] == multi([b"c", b"d"])
 
     run(main())
 

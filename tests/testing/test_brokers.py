@@ -13,7 +13,7 @@ import pytest
 
 from nsparq.errors import StartError
 from nsparq.testing import Broker, run_broker, run_lookupd
-from tests.support import RawConnection, wait_until
+from tests.support import RawConnection, unique_name, wait_until
 
 
 def connect(address: str) -> RawConnection:
@@ -151,6 +151,15 @@ def test_peek_shows_where_the_messages_of_a_channel_are(shared: Broker) -> None:
         client.read_message()
         found = {message.body: message.state for message in shared.peek("peeked", "ch")}
         assert found == {b"first": "in_flight", b"second": "ready", b"later": "deferred"}
+
+
+def test_messages_may_have_headers(shared: Broker) -> None:
+    topic = unique_name("topic")
+    shared.publish(topic, b"one", {"two": 2}, headers={"Tenant": "acme"})
+    assert [(one.body, one.headers) for one in shared.peek(topic)] == [
+        (b"one", {"tenant": "acme"}),
+        (b'{"two":2}', {"tenant": "acme"}),
+    ]
 
 
 def test_peek_shows_a_large_message_whole(shared: Broker) -> None:

@@ -27,6 +27,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from nsparq.client.sync import Producer
 from tests.support import TestBroker, wait_until
 from tests.support.forked import ForkedProcess, forked
 from tests.support.polling import DEADLINE
@@ -164,6 +165,22 @@ def consume(broker: TestBroker, topic: str, count: int, channel: str = "look") -
         messages = connection.read_messages(count, finish=True)
         connection.barrier()
         return [message.body for message in messages]
+
+
+def with_headers(broker: TestBroker, topic: str, count: int) -> list[tuple[bytes, dict[str, str]]]:
+    """The bodies and headers of the next messages of a topic."""
+    with broker.connect() as connection:
+        connection.identify(headers=True)
+        connection.sub(topic, "look", rdy=count)
+        messages = connection.read_messages(count, finish=True)
+        return [(message.body, message.headers) for message in messages]
+
+
+def publish_with_headers(broker: TestBroker, topic: str, *bodies: bytes, **headers: str) -> None:
+    """An underscore in a name stands for a hyphen."""
+    with Producer(tcp(broker)) as producer:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        producer.publish_many(topic, bodies, headers=named)
 
 
 def wait_for_channel(broker: TestBroker, topic: str, channel: str) -> None:

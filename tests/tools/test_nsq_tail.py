@@ -23,6 +23,7 @@ from .processes import (
     environment,
     free_address,
     http,
+    publish_with_headers,
     run_tool,
     tcp,
     wait_for_channel,
@@ -45,6 +46,17 @@ def test_messages_are_printed_as_they_come_until_a_signal(broker: TestBroker, to
         assert tool.terminate() == 0
         assert tool.out() == b"one\ntwo\r\n\xff\x00binary\nthree\n"
         assert "connected to" in tool.err()
+
+
+def test_headers_are_printed_before_the_message(broker: TestBroker, topic: str) -> None:
+    publish_with_headers(broker, topic, b"one", tenant="ac\nme")
+    broker.publish(topic, b"two")
+    with tail(broker, f"--topic={topic}", "--headers", "--print-topic", "-n=2") as tool:
+        assert tool.wait() == 0
+        assert tool.out().decode() == f'{topic} | {{"tenant": "ac\\nme"}} | one\n{topic} | {{}} | two\n'
+    with tail(broker, f"--topic={topic}", "-n=2") as tool:
+        assert tool.wait() == 0
+        assert tool.out() == b"one\ntwo\n"
 
 
 def test_an_interrupt_ends_it_with_status_0(broker: TestBroker, topic: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import os
 import re
 import resource
@@ -23,7 +24,17 @@ from nsparq.tools.topic_files import TopicFiles
 from tests.support import DEADLINE, TestBroker, start_broker, unique_name, wait_until
 from tests.support.lookupd import start_lookupd
 
-from .processes import Tool, free_address, http, run_tool, tcp, wait_for_channel, wait_until_drained
+from .processes import (
+    Tool,
+    free_address,
+    http,
+    publish_with_headers,
+    run_tool,
+    tcp,
+    wait_for_channel,
+    wait_until_drained,
+    with_headers,
+)
 
 HOST = socket.gethostname().partition(".")[0]
 HOUR = r"\d{4}-\d\d-\d\d_\d\d"
@@ -63,6 +74,29 @@ def test_messages_are_lines_of_a_file_named_after_topic_host_and_hour(
     ((name, content),) = files(tmp_path).items()
     assert re.fullmatch(rf"{topic}\.{re.escape(HOST)}\.{HOUR}\.log", name)
     assert content == b"one\ntwo\n\xff\x00binary\n"
+
+
+def test_lines_of_json_keep_headers_and_can_be_published_again(
+    broker: TestBroker, topic: str, tmp_path: Path
+) -> None:
+    publish_with_headers(broker, topic, b"two\nlines", b"\xff", tenant="acme")
+    broker.publish(topic, b"plain")
+    with archive(broker, tmp_path, f"--topic={topic}", "--json-lines", QUICK) as tool:
+        wait_until_drained(broker, topic, "c", 3)
+        assert tool.terminate() == 0
+    (content,) = files(tmp_path).values()
+    lines = [json.loads(line) for line in content.splitlines()]
+    assert all(line.pop("timestamp") > 0 for line in lines)
+    assert lines == [
+        {"headers": {"tenant": "acme"}, "body": "two\nlines"},
+        {"headers": {"tenant": "acme"}, "body_base64": "/w=="},
+        {"headers": {}, "body": "plain"},
+    ]
+    again = unique_name("again")
+    address = f"--nsqd-tcp-address={tcp(broker)}"
+    assert run_tool("to_nsq", f"--topic={again}", "--json-lines", address, input=content).status == 0
+    tenant = {"tenant": "acme"}
+    assert with_headers(broker, again, 3) == [(b"two\nlines", tenant), (b"\xff", tenant), (b"plain", {})]
 
 
 def test_messages_are_written_at_once_and_finished_by_the_end(

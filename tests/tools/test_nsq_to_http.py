@@ -9,11 +9,20 @@ import pytest
 
 from nsparq.option_table import OptionError
 from nsparq.tools import nsq_to_http
-from nsparq.tools.nsq_to_http import FLOAT, parse_headers
-from tests.support import TestBroker, start_broker, wait_until
+from nsparq.tools.nsq_to_http import FLOAT, http_headers, parse_headers
+from tests.support import TestBroker, start_broker, unique_name, wait_until
 from tests.support.polling import DEADLINE
 
-from .processes import Tool, WebServer, free_address, tcp, wait_until_drained
+from .processes import (
+    Tool,
+    WebServer,
+    free_address,
+    http,
+    publish_with_headers,
+    tcp,
+    wait_until_drained,
+    with_headers,
+)
 
 # Failed messages are requeued without delay, and back-off takes milliseconds.
 QUICK = ("--consumer-opt=default_requeue_delay,0", "--consumer-opt=backoff_multiplier,1ms")
@@ -89,6 +98,40 @@ def test_an_unreachable_destination_is_retried(broker: TestBroker, topic: str) -
         tool.wait_for_log(f"http://{address}: message ")
         stats = broker.channel_stats(topic, "c")
         assert stats is not None and stats["depth"] + stats["in_flight_count"] + stats["deferred_count"] == 1
+        assert tool.terminate() == 0
+
+
+def test_headers_of_a_message_become_those_of_the_request(broker: TestBroker, topic: str) -> None:
+    headers = {"traceparent": "00-1-2-01", "tenant": "ac\nme", "ce_specversion": "1.0"}
+    publish_with_headers(
+        broker, topic, b"{}", **headers, ce_subject="a \xfc", content_type="application/json", x_key="no"
+    )
+    with WebServer() as server:
+        options = (f"--post={server.url}", "--header=X-Nsq-Header-x-key: yes")
+        with forward(broker, topic, *options) as tool:
+            (request,) = server.wait_for(1)
+            assert tool.terminate() == 0
+    expected = {
+        "traceparent": "00-1-2-01",
+        "ce-specversion": "1.0",
+        "ce-subject": "a%20%C3%BC",
+        "content-type": "application/json",
+        "x-nsq-header-tenant": "ac%0Ame",
+        "x-nsq-header-x-key": "yes",
+    }
+    assert {name: request.headers[name] for name in expected} == expected
+    assert http_headers({"content-type": "text/plain"}) == {"X-Nsq-Header-content-type": "text/plain"}
+
+
+def test_headers_come_back_over_http(broker: TestBroker, topic: str) -> None:
+    """nsq_to_http and nsqd's /pub know the same table."""
+    headers = {"tracestate": "a=1", "k": "v", "ce-specversion": "1.0", "ce-subject": '%"\xfc'}
+    publish_with_headers(broker, topic, b"one", **headers)
+    target = unique_name("target")
+    with forward(broker, topic, f"--post=http://{http(broker)}/pub?topic={target}") as tool:
+        assert with_headers(broker, target, 1) == [
+            (b"one", {**headers, "content-type": "application/octet-stream"})
+        ]
         assert tool.terminate() == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from typing import Any
@@ -12,8 +13,19 @@ from nsparq.client import Requeue
 from nsparq.tools import nsq_to_nsq
 from nsparq.tools.nsq_to_nsq import JsonFilter
 from tests.support import BrokerProcess, TestBroker, start_broker, unique_name, wait_until
+from tests.support.aio import until
+from tests.support.scripted_nsqd import ScriptedNsqd
 
-from .processes import Tool, consume, free_address, tcp, wait_for_channel, wait_until_drained
+from .processes import (
+    Tool,
+    consume,
+    free_address,
+    publish_with_headers,
+    tcp,
+    wait_for_channel,
+    wait_until_drained,
+    with_headers,
+)
 
 QUICK = ("--consumer-opt=default_requeue_delay,0", "--consumer-opt=backoff_multiplier,1ms")
 
@@ -44,6 +56,35 @@ def test_messages_are_copied_to_the_same_topic_elsewhere(broker: TestBroker) -> 
             assert tool.out() == b""
         for topic in topics:
             assert consume(other, topic, len(bodies)) == bodies
+
+
+def test_messages_are_copied_with_their_headers(broker: TestBroker, topic: str) -> None:
+    target = unique_name("target")
+    publish_with_headers(broker, topic, b"one", tenant="acme")
+    broker.publish(topic, b"two")
+    with copy(broker, f"--topic={topic}", f"--destination-topic={target}") as tool:
+        assert with_headers(broker, target, 2) == [(b"one", {"tenant": "acme"}), (b"two", {})]
+        assert tool.terminate() == 0
+
+
+def test_headers_that_the_destination_does_not_know_are_not_dropped_unless_told(
+    broker: TestBroker, topic: str
+) -> None:
+    """A scripted nsqd in place of NSQ's own."""
+    publish_with_headers(broker, topic, b"one", tenant="acme")
+
+    async def main() -> None:
+        async with ScriptedNsqd() as other:
+            with copy(broker, f"--topic={topic}", to=other.address) as tool:
+                await asyncio.to_thread(tool.wait_for_log, "this nsqd does not support message headers")
+                assert await asyncio.to_thread(tool.terminate) == 0
+            assert "PUB" not in str(other.commands)
+            with copy(broker, f"--topic={topic}", "--drop-headers", to=other.address) as tool:
+                await until(lambda: f"PUB {topic}" in other.commands)
+                await asyncio.to_thread(wait_until_drained, broker, topic, "c", 1)
+                assert await asyncio.to_thread(tool.terminate) == 0
+
+    asyncio.run(main())
 
 
 def test_messages_are_copied_to_another_topic(broker: TestBroker, topic: str) -> None:

@@ -12,11 +12,22 @@ from collections.abc import AsyncIterator
 import pytest
 
 from nsparq.tools import to_nsq
+from nsparq.tools.json_lines import with_headers as with_headers_of_flags
 from nsparq.tools.to_nsq import Throttle, delimiter_byte, read_records
 from tests.support import TestBroker, start_broker
 from tests.support.polling import DEADLINE
 
-from .processes import Finished, Tool, command, consume, environment, free_address, run_tool, tcp
+from .processes import (
+    Finished,
+    Tool,
+    command,
+    consume,
+    environment,
+    free_address,
+    run_tool,
+    tcp,
+    with_headers,
+)
 
 
 def publish(broker: TestBroker, topic: str, *arguments: str, input: bytes) -> Finished:
@@ -203,3 +214,62 @@ def test_invalid_options_are_refused(
 
 def test_a_delimiter_is_one_byte_whatever_its_character() -> None:
     assert delimiter_byte("\udcff") == b"\xff"
+
+
+def test_every_message_gets_the_headers_of_the_flags(broker: TestBroker, topic: str) -> None:
+    done = publish(broker, topic, "--header=Tenant=acme", "--header=note=a=b", input=b"one\ntwo")
+    assert done.status == 0
+    headers = {"tenant": "acme", "note": "a=b"}
+    assert with_headers(broker, topic, 2) == [(b"one", headers), (b"two", headers)]
+
+
+def test_lines_of_json_have_their_own_headers(broker: TestBroker, topic: str) -> None:
+    lines = b"""{"body": "one", "headers": {"k": "1"}, "timestamp": 5}
+{"body_base64": "/w==", "headers": {"tenant": "b"}}
+{"body": "three"}"""
+    assert publish(broker, topic, "--json-lines", "--header=tenant=a", input=lines).status == 0
+    assert with_headers(broker, topic, 3) == [
+        (b"one", {"tenant": "a", "k": "1"}),
+        (b"\xff", {"tenant": "b"}),
+        (b"three", {"tenant": "a"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"two", "not JSON"),
+        (b"[2]", "not a JSON object"),
+        (b"{}", "there must be a text `body` or `body_base64`"),
+        (b'{"body": "x", "body_base64": "eA=="}', "there must be a text"),
+        (b'{"body": 2}', "there must be a text"),
+        (b'{"body": ""}', "the body is empty"),
+        (b'{"body_base64": "x"}', "`body_base64` is not base64"),
+        (b'{"body": "x", "headers": []}', ""),
+        (b'{"body": "x", "headers": [1]}', "`headers` is not an object"),
+        (b'{"body": "x", "headers": {"k": 1}}', "the header 'k' is a int, not a text"),
+        (b'{"body": "x", "headers": {"no good": ""}}', "not a header name"),
+    ],
+)
+def test_a_line_that_is_no_message_ends_it_after_those_before(line: bytes, reason: str) -> None:
+    async def lines() -> AsyncIterator[list[bytes]]:
+        yield [b'{"body": "one"}', line, b'{"body": "three"}']
+
+    async def main() -> None:
+        published = []
+        try:
+            async for records in with_headers_of_flags(lines(), [], is_json=True):
+                published += [body for body, _ in records]  # type: ignore[misc]
+        except OSError as error:
+            assert reason and str(error).startswith(f"record 2: {reason}")
+            assert published == [b"one"]
+        else:
+            assert not reason and published == [b"one", b"x", b"three"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("header", ["novalue", "no good=x", "=x"])
+def test_bad_headers_are_refused_at_the_start(header: str) -> None:
+    done = run_tool("to_nsq", "--topic=t", "--nsqd-tcp-address=127.0.0.1:1", f"--header={header}")
+    assert done.status == 1 and "--header" in done.err

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 from nsparq.addresses import join_address
 from nsparq.client.loop_thread import LoopThread
 from nsparq.client.payloads.encode import encode_bodies
+from nsparq.client.payloads.headers import Headers
+from nsparq.headers import encode_headers
 from nsparq.names import is_valid_name
 from nsparq.packed import PackedBodies
 from nsparq.process import Daemon, load_runner
@@ -164,16 +166,22 @@ class Broker(_Background):
 
     # messages
 
-    def publish(self, topic: str, *bodies: object, defer: float = 0.0) -> None:
-        """Publish without a client: bytes, texts or objects, as a Producer does."""
+    def publish(
+        self, topic: str, *bodies: object, defer: float = 0.0, headers: Headers | None = None
+    ) -> None:
+        """Publish without a client: bytes, texts or objects, as a Producer does. All of them get the
+        same headers."""
         if not is_valid_name(topic.encode()):
             raise ValueError(f"invalid topic name {topic!r}")
         encoded = encode_bodies(bodies)
         if not encoded or not all(encoded):
             raise ValueError("at least one message is needed, and none may be empty")
-        self._call(self._publish, topic, encoded, defer)
+        packed = PackedBodies.of(encoded)
+        if headers:
+            packed = packed.with_blocks(PackedBodies.of([encode_headers(headers)] * len(encoded)))
+        self._call(self._publish, topic, packed, defer)
 
-    async def _publish(self, topic: str, bodies: list[bytes], defer: float) -> None:
+    async def _publish(self, topic: str, bodies: PackedBodies, defer: float) -> None:
         broker: BrokerCore = self._daemon.broker
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -181,13 +189,13 @@ class Broker(_Background):
             done.set_result(None) if error is None else done.set_exception(error)
 
         publishing = broker.get_topic(topic).publishing
-        publishing.publish(PackedBodies.of(bodies), int(defer * 1000) * 1_000_000, published)
+        publishing.publish(bodies, int(defer * 1000) * 1_000_000, published)
         await done
 
     def peek(self, topic: str, channel: str = "", *, count: int = 100) -> list[PeekedMessage]:
         """Messages, without consuming them: the unfinished ones of a channel (in flight, requeued,
         deferred and ready), or the newest of the topic's log, finished or not. They have `body`,
-        `attempts`, `state` and more."""
+        `headers`, `attempts`, `state` and more."""
         found: list[PeekedMessage] = self._call(self._peek, topic, channel, count)
         return found
 

@@ -51,7 +51,10 @@ def from_line(line: bytes) -> Record:
     if isinstance(body, str) and encoded is None:
         data = body.encode()
     elif isinstance(encoded, str) and body is None:
-        data = base64.b64decode(encoded, validate=True)
+        try:
+            data = base64.b64decode(encoded, validate=True)
+        except ValueError as error:
+            raise ValueError(f"`body_base64` is not base64: {error}") from error
     else:
         raise ValueError("there must be a text `body` or `body_base64`")
     if not data:

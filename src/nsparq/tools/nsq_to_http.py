@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Final
-from urllib.parse import quote_plus
+from urllib.parse import quote, quote_plus
 
 from nsparq.client import Message, Requeue
 from nsparq.fetch import without_secrets
@@ -39,7 +39,7 @@ PLACE: Final = "%s"
 EVERY_ADDRESS: Final = ("multicast", "all")
 SAME_NAME: Final = ("traceparent", "tracestate", "baggage")
 """Headers with the same name in a message and in a request."""
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_CLOUD_EVENT_SAFE: Final = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,9 +205,13 @@ def http_headers(headers: Mapping[str, str]) -> dict[str, str]:
             shown = "Content-Type"
         else:
             shown = f"X-Nsq-Header-{name}"
-        # A line feed would begin another header.
-        found[shown] = _CONTROL.sub(lambda found: f"%{ord(found[0]):02X}", value)
+        # CloudEvents wants %xx in its headers. Elsewhere only a line feed, for example, would do harm.
+        found[shown] = quote(value, safe=_CLOUD_EVENT_SAFE) if shown.startswith("ce-") else _escaped(value)
     return found
+
+
+def _escaped(value: str) -> str:
+    return re.sub(r"[\x00-\x1f\x7f]", lambda found: quote(found[0]), value)
 
 
 async def work(options: NsqToHttpOptions, ending: Ending) -> None:
