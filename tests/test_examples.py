@@ -193,6 +193,22 @@ def test_publish(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> N
     assert sorted(ready[3:]) == sorted(b"%d" % number for number in range(100))
 
 
+def test_headers(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:
+    broker.create("orders", "print")
+    with Program(tmp_path, "headers.py", addresses) as program:
+        lines = program.end().splitlines()
+    event = 'com.example.order.placed {"number":2}'
+    assert sorted(lines) == sorted(['acme {"number":1}', "acme 3", "acme 4", "apex 5", "- 6", event])
+
+
+def test_traces(tmp_path: Path, broker: Broker, addresses: dict[str, str]) -> None:
+    with Program(tmp_path, "traces.py", addresses) as program:
+        spans = [line.split(" ") for line in program.end().splitlines()]
+    names = [" ".join(words[:-1]) for words in spans]
+    assert names == ["publish orders", "order", "bill", "process orders"]
+    assert len({words[-1] for words in spans}) == 1
+
+
 def test_consume(tmp_path: Path, broker: Broker, lookupd: Lookupd) -> None:
     broker.create("events", "storage")
     broker.publish("events", b"a", b"not yet")

@@ -1,12 +1,15 @@
 """Python clients for NSQ side by side, each in a process of its own, against the same broker.
 
-    python -m benchmarks.clients [--messages 48000] [--rounds 5] [--only …] [--loop uvloop]
-    [--command …]
+    python -m benchmarks.clients [--messages 48000] [--rounds 5] [--only …] [--alone]
+    [--loop uvloop] [--command …]
 
-publish N           single messages, N calls at a time, each acknowledged publish by N
-batches of N (MPUB), 16 calls at a time; 4 where N is 200, unless it says 16 consume
-single messages to a handler that does nothing, from a full topic, 200 in flight consume by 200
-the same in batches, 400 in flight; compared to single ones, which is all the others have
+    publish N           single messages, N calls at a time, each acknowledged
+    publish by N        batches of N (MPUB), 16 calls at a time; 4 where N is 200, unless it says 16
+    consume             single messages to a handler that does nothing, from a full topic, 200 in flight
+    consume by 200      the same in batches, 400 in flight; compared to single ones, which is all the
+                        others have
+    …, headers          the same with two headers of 76 bytes, a trace and a name; the handler reads one.
+                        A batch has the same headers for all its messages, unless it says own headers
 
 Rounds alternate over the libraries, each row of a round with a broker of its own; shown are
 medians. Beside the rate stands the processor time per message of the client, and of the broker
@@ -42,6 +45,9 @@ class Row(NamedTuple):
     share: float
     others: tuple[str, ...] = OTHERS
     compared_to: str = ""
+    """The row whose other libraries count."""
+    without_headers: str = ""
+    """The same row without headers."""
 
 
 ROWS = {
@@ -53,6 +59,24 @@ ROWS = {
     "publish by 200, 16": Row("publish_batches", {"batch": 200, "tasks": 16}, 40),
     "consume": Row("consume", {}, 1),
     "consume by 200": Row("consume_batches", {"batch": 200, "in_flight": 400}, 2, (), "consume"),
+}
+WITH_HEADERS = {
+    "publish 1, headers": ("publish 1", 2),
+    "publish 100, headers": ("publish 100", 2),
+    "publish by 200, headers": ("publish by 200", 1),
+    "publish by 200, own headers": ("publish by 200", 2),
+    "consume, headers": ("consume", 2),
+    "consume by 200, headers": ("consume by 200", 2),
+}
+"""Rows that are compared with one without headers."""
+ROWS |= {
+    title: ROWS[plain]._replace(
+        settings={**ROWS[plain].settings, "headers": headers},
+        others=(),
+        compared_to="",
+        without_headers=plain,
+    )
+    for title, (plain, headers) in WITH_HEADERS.items()
 }
 
 
@@ -66,7 +90,7 @@ async def fill(load: Load) -> None:
     """Fill the channel before the consumer starts."""
     async with Producer(load.address) as producer:
         for _ in range(load.count // 1000):
-            await producer.publish_many(load.topic, [load.body] * 1000)
+            await producer.publish_many(load.topic, [load.body] * 1000, headers=load.message_headers)
 
 
 def run(library: str, load: Load, broker: Spawned) -> Figures:
@@ -86,7 +110,7 @@ def median(runs: list[Figures]) -> Figures:
     return Figures(*(statistics.median(values) for values in zip(*runs, strict=True)))
 
 
-def show(title: str, medians: dict[str, Figures], others: dict[str, Figures]) -> None:
+def show(title: str, medians: dict[str, Figures], others: dict[str, Figures], plain: Figures | None) -> None:
     print(f"\n{title}")
     for library, figures in medians.items():
         line = f"  {library:8}{figures.rate:>12,.0f} /s {figures.client_us:10.2f} us"
@@ -95,6 +119,8 @@ def show(title: str, medians: dict[str, Figures], others: dict[str, Figures]) ->
             rate = figures.rate / max(other.rate for other in others.values())
             cost = min(other.client_us for other in others.values()) / figures.client_us
             line += f"   {rate:4.1f} x the best other, for 1/{cost:.1f} of its processor time"
+        if plain is not None:
+            line += f"   {figures.rate / plain.rate:4.2f} x the rate without headers"
         print(line)
 
 
@@ -107,6 +133,7 @@ def main() -> None:
         "--loop", choices=("asyncio", "uvloop"), default="asyncio", help="of those on asyncio"
     )
     parser.add_argument("--only", action="append", choices=sorted(ROWS))
+    parser.add_argument("--alone", action="store_true", help="without the other libraries")
     arguments = parser.parse_args()
     rows = {title: row for title, row in ROWS.items() if not arguments.only or title in arguments.only}
     # Divisible by every number of calls and every batch size.
@@ -119,7 +146,7 @@ def main() -> None:
             # next.
             with Spawned(arguments.command, [], None) as broker:
                 address = f"{broker.address[0]}:{broker.address[1]}"
-                for library in ("nsparq", *row.others):
+                for library in ("nsparq", *(() if arguments.alone else row.others)):
                     topic = f"{library}.{row.what}.{number}.{time.time_ns() % 10**9}"
                     load = Load(
                         row.what, address, topic, int(count * row.share), loop=arguments.loop, **row.settings
@@ -132,7 +159,8 @@ def main() -> None:
     }
     for title, by_library in medians.items():
         compared_to = medians.get(ROWS[title].compared_to or title, {})
-        show(title, by_library, {name: compared_to[name] for name in OTHERS if name in compared_to})
+        plain = medians.get(ROWS[title].without_headers, {}).get("nsparq")
+        show(title, by_library, {name: compared_to[name] for name in OTHERS if name in compared_to}, plain)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ class Load:
     batch: int = 200
     size: int = 100
     in_flight: int = 200
+    headers: int = 0
+    """1: all messages of a call have the same headers; 2: each has its own. Only nsparq has headers."""
     loop: str = "asyncio"
     _began: float = field(default=0.0, repr=False)
     _cpu: float = field(default=0.0, repr=False)
@@ -50,6 +52,11 @@ class Load:
     @property
     def body(self) -> bytes:
         return b"x" * self.size
+
+    @property
+    def message_headers(self) -> dict[str, str]:
+        traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        return {"traceparent": traceparent, "tenant": "acme"} if self.headers else {}
 
     @property
     def host(self) -> str:

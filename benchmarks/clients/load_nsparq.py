@@ -11,11 +11,12 @@ from nsparq.client import Consumer, Message, Producer
 async def publish(load: Load) -> None:
     async with Producer(load.address) as producer:
         await producer.connect()
+        headers = load.message_headers or None
         load.begin()
 
         async def work() -> None:
             for _ in range(load.count // load.tasks):
-                await producer.publish(load.topic, load.body)
+                await producer.publish(load.topic, load.body, headers=headers)
 
         await asyncio.gather(*(work() for _ in range(load.tasks)))
         load.end()
@@ -23,13 +24,15 @@ async def publish(load: Load) -> None:
 
 async def publish_batches(load: Load) -> None:
     batch = [load.body] * load.batch
+    same = load.message_headers
+    headers = [dict(same) for _ in batch] if load.headers == 2 else same
     async with Producer(load.address) as producer:
         await producer.connect()
         load.begin()
 
         async def work() -> None:
             for _ in range(load.count // load.batch // load.tasks):
-                await producer.publish_many(load.topic, batch)
+                await producer.publish_many(load.topic, batch, headers=headers)
 
         await asyncio.gather(*(work() for _ in range(load.tasks)))
         load.end()
@@ -39,6 +42,7 @@ async def consume(load: Load) -> None:
     done = asyncio.Event()
 
     async def handle(message: Message) -> None:
+        assert not load.headers or message.headers["traceparent"]
         if load.received(message.body):
             done.set()
 
@@ -53,6 +57,7 @@ async def consume_batches(load: Load) -> None:
 
     async def handle(messages: list[Message]) -> None:
         for message in messages:
+            assert not load.headers or message.headers["traceparent"]
             if load.received(message.body):
                 done.set()
 
