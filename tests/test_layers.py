@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "private_random": set(),
     "dead_letter": set(),
     "errors": set(),
-    "headers": set(),
+    "headers": {"kernel"},
     "names": set(),
     "kernel": {"_kernel"},
     "packed": set(),

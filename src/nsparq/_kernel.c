@@ -431,6 +431,168 @@ done:
     return result;
 }
 
+/* Size of the block of a message's headers; 0 if there are none, -1 for anything unusual: the Python code then
+ * encodes it, or says what is wrong. Names in lower case are different, because the keys of a dict are. */
+static Py_ssize_t
+block_size(PyObject *headers)
+{
+    PyObject *name, *value;
+    Py_ssize_t position = 0, total = 0;
+    if (headers == Py_None)
+        return 0;
+    if (!PyDict_CheckExact(headers))
+        return -1;
+    while (PyDict_Next(headers, &position, &name, &value)) {
+        Py_ssize_t size;
+        if (!PyUnicode_CheckExact(name) || !PyUnicode_CheckExact(value) || !PyUnicode_IS_COMPACT_ASCII(name))
+            return -1;
+        const unsigned char *text = PyUnicode_1BYTE_DATA(name);
+        Py_ssize_t width = PyUnicode_GET_LENGTH(name);
+        if (width < 1 || width > 255)
+            return -1;
+        for (Py_ssize_t i = 0; i < width; i++)
+            if (!is_name_character(text[i]))
+                return -1;
+        if (PyUnicode_AsUTF8AndSize(value, &size) == NULL) {
+            PyErr_Clear();
+            return -1;
+        }
+        total += 3 + width + size;
+        if (total > MAX_BLOCK)
+            return -1;
+    }
+    return total;
+}
+
+/* Write the block of headers for which block_size() is not negative. */
+static unsigned char *
+put_block(unsigned char *out, PyObject *headers)
+{
+    PyObject *name, *value;
+    Py_ssize_t position = 0, size;
+    while (headers != Py_None && PyDict_Next(headers, &position, &name, &value)) {
+        Py_ssize_t width = PyUnicode_GET_LENGTH(name);
+        const char *text = PyUnicode_AsUTF8AndSize(value, &size);
+        *out++ = (unsigned char)width;
+        memcpy(out, PyUnicode_1BYTE_DATA(name), (size_t)width);
+        out += width;
+        *out++ = (unsigned char)(size >> 8);
+        *out++ = (unsigned char)size;
+        memcpy(out, text, (size_t)size);
+        out += size;
+    }
+    return out;
+}
+
+PyDoc_STRVAR(encode_headers_doc,
+"encode_headers(headers) -> block or None\n\n"
+"The block of a dict of headers. None if a rule is broken, or a name has capital letters.");
+
+static PyObject *
+encode_headers(PyObject *module, PyObject *headers)
+{
+    Py_ssize_t size = headers == Py_None ? -1 : block_size(headers);
+    if (size < 0)
+        Py_RETURN_NONE;
+    PyObject *block = PyBytes_FromStringAndSize(NULL, size);
+    if (block != NULL)
+        put_block((unsigned char *)PyBytes_AS_STRING(block), headers);
+    return block;
+}
+
+PyDoc_STRVAR(decode_headers_doc,
+"decode_headers(block) -> dict or None\n\n"
+"The headers of a block of bytes. None if a rule is broken.");
+
+static PyObject *
+decode_headers(PyObject *module, PyObject *block)
+{
+    if (!PyBytes_CheckExact(block))
+        Py_RETURN_NONE;
+    const unsigned char *p = (const unsigned char *)PyBytes_AS_STRING(block), *end = p + PyBytes_GET_SIZE(block);
+    int is_valid = check_block(p, end - p);
+    if (is_valid < 0)
+        return NULL;
+    if (!is_valid)
+        Py_RETURN_NONE;
+    PyObject *headers = PyDict_New();
+    while (headers != NULL && p < end) {
+        Py_ssize_t width = p[0], size = (Py_ssize_t)p[1 + width] << 8 | p[2 + width];
+        PyObject *name = PyUnicode_DecodeASCII((const char *)p + 1, width, "strict");
+        PyObject *value = PyUnicode_DecodeUTF8((const char *)p + 3 + width, size, "strict");
+        if (name == NULL || value == NULL || PyDict_SetItem(headers, name, value))
+            Py_CLEAR(headers);
+        Py_XDECREF(name);
+        Py_XDECREF(value);
+        p += 3 + width + size;
+    }
+    return headers;
+}
+
+PyDoc_STRVAR(encode_mpub_headers_doc,
+"encode_mpub_headers(topic, bodies, headers) -> command or None\n\n"
+"An MPUB of a list or tuple of messages with headers: a dict for all, or a list or tuple with a dict or None for\n"
+"each. None for anything else, if a rule is broken, or if no message has headers.");
+
+static PyObject *
+encode_mpub_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3 || !PyBytes_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "encode_mpub_headers(bytes, list or tuple, dict, list or tuple)");
+        return NULL;
+    }
+    int is_same = PyDict_CheckExact(args[2]);
+    if ((!PyList_CheckExact(args[1]) && !PyTuple_CheckExact(args[1]))
+        || (!is_same && !PyList_CheckExact(args[2]) && !PyTuple_CheckExact(args[2])))
+        Py_RETURN_NONE;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(args[1]);
+    PyObject **bodies = PySequence_Fast_ITEMS(args[1]);
+    PyObject **headers = is_same ? NULL : PySequence_Fast_ITEMS(args[2]);
+    if (!is_same && PySequence_Fast_GET_SIZE(args[2]) != count)
+        Py_RETURN_NONE;
+    Py_ssize_t width = PyBytes_GET_SIZE(args[0]), total = 4 + 8 * count, all = 0;
+    Py_ssize_t block = is_same ? block_size(args[2]) : 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (!PyBytes_CheckExact(bodies[i]) || PyBytes_GET_SIZE(bodies[i]) == 0)
+            Py_RETURN_NONE;
+        if (!is_same)
+            block = block_size(headers[i]);
+        if (block < 0)
+            Py_RETURN_NONE;
+        all += block;
+        total += PyBytes_GET_SIZE(bodies[i]);
+    }
+    total += all;
+    if (all == 0 || total > INT32_MAX)
+        Py_RETURN_NONE;
+    PyObject *command = PyBytes_FromStringAndSize(NULL, 5 + width + 9 + 4 + total);
+    if (command == NULL)
+        return NULL;
+    unsigned char *out = (unsigned char *)PyBytes_AS_STRING(command);
+    memcpy(out, "MPUB ", 5);
+    memcpy(out + 5, PyBytes_AS_STRING(args[0]), (size_t)width);
+    memcpy(out + 5 + width, " headers\n", 9);
+    out = put_u32(out + 14 + width, (uint32_t)total);
+    out = put_u32(out, (uint32_t)count);
+    const unsigned char *first = NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Py_ssize_t size = PyBytes_GET_SIZE(bodies[i]);
+        unsigned char *start = out + 8;
+        if (is_same && first != NULL) {
+            memcpy(start, first, (size_t)block);
+            out = start + block;
+        }
+        else
+            out = put_block(start, is_same ? args[2] : headers[i]);
+        first = first == NULL ? start : first;
+        put_u32(start - 4, (uint32_t)(out - start));
+        put_u32(start - 8, (uint32_t)(4 + (out - start) + size));
+        memcpy(out, PyBytes_AS_STRING(bodies[i]), (size_t)size);
+        out += size;
+    }
+    return command;
+}
+
 static const char HEX[] = "0123456789abcdef";
 
 PyDoc_STRVAR(build_frames_doc,
@@ -974,6 +1136,9 @@ static PyMethodDef methods[] = {
     {"take_publishes", (PyCFunction)(void (*)(void))take_publishes, METH_FASTCALL, take_publishes_doc},
     {"encode_mpub", (PyCFunction)(void (*)(void))encode_mpub, METH_FASTCALL, encode_mpub_doc},
     {"split_headers", (PyCFunction)(void (*)(void))split_headers, METH_FASTCALL, split_headers_doc},
+    {"encode_headers", encode_headers, METH_O, encode_headers_doc},
+    {"decode_headers", decode_headers, METH_O, decode_headers_doc},
+    {"encode_mpub_headers", (PyCFunction)(void (*)(void))encode_mpub_headers, METH_FASTCALL, encode_mpub_headers_doc},
     {"build_frames", (PyCFunction)(void (*)(void))build_frames, METH_FASTCALL, build_frames_doc},
     {"decode_fins", (PyCFunction)(void (*)(void))decode_fins, METH_FASTCALL, decode_fins_doc},
     {"unpack_batches", (PyCFunction)(void (*)(void))unpack_batches, METH_FASTCALL, unpack_batches_doc},

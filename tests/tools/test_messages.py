@@ -13,7 +13,7 @@ from nsparq.tools.times import parse_time
 from tests.support import TestBroker
 
 from .conftest import Run
-from .processes import Tool, http, tcp
+from .processes import Tool, http, publish_with_headers, tcp
 
 
 def test_peek_shows_the_newest_messages_of_a_topic(nsparq: Run, broker: TestBroker, topic: str) -> None:
@@ -56,6 +56,22 @@ def test_tail_since_prints_stored_messages_and_takes_none(
     stats = broker.topic_stats(topic)
     assert stats is not None and (stats["depth"], stats["channels"]) == (3, [])
     assert nsparq("tail", topic + "x", "--since=1h").err == f"nsparq tail: there is no topic {topic}x\n"
+
+
+def test_peek_and_tail_show_headers(nsparq: Run, broker: TestBroker, topic: str) -> None:
+    publish_with_headers(broker, topic, b"one", b"two", tenant="ac\x1bme")
+    broker.publish(topic, b"plain")
+    assert nsparq("peek", topic).out.count(b'\n    {"tenant": "ac\\u001bme"}\n') == 2
+    for command in (("peek", topic), ("tail", topic, "--since=1h")):
+        lines = [json.loads(line) for line in nsparq(*command, "--json").out.splitlines()]
+        headers = {"tenant": "ac\x1bme"}
+        assert [(one["body"], one.get("headers")) for one in lines] == [
+            ("one", headers),
+            ("two", headers),
+            ("plain", None),
+        ]
+    printed = nsparq("tail", topic, "--since=1h", "--headers").out.decode().splitlines()
+    assert printed[1:] == ['{"tenant": "ac\\u001bme"} | two', "{} | plain"]
 
 
 def test_tail_follows_a_topic_that_does_not_exist_yet(broker: TestBroker, topic: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from nsparq.wire import client as wire
 from nsparq.wire import server
 from nsparq.wire.client import BadFrame, Error, Frame, FrameDecoder, Received, Response
 from nsparq.wire.commands import Auth, Identify, Publish, Ready, Requeue, StartClose, Subscribe, Touch
+from tests.support.connection import with_headers
 from tests.support.scripted_nsqd import ERROR, MESSAGE, MESSAGE_WITH_HEADERS, RESPONSE, frame, message_frame
 from tests.wire.harness import both_builds, commands, finished, using
 
@@ -257,6 +259,45 @@ def test_in_an_mpub_each_message_follows_its_size(build: str, bodies: list[bytes
     with using(build):
         for given_as in (bodies, tuple(bodies), [bytearray(body) for body in bodies]):
             assert wire.mpub(b"t", given_as) == expected
+
+
+HEADERS = st.dictionaries(st.text("ab-.", min_size=1, max_size=3), st.text("a\xfc", max_size=3), max_size=3)
+
+
+@both_builds
+@given(st.lists(st.tuples(st.binary(min_size=1, max_size=9), st.none() | HEADERS), min_size=1, max_size=5))
+def test_in_an_mpub_with_headers_each_message_begins_with_its_block(
+    build: str, messages: list[tuple[bytes, dict[str, str] | None]]
+) -> None:
+    bodies, headers = [body for body, _ in messages], [one for _, one in messages]
+    framed = [with_headers(body, one or {}) for body, one in messages]
+    same = headers[0] or {}
+    with using(build):
+        made = wire.mpub_with_headers(b"t", bodies, headers, list)
+        expected = wire.mpub(b"t headers", framed) if any(headers) else wire.mpub(b"t", bodies)
+        assert made == (expected, any(headers))
+        # Iterators take the way of Python.
+        assert wire.mpub_with_headers(b"t", iter(bodies), iter(headers), list) == made
+        for_all = wire.mpub_with_headers(b"t", bodies, same, list)
+        assert for_all == wire.mpub_with_headers(b"t", bodies, [same] * len(bodies), list)
+
+
+@both_builds
+@pytest.mark.parametrize(
+    ("bodies", "headers", "text"),
+    [
+        ([b"x", b"y"], [{"k": "v"}], "2 messages, but 1 headers"),
+        ([b"x", b""], {"k": "v"}, "none of them empty"),
+        ([], {"k": "v"}, "none of them empty"),
+        ([b"x"], [{"no good": "v"}], "not a header name"),
+        ([b"x"], [{"k": "\ud800"}], "surrogates"),
+        ([b"x"], [{"k": 5}], "not a text"),
+        ([b"x"], {"k": "v" * 65536}, "must not exceed"),
+    ],
+)
+def test_bad_headers_of_an_mpub_are_refused(build: str, bodies: Any, headers: Any, text: str) -> None:
+    with using(build), pytest.raises((ValueError, TypeError), match=text):
+        wire.mpub_with_headers(b"t", bodies, headers, list)
 
 
 @both_builds

@@ -25,8 +25,7 @@ from nsparq.client.consume.event_loop import wait_to_the_end
 from nsparq.client.errors import ConnectFailed, PublishFailed, PublishTimeout, Stopped, reason_of
 from nsparq.client.message import check_delay
 from nsparq.client.payloads.encode import encode_bodies, encode_payload
-from nsparq.client.payloads.headers import Headers, HeadersOfMany, add_headers
-from nsparq.headers import encode_headers
+from nsparq.headers import Headers, HeadersOfMany, encode_headers
 from nsparq.names import is_valid_name
 from nsparq.private_random import private_random
 from nsparq.wire import client as wire
@@ -182,12 +181,10 @@ class Producer:
         `headers` is a mapping for all of them, or a list with one mapping, or None, for each. Raises as
         publish()."""
         name = self._names.get(topic) or self._name(topic)
-        if headers is not None:
-            bodies = encode_bodies(bodies)
-            if messages := add_headers(bodies, headers):
-                await self._send(wire.mpub(name + wire.WITH_HEADERS, messages), True)
-                return
-        await self._send(wire.mpub(name, bodies, encode_bodies))
+        if headers is None:
+            await self._send(wire.mpub(name, bodies, encode_bodies))
+        else:
+            await self._send(*wire.mpub_with_headers(name, bodies, headers, encode_bodies))
 
     def _name(self, topic: str) -> bytes:
         """The encoded name of a topic. Raises ValueError."""

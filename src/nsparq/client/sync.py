@@ -27,8 +27,8 @@ from nsparq.client.errors import ConnectFailed, PublishTimeout, Stopped
 from nsparq.client.loop_thread import LoopThread
 from nsparq.client.message import Message
 from nsparq.client.payloads.encode import encode_bodies, encode_payload
-from nsparq.client.payloads.headers import Headers, HeadersOfMany
 from nsparq.client.producer import Producer as AsyncProducer
+from nsparq.headers import Headers, HeadersOfMany
 
 __all__ = ["Producer", "consume"]
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from nsparq.addresses import join_address
 from nsparq.client.loop_thread import LoopThread
 from nsparq.client.payloads.encode import encode_bodies
-from nsparq.client.payloads.headers import Headers
-from nsparq.headers import encode_headers
+from nsparq.headers import Headers, encode_headers
 from nsparq.names import is_valid_name
 from nsparq.packed import PackedBodies
 from nsparq.process import Daemon, load_runner

@@ -15,7 +15,16 @@ from nsparq.client import Message
 from nsparq.headers import encode_headers
 from nsparq.option_table import OptionError
 
-__all__ = ["Record", "Records", "body_fields", "parse_headers", "to_line", "unzip", "with_headers"]
+__all__ = [
+    "Record",
+    "Records",
+    "body_fields",
+    "headers_prefix",
+    "parse_headers",
+    "to_line",
+    "unzip",
+    "with_headers",
+]
 
 Record = tuple[bytes, Mapping[str, str]]
 """Body and headers."""
@@ -29,6 +38,11 @@ def body_fields(body: bytes) -> dict[str, str]:
         return {"body": body.decode()}
     except UnicodeDecodeError:
         return {"body_base64": base64.b64encode(body).decode()}
+
+
+def headers_prefix(headers: Mapping[str, str]) -> bytes:
+    """What --headers prints before a message."""
+    return f"{json.dumps(headers, ensure_ascii=False)} | ".encode()
 
 
 def to_line(message: Message) -> bytes:

@@ -11,16 +11,18 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise, repeat
 from typing import Any, Final, NamedTuple
 
+from nsparq.headers import decode_headers
 from nsparq.tools.cluster import AskFailed
 from nsparq.tools.source import Source
 
 __all__ = ["LogReader", "StoredMessage"]
 
 HEADER: Final = struct.Struct("<4sIIHHQqqII")
-MAGICS: Final = (b"NQB1", b"NQB2")
+WITH_HEADERS: Final = b"NQB2"
+MAGICS: Final = (b"NQB1", WITH_HEADERS)
 """Of batches without and with headers. Headers follow the bodies."""
 
 
@@ -30,6 +32,7 @@ class StoredMessage(NamedTuple):
     sequence: int
     topic: str
     body: bytes
+    headers: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -124,10 +127,12 @@ class LogReader:
             lengths = struct.unpack_from(f"<{count}I", data, table)
             ends = accumulate(lengths, initial=table + 4 * count)
             begin = next(ends)
-            for sequence, end in enumerate(ends, base):
+            blocks = _blocks(data, begin + sum(lengths), count) if magic == WITH_HEADERS else repeat(b"")
+            for sequence, (end, block) in enumerate(zip(ends, blocks, strict=False), base):
                 is_wanted = self.next <= sequence and (until is None or sequence < until)
                 if is_wanted and not any(low <= sequence < high for low, high in gaps):
-                    yield StoredMessage(timestamp_ns, self.node, sequence, self.topic, data[begin:end])
+                    body, headers = data[begin:end], decode_headers(block)
+                    yield StoredMessage(timestamp_ns, self.node, sequence, self.topic, body, headers)
                 begin = end
             position += size
 
@@ -147,3 +152,9 @@ class LogReader:
             # The topic is new here, and so are all of its messages.
             self.incarnation, self.next = described["incarnation"], described["earliest"]
         return int(described["state"])
+
+
+def _blocks(data: bytes, table: int, count: int) -> Iterator[bytes]:
+    """The header blocks of a batch. Their lengths are at `table`, the blocks behind them."""
+    ends = [*accumulate(struct.unpack_from(f"<{count}I", data, table), initial=table + 4 * count)]
+    return (data[begin:end] for begin, end in pairwise(ends))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import json
 import queue
 import sys
 import threading
@@ -16,8 +17,9 @@ from nsparq.option_table import BOOL, INT, STRING, STRINGS, OptionError, choice,
 from nsparq.tools import nsq_tail
 from nsparq.tools.cluster import AskFailed
 from nsparq.tools.command_table import CommandTable, run_command
-from nsparq.tools.json_lines import body_fields
+from nsparq.tools.json_lines import body_fields, headers_prefix
 from nsparq.tools.log_reader import LogReader, StoredMessage
+from nsparq.tools.nsq_tail import headers_option
 from nsparq.tools.output import moment, print_json
 from nsparq.tools.source import Source, SourceFlags
 from nsparq.tools.times import TIME_HELP, parse_time
@@ -102,7 +104,7 @@ def _peek(options: PeekFlags) -> int:
 
 
 def _show(message: Mapping[str, Any]) -> None:
-    """Time, number and state on one line, the body below it."""
+    """Time, number and state on one line, headers and body below it."""
     notes = [moment(message["timestamp"]), f"#{message['sequence']}"]
     if message["state"] != "stored":
         notes.append(message["state"].replace("_", " "))
@@ -113,6 +115,8 @@ def _show(message: Mapping[str, Any]) -> None:
     if client := message.get("client"):
         notes.append(f"at {client}")
     print("  ".join([*notes, f"{message['size']} bytes"]))
+    if headers := message.get("headers"):
+        print(f"    {json.dumps(headers)}")
     body = message.get("body")
     print(f"    {message.get('body_base64')}  (base64)" if body is None else f"    {_printable(body)}")
 
@@ -137,6 +141,7 @@ class TailFlags(SourceFlags):
     follow: bool = opt(False, "go on with new messages; this is the default without --since", BOOL)
     count: int = opt(0, "end after this many messages; 0: no limit", INT, bound="not negative")
     print_topic: bool = opt(False, "print the topic before each message: `orders | body`", BOOL)
+    headers: bool = headers_option()
 
     def validate(self) -> None:
         SourceFlags.validate(self)
@@ -184,7 +189,8 @@ class Printer:
                 print_json(_as_json(message))
             else:
                 prefix = f"{message.topic} | ".encode() if self._options.print_topic else b""
-                out.write(prefix + message.body + b"\n")
+                headers = headers_prefix(message.headers) if self._options.headers else b""
+                out.write(prefix + headers + message.body + b"\n")
         out.flush()
 
 
@@ -196,7 +202,8 @@ def _as_json(message: StoredMessage) -> dict[str, Any]:
         "timestamp": message.timestamp_ns,
         "size": len(message.body),
     }
-    return shown | body_fields(message.body)
+    headers = {"headers": message.headers} if message.headers else {}
+    return shown | headers | body_fields(message.body)
 
 
 def _tail(options: TailFlags) -> int:

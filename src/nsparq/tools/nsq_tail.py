@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import select
 import sys
@@ -15,6 +14,7 @@ from typing import Final
 from nsparq.client import Config, Message
 from nsparq.option_table import BOOL, INT, STRING, STRINGS, OptionError, opt
 from nsparq.private_random import private_random
+from nsparq.tools.json_lines import headers_prefix
 from nsparq.tools.options import SourceOptions, ToolTable, check_topics
 from nsparq.tools.run import Ending, run_consumers, run_tool
 
@@ -23,6 +23,10 @@ __all__ = ["TABLE", "NsqTailOptions", "main"]
 PROGRAM: Final = "nsq_tail"
 STDOUT: Final = 1
 STUCK_MS: Final = 1000
+
+
+def headers_option() -> bool:
+    return opt(False, 'print the headers before each message, as JSON: `{"tenant": "acme"} | body`', BOOL)
 
 
 def _random_channel() -> str:
@@ -44,9 +48,7 @@ class NsqTailOptions(SourceOptions):
     )
     n: int = opt(0, "end after this many messages of a topic; 0: never", INT, bound="not negative")
     print_topic: bool = opt(False, "print the topic before each message: `orders | body`", BOOL)
-    headers: bool = opt(
-        False, 'print the headers before each message, as JSON: `{"tenant": "acme"} | body`', BOOL
-    )
+    headers: bool = headers_option()
 
     def consumer_config(self) -> Config:
         return replace(SourceOptions.consumer_config(self), observe=True, headers=self.headers)
@@ -125,8 +127,8 @@ class Printer:
                 self._ending.end()
 
     def _line(self, message: Message) -> bytes:
-        headers = json.dumps(message.headers, ensure_ascii=False) + " | " if self._has_headers else ""
-        return self._prefix + headers.encode() + message.body + b"\n"
+        headers = headers_prefix(message.headers) if self._has_headers else b""
+        return self._prefix + headers + message.body + b"\n"
 
     def _give_back(self, messages: list[Message]) -> None:
         if messages:

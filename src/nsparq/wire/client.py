@@ -6,11 +6,12 @@ Needs nothing but the standard library: a program that only talks to a broker in
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from nsparq import kernel
 from nsparq.errors import NsparqError
+from nsparq.headers import HeadersOfMany, encode_headers
 from nsparq.wire.frames import ERROR, MESSAGE, MESSAGE_WITH_HEADERS, RESPONSE
 
 MAGIC: Final = b"  V2"
@@ -22,9 +23,9 @@ CLOSE_WAIT: Final = b"CLOSE_WAIT"
 WITH_HEADERS: Final = b" headers"
 """Ends the line of a publish command whose messages begin with their headers."""
 
-_SIZE = struct.Struct(">i")
-_pack_size = _SIZE.pack
+_pack_size = struct.Struct(">i").pack
 _MESSAGE = struct.Struct(">qH16s")
+_MESSAGE_WITH_HEADERS = struct.Struct(">qH16si")
 _HEAD = struct.Struct(">ii")
 _FRAME_HEAD = 8
 _OK_FRAME = _HEAD.pack(4 + len(OK), RESPONSE) + OK
@@ -110,7 +111,7 @@ class FrameDecoder:
     def _decode(self, buffer: bytes, frames: list[Frame], most: int) -> int:
         position, available = 0, len(buffer)
         append, unpack_head, unpack_message = frames.append, _HEAD.unpack_from, _MESSAGE.unpack_from
-        unpack_size = _SIZE.unpack_from
+        unpack_with_headers = _MESSAGE_WITH_HEADERS.unpack_from
         self._missing = 0
         while available - position >= _FRAME_HEAD:
             size, kind = unpack_head(buffer, position)
@@ -132,9 +133,9 @@ class FrameDecoder:
             elif kind == ERROR:
                 append(Error(buffer[start:end].decode("utf-8", "replace")))
             else:
-                timestamp_ns, attempts, message_id = unpack_message(buffer, start)
+                timestamp_ns, attempts, message_id, block_size = unpack_with_headers(buffer, start)
                 block_start = start + _MESSAGE_HEAD + 4
-                body_start = block_start + unpack_size(buffer, block_start - 4)[0]
+                body_start = block_start + block_size
                 if not block_start <= body_start <= end:
                     raise BadFrame(f"a message frame of {size} bytes: its headers do not fit")
                 block, body = buffer[block_start:body_start], buffer[body_start:end]
@@ -214,6 +215,27 @@ def dpub(topic: bytes, delay_ms: int, body: bytes, end: bytes = b"") -> bytes:
 def with_headers(block: bytes, body: bytes) -> bytes:
     """The message of a publish command that ends with WITH_HEADERS."""
     return b"%b%b%b" % (_pack_size(len(block)), block, body)
+
+
+def mpub_with_headers(
+    topic: bytes, bodies: Any, headers: HeadersOfMany, encode: Callable[[Any], Sequence[bytes]]
+) -> tuple[bytes, bool]:
+    """As mpub(), and whether any message has headers: otherwise the command is NSQ's own. Raises
+    TypeError for a value that is not a text."""
+    if kernel.encode_mpub_headers is not None:
+        encoded = kernel.encode_mpub_headers(topic, bodies, headers)
+        if encoded is not None:
+            return encoded, True
+    bodies = encode(bodies)
+    if isinstance(headers, Mapping):
+        blocks = [encode_headers(headers)] * len(bodies)
+    else:
+        blocks = [encode_headers(one) if one else b"" for one in headers]
+    if len(blocks) != len(bodies):
+        raise ValueError(f"{len(bodies)} messages, but {len(blocks)} headers")
+    if not any(blocks) or not all(bodies):
+        return mpub(topic, bodies), False
+    return mpub(topic + WITH_HEADERS, [*map(with_headers, blocks, bodies)]), True
 
 
 def mpub(topic: bytes, bodies: Any, encode: Callable[[Any], Sequence[bytes]] | None = None) -> bytes:
