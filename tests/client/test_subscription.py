@@ -10,6 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.request import Request, urlopen
 
 import msgspec
 import pydantic
@@ -19,6 +20,7 @@ from nsparq.client import Config, Message, Reject, Requeue
 from nsparq.client.subscription import DeadLetter, DecodeFailed, Subscriptions
 from nsparq.testing import Broker, FaultProxy, run_broker, run_lookupd
 from tests.support import unique_name, wait_until
+from tests.support.aio import until
 from tests.support.polling import DEADLINE
 
 if TYPE_CHECKING:
@@ -384,6 +386,44 @@ def test_a_dead_letter_can_be_subscribed_to(app: Subscriptions, broker: Broker, 
 
     work(app, broker, topic, all_seen)
     assert seen == [BAD, b"\xff\x00", "Grüße".encode()]
+
+
+def test_dead_letters_of_nsqd_have_their_origin_in_headers(
+    app: Subscriptions, broker: Broker, topic: str
+) -> None:
+    """A handler gets them as it gets those of a subscription, which are JSON."""
+    seen: list[DeadLetter] = []
+
+    @app.subscribe(topic, "ch", retries=9)
+    async def fail(order: Order) -> None:
+        raise ValueError
+
+    @app.subscribe(f"{topic}.again", "ch", dead_letter=f"{topic}.dead")
+    async def reject(order: Order) -> None:
+        raise Reject("never")
+
+    @app.subscribe(f"{topic}.dead", "ch")
+    async def inspect(letter: DeadLetter) -> None:
+        seen.append(letter)
+
+    policy = {"policy": {"max_attempts": 2, "dead_letters": f"{topic}.dead"}}
+    url = f"http://{broker.http_address}/topic/settings?topic={topic}"
+    urlopen(Request(url, json.dumps(policy).encode(), method="PUT")).close()
+    broker.create(f"{topic}.again", "ch")
+    broker.create(f"{topic}.dead", "ch")
+    broker.publish(topic, b'{"number": 1}', headers={"tenant": "acme"})
+    broker.publish(f"{topic}.again", b'{"number": 2}', headers={"tenant": "apex"})
+
+    async def both_seen() -> None:
+        await until(lambda: len(seen) == 2)
+
+    work(app, broker, topic, both_seen)
+    seen.sort(key=lambda letter: letter.topic)
+    assert [(one.topic, one.channel, one.attempts, one.body, one.headers) for one in seen] == [
+        (topic, "ch", 2, b'{"number": 1}', {"tenant": "acme"}),
+        (f"{topic}.again", "ch", 1, b'{"number": 2}', {"tenant": "apex"}),
+    ]
+    assert seen[0].client and seen[1].error == "Reject: never"
 
 
 def test_a_lone_surrogate_does_not_break_a_dead_letter(

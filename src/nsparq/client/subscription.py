@@ -214,7 +214,7 @@ class Subscriptions:
             logger.error(
                 "%s: %s is too large, published without its error: %s", topic, letter.id, letter.error
             )
-            await publish(address, topic, letter.body)
+            await publish(address, topic, letter.body, letter.headers)
 
 
 class Subscription:
@@ -386,5 +386,6 @@ def _letter_of(topic: str, channel: str, message: Message, error: Exception) -> 
         timestamp_ns=message.timestamp_ns,
         attempts=message.attempts,
         error=f"{type(error).__name__}: {error}"[:MAX_ERROR],
+        headers=dict(message.headers) or None,
         **as_text(message.body),
     )

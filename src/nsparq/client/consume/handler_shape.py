@@ -12,6 +12,7 @@ from typing import Any, Final, get_args, get_origin
 
 from nsparq.client.message import Message
 from nsparq.client.payloads.decode import payload_decoder
+from nsparq.dead_letter import DeadLetter
 
 __all__ = ["HandlerShape", "handler_shape"]
 
@@ -54,7 +55,14 @@ def handler_shape(
     if kind is Message:
         return HandlerShape(lambda message: message, takes_message)
     decode = payload_decoder(kind, names)
+    if kind is DeadLetter:
+        return HandlerShape(lambda message: _dead_letter(message) or decode(message.body), takes_message)
     return HandlerShape(lambda message: decode(message.body), takes_message)
+
+
+def _dead_letter(message: Message) -> DeadLetter | None:
+    """A dead letter of nsqd, whose origin is in the headers. Others are JSON."""
+    return DeadLetter.from_message(message.body, message.headers) if message.headers else None
 
 
 def _evaluate(annotation: Any, handler: Callable[..., Any], names: Mapping[str, Any]) -> Any:
