@@ -128,11 +128,7 @@ class FrameDecoder:
             if kind == MESSAGE:
                 timestamp_ns, attempts, message_id = unpack_message(buffer, start)
                 append(Received(timestamp_ns, attempts, message_id, buffer[start + _MESSAGE_HEAD : end]))
-            elif kind == RESPONSE:
-                append(Response(buffer[start:end]))
-            elif kind == ERROR:
-                append(Error(buffer[start:end].decode("utf-8", "replace")))
-            else:
+            elif kind == MESSAGE_WITH_HEADERS:
                 timestamp_ns, attempts, message_id, block_size = unpack_with_headers(buffer, start)
                 block_start = start + _MESSAGE_HEAD + 4
                 body_start = block_start + block_size
@@ -140,6 +136,10 @@ class FrameDecoder:
                     raise BadFrame(f"a message frame of {size} bytes: its headers do not fit")
                 block, body = buffer[block_start:body_start], buffer[body_start:end]
                 append(Received(timestamp_ns, attempts, message_id, body, block))
+            elif kind == RESPONSE:
+                append(Response(buffer[start:end]))
+            else:
+                append(Error(buffer[start:end].decode("utf-8", "replace")))
             position = end
             if most and len(frames) >= most:
                 break
