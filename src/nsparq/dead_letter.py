@@ -28,6 +28,8 @@ _NAMES: Final = {
     f"{PREFIX}given-up": "given_up_ns",
 }
 """Headers of a dead letter, and the fields that they stand for."""
+ORIGIN_HEADERS: Final = tuple(_NAMES)
+"""In the order in which nsqd writes them."""
 _TEXTS: Final = ("topic", "channel", "id", "error", "client")
 _NUMBERS: Final = ("timestamp_ns", "attempts", "given_up_ns")
 

@@ -1,7 +1,6 @@
 """The broker: all topics of an nsqd, from opening the data path to closing it.
 
-What happens at the end of each turn of the event loop is in `turn`, what happens about once a second is in
-`upkeep`. Both touch only what has changed.
+`turn` has the end of each turn of the event loop, `upkeep` what happens about once a second.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from nsparq.broker.health import Health
 from nsparq.broker.importer import import_queues
 from nsparq.broker.lag import PublishTimes
 from nsparq.broker.observing import channel_for
+from nsparq.broker.redrive import Redrives
 from nsparq.broker.scan import QueueScan
 from nsparq.broker.topic import Topic
 from nsparq.broker.transactions import Transactions
@@ -101,6 +101,7 @@ class Broker:
         self.next_turn = Turn(self, wake)
         self.changes = DurableChanges(self)
         self.upkeep = Upkeep(self)
+        self.redrives = Redrives(self)
         self.stamps = PublishTimes(self)
         self.channel_count = 0
         self.corrupt_files = 0
@@ -154,6 +155,7 @@ class Broker:
                 self._restore(entry)
         import_queues(self)
         settle(self)
+        self.redrives.load()
         self.transactions.load()
         newest_ns = max((topic.positions().last_ns for topic in self.topics.values()), default=0)
         wall_ns = self.wall_ns()

@@ -8,7 +8,7 @@ with a file copy in a thread; channels of ephemeral topics keep the copies in me
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import filterfalse
@@ -138,6 +138,14 @@ class CarriedOver:
         self.is_running = True
         return CarryJob(lambda: store.write(_read(chosen)), store.accept, before)
 
+    def begin_redrive(self, messages: Iterable[Batch]) -> CarryJob:
+        """Messages that were dead letters and that the log does not have any more. Nothing may be
+        running, and the channel must have a file."""
+        assert isinstance(self.store, CarriedFile)
+        assert not self.is_running
+        self.is_running = True
+        return CarryJob(partial(self.store.write, messages), self.store.accept)
+
     def end(self, done: CarryJob) -> None:
         channel = self._channel
         self.is_running = False
@@ -157,7 +165,8 @@ class CarriedOver:
         if store.kept:
             finished = store.kept.keys() - unfinished.deferred.due_ns.keys()
             finished.difference_update(unfinished.requeued)
-            finished.difference_update(unfinished.in_flight, unfinished.given_up, self._named)
+            finished.difference_update(unfinished.in_flight, unfinished.given_up, unfinished.redriven)
+            finished -= self._named
             store.drop(finished)
         if not isinstance(store, CarriedFile) or self.is_running:
             return None

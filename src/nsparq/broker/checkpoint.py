@@ -56,7 +56,7 @@ class Checkpoint:
             owned_since_ns=channel.owned_since_ns,
             policy=channel.retries.stored(),
         )
-        channel.dead_letters.note_position(state)
+        channel.dead_letters.note_in(state)
 
         def build() -> ChannelState:
             state.sequences, state.attempts, due_ns, state.failures = build_exceptions()
@@ -83,7 +83,7 @@ class Checkpoint:
             owned_since_ns=channel.owned_since_ns,
             policy=channel.retries.stored(),
         )
-        channel.dead_letters.note_position(state)
+        channel.dead_letters.note_in(state)
         return state
 
     def save(self, *, sync: bool, state: ChannelState | None = None) -> None:
@@ -144,6 +144,7 @@ class Checkpoint:
         channel.paused = state.paused
         channel.owner, channel.owned_since_ns = state.owner, state.owned_since_ns
         channel.retries.restore(state.policy)
+        channel.dead_letters.redriven = state.redriven
         if state.are_letters_pending or not topic.broker.was_stopped_cleanly:
             self.letters_seen = state.letters_topic, state.letters_position
         carried_over.before = state.carried_before

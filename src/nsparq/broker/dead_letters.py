@@ -16,15 +16,16 @@ from collections import defaultdict
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from nsparq.broker.letters import decode_letter
 from nsparq.broker.tagged import DEAD_LETTERS, tagged_messages
 from nsparq.dead_letter import PREFIX, DeadLetter
 from nsparq.errors import Exiting, StorageError
 from nsparq.headers import decode_headers, encode_headers
 from nsparq.packed import PackedBodies
 from nsparq.storage.batch import Batch
+from nsparq.storage.number_ranges import NumberRanges
 from nsparq.storage.segment import Cold
 from nsparq.storage.state_files import ChannelState
-from nsparq.wire.message import SEQUENCE_BITS
 
 if TYPE_CHECKING:
     from nsparq.broker.broker import Broker
@@ -62,6 +63,8 @@ class DeadLetters:
         """Positions there before and after the last letters."""
         self._holding: set[Topic] = set()
         """Topics that keep letters for us until a checkpoint has settled them."""
+        self.redriven: dict[str, NumberRanges] = {}
+        """Letters that were put back into the channel: see ChannelState."""
 
     def add(self, sequence: int, given_up: GivenUp) -> None:
         """The policy gives a message up."""
@@ -170,8 +173,10 @@ class DeadLetters:
 
     # checkpoints
 
-    def note_position(self, state: ChannelState) -> None:
-        """Note in a state of the channel up to where it knows of its letters."""
+    def note_in(self, state: ChannelState) -> None:
+        """Note in a state of the channel which letters were put back, and up to where it knows of
+        its letters."""
+        state.redriven = self.redriven.copy()
         policy, broker = self._channel.retries.policy, self._channel.topic.broker
         if self._writing and self._topic is not None:
             state.letters_topic, state.letters_position = self._topic.name, self._start
@@ -215,10 +220,14 @@ def settle(broker: Broker) -> None:
                 channels[name].append(channel)
     for name, some in channels.items():
         since = min(channel.checkpoint.letters_seen[1] for channel in some)
-        written: dict[tuple[str, str], set[int]] = defaultdict(set)
-        for _, body, block in tagged_messages(broker.topics[name].log, DEAD_LETTERS, since):
-            letter = DeadLetter.from_message(body, decode_headers(block))
-            assert letter is not None, "the tag says so"
-            written[letter.topic, letter.channel].add(int(letter.id, 16) & ((1 << SEQUENCE_BITS) - 1))
+        by_origin = {(channel.topic.name, channel.name): channel for channel in some}
+        written: dict[Channel, set[int]] = defaultdict(set)
+        for number, body, block in tagged_messages(broker.topics[name].log, DEAD_LETTERS, since):
+            found = decode_letter(number, body, block)
+            origin = by_origin.get(found[0]) if found is not None else None
+            # Before its own position a channel knows of its letters. Messages from there may be
+            # unfinished again: after a seek, or because they were put back.
+            if found is not None and origin is not None and number >= origin.checkpoint.letters_seen[1]:
+                written[origin].add(found[1].sequence)
         for channel in some:
-            channel.finish_settled(written[channel.topic.name, channel.name])
+            channel.finish_settled(written[channel])

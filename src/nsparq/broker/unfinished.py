@@ -1,8 +1,8 @@
 """The messages of a channel that its cursor has passed and that are not finished.
 
 Each is in exactly one place: in flight (sent and not answered), requeued (waiting to be sent
-again), deferred (not due yet), or given up (about to become a dead letter). Messages are named by
-their sequence numbers.
+again), deferred (not due yet), given up (about to become a dead letter), or redriven (was a dead
+letter, and waits for the checkpoint that says so). Messages are named by their sequence numbers.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class Unfinished:
         """In the order in which they came back."""
         self.deferred = Deferred()
         self.given_up: dict[int, GivenUp] = {}
+        self.redriven: list[int] = []
         self.failures: dict[int, int] = {}
         """Failed attempts of any of these, where a policy counts them."""
         self._attempts: dict[int, int] = {}
         """Deliveries so far of messages that are requeued or deferred."""
 
     def __iter__(self) -> Iterator[int]:
-        return chain(self.in_flight, self.requeued, self.deferred.due_ns, self.given_up)
+        return chain(self.in_flight, self.requeued, self.deferred.due_ns, self.given_up, self.redriven)
 
     def attempts_of(self, sequence: int) -> int:
         """Deliveries so far of a message that is requeued or deferred."""
@@ -58,6 +59,7 @@ class Unfinished:
         lows = (
             self.in_flight.lowest(), self.deferred.lowest(),
             min(self.requeued, default=None), min(self.given_up, default=None),
+            min(self.redriven, default=None),
         )  # fmt: skip
         return min((low for low in lows if low is not None), default=None)
 
@@ -83,6 +85,11 @@ class Unfinished:
             return False
         self.requeued.append(sequence)
         return True
+
+    def release_redriven(self) -> None:
+        """A checkpoint says which dead letters were put back: their messages may be sent."""
+        self.requeued.extend(self.redriven)
+        self.redriven.clear()
 
     def take_requeued(self) -> tuple[int, int]:
         """Take out the message to be sent again next; its number, and its deliveries so far."""
@@ -110,6 +117,9 @@ class Unfinished:
         for sequence in [one for one in self.given_up if one < limit]:
             del self.given_up[sequence]
             dropped.append(sequence)
+        if min(self.redriven, default=limit) < limit:
+            dropped += [one for one in self.redriven if one < limit]
+            self.redriven = [one for one in self.redriven if one >= limit]
         if min(self.requeued, default=limit) < limit:
             dropped += [one for one in self.requeued if one < limit]
             self.requeued = deque(one for one in self.requeued if one >= limit)
@@ -120,7 +130,7 @@ class Unfinished:
         return len(dropped)
 
     def count_below(self, sequence: int) -> int:
-        waiting = chain(self.requeued, self.deferred.due_ns, self.given_up)
+        waiting = chain(self.requeued, self.deferred.due_ns, self.given_up, self.redriven)
         return self.in_flight.count_below(sequence) + sum(1 for one in waiting if one < sequence)
 
     def clear(self) -> None:
@@ -128,6 +138,7 @@ class Unfinished:
         self.requeued.clear()
         self.deferred.clear()
         self.given_up.clear()
+        self.redriven.clear()
         self.failures.clear()
         self._attempts.clear()
 
@@ -138,7 +149,7 @@ class Unfinished:
         thread."""
         singles = self.in_flight.singles.copy()
         longer = [(run.attempts, [*run.unanswered()]) for run in self.in_flight.longer]
-        requeued, attempts = [*self.requeued, *self.given_up], self._attempts.copy()
+        requeued, attempts = [*self.requeued, *self.redriven, *self.given_up], self._attempts.copy()
         attempts.update((sequence, one.attempts) for sequence, one in self.given_up.items())
         failures = self.failures.copy()
         deferred, due_ns = [*self.deferred.due_ns], [*self.deferred.due_ns.values()]

@@ -122,6 +122,7 @@ class Upkeep:
         broker.changes.start_round()
         broker.data_path.keep_reserve()
         self._try_again()
+        broker.redrives.continue_all()
         if now_ns >= self._next_age_check_ns:
             self._next_age_check_ns = now_ns + AGE_INTERVAL_NS
             self.changed |= self._aging
@@ -191,11 +192,23 @@ class Upkeep:
                 continue
             channel.checkpoint.is_stale = False
             self._checkpointing.add(channel)
-            self._checkpoint(channel, channel.checkpoint.file, channel.checkpoint.capture(), now_ns)
+            self._checkpoint(channel, channel.checkpoint.file, now_ns)
+
+    def checkpoint_now(self, channel: Channel, done: Callable[[bool], None]) -> None:
+        """Write the state of a channel that is kept on disk, in a thread. `done` is told whether
+        this state is on disk, as durable as configured."""
+        assert channel.checkpoint.file is not None
+        channel.checkpoint.is_stale = False
+        self._checkpoint(channel, channel.checkpoint.file, self._broker.monotonic_ns(), done)
 
     def _checkpoint(
-        self, channel: Channel, state_file: StateFile, build: Callable[[], ChannelState], began_ns: int
+        self,
+        channel: Channel,
+        state_file: StateFile,
+        began_ns: int,
+        done: Callable[[bool], None] = lambda _: None,
     ) -> None:
+        build = channel.checkpoint.capture()
         version = state_file.next_version()
         state: ChannelState | None = None
         is_latest = False
@@ -211,6 +224,7 @@ class Upkeep:
         def written(error: OSError | None) -> None:
             self._checkpointing.discard(channel)
             if channel.is_exiting:
+                done(False)
                 return
             # Encoding a channel with a million deferred messages takes long, so do it less often.
             self._next_checkpoint_ns[channel] = began_ns + CHECKPOINT_SHARE * (encoded_ns - began_ns)
@@ -221,6 +235,7 @@ class Upkeep:
                 channel.checkpoint.written(state)
             text = None if error is None else f"failed to checkpoint {channel}: {error}"
             self._broker.health.set(text, f"checkpoint {channel}")
+            done(is_latest and error is None)
 
         self._broker.try_in_background(write, written)
 

@@ -33,6 +33,7 @@ from crc32c import crc32c
 
 from nsparq.storage.checked_json import encode_json, read_json
 from nsparq.storage.files import Files
+from nsparq.storage.number_ranges import NumberRanges
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +138,9 @@ class ChannelState:
     letters_position: int = 0
     are_letters_pending: bool = False
     """Whether letters behind that position were appended, and their messages not finished."""
+    redriven: dict[str, NumberRanges] = field(default_factory=dict)
+    """Dead letters of this channel that were put back into it: ranges of their numbers, by
+    dead-letter topic. Letters of other channels in these ranges do not count."""
 
     def drop_from(self, sequence: int) -> None:
         """Drop the unfinished messages from this sequence number on."""
@@ -167,6 +171,8 @@ class ChannelState:
                 fields[name] = value
         if self.policy is not None:
             fields["policy"] = self.policy
+        if self.redriven:
+            fields["redriven"] = {topic: ranges.encode() for topic, ranges in self.redriven.items()}
         if len(self.failures):
             fields["failures"] = b64encode(self.failures.astype("<u2").tobytes()).decode()
         text = json.dumps(fields).encode()
@@ -225,7 +231,7 @@ def decode_channel_state(raw: bytes) -> ChannelState:
         raise ValueError("checksum mismatch")
     try:
         state = _channel_state(json.loads(bytes(body[:length])), body, length)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a field is missing or wrong: {error}") from error
     if magic == _MAGIC_OF_IDS:
         state.sequences = state.sequences & _SEQUENCE_IN_ID
@@ -258,6 +264,9 @@ def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> Cha
         letters_topic=str(fields.get("letters_topic", "")),
         letters_position=operator.index(fields.get("letters_position", 0)),
         are_letters_pending=bool(fields.get("are_letters_pending", False)),
+        redriven={
+            str(topic): NumberRanges.decode(text) for topic, text in fields.get("redriven", {}).items()
+        },
     )
 
 
