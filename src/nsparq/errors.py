@@ -21,6 +21,7 @@ NsparqError
 ├── StagingFull          broker.transaction: the limit for staged messages is reached
 ├── PartSealed           broker.transaction: the part was prepared and cannot change
 ├── WrongPosition        broker.transaction: the writer expects another length of the part
+├── RedriveRunning       broker.redrive: the topic has a redrive that has not ended
 ├── StartError           the daemon cannot start; the text is for the operator
 │   ├── OptionError      option_table: a wrong flag or file key
 │   ├── PolicyError      server.auth.policy_file: a wrong policy file

@@ -12,7 +12,7 @@ import pytest
 from nsparq.broker import redrive as redrive_module
 from nsparq.broker.letters import LetterFilter
 from nsparq.broker.policy import parse_policy
-from nsparq.broker.redrive import AlreadyRunning, Progress, Redrive
+from nsparq.broker.redrive import Progress, Redrive, RedriveRunning
 from tests.broker.rig import Later, Rig, TestFiles
 
 MakeRig = Callable[..., Rig]
@@ -227,7 +227,7 @@ def test_the_rate_is_kept(rig: Rig):
 def test_a_redrive_that_is_cancelled_loses_nothing(rig: Rig):
     give_up(rig, *[b"%d" % number for number in range(20)])
     progress = redrive(rig, rate=5)
-    with pytest.raises(AlreadyRunning):
+    with pytest.raises(RedriveRunning):
         redrive(rig)
     running(rig).cancel()
     rig.pass_time(10)

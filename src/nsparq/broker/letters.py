@@ -146,7 +146,7 @@ class LetterFilter:
             and (not self.reason or letter.reason == self.reason)
             and letter.given_up_ns >= self.since_ns
             and (not self.until_ns or letter.given_up_ns < self.until_ns)
-            and (not self.text or self.text.encode() in letter.body)
+            and (not self.text or self.text.encode(errors="surrogateescape") in letter.body)
             and (not self.field or self._has_value(letter.body))
         )
 

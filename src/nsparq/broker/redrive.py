@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nsparq.broker.letters import Letter, LetterFilter, OfOrigin, Origin, Part, locate_letters, read_letters
+from nsparq.errors import NsparqError
 from nsparq.storage.checked_json import encode_json, read_json
 from nsparq.storage.number_ranges import NumberRanges
 
@@ -63,7 +64,7 @@ ephemeral, or of a Spark query; or the channel still has the message; or it woul
 _Indexes = npt.NDArray[np.int64]
 
 
-class AlreadyRunning(ValueError):
+class RedriveRunning(NsparqError):
     """The topic has a redrive that has not ended."""
 
 
@@ -446,12 +447,10 @@ class Redrives:
         return self._redrives.get(topic)
 
     def start(self, topic: Topic, wanted: LetterFilter, rate: float = 0.0) -> Redrive:
-        """Raises AlreadyRunning, ValueError or OSError."""
-        if topic.directory is None:
-            raise ValueError(f"{topic} is ephemeral: nsqd writes no dead letters there")
+        """The topic must be kept on disk. Raises RedriveRunning or OSError."""
         known = self._redrives.get(topic)
         if known is not None and known.is_running:
-            raise AlreadyRunning(f"{topic} has a redrive that has not ended")
+            raise RedriveRunning(f"{topic} has a redrive that has not ended")
         topic.publishing.flush()
         start, end = topic.log.start, topic.log.end
         redrive = Redrive(topic, Progress(wanted, rate, start, end, start, began_ns=self._broker.wall_ns()))

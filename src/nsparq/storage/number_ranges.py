@@ -26,12 +26,14 @@ class NumberRanges:
 
     def with_ranges(self, starts: Numbers, ends: Numbers) -> NumberRanges:
         """These ranges in addition. They may overlap."""
+        if not len(starts):
+            return self
         starts = np.concatenate((self.bounds[::2], starts))
         ends = np.concatenate((self.bounds[1::2], ends))
         order = np.argsort(starts, kind="stable")
         starts, reached = starts[order], np.maximum.accumulate(ends[order])
         # A range begins where all ranges before it have ended.
-        begins = np.flatnonzero(np.append(True, starts[1:] > reached[:-1])) if len(starts) else []
+        begins = np.flatnonzero(np.append(True, starts[1:] > reached[:-1]))
         lasts = np.append(begins[1:], len(starts)) - 1
         return NumberRanges(np.column_stack((starts[begins], reached[lasts])).ravel())
 

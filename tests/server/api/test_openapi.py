@@ -68,6 +68,8 @@ def nsqd_schema() -> Any:
         "/channel/seek",  # exactly one of three parameters
         "/channel/settings",  # a delay that is not longer than the longest one
         "/config/{key}",  # a value that fits its key
+        "/dead_letters",  # a value only with a field
+        "/dead_letters/redrive",  # the same, and not for an ephemeral topic
         "/mpub",  # as many messages as the count says
         "/topic/peek",  # at most one of three parameters
         "/topic/settings",  # not for an ephemeral topic

@@ -76,6 +76,7 @@ def broker(policy_file: Path) -> Iterator[BrokerThread]:
 
 # Required parameters besides topic and channel.
 NEEDED = {"from": "0", "sequence": "0", "to": "end", "seconds": "0.01", "producer": "p", "part": "a"}
+NEEDED |= {"origin_topic": MINE}
 BODIES = {
     "/config/{key}": b"info",
     "/topic/settings": b"{}",

@@ -169,21 +169,21 @@ def flag_of(request: Request, parameter: str) -> bool:
     return text in ("true", "1")
 
 
-def time_ns_of(text: str) -> int:
+def time_ns_of(text: str, name: str = "TIME") -> int:
     """Unix seconds, possibly with a fraction, or RFC 3339. Exact to the nanosecond, so that the
-    timestamp of a message finds that message."""
+    timestamp of a message finds that message. `name` is for the error."""
     try:
         seconds = Decimal(text)
     except InvalidOperation:
-        seconds = _unix_time(text)
+        seconds = _unix_time(text, name)
     if not seconds.is_finite() or not 0 <= seconds < MAX_TIME_S:
-        raise ApiError(400, "INVALID_ARG_TIME")
+        raise ApiError(400, f"INVALID_ARG_{name}")
     return int(seconds * NS_PER_S)
 
 
-def _unix_time(text: str) -> Decimal:
+def _unix_time(text: str, name: str) -> Decimal:
     try:
         since = datetime.fromisoformat(text) - datetime.fromtimestamp(0, UTC)
     except (ValueError, TypeError, OverflowError):  # TypeError: no time zone
-        raise ApiError(400, "INVALID_ARG_TIME") from None
+        raise ApiError(400, f"INVALID_ARG_{name}") from None
     return Decimal(since // timedelta(microseconds=1)) / 1_000_000

@@ -13,6 +13,7 @@ from nsparq.http.describe import openapi, print_description
 from nsparq.http.hosts import HostNames
 from nsparq.server.api.config import ConfigApi
 from nsparq.server.api.cursors import CursorsApi
+from nsparq.server.api.dead_letters import DeadLettersApi
 from nsparq.server.api.debug import DebugApi
 from nsparq.server.api.log import LogApi
 from nsparq.server.api.many_topics import ManyTopicsApi
@@ -38,6 +39,7 @@ SUBJECTS: Final = (
     ("The log", SettingsApi),
     ("The log", CursorsApi),
     ("The log", ManyTopicsApi),
+    ("Dead letters", DeadLettersApi),
     ("Watching", StatsApi),
     ("Watching", MetricsApi),
     ("Configuration", ConfigApi),
