@@ -70,6 +70,13 @@ COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
         _own("replay", "replay", "move a channel back or forward in its topic"),
         _own("policy", "policy", "show, set and remove delivery policies: retries, dead letters, expiry"),
         _own("settings", "settings", "show and change a topic's retention and durability"),
+        Command(
+            "dead-letters",
+            "nsparq.tools.dead_letters",
+            "show dead letters, and put them back into their channels",
+            function="dead_letters",
+            table="DEAD_LETTERS",
+        ),
     ),
     "Your programs": (
         Command("run", "nsparq.runner.main", "run the subscriptions of a Python program, in workers"),
@@ -121,7 +128,7 @@ def usage() -> str:
         "consumers subscribe to a channel of it.",
     ]
     for heading, commands in COMMANDS.items():
-        lines += ["", f"{heading}:", *(f"  {command.name:<12}{command.help}" for command in commands)]
+        lines += ["", f"{heading}:", *(f"  {command.name:<14}{command.help}" for command in commands)]
     lines += [
         "",
         "nsparq COMMAND --help    describe a command and its flags",

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from nsparq.tools import (
     completion,
+    dead_letters,
     listing,
     manage,
     messages,
@@ -45,6 +46,7 @@ TABLES: Final[tuple[ToolTable[Any], ...]] = (
     replay.REPLAY,
     policy.POLICY,
     settings.SETTINGS,
+    dead_letters.DEAD_LETTERS,
     completion.COMPLETION,
     nsq_tail.TABLE,
     nsq_stat.TABLE,
