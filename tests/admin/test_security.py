@@ -100,6 +100,8 @@ FORMS: dict[str, list[Need]] = {
     "policy": [CHANNEL, LETTERS],
     "remove_policy": [CHANNEL],
     "seek": [CHANNEL],
+    "redrive": [TOPIC],
+    "cancel_redrive": [TOPIC],
 }
 
 
@@ -225,7 +227,7 @@ def test_a_change_by_a_form_needs_its_permission(admin: AdminThread, fake: FakeC
     for action, needs in FORMS.items():
         fields = {"action": action, "topic": "t", "channel": "c", "node": fake.address}
         fields |= {"confirm": "t" if needs[0] == TOPIC else "c", "body": "x", "message": f"1@{fake.address}"}
-        fields |= {"to": "start" if action == "seek" else "u"}
+        fields |= {"to": "start" if action == "seek" else "u", "origin": "t"}
         fake.changes.clear()
         answer = call(admin, user, "POST", "/act", urlencode(fields).encode(), **FORM)
         # The form is on pages that take `read` for something.

@@ -379,3 +379,51 @@ def test_an_empty_cluster_says_what_to_do_first(visit: Callable[..., Visitor]) -
         assert is_too_wide(visitor) == ""
         cluster.nsqds[0].publish("test", b"hello")
         expect(visitor.find("#first-steps")).to_have_count(0)
+
+
+# Dead letters
+
+
+def test_dead_letters_are_rehearsed_put_back_and_cancelled(operator: Visitor, cluster: Cluster) -> None:
+    topic = unique_name("letters")
+    cluster.add(topic, "c")
+    for nsqd in cluster.nsqds:
+        policy = b'{"policy": {"max_attempts": 1}}'
+        nsqd.request("PUT", f"/channel/settings?topic={topic}&channel=c", policy).expect_json()
+        with nsqd.connect() as consumer:
+            consumer.sub(topic, "c", rdy=1)
+            for number in range(4):
+                nsqd.publish(topic, json.dumps({"number": number}).encode())
+                consumer.req(consumer.read_message().id)
+            wait_until(lambda: nsqd.channel_stats(topic, "c")["dead_letter_count"] == 4)  # noqa: B023
+    operator.go(f"/topics/{topic}.dead")
+    follow(operator, "#letters-link")
+    operator.sees("#groups", f"{topic} / c")
+    assert cells(operator) == ["8", "0"]
+    operator.find("#groups summary").click()
+    operator.sees("#groups pre", '{"number": 3}')
+    assert is_too_wide(operator) == ""
+    assert operator.axe() == []
+    operator.find("#field").fill("/number")
+    operator.find("#value").fill("2")
+    follow(operator, "#rehearse")
+    assert cells(operator) == ["2", "0"]
+    follow(operator, f"#redrive-do-{topic}")
+    operator.sees("#progress", "finished")
+    assert [nsqd.channel_stats(topic, "c")["depth"] for nsqd in cluster.nsqds] == [1, 1]
+    assert cells(operator) == ["6", "2"]
+    operator.find(f"#rate-{topic}").fill("0.001")
+    follow(operator, f"#redrive-do-{topic}")
+    operator.sees("#progress", "running, 0.001 / s")
+    assert operator.axe() == []
+    follow(operator, "#cancel-redrive")
+    operator.sees("#progress", "cancelled")
+    assert cells(operator) == ["6", "2"]
+    operator.find("#since").fill("whenever")
+    follow(operator, "#rehearse")
+    operator.sees("#bad-query", "is not a time")
+
+
+def cells(visitor: Visitor) -> list[str]:
+    """How many letters can be put back, and were put back before."""
+    return visitor.find("#groups tbody tr td.num").all_text_contents()

@@ -14,6 +14,7 @@ from pathlib import Path
 from nsparq import logs
 from nsparq.addresses import join_address, split_address
 from nsparq.admin.change.actions import Actions, Forbidden, Notifier, audit
+from nsparq.admin.change.dead_letters import DeadLetters
 from nsparq.admin.change.operations import Operations
 from nsparq.admin.change.policies import Policies
 from nsparq.admin.change.settings import Settings
@@ -96,6 +97,7 @@ class Nsqadmin:
         self.operations = Operations(self)
         self.settings = Settings(self)
         self.policies = Policies(self)
+        self.dead_letters = DeadLetters(self)
         self.notes = Notes()
         hosts = HostNames(options.http_address, allowed=options.allowed_host)
         self.pages = Pages(self)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from nsparq.dead_letter_groups import STATES_IN_WORDS, Groups, merge_groups
 from nsparq.option_table import BOOL, FLOAT, INT, STRING, OptionError, choice, opt
 from nsparq.tools.cluster import AskFailed
 from nsparq.tools.command_table import CommandTable, run_command
@@ -102,19 +103,13 @@ RESULTS: Final = (
     Column("redriven", "PUT BACK", amount),
     Column("skipped", "NOT PUT BACK", lambda skipped: states_in_words(skipped) or "0"),
 )
-STATES: Final = {
-    "redriven": "were put back before",
-    "no_channel": "have no channel any more",
-    "not_kept": "have an ephemeral channel",
-    "owned": "have a channel of a Spark query",
-    "unfinished": "are still in their channel",
-    "expired": "would expire at once",
-}
 
 
 def states_in_words(states: Mapping[str, int]) -> str:
     """Why letters cannot be put back."""
-    return ", ".join(f"{amount(count)} {STATES.get(state, state)}" for state, count in states.items())
+    return ", ".join(
+        f"{amount(count)} {STATES_IN_WORDS.get(state, state)}" for state, count in states.items()
+    )
 
 
 def _scan(source: Source, options: DeadLetterFlags, address: str) -> dict[str, Any]:
@@ -127,27 +122,15 @@ def _scan(source: Source, options: DeadLetterFlags, address: str) -> dict[str, A
         start = part["next"]
         found["letters"] += part["letters"]
         found["foreign"] += part["foreign"]
-        _merge(found["groups"], part["groups"], options.examples)
+        merge_groups(found["groups"], part["groups"], options.examples)
     return found
-
-
-def _merge(
-    groups: dict[tuple[str, ...], dict[str, Any]], more: Iterable[Mapping[str, Any]], most: int
-) -> None:
-    for one in more:
-        key = (one["topic"], one["channel"], one["reason"])
-        known = groups.setdefault(key, {**one, "states": Counter(), "examples": []})
-        known["states"].update(one["states"])
-        known["first"], known["last"] = min(known["first"], one["first"]), max(known["last"], one["last"])
-        examples = sorted([*known["examples"], *one["examples"]], key=lambda one: -one["given_up"])
-        known["examples"] = examples[:most]
 
 
 def _all_groups(answers: Answers[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """The groups of all nsqds, with the counts for the table."""
-    merged: dict[tuple[str, ...], dict[str, Any]] = {}
+    merged: Groups = {}
     for found in answers.done.values():
-        _merge(merged, found["groups"].values(), most)
+        merge_groups(merged, found["groups"].values(), most)
     for group in merged.values():
         states = group["states"]
         group["ready"], group["redriven"] = states["ready"], states["redriven"]

@@ -20,6 +20,7 @@ from nsparq.admin.change.operations import BadTarget, parse_target
 from nsparq.admin.change.policies import FIELDS, parse_fields
 from nsparq.admin.change.settings import NAMES, BadSetting, parse_setting
 from nsparq.admin.security import FORM_TYPE, SESSION_COOKIE, Access, Actor, cookie
+from nsparq.admin.show.dead_letters import FILTER, filter_of
 from nsparq.admin.show.form import Form, chosen_message
 from nsparq.admin.show.pages import error_text
 from nsparq.http.api import ApiError, Endpoint, Handler, Request, Response
@@ -224,6 +225,21 @@ class Forms:
         warning = await self._admin.policies.change(sent.actor, sent.access, sent.topic, sent.channel, values)
         return _done("Policy removed." if values is None else "Policy set. It applies from now on.", warning)
 
+    async def _redrive(self, sent: _Sent) -> Note:
+        form = sent.form
+        try:
+            wanted = filter_of({name: form[name] for name in FILTER})
+        except BadTarget as error:
+            raise ApiError(400, str(error)) from error
+        warning = await self._admin.dead_letters.redrive(
+            sent.actor, sent.access, sent.topic, form["origin"], wanted, form["rate"].strip()
+        )
+        return _done("The redrive has begun.", warning)
+
+    async def _cancel_redrive(self, sent: _Sent) -> Note:
+        warning = await self._admin.dead_letters.cancel(sent.actor, sent.topic)
+        return _done("The redrive has ended. Letters that were not put back stay as they are.", warning)
+
     def _place(self, action: str, form: Form, *, is_done: bool = False) -> tuple[str, ...]:
         """The page for the outcome, as names: so it is always one of our own pages."""
         topic, channel, node, origin = form["topic"], form["channel"], form["node"], form["page"]
@@ -235,6 +251,8 @@ class Forms:
             return ("replay", topic, channel)
         if action == "settings":
             return ("topics", topic)
+        if action in ("redrive", "cancel_redrive"):
+            return ("dead_letters", topic)
         if action == "tombstone":
             return ("nodes", node) if origin == "node" else ("topics", topic)
         if action == "create" and not is_done:
@@ -310,6 +328,8 @@ ACTIONS: Final[Mapping[str, FormAction]] = {
     "policy": FormAction(Forms._policy, is_of_channel=True),
     "remove_policy": FormAction(Forms._policy, is_of_channel=True),
     "seek": FormAction(Forms._seek, is_of_channel=True, is_confirmed=True),
+    "redrive": FormAction(Forms._redrive),
+    "cancel_redrive": FormAction(Forms._cancel_redrive),
 }
 """By the form's field `action`."""
 

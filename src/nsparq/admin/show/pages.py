@@ -25,6 +25,7 @@ from nsparq.admin.collect.search import Results, search
 from nsparq.admin.health import Severity
 from nsparq.admin.routing import path_values, topic_and_channel, with_etag
 from nsparq.admin.security import FORM_TYPE, PAGE_HEADERS, TOKEN_COOKIE, cookie
+from nsparq.admin.show.dead_letters import DeadLetterPages
 from nsparq.admin.show.messages import LINES_TYPE, MessagePages
 from nsparq.admin.show.order import Order, Paging
 from nsparq.admin.show.templating import Assets, make_environment
@@ -122,6 +123,12 @@ class Pages:
             ("/messages/{topic}", "subscribe", shown.messages, "Messages of a topic."),
             ("/messages/{topic}/{channel}", "subscribe", shown.messages, "Messages of a channel."),
             ("/replay/{topic}/{channel}", "admin", shown.replay, "Move a channel in its topic's log."),
+            (
+                "/dead_letters/{topic}",
+                "subscribe",
+                DeadLetterPages(self._admin).show,
+                "Dead letters of a topic.",
+            ),
             ("/pipelines", "read", self.pipelines, "Spark pipelines."),
             ("/search", "read", self.search, "Topics, channels, nodes and consumers by name."),
         ]
