@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +12,19 @@ from nsparq.broker import redrive as redrive_module
 from nsparq.broker.letters import LetterFilter
 from nsparq.broker.policy import parse_policy
 from nsparq.broker.redrive import Progress, Redrive, RedriveRunning
-from tests.broker.rig import Later, Rig, TestFiles
+from nsparq.broker.tagged import DEAD_LETTERS
+from nsparq.dead_letter import DeadLetter
+from nsparq.headers import encode_headers
+from nsparq.packed import PackedBodies
+from tests.broker.rig import Later, Receipt, Rig, TestFiles
+from tests.broker.test_policy import letters
 
 MakeRig = Callable[..., Rig]
 
 
-def give_up(rig: Rig, *bodies: bytes, topic: str = "t", channel: str = "c", letters: str = "") -> None:
+def give_up(rig: Rig, *bodies: bytes, topic: str = "t", channel: str = "c", dead: str = "") -> None:
     """Make dead letters of these messages."""
-    rig.channel(channel, topic).change_policy(
-        parse_policy({"max_attempts": 1, "dead_letters": letters}, topic)
-    )
+    rig.channel(channel, topic).change_policy(parse_policy({"max_attempts": 1, "dead_letters": dead}, topic))
     client = rig.subscribe(topic, channel, rdy=2500)
     rig.publish(topic, *bodies)
     for message in client.take():
@@ -74,9 +76,7 @@ def test_a_letter_goes_back_to_its_channel_alone(make_rig: MakeRig, is_gone: boo
     drain(rig, channel="other")
     if is_gone:
         forget_log(rig)
-    first = rig.topic("t.dead").log.read(rig.topic("t.dead").log.start)
-    assert first is not None
-    letter = json.loads(first.bodies()[0])
+    letter = letters(rig)[0]
     progress = redrive(rig)
     assert (progress.state, progress.redriven, progress.skipped) == ("finished", 2, {})
     client = rig.subscribe(rdy=10)
@@ -85,6 +85,41 @@ def test_a_letter_goes_back_to_its_channel_alone(make_rig: MakeRig, is_gone: boo
     assert (f"{messages[0].id:016x}", messages[0].timestamp_ns) == (letter["id"], letter["timestamp_ns"])
     assert [message.attempts for message in messages] == [1, 1]
     assert rig.subscribe(channel="other", rdy=10).take() == []
+
+
+@pytest.mark.parametrize("block", [b"", encode_headers({"key": "ü"})], ids=["plain", "with headers"])
+def test_a_message_comes_back_with_its_headers(make_rig: MakeRig, is_gone: bool, block: bytes):
+    rig = make_rig(max_bytes_per_file=2000)
+    rig.channel().change_policy(parse_policy({"max_attempts": 1}, "t"))
+    client = rig.subscribe(rdy=1, headers=True)
+    rig.publish("t", b"\xff", blocks=[block])
+    rig.requeue(client, *client.take())
+    rig.disconnect(client)
+    if is_gone:
+        forget_log(rig)
+    assert redrive(rig).redriven == 1
+    rig.crash()
+    (message,) = rig.subscribe(rdy=1, headers=True).take()
+    assert (message.body, message.block) == (b"\xff", block)
+
+
+def test_a_letter_of_an_earlier_version_goes_back(rig: Rig):
+    rig.channel()
+    rig.publish("t", b"one")
+    drain(rig)
+    old = DeadLetter(
+        topic="t",
+        channel="c",
+        id=f"{rig.topic().first_id + rig.topic().log.end - 1:016x}",
+        timestamp_ns=1,
+        attempts=1,
+        error="requeued",
+        text="one",
+    )
+    rig.topic("t.dead").publishing.append_tagged(PackedBodies.of([old.to_json(), b"?"]), 0, DEAD_LETTERS)
+    progress = redrive(rig)
+    assert (progress.redriven, progress.foreign) == (1, 1)
+    assert drain(rig) == [b"one"]
 
 
 def test_a_letter_goes_back_once(make_rig: MakeRig, is_gone: bool):
@@ -120,7 +155,7 @@ def test_a_message_that_fails_again_can_be_put_back_again(make_rig: MakeRig, is_
 def test_letters_of_several_channels_go_back_to_theirs(rig: Rig):
     for number in range(5):
         for channel in ("a", "b"):
-            give_up(rig, b"%d" % number, channel=channel, letters="dead")
+            give_up(rig, b"%d" % number, channel=channel, dead="dead")
             drain(rig, channel="b" if channel == "a" else "a")
     assert redrive(rig, "dead", channel="a").redriven == 5
     assert (drain(rig, channel="a"), drain(rig, channel="b")) == ([b"0", b"1", b"2", b"3", b"4"], [])
@@ -174,19 +209,21 @@ def test_a_wrong_filter_is_refused(wanted: dict[str, str], text: str):
 def test_what_others_published_to_the_topic_is_never_put_back(rig: Rig):
     give_up(rig, b"real")
     log = rig.topic("t.dead").log
-    letter = log.read(log.start)
-    assert letter is not None
-    rig.publish("t.dead", letter.bodies()[0], b"not a letter")
+    batch = log.read(log.start)
+    assert batch is not None
+    forged = PackedBodies(batch.lengths, batch.data, batch.headers)
+    rig.topic("t.dead").publishing.publish(forged, 0, Receipt())
+    rig.publish("t.dead", b"not a letter")
     progress = redrive(rig)
     assert (progress.redriven, progress.letters, progress.foreign) == (1, 1, 2)
 
 
 def test_letters_that_cannot_go_back_are_counted(rig: Rig):
-    give_up(rig, b"gone", channel="gone", letters="dead")
-    give_up(rig, b"ephemeral", channel="e#ephemeral", letters="dead")
-    give_up(rig, b"owned", channel="owned", letters="dead")
-    give_up(rig, b"replayed", channel="replayed", letters="dead")
-    give_up(rig, b"old", channel="old", letters="dead")
+    give_up(rig, b"gone", channel="gone", dead="dead")
+    give_up(rig, b"ephemeral", channel="e#ephemeral", dead="dead")
+    give_up(rig, b"owned", channel="owned", dead="dead")
+    give_up(rig, b"replayed", channel="replayed", dead="dead")
+    give_up(rig, b"old", channel="old", dead="dead")
     rig.topic().delete_channel("gone")
     rig.channel("e#ephemeral")
     rig.channel("owned").claim("a query")
@@ -246,7 +283,7 @@ def test_the_next_start_continues(rig: Rig, is_crash: bool):
     give_up(rig, *[b"%d" % number for number in range(30)])
     redrive(rig, rate=10, reason="requeued")
     (rig.crash if is_crash else rig.restart)()
-    give_up(rig, b"later", topic="u", letters="t.dead")
+    give_up(rig, b"later", topic="u", dead="t.dead")
     for _ in range(5):
         rig.pass_time(1)
         rig.maintain()
@@ -376,7 +413,7 @@ def test_a_kill_at_any_call_neither_loses_nor_doubles(tmp_path: Path, monkeypatc
 
 def test_a_crash_keeps_what_was_put_back_while_another_channel_has_an_old_checkpoint(rig: Rig):
     rig.channel("b").change_policy(parse_policy({"dead_letters": "dead"}, "t"))
-    give_up(rig, b"x", channel="a", letters="dead")
+    give_up(rig, b"x", channel="a", dead="dead")
     assert redrive(rig, "dead").redriven == 1
     rig.crash()
     assert drain(rig, channel="a") == [b"x"]

@@ -8,7 +8,7 @@ with a file copy in a thread; channels of ephemeral topics keep the copies in me
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import filterfalse
@@ -24,6 +24,7 @@ from nsparq.storage.state_files import ChannelState
 
 if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
+    from nsparq.broker.letters import Letter
 
 MAX_SHARE: Final = 8
 """Messages are carried over if they are at most one in so many of their segment."""
@@ -138,13 +139,20 @@ class CarriedOver:
         self.is_running = True
         return CarryJob(lambda: store.write(_read(chosen)), store.accept, before)
 
-    def begin_redrive(self, messages: Iterable[Batch]) -> CarryJob:
-        """Messages that were dead letters and that the log does not have any more. Nothing may be
-        running, and the channel must have a file."""
-        assert isinstance(self.store, CarriedFile)
+    def begin_redrive(self, letters: list[Letter]) -> CarryJob:
+        """Take over messages that were dead letters and that the log does not have any more.
+        Nothing may be running, and the channel must have a file."""
+        store = self.store
+        assert isinstance(store, CarriedFile)
         assert not self.is_running
         self.is_running = True
-        return CarryJob(partial(self.store.write, messages), self.store.accept)
+        return CarryJob(
+            lambda: store.write_encoded(
+                (one.sequence, store.encode(one.sequence, one.timestamp_ns, one.body, one.block))
+                for one in letters
+            ),
+            store.accept,
+        )
 
     def end(self, done: CarryJob) -> None:
         channel = self._channel

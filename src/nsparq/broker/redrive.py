@@ -120,14 +120,14 @@ class Chosen:
     """Numbers of the channel's other letters in the part."""
     carrying: CarryJob | None = None
 
-    def in_log(self) -> set[int]:
-        """Sequence numbers of the messages that the log still has."""
+    def gone_from_log(self) -> list[Letter]:
+        """Letters whose messages the log does not have any more."""
         log = self.channel.topic.log
         numbers = np.array([letter.sequence for letter in self.letters], np.int64)
-        has = numbers >= log.start
+        is_gone = numbers < log.start
         for low, high in log.gaps.ranges:
-            has &= ~((low <= numbers) & (numbers < high))
-        return set(numbers[has].tolist())
+            is_gone |= (low <= numbers) & (numbers < high)
+        return [self.letters[index] for index in np.flatnonzero(is_gone).tolist()]
 
     def add(self, name: str, part: Part, log_start: int) -> None:
         """Count the messages as unfinished, and record their letters. A range ends where a letter
@@ -281,17 +281,16 @@ class Redrive:
             if len(one.channel.unfinished.requeued) >= MAX_WAITING:
                 self._crowded, self._is_busy = one.channel, False
                 return
-            if one.channel.carried_over.is_running or one.channel.unfinished.redriven:
+            gone = one.gone_from_log()
+            if one.channel.unfinished.redriven or (gone and one.channel.carried_over.is_running):
                 self._is_busy = False
                 self.waits_for = f"{one.channel} is busy"
                 return
         jobs: list[CarryJob] = []
         for one in chosen:
-            in_log = one.in_log()
-            # The log must not remove them before they count as unfinished.
-            one.channel.topic.holds[one] = min(in_log, default=one.channel.topic.log.end)
-            if len(in_log) < len(one.letters):
-                gone = (letter.message() for letter in one.letters if letter.sequence not in in_log)
+            # The log must not remove messages before they count as unfinished.
+            one.channel.topic.holds[one] = one.channel.topic.log.start
+            if gone := one.gone_from_log():
                 one.carrying = one.channel.carried_over.begin_redrive(gone)
                 jobs.append(one.carrying)
         done = partial(self._carried, part, chosen, skipped)
@@ -469,7 +468,11 @@ class Redrives:
             if self._broker.topics.get(topic.name) is not topic:
                 del self._redrives[topic]
             else:
-                redrive.retry()
+                try:
+                    redrive.retry()
+                except Exception:
+                    # It must not stop the upkeep of everything else.
+                    logger.exception("%s: internal error in a redrive", topic)
 
     def load(self) -> None:
         """At the start: continue what the last run has begun. The topics must be loaded."""

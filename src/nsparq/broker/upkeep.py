@@ -199,6 +199,7 @@ class Upkeep:
         this state is on disk, as durable as configured."""
         assert channel.checkpoint.file is not None
         channel.checkpoint.is_stale = False
+        self._checkpointing.add(channel)
         self._checkpoint(channel, channel.checkpoint.file, self._broker.monotonic_ns(), done)
 
     def _checkpoint(

@@ -46,6 +46,9 @@ HEADER_SIZE: Final = HEADER.size
 _SEALED = struct.Struct("<4sI")
 _CHECKED = struct.Struct("<IHHQqqII")
 """The header in two parts. The checksum begins with the second."""
+_CHECKED_SINGLE = struct.Struct("<IHHQqqIII")
+"""The second part for a batch of one message, with its length."""
+_LENGTH = struct.Struct("<I")
 CHECKED_FROM: Final = 8
 """The checksum covers everything from here on."""
 _BIG_ENDIAN = sys.byteorder == "big"
@@ -233,6 +236,16 @@ def encode_batch(batch: Batch, mark: int = 0) -> tuple[bytes, bytes, bytes]:
 def encode_tail(headers: PackedBodies) -> bytes:
     """Everything behind the bodies of a batch with headers."""
     return table_bytes(headers.lengths) + headers.data
+
+
+def encode_single(sequence: int, timestamp_ns: int, body: bytes, block: bytes, mark: int) -> bytes:
+    """The same for a batch of one message, in one piece. Much faster than making the batch first."""
+    tail = _LENGTH.pack(len(block)) + block if block else b""
+    size = _CHECKED_SINGLE.size + CHECKED_FROM + len(body) + len(tail)
+    rest = (
+        _CHECKED_SINGLE.pack(size, 0, mark, sequence, timestamp_ns, 0, 1, len(body), len(body)) + body + tail
+    )
+    return _SEALED.pack(MAGIC_WITH_HEADERS if block else MAGIC, crc32c(rest)) + rest
 
 
 def encode_head(

@@ -19,6 +19,7 @@ from nsparq.storage.batch import (
     decode_head,
     decode_lengths,
     encode_batch,
+    encode_single,
 )
 from nsparq.storage.files import Files
 from nsparq.storage.gaps import Gaps
@@ -78,12 +79,21 @@ class CarriedFile:
     def write(self, messages: Iterable[Batch]) -> Places:
         """Write and sync messages, each a batch of its own; gives their places for accept(). A
         thread may call this, one at a time."""
+        return self.write_encoded(
+            (message.base, b"".join(encode_batch(message, self._mark))) for message in messages
+        )
+
+    def encode(self, sequence: int, timestamp_ns: int, body: bytes, block: bytes) -> bytes:
+        """A message as it stands in the file. An empty block means no headers."""
+        return encode_single(sequence, timestamp_ns, body, block, self._mark)
+
+    def write_encoded(self, messages: Iterable[tuple[int, bytes]]) -> Places:
+        """The same as write(), for messages that are encoded, with their numbers."""
         pieces = []
         places = {}
         position = self._size
-        for message in messages:
-            encoded = b"".join(encode_batch(message, self._mark))
-            places[message.base] = (position, len(encoded))
+        for sequence, encoded in messages:
+            places[sequence] = (position, len(encoded))
             position += len(encoded)
             pieces.append(encoded)
         with self._files.opened(self._path) as fd:
