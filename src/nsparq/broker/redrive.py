@@ -294,8 +294,13 @@ class Redrive:
                 one.carrying = one.channel.carried_over.begin_redrive(gone)
                 jobs.append(one.carrying)
         done = partial(self._carried, part, chosen, skipped)
+
+        def carry() -> None:
+            for job in jobs:
+                job.run()
+
         if jobs:
-            self._broker.in_background(lambda: [job.run() for job in jobs] and None, done)
+            self._broker.in_background(carry, done)
         else:
             done()
 

@@ -210,7 +210,7 @@ def _is_wanted(options: DeadLetterFlags, ready: int) -> bool:
 
 def _origin(options: DeadLetterFlags, groups: list[dict[str, Any]]) -> str:
     """The topic whose letters go back: nsqd needs its name for the permission."""
-    origins = sorted({group["topic"] for group in groups if group["ready"]})
+    origins: list[str] = sorted({group["topic"] for group in groups if group["ready"]})
     if len(origins) > 1:
         raise AskFailed(
             f"the letters are of several topics: choose one with --origin-topic={' or '.join(origins)}"
