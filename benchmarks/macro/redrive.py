@@ -49,6 +49,8 @@ def measure(count: int, size: int, is_gone: bool) -> float:
     with HttpBroker(OURS, [f"--max-bytes-per-file={SEGMENT}"], None) as nsqd:
         ask(nsqd, "POST", "/topic/create?topic=t")
         ask(nsqd, "POST", "/channel/create?topic=t&channel=c")
+        if not is_gone:
+            ask(nsqd, "PUT", "/topic/settings?topic=t", b'{"retention_bytes": 1000000000000}')
         settings = "/channel/settings?topic=t&channel=c"
         ask(nsqd, "PUT", settings, b'{"policy": {"expire_after": 0.001, "max_attempts": 0}}')
         body = b"\n".join([b"x" * size] * BATCH)

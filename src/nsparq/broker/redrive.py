@@ -18,6 +18,7 @@ import logging
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -81,7 +82,7 @@ def states_of(broker: Broker, name: str, origin: Origin, letters: list[Letter]) 
             return np.full(len(letters), STATES.index(state))
     assert channel is not None
     numbers, sequences, stamps = (
-        np.array(column, np.int64) for column in zip(*[one[:3] for one in letters], strict=True)
+        np.fromiter(map(itemgetter(column), letters), np.int64, len(letters)) for column in range(3)
     )
     found = np.zeros(len(letters), np.int64)
     policy = channel.retries.policy
@@ -118,6 +119,8 @@ class Chosen:
     letters: list[Letter]
     left_out: list[int]
     """Numbers of the channel's other letters in the part."""
+    gone: list[Letter] = field(default_factory=list)
+    """Those whose messages the log does not have any more."""
     carrying: CarryJob | None = None
 
     def gone_from_log(self) -> list[Letter]:
@@ -281,8 +284,8 @@ class Redrive:
             if len(one.channel.unfinished.requeued) >= MAX_WAITING:
                 self._crowded, self._is_busy = one.channel, False
                 return
-            gone = one.gone_from_log()
-            if one.channel.unfinished.redriven or (gone and one.channel.carried_over.is_running):
+            one.gone = one.gone_from_log()
+            if one.channel.unfinished.redriven or (one.gone and one.channel.carried_over.is_running):
                 self._is_busy = False
                 self.waits_for = f"{one.channel} is busy"
                 return
@@ -290,8 +293,8 @@ class Redrive:
         for one in chosen:
             # The log must not remove messages before they count as unfinished.
             one.channel.topic.holds[one] = one.channel.topic.log.start
-            if gone := one.gone_from_log():
-                one.carrying = one.channel.carried_over.begin_redrive(gone)
+            if one.gone:
+                one.carrying = one.channel.carried_over.begin_redrive(one.gone)
                 jobs.append(one.carrying)
         done = partial(self._carried, part, chosen, skipped)
 
