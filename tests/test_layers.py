@@ -15,11 +15,22 @@ import nsparq
 SOURCE = Path(nsparq.__file__).parent
 
 # What each package or module directly under nsparq may import from the others.
-BASE = {"private_random", "dead_letter", "errors", "headers", "names", "packed", "version"}
+BASE = {
+    "private_random",
+    "dead_letter",
+    "dead_letter_groups",
+    "errors",
+    "headers",
+    "names",
+    "packed",
+    "version",
+}
 DAEMON = {"addresses", "http", "listening", "logs", "option_table", "process"}
 MAY_IMPORT = {
     "private_random": set(),
     "dead_letter": set(),
+    "dead_letter_groups": set(),
+    "json_pointer": set(),
     "errors": set(),
     "headers": {"kernel"},
     "names": set(),
@@ -45,7 +56,7 @@ MAY_IMPORT = {
     "wire": BASE | {"kernel"},
     "storage": BASE,
     "replication": BASE | {"fetch", "storage"},
-    "broker": BASE | {"delivery_policy", "flags", "options", "storage", "wire"},
+    "broker": BASE | {"delivery_policy", "flags", "json_pointer", "options", "storage", "wire"},
     "server": BASE
     | DAEMON
     | {
