@@ -10,10 +10,10 @@ import pytest
 
 from nsparq.broker import redrive as redrive_module
 from nsparq.broker.letters import LetterFilter
-from nsparq.broker.policy import parse_policy
 from nsparq.broker.redrive import Progress, Redrive, RedriveRunning
 from nsparq.broker.tagged import DEAD_LETTERS
 from nsparq.dead_letter import DeadLetter
+from nsparq.delivery_policy import parse_policy
 from nsparq.headers import encode_headers
 from nsparq.packed import PackedBodies
 from tests.broker.rig import Later, Receipt, Rig, TestFiles

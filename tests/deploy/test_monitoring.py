@@ -185,6 +185,7 @@ def test_the_dashboard_shows_all_that_is_worth_a_look(exported: dict[str, Metric
         "nsqd_topic_paused",
         "nsqd_topic_backend_depth",  # parts of others
         "nsqd_channel_backend_depth",
+        "nsqd_channel_parked",
         "nsqd_topic_dropped_messages_total",
         "nsqd_topic_corrupt_batches_total",
         "nsqd_topic_corrupt_files_total",  # they cost no message, and the log names them

@@ -8,6 +8,10 @@ connection in the middle of a delivery.
 Besides: no message with two clients at once, attempts that grow, depths that add up at every step,
 delivery as soon as somebody may take a message, and ids that are never given twice. And whoever
 goes back in the log, by seek, by range or by looking, finds what was published.
+
+Channels get and lose delivery policies and an order of keys. With a policy a message becomes one
+dead letter when its attempts are used up or it is too old, and is not delivered after that. With an
+order one message of a key is with a client at a time, the oldest first.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,21 +37,36 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from nsparq.broker import ordering
 from nsparq.broker.broker import run_inline
+from nsparq.broker.channel import Channel
 from nsparq.broker.peek import STATES, peek_channel, peek_topic
 from nsparq.broker.settings import TopicSettings
+from nsparq.dead_letter import DeadLetter
+from nsparq.delivery_policy import Failure, parse_policy
 from nsparq.errors import ClientError
+from nsparq.headers import decode_headers
 from nsparq.packed import PackedBodies
 from nsparq.storage.log_range import OffsetAhead
 from nsparq.storage.raw_batch import iter_batches
 from nsparq.wire.message import SEQUENCE_BITS
 from tests.broker.rig import MILLISECOND, SECOND, FakeClient, Later, Rig
-from tests.property.broker_model import ChannelModel, State, TopicModel
+from tests.property.broker_model import ChannelModel, Entry, State, TopicModel
 
-TOPIC = "t"
+TOPIC, DEAD, ORDERED_BY = "t", "t.dead", "/k"
 MAX_MSG_TIMEOUT_S = 15
 names = st.sampled_from(["a", "b"])
 delays_ms = st.sampled_from([1, 700, 3000, 20_000])
+policies = st.none() | st.fixed_dictionaries(
+    {
+        "max_attempts": st.sampled_from([0, 1, 2, 3]),
+        "count": st.sampled_from(["failures", "deliveries"]),
+        "retry_delay": st.sampled_from([0, 0, 1, 4]),
+        "retry_jitter": st.just(0),
+        "expire_after": st.sampled_from([0, 0, 5]),
+        "expired": st.sampled_from(["drop", "dead_letters"]),
+    }
+)
 
 
 MOST_CALLS = 200
@@ -93,7 +114,15 @@ class BrokerMachine(RuleBasedStateMachine):
         """Everything published and not emptied: sequence number and due time, in the log's
         order."""
         self.settings = TopicSettings()
-        self.was_set_back = False
+        self.was_set = self.was_set_back = False
+        """Whether the wall clock was set, and whether it was set back."""
+        self.letters: Counter[tuple[str, bytes]] = Counter()
+        """Dead letters by channel and body, and how far they were read."""
+        self.letters_end = 0
+        self.known_letters: Counter[tuple[str, bytes]] = Counter()
+        """Those of them that the model knows."""
+        self.abandoned: set[tuple[str, bytes]] = set()
+        """Messages that were dropped, or begun anew, while their letters were on the way."""
         self.transaction = 0
         self.staged: dict[str, list[bytes]] = {}
         self.calls_before = self.rig.files.calls.total()
@@ -112,8 +141,9 @@ class BrokerMachine(RuleBasedStateMachine):
 
     def new_body(self, size: int) -> bytes:
         self.published += 1
-        body = b"%d:" % self.published
-        body += b"x" * max(0, size - len(body))
+        key = b'"k":"%c",' % b"abc"[self.published % 3] if self.published % 5 else b""
+        body = b'{%b"n":%d,"x":"' % (key, self.published)
+        body += b"x" * max(0, size - len(body) - 2) + b'"}'
         self.published_ns[body] = self.rig.clock.wall()
         return body
 
@@ -286,13 +316,16 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def disconnect(self, data: st.DataObject) -> None:
         client = data.draw(st.sampled_from(self.clients))
-        self.forget(client)
         self.rig.disconnect(client)
+        self.forget(client)
         self.observe()
 
     def forget(self, client: FakeClient) -> None:
+        """It has disconnected."""
+        name = self.channel_of[client]
         self.clients.remove(client)
-        self.model.channels[self.channel_of[client]].release(client)
+        for entry in self.model.channels[name].held_by(client):
+            self.fail(name, entry, Failure.DISCONNECTED)
 
     # answers
 
@@ -381,13 +414,140 @@ class BrokerMachine(RuleBasedStateMachine):
     def requeue(self, data: st.DataObject, delay_ms: int) -> None:
         client = data.draw(st.sampled_from(self.holders()))
         body = data.draw(st.sampled_from(self.held(client)))
-        entry = self.model.channels[self.channel_of[client]].entries[body]
-        if delay_ms:
-            entry.defer(self.rig.clock() + delay_ms * MILLISECOND)
+        name = self.channel_of[client]
+        self.rig.requeue(client, self.ids_by_body[body], delay_ms)
+        self.fail(name, self.model.channels[name].entries[body], Failure.REQUEUED, delay_ms * MILLISECOND)
+        self.observe()
+
+    def fail(self, name: str, entry: Entry, failure: Failure, delay_ns: int = 0) -> None:
+        """The broker has been told that an attempt has ended badly. Take in what it did."""
+        self.read_letters()
+        model, unfinished = self.model.channels[name], self.rig.channel(name, TOPIC).unfinished
+        due_ns = unfinished.deferred.due_ns.get(self.log[entry.body][0], 0)
+        is_given_up = self.is_given_up(name, entry.body)
+        counts = model.policy is not None and model.policy.counts(failure)
+        delays_ns = {delay_ns} if delay_ns or not counts else model.delays_ns(entry)
+        if due_ns:
+            assert due_ns - self.rig.clock() in delays_ns
+        elif not is_given_up:
+            assert 0 in delays_ns
+        model.fail(entry, failure, is_given_up, due_ns, self.is_too_old(name, entry.body))
+        self.note_letter(name, entry)
+
+    # policies and order
+
+    @precondition(lambda self: self.model.channels)
+    @rule(data=st.data(), values=policies)
+    def change_policy(self, data: st.DataObject, values: dict[str, Any] | None) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model.channels)))
+        if values is not None and self.was_set:
+            values["expire_after"] = 0
+        policy = None if values is None else parse_policy(values, TOPIC)
+        self.rig.channel(name, TOPIC).change_policy(policy)
+        self.model.channels[name].policy = policy
+        self.rig.turn()
+        self.observe()
+
+    @precondition(lambda self: self.model.channels)
+    @rule(data=st.data(), is_ordered=st.booleans())
+    def change_order(self, data: st.DataObject, is_ordered: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model.channels)))
+        self.rig.channel(name, TOPIC).ordering.change(ORDERED_BY if is_ordered else "")
+        self.model.channels[name].order(is_ordered)
+        self.rig.turn()
+        self.observe()
+
+    def place_of(self, body: bytes) -> int | None:
+        return None if body in self.earliest_ns else self.log[body][0]
+
+    def is_too_old(self, name: str, body: bytes) -> bool:
+        policy = self.model.channels[name].policy
+        if policy is None or not policy.expire_after:
+            return False
+        return self.published_ns[body] < self.rig.broker.age_ns() - policy.expire_after * SECOND
+
+    def read_letters(self) -> None:
+        """Take in new dead letters."""
+        topic = self.rig.broker.topics.get(DEAD)
+        if topic is None or topic.log.end == self.letters_end:
+            return
+        calls, log = self.rig.files.calls.total(), topic.log
+        sequence = max(log.start, self.letters_end)
+        while (located := log.locate(sequence, 1 << 20)).size:
+            for batch in iter_batches(located.read()):
+                messages = zip(batch.bodies(), batch.blocks(), strict=True)
+                for number, (body, block) in enumerate(messages, batch.base):
+                    if number >= sequence:
+                        letter = DeadLetter.from_message(body, decode_headers(block))
+                        assert letter is not None and letter.channel is not None
+                        self.letters[letter.channel, body] += 1
+            sequence = located.next
+        self.letters_end = log.end
+        self.calls_before += self.rig.files.calls.total() - calls
+
+    def is_given_up(self, name: str, body: bytes) -> bool:
+        given_up = self.rig.channel(name, TOPIC).unfinished.given_up
+        return self.log[body][0] in given_up or self.letters[name, body] > self.known_letters[name, body]
+
+    def note_given_up(self) -> None:
+        """Take in which messages were given up or have expired, and which letters are written."""
+        self.read_letters()
+        for name, model in self.model.channels.items():
+            for body, entry in [*model.entries.items()]:
+                if entry.state is State.IN_FLIGHT or (name, body) in self.abandoned:
+                    continue
+                if entry.state is not State.GIVEN_UP and self.is_given_up(name, body):
+                    policy = model.policy
+                    is_used_up = policy is not None and 0 < policy.max_attempts <= entry.failures
+                    assert is_used_up or self.is_too_old(name, body), f"{body!r} was given up early"
+                    entry.give_up()
+                self.note_letter(name, entry)
+            if model.policy is not None and model.policy.expire_after:
+                self.note_expired(name, model)
+        for (name, body), count in self.letters.items():
+            if count > self.known_letters[name, body]:
+                self.note_unexpected_letter(name, body)
+
+    def note_letter(self, name: str, entry: Entry) -> None:
+        """A message that was given up may have become a letter. Without a policy it is sent
+        again."""
+        given_up = self.rig.channel(name, TOPIC).unfinished.given_up
+        if entry.state is not State.GIVEN_UP or self.log[entry.body][0] in given_up:
+            return
+        if self.letters[name, entry.body] > self.known_letters[name, entry.body]:
+            self.known_letters[name, entry.body] += 1
+            self.model.channels[name].bury(entry.body)
         else:
             entry.wait()
-        self.rig.requeue(client, self.ids_by_body[body], delay_ms)
-        self.observe()
+
+    def note_expired(self, name: str, model: ChannelModel) -> None:
+        """Some messages may have been dropped, also of those that a crash has brought back."""
+        channel = self.rig.channel(name, TOPIC)
+        unfinished = {*channel.unfinished}
+        for body, entry in [*model.entries.items()]:
+            sequence = self.log[body][0]
+            is_gone = sequence not in unfinished and sequence < channel.cursor.position
+            if is_gone and entry.state is not State.IN_FLIGHT and self.is_too_old(name, body):
+                model.finish(body)
+        if model.ghosts:
+            left = self.total(name) - len(model.entries)
+            assert 0 <= left <= model.ghosts
+            model.ghosts = left
+
+    def note_unexpected_letter(self, name: str, body: bytes) -> None:
+        """Of a message that was dropped, or begun anew, while its letter was written; or of one
+        that had come back in a crash and was too old."""
+        model = self.model.channels.get(name)
+        is_ghost = model is not None and body in model.maybe and self.is_too_old(name, body)
+        assert is_ghost or (name, body) in self.abandoned, f"a letter of {body!r}"
+        self.known_letters[name, body] += 1
+        self.abandoned.discard((name, body))
+
+    def abandon(self, name: str) -> None:
+        """The messages of a channel are dropped or begun anew, whatever is on the way."""
+        for body, entry in self.model.channels[name].entries.items():
+            if entry.state is State.GIVEN_UP:
+                self.abandoned.add((name, body))
 
     @precondition(lambda self: self.holders())
     @rule(data=st.data())
@@ -403,10 +563,11 @@ class BrokerMachine(RuleBasedStateMachine):
 
     # time
 
-    @precondition(lambda self: not self.is_anything_deferred())
+    @precondition(lambda self: not self.is_anything_deferred() and not self.may_expire())
     @rule(seconds=st.sampled_from([-3600, -0.5, 0.5, 3600]))
     def set_the_wall_clock(self, seconds: float) -> None:
         """Nothing that the broker does at its own pace depends on it."""
+        self.was_set = True
         self.was_set_back |= seconds < 0
         self.rig.clock.set_wall(seconds)
         self.rig.scan()
@@ -416,15 +577,22 @@ class BrokerMachine(RuleBasedStateMachine):
         """Or has been: due times are kept on disk by the wall clock."""
         return bool(self.earliest_ns)
 
+    def may_expire(self) -> bool:
+        policies = [model.policy for model in self.model.channels.values()]
+        return any(policy is not None and policy.expire_after for policy in policies)
+
     @rule(seconds=st.sampled_from([0.001, 0.7, 2.0, 9.0, 30.0]))
     def pass_time(self, seconds: float) -> None:
         self.rig.clock.advance(seconds)
         self.expire()
 
     def expire(self) -> None:
-        for channel in self.model.channels.values():
-            channel.expire(self.rig.clock())
+        now_ns = self.rig.clock()
         self.rig.scan()
+        for name, model in self.model.channels.items():
+            model.requeue_due(now_ns)
+            for entry in model.timed_out(now_ns):
+                self.fail(name, entry, Failure.TIMED_OUT)
         self.observe()
 
     @rule()
@@ -480,6 +648,7 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def empty_channel(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.model.channels)))
+        self.abandon(name)
         self.rig.channel(name, TOPIC).empty()
         self.model.channels[name].empty()
         self.rig.turn()
@@ -489,8 +658,8 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def delete_channel(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.model.channels)))
-        for client in [client for client in self.clients if self.channel_of[client] == name]:
-            self.forget(client)
+        self.clients = [client for client in self.clients if self.channel_of[client] != name]
+        self.abandon(name)
         self.rig.topic(TOPIC).delete_channel(name)
         if self.background is not None:
             # It is answered when it is on disk.
@@ -531,6 +700,7 @@ class BrokerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.model.channels)))
         channel, model = self.rig.channel(name, TOPIC), self.model.channels[name]
         target = self.draw_place(data)
+        self.abandon(name)
         plan = channel.seek(target)
         topic = self.rig.topic(TOPIC)
         assert plan.target == min(max(target, topic.log.start), topic.visible_end)
@@ -554,6 +724,7 @@ class BrokerMachine(RuleBasedStateMachine):
             with pytest.raises(OffsetAhead):
                 channel.commit(sequence)
             return
+        self.abandon(name)
         channel.commit(sequence)
         assert channel.cursor.position == max(cursor, sequence)
         model.commit({body for body, (number, _) in self.log.items() if number < sequence})
@@ -623,9 +794,10 @@ class BrokerMachine(RuleBasedStateMachine):
         look = peek_channel(self.rig.channel(name, TOPIC), STATES, 10_000, 1 << 30)
         seen = {message.body: message for message in look.read()}
         assert look.missing == 0
-        assert len(seen) == model.total
-        assert set(model.entries) <= set(seen)
-        for body, entry in model.entries.items():
+        shown = {body: one for body, one in model.entries.items() if one.state is not State.GIVEN_UP}
+        assert len(seen) == len(shown) + model.ghosts
+        assert set(shown) <= set(seen)
+        for body, entry in shown.items():
             message = seen[body]
             assert message.timestamp_ns == self.published_ns[body]
             if entry.state is State.IN_FLIGHT:
@@ -684,6 +856,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.rig.crash(seconds)
         self.everyone_is_gone()
         for name, model in self.model.channels.items():
+            self.abandon(name)
             model.crash()
             model.ghosts = self.total(name) - len(model.entries)
             assert 0 <= model.ghosts <= len(model.maybe), f"{name}: {model.ghosts} of {len(model.maybe)}"
@@ -699,7 +872,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     def everyone_is_gone(self) -> None:
         self.clients.clear()
-        assert sorted(self.rig.broker.topics) == [TOPIC]
+        assert {*self.rig.broker.topics} - {DEAD} == {TOPIC}
         assert sorted(self.rig.topic(TOPIC).channels) == sorted(self.model.channels)
 
     # what was delivered
@@ -709,7 +882,8 @@ class BrokerMachine(RuleBasedStateMachine):
         now_ns = self.rig.clock()
         # What one that broke had got went to the others afterwards.
         for client in sorted(self.clients, key=lambda one: not isinstance(one, BreakingClient)):
-            model = self.model.channels[self.channel_of[client]]
+            name = self.channel_of[client]
+            model, is_too_old = self.model.channels[name], partial(self.is_too_old, name)
             for message in client.take():
                 body = message.body
                 assert message.timestamp_ns == self.published_ns[body]
@@ -717,15 +891,20 @@ class BrokerMachine(RuleBasedStateMachine):
                 assert self.bodies_by_id.setdefault(message.id, body) == body, "an id was given twice"
                 assert self.ids_by_body.setdefault(body, message.id) == message.id, "an id has changed"
                 assert message.id == self.rig.topic(TOPIC).first_id + self.log[body][0]
-                model.deliver(client, message, now_ns, client.msg_timeout_ns)
+                assert not is_too_old(body), f"{body!r} is too old"
+                model.deliver(client, message, now_ns, client.msg_timeout_ns, self.place_of, is_too_old)
             if client.channel is None:
                 self.forget(client)
                 continue
-            assert client.in_flight == len(model.held_by(client))
+            held = model.held_by(client)
+            assert client.in_flight == len(held)
+        self.note_given_up()
 
     def total(self, name: str) -> int:
         channel = self.rig.channel(name, TOPIC)
-        return channel.depth + len(channel.unfinished.in_flight) + len(channel.unfinished.deferred)
+        unfinished = channel.unfinished
+        waiting = len(unfinished.deferred) + len(unfinished.given_up)
+        return channel.depth + len(unfinished.in_flight) + waiting
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -738,6 +917,9 @@ class BrokerMachine(RuleBasedStateMachine):
         for name, model in self.model.channels.items():
             channel = topic.channels[name]
             assert channel.paused == model.paused
+            assert channel.retries.own_policy == model.policy
+            assert channel.ordering.ordered_by == (ORDERED_BY if model.is_ordered else "")
+            self.check_keys(channel)
             assert self.total(name) == model.total, name
             assert len(channel.unfinished.in_flight) == model.count(State.IN_FLIGHT)
             assert channel.dropped_count == 0
@@ -746,6 +928,17 @@ class BrokerMachine(RuleBasedStateMachine):
                 assert channel.depth == model.count(State.WAITING)
             self.check_liveness(name, model)
 
+    def check_keys(self, channel: Channel) -> None:
+        """Only unfinished messages have places in the order, and who waits for a key has one."""
+        unfinished = channel.unfinished
+        keys, everything = unfinished.keys, {*unfinished}
+        assert len(everything) == sum(1 for _ in unfinished), "a message is in two places"
+        if keys is None:
+            assert not unfinished.parked
+        else:
+            assert keys.key_of.keys() | keys.unknown.keys() <= everything
+            assert unfinished.parked.keys() <= keys.key_of.keys()
+
     @invariant()
     def no_step_costs_much(self) -> None:
         """Counted in calls at the door to the disk, not in time."""
@@ -753,7 +946,7 @@ class BrokerMachine(RuleBasedStateMachine):
             return
         calls, work = (
             self.rig.files.calls.total(),
-            self.published + sum(len(client.messages) for client in self.clients),
+            self.published + sum(len(client.messages) for client in self.clients) + 20 * self.letters.total(),
         )
         spent = calls - self.calls_before
         assert spent <= MOST_CALLS + 4 * max(0, work - self.work_before), f"{spent} calls in one step"
@@ -764,8 +957,9 @@ class BrokerMachine(RuleBasedStateMachine):
         if self.background is not None and self.background.jobs:
             return
         takers = [c for c in self.clients if self.channel_of[c] == name and c.capacity > 0]
-        if takers and not model.paused:
-            assert not model.count(State.WAITING), f"{name}: messages wait for {len(takers)} ready clients"
+        is_full = len(self.rig.channel(name, TOPIC).unfinished.parked) >= ordering.MAX_PARKED
+        if takers and not model.paused and not is_full:
+            assert not model.idle(), f"{name}: messages wait for {len(takers)} ready clients"
 
     def drain(self) -> None:
         """Everything unfinished comes, sooner or later; then nothing is left."""
@@ -777,12 +971,13 @@ class BrokerMachine(RuleBasedStateMachine):
             self.observe()
         while self.clients:
             client = self.clients[0]
-            self.forget(client)
             self.rig.disconnect(client)
+            self.forget(client)
             self.observe()
         for name, model in self.model.channels.items():
             self.rig.channel(name, TOPIC).unpause()
-            model.paused = False
+            self.rig.channel(name, TOPIC).change_policy(None)
+            model.paused, model.policy = False, None
         for name in {"a", *self.model.channels}:
             self.subscribe(name, 2500, 10)
         self.pause_topic(False)
@@ -793,8 +988,10 @@ class BrokerMachine(RuleBasedStateMachine):
                     self.model.channels[self.channel_of[client]].finish(body)
                 assert not self.rig.finish(client, *(self.ids_by_body[body] for body in bodies))
                 self.observe()
+        self.trouble_is_over()
         for name, model in self.model.channels.items():
-            assert not model.entries, f"{name}: {len(model.entries)} messages are lost"
+            states = Counter(entry.state for entry in model.entries.values())
+            assert not model.entries, f"{name}: messages are lost: {states}"
             assert self.total(name) == 0
         self.rig.clock.advance(10)
         self.rig.maintain()

@@ -172,7 +172,7 @@ class CarriedOver:
         store, unfinished = self.store, self._channel.unfinished
         if store.kept:
             finished = store.kept.keys() - unfinished.deferred.due_ns.keys()
-            finished.difference_update(unfinished.requeued)
+            finished.difference_update(unfinished.requeued, unfinished.parked)
             finished.difference_update(unfinished.in_flight, unfinished.given_up, unfinished.redriven)
             finished -= self._named
             store.drop(finished)

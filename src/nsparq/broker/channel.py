@@ -22,6 +22,7 @@ from nsparq.broker.delivery import Delivery
 from nsparq.broker.inflight import Run
 from nsparq.broker.lag import Lag
 from nsparq.broker.latency import Latency, summarize
+from nsparq.broker.ordering import Ordering
 from nsparq.broker.retries import Retries, refuse_cycle
 from nsparq.broker.unfinished import Unfinished
 from nsparq.delivery_policy import DeliveryPolicy, Failure
@@ -79,6 +80,7 @@ class Channel:
         self.cursor = Cursor(topic, position)
         self.unfinished = Unfinished()
         self.retries = Retries(self)
+        self.ordering = Ordering(self)
         self.dead_letters = DeadLetters(self)
         self.carried_over = CarriedOver(self)
         self.checkpoint = Checkpoint(self)
@@ -110,7 +112,7 @@ class Channel:
     @property
     def depth(self) -> int:
         """Messages ready to be sent: neither in flight nor deferred."""
-        return len(self.unfinished.requeued) + self.cursor.ahead
+        return len(self.unfinished.requeued) + len(self.unfinished.parked) + self.cursor.ahead
 
     @property
     def backend_depth(self) -> int:
@@ -222,9 +224,11 @@ class Channel:
         for sequence in sequences:
             self.unfinished.in_flight.answer(run, sequence)
         if run.first < self.topic.given_up_before:
-            kept = [sequence for sequence in sequences if sequence >= self.topic.given_up_before]
-            self.dropped_count += len(sequences) - len(kept)
-            sequences = kept
+            dropped = [sequence for sequence in sequences if sequence < self.topic.given_up_before]
+            for sequence in dropped:
+                self.unfinished.forget(sequence)
+            self.dropped_count += len(dropped)
+            sequences = [sequence for sequence in sequences if sequence >= self.topic.given_up_before]
         self.retries.send_again(run, sequences, failure, self.topic.broker.monotonic_ns())
 
     # the log
@@ -258,13 +262,12 @@ class Channel:
     def drop_surplus(self) -> None:
         """A bounded channel keeps no more than the memory queue's size. The oldest messages go, and
         are counted."""
-        cursor, unfinished = self.cursor, self.unfinished
+        cursor = self.cursor
         surplus = self.depth - self.topic.broker.options.mem_queue_size
-        while surplus > 0 and unfinished.requeued:
-            sequence, _ = unfinished.take_requeued()
-            unfinished.forget(sequence)
-            self.dropped_count += 1
-            surplus -= 1
+        if surplus > 0:
+            dropped = self.unfinished.drop_oldest(surplus)
+            self.dropped_count += dropped
+            surplus -= dropped
         if surplus > 0:
             before = cursor.ahead
             cursor.jump(cursor.behind(surplus))
@@ -344,12 +347,12 @@ class Channel:
         goes back. As with FIN, the next checkpoint keeps it. Raises OffsetAhead."""
         if sequence > self.topic.visible_end:
             raise OffsetAhead(sequence, self.topic.visible_end)
-        self.unfinished.drop_waiting_below(sequence)
+        dropped = self.unfinished.drop_below(sequence)
         if sequence > self.cursor.position:
             self.cursor.jump(sequence)
             self.delivery.moved()
         self.mark_changed()
-        for client, number in self.unfinished.in_flight.drop_below(sequence).items():
+        for client, number in dropped.items():
             client.in_flight -= number
             self.delivery.offer(client)
 
@@ -424,6 +427,8 @@ class Channel:
             "dropped_count": self.dropped_count,
             "dead_letter_count": self.dead_letters.count,
             "expired_count": self.retries.expired_count,
+            "ordered_by": self.ordering.ordered_by,
+            "parked_count": len(self.unfinished.parked),
             "owner": self.owner,
             **self.lag.stats(now_ns, depth),
         }

@@ -55,6 +55,7 @@ class Checkpoint:
             owner=channel.owner,
             owned_since_ns=channel.owned_since_ns,
             policy=channel.retries.stored(),
+            ordered_by=channel.ordering.ordered_by,
         )
         channel.dead_letters.note_in(state)
 
@@ -82,6 +83,7 @@ class Checkpoint:
             owner=channel.owner,
             owned_since_ns=channel.owned_since_ns,
             policy=channel.retries.stored(),
+            ordered_by=channel.ordering.ordered_by,
         )
         channel.dead_letters.note_in(state)
         return state
@@ -129,7 +131,9 @@ class Checkpoint:
         # Requeue messages that were delivered and carried over after the checkpoint. The cursor
         # finds those that the log still has.
         reached = channel.cursor.position
-        channel.unfinished.requeue(s for s in carried if state.cursor <= s < reached and s not in unfinished)
+        later = sorted(s for s in carried if state.cursor <= s < reached and s not in unfinished)
+        channel.unfinished.requeue(later)
+        channel.ordering.expect(later)
         carried_over.note_named(state)
         carried_over.drop_finished()
 
@@ -145,6 +149,7 @@ class Checkpoint:
         channel.owner, channel.owned_since_ns = state.owner, state.owned_since_ns
         channel.retries.restore(state.policy)
         channel.dead_letters.redriven = state.redriven
+        channel.ordering.restore(state.ordered_by)
         if state.are_letters_pending or not topic.broker.was_stopped_cleanly:
             self.letters_seen = state.letters_topic, state.letters_position
         carried_over.before = state.carried_before
@@ -173,6 +178,7 @@ class Checkpoint:
                 channel.defer(sequence, due_at(due_ns), attempts)
             else:
                 unfinished.requeue((sequence,), attempts)
+        channel.ordering.expect(sequence for sequence in state.sequences.tolist() if sequence in found)
         if unfinished.given_up:
             topic.broker.upkeep.retry(channel)
         # Skip replayed messages here already: a replay may cover years of them.

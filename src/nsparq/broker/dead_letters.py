@@ -160,12 +160,12 @@ class DeadLetters:
             broker.upkeep.retry(channel)
             return
         broker.health.set(None, source)
-        given_up, failures = channel.unfinished.given_up, channel.unfinished.failures
+        given_up = channel.unfinished.given_up
         for sequence, one in written.items():
             # A seek may have begun the message anew meanwhile.
             if given_up.get(sequence) is one:
                 del given_up[sequence]
-                failures.pop(sequence, None)
+                channel.unfinished.forget(sequence)
         self.count += len(written)
         channel.mark_changed()
         if given_up or channel.retries.expires:

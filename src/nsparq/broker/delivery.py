@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from nsparq.broker.client import Client
 from nsparq.broker.framing import frames_for
 from nsparq.broker.inflight import Run
+from nsparq.broker.sampling import is_left_out, send_sample
 from nsparq.delivery_policy import Failure
 from nsparq.errors import AnswerFailed, ClientError
-from nsparq.private_random import private_random
 from nsparq.storage.batch import Batch
 from nsparq.storage.segment import Cold
 from nsparq.wire.message import with_attempts
@@ -115,8 +116,12 @@ class Delivery:
             channel.retries.expire_new(stop_ns)
         if self._unfinished.given_up:
             channel.dead_letters.write()
+        keys = self._unfinished.keys
+        if keys is not None and keys.unknown and can_send and self.ready_clients:
+            can_send = channel.ordering.learn_keys(keys, stop_ns)
         try:
-            if can_send and self.ready_clients == 1 and not (self._unfinished.requeued or self._turns):
+            is_simple = self.ready_clients == 1 and keys is None
+            if can_send and is_simple and not (self._unfinished.requeued or self._turns):
                 can_send = self._stream(now_ns, stop_ns)
             while can_send:
                 can_send = self._round(now_ns, stop_ns)
@@ -192,13 +197,14 @@ class Delivery:
     def _serve(self, client: Client, now_ns: int) -> bool:
         """Give one client its share, up to its capacity. False when nothing can be sent now."""
         cursor, requeued = self._cursor, self._unfinished.requeued
-        wanted = self._share
+        wanted, keys = self._share, self._unfinished.keys
+        send_new = self._send_new if keys is None else partial(self._channel.ordering.send_new, keys)
         while wanted > 0 and (capacity := client.capacity) > 0:
             if self.reading is not None:
                 return False
             is_requeued = requeued and (self._requeued_next or cursor.position >= self._topic.visible_end)
             self._requeued_next = not is_requeued
-            send = self._send_again if is_requeued else self._send_new
+            send = self._send_again if is_requeued else send_new
             try:
                 passed = send(client, min(capacity, wanted), now_ns)
             except (Cold, OSError) as error:
@@ -237,7 +243,7 @@ class Delivery:
             end = offsets[index + number]
         cursor.position += number
         if client.identity.sample_rate:
-            self._send_sample(client, batch, index, number, now_ns)
+            send_sample(self, client, batch, topic.first_id, index, number, now_ns)
             return number
         run, latency = self._open, self._channel.latency
         if run is not None and run.end == position and run.client is client and latency is None:
@@ -287,20 +293,7 @@ class Delivery:
         if watched_ns is None or run.deadline_ns < watched_ns:
             self._channel.watch(run.deadline_ns)
 
-    def _send_sample(self, client: Client, batch: Batch, index: int, number: int, now_ns: int) -> None:
-        """The client wants a share of the messages. The others count as finished."""
-        buffer, offsets = frames_for(client, batch, self._topic.first_id)
-        deadline_ns = now_ns + client.msg_timeout_ns
-        frames: list[bytes] = []
-        for i in range(index, index + number):
-            if private_random.randrange(100) > client.identity.sample_rate:
-                continue
-            first, stamp = batch.base + i, batch.timestamp_of(i)
-            frames.append(buffer[offsets[i] : offsets[i + 1]])
-            self.launch(Run(client, first, first + 1, first, now_ns, deadline_ns, 1, stamp))
-        self._send_frames(client, frames)
-
-    def _send_frames(self, client: Client, frames: list[bytes]) -> None:
+    def send_frames(self, client: Client, frames: list[bytes]) -> None:
         """Send messages that are in flight. If that ends the connection, they are requeued."""
         if frames:
             client.in_flight += len(frames)
@@ -312,7 +305,7 @@ class Delivery:
     def _send_again(self, client: Client, limit: int, now_ns: int) -> int:
         channel, requeued = self._channel, self._unfinished.requeued
         frames: list[bytes] = []
-        before = len(requeued)
+        keys, passed = self._unfinished.keys, 0
         deadline_ns = now_ns + client.msg_timeout_ns
         expires = channel.retries.expires
         size = 0
@@ -324,15 +317,19 @@ class Delivery:
                     break
                 raise
             first, delivered = self._unfinished.take_requeued()
+            passed += 1
             attempts = (delivered + 1) & 0xFFFF
             if found is None:
                 channel.lost_to_damage(first)
                 continue
-            if client.identity.sample_rate and private_random.randrange(100) > client.identity.sample_rate:
-                self._unfinished.forget(first)
-                continue
             batch, index = found
             timestamp_ns = batch.timestamp_of(index)
+            if keys is not None and not keys.admits(batch, index):
+                self._unfinished.park(first, delivered)
+                continue
+            if is_left_out(client):
+                self._unfinished.forget(first)
+                continue
             if expires and channel.retries.is_expired(timestamp_ns):
                 channel.retries.expire(first, delivered)
                 continue
@@ -343,8 +340,7 @@ class Delivery:
             self.launch(Run(client, first, first + 1, first, now_ns, deadline_ns, attempts, timestamp_ns))
             if size >= MAX_WRITE:
                 break
-        passed = before - len(requeued)
-        self._send_frames(client, frames)
+        self.send_frames(client, frames)
         return passed
 
     def find(self, sequence: int) -> tuple[Batch, int] | None:
@@ -382,7 +378,7 @@ class Delivery:
     def finish(self, client: Client, spans: list[tuple[int, int]], now_ns: int) -> list[ClientError]:
         """FIN, for spans of ids. Gives an error for each id that is not this client's to finish."""
         in_flight, topic, latency = self._unfinished.in_flight, self._topic, self._channel.latency
-        first_id, failures = topic.first_id, self._unfinished.failures
+        first_id, failures, keys = topic.first_id, self._unfinished.failures, self._unfinished.keys
         errors: list[ClientError] = []
         finished = 0
         for message_id, end_id in spans:
@@ -398,9 +394,9 @@ class Delivery:
                     wall_ns = topic.broker.wall_ns()
                     for i in range(sequence, sequence + number):
                         latency.record(wall_ns - run.timestamp_of(i), now_ns)
-                if failures:
+                if failures or keys is not None:
                     for one in range(sequence, sequence + number):
-                        failures.pop(one, None)
+                        self._unfinished.forget(one)
                 finished += number
                 sequence += number
         client.finish_count += finished
@@ -418,6 +414,7 @@ class Delivery:
         channel = self._channel
         if sequence < self._topic.given_up_before:
             channel.dropped_count += 1
+            self._unfinished.forget(sequence)
         else:
             channel.retries.send_again(run, [sequence], Failure.REQUEUED, now_ns, timeout_ms * 1_000_000)
         channel.requeue_count += 1

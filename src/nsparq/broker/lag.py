@@ -9,6 +9,7 @@ age is unknown.
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from nsparq.errors import StorageError
@@ -27,7 +28,7 @@ HALF_NS: Final = 150 * SECOND_NS
 LEAST_NS: Final = 10 * SECOND_NS
 """A drain rate over less time is unknown."""
 MANY_REQUEUED: Final = 1000
-"""From this many requeued messages on, the oldest of them is looked for once a second."""
+"""From this many requeued or parked messages on, the oldest of them is looked for once a second."""
 
 
 class Lag:
@@ -63,14 +64,15 @@ class Lag:
     def _oldest(self) -> int | None:
         """The lowest sequence number of a message that is ready to be sent. Sequence numbers follow
         the order of publishing."""
-        cursor, requeued = self._channel.cursor, self._channel.unfinished.requeued
+        cursor, unfinished = self._channel.cursor, self._channel.unfinished
+        requeued, parked = unfinished.requeued, unfinished.parked
         cursor.step_over()
         ahead = cursor.position if cursor.position < self._channel.topic.visible_end else None
-        if not requeued:
+        if not requeued and not parked:
             return ahead
         now_ns = self._channel.topic.broker.monotonic_ns()
-        if len(requeued) < MANY_REQUEUED or now_ns - self._lowest[1] >= SECOND_NS:
-            self._lowest = (min(requeued), now_ns)
+        if len(requeued) + len(parked) < MANY_REQUEUED or now_ns - self._lowest[1] >= SECOND_NS:
+            self._lowest = (min(chain(requeued, parked)), now_ns)
         return self._lowest[0] if ahead is None else min(self._lowest[0], ahead)
 
     def _published_ns(self, sequence: int) -> int | None:

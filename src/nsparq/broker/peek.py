@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
+from heapq import merge, nsmallest
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -216,7 +216,11 @@ def _deferred(channel: Channel, count: int, _: int) -> list[_Wanted]:
 
 
 def _ready(channel: Channel, count: int, start: int) -> list[_Wanted]:
-    return [_Wanted(sequence, READY) for sequence in channel.cursor.next_messages(count, start)]
+    """Messages that wait for their keys, too."""
+    unfinished = channel.unfinished
+    parked = nsmallest(count, (sequence for sequence in unfinished.parked if sequence >= start))
+    found = merge(parked, channel.cursor.next_messages(count, start))
+    return [_Wanted(s, READY, unfinished.attempts_of(s)) for s in islice(found, count)]
 
 
 _CHOOSE = {IN_FLIGHT: _in_flight, REQUEUED: _requeued, DEFERRED: _deferred, READY: _ready}

@@ -103,7 +103,7 @@ class Retries:
         assert policy is not None
         if policy.expired == "drop":
             self.expired_count += 1
-            channel.unfinished.failures.pop(sequence, None)
+            channel.unfinished.forget(sequence)
         else:
             channel.dead_letters.add(sequence, GivenUp(attempts, "expired", ""))
 

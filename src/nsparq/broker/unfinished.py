@@ -1,15 +1,17 @@
 """The messages of a channel that its cursor has passed and that are not finished.
 
 Each is in exactly one place: in flight (sent and not answered), requeued (waiting to be sent
-again), deferred (not due yet), given up (about to become a dead letter), or redriven (was a dead
-letter, and waits for the checkpoint that says so). Messages are named by their sequence numbers.
+again), deferred (not due yet), given up (about to become a dead letter), redriven (was a dead
+letter, and waits for the checkpoint that says so), or parked (waiting for an earlier message with
+the same key: see broker.ordering). Messages are named by their sequence numbers.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from heapq import nsmallest
+from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,7 +20,9 @@ from nsparq.broker.deferred import Deferred
 from nsparq.broker.inflight import InFlight
 
 if TYPE_CHECKING:
+    from nsparq.broker.client import Client
     from nsparq.broker.dead_letters import GivenUp
+    from nsparq.broker.ordering import KeyQueues
 
 
 class Exceptions(NamedTuple):
@@ -43,23 +47,29 @@ class Unfinished:
         self.deferred = Deferred()
         self.given_up: dict[int, GivenUp] = {}
         self.redriven: list[int] = []
+        self.parked: dict[int, None] = {}
+        """In the order in which they were parked."""
+        self.keys: KeyQueues | None = None
+        """For a channel that is ordered by keys."""
         self.failures: dict[int, int] = {}
         """Failed attempts of any of these, where a policy counts them."""
         self._attempts: dict[int, int] = {}
-        """Deliveries so far of messages that are requeued or deferred."""
+        """Deliveries so far of messages that are requeued, deferred or parked."""
 
     def __iter__(self) -> Iterator[int]:
-        return chain(self.in_flight, self.requeued, self.deferred.due_ns, self.given_up, self.redriven)
+        return chain(
+            self.in_flight, self.requeued, self.deferred.due_ns, self.given_up, self.redriven, self.parked
+        )
 
     def attempts_of(self, sequence: int) -> int:
-        """Deliveries so far of a message that is requeued or deferred."""
+        """Deliveries so far of a message that is requeued, deferred or parked."""
         return self._attempts.get(sequence, 0)
 
     def lowest(self) -> int | None:
         lows = (
             self.in_flight.lowest(), self.deferred.lowest(),
             min(self.requeued, default=None), min(self.given_up, default=None),
-            min(self.redriven, default=None),
+            min(self.redriven, default=None), min(self.parked, default=None),
         )  # fmt: skip
         return min((low for low in lows if low is not None), default=None)
 
@@ -96,27 +106,43 @@ class Unfinished:
         sequence = self.requeued.popleft()
         return sequence, self._attempts.pop(sequence, 0)
 
+    def park(self, sequence: int, attempts: int) -> None:
+        """A message that was taken out has to wait for its key."""
+        if attempts:
+            self._attempts[sequence] = attempts
+        self.parked[sequence] = None
+
+    def unpark(self, sequence: int) -> None:
+        del self.parked[sequence]
+        self.requeued.append(sequence)
+
     def forget(self, sequence: int) -> None:
         """A message that was taken out is not sent again."""
         self.failures.pop(sequence, None)
+        if self.keys is not None:
+            self.keys.leave(sequence)
 
     def discard(self, sequences: set[int]) -> set[int]:
         """Drop waiting messages. Gives those that are not among them."""
-        found = sequences & {*self.requeued, *self.deferred.due_ns, *self.given_up}
+        found = sequences & {*self.requeued, *self.deferred.due_ns, *self.given_up, *self.parked}
         self.requeued = deque(one for one in self.requeued if one not in found)
         for sequence in found:
             self.deferred.discard(sequence)
             self.given_up.pop(sequence, None)
-            self.failures.pop(sequence, None)
+            self.parked.pop(sequence, None)
             self._attempts.pop(sequence, None)
+        for sequence in found:
+            self.forget(sequence)
         return sequences - found
 
     def drop_waiting_below(self, limit: int) -> int:
-        """Drop requeued, deferred and given-up messages below a sequence number. Gives how many."""
+        """Drop messages below a sequence number that are not in flight. Gives how many."""
         dropped = self.deferred.drop_below(limit)
-        for sequence in [one for one in self.given_up if one < limit]:
-            del self.given_up[sequence]
-            dropped.append(sequence)
+        for waiting in (self.given_up, self.parked):
+            below = [one for one in waiting if one < limit]
+            for sequence in below:
+                del waiting[sequence]
+            dropped += below
         if min(self.redriven, default=limit) < limit:
             dropped += [one for one in self.redriven if one < limit]
             self.redriven = [one for one in self.redriven if one >= limit]
@@ -125,12 +151,31 @@ class Unfinished:
             self.requeued = deque(one for one in self.requeued if one >= limit)
         for sequence in dropped:
             self._attempts.pop(sequence, None)
+            if self.keys is not None:
+                self.keys.leave(sequence)
         if self.failures:
             self.failures = {one: number for one, number in self.failures.items() if one >= limit}
         return len(dropped)
 
+    def drop_oldest(self, count: int) -> int:
+        """Drop up to `count` messages that wait to be sent. Gives how many."""
+        dropped = {*islice(self.requeued, count)}
+        if len(dropped) < count and self.parked:
+            dropped.update(nsmallest(count - len(dropped), self.parked))
+        if dropped:
+            self.discard(dropped)
+        return len(dropped)
+
+    def drop_below(self, limit: int) -> Counter[Client]:
+        """Drop all messages below a sequence number. Gives how many each client had in flight."""
+        self.drop_waiting_below(limit)
+        dropped = self.in_flight.drop_below(limit)
+        if self.keys is not None:
+            self.keys.leave_below(limit)
+        return dropped
+
     def count_below(self, sequence: int) -> int:
-        waiting = chain(self.requeued, self.deferred.due_ns, self.given_up, self.redriven)
+        waiting = chain(self.requeued, self.deferred.due_ns, self.given_up, self.redriven, self.parked)
         return self.in_flight.count_below(sequence) + sum(1 for one in waiting if one < sequence)
 
     def clear(self) -> None:
@@ -139,6 +184,9 @@ class Unfinished:
         self.deferred.clear()
         self.given_up.clear()
         self.redriven.clear()
+        self.parked.clear()
+        if self.keys is not None:
+            self.keys.clear()
         self.failures.clear()
         self._attempts.clear()
 
@@ -149,7 +197,10 @@ class Unfinished:
         thread."""
         singles = self.in_flight.singles.copy()
         longer = [(run.attempts, [*run.unanswered()]) for run in self.in_flight.longer]
-        requeued, attempts = [*self.requeued, *self.redriven, *self.given_up], self._attempts.copy()
+        requeued = [*self.requeued, *self.redriven, *self.given_up, *self.parked]
+        if self.keys is not None:
+            requeued = self.keys.in_order(requeued)
+        attempts = self._attempts.copy()
         attempts.update((sequence, one.attempts) for sequence, one in self.given_up.items())
         failures = self.failures.copy()
         deferred, due_ns = [*self.deferred.due_ns], [*self.deferred.due_ns.values()]

@@ -130,6 +130,8 @@ class ChannelState:
     """Wall time of the claim."""
     policy: dict[str, Any] | None = None
     """The channel's own delivery policy; None if it has none."""
+    ordered_by: str = ""
+    """Where the keys are by which the channel is ordered; empty if it is not."""
     failures: npt.NDArray[np.uint16] = field(default_factory=lambda: np.empty(0, np.uint16))
     """Failed attempts of the messages in `sequences`; empty if there are none."""
     letters_topic: str = ""
@@ -165,7 +167,7 @@ class ChannelState:
             fields["replay"] = self.replay
         for name in (
             "carried_before", "incarnation", "channel", "disk_end", "owner", "owned_since_ns",
-            "letters_topic", "letters_position", "are_letters_pending",
+            "letters_topic", "letters_position", "are_letters_pending", "ordered_by",
         ):  # fmt: skip
             if value := getattr(self, name):
                 fields[name] = value
@@ -260,6 +262,7 @@ def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> Cha
         owner=str(fields.get("owner", "")),
         owned_since_ns=operator.index(fields.get("owned_since_ns", 0)),
         policy=fields.get("policy"),
+        ordered_by=str(fields.get("ordered_by", "")),
         failures=np.frombuffer(b64decode(fields.get("failures", "")), "<u2"),
         letters_topic=str(fields.get("letters_topic", "")),
         letters_position=operator.index(fields.get("letters_position", 0)),

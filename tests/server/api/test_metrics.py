@@ -66,6 +66,7 @@ CHANNEL = {
     "nsqd_channel_backend_depth": ("gauge", "backend_depth"),
     "nsqd_channel_in_flight": ("gauge", "in_flight_count"),
     "nsqd_channel_deferred": ("gauge", "deferred_count"),
+    "nsqd_channel_parked": ("gauge", "parked_count"),
     "nsqd_channel_messages": ("counter", "message_count"),
     "nsqd_channel_requeued_messages": ("counter", "requeue_count"),
     "nsqd_channel_timed_out_messages": ("counter", "timeout_count"),

@@ -1,4 +1,4 @@
-"""Delivery policies over HTTP and TCP: set, shown, kept, refused, and applied to clients."""
+"""Delivery policies and ordering over HTTP and TCP: set, shown, kept, refused, and applied to clients."""
 
 from __future__ import annotations
 
@@ -36,19 +36,23 @@ def shown(broker: BrokerThread, **names: str) -> Any:
     return broker.request("GET", f"/channel/settings?{urlencode(names)}").expect_json()
 
 
+def settings(policy: Any, effective: Any, ordered_by: str | None = None) -> dict[str, Any]:
+    return {"policy": policy, "ordered_by": ordered_by, "effective": {"policy": effective}}
+
+
 def test_a_channel_shows_its_own_policy_and_the_one_in_effect(tmp_path: Path) -> None:
     default = {name: getattr(DeliveryPolicy(), name) for name in DeliveryPolicy.__slots__}
     with BrokerThread(tmp_path) as broker:
         broker.control("create", "t", "c")
-        assert shown(broker, topic="t", channel="c") == {"policy": None, "effective": {"policy": None}}
+        assert shown(broker, topic="t", channel="c") == settings(None, None)
         change(broker, "topic", {"policy": {"max_attempts": 9}}, topic="t").expect_json()
         of_topic = {**default, "max_attempts": 9}
-        assert shown(broker, topic="t", channel="c") == {"policy": None, "effective": {"policy": of_topic}}
+        assert shown(broker, topic="t", channel="c") == settings(None, of_topic)
         own = {**default, "expire_after": 60}
         answer = change(broker, "channel", {"policy": {"expire_after": 60}}, topic="t", channel="c")
-        assert answer.expect_json() == {"policy": own, "effective": {"policy": own}}
+        assert answer.expect_json() == settings(own, own)
         broker.restart()
-        assert shown(broker, topic="t", channel="c") == {"policy": own, "effective": {"policy": own}}
+        assert shown(broker, topic="t", channel="c") == settings(own, own)
         change(broker, "channel", {"policy": None}, topic="t", channel="c").expect_json()
         assert shown(broker, topic="t", channel="c")["effective"]["policy"] == of_topic
 
@@ -58,14 +62,17 @@ def test_a_channel_shows_its_own_policy_and_the_one_in_effect(tmp_path: Path) ->
     [
         (b"{", "Expecting"),
         ([], "not an object"),
-        ({}, "a channel has one setting, policy"),
-        ({"policy": {}, "durability": "os"}, "a channel has one setting, policy"),
+        ({}, "a channel has the settings policy and ordered_by"),
+        ({"policy": {}, "durability": "os"}, "a channel has the settings policy and ordered_by"),
         ({"policy": 5}, "a policy must be an object"),
         ({"policy": {"max_attempts": "3"}}, "max_attempts must be a whole number"),
+        ({"policy": {}, "ordered_by": "customer"}, "ordered_by must be a JSON pointer"),
+        ({"policy": {}, "ordered_by": ""}, "ordered_by must be a JSON pointer"),
+        ({"ordered_by": "header:a b"}, "not a header name"),
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_a_wrong_policy_is_refused_with_the_reason(
+def test_a_wrong_setting_is_refused_with_the_reason(
     broker: BrokerThread, topic: str, body: Any, reason: str
 ) -> None:
     answer = change(broker, "channel", body, topic=topic, channel="c")
@@ -123,3 +130,27 @@ def test_a_plain_client_sees_a_poison_message_as_often_as_the_policy_says(
     assert (letter["topic"], letter["channel"], letter["text"]) == (topic, "c", "poison")
     metrics = broker.request("GET", "/metrics").body.decode()
     assert f'nsqd_channel_dead_letters_total{{topic="{topic}",channel="c"}} 1' in metrics
+
+
+def test_a_channel_is_ordered_by_a_key_until_the_setting_is_removed(tmp_path: Path) -> None:
+    with BrokerThread(tmp_path) as broker:
+        broker.control("create", "t", "c")
+        names = {"topic": "t", "channel": "c"}
+        answer = change(broker, "channel", {"ordered_by": "/customer/id"}, **names)
+        assert answer.expect_json() == settings(None, None, "/customer/id")
+        change(broker, "channel", {"policy": None}, **names).expect_json()
+        broker.restart()
+        assert shown(broker, **names) == settings(None, None, "/customer/id")
+        broker.publish("t", *(b'{"customer": {"id": %d}}' % number for number in (1, 1, 2)))
+        with broker.connect() as one, broker.connect() as other:
+            one.sub("t", "c", rdy=1)
+            first = one.read_message()
+            other.sub("t", "c", rdy=5)
+            assert other.read_message().body == b'{"customer": {"id": 2}}'
+            stats = broker.channel_stats("t", "c")
+            assert (stats["ordered_by"], stats["depth"], stats["parked_count"]) == ("/customer/id", 1, 1)
+            one.rdy(0)
+            one.fin(first.id)
+            assert other.read_message().body == b'{"customer": {"id": 1}}'
+        change(broker, "channel", {"ordered_by": None}, **names).expect_json()
+        assert shown(broker, **names) == settings(None, None)

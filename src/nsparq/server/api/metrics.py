@@ -40,6 +40,7 @@ _CHANNEL: Final = {
     "backend_depth": ("gauge", "messages that are only on disk", "backend_depth"),
     "in_flight": ("gauge", "messages sent and not finished", "in_flight_count"),
     "deferred": ("gauge", "deferred messages", "deferred_count"),
+    "parked": ("gauge", "messages of the depth that wait for their keys", "parked_count"),
     "messages_total": ("counter", "messages that the channel received", "message_count"),
     "requeued_messages_total": ("counter", "messages requeued by clients", "requeue_count"),
     "timed_out_messages_total": ("counter", "messages that timed out", "timeout_count"),

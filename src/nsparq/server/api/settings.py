@@ -1,4 +1,5 @@
-"""Settings of a topic (retention, durability, delivery policy) and of a channel (delivery policy)."""
+"""Settings of a topic (retention, durability, delivery policy) and of a channel (delivery policy,
+ordering)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+from nsparq.broker.message_key import key_reader
 from nsparq.broker.retries import refuse_cycle
 from nsparq.delivery_policy import DeliveryPolicy, parse_policy
 from nsparq.http.api import ApiError, Endpoint, Param, Request, Result
@@ -38,7 +40,11 @@ _SETTINGS: Final = obj(
     }
 )
 _CHANNEL_SETTINGS: Final = obj(
-    {"policy": {"type": ["object", "null"]}, "effective": obj({"policy": {"type": ["object", "null"]}})}
+    {
+        "policy": {"type": ["object", "null"]},
+        "ordered_by": {"type": ["string", "null"]},
+        "effective": obj({"policy": {"type": ["object", "null"]}}),
+    }
 )
 _DRY_RUN: Final = Param(name="dry_run", help="`true`: check the change and do not make it", schema=FLAG)
 _CHANGE_ERRORS: Final = ((400, "INVALID_SETTINGS"), (400, "INVALID_ARG_DRY_RUN"))
@@ -83,8 +89,11 @@ _CHANGES: Final = {
 }
 _CHANNEL_CHANGES: Final = {
     "type": "object",
-    "properties": {"policy": _POLICY},
-    "required": ["policy"],
+    "properties": {
+        "policy": _POLICY,
+        "ordered_by": {"type": ["string", "null"], "pattern": "^(/[^~]*|header:[a-z0-9._-]{1,255})$"},
+    },
+    "minProperties": 1,
     "additionalProperties": False,
 }
 
@@ -153,10 +162,11 @@ class SettingsApi:
     @Endpoint(
         method="GET",
         path="/channel/settings",
-        summary="Get a channel's own delivery policy, and the one in effect.",
+        summary="Get a channel's own settings, and the delivery policy in effect.",
         params=(TOPIC, CHANNEL),
         permission="read",
-        success="the policy; null if the channel has none of its own, or none is in effect",
+        success="the settings; null for a policy that the channel does not have, or that is not in effect, "
+        "and for a channel that is not ordered",
         success_schema=_CHANNEL_SETTINGS,
         errors=CHANNEL_ERRORS,
     )
@@ -166,8 +176,10 @@ class SettingsApi:
     @Endpoint(
         method="PUT",
         path="/channel/settings",
-        summary="Change a channel's own delivery policy. A restart keeps it.",
-        details=f"A JSON object with `policy`. Null removes it: then the topic's applies. {_POLICY_HELP}",
+        summary="Change a channel's own settings. A restart keeps them.",
+        details="A JSON object with `policy`, `ordered_by` or both. `ordered_by` tells where the key of a "
+        "message is: `header:` and a name, or a JSON pointer such as `/customer/id`; see Ordered channels. "
+        f"Null removes a setting: without a policy the topic's applies. {_POLICY_HELP}",
         params=(TOPIC, CHANNEL, _DRY_RUN),
         permission="admin",
         body_help="a JSON object",
@@ -175,7 +187,7 @@ class SettingsApi:
         body_schema=_CHANNEL_CHANGES,
         topics=topics,
         max_body=64 << 10,
-        success="the policy, and the one in effect",
+        success="the settings, and the policy in effect",
         success_schema=_CHANNEL_SETTINGS,
         errors=(*CHANNEL_ERRORS, *_CHANGE_ERRORS),
     )
@@ -184,15 +196,24 @@ class SettingsApi:
         is_dry_run = flag_of(request, "dry_run")
         try:
             wanted = _read_object(request)
-            if wanted.keys() != {"policy"}:
-                raise ValueError("a channel has one setting, policy")
-            values = wanted["policy"]
-            policy = None if values is None else parse_policy(values, channel.topic.name)
-            if is_dry_run:
+            if not wanted or wanted.keys() - {"policy", "ordered_by"}:
+                raise ValueError("a channel has the settings policy and ordered_by")
+            policy, ordered_by = channel.retries.own_policy, channel.ordering.ordered_by
+            if "policy" in wanted:
+                values = wanted["policy"]
+                policy = None if values is None else parse_policy(values, channel.topic.name)
                 if policy is not None:
                     refuse_cycle(channel.topic, policy)
-                return _policies(policy, channel.topic)
-            channel.change_policy(policy)
+            if "ordered_by" in wanted:
+                ordered_by = wanted["ordered_by"]
+                if ordered_by is not None:
+                    key_reader(ordered_by)
+            if is_dry_run:
+                return _channel_settings(policy, ordered_by or "", channel.topic)
+            if "policy" in wanted:
+                channel.change_policy(policy)
+            if "ordered_by" in wanted:
+                channel.ordering.change(ordered_by or "")
         except (ValueError, OverflowError, RecursionError) as error:
             raise ApiError(400, "INVALID_SETTINGS", reason=str(error)) from error
         changed = _settings_of_channel(channel)
@@ -226,10 +247,10 @@ def _settings_of(topic: Topic, settings: TopicSettings | None = None) -> dict[st
 
 
 def _settings_of_channel(channel: Channel) -> dict[str, Any]:
-    return _policies(channel.retries.own_policy, channel.topic)
+    return _channel_settings(channel.retries.own_policy, channel.ordering.ordered_by, channel.topic)
 
 
-def _policies(own: DeliveryPolicy | None, topic: Topic) -> dict[str, Any]:
-    """The settings of a channel with this policy of its own."""
+def _channel_settings(own: DeliveryPolicy | None, ordered_by: str, topic: Topic) -> dict[str, Any]:
+    """The settings of a channel with this policy of its own, and this order."""
     shown = (None if one is None else dataclasses.asdict(one) for one in (own, own or topic.settings.policy))
-    return {"policy": next(shown), "effective": {"policy": next(shown)}}
+    return {"policy": next(shown), "ordered_by": ordered_by or None, "effective": {"policy": next(shown)}}

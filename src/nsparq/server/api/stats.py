@@ -40,10 +40,10 @@ _CLIENT: Final = obj(
 )
 _CLIENTS: Final = {"type": ["array", "null"], "items": _CLIENT}
 _CHANNEL: Final = obj(
-    fields(TEXT, "channel_name", "owner")
+    fields(TEXT, "channel_name", "owner", "ordered_by")
     | fields(COUNT, "depth", "backend_depth", "in_flight_count", "deferred_count", "message_count")
     | fields(COUNT, "requeue_count", "timeout_count", "client_count", "dropped_count")
-    | fields(COUNT, "dead_letter_count", "expired_count")
+    | fields(COUNT, "dead_letter_count", "expired_count", "parked_count")
     | {"clients": _CLIENTS, "paused": BOOLEAN, "e2e_processing_latency": _LATENCY}
     | fields({"type": ["number", "null"]}, "oldest_message_age_s", "drain_rate", "drain_time_s")
 )
