@@ -866,12 +866,14 @@ crc32c_instruction(const unsigned char *p, size_t size)
 static uint32_t (*crc32c)(const unsigned char *, size_t) = crc32c_tables;
 
 PyDoc_STRVAR(unpack_batches_doc,
-"unpack_batches(buffer, position, start, end, max_rows, max_bytes) -> (heads, offsets, data, position)\n\n"
+"unpack_batches(buffer, position, start, end, max_rows, max_bytes, headers)\n"
+"    -> (heads, offsets, data, block_offsets, blocks, position)\n\n"
 "Batches of a log, from `position` on, that hold messages from `start` to before `end`; whole ones, checked. Of\n"
 "each (sequence, publish time, due time, count) as native 64-bit numbers; of all their messages together\n"
-"the bodies end to end, and as native 32-bit numbers where each begins and the last one ends. Stops before\n"
-"a batch that would make it more than `max_rows` messages or `max_bytes` of bodies, unless it is the first;\n"
-"before the first message from `end` on; and before anything that is not a whole and undamaged batch.\n"
+"the bodies end to end, and as native 32-bit numbers where each begins and the last one ends. If `headers` is\n"
+"not 0 and a batch has headers, the header blocks of all messages in the same form; otherwise two empty strings.\n"
+"Stops before a batch that would make it more than `max_rows` messages or `max_bytes` of them, unless it is the\n"
+"first; before the first message from `end` on; and before anything that is not a whole and undamaged batch.\n"
 "Batches before `start` are passed over unread.");
 
 static int
@@ -885,27 +887,54 @@ plausible_batch(const unsigned char *p, Py_ssize_t available)
            get_u64(p + 16) <= INT64_MAX - count;
 }
 
-/* Unpack one batch to its place. 0 if it is damaged. */
-static int
-unpack_batch(const unsigned char *p, int64_t *head, int32_t *offset, unsigned char *body, uint32_t *used)
+/* Bytes of the header blocks of a plausible batch. */
+static uint32_t
+size_of_blocks(const unsigned char *p)
 {
-    uint32_t size = get_u32(p + 8), count = get_u32(p + 40), left = get_u32(p + 44);
-    if (crc32c(p + 8, size - 8) != get_u32(p + 4))
-        return 0;
-    const unsigned char *table = p + BATCH_HEADER;
-    uint32_t at = *used;
+    uint32_t count = get_u32(p + 40);
+    return p[3] == '1' ? 0 : get_u32(p + 8) - BATCH_HEADER - 8 * count - get_u32(p + 44);
+}
+
+/* Strings behind a table of their lengths, one of the two pairs in a batch. */
+struct strings {
+    int32_t *offset;
+    unsigned char *data;
+    uint32_t used;
+};
+
+/* Append the strings at `table`, `left` bytes together. 0 if the lengths do not add up. */
+static int
+append_strings(struct strings *to, const unsigned char *table, uint32_t count, uint32_t left)
+{
+    uint32_t at = to->used;
     for (uint32_t i = 0; i < count; i++) {
         uint32_t length = get_u32(table + 4 * (size_t)i);
         if (length > left)
             return 0;
         left -= length;
         at += length;
-        offset[i] = (int32_t)at;
+        *++to->offset = (int32_t)at;
     }
     if (left != 0)
         return 0;
-    memcpy(body + *used, table + 4 * (size_t)count, at - *used);
-    *used = at;
+    memcpy(to->data + to->used, table + 4 * (size_t)count, at - to->used);
+    to->used = at;
+    return 1;
+}
+
+/* Unpack one batch, its headers only to `blocks` with an offset. 0 if it is damaged. */
+static int
+unpack_batch(const unsigned char *p, int64_t *head, struct strings *bodies, struct strings *blocks)
+{
+    uint32_t size = get_u32(p + 8), count = get_u32(p + 40), data = get_u32(p + 44);
+    const unsigned char *table = p + BATCH_HEADER, *behind = table + 4 * (size_t)count + data;
+    if (crc32c(p + 8, size - 8) != get_u32(p + 4) || !append_strings(bodies, table, count, data))
+        return 0;
+    if (blocks->offset != NULL && p[3] == '1')
+        for (uint32_t i = 0; i < count; i++)
+            *++blocks->offset = (int32_t)blocks->used;
+    else if (blocks->offset != NULL && !append_strings(blocks, behind, count, size_of_blocks(p)))
+        return 0;
     head[0] = (int64_t)get_u64(p + 16);
     head[1] = (int64_t)get_u64(p + 24);
     head[2] = (int64_t)get_u64(p + 32);
@@ -916,12 +945,12 @@ unpack_batch(const unsigned char *p, int64_t *head, int32_t *offset, unsigned ch
 static PyObject *
 unpack_batches(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    long long numbers[5];
-    if (nargs != 6) {
-        PyErr_SetString(PyExc_TypeError, "unpack_batches(buffer, int, int, int, int, int)");
+    long long numbers[6];
+    if (nargs != 7) {
+        PyErr_SetString(PyExc_TypeError, "unpack_batches(buffer, int, int, int, int, int, int)");
         return NULL;
     }
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 6; i++) {
         numbers[i] = PyLong_AsLongLong(args[i + 1]);
         if (numbers[i] == -1 && PyErr_Occurred())
             return NULL;
@@ -944,51 +973,66 @@ unpack_batches(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         position += get_u32(p + 8);
     }
     /* Count first. */
-    uint64_t batches = 0, rows = 0, bytes = 0;
+    uint64_t batches = 0, rows = 0, bytes = 0, block_bytes = 0;
     Py_ssize_t stop = position;
     while (stop < buffer.len && plausible_batch(data + stop, buffer.len - stop)) {
         const unsigned char *p = data + stop;
-        uint64_t count = get_u32(p + 40), size = get_u32(p + 44);
-        if (get_u64(p + 16) >= end || bytes + size > INT32_MAX ||
-            (batches > 0 && (rows + count > max_rows || bytes + size > max_bytes)))
+        uint64_t count = get_u32(p + 40), size = get_u32(p + 44), blocks = numbers[5] ? size_of_blocks(p) : 0;
+        if (get_u64(p + 16) >= end || bytes + size > INT32_MAX || block_bytes + blocks > INT32_MAX ||
+            (batches > 0 && (rows + count > max_rows || bytes + size + block_bytes + blocks > max_bytes)))
             break;
         batches++;
         rows += count;
         bytes += size;
+        block_bytes += blocks;
         stop += get_u32(p + 8);
     }
     PyObject *heads = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(32 * batches));
     PyObject *offsets = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(4 * (rows + 1)));
     PyObject *bodies = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)bytes);
-    if (heads == NULL || offsets == NULL || bodies == NULL)
+    PyObject *block_offsets = PyBytes_FromStringAndSize(NULL, block_bytes ? (Py_ssize_t)(4 * (rows + 1)) : 0);
+    PyObject *blocks = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)block_bytes);
+    if (heads == NULL || offsets == NULL || bodies == NULL || block_offsets == NULL || blocks == NULL)
         goto failed;
     int64_t *head = (int64_t *)PyBytes_AS_STRING(heads);
-    int32_t *offset = (int32_t *)PyBytes_AS_STRING(offsets);
-    unsigned char *body = (unsigned char *)PyBytes_AS_STRING(bodies);
+    struct strings body = {(int32_t *)PyBytes_AS_STRING(offsets), (unsigned char *)PyBytes_AS_STRING(bodies), 0};
+    struct strings block = {NULL, (unsigned char *)PyBytes_AS_STRING(blocks), 0};
+    *body.offset = 0;
+    if (block_bytes) {
+        block.offset = (int32_t *)PyBytes_AS_STRING(block_offsets);
+        *block.offset = 0;
+    }
     uint64_t taken = 0, taken_rows = 0;
-    uint32_t used = 0;
-    offset[0] = 0;
     Py_BEGIN_ALLOW_THREADS
     while (taken < batches) {
         const unsigned char *p = data + position;
-        if (!unpack_batch(p, head + 4 * taken, offset + 1 + taken_rows, body, &used))
+        uint32_t bodies_before = body.used, blocks_before = block.used;
+        if (!unpack_batch(p, head + 4 * taken, &body, &block)) {
+            body.used = bodies_before;
+            block.used = blocks_before;
             break;
+        }
         taken++;
         taken_rows += get_u32(p + 40);
         position += get_u32(p + 8);
     }
     Py_END_ALLOW_THREADS
-    if (taken < batches && (_PyBytes_Resize(&heads, (Py_ssize_t)(32 * taken)) ||
-                            _PyBytes_Resize(&offsets, (Py_ssize_t)(4 * (taken_rows + 1))) ||
-                            _PyBytes_Resize(&bodies, (Py_ssize_t)used)))
+    if (taken < batches &&
+        (_PyBytes_Resize(&heads, (Py_ssize_t)(32 * taken)) ||
+         _PyBytes_Resize(&offsets, (Py_ssize_t)(4 * (taken_rows + 1))) ||
+         _PyBytes_Resize(&bodies, (Py_ssize_t)body.used) ||
+         (block_bytes && (_PyBytes_Resize(&block_offsets, (Py_ssize_t)(4 * (taken_rows + 1))) ||
+                          _PyBytes_Resize(&blocks, (Py_ssize_t)block.used)))))
         goto failed;
     PyBuffer_Release(&buffer);
-    return Py_BuildValue("NNNn", heads, offsets, bodies, position);
+    return Py_BuildValue("NNNNNn", heads, offsets, bodies, block_offsets, blocks, position);
 failed:
     PyBuffer_Release(&buffer);
     Py_XDECREF(heads);
     Py_XDECREF(offsets);
     Py_XDECREF(bodies);
+    Py_XDECREF(block_offsets);
+    Py_XDECREF(blocks);
     return NULL;
 }
 

@@ -19,7 +19,7 @@ BuildFrames = Callable[..., tuple[bytes, bytes]]
 DecodeFins = Callable[[bytes, int], tuple[list[tuple[int, int]], int]]
 SendEach = Callable[[list[int], bytes], list[tuple[int, int]]]
 ReadPublishes = Callable[[int, bytes, int], tuple[list[int], list[bytes], list[tuple[int, bytes]]]]
-UnpackBatches = Callable[[Any, int, int, int, int, int], tuple[bytes, bytes, bytes, int]]
+UnpackBatches = Callable[[Any, int, int, int, int, int, bool], tuple[bytes, bytes, bytes, bytes, bytes, int]]
 
 pack_messages: PackMessages | None = None
 take_publishes: TakePublishes | None = None

@@ -13,6 +13,7 @@ from pyspark.sql.types import (
     BinaryType,
     IntegerType,
     LongType,
+    MapType,
     StringType,
     StructType,
     TimestampType,
@@ -34,7 +35,10 @@ SCHEMA: Final = (
     .add("attempts", IntegerType(), False)
     .add("id", StringType(), False)
     .add("body", BinaryType(), False)
+    .add("headers", MapType(StringType(), StringType()), True)
 )
+"""`headers` is null for a message without headers. It is the last column: a query that was written
+before it keeps the places of the others."""
 
 
 def chosen(names: str) -> StructType:

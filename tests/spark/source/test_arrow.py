@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 import numpy as np
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pyspark.sql.pandas.types import to_arrow_schema
 
 from nsparq import kernel
+from nsparq.headers import encode_headers
 from nsparq.packed import PackedBodies
 from nsparq.spark.datasource import SCHEMA
 from nsparq.spark.source import arrow
@@ -26,8 +27,9 @@ COMPILED = kernel.unpack_batches
 BUILDS = ["python"] if COMPILED is None else ["python", "compiled"]
 T0 = 1_700_000_000_000_000_000
 
-Batches = list[tuple[int, list[bytes]]]
-"""Of each the first number and the bodies."""
+Headers = dict[str, str]
+Batches = list[tuple[int, list[bytes], list[Headers]]]
+"""Of each the first number, the bodies, and the headers of each message; or no headers at all."""
 
 
 @pytest.fixture(params=BUILDS)
@@ -36,36 +38,40 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
-def encoded(base: int, bodies: list[bytes], stamp: int = T0, due: int = 0) -> bytes:
-    lengths = array("I", map(len, bodies))
-    data = b"".join(bodies)
-    return encode_head(base, stamp, due, lengths, data) + data
-
-
-def with_headers(base: int, bodies: list[bytes]) -> bytes:
-    blocks = PackedBodies.of([b"\x01a\x00\x01b"] * len(bodies))
+def encoded(base: int, bodies: list[bytes], stamp: int = T0, headers: Sequence[Headers] = ()) -> bytes:
     packed = PackedBodies.of(bodies)
-    return b"".join(encode_batch(Batch(base, T0, 0, packed.lengths, packed.data, 0, blocks)))
+    if headers:
+        packed = packed.with_blocks(PackedBodies.of([encode_headers(one) for one in headers]))
+    batch = Batch(base, stamp, 0, packed.lengths, packed.data, headers=packed.headers)
+    return b"".join(encode_batch(batch))
 
 
 def raw(batches: Batches) -> bytes:
-    return b"".join(encoded(base, bodies, T0 + base * 1000) for base, bodies in batches)
+    return b"".join(encoded(base, bodies, T0 + base * 1000, headers) for base, bodies, headers in batches)
 
 
 def rows(
     buffer: bytes, start: int = 0, end: int = 1 << 60, gaps: list[tuple[int, int]] | None = None
-) -> list[tuple[int, bytes]]:
+) -> list[tuple[int, bytes, Headers]]:
     builder = RowBuilder(ARROW_SCHEMA, "t", "n:1", 5 << 54)
     found = []
     for batch in builder.build(buffer, start, end, gaps or []):
         batch.validate(full=True)
         assert batch.schema.equals(ARROW_SCHEMA)
-        found += [*zip(batch["offset"].to_pylist(), batch["body"].to_pylist(), strict=True)]
+        headers = [dict(one or ()) for one in batch["headers"].to_pylist()]
+        found += [*zip(batch["offset"].to_pylist(), batch["body"].to_pylist(), headers, strict=True)]
     return found
 
 
-def expected(batches: Batches) -> list[tuple[int, bytes]]:
-    return [(base + i, body) for base, bodies in batches for i, body in enumerate(bodies)]
+def expected(batches: Batches) -> list[tuple[int, bytes, Headers]]:
+    return [
+        (base + i, body, headers[i] if headers else {})
+        for base, bodies, headers in batches
+        for i, body in enumerate(bodies)
+    ]
+
+
+HEADERS = st.dictionaries(st.text("ab.-", min_size=1, max_size=3), st.text(max_size=3), max_size=3)
 
 
 @st.composite
@@ -74,7 +80,9 @@ def logs(draw: st.DrawFn) -> Batches:
     batches = []
     for _ in range(draw(st.integers(0, 8))):
         bodies = draw(st.lists(st.binary(max_size=20), min_size=1, max_size=6))
-        batches.append((at, bodies))
+        count = len(bodies)
+        headers = draw(st.just([]) | st.lists(HEADERS, min_size=count, max_size=count))
+        batches.append((at, bodies, headers))
         at += len(bodies) + draw(st.sampled_from([0, 0, 0, 7]))
     return batches
 
@@ -92,8 +100,8 @@ def test_any_part_of_any_log_gives_its_messages(
     gaps = sorted({low: (low, low + width) for low, width in holes}.values())
     gaps = [gap for i, gap in enumerate(gaps) if i == 0 or gap[0] >= gaps[i - 1][1]]
     wanted = [
-        (number, body)
-        for number, body in expected(batches)
+        (number, body, headers)
+        for number, body, headers in expected(batches)
         if start <= number < end and not any(low <= number < high for low, high in gaps)
     ]
     before, kernel.unpack_batches = kernel.unpack_batches, COMPILED if build == "compiled" else None
@@ -116,6 +124,7 @@ def test_every_column_says_what_it_should(build: str) -> None:
         "attempts": 0,
         "id": f"{(1023 << 54) + 77:016x}",
         "body": b"",
+        "headers": None,
     }
     assert second["id"] == f"{(1023 << 54) + 78:016x}" and second["body"] == body
     assert builder.reached == 79
@@ -131,31 +140,54 @@ def test_a_schema_names_the_columns_and_their_order(build: str) -> None:
     assert batch.to_pylist() == [{"topic": "t"}]
 
 
+def test_headers_are_maps_and_null_where_there_are_none(build: str) -> None:
+    buffer = encoded(1, [b"x", b"y"], headers=[{}, {"traceparent": "00-1", "empty": ""}])
+    (batch,) = RowBuilder(ARROW_SCHEMA, "t", "n", 0).build(buffer, 0, 9)
+    assert batch["headers"].to_pylist() == [None, [("traceparent", "00-1"), ("empty", "")]]
+    found = unpack(buffer, 0, 0, 9)
+    assert found is not None and not found.blocks and not found.block_offsets, "nobody asked for them"
+
+
+def test_header_blocks_that_break_the_rules_are_damage(build: str) -> None:
+    good = encode_headers({"name": "value"})
+    for block in (good[:-1], good[:4], good + b"\x01", b"\xff"):
+        blocks = PackedBodies.of([block])
+        batch = Batch(1, T0, 0, array("I", [1]), b"x", headers=blocks)
+        with pytest.raises(CorruptRange, match="not a header block"):
+            rows(b"".join(encode_batch(batch)))
+
+
+def test_long_headers_count_for_the_size_of_a_record_batch(build: str) -> None:
+    long = {"a": "x" * 60_000}
+    assert sizes(raw([(i, [b"x"], [long]) for i in range(150)])) == [139, 11]
+    assert sizes(raw([(0, [b"x"] * 150, [long] * 150)])) == [139, 11]
+
+
 def sizes(buffer: bytes) -> list[int]:
     return [len(batch) for batch in RowBuilder(ARROW_SCHEMA, "t", "n", 0).build(buffer, 0, 1 << 54)]
 
 
 def test_small_batches_are_joined_and_big_ones_are_cut(build: str) -> None:
-    assert sizes(raw([(i, [b"x"]) for i in range(25_000)])) == [10_000, 10_000, 5000]
-    assert sizes(raw([(0, [b"x"] * 25_000)])) == [10_000, 10_000, 5000]
+    assert sizes(raw([(i, [b"x"], []) for i in range(25_000)])) == [10_000, 10_000, 5000]
+    assert sizes(raw([(0, [b"x"] * 25_000, [])])) == [10_000, 10_000, 5000]
 
 
 def test_record_batches_of_long_bodies_have_fewer_rows(build: str) -> None:
     megabyte = b"x" * (1 << 20)
-    assert sizes(raw([(i, [megabyte]) for i in range(20)])) == [8, 8, 4]
-    assert sizes(raw([(0, [megabyte] * 20)])) == [8, 8, 4]
-    assert sizes(raw([(0, [megabyte * 9, b"y"])])) == [1, 1]
+    assert sizes(raw([(i, [megabyte], []) for i in range(20)])) == [8, 8, 4]
+    assert sizes(raw([(0, [megabyte] * 20, [])])) == [8, 8, 4]
+    assert sizes(raw([(0, [megabyte * 9, b"y"], [])])) == [1, 1]
 
 
 def test_an_empty_range_gives_no_record_batch(build: str) -> None:
     assert rows(b"") == []
-    assert rows(raw([(5, [b"x"])]), 6) == []
-    assert rows(raw([(5, [b"x"])]), 0, 5) == []
+    assert rows(raw([(5, [b"x"], [])]), 6) == []
+    assert rows(raw([(5, [b"x"], [])]), 0, 5) == []
 
 
 def damaged() -> Iterator[tuple[bytes, int]]:
     """Buffers, and how many messages come before the damage."""
-    whole = raw([(0, [b"aaaa", b"bb"]), (2, [b"cc"]), (3, [b"dd"])])
+    whole = raw([(0, [b"aaaa", b"bb"], []), (2, [b"cc"], []), (3, [b"dd"], [{"a": "b"}])])
     first = len(encoded(0, [b"aaaa", b"bb"]))
     second = first + len(encoded(2, [b"cc"]))
     for position in (0, 4, 8, 17, 40, 44, 49, first - 1):
@@ -165,14 +197,6 @@ def damaged() -> Iterator[tuple[bytes, int]]:
     yield whole[:-1], 3
     yield whole[: second + 10], 3
     yield whole + b"N", 4
-
-
-def test_bodies_of_batches_with_headers_are_read_without_them(build: str) -> None:
-    buffer = encoded(1, [b"a"]) + with_headers(2, [b"b", b"", b"c"]) + encoded(5, [b"d"])
-    assert rows(buffer) == [(1, b"a"), (2, b"b"), (3, b""), (4, b"c"), (5, b"d")]
-    assert rows(buffer, 3, 4) == [(3, b"")]
-    with pytest.raises(CorruptRange):
-        rows(buffer.replace(b"\x01a\x00\x01b", b"\x01a\x00\x01x", 1))
 
 
 def test_damage_is_found_after_what_comes_before_it(build: str) -> None:
@@ -198,25 +222,26 @@ def test_lengths_that_do_not_add_up_are_damage_though_the_checksum_is_right(buil
 def test_the_kernel_refuses_what_it_cannot_work_with() -> None:
     assert COMPILED is not None
     with pytest.raises(TypeError):
-        COMPILED(b"", 0, 0, 0, 0)  # type: ignore[call-arg]
+        COMPILED(b"", 0, 0, 0, 0, 0)  # type: ignore[call-arg]
     with pytest.raises(TypeError):
-        COMPILED("text", 0, 0, 0, 0, 0)
+        COMPILED("text", 0, 0, 0, 0, 0, True)
     with pytest.raises(ValueError):
-        COMPILED(b"", -1, 0, 0, 0, 0)
-    assert COMPILED(b"", 5, 0, 0, 0, 0) == (b"", b"\0\0\0\0", b"", 5)
-    assert COMPILED(memoryview(raw([(1, [b"x"])])), 0, 0, 9, 1, 1)[2] == b"x"
+        COMPILED(b"", -1, 0, 0, 0, 0, True)
+    assert COMPILED(b"", 5, 0, 0, 0, 0, True) == (b"", b"\0\0\0\0", b"", b"", b"", 5)
+    assert COMPILED(memoryview(raw([(1, [b"x"], [])])), 0, 0, 9, 1, 1, False)[2] == b"x"
 
 
 @pytest.mark.skipif(COMPILED is None, reason="the kernel is not built")
 @given(st.binary(max_size=300), st.integers(0, 300))
 def test_the_kernel_takes_any_bytes(junk: bytes, at: int) -> None:
     assert COMPILED is not None
-    good = raw([(1, [b"x", b"yy"])])
-    for buffer in (junk, good + junk, good[:at] + junk, b"NQB1" + junk):
-        heads, offsets, data, position = COMPILED(buffer, 0, 0, 1 << 60, 10, 10)
+    good = raw([(1, [b"x", b"yy"], [{}, {"a": "b"}])])
+    for buffer in (junk, good + junk, good[:at] + junk, b"NQB1" + junk, b"NQB2" + junk):
+        heads, offsets, data, block_offsets, blocks, position = COMPILED(buffer, 0, 0, 1 << 60, 10, 10, True)
         assert 0 <= position <= len(buffer)
         assert len(offsets) == 4 * (int(np.frombuffer(heads, np.int64)[3::4].sum()) + 1)
         assert np.frombuffer(offsets, np.int32)[-1] == len(data)
+        assert not blocks or np.frombuffer(block_offsets, np.int32)[-1] == len(blocks)
 
 
 def test_a_batch_too_large_for_a_column_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,4 +252,4 @@ def test_a_batch_too_large_for_a_column_is_an_error(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(arrow.np, "iinfo", lambda _: Small)
     with pytest.raises(OverflowError, match="too large for a column of Spark"):
-        unpack(raw([(0, [b"123456"])]), 0, 0, 9)
+        unpack(raw([(0, [b"123456"], [])]), 0, 0, 9)

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from nsparq import kernel
-from nsparq.storage.raw_batch import CorruptRange, iter_batches
+from nsparq.spark.header_columns import no_maps, to_maps
+from nsparq.storage.raw_batch import CorruptRange, RawBlocks, iter_batches
 
 __all__ = ["MAX_BYTES", "MAX_ROWS", "RowBuilder", "unpack"]
 
@@ -35,6 +36,9 @@ class Unpacked(NamedTuple):
     offsets: bytes
     """Where each body begins and the last one ends, as native 32-bit numbers."""
     data: bytes
+    block_offsets: bytes
+    """The same for the header blocks; empty if there are none, or nobody wants them."""
+    blocks: bytes
     position: int
     """Where the next batch begins in the buffer."""
 
@@ -46,44 +50,70 @@ class Unpacked(NamedTuple):
     def timestamps_us(self) -> Longs:
         return np.repeat(self.heads[:, 1] // 1000, self.heads[:, 3])
 
+    def headers(self) -> pa.Array | None:
+        """A map for each message; None if no message has headers. Raises CorruptRange."""
+        if not self.blocks:
+            return None
+        try:
+            return to_maps(np.frombuffer(self.block_offsets, np.int32), self.blocks)
+        except ValueError as error:
+            raise CorruptRange(self.position, int(self.heads[0, 0]), str(error)) from error
+
+    def sizes(self) -> Longs:
+        """How many bytes come before each message, and before the end."""
+        sizes = np.frombuffer(self.offsets, np.int32).astype(np.int64)
+        return sizes + np.frombuffer(self.block_offsets, np.int32) if self.blocks else sizes
+
 
 def unpack(
-    buffer: bytes, position: int, start: int, end: int, max_rows: int = MAX_ROWS, max_bytes: int = MAX_BYTES
+    buffer: bytes,
+    position: int,
+    start: int,
+    end: int,
+    max_rows: int = MAX_ROWS,
+    max_bytes: int = MAX_BYTES,
+    *,
+    headers: bool = False,
 ) -> Unpacked | None:
-    """The next whole batches between `start` and `end`, if any. Raises CorruptRange."""
+    """The next whole batches between `start` and `end`, if any; with header blocks if `headers`.
+    Raises CorruptRange."""
     if kernel.unpack_batches is not None:
-        heads, offsets, data, position = kernel.unpack_batches(
-            buffer, position, start, end, max_rows, max_bytes
+        heads, *strings, position = kernel.unpack_batches(
+            buffer, position, start, end, max_rows, max_bytes, headers
         )
         if heads:
-            return Unpacked(np.frombuffer(heads, np.int64).reshape(-1, 4), offsets, data, position)
+            return Unpacked(np.frombuffer(heads, np.int64).reshape(-1, 4), *strings, position)
     # Without the kernel. Also where the kernel stopped, to find the reason.
-    return _unpack(buffer, position, start, end, max_rows, max_bytes)
+    return _unpack(buffer, position, start, end, max_rows, max_bytes, headers)
 
 
 def _unpack(
-    buffer: bytes, position: int, start: int, end: int, max_rows: int, max_bytes: int
+    buffer: bytes, position: int, start: int, end: int, max_rows: int, max_bytes: int, headers: bool
 ) -> Unpacked | None:
     heads: list[tuple[int, int, int, int]] = []
-    lengths: list[npt.NDArray[np.uint32]] = []
-    pieces: list[memoryview] = []
+    bodies: list[RawBlocks] = []
+    blocks: list[RawBlocks] = []
     rows = size = 0
     try:
         for batch in iter_batches(memoryview(buffer)[position:]):
             count = len(batch.lengths)
             if batch.base >= end:
                 break
-            if heads and (rows + count > max_rows or size + len(batch.data) > max_bytes):
+            found = batch.headers if headers else None
+            block = found or RawBlocks(np.zeros(count, np.uint32), memoryview(b""))
+            more = len(batch.data) + len(block.data)
+            if heads and (rows + count > max_rows or size + more > max_bytes):
                 break
-            if int(batch.lengths.sum(dtype=np.int64)) != len(batch.data):
+            body = RawBlocks(batch.lengths, batch.data)
+            if any(int(one.lengths.sum(dtype=np.int64)) != len(one.data) for one in (body, block)):
                 raise CorruptRange(position, batch.base, "the lengths do not add up")
             position += batch.size
             if batch.end <= start:
                 continue
             heads.append((batch.base, batch.timestamp_ns, batch.due_ns, count))
-            lengths.append(batch.lengths)
-            pieces.append(batch.data)
-            rows, size = rows + count, size + len(batch.data)
+            bodies.append(body)
+            blocks.append(block)
+            rows, size = rows + count, size + more
     except CorruptRange:
         if not heads:
             raise
@@ -91,9 +121,16 @@ def _unpack(
         return None
     if size > np.iinfo(np.int32).max:
         raise OverflowError(f"a batch of {size} bytes is too large for a column of Spark")
-    offsets = np.zeros(rows + 1, np.int32)
-    np.cumsum(np.concatenate(lengths), out=offsets[1:])
-    return Unpacked(np.array(heads, np.int64), offsets.tobytes(), b"".join(pieces), position)
+    found_blocks = _joined(blocks) if any(one.data for one in blocks) else (b"", b"")
+    return Unpacked(np.array(heads, np.int64), *_joined(bodies), *found_blocks, position)
+
+
+def _joined(parts: Sequence[RawBlocks]) -> tuple[bytes, bytes]:
+    """Offsets as in Unpacked, and the bytes."""
+    lengths = np.concatenate([part.lengths for part in parts])
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets.tobytes(), b"".join([part.data for part in parts])
 
 
 class RowBuilder:
@@ -112,9 +149,11 @@ class RowBuilder:
             "timestamp": lambda run: _primitive(pa.timestamp("us", "UTC"), run.timestamps_us()),
             "attempts": _zeros(),
             "id": self._ids,
+            "headers": lambda run: run.headers(),
             "body": lambda run: run.bodies(),
         }
         self._columns = [known[name] for name in schema.names]
+        self._wants_headers = "headers" in schema.names
         self._id_offsets = pa.py_buffer(np.arange(0, 16 * (MAX_ROWS + 1), 16, dtype=np.int32))
 
     def _ids(self, run: _Run) -> pa.Array:
@@ -127,14 +166,17 @@ class RowBuilder:
     ) -> Iterator[pa.RecordBatch]:
         """The messages from `start` to before `end`, without `gaps`. Raises CorruptRange."""
         position = 0
-        while (found := unpack(buffer, position, start, end)) is not None:
+        while (found := unpack(buffer, position, start, end, headers=self._wants_headers)) is not None:
             position = found.position
-            sequences = found.sequences()
-            for low, high in _runs(sequences, start, end, gaps, found.offsets):
-                run = _Run(sequences[low:high], found, low)
+            sequences, maps = found.sequences(), found.headers()
+            for low, high in _runs(sequences, start, end, gaps, found.sizes()):
+                run = _Run(sequences[low:high], found, low, maps)
                 columns = [make(run) for make in self._columns]
                 yield pa.RecordBatch.from_arrays(columns, schema=self._schema)
             self.reached = int(sequences[-1]) + 1
+
+
+_NO_HEADERS: Final = no_maps(MAX_ROWS)
 
 
 class _Run(NamedTuple):
@@ -144,6 +186,8 @@ class _Run(NamedTuple):
     of: Unpacked
     first: int
     """Index of the first row in `of`."""
+    maps: pa.Array | None
+    """The headers of all rows in `of`."""
 
     def timestamps_us(self) -> Longs:
         return self.of.timestamps_us()[self.first : self.first + len(self.sequences)]
@@ -152,20 +196,23 @@ class _Run(NamedTuple):
         buffers = [None, pa.py_buffer(self.of.offsets), pa.py_buffer(self.of.data)]
         return pa.Array.from_buffers(pa.binary(), len(self.sequences), buffers, 0, self.first)
 
+    def headers(self) -> pa.Array:
+        count = len(self.sequences)
+        return _NO_HEADERS.slice(0, count) if self.maps is None else self.maps.slice(self.first, count)
+
 
 def _runs(
-    sequences: Longs, start: int, end: int, gaps: Iterable[tuple[int, int]], offsets: bytes
+    sequences: Longs, start: int, end: int, gaps: Iterable[tuple[int, int]], sizes: Longs
 ) -> Iterator[tuple[int, int]]:
     """The rows between `start` and `end` outside of gaps, in pieces of limited size."""
     borders = [int(n) for n in np.searchsorted(sequences, [start, end])]
     for low, high in sorted(gaps):
         inside = np.clip(np.searchsorted(sequences, [low, high]), borders[0], borders[-1]).tolist()
         borders[-1:-1] = inside
-    ends = np.frombuffer(offsets, np.int32)
     for low, high in zip(borders[::2], borders[1::2], strict=True):
         while low < high:
             # As many as fit, but at least one.
-            fitting = int(np.searchsorted(ends, ends[low] + MAX_BYTES, "right")) - 1
+            fitting = int(np.searchsorted(sizes, sizes[low] + MAX_BYTES, "right")) - 1
             stop = min(high, low + MAX_ROWS, max(low + 1, fitting))
             yield low, stop
             low = stop
