@@ -6,19 +6,22 @@ import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from urllib.request import Request as URLRequest
+from urllib.request import urlopen
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nsparq.client.config import Config
+from nsparq.headers import encode_headers
 from nsparq.spark.options import OptionError
 from nsparq.spark.queue.connection import Away, QueueConnection, QueueError
 from nsparq.spark.queue.frames import decode
 from nsparq.spark.queue.reader import task_settings
 from nsparq.testing.proxy import FaultProxy
 from tests.spark.queue.support import address, options, tcp
-from tests.support import RawConnection, TestBroker, start_broker, wait_until
+from tests.support import REFERENCE, RawConnection, TestBroker, start_broker, wait_until
 from tests.support.auth_server import AuthServer, entry, unused_port
 from tests.support.certificates import certificates
 
@@ -54,8 +57,14 @@ def receive(connection: QueueConnection, count: int) -> None:
 # frames
 
 
-def message_frame(timestamp_ns: int, attempts: int, message_id: bytes, body: bytes) -> bytes:
-    return struct.pack(">iiqH16s", 30 + len(body), 2, timestamp_ns, attempts, message_id) + body
+def message_frame(
+    timestamp_ns: int, attempts: int, message_id: bytes, body: bytes, headers: dict[str, str]
+) -> bytes:
+    if headers:
+        block = encode_headers(headers)
+        body = struct.pack(">I", len(block)) + block + body
+    kind = 3 if headers else 2
+    return struct.pack(">iiqH16s", 30 + len(body), kind, timestamp_ns, attempts, message_id) + body
 
 
 messages = st.tuples(
@@ -63,6 +72,7 @@ messages = st.tuples(
     st.integers(0, 65535),
     st.text("0123456789abcdef", min_size=16, max_size=16).map(str.encode),
     st.binary(min_size=1, max_size=300),
+    st.dictionaries(st.text("ab", min_size=1, max_size=3), st.text(max_size=3), max_size=3),
 )
 others = st.sampled_from([b"_heartbeat_", b"OK", b"CLOSE_WAIT"])
 
@@ -81,13 +91,39 @@ def test_frames_become_rows_whatever_lies_between_them(frames: list[Any]) -> Non
         )
     taken = decode(data, starts, not_messages)
     wanted = [frame for frame in frames if not isinstance(frame, bytes)]
-    assert taken.ids == b"".join(message_id for _, _, message_id, _ in wanted)
+    taken.rows.validate(full=True)
+    assert taken.ids == b"".join(message_id for _, _, message_id, *_ in wanted)
     times = taken.rows.column("timestamp").cast("int64").to_pylist()
     assert times == [timestamp_ns // 1000 for timestamp_ns, *_ in wanted]
     columns = (taken.rows.column(name).to_pylist() for name in ("attempts", "id", "body"))
     assert [*zip(*columns, strict=True)] == [
-        (attempts, message_id.decode(), body) for _, attempts, message_id, body in wanted
+        (attempts, message_id.decode(), body) for _, attempts, message_id, body, _ in wanted
     ]
+    assert [dict(one or ()) for one in taken.rows.column("headers").to_pylist()] == [
+        headers for *_, headers in wanted
+    ]
+
+
+@pytest.mark.parametrize("block", [b"", b"\0\0\0\x09", b"\0\0\0\x01a"])
+def test_a_header_block_that_breaks_the_rules_is_refused(block: bytes) -> None:
+    frame = struct.pack(">iiqH16s", 30 + len(block), 3, 0, 1, b"0" * 16) + block
+    with pytest.raises(ValueError, match="header block"):
+        decode(frame, [0], set())
+
+
+@pytest.mark.skipif(bool(REFERENCE), reason="NSQ has no headers")
+def test_headers_come_only_if_they_are_wanted(broker: TestBroker) -> None:
+    for wanted in (True, False):
+        with QueueConnection(tcp(broker), "t", "c", CONFIG, headers=wanted) as connection:
+            url = f"http://{address(broker)}/pub?topic=t"
+            urlopen(URLRequest(url, b"x", {"X-Nsq-Header-Kind": "new"})).close()
+            connection.ready(10)
+            receive(connection, 1)
+            taken = connection.take()
+            connection.finish(taken.ids)
+            assert connection.confirm_fins()
+        assert taken.rows.column("body").to_pylist() == [b"x"]
+        assert taken.rows.column("headers").to_pylist() == [[("kind", "new")] if wanted else None]
 
 
 def test_messages_of_any_size_and_content_arrive_whole(broker: TestBroker) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from pyspark.sql.types import MapType, StringType, StructType
 
 from nsparq.server.api import table
 from nsparq.spark.cluster.http_client import Refused, Unreachable
@@ -13,7 +14,7 @@ from nsparq.spark.options import NsqOptions, OptionError, Use
 from nsparq.spark.sink import nodes
 from nsparq.spark.sink.nodes import Plan, find_plan
 from nsparq.testing import FaultProxy
-from tests.spark.sink.support import address, options
+from tests.spark.sink.support import address, options, stream_writer
 from tests.support import BrokerThread, wait_until
 from tests.support.lookupd import LookupdThread
 
@@ -151,3 +152,26 @@ def _tcp(lookupd: LookupdThread) -> tuple[str, ...]:
 
 def _names(found: Plan) -> list[str]:
     return [node.name for node in found.nodes]
+
+
+def test_headers_go_only_to_an_nsqd_that_knows_them(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one would publish them as a part of the body."""
+    for delivery in ("exactly-once", "at-least-once"):
+        given = options(Use.SINK_STREAM, address(broker), delivery=delivery)
+        assert find_plan(given, headers=True).exactly_once is (delivery == "exactly-once")
+        with monkeypatch.context() as patch:
+            patch.setattr(nodes, "_plans", {})
+            patch.setattr(nodes.Client, "info", lambda self: {"version": "1.3.0"})
+            with pytest.raises(OptionError, match=f"headers: .*{address(broker)} does not know message head"):
+                find_plan(given, headers=True)
+            find_plan(given)
+
+
+def test_deferred_rows_with_headers_need_transactions(broker: BrokerThread) -> None:
+    headers = MapType(StringType(), StringType())
+    schema = StructType().add("body", "binary").add("defer", "long").add("headers", headers)
+    stream_writer(address(broker), schema=schema)
+    with pytest.raises(OptionError, match="columns defer and headers: both together need transactions"):
+        stream_writer(address(broker), schema=schema, delivery="at-least-once")

@@ -17,11 +17,13 @@ from pyspark.sql.types import (
     DoubleType,
     IntegerType,
     LongType,
+    MapType,
     StringType,
     StructField,
     StructType,
 )
 
+from nsparq.headers import decode_headers
 from nsparq.packed import PackedBodies
 from nsparq.spark.sink.rows import Chunk, Chunks, RowError, SchemaError, SinkColumns
 from nsparq.wire.limits import Limits
@@ -30,6 +32,8 @@ from nsparq.wire.mpub import decode_multiple
 BODY = SinkColumns(0, None, None)
 BODY_TOPIC = SinkColumns(0, 1, None)
 BODY_DEFER = SinkColumns(0, None, 1)
+BODY_HEADERS = SinkColumns(0, None, None, 1)
+MAPS = pa.map_(pa.string(), pa.string())
 
 
 def schema(**columns: Any) -> StructType:
@@ -51,6 +55,7 @@ def decoded(chunk: Chunk) -> list[bytes]:
     """As nsqd reads it."""
     body = chunk.head + b"".join(chunk.pieces)
     found = decode_multiple(body, Limits())
+    assert chunk.has_headers is False
     assert isinstance(found, PackedBodies)
     assert len(found) == chunk.messages
     assert chunk.size == sum(map(len, chunk.pieces))
@@ -93,6 +98,11 @@ def test_columns_are_found_in_any_order_and_case() -> None:
         ({"body": BinaryType(), "topic": IntegerType()}, r"column 'topic' is int and must be string"),
         ({"body": BinaryType(), "defer": StringType()}, r"column 'defer' is string and must be whole milli"),
         ({"body": BinaryType(), "BODY": BinaryType()}, r"two columns 'body'"),
+        ({"body": BinaryType(), "headers": StringType()}, r"'headers' is string and must be map<string,str"),
+        (
+            {"body": BinaryType(), "headers": MapType(StringType(), LongType())},
+            r"'headers' is map<string,bigint> and must be map<string,string>",
+        ),
     ],
 )
 def test_other_columns_are_refused_with_the_name_and_the_fix(columns: dict[str, Any], text: str) -> None:
@@ -246,3 +256,52 @@ def test_a_row_without_a_topic_is_refused_if_no_option_names_one() -> None:
     batch = rows([b"1", b"2"], topic=pa.array(["a", None]))
     with pytest.raises(RowError, match=r"row 1: the topic is null, and option topic is not set"):
         chunks_of(batch, columns=BODY_TOPIC, topic=None)
+
+
+# headers
+
+
+@given(
+    st.lists(
+        st.none() | st.dictionaries(st.text("aB.-", min_size=1, max_size=3), st.text(max_size=3), max_size=3),
+        min_size=1,
+        max_size=9,
+    ),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_nsqd_gets_the_headers_of_each_row_in_lower_case(
+    maps: list[dict[str, str] | None], first: int, by_topic: bool
+) -> None:
+    maps = [one and {name.lower(): value for name, value in one.items()} for one in maps]
+    bodies = [b"%d" % number for number in range(len(maps))]
+    topics = ["even" if by_topic and number % 2 else "t" for number in range(len(maps))]
+    upper = [one and [(name.upper(), value) for name, value in one.items()] for one in maps]
+    batch = rows(bodies, headers=pa.array(upper, MAPS), topic=pa.array(topics))
+    found: list[tuple[bytes, dict[str, str]]] = []
+    for chunk in chunks_of(batch.slice(first), columns=SinkColumns(0, 2, None, 1)):
+        assert chunk.has_headers
+        read = decode_multiple(chunk.head + b"".join(chunk.pieces), Limits(), has_headers=True)
+        blocks = [b""] * len(read) if read.headers is None else read.headers[:]
+        found += [(body, decode_headers(block)) for body, block in zip(read[:], blocks, strict=True)]
+    assert sorted(found) == [(body, one or {}) for body, one in zip(bodies, maps, strict=True)][first:]
+
+
+@pytest.mark.parametrize(
+    ("headers", "text"),
+    [
+        ([("a b", "")], r"column headers: not a header name: 'a b'"),
+        ([("", "")], r"column headers: not a header name: ''"),
+        ([("Trace", "1"), ("trace", "2")], r"column headers has 'trace' twice; names are written in lower"),
+        ([("a", None)], r"a value of column headers is null"),
+        ([("a", "x" * 65_536)], r"column headers: the headers of a message must not exceed 65535 bytes"),
+        ([("a", "x" * 40_000), ("b", "x" * 40_000)], r"column headers: .* must not exceed 65535 bytes"),
+    ],
+)
+def test_headers_that_break_a_rule_are_refused_with_the_row(
+    headers: list[tuple[str, str | None]], text: str
+) -> None:
+    good = rows([b"x"] * 2, headers=pa.array([[("a", "1"), ("b", "2")], None], MAPS))
+    bad = rows([b"x"] * 2, headers=pa.array([[("ok", "1")], headers], MAPS))
+    with pytest.raises(RowError, match=f"partition 3, row 3: {text}"):
+        chunks_of(good, bad, columns=BODY_HEADERS)

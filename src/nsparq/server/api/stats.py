@@ -67,6 +67,7 @@ _INFO: Final = obj(
     fields(TEXT, "version", "broadcast_address", "hostname", "topology_zone", "topology_region")
     | fields(INT, "http_port", "tcp_port", "start_time", "max_heartbeat_interval")
     | fields(INT, "max_output_buffer_size", "max_output_buffer_timeout", "max_deflate_level")
+    | fields(BOOLEAN, "headers")
 )
 
 
@@ -97,6 +98,7 @@ class StatsApi:
         method="GET",
         path="/info",
         summary="Get the daemon's version, addresses and limits. Durations are in nanoseconds.",
+        details="`headers` says that it knows [message headers](headers.md); NSQ's own nsqd has no such key.",
         permission="read",
         success="an object",
         success_schema=_INFO,
@@ -116,6 +118,7 @@ class StatsApi:
             "max_deflate_level": options.max_deflate_level,
             "topology_zone": options.topology_zone,
             "topology_region": options.topology_region,
+            "headers": True,
         }
 
     @Endpoint(

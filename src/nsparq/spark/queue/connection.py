@@ -23,12 +23,13 @@ from nsparq.spark.cluster.http_client import reason_of
 from nsparq.spark.queue.frames import HEAD_SIZE, MESSAGE_HEAD, Taken, commands, decode
 from nsparq.transport.layers import Layer, LayerError, LayerStack
 from nsparq.wire import client as wire
-from nsparq.wire.frames import ERROR, MESSAGE, RESPONSE
+from nsparq.wire.frames import ERROR, MESSAGE, MESSAGE_WITH_HEADERS, RESPONSE
 
 __all__ = ["Away", "QueueConnection", "QueueError"]
 
 logger = logging.getLogger(__name__)
 
+MESSAGES: Final = (MESSAGE, MESSAGE_WITH_HEADERS)
 _HEAD: Final = struct.Struct(">ii")
 _LONGEST: Final = 1 << 30
 """Limit on the bytes of a frame. A larger size means that the other side is not an nsqd."""
@@ -51,11 +52,15 @@ class QueueError(NsparqError):
 class QueueConnection:
     """A subscribed connection, with RDY 0 at first. Unusable after Away or QueueError."""
 
-    def __init__(self, address: str, topic: str, channel: str, config: Config) -> None:
+    def __init__(
+        self, address: str, topic: str, channel: str, config: Config, *, headers: bool = False
+    ) -> None:
+        """With `headers`, nsqd sends the headers of messages too, if it knows them."""
         self.max_rdy_count = DEFAULT_MAX_RDY
         self.failed_fins = 0
         """FINs that nsqd refused, because it had taken the message back."""
         self._address = address
+        self._wants_headers = headers
         self._write_timeout = config.write_timeout
         self._buffer = bytearray()
         self._scanned = 0
@@ -111,7 +116,8 @@ class QueueConnection:
 
     def _handshake(self, config: Config) -> None:
         deadline = time.monotonic() + config.handshake_timeout
-        self._send(wire.MAGIC + wire.identify(json.dumps(config.identify()).encode()))
+        identity = {**config.identify(), "headers": self._wants_headers}
+        self._send(wire.MAGIC + wire.identify(json.dumps(identity).encode()))
         answer = self._response("IDENTIFY", deadline)
         try:
             agreed: dict[str, Any] = json.loads(answer) if answer.startswith(b"{") else {}
@@ -229,7 +235,10 @@ class QueueConnection:
         del self._buffer[: self._scanned]
         starts, others = self._starts, self._others
         self._starts, self._others, self._scanned = [], set(), 0
-        return decode(data, starts, others)
+        try:
+            return decode(data, starts, others)
+        except ValueError as error:
+            raise Away(f"{self._address}: {error}") from error
 
     def stop_taking(self, seconds: float) -> None:
         """Send CLS, once, and wait until nsqd sends no more messages."""
@@ -294,7 +303,7 @@ class QueueConnection:
             end = position + 4 + size
             if end > available and 0 <= size <= _LONGEST:
                 break
-            if kind != MESSAGE or not 4 + MESSAGE_HEAD <= size <= _LONGEST:
+            if kind not in MESSAGES or not 4 + MESSAGE_HEAD <= size <= _LONGEST:
                 if not 4 <= size <= _LONGEST or not 0 <= kind < MESSAGE:
                     raise Away(f"{self._address}: a frame of type {kind} with {size} bytes")
                 self._others.add(len(starts))

@@ -120,11 +120,13 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             # Without partitions Spark passes one of its own.
             return iter(())
         prepare_worker()
-        slot = fill(self._staging, partition, task_settings(self._options))
+        settings = task_settings(self._options, headers="headers" in self._schema.names)
+        slot = fill(self._staging, partition, settings)
         return rows_of(slot, self._schema)
 
 
-def task_settings(options: NsqOptions) -> TaskSettings:
+def task_settings(options: NsqOptions, *, headers: bool = False) -> TaskSettings:
+    """`headers` says that the query wants them."""
     assert options.channel is not None
     # requestTimeout 0 means no limit, which a client's configuration does not have.
     timeout = min(max(0.1, options.request_timeout or 60.0), 300.0)
@@ -147,7 +149,7 @@ def task_settings(options: NsqOptions) -> TaskSettings:
         output_buffer_timeout=0.025,
         output_buffer_size=64 << 10,
     )
-    return TaskSettings(options.channel, config, options.batch_duration, options.dedupe)
+    return TaskSettings(options.channel, config, options.batch_duration, options.dedupe, headers)
 
 
 def _limit(limit: ReadLimit) -> Limit:

@@ -35,6 +35,7 @@ import numpy as np
 import pyarrow as pa
 
 from nsparq.errors import NsparqError
+from nsparq.spark.header_columns import MAPS
 
 __all__ = ["CHUNK_SCHEMA", "NO_ROWS", "Chunk", "Lost", "Slot", "Staging", "StagingError", "TooLate"]
 
@@ -46,9 +47,11 @@ CHUNK_SCHEMA: Final = pa.schema(
         pa.field("attempts", pa.int32(), nullable=False),
         pa.field("id", pa.string(), nullable=False),
         pa.field("body", pa.binary(), nullable=False),
+        pa.field("headers", MAPS),
     ]
 )
-"""Topic and node, the same for all rows of a chunk, are in the file's metadata."""
+"""Topic and node, the same for all rows of a chunk, are in the file's metadata. A chunk of an
+earlier version has no column `headers`."""
 NO_ROWS: Final = pa.RecordBatch.from_pylist([], schema=CHUNK_SCHEMA)
 
 FORMAT: Final = 1

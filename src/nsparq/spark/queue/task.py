@@ -17,6 +17,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 
 from nsparq.client.config import Config
+from nsparq.spark.header_columns import no_maps
 from nsparq.spark.queue.connection import Away, QueueConnection
 from nsparq.spark.queue.frames import Taken
 from nsparq.spark.queue.staging import NO_ROWS, Chunk, Lost, Slot, Staging, TooLate, keys_of
@@ -67,6 +68,7 @@ class TaskSettings:
     config: Config
     batch_duration: float
     dedupe: bool
+    headers: bool
 
 
 @dataclass(slots=True)
@@ -221,7 +223,11 @@ def fill(staging: Staging, partition: QueuePartition, settings: TaskSettings) ->
             raise Away(f"{partition.node}: its address is unknown")
         if filling.rows < partition.rows:
             with QueueConnection(
-                partition.address, partition.topic, settings.channel, settings.config
+                partition.address,
+                partition.topic,
+                settings.channel,
+                settings.config,
+                headers=settings.headers,
             ) as connection:
                 filling.fill(connection)
     except Away as error:
@@ -243,6 +249,7 @@ def rows_of(slot: Slot, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
             "topic": pa.repeat(chunk.topic, count),
             "node": pa.repeat(chunk.node, count),
             "offset": pa.repeat(pa.scalar(NO_OFFSET, pa.int64()), count),
+            "headers": no_maps(count),
             **{name: chunk.rows.column(name) for name in chunk.rows.schema.names},
         }
         yield pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)

@@ -46,21 +46,21 @@ class _Away(NsparqError):
     """A daemon that has to be asked does not answer."""
 
 
-_plans: dict[NsqOptions, tuple[float, Plan]] = {}
+_plans: dict[tuple[NsqOptions, bool], tuple[float, Plan]] = {}
 """Plans and their times. Spark uses this process again for the next micro-batch."""
 _warned: set[tuple[str, ...]] = set()
 
 
-def find_plan(options: NsqOptions, *, wait: bool = True) -> Plan:
-    """Raises OptionError if exactly-once is required and not possible, Refused, and Unreachable if
-    a daemon does not answer: at once, or with `wait` after retryFor."""
-    known = _plans.get(options)
+def find_plan(options: NsqOptions, *, headers: bool = False, wait: bool = True) -> Plan:
+    """Raises OptionError if exactly-once or `headers` are required and not possible, Refused, and
+    Unreachable if a daemon does not answer: at once, or with `wait` after retryFor."""
+    known = _plans.get((options, headers))
     if known is not None and time.monotonic() - known[0] < FRESH_S:
         return known[1]
     backoff = Backoff(options.retry_for)
     while True:
         try:
-            plan = _ask(options)
+            plan = _ask(options, headers)
             break
         except _Away as away:
             if known is not None and not options.nsqd:
@@ -74,25 +74,28 @@ def find_plan(options: NsqOptions, *, wait: bool = True) -> Plan:
                 raise Unreachable(f"{away}, for {options.retry_for:g} s (option retryFor)") from away
     if len(_plans) > 100:
         _plans.clear()
-    _plans[options] = time.monotonic(), plan
+    _plans[options, headers] = time.monotonic(), plan
     return plan
 
 
-def _ask(options: NsqOptions) -> Plan:
+def _ask(options: NsqOptions, headers: bool) -> Plan:
     access = Access.of(options)
     urls = [base_url(address) for address in options.nsqd]
     urls += [url for url in _discover(options, access) if url not in urls]
     if not urls:
         raise _Away("nsqlookupd knows no nsqd")
-    if options.delivery == "at-least-once":
+    if options.delivery == "at-least-once" and not headers:
         return Plan(tuple(SinkNode(base_url(url), url) for url in urls), False)
     nodes: dict[str, SinkNode] = {}
     lacking: list[str] = []
+    headerless: list[str] = []
     for url in urls:
         with Client(url, access) as client:
             try:
                 has_transactions = _has_transactions(client)
                 name = identify(client).name
+                if headers and not _knows_headers(client):
+                    headerless.append(without_secrets(url))
             except Unreachable as error:
                 raise _Away(str(error)) from error
             except Refused as error:
@@ -104,6 +107,13 @@ def _ask(options: NsqOptions) -> Plan:
         if not has_transactions:
             lacking.append(without_secrets(url))
     found = tuple(nodes[name] for name in sorted(nodes))
+    if headerless:
+        raise OptionError(
+            f"column headers: {', '.join(headerless)} does not know message headers, and would take them for "
+            "a part of the body. Leave the column out, or write to an nsqd of nsparq"
+        )
+    if options.delivery == "at-least-once":
+        return Plan(found, False)
     if not lacking:
         return Plan(found, True)
     if options.delivery == "exactly-once":
@@ -136,6 +146,16 @@ def _discover(options: NsqOptions, access: Access) -> list[str]:
     for failure in failures:
         logger.warning("%s", failure)
     return sorted(urls)
+
+
+def _knows_headers(client: Client) -> bool:
+    try:
+        return bool(client.info().get("headers"))
+    except Refused as refused:
+        if refused.status not in (401, 403):
+            raise
+        # NSQ's own nsqd answers everybody, so this one is ours.
+        return True
 
 
 def _has_transactions(client: Client) -> bool:

@@ -215,6 +215,8 @@ class Staged(Sender):
         target = f"{self._target}&topic={quote(chunk.topic)}&at={self.messages}"
         if chunk.defer_ms:
             target += f"&defer={chunk.defer_ms}"
+        if chunk.has_headers:
+            target += "&headers=true"
         return [(target, [chunk.head, *chunk.pieces], chunk.messages)]
 
     def check(self, request: _Request, answer: Answer) -> None:
@@ -246,7 +248,8 @@ class Published(Sender):
             # NSQ cannot publish several deferred messages in one request.
             target = f"/pub?topic={topic}&defer={chunk.defer_ms}"
             return [(target, [body], 1) for body in chunk.bodies()]
-        return [(f"/mpub?topic={topic}&binary=true", [chunk.head, *chunk.pieces], chunk.messages)]
+        target = f"/mpub?topic={topic}&binary=true{'&headers=true' if chunk.has_headers else ''}"
+        return [(target, [chunk.head, *chunk.pieces], chunk.messages)]
 
     def check(self, request: _Request, answer: Answer) -> None:
         if answer.status != 200:

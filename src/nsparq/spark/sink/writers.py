@@ -89,7 +89,7 @@ class _Writer:
         self._plan: Plan | None = None
         # Do not wait here: Spark makes another writer only to commit.
         with suppress(Unreachable):
-            self._plan = find_plan(options, wait=False)
+            self._plan = self._find_plan(wait=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickled for the tasks, which all need the same plan."""
@@ -99,8 +99,18 @@ class _Writer:
     def _get_plan(self) -> Plan:
         """Raises OptionError, Unreachable."""
         if self._plan is None:
-            self._plan = find_plan(self._options)
+            self._plan = self._find_plan(wait=True)
         return self._plan
+
+    def _find_plan(self, *, wait: bool) -> Plan:
+        has_headers = self._columns.headers is not None
+        plan = find_plan(self._options, headers=has_headers, wait=wait)
+        if has_headers and self._columns.defer is not None and not plan.exactly_once:
+            raise OptionError(
+                "columns defer and headers: both together need transactions (option delivery), because NSQ "
+                "cannot publish deferred messages with headers over HTTP"
+            )
+        return plan
 
     def _write(self, batches: Iterator[pa.RecordBatch], producer: str, sequence: int) -> WriterCommitMessage:
         prepare_worker()
