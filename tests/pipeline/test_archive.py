@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from nsparq.headers import decode_headers
+from nsparq.pipeline.execute.batch_read import archived, messages_of
 from nsparq.pipeline.file import ready_made
 from nsparq.testing import Broker
 from tests.pipeline.conftest import Runs
+from tests.support.with_headers import publish_with_headers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("spark")
 THROUGH_SPARK = """\
 SELECT body, _topic AS topic, _node AS node, _offset AS offset, _timestamp AS timestamp, _id AS id FROM input
 """
+DECODE = 'decode = { format = "message", headers = true }'
 
 
 def text(
@@ -27,6 +31,7 @@ def text(
     output: Path,
     *,
     through_spark: bool = False,
+    headers: bool = True,
     compact: int = 0,
     channel: str = "archive",
 ) -> str:
@@ -34,7 +39,9 @@ def text(
     made = ready_made.archive(topics, output, trigger="available-now", compact=compact, channel=channel)
     if through_spark:
         # As older versions wrote the archive: through Spark.
-        made = made.replace('decode = "message"', f"sql = {json.dumps(THROUGH_SPARK)}")
+        select = THROUGH_SPARK.replace(" FROM", ", _headers AS headers FROM") if headers else THROUGH_SPARK
+        raw = "decode = { format = 'raw', headers = true }"
+        made = made.replace(DECODE, f"{raw}\nsql = {json.dumps(select)}")
         assert "sql" in made
     return made
 
@@ -54,6 +61,7 @@ def test_the_files_are_those_that_spark_would_have_written(
 
     broker.publish("orders", *(b"%d" % number for number in range(500)))
     broker.publish("clicks", bytes(range(256)), b"\xff" * (1 << 20))
+    publish_with_headers(broker.http_address, "orders", (b"traced", {"traceparent": "00-1"}))
     broker.publish("clicks", b"later", defer=3600.0)
     ours = run(text(broker, tmp_path / "ours"))["archive"]
     # Another archive would move the channel of this one.
@@ -67,21 +75,29 @@ def test_the_files_are_those_that_spark_would_have_written(
     assert found.remove_metadata() == wanted.remove_metadata()
     # The figures count messages, although Spark only sees files.
     assert (ours.rows, ours.rows_written, ours.lag) == (theirs.rows, theirs.rows_written, theirs.lag)
-    assert (ours.rows, ours.rows_written, ours.lag) == (503, 503, 0)
+    assert (ours.rows, ours.rows_written, ours.lag) == (504, 504, 0)
+    (traced,) = [row.headers for row in rows(spark, tmp_path / "ours") if row.headers]
+    assert traced == {"traceparent": "00-1"}
 
 
-def test_an_archive_written_by_spark_can_be_continued(
+def test_an_archive_of_an_older_version_can_be_continued_and_read(
     run: Runs, broker: Broker, spark: SparkSession, tmp_path: Path
 ) -> None:
     table = tmp_path / "archive"
-    broker.publish("orders", b"1", b"2")
-    run(text(broker, table, through_spark=True))
-    broker.publish("orders", b"3")
+    topics = ready_made.Topics(nsq={}, pattern=".*")
+    for number in (b"1", b"2"):
+        broker.publish("orders", number)
+        # Through Spark, and without headers.
+        run(text(broker, table, through_spark=True, headers=False))
+        assert [one[1] for one in messages_of(archived(spark, table, topics))][-1] == number
+    publish_with_headers(broker.http_address, "orders", (b"3", {"kind": "new", "nsq-producer": "a"}))
     broker.publish("more", b"4")
     assert run(text(broker, table, compact=2))["archive"].rows == 2
     assert [bytes(row.body) for row in rows(spark, table)] == [b"4", b"1", b"2", b"3"]
-    # Old and new files have the same columns, and were joined.
-    assert len(files(table)) == 2
+    # Old files were joined with each other, but not with new ones, which have another column.
+    assert len(files(table)) == 3
+    again = [(decode_headers(block), body) for block, body in messages_of(archived(spark, table, topics))]
+    assert again == [({}, b"1"), ({}, b"2"), ({"kind": "new"}, b"3"), ({}, b"4")]
     assert run(text(broker, table))["archive"].rows == 0
 
 
@@ -134,7 +150,8 @@ def test_a_task_that_fails_fails_the_pipeline_and_leaves_the_archive_as_it_was(
     broker.publish("orders", b"1")
     run(text(broker, table))
     broker.publish("orders", b"2")
-    broken = text(broker, table).replace('decode = "message"', 'decode = "message"\nretries = 0')
+    broken = text(broker, table).replace(DECODE, f"{DECODE}\nretries = 0")
+    assert "retries" in broken
     (hidden,) = (table / "_nsparq" / "new").iterdir()
     hidden.rmdir()
     hidden.write_text("in the way")

@@ -19,6 +19,8 @@ from nsparq.headers import MAX_BLOCK, encode_headers
 __all__ = ["MAPS", "no_maps", "to_blocks", "to_maps"]
 
 MAPS: Final = pa.map_(pa.string(), pa.string())
+NOT_PASSED_ON: Final = ("nsq-producer", "nsq-epoch", "nsq-number")
+"""They name a message of an idempotent producer. A message that is published again is another one."""
 
 Longs = npt.NDArray[np.int64]
 Refuse = Callable[[Longs, str], None]
@@ -83,7 +85,8 @@ def _maps(count: int, data: bytes, owners: Longs, starts: Longs, sizes: Longs) -
 
 
 def to_blocks(maps: pa.Array, refuse: Refuse) -> pa.Array:
-    """The header block of each map, empty for null. `refuse` gets the rows that break a rule."""
+    """The header block of each map, empty for null, without NOT_PASSED_ON. `refuse` gets the rows
+    that break a rule."""
     maps = maps.fill_null(pa.scalar([], MAPS)) if maps.null_count else maps
     limits = maps.offsets.to_numpy().astype(np.int64)
     names, values = maps.keys[limits[0] : limits[-1]], maps.items[limits[0] : limits[-1]]
@@ -109,6 +112,11 @@ def to_blocks(maps: pa.Array, refuse: Refuse) -> pa.Array:
         if len(again):
             name = sized[codes[again.min()]][1:].decode()
             refuse(owners[again], f"column headers has {name!r} twice; names are written in lower case")
+    left_out = [code for code, one in enumerate(sized) if one[1:].decode() in NOT_PASSED_ON]
+    if left_out:
+        kept = ~np.isin(codes, left_out)
+        owners, codes, values = owners[kept], codes[kept], values.filter(pa.array(kept))
+        np.cumsum(np.bincount(owners, minlength=len(maps)), out=limits[1:])
     lengths = pc.binary_length(values).to_numpy(zero_copy_only=False)
     heads = pa.array(sized, pa.binary()).take(pa.array(codes))
     long = owners[lengths > MAX_BLOCK]

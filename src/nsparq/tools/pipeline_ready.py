@@ -244,7 +244,8 @@ def replay(arguments: argparse.Namespace) -> int:
             else:
                 frame = batch_read.messages(spark, file, arguments.until)
             with _bar(frame.count(), arguments.to) as progress:
-                done = publish(batch_read.bodies(frame), publisher, arguments.rate, progress, stopping.event)
+                messages = batch_read.messages_of(frame)
+                done = publish(messages, publisher, arguments.rate, progress, stopping.event)
     logger.info("published %d messages to %s", done, arguments.to)
     return OK
 

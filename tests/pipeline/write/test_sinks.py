@@ -14,6 +14,7 @@ from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.execute.progress import State
 from nsparq.testing import Broker
 from tests.pipeline.conftest import Runs
+from tests.support.with_headers import publish_with_headers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -90,6 +91,45 @@ def test_a_row_for_each_key_is_kept_up_to_date_also_after_a_crash(
     refused = run(text)["latest"]
     assert (refused.state, refused.failures) == (State.FAILED, 1)
     assert 'a row has null in its key: {"id":null}' in refused.error
+
+
+# headers
+
+HEADERS = """
+[pipeline.traced]
+source = "orders"
+decode = { format = "json", schema = "n INT", headers = true }
+sql = "SELECT n, _headers['traceparent'] AS trace, _headers, map('n', string(n)) AS own FROM input"
+trigger = "available-now"
+[[pipeline.traced.sink]]
+topic = "traced"
+[[pipeline.traced.sink]]
+name = "own"
+topic = "own"
+headers_from = "own"
+[pipeline.copy]
+source = "orders"
+decode = "message"
+sink = { topic = "copy" }
+trigger = "available-now"
+"""
+
+
+def test_headers_of_messages_are_in_sql_and_go_to_topics(run: Runs, broker: Broker) -> None:
+    trace, plain = (b'{"n": 1}', {"traceparent": "00-1"}), (b'{"n": 2}', {})
+    publish_with_headers(broker.http_address, "orders", trace, plain)
+    assert {one.error for one in run(HEADERS).values()} == {""}
+
+    def found(topic: str) -> list[tuple[bytes, dict[str, str]]]:
+        return [(one.body, one.headers) for one in broker.peek(topic)]
+
+    assert found("traced") == [
+        (b'{"n":1,"trace":"00-1","own":{"n":"1"}}', {"traceparent": "00-1"}),
+        (b'{"n":2,"trace":null,"own":{"n":"2"}}', {}),
+    ]
+    assert [headers for _, headers in found("own")] == [{"n": "1"}, {"n": "2"}]
+    # A pipeline that does not ask for headers has the same columns as before.
+    assert found("copy") == [(b'{"n": 1}', {}), (b'{"n": 2}', {})]
 
 
 # any format

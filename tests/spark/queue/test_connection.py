@@ -6,8 +6,6 @@ import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from urllib.request import Request as URLRequest
-from urllib.request import urlopen
 
 import pytest
 from hypothesis import given
@@ -24,6 +22,7 @@ from tests.spark.queue.support import address, options, tcp
 from tests.support import REFERENCE, RawConnection, TestBroker, start_broker, wait_until
 from tests.support.auth_server import AuthServer, entry, unused_port
 from tests.support.certificates import certificates
+from tests.support.with_headers import publish_with_headers
 
 CONFIG = Config(msg_timeout=1.0, output_buffer_timeout=0.025)
 
@@ -115,8 +114,7 @@ def test_a_header_block_that_breaks_the_rules_is_refused(block: bytes) -> None:
 def test_headers_come_only_if_they_are_wanted(broker: TestBroker) -> None:
     for wanted in (True, False):
         with QueueConnection(tcp(broker), "t", "c", CONFIG, headers=wanted) as connection:
-            url = f"http://{address(broker)}/pub?topic=t"
-            urlopen(URLRequest(url, b"x", {"X-Nsq-Header-Kind": "new"})).close()
+            publish_with_headers(address(broker), "t", (b"x", {"kind": "new"}))
             connection.ready(10)
             receive(connection, 1)
             taken = connection.take()

@@ -143,9 +143,37 @@ def test_topics_delays_and_large_bodies_come_from_columns(
     wait_until(lambda: (broker.channel_stats(topic + "-later", "c") or {})["deferred_count"] == 3)
 
 
+def test_headers_come_from_a_column_and_are_read_back(
+    spark: SparkSession, broker: BrokerThread, topic: str
+) -> None:
+    made = bodies(spark, 6).selectExpr(
+        "body", "if(body < 4, map('Number', body, 'kind', 'ü'), null) AS headers"
+    )
+    expected = {b"%d" % n: {"number": str(n), "kind": "ü"} if n < 4 else None for n in range(6)}
+    for delivery in ("exactly-once", "at-least-once"):
+        write(made, broker, topic=topic, delivery=delivery)
+        rows = spark.read.format("nsq").options(nsqd=address(broker), topic=topic).load()
+        assert {bytes(row.body): row.headers for row in rows.collect()} == expected
+        topic += "-copy"
+    # What was read is written again, as a copy or a redrive does.
+    write(rows.select("body", "headers"), broker, topic=topic)
+    again = spark.read.format("nsq").options(nsqd=address(broker), topic=topic).load()
+    assert {bytes(row.body): row.headers for row in again.collect()} == expected
+
+
 @pytest.mark.parametrize(
     ("columns", "options", "text"),
     [
+        (
+            ["body", "map('a b', '') AS headers"],
+            {"topic": "t"},
+            r"row 0: column headers: not a header name: 'a b",
+        ),
+        (
+            ["body", "'x' AS headers"],
+            {"topic": "t"},
+            r"column 'headers' is string and must be map<string,string>",
+        ),
         (["body", "1.5 AS price"], {"topic": "t"}, r"column 'price' cannot be written .* AS body"),
         (["id AS body"], {"topic": "t"}, r"column 'body' is bigint and must be binary or string"),
         (["body"], {}, r"option topic is missing"),

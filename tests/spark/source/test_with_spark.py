@@ -26,6 +26,7 @@ from tests.spark.source.support import numbered
 from tests.support import wait_until
 from tests.support.file_sink import committed_rows
 from tests.support.polling import DEADLINE
+from tests.support.with_headers import publish_with_headers
 
 
 @pytest.fixture
@@ -102,6 +103,35 @@ def test_a_batch_reads_a_range_with_all_columns_and_any_bytes(spark: SparkSessio
     chosen = spark.read.format("nsq").schema("body binary not null, topic string not null")
     (row,) = chosen.options(nsqd=broker.http_address, topic="t").load().filter("length(body) > 10").collect()
     assert row.asDict() == {"body": b"x" * (1 << 20), "topic": "t"}
+
+
+def test_headers_are_a_column_that_a_running_query_gets_without_a_new_checkpoint(
+    spark: SparkSession, broker: Broker, tmp_path: Path
+) -> None:
+    broker.publish("t", b"plain")
+    publish_with_headers(broker.http_address, "t", (b"traced", {"traceparent": "00-1"}), (b"again", {}))
+    batch = spark.read.format("nsq").options(nsqd=broker.http_address, topic="t").load()
+    found = {bytes(row.body): row.headers for row in batch.select("body", "headers").collect()}
+    assert found == {b"plain": None, b"traced": {"traceparent": "00-1"}, b"again": None}
+    assert batch.where("headers['traceparent'] = '00-1'").count() == 1
+
+    def run(columns: str | None) -> None:
+        """The query has state, and selects all columns."""
+        frame = source(spark, nsqd=broker.http_address, columns=columns)
+        run_available(
+            frame.withWatermark("timestamp", "1 hour").dropDuplicatesWithinWatermark(["id"]), tmp_path
+        )
+
+    # As a query of an earlier version, whose source had no such column.
+    run(",".join(SCHEMA.names[:7]))
+    publish_with_headers(broker.http_address, "t", (b"later", {"kind": "new"}))
+    run(None)
+    later = spark.read.option("mergeSchema", "true").parquet(str(tmp_path / "out"))
+    assert sorted((bytes(row.body), row.headers) for row in later.where("body <> 'traced'").collect()) == [
+        (b"again", None),
+        (b"later", {"kind": "new"}),
+        (b"plain", None),
+    ]
 
 
 def rows_scanned(frame: DataFrame) -> int:

@@ -20,6 +20,9 @@ from nsparq.errors import NsparqError
 
 ORIGIN: Final = ("topic", "node", "offset", "timestamp", "attempts", "id")
 """Columns of the source that rows keep, with a leading _ because many messages have such fields."""
+HEADERS: Final = "headers"
+"""The column of the source that rows keep if the file says so, also with a leading _. Rows of older
+pipelines do not get it by themselves: tables and state that exist do not have the column."""
 UNDECODED: Final[Mapping[str, Mapping[str, str]]] = {
     "message": {name: name for name in ("body", "topic", "node", "offset", "timestamp", "id")},
     "raw": {"body": "body", **{f"_{name}": name for name in ORIGIN}},
@@ -27,12 +30,22 @@ UNDECODED: Final[Mapping[str, Mapping[str, str]]] = {
 """Formats that leave the body unchanged: their columns, and the columns of the source."""
 DECODED: Final = "nsparq_decoded"
 """Name of the observation that counts the `rows` of the only source, and how many are `bad`."""
+MESSAGE_COLUMNS: Final = frozenset(f"_{name}" for name in (*ORIGIN, HEADERS))
+"""Columns of a row that are not fields of the message."""
 INSTALL: Final = "pip install 'nsparq[formats]'"
 CONFLUENT: Final = "confluent"
 """The framing of Confluent's serializers. `confluent:7` accepts only messages with schema id 7."""
 FRAME_BYTES: Final = 5
 
 Decoder = Callable[[bytes], dict[str, Any]]
+
+
+def undecoded_columns(format: str, headers: bool) -> dict[str, str] | None:
+    """The columns of a format that leaves the body unchanged, as in UNDECODED; None for another."""
+    if format not in UNDECODED:
+        return None
+    own = HEADERS if format == "message" else f"_{HEADERS}"
+    return {**UNDECODED[format], **({own: HEADERS} if headers else {})}
 
 
 class SchemaFileError(NsparqError):

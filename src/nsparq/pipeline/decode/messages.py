@@ -20,12 +20,13 @@ from nsparq.pipeline.decode.avro import Avro
 from nsparq.pipeline.decode.formats import (
     DECODED,
     FRAME_BYTES,
+    HEADERS,
     ORIGIN,
-    UNDECODED,
     BodyFormat,
     SchemaFileError,
     Undecodable,
     frame_beginning,
+    undecoded_columns,
     without_frame,
 )
 from nsparq.pipeline.decode.json_schema import JsonSchema
@@ -78,15 +79,16 @@ def _text(definition: bytes) -> str:
 def good_rows(
     messages: DataFrame, decode: Decode, schema: StructType, *, bad: str, observed: str = DECODED
 ) -> DataFrame:
-    """The decoded columns, and _topic, _node, _offset, _timestamp, _attempts and _id. With the
-    format `message` these have no leading _.
+    """The decoded columns, and _topic, _node, _offset, _timestamp, _attempts, _id and, if it is
+    wanted, _headers. With the format `message` these have no leading _.
 
     `bad` is what happens to messages that do not decode: `drop` leaves them out, `fail` ends the
     query at the first. The observation `observed` counts them in both cases.
     """
-    if decode.format in UNDECODED:
-        return messages.select(*(F.col(of).alias(name) for name, of in UNDECODED[decode.format].items()))
-    origin = [F.col(name).alias(f"_{name}") for name in ORIGIN]
+    undecoded = undecoded_columns(decode.format, decode.headers)
+    if undecoded is not None:
+        return messages.select(*(F.col(of).alias(name) for name, of in undecoded.items()))
+    origin = [F.col(name).alias(f"_{name}") for name in (*ORIGIN, *([HEADERS] if decode.headers else ()))]
     marked = _marked(messages, decode, schema)
     # The observation also prevents Spark from decoding twice, for the filter and for the columns.
     counted = marked.observe(observed, F.count(F.lit(1)).alias("rows"), F.count_if(F.col(_BAD)).alias("bad"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
@@ -32,6 +32,7 @@ class Sample:
     offset: int = 0
     attempts: int = 0
     id: str = "0" * 16
+    headers: Mapping[str, str] | None = None
 
 
 @dataclass

@@ -11,15 +11,19 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
+from nsparq.headers import encode_headers
+from nsparq.pipeline.decode.formats import HEADERS
 from nsparq.pipeline.decode.messages import good_rows
 from nsparq.pipeline.errors import PipelineError, in_words
-from nsparq.pipeline.execute.replay import committed
+from nsparq.pipeline.execute.replay import Message, committed
 from nsparq.pipeline.file.reading import parse
 from nsparq.pipeline.file.ready_made import Topics
 from nsparq.pipeline.file.spec import INPUT, Decode, PipelineFile
 from nsparq.spark.cluster.api import Client
 from nsparq.spark.cluster.http_client import Access, Refused, Unreachable
 from nsparq.spark.cluster.nodes import Cluster
+from nsparq.spark.columns import SCHEMA
+from nsparq.spark.header_columns import NOT_PASSED_ON
 from nsparq.spark.options import NsqOptions, Use
 
 
@@ -45,7 +49,7 @@ def messages(spark: SparkSession, file: PipelineFile, until: str = "") -> DataFr
         found = spark.read.format("nsq").options(**options).load()
     except PySparkException as error:
         raise PipelineError(in_words(error)) from error
-    return good_rows(found, Decode(format="raw"), StructType(), bad="fail")
+    return good_rows(found, Decode(format="raw", headers=True), StructType(), bad="fail")
 
 
 def archived(spark: SparkSession, directory: Path, topics: Topics, until: str = "") -> DataFrame:
@@ -56,6 +60,9 @@ def archived(spark: SparkSession, directory: Path, topics: Topics, until: str = 
         raise PipelineError(f"{directory}: {in_words(error)}") from error
     if "body" not in found.columns:
         raise PipelineError(f"{directory}: the files have no column 'body', so this is not an archive")
+    # Spark takes the columns of one file, and older files have no headers.
+    of_message = [one for one in SCHEMA.fields if one.name in {*found.columns, HEADERS}]
+    found = spark.read.schema(StructType(of_message)).parquet(str(directory))
     if "topic" in found.columns:
         topic = F.col("topic").cast("string")
         wanted = topic.rlike(f"^(?:{topics.pattern})$") if topics.pattern else topic.isin(*topics.topics)
@@ -66,7 +73,7 @@ def archived(spark: SparkSession, directory: Path, topics: Topics, until: str = 
         if until:
             found = found.where(F.col("timestamp") < F.lit(until).cast("timestamp"))
     order = [name for name in ("timestamp", "node", "offset") if name in found.columns]
-    return found.select("body", *(F.col(name).alias(f"_{name}") for name in order))
+    return found.select("body", *(F.col(name).alias(f"_{name}") for name in (*order, HEADERS)))
 
 
 def query(spark: SparkSession, rows: DataFrame, sql: str) -> DataFrame:
@@ -79,13 +86,14 @@ def query(spark: SparkSession, rows: DataFrame, sql: str) -> DataFrame:
         spark.catalog.dropTempView(INPUT)
 
 
-def bodies(rows: DataFrame) -> Iterator[bytes]:
-    """Bodies in the order of publishing, as far as the columns show it; always in the same
-    order."""
+def messages_of(rows: DataFrame) -> Iterator[Message]:
+    """Header blocks and bodies in the order of publishing, as far as the columns show it; always in
+    the same order."""
     order = [name for name in ("_timestamp", "_node", "_offset") if name in rows.columns]
     ordered = rows.sort(*order) if order else rows
-    for row in ordered.select("body").toLocalIterator(prefetchPartitions=True):
-        yield bytes(row.body)
+    for row in ordered.select("body", "_headers").toLocalIterator(prefetchPartitions=True):
+        headers = {name: value for name, value in (row._headers or {}).items() if name not in NOT_PASSED_ON}
+        yield encode_headers(headers), bytes(row.body)
 
 
 @contextmanager

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from nsparq.errors import NsparqError
+from nsparq.pipeline.decode.formats import HEADERS
 from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.file.sinks import Memory
 from nsparq.pipeline.file.spec import MESSAGES, Output, Pipeline, PipelineFile, Source
 from nsparq.pipeline.pipeline_json import PipelineJson
+from nsparq.spark.columns import SCHEMA
 from nsparq.spark.options import NsqOptions, Use
 from nsparq.spark.source.positions import decode, encode
 
@@ -113,6 +115,9 @@ def source_options(
 ) -> dict[str, str]:
     """Options of format("nsq") for the query of an output, or without one for the dead letters."""
     options = {**file.nsq, **source.options}
+    if output is None or not source.decode.headers:
+        # Nobody needs the headers, so they are not decoded.
+        options["columns"] = ",".join(name for name in SCHEMA.names if name != HEADERS)
     if source.is_queue:
         place = "staging" if source.name == MESSAGES else f"staging-{source.name}"
         options.setdefault("staging", f"{pipeline.checkpoint}/{place}")

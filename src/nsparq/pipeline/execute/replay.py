@@ -30,6 +30,8 @@ CHUNKS_PER_SECOND: Final = 10
 PATIENCE_S: Final = 60.0
 
 Progress = Callable[[int], None]
+Message = tuple[bytes, bytes]
+"""Header block and body."""
 
 
 class ReplayFailed(NsparqError):
@@ -56,6 +58,7 @@ class Publisher:
         """How many messages of this replay nsqd has, including earlier runs."""
         self._part = uuid4().hex[:12]
         self.is_exact = True
+        self._is_warned = False
         try:
             self.published = committed(client, own_name) or 0
         except Refused as error:
@@ -69,16 +72,17 @@ class Publisher:
         except Unreachable as error:
             raise ReplayFailed(str(error)) from error
 
-    def publish(self, bodies: list[bytes]) -> None:
+    def publish(self, messages: list[Message]) -> None:
         """Raises ReplayFailed."""
-        packed = struct.pack(">I", len(bodies)) + b"".join(
-            struct.pack(">I", len(body)) + body for body in bodies
-        )
-        if not self.is_exact:
-            self._send("/mpub", packed, topic=self._topic, binary="true")
+        if self.is_exact:
+            self._transact(_packed([_sized(block) + body for block, body in messages]), len(messages))
         else:
-            self._transact(packed, len(bodies))
-        self.published += len(bodies)
+            if any(block for block, _ in messages) and not self._is_warned:
+                logger.warning("%s is not an nsqd of nsparq: headers are left out", self._client.url)
+                self._is_warned = True
+            bodies = _packed([body for _, body in messages])
+            self._send("/mpub", bodies, topic=self._topic, binary="true")
+        self.published += len(messages)
 
     def _transact(self, packed: bytes, count: int) -> None:
         named: dict[str, str | int] = {"producer": self._producer, "sequence": self.published + count}
@@ -88,7 +92,7 @@ class Publisher:
             is_staged = error.code == "WRONG_POSITION" and error.details.get("messages") == count
             return is_staged or error.code == "ALREADY_COMMITTED"
 
-        where: dict[str, str | int] = {"part": self._part, "topic": self._topic, "at": 0}
+        where: dict[str, str | int] = {"part": self._part, "topic": self._topic, "at": 0, "headers": "true"}
         self._send("/transaction/stage", packed, is_there, **named, **where)
         parts = json.dumps({"parts": {self._part: count}}).encode()
         self._send("/transaction/commit", parts, is_there, **named)
@@ -119,23 +123,33 @@ class Publisher:
             raise ReplayFailed(str(error)) from error
 
 
-def chunks(bodies: Iterable[bytes], rate: float) -> Iterator[list[bytes]]:
+def _packed(messages: list[bytes]) -> bytes:
+    """As in MPUB."""
+    return struct.pack(">I", len(messages)) + b"".join(map(_sized, messages))
+
+
+def _sized(data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + data
+
+
+def chunks(messages: Iterable[Message], rate: float) -> Iterator[list[Message]]:
     """Chunks for a tenth of a second each, within the limits of nsqd."""
     most = MAX_CHUNK if not rate else max(1, min(MAX_CHUNK, int(rate / CHUNKS_PER_SECOND)))
-    chunk: list[bytes] = []
+    chunk: list[Message] = []
     size = 0
-    for body in bodies:
-        if chunk and (len(chunk) >= most or size + len(body) > MAX_CHUNK_BYTES):
+    for block, body in messages:
+        length = len(block) + len(body)
+        if chunk and (len(chunk) >= most or size + length > MAX_CHUNK_BYTES):
             yield chunk
             chunk, size = [], 0
-        chunk.append(body)
-        size += len(body) + 4
+        chunk.append((block, body))
+        size += length + 8
     if chunk:
         yield chunk
 
 
 def replay(
-    bodies: Iterable[bytes],
+    messages: Iterable[Message],
     publisher: Publisher,
     rate: float,
     progress: Progress,
@@ -152,7 +166,7 @@ def replay(
         logger.info("skipping %d messages that an earlier run published", skip)
         progress(skip)
     begun, done = clock(), 0
-    for chunk in chunks(islice(bodies, skip, None), rate):
+    for chunk in chunks(islice(messages, skip, None), rate):
         if rate and stop.wait(max(0.0, begun + done / rate - clock())):
             break
         if stop.is_set():

@@ -14,7 +14,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
 
-from nsparq.pipeline.decode.formats import ORIGIN, SchemaFileError
+from nsparq.pipeline.decode.formats import HEADERS, ORIGIN, SchemaFileError
 from nsparq.pipeline.decode.messages import declared_columns
 from nsparq.pipeline.decode.samples import Sample, infer_csv, infer_json
 from nsparq.pipeline.errors import NothingYet, PipelineError, in_words
@@ -61,7 +61,8 @@ def schema_of(pipeline: Pipeline, source: Source, bodies: Bodies) -> StructType:
         raise PipelineError(f"{place}: {in_words(error)}, in {given!r}") from error
     if not isinstance(schema, StructType):
         raise PipelineError(f"{place}: names no columns: {given!r}")
-    taken = [one for one in schema.names if one in {f"_{name}" for name in ORIGIN}]
+    own = {f"_{name}" for name in (*ORIGIN, *([HEADERS] if decode.headers else ()))}
+    taken = [one for one in schema.names if one in own]
     if taken:
         raise PipelineError(f"{place}: {taken[0]!r} is the name of a column that every message has")
     return schema
@@ -104,4 +105,4 @@ def sample(
     except PySparkException as error:
         place = pipeline.place_of(source)
         raise PipelineError(f"{place}: no message can be read: {in_words(error)}") from error
-    return [Sample(**row) for row in rows]
+    return [Sample(**{**row, "headers": dict(row["headers"] or ()) or None}) for row in rows]

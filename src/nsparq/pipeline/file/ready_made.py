@@ -64,7 +64,8 @@ def archive(
     channel: str = "archive",
     run: Mapping[str, str] | None = None,
 ) -> str:
-    """Topics to Parquet files, by topic and by date of publishing, with the message in `body`."""
+    """Topics to Parquet files, by topic and by date of publishing, with the message in `body` and
+    `headers`."""
     source = topics.source(channel=channel, max_bytes_per_trigger=ARCHIVE_BATCH, partition_bytes=ARCHIVE_TASK)
     lines = [
         topics.toml(),
@@ -78,7 +79,7 @@ def archive(
         "",
         "[pipeline.archive]",
         f"source = {source}",
-        'decode = "message"',
+        'decode = { format = "message", headers = true }',
         f"trigger = {json.dumps(trigger)}",
         "",
         "[pipeline.archive.sink]",

@@ -64,6 +64,12 @@ class Topic(Sink):
         "", identifier, "column with the message", shown="`body`, or the row as a JSON object"
     )
     defer_from: str = key("", identifier, "column with the milliseconds to defer the message")
+    headers_from: str = key(
+        "",
+        identifier,
+        "column with the [headers](headers.md) of the message, `map<string,string>`",
+        shown="`_headers`, if the rows have it",
+    )
     options: Mapping[str, str] = field(default_factory=dict)
     """More options of format("nsq")."""
 

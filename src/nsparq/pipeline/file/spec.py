@@ -20,6 +20,7 @@ from nsparq.pipeline.file.keys import (
     choice,
     count,
     duration,
+    flag,
     function_name,
     identifier,
     identifiers,
@@ -129,6 +130,12 @@ class Decode:
     )
     options: Mapping[str, str] = key(
         dict, settings, "more options for Spark's JSON or CSV reader, such as `timestampFormat` or `sep`"
+    )
+    headers: bool = key(
+        False,
+        flag,
+        "`true`: rows have a column `_headers` with the [headers](headers.md) of the message, "
+        "`map<string,string>`, null without headers; with `message` its name is `headers`",
     )
     definition: bytes = field(default=b"", repr=False)
     """The content of `schema_file`, `descriptor_file` or `json_schema`."""

@@ -26,7 +26,7 @@ import numpy as np
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import LongType, StringType, StructType
 
-from nsparq.pipeline.decode.formats import UNDECODED
+from nsparq.pipeline.decode.formats import HEADERS, undecoded_columns
 from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.file.sinks import Parquet
 from nsparq.pipeline.file.spec import Pipeline
@@ -83,13 +83,14 @@ class Layout:
     @property
     def encodings(self) -> dict[str, Any]:
         """Arguments for ParquetWriter: dictionaries for columns that rarely change, differences for
-        numbers that count up, and no statistics for bodies, because nobody searches by them."""
+        numbers that count up, and no statistics for bodies and headers, because nobody searches by
+        them."""
         of = {source: name for name, source in self.columns.items()}
         packed = {of[name]: "DELTA_BINARY_PACKED" for name in ("offset", "timestamp") if name in of}
         return {
             "use_dictionary": [of[name] for name in ("topic", "node", "attempts") if name in of],
             "column_encoding": packed,
-            "write_statistics": [name for name in self.columns if self.columns[name] != "body"],
+            "write_statistics": [name for name, of in self.columns.items() if of not in ("body", HEADERS)],
         }
 
     def pieces(self, batch: pa.RecordBatch, topic: str, node: str) -> Iterator[tuple[Values, pa.RecordBatch]]:
@@ -122,7 +123,7 @@ def layout_of(pipeline: Pipeline) -> Layout | None:
     if len(pipeline.sources) > 1 or len(pipeline.outputs) > 1 or pipeline.steps:
         return None
     source, sink = pipeline.sources[0], pipeline.outputs[0].sink
-    names = UNDECODED.get(source.decode.format)
+    names = undecoded_columns(source.decode.format, source.decode.headers)
     if not isinstance(sink, Parquet) or sink.is_written_by_spark or names is None:
         return None
     if source.watermark is not None or source.is_queue:

@@ -28,7 +28,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from nsparq.pipeline.decode.formats import ORIGIN
+from nsparq.pipeline.decode.formats import HEADERS, MESSAGE_COLUMNS
 from nsparq.pipeline.errors import FunctionFailed, PipelineError, in_words, retry_helps
 from nsparq.pipeline.file.sinks import (
     Console,
@@ -60,7 +60,6 @@ logger = logging.getLogger(__name__)
 Writer = DataStreamWriter
 OnBatch = Callable[[DataFrame, int], None]
 _NO_DIRECTORY: Final = (BinaryType, ArrayType, MapType, StructType)
-_MESSAGE_COLUMNS: Final = frozenset(f"_{name}" for name in ORIGIN)
 
 
 def sink_place(pipeline: Pipeline, output: Output) -> str:
@@ -114,7 +113,7 @@ def prepared(sink: Sink, rows: DataFrame, target: Target) -> DataFrame:
 
 @prepared.register
 def _(sink: Topic, rows: DataFrame, target: Target) -> DataFrame:
-    for key in ("topic_from", "body_from", "defer_from"):
+    for key in ("topic_from", "body_from", "defer_from", "headers_from"):
         name = getattr(sink, key)
         if name and name not in rows.columns:
             known = ", ".join(rows.columns)
@@ -124,6 +123,12 @@ def _(sink: Topic, rows: DataFrame, target: Target) -> DataFrame:
         columns.append(F.col(sink.topic_from).cast("string").alias("topic"))
     if sink.defer_from:
         columns.append(F.col(sink.defer_from).cast("bigint").alias("defer"))
+    headers = sink.headers_from or (f"_{HEADERS}" if f"_{HEADERS}" in rows.columns else "")
+    if headers:
+        kind = rows.schema[headers].dataType.simpleString()
+        if kind != "map<string,string>":
+            raise PipelineError(f"{target.place} headers_from: {headers!r} is {kind}, not map<string,string>")
+        columns.append(F.col(headers).alias(HEADERS))
     return rows.select(*columns)
 
 
@@ -135,7 +140,8 @@ def _body(sink: Topic, rows: DataFrame, target: Target) -> Any:
             shown = types[name].simpleString().upper()
             raise PipelineError(f"{target.place} body_from: {name!r} is {shown}, not STRING or BINARY")
         return F.col(name)
-    own = [one for one in rows.columns if one not in {*_MESSAGE_COLUMNS, sink.topic_from, sink.defer_from}]
+    used = {*MESSAGE_COLUMNS, sink.topic_from, sink.defer_from, sink.headers_from}
+    own = [one for one in rows.columns if one not in used]
     if not own:
         raise PipelineError(f"{target.place} topic: the rows have no columns to make a message of")
     return F.to_json(F.struct(*(F.col(f"`{one}`") for one in own)), {"ignoreNullFields": "false"})
