@@ -4,7 +4,8 @@
 
 One run, local[2], the broker on the same cores. Both sides take turns, several rounds; the ratio is
 what counts. Processor time, of Spark with its Python processes and of the broker, is given too; it
-includes the start of a query. Then the fixed cost of a trigger: with one row, with none, when only
+includes the start of a query. A second topic has the same messages with two headers each; its ratio is
+to the topic without. Then the fixed cost of a trigger: with one row, with none, when only
 the offsets change, and, to tell Spark's own part of it, with one row of Spark's stream of files.
 """
 
@@ -28,11 +29,14 @@ from pyspark.sql.streaming import StreamingQuery
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from benchmarks.macro.brokers import OURS, TICKS_PER_SECOND, Spawned
+from nsparq.headers import encode_headers
 from nsparq.spark.cluster.api import Client
 from nsparq.spark.cluster.http_client import Access
 from nsparq.spark.session.build import build_session
 
 TOPIC = "bench"
+WITH_HEADERS = "bench-headers"
+HEADERS_TARGET = 0.85
 
 
 def body_of(number: int, size: int, chance: random.Random) -> bytes:
@@ -42,12 +46,22 @@ def body_of(number: int, size: int, chance: random.Random) -> bytes:
     return (text + chance.randbytes(size // 2).hex())[: size - 2].encode() + b'"}'
 
 
-def publish(client: Client, first: int, count: int, size: int, batch: int) -> None:
-    chance = random.Random(first)
+def block_of(chance: random.Random) -> bytes:
+    """Headers as messages often have them: the trace, and the type of the body."""
+    trace = f"00-{chance.getrandbits(128):032x}-{chance.getrandbits(64):016x}-01"
+    block = encode_headers({"traceparent": trace, "content-type": "application/json"})
+    return len(block).to_bytes(4, "big") + block
+
+
+def publish(client: Client, first: int, count: int, size: int, batch: int, *, headers: bool = False) -> None:
+    chance, trace = random.Random(first), random.Random(first)
+    topic, more = (WITH_HEADERS, {"headers": "true"}) if headers else (TOPIC, {})
     for start in range(first, first + count, batch):
         bodies = [body_of(i, size, chance) for i in range(start, min(start + batch, first + count))]
+        if headers:
+            bodies = [block_of(trace) + body for body in bodies]
         sized = b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
-        client.post("/mpub", len(bodies).to_bytes(4, "big") + sized, topic=TOPIC, binary="true")
+        client.post("/mpub", len(bodies).to_bytes(4, "big") + sized, topic=topic, binary="true", **more)
 
 
 @contextmanager
@@ -125,7 +139,11 @@ class Bench:
 def throughput(bench: Bench) -> None:
     options = bench.options
     for sink, target in (("noop", 0.85), ("parquet", 0.8)):
-        sides: dict[str, Callable[[], DataFrame]] = {"nsq": bench.source, "files": bench.files}
+        sides: dict[str, Callable[[], DataFrame]] = {
+            "nsq": bench.source,
+            "headers": lambda: bench.source(WITH_HEADERS),
+            "files": bench.files,
+        }
         runs: dict[str, list[Run]] = {name: [] for name in sides}
         for number in range(options.rounds + 1):
             for name in [*sides] if number % 2 == 0 else [*reversed(sides)]:
@@ -144,13 +162,16 @@ def throughput(bench: Bench) -> None:
         costs = {name: [run.cpu_seconds * 1e6 / run.rows for run in some] for name, some in runs.items()}
         for name in sides:
             print(
-                f"  {name:<6} {statistics.median(rates[name]):>9,.0f} rows/s, "
+                f"  {name:<7} {statistics.median(rates[name]):>9,.0f} rows/s, "
                 f"best {max(rates[name]):>9,.0f}; "
                 f"processor {statistics.median(costs[name]):.2f} us a row, best {min(costs[name]):.2f}"
             )
         ratio = statistics.median(rates["nsq"]) / statistics.median(rates["files"])
         best = max(rates["nsq"]) / max(rates["files"])
-        print(f"  ratio  {ratio:.2f}, of the best {best:.2f} (wanted: {target})")
+        print(f"  nsq to files: {ratio:.2f}, of the best {best:.2f} (wanted: {target})")
+        ratio = statistics.median(rates["headers"]) / statistics.median(rates["nsq"])
+        best = max(rates["headers"]) / max(rates["nsq"])
+        print(f"  with headers to without: {ratio:.2f}, of the best {best:.2f} (wanted: {HEADERS_TARGET})")
 
 
 def fixed_cost(bench: Bench) -> None:
@@ -237,9 +258,10 @@ def main(arguments: list[str] | None = None) -> int:
     work = Path(tempfile.mkdtemp(prefix="bench-source-", dir=options.data_dir))
     try:
         with broker(options.data_dir) as client:
-            client.post("/topic/create", topic=TOPIC)
-            client.post("/channel/create", topic=TOPIC, channel="keep")
-            publish(client, 0, options.rows, options.size, options.batch)
+            for topic in (TOPIC, WITH_HEADERS):
+                client.post("/topic/create", topic=topic)
+                client.post("/channel/create", topic=topic, channel="keep")
+                publish(client, 0, options.rows, options.size, options.batch, headers=topic == WITH_HEADERS)
             spark = build_session("bench-source", master="local[2]", ui_port=None)
             try:
                 bench = Bench(spark, client, options, work)

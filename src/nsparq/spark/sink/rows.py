@@ -339,7 +339,7 @@ def _sized(*columns: pa.Array) -> pa.Array:
     """The values of each row behind the size of all of them. Joining Arrow arrays is ten times as
     fast as a mask in NumPy, and five times as fast as a loop over the rows."""
     count = len(columns[0])
-    sizes = sum(np.diff(_ends(column)) for column in columns).astype(">u4")
+    sizes = np.diff(np.sum([_ends(column) for column in columns], axis=0)).astype(">u4")
     positions = np.arange(0, SIZE_BYTES * count + 1, SIZE_BYTES, dtype=np.int32)
     heads = pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(positions), pa.py_buffer(sizes)])
     return pc.binary_join_element_wise(heads, *(column.cast(pa.binary()) for column in columns), b"")

@@ -78,11 +78,12 @@ def unpack(
     """The next whole batches between `start` and `end`, if any; with header blocks if `headers`.
     Raises CorruptRange."""
     if kernel.unpack_batches is not None:
-        heads, *strings, position = kernel.unpack_batches(
+        heads, offsets, data, block_offsets, blocks, position = kernel.unpack_batches(
             buffer, position, start, end, max_rows, max_bytes, headers
         )
         if heads:
-            return Unpacked(np.frombuffer(heads, np.int64).reshape(-1, 4), *strings, position)
+            table = np.frombuffer(heads, np.int64).reshape(-1, 4)
+            return Unpacked(table, offsets, data, block_offsets, blocks, position)
     # Without the kernel. Also where the kernel stopped, to find the reason.
     return _unpack(buffer, position, start, end, max_rows, max_bytes, headers)
 
