@@ -14,6 +14,7 @@ NsparqError
 │   ├── CorruptRange     storage.raw_batch: bytes of a range that are not valid batches
 │   ├── OffsetGone       storage.log_range: the log no longer has this sequence number
 │   └── OffsetAhead      storage.log_range: the log has not reached this sequence number
+├── NumberRefused        broker.seen_numbers: the number of an idempotent producer; answered, it closes
 ├── AlreadyCommitted     broker.transaction: the transaction was committed before
 ├── Incomplete           broker.transaction: not all of it has been staged
 ├── Unfinished           broker.transaction: an earlier one of the same producer is not finished

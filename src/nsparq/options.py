@@ -181,6 +181,19 @@ class NsqdOptions:
         DURATION,
         bound="positive",
     )
+    producer_window_time: float = opt(
+        600.0,
+        "how long a message of an idempotent producer is known, so that a repeat is not stored; at least "
+        "this long",
+        DURATION,
+        bound="positive",
+    )
+    producer_window_count: int = opt(
+        1_000_000,
+        "how many of its last messages in a topic are known of an idempotent producer; at least this many",
+        INT,
+        bound="positive",
+    )
     retention_age: float = opt(
         0.0,
         "how long to keep messages for replay after all channels have finished them; 0 means no limit by "

@@ -190,6 +190,7 @@ def test_the_dashboard_shows_all_that_is_worth_a_look(exported: dict[str, Metric
         "nsqd_topic_corrupt_batches_total",
         "nsqd_topic_corrupt_files_total",  # they cost no message, and the log names them
         "nsqd_corrupt_files_total",
+        "nsqd_topic_repeated_messages_total",  # repeats are nothing to worry about
         "nsqd_topic_e2e_processing_latency_seconds",
         "nsqd_loop_lag_seconds_sum",
         "nsqd_loop_lag_seconds_count",

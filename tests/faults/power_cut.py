@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from nsparq.broker.broker import Broker
 from nsparq.broker.transaction import Transaction
 from nsparq.errors import CorruptBatch
+from nsparq.headers import ORIGIN, encode_headers
 from nsparq.options import NsqdOptions
 from nsparq.packed import PackedBodies
 from nsparq.storage.files import Files
@@ -59,6 +60,10 @@ class Fact:
     parts: dict[str, list[bytes]] = field(default_factory=dict)
     """Messages of a transaction, by topic."""
     value: Any = None
+    blocks: list[bytes] = field(default_factory=list)
+    """Header blocks with the numbers of an idempotent producer, if it is one."""
+    position: int = 0
+    """End of the log before a publish."""
 
     def __str__(self) -> str:
         place = ":".join(filter(None, (self.topic, self.channel)))
@@ -117,7 +122,7 @@ class Life:
 
     def step(self, steps: int) -> None:
         actions: dict[Callable[[], None], int] = {
-            self.publish: 12, self.consume: 8, self.create_channel: 3, self.delete_channel: 1,
+            self.publish: 12, self.repeat: 4, self.consume: 8, self.create_channel: 3, self.delete_channel: 1,
             self.delete_topic: 1, self.pause_channel: 1, self.pause_topic: 1, self.empty: 1, self.seek: 1,
             self.commit: 3, self.settings: 1, self.restart: 1, self.wait: 4,
         }  # fmt: skip
@@ -179,12 +184,22 @@ class Life:
     def publish(self) -> None:
         name = self._topic()
         fact = self._fact("publish", name, bodies=self._new_bodies(name))
+        if self._chance.random() < 0.5:
+            fact.blocks = [_numbered(body) for body in fact.bodies]
+        fact.position = self.broker.get_topic(name).log.end
+        self._publish(fact)
 
+    def repeat(self) -> None:
+        """An idempotent producer sends something again, whether it has the answer or not."""
+        if facts := repeatable(self.facts):
+            self._publish(self._chance.choice(facts))
+
+    def _publish(self, fact: Fact) -> None:
         def done(error: Exception | None) -> None:
-            if error is None:
+            if error is None and fact.done is None:
                 fact.done = self.files.now()
 
-        publish(self.broker, name, fact.bodies, done)
+        publish(self.broker, fact.topic, fact.bodies, done, blocks=fact.blocks)
 
     def create_channel(self) -> None:
         name, channel = self._topic(), self._chance.choice(CHANNELS)
@@ -331,6 +346,19 @@ class Life:
         self._unfinished.clear()
         self.clock.advance(0.5)
         self.start()
+
+
+def _numbered(body: bytes) -> bytes:
+    """The header block of a message of an idempotent producer."""
+    values = PRODUCER, "1", body.split(b"-")[1].decode()
+    return encode_headers(dict(zip(ORIGIN, values, strict=True)))
+
+
+def repeatable(facts: list[Fact]) -> list[Fact]:
+    """Publishes that an idempotent producer may repeat: those in topics that were not deleted
+    since."""
+    deleted = {fact.topic: n for n, fact in enumerate(facts) if fact.kind == "delete" and not fact.channel}
+    return [fact for n, fact in enumerate(facts) if fact.blocks and n > deleted.get(fact.topic, -1)]
 
 
 def finish(broker: Broker, transaction: Transaction, run: Callable[[], None]) -> None:
@@ -508,6 +536,7 @@ def compare(life: Life, moment: int, target: Path, *, is_power_cut: bool) -> Ite
                 if life.durability == "fsync":
                     raise
         yield from _compare(broker, expected)
+        yield from _compare_repeats(broker, repeatable([f for f in life.facts if f.begun < moment]))
         yield from _compare_messages(broker, expected, [s for s in life.seen if s.moment <= moment])
     finally:
         drop(broker)
@@ -570,6 +599,24 @@ def _compare_messages(broker: Broker, expected: Expectation, seen: list[Seen]) -
         there = sum(map(len, stored_parts.values()))
         if there not in (0, sum(map(len, parts.values()))):
             yield f"half a transaction: {there} messages"
+
+
+def _compare_repeats(broker: Broker, facts: list[Fact]) -> Iterator[str]:
+    """An idempotent producer repeats everything: each message is then there, once."""
+    for fact in facts:
+        topic = broker.topics.get(fact.topic)
+        if topic is None:
+            continue
+        receipt = Receipt()
+        publish(broker, fact.topic, fact.bodies, receipt, blocks=fact.blocks)
+        broker.turn()
+        stored = _stored(topic.log)
+        # What every channel has finished may have been removed.
+        if (missing := {*fact.bodies} - {*stored}) and topic.log.start <= fact.position:
+            yield f"topic {topic}: the repeat of {_some(missing)} was acknowledged, and they are not there"
+        twice = {body for body in fact.bodies if stored.count(body) > 1}
+        if twice and broker.options.durability == "fsync":
+            yield f"topic {topic}: {_some(twice)} stored twice"
 
 
 def _drain(broker: Broker, topic: str, channel: str) -> list[tuple[int, bytes]]:

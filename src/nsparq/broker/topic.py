@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nsparq.broker.channel import Channel
 from nsparq.broker.ephemeral import EphemeralBound
+from nsparq.broker.idempotence import Idempotence, load_producers
 from nsparq.broker.importer import let_import_count, undo_import
 from nsparq.broker.latency import summarize
 from nsparq.broker.observing import OBSERVED, channel_deleted
@@ -65,6 +66,8 @@ class Topic:
         self.log: Log
         self.publishing = Publishing(self)
         self.checkpoint = TopicCheckpoint(self)
+        self.idempotence: Idempotence | None = None
+        """Knows messages that are published again; None until one has a number."""
         self.bound: EphemeralBound | None = None
         """Bounds the memory of an ephemeral topic."""
         self.origin = 0
@@ -158,6 +161,7 @@ class Topic:
         if state is not None and state.import_start >= 0:
             let_import_count(self)
         self.checkpoint.is_clean = state is not None and clean_end == log.end and state.import_start < 0
+        load_producers(self)
         since = self.visible_end if self.channels else self.origin
         due_at = self.broker.due_times()
         self.held_back = [(sequence, due_at(due_ns)) for sequence, due_ns in log.deferred_since(since)]
@@ -386,6 +390,8 @@ class Topic:
             channel.checkpoint.remove_files()
             self._end_channel(channel)
         self.publishing.refuse_all()
+        if self.idempotence is not None:
+            self.idempotence.topic_deleted()
         self.log.discard()
 
     # how far back the log is needed
@@ -438,6 +444,7 @@ class Topic:
             "corrupt_messages": self.log.corrupt_messages,
             "corrupt_files": self.corrupt_files,
             "log_bytes": self.log.size_bytes,
+            "repeated_count": 0 if self.idempotence is None else self.idempotence.repeated_count,
         }
 
     def __str__(self) -> str:

@@ -116,6 +116,8 @@ class TopicCheckpoint:
                 failed.append((what, error))
         if not failed and not self.is_clean:
             try:
+                if topic.idempotence is not None:
+                    topic.idempotence.save()
                 self.write(clean=True)
             except OSError as error:
                 failed.append((f"{topic}: that it was stopped cleanly", error))

@@ -24,6 +24,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Final, Protocol
 
 from nsparq.broker.ephemeral import bound_memory
+from nsparq.broker.idempotence import PRODUCER, Added, begin
 from nsparq.errors import Exiting, StorageError, SyncFailed
 from nsparq.packed import PackedBodies
 
@@ -182,18 +183,27 @@ class Publishing:
         """Deferred messages of this turn, one each."""
         self._waiting: list[Done] = []
         """Publishers of this turn."""
-        self._uncommitted: list[tuple[int, list[Done]]] = []
-        """Publishers that wait for an fsync, with the end of the log that it must reach; the oldest
-        first."""
+        self._added: Added = []
+        """Numbers of producers that count as stored when the messages of this turn are."""
+        self._uncommitted: list[tuple[int, list[Done], Added]] = []
+        """Publishers that wait for an fsync, with the end of the log that it must reach and the
+        numbers of their messages; the oldest first."""
 
     def publish(self, bodies: PackedBodies, defer_ns: int, done: Done, *, has_company: bool = False) -> None:
         """Append at the end of this turn, or at once. `has_company` says that the same client is
-        about to publish more. Raises Exiting."""
+        about to publish more. Raises Exiting; for messages with numbers also NumberRefused and
+        OSError."""
         topic = self._topic
         if topic.is_exiting:
             raise Exiting
+        if bodies.headers is not None and PRODUCER in bodies.headers.data:
+            bodies, added = begin(topic).without_repeats(bodies)
+            self._added += added
+        # A repeat waits, too: for the append and the fsync of the original.
         self._waiting.append(done)
-        if defer_ns:
+        if not bodies.lengths:
+            pass
+        elif defer_ns:
             self._deferred += self._defer(bodies, defer_ns)
         else:
             self._gathered.append(bodies)
@@ -215,7 +225,8 @@ class Publishing:
         waiting = self._waiting
         if not waiting:
             return
-        gathered, groups = self._gathered, self._deferred
+        gathered, groups, added = self._gathered, self._deferred, self._added
+        self._added = []
         self._gathered, self._deferred, self._waiting, self._count = [], [], [], 0
         if gathered:
             bodies = gathered[0] if len(gathered) == 1 else PackedBodies.join(gathered)
@@ -224,14 +235,16 @@ class Publishing:
             else:
                 groups = [(part, 0) for part in bodies.split(MAX_BATCH)] + groups
         try:
-            self._append(groups)
+            if groups:
+                self._append(groups)
         except Exception as error:
+            self._forget(added)
             if not isinstance(error, StorageError | Exiting | OSError):
                 logger.exception("%s: internal error while appending", self._topic)
             self._answer(waiting, error)
             return
         if self._topic.is_synchronous and not self._topic.is_ephemeral:
-            self._await_sync(waiting)
+            self._await_sync(waiting, added)
         else:
             self._answer(waiting, None)
 
@@ -305,10 +318,10 @@ class Publishing:
         elif topic.log.doubtful:
             self._answer([done], SyncFailed("an earlier one did"))
         else:
-            self._await_sync([done])
+            self._await_sync([done], [])
 
-    def _await_sync(self, waiting: list[Done]) -> None:
-        self._uncommitted.append((self._topic.log.end, waiting))
+    def _await_sync(self, waiting: list[Done], added: Added) -> None:
+        self._uncommitted.append((self._topic.log.end, waiting, added))
         self._topic.broker.upkeep.request_sync(self._topic)
 
     @property
@@ -323,17 +336,23 @@ class Publishing:
         if error is None:
             number = bisect_right(uncommitted, topic.log.committed, key=itemgetter(0))
         self._uncommitted = uncommitted[number:]
-        for _, waiting in uncommitted[:number]:
+        for _, waiting, added in uncommitted[:number]:
+            if error is not None:
+                self._forget(added)
             self._answer(waiting, error)
         if self._uncommitted:
             topic.broker.upkeep.request_sync(topic)
 
     def refuse_all(self) -> None:
         """The topic is being deleted: everybody who waits gets an error."""
-        unanswered = [self._waiting, *(waiting for _, waiting in self._uncommitted)]
+        unanswered = [self._waiting, *(waiting for _, waiting, _ in self._uncommitted)]
         self._waiting, self._uncommitted = [], []
         for waiting in unanswered:
             self._answer(waiting, Exiting())
+
+    def _forget(self, added: Added) -> None:
+        if added and self._topic.idempotence is not None:
+            self._topic.idempotence.forget(added)
 
     def _answer(self, waiting: list[Done], error: Exception | None) -> None:
         """If the callback of one publisher fails, the others still get their answers."""

@@ -95,7 +95,7 @@ class Upkeep:
         """The topic was deleted."""
         for topics in (self.changed, self._with_files, self._aging):
             topics.discard(topic)
-        for work in ("sync", "state"):
+        for work in ("sync", "state", "producers"):
             self._broker.health.set(None, f"{work} {topic}")
 
     def forget_channel(self, channel: Channel) -> None:
@@ -167,6 +167,8 @@ class Upkeep:
             self._checkpoint_channels(topic)
             self._sample_depths(topic)
             topic.checkpoint.update()
+            if topic.idempotence is not None:
+                topic.idempotence.upkeep()
             self._sync_in_time(topic)
             self._reclaim(topic)
             bound_memory(self._broker.topics, self._broker.ephemeral_memory)

@@ -5,10 +5,13 @@ Fatal errors are raised: the connection replies with the error and closes.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
+from nsparq.broker.seen_numbers import NumberRefused
 from nsparq.broker.topic import Topic
 from nsparq.errors import ClientError, Exiting, FatalClientError, StorageError, SubscribeRefused
 from nsparq.server.outbox import MAX_UNANSWERED
@@ -81,6 +84,10 @@ def publish(connection: Connection, command: commands.Publish) -> None:
             partial(connection.published, count, verb),
             has_company=connection.protocol.has_more,
         )
+    except NumberRefused as error:
+        outbox.unanswered -= count
+        _publish_before(connection, command, error.index)
+        raise FatalClientError(f"E_{error.code}", f"{verb} {error}") from error
     except (Exiting, StorageError, OSError) as error:
         outbox.unanswered -= count
         raise FatalClientError(f"E_{verb}_FAILED", f"{verb} failed {reason_of(error)}") from error
@@ -94,6 +101,15 @@ def publish(connection: Connection, command: commands.Publish) -> None:
     member.lone_publishes = 0 if command.counts or verb != "PUB" else member.lone_publishes + 1
     if member.lone_publishes >= member.join_after:
         member.join(connection, topic, has_headers=command.bodies.headers is not None)
+
+
+def _publish_before(connection: Connection, command: commands.Publish, index: int) -> None:
+    """A message of a run was refused: publish the commands before the one that has it. The client
+    takes the error for the answer to its oldest publish without one."""
+    accepted = bisect_right([*accumulate(command.counts)], index)
+    if accepted:
+        counts = command.counts[:accepted]
+        publish(connection, command._replace(bodies=command.bodies.split(sum(counts))[0], counts=counts))
 
 
 def ready(connection: Connection, command: commands.Ready) -> None:

@@ -404,6 +404,16 @@ class DiskLog:
             if error is not None:
                 raise WriteFailed(f"{self.directory.name}: {error}") from error
 
+    def sync_since(self, sequence: int) -> None:
+        for segment in self._segments:
+            if segment.end > sequence:
+                try:
+                    with self._files.opened(segment.path, read_only=True) as fd:
+                        self._files.sync(fd)
+                except OSError as error:
+                    segment.is_doubtful = True
+                    logger.error("%s: fsync failed: %s", segment.path, error)
+
     # removing
 
     def sealed_segments(self) -> list[Segment]:

@@ -189,6 +189,11 @@ class Log(Protocol):
     def end_sync(self, sync: Sync) -> None:
         """Note the outcome."""
 
+    def sync_since(self, sequence: int) -> None:
+        """At the start after a crash: sync the messages from this sequence number on, and wait for
+        it. They may be nowhere but in the system's memory. Segments whose fsync fails become
+        doubtful."""
+
     # removing
 
     def sealed_segments(self) -> list[Segment]:

@@ -60,6 +60,7 @@ TOPIC = {
     "nsqd_topic_corrupt_messages": ("counter", "corrupt_messages"),
     "nsqd_topic_corrupt_files": ("counter", "corrupt_files"),
     "nsqd_topic_log_bytes": ("gauge", "log_bytes"),
+    "nsqd_topic_repeated_messages": ("counter", "repeated_count"),
 }
 CHANNEL = {
     "nsqd_channel_depth": ("gauge", "depth"),

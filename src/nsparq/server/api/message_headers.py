@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Final
 from urllib.parse import unquote_to_bytes
 
-from nsparq.headers import encode_headers
+from nsparq.headers import decode_headers, encode_headers
 from nsparq.http.api import ApiError, Request
 from nsparq.packed import PackedBodies
 
@@ -49,4 +49,13 @@ def with_headers(bodies: PackedBodies, block: bytes, max_size: int) -> PackedBod
         return bodies
     if max(bodies.lengths) + 4 + len(block) > max_size:
         raise ApiError(413, "MSG_TOO_BIG")
-    return bodies.with_blocks(PackedBodies.of([block] * len(bodies.lengths)))
+    return bodies.with_blocks(PackedBodies.of(_blocks(block, len(bodies.lengths))))
+
+
+def _blocks(block: bytes, count: int) -> list[bytes]:
+    """A block for each of the messages. The number of a producer is that of the first message."""
+    number = decode_headers(block).get("nsq-number", "") if count > 1 else ""
+    if not number.isdecimal():
+        return [block] * count
+    headers = decode_headers(block)
+    return [encode_headers(headers | {"nsq-number": str(int(number) + index)}) for index in range(count)]

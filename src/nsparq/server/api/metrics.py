@@ -34,6 +34,11 @@ _TOPIC: Final = {
     "corrupt_messages_total": ("counter", "messages lost in damaged batches", "corrupt_messages"),
     "corrupt_files_total": ("counter", "damaged or missing files other than the log", "corrupt_files"),
     "log_bytes": ("gauge", "size of the log on disk", "log_bytes"),
+    "repeated_messages_total": (
+        "counter",
+        "messages published again by idempotent producers, and not stored",
+        "repeated_count",
+    ),
 }
 _CHANNEL: Final = {
     "depth": ("gauge", "messages ready to be sent", "depth"),

@@ -6,6 +6,7 @@ import re
 from array import array
 from typing import TYPE_CHECKING, Final
 
+from nsparq.broker.seen_numbers import NumberRefused
 from nsparq.errors import Exiting, FatalClientError, StorageError, SyncFailed
 from nsparq.http.api import LATER, TEXT_TYPE, ApiError, Endpoint, Later, Param, Request, Result
 from nsparq.packed import PackedBodies
@@ -58,6 +59,8 @@ class PublishApi:
             *NEW_TOPIC_ERRORS,
             (400, "INVALID_DEFER"),
             (400, "INVALID_HEADERS"),
+            (409, "FENCED"),
+            (409, "NUMBER_TOO_OLD"),
             (503, "EXITING"),
             (503, "FSYNC_FAILED"),
         ),
@@ -84,7 +87,8 @@ class PublishApi:
         path="/mpub",
         summary="Publish several messages, all or none.",
         details="One message per line; empty lines are skipped. With `binary`: a 32-bit count, then "
-        f"for each message its 32-bit size and its bytes. Integers are big-endian. {_HEADERS}",
+        f"for each message its 32-bit size and its bytes. Integers are big-endian. {_HEADERS} "
+        "`X-Nsq-Header-nsq-number` is the number of the first message; the others have the next ones.",
         params=(
             TOPIC,
             Param(name="binary", help="any value but `false` and `0`: the binary form"),
@@ -108,6 +112,8 @@ class PublishApi:
             (413, "MSG_TOO_BIG"),
             (413, "BAD_BODY"),
             (413, "BAD_MESSAGE"),
+            (409, "FENCED"),
+            (409, "NUMBER_TOO_OLD"),
             (503, "EXITING"),
             (503, "FSYNC_FAILED"),
         ),
@@ -151,6 +157,10 @@ class PublishApi:
 
         try:
             self._broker.get_topic(topic).publishing.publish(bodies, defer_ms * 1_000_000, done)
+        except NumberRefused as error:
+            status = 400 if error.code == "BAD_MESSAGE" else 409
+            code = "INVALID_HEADERS" if status == 400 else error.code
+            raise ApiError(status, code, reason=str(error)) from error
         except (Exiting, StorageError, OSError) as error:
             raise ApiError(503, "EXITING") from error
         return LATER

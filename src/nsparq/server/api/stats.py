@@ -49,7 +49,7 @@ _CHANNEL: Final = obj(
 )
 _TOPIC: Final = obj(
     fields(COUNT, "depth", "backend_depth", "message_count", "message_bytes", "dropped_count")
-    | fields(COUNT, "corrupt_batches", "corrupt_messages", "corrupt_files", "log_bytes")
+    | fields(COUNT, "corrupt_batches", "corrupt_messages", "corrupt_files", "log_bytes", "repeated_count")
     | {"topic_name": TEXT, "channels": listed(_CHANNEL), "paused": BOOLEAN}
     | {"e2e_processing_latency": _LATENCY}
 )
