@@ -4,7 +4,8 @@
         await producer.publish("events", b"hello")
 
 A publish returns when the broker has acknowledged it; otherwise it raises. It is not retried if the
-broker may already have it, unless `retry=True` says that a duplicate is better than an error.
+broker may already have it, unless `retry=True` says that a duplicate is better than an error. With
+`idempotent=True` the broker knows the repeat, and there is no duplicate.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from time import monotonic
 from typing import Final
 
@@ -25,7 +26,8 @@ from nsparq.client.consume.event_loop import wait_to_the_end
 from nsparq.client.errors import ConnectFailed, PublishFailed, PublishTimeout, Stopped, reason_of
 from nsparq.client.message import check_delay
 from nsparq.client.payloads.encode import encode_bodies, encode_payload
-from nsparq.headers import Headers, HeadersOfMany, encode_headers
+from nsparq.client.payloads.numbers import Numbers, name_in_child
+from nsparq.headers import Headers, HeadersOfMany, encode_headers, without_origin
 from nsparq.names import is_valid_name
 from nsparq.private_random import private_random
 from nsparq.wire import client as wire
@@ -51,6 +53,8 @@ class Producer:
         *nsqd: str,
         nsqlookupd: Iterable[str] = (),
         retry: bool = False,
+        idempotent: bool = False,
+        name: str = "",
         max_pending: int = MAX_PENDING,
         config: Config | None = None,
     ) -> None:
@@ -59,7 +63,12 @@ class Producer:
 
         With `retry`, a publish is sent again if its connection was lost before the acknowledgement,
         and tried again if no broker can be reached, until `config.publish_timeout` has passed. The
-        message may then be delivered twice."""
+        message may then be delivered twice.
+
+        With `idempotent`, which implies `retry`, it is not: nsqd knows the message again and does not
+        store it twice. A publish that an nsqd may have is sent again to that nsqd only. If it does not
+        come back in time, the publish raises PublishTimeout. Of producers with the same `name` only the
+        one made last can publish; without a name each has its own."""
         if max_pending < 1:
             raise ValueError("max_pending is at least 1")
         self.config = config or Config()
@@ -67,7 +76,13 @@ class Producer:
         self._nsqd = checked_addresses(nsqd)
         if not self._nsqd and not self._lookup.addresses:
             raise ValueError("a producer needs the address of an nsqd or of an nsqlookupd")
-        self._retry = retry
+        if name and not idempotent:
+            raise ValueError("only an idempotent producer has a name")
+        self._retry = retry or idempotent
+        self._numbers = Numbers(name) if idempotent else None
+        self._repeats_failed = idempotent
+        """Whether a publish is sent again if the broker failed, for example because its disk is
+        full."""
         self._max_pending = max_pending
         self._failed: dict[str, float] = {}
         """When each broker last failed."""
@@ -89,11 +104,19 @@ class Producer:
         self._room = asyncio.Event()
         self._opening: asyncio.Task[str | None] | None = None
         self._stopping: asyncio.Task[None] | None = None
+        self._returns: dict[str, Producer] = {}
+        """Producers for publishes that a broker may have, after the connection moved to another."""
+        self._users = 0
+        """For one of those: publishes that use it."""
 
     def _begin_in_child(self) -> object:
         """Returns what belongs to the parent."""
-        left = (self._connection, self._next_to_send, self._room, self._opening, self._stopping)
+        left = (
+            self._connection, self._next_to_send, self._room, self._opening, self._stopping, self._returns
+        )  # fmt: skip
         self._begin()
+        if self._numbers is not None:
+            self._numbers = Numbers(name_in_child(self._numbers.name))
         return left
 
     # start and stop
@@ -136,6 +159,8 @@ class Producer:
         if connection is not None:
             await connection.settle()
             await connection.close()
+        for producer in [*self._returns.values()]:
+            await producer.stop()
 
     @property
     def address(self) -> str:
@@ -160,10 +185,13 @@ class Producer:
         if not body:
             raise ValueError("an empty message cannot be published")
         end = b""
-        if headers:
-            body, end = wire.with_headers(encode_headers(headers), body), wire.WITH_HEADERS
         if defer:
             check_delay(defer)
+        if self._numbers is not None:
+            body, end = self._numbers.message(topic, body, headers), wire.WITH_HEADERS
+        elif headers and (headers := without_origin(headers)):
+            body, end = wire.with_headers(encode_headers(headers), body), wire.WITH_HEADERS
+        if defer:
             await self._send(wire.dpub(name, milliseconds(defer), body, end), bool(end))
         elif end:
             await self._send(wire.pub(name + end, body), True)
@@ -181,10 +209,17 @@ class Producer:
         `headers` is a mapping for all of them, or a list with one mapping, or None, for each. Raises as
         publish()."""
         name = self._names.get(topic) or self._name(topic)
-        if headers is None:
+        if self._numbers is not None:
+            messages = self._numbers.messages(topic, encode_bodies(bodies), headers)
+            await self._send(wire.mpub(name + wire.WITH_HEADERS, messages), True)
+        elif headers is None:
             await self._send(wire.mpub(name, bodies, encode_bodies))
         else:
-            await self._send(*wire.mpub_with_headers(name, bodies, headers, encode_bodies))
+            if isinstance(headers, Mapping):
+                own: HeadersOfMany = without_origin(headers)
+            else:
+                own = [one and without_origin(one) for one in headers]
+            await self._send(*wire.mpub_with_headers(name, bodies, own, encode_bodies))
 
     def _name(self, topic: str) -> bytes:
         """The encoded name of a topic. Raises ValueError."""
@@ -202,6 +237,7 @@ class Producer:
             raise Stopped
         deadline = monotonic() + self.config.publish_timeout
         connection = self._connection
+        outcome: Outcome = None
         if connection is not None and not self._waiting:
             # The usual case: there is a connection with room, and no publish waits.
             answer = connection.send(command, deadline, needs_headers)
@@ -215,7 +251,7 @@ class Producer:
             raise self._timed_out()
         try:
             async with asyncio.timeout(left):
-                await self._send_in_turn(command, deadline, needs_headers)
+                await self._send_in_turn(command, deadline, needs_headers, connection, outcome)
         except PublishTimeout:
             raise
         except TimeoutError as error:
@@ -224,21 +260,43 @@ class Producer:
                 self._connection.expire()
             raise self._timed_out() from error
 
-    async def _send_in_turn(self, command: bytes, deadline: float, needs_headers: bool) -> None:
-        """Wait for a connection and for room on it, and send again if _raise_if_final() allows it."""
+    async def _send_in_turn(
+        self,
+        command: bytes,
+        deadline: float,
+        needs_headers: bool,
+        connection: ProducerConnection | None = None,
+        outcome: Outcome = None,
+    ) -> None:
+        """Wait for a connection and for room on it, and send again if _raise_if_final() allows it.
+        `outcome` is what became of the publish on `connection`, if it was sent before."""
+        bound_to = ""
+        delay = self.config.reconnect_delay
         while True:
+            if outcome is not None and connection is not None:
+                if self._repeats_failed and not isinstance(outcome, NotReached):
+                    bound_to = connection.raw.address
+                if isinstance(outcome, PublishFailed):
+                    await asyncio.sleep(delay)
+                    delay = self._longer(delay)
             self._waiting += 1
             try:
-                answer = await self._sent(command, deadline, needs_headers)
+                connection, answer = await self._sent(command, deadline, needs_headers, bound_to)
             finally:
                 self._waiting -= 1
+            if answer is None:
+                await self._send_back(bound_to, command, deadline)
+                return
             outcome = await answer
             if outcome is None:
                 return
             self._raise_if_final(outcome)
 
-    async def _sent(self, command: bytes, deadline: float, needs_headers: bool) -> asyncio.Future[Outcome]:
-        """Send a command as soon as there is a connection with room."""
+    async def _sent(
+        self, command: bytes, deadline: float, needs_headers: bool, bound_to: str
+    ) -> tuple[ProducerConnection, asyncio.Future[Outcome] | None]:
+        """Send a command as soon as there is a connection with room. Nothing is sent, and there will
+        be no answer, if the connection leads to another broker than `bound_to`."""
         while True:
             # Outside the lock: if no connection can be made, all waiting publishes fail together.
             await self._connected_with_retry()
@@ -246,18 +304,40 @@ class Producer:
                 while (connection := self._connection) is not None and not connection.is_closing:
                     if self._is_stopped:
                         raise Stopped
+                    if bound_to and connection.raw.address != bound_to:
+                        return connection, None
                     answer = connection.send(command, deadline, needs_headers)
                     if answer is not None:
-                        return answer
+                        return connection, answer
                     self._room.clear()
                     await self._room.wait()
+
+    async def _send_back(self, address: str, command: bytes, deadline: float) -> None:
+        """Send a publish to the broker that may have it, while the others use another broker."""
+        producer = self._returns.get(address)
+        if producer is None:
+            producer = Producer(address, retry=True, max_pending=self._max_pending, config=self.config)
+            producer._repeats_failed = True
+            self._returns[address] = producer
+        producer._users += 1
+        try:
+            await producer._send_in_turn(command, deadline, True)
+        finally:
+            producer._users -= 1
+            if not producer._users:
+                self._returns.pop(address, None)
+                await producer.stop()
 
     def _raise_if_final(self, outcome: Outcome) -> None:
         """Returns if the command may be sent again; raises otherwise."""
         if isinstance(outcome, NotReached):
             if self._is_stopped:
                 raise Stopped
-        elif isinstance(outcome, PublishFailed) or not self._retry or self._is_stopped:
+            return
+        may_retry = self._retry
+        if isinstance(outcome, PublishFailed):
+            may_retry = self._repeats_failed and outcome.code.endswith("PUB_FAILED")
+        if not may_retry or self._is_stopped:
             assert outcome is not None
             raise outcome
 
@@ -277,7 +357,11 @@ class Producer:
                 if not self._retry:
                     raise
             await asyncio.sleep(delay)
-            delay = min(max(delay, 0.01) * 2, self.config.max_reconnect_delay)
+            delay = self._longer(delay)
+
+    def _longer(self, delay: float) -> float:
+        """The pause after this one."""
+        return min(max(delay, 0.01) * 2, self.config.max_reconnect_delay)
 
     async def _connected(self) -> ProducerConnection:
         """The connection; the first caller opens it. Raises ConnectFailed, Stopped."""
@@ -326,7 +410,8 @@ class Producer:
         if not self._is_stopped:
             log = logger.info if connection.has_refused else logger.warning
             log("lost %s: %s", connection.raw, reason_of(reason))
-            if not connection.has_refused:
+            # An idempotent producer tries the same broker first: it knows the repeats.
+            if not connection.has_refused and self._numbers is None:
                 self._failed[connection.raw.address] = monotonic()
         self._room.set()
 

@@ -27,6 +27,7 @@ from nsparq.client.errors import ConnectFailed, PublishTimeout, Stopped
 from nsparq.client.loop_thread import LoopThread
 from nsparq.client.message import Message
 from nsparq.client.payloads.encode import encode_bodies, encode_payload
+from nsparq.client.payloads.numbers import name_in_child
 from nsparq.client.producer import Producer as AsyncProducer
 from nsparq.headers import Headers, HeadersOfMany
 
@@ -42,15 +43,26 @@ class Producer:
     """Connects at the first publish. May be used from several threads."""
 
     def __init__(
-        self, *nsqd: str, nsqlookupd: Iterable[str] = (), retry: bool = False, config: Config | None = None
+        self,
+        *nsqd: str,
+        nsqlookupd: Iterable[str] = (),
+        retry: bool = False,
+        idempotent: bool = False,
+        name: str = "",
+        config: Config | None = None,
     ) -> None:
         """Like nsparq.client.Producer. No call takes longer than `config.publish_timeout`."""
         # No busy-polling: it would keep other threads from running Python code.
         config = dataclasses.replace(config or Config(), busy_poll=0)
         self._timeout = config.publish_timeout
-        lookups = tuple(nsqlookupd)
+        lookups, process = tuple(nsqlookupd), os.getpid()
         self._make: Callable[[], AsyncProducer] = lambda: AsyncProducer(
-            *nsqd, nsqlookupd=lookups, retry=retry, config=config
+            *nsqd,
+            nsqlookupd=lookups,
+            retry=retry,
+            idempotent=idempotent,
+            name=name if not name or os.getpid() == process else name_in_child(name),
+            config=config,
         )
         # Made once here, so that wrong arguments raise in the caller.
         self._make()

@@ -14,6 +14,7 @@ from urllib.parse import quote, quote_plus
 
 from nsparq.client import Message, Requeue
 from nsparq.fetch import without_secrets
+from nsparq.headers import without_origin
 from nsparq.option_table import FLOAT, INT, STRING, STRINGS, OptionError, opt
 from nsparq.private_random import private_random
 from nsparq.tools.hostpool import make_pool
@@ -198,7 +199,7 @@ class Forwarder:
 def http_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """A message's headers as those of a request: the reverse of what nsqd's /pub does."""
     found = {}
-    for name, value in headers.items():
+    for name, value in without_origin(headers).items():
         if name in SAME_NAME or name.startswith("ce-"):
             shown = name
         elif name == "content-type" and "ce-specversion" in headers:
