@@ -76,6 +76,8 @@ NSQ_OPTIONS: dict[str, tuple[str, Any]] = {
 OUR_OPTIONS: dict[str, tuple[str, Any]] = {
     "allowed-host": ("allowed_hosts", ()),
     "durability": ("durability", "os"),
+    "producer-window-time": ("producer_window_time", 600.0),
+    "producer-window-count": ("producer_window_count", 1_000_000),
     "retention-age": ("retention_age", 0.0),
     "retention-bytes": ("retention_bytes", 0),
     "topics-file": ("topics_file", ""),
