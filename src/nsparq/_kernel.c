@@ -451,7 +451,7 @@ block_size(PyObject *headers)
         if (width < 1 || width > 255)
             return -1;
         for (Py_ssize_t i = 0; i < width; i++)
-            if (!is_name_character(text[i]))
+            if (!NAME_CHARACTERS[text[i]])
                 return -1;
         if (PyUnicode_AsUTF8AndSize(value, &size) == NULL) {
             PyErr_Clear();

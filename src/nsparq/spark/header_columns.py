@@ -14,13 +14,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from nsparq.headers import MAX_BLOCK, encode_headers
+from nsparq.headers import MAX_BLOCK, ORIGIN, encode_headers
 
 __all__ = ["MAPS", "no_maps", "to_blocks", "to_maps"]
 
 MAPS: Final = pa.map_(pa.string(), pa.string())
-NOT_PASSED_ON: Final = ("nsq-producer", "nsq-epoch", "nsq-number")
-"""They name a message of an idempotent producer. A message that is published again is another one."""
 
 Longs = npt.NDArray[np.int64]
 Refuse = Callable[[Longs, str], None]
@@ -85,7 +83,7 @@ def _maps(count: int, data: bytes, owners: Longs, starts: Longs, sizes: Longs) -
 
 
 def to_blocks(maps: pa.Array, refuse: Refuse) -> pa.Array:
-    """The header block of each map, empty for null, without NOT_PASSED_ON. `refuse` gets the rows
+    """The header block of each map, empty for null, without ORIGIN. `refuse` gets the rows
     that break a rule."""
     maps = maps.fill_null(pa.scalar([], MAPS)) if maps.null_count else maps
     limits = maps.offsets.to_numpy().astype(np.int64)
@@ -112,7 +110,7 @@ def to_blocks(maps: pa.Array, refuse: Refuse) -> pa.Array:
         if len(again):
             name = sized[codes[again.min()]][1:].decode()
             refuse(owners[again], f"column headers has {name!r} twice; names are written in lower case")
-    left_out = [code for code, one in enumerate(sized) if one[1:].decode() in NOT_PASSED_ON]
+    left_out = [code for code, one in enumerate(sized) if one[1:].decode() in ORIGIN]
     if left_out:
         kept = ~np.isin(codes, left_out)
         owners, codes, values = owners[kept], codes[kept], values.filter(pa.array(kept))

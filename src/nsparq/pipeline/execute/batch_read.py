@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
-from nsparq.headers import encode_headers
+from nsparq.headers import encode_headers, without_origin
 from nsparq.pipeline.decode.formats import HEADERS
 from nsparq.pipeline.decode.messages import good_rows
 from nsparq.pipeline.errors import PipelineError, in_words
@@ -23,7 +23,6 @@ from nsparq.spark.cluster.api import Client
 from nsparq.spark.cluster.http_client import Access, Refused, Unreachable
 from nsparq.spark.cluster.nodes import Cluster
 from nsparq.spark.columns import SCHEMA
-from nsparq.spark.header_columns import NOT_PASSED_ON
 from nsparq.spark.options import NsqOptions, Use
 
 
@@ -92,8 +91,7 @@ def messages_of(rows: DataFrame) -> Iterator[Message]:
     order = [name for name in ("_timestamp", "_node", "_offset") if name in rows.columns]
     ordered = rows.sort(*order) if order else rows
     for row in ordered.select("body", "_headers").toLocalIterator(prefetchPartitions=True):
-        headers = {name: value for name, value in (row._headers or {}).items() if name not in NOT_PASSED_ON}
-        yield encode_headers(headers), bytes(row.body)
+        yield encode_headers(without_origin(row._headers or {})), bytes(row.body)
 
 
 @contextmanager
