@@ -35,6 +35,11 @@ NsparqError
 ├── LayerError           transport.layers: unreadable bytes of TLS or compression; it ends
 ├── BadFrame             wire.client: bytes that are not frames; the connection ends
 ├── BadReply             wire.lookup: an invalid answer of an nsqlookupd; the connection is reopened
+├── BadChange            replication.changes: bytes that are not a change of a data path
+├── BadFrame             replication.frames: the other node breaks the protocol; the connection ends
+├── Refused              replication.follower: the primary does not accept this follower
+├── Fenced               replication.acknowledging: another node has become primary
+├── NoAnswer             replication.coordinator: no answer of the coordinator
 ├── FetchError           fetch: no answer to an HTTP request of ours
 ├── GetFailed            client.connect.http_get: the same on an event loop
 ├── RequestFailed        tools.http_client: the same, with reused connections

@@ -84,6 +84,14 @@ NSQ_FLAGS: dict[str, dict[str, Any]] = {
         "status-every": 250,
     },
 }
+OUR_FLAGS: dict[str, dict[str, Any]] = {
+    "nsq_tail": {"headers": False},
+    "to_nsq": {"header": (), "json-lines": False},
+    "nsq_to_file": {"json-lines": False},
+    "nsq_to_nsq": {"drop-headers": False},
+}
+"""For message headers, which NSQ does not have."""
+FLAGS = {program: flags | OUR_FLAGS.get(program, {}) for program, flags in NSQ_FLAGS.items()}
 TOOLS = {table.program: table for table in TABLES}
 
 
@@ -94,7 +102,7 @@ def main_of(program: str) -> Any:
 @pytest.mark.parametrize("program", NSQ_FLAGS)
 def test_every_flag_of_nsq_is_there_with_its_default_and_no_other(program: str) -> None:
     found = {option.flag: option.default for option in TOOLS[program].options}
-    wanted = {flag: found[flag] if value is ... else value for flag, value in NSQ_FLAGS[program].items()}
+    wanted = {flag: found[flag] if value is ... else value for flag, value in FLAGS[program].items()}
     assert found == wanted
     assert [flag.flag for flag in TOOLS[program].command_flags] == ["version"]
 
@@ -192,7 +200,7 @@ def test_the_reference_page_is_what_the_source_generates() -> None:
 
 def test_the_reference_page_has_a_row_for_every_flag() -> None:
     page = markdown()
-    for program, flags in NSQ_FLAGS.items():
+    for program, flags in FLAGS.items():
         section = page.split(f"\n## {program}\n")[1].split("\n## ")[0]
         assert re.findall(r"^\| `--(\S+)` \|", section, re.MULTILINE) == [
             option.flag for option in TOOLS[program].options
