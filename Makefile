@@ -165,7 +165,7 @@ endif
 $(VENV)/.spark-classes.jsa: $(VENV)/.installed
 	@$(BIN)/python -m tests.support.spark_classes 2> /dev/null || true
 
-# The same as for npm holds for Chromium, which the browser tests drive. The one without windows takes a third less
+# The same as for npm holds for Chromium, which the browser tests drive. The one without windows takes less
 # processor time. Where it cannot be installed, the tests drive whichever is there.
 $(VENV)/.chromium: $(VENV)/.installed
 	@command -v chromium-headless-shell >/dev/null || .ci/install-packages chromium-headless-shell fonts-dejavu-core \

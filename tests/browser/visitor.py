@@ -34,7 +34,7 @@ from playwright.sync_api import Browser, Locator, Page, Request, ViewportSize, e
 
 from tests.support import DEADLINE
 
-# The first is Debian's Chromium without windows: it takes a third less processor time.
+# The first is Debian's Chromium without windows: it takes less processor time.
 CHROMIUM = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--disable-gpu",
