@@ -195,7 +195,7 @@ def test_staged_messages_with_headers_mark_the_data_path(rig: Rig) -> None:
 
 def test_a_message_is_refused_if_the_mark_cannot_be_written(rig: Rig) -> None:
     client = rig.subscribe(rdy=10)
-    rig.files.fail("replace", NEEDS_HEADERS)
+    rig.files.fail("open", NEEDS_HEADERS)
     assert isinstance(rig.publish("t", b"m", blocks=[A]).error, OSError)
     rig.files.heal()
     publish(rig, (b"again", A))

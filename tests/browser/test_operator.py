@@ -340,7 +340,7 @@ def test_charts_share_a_cursor_and_a_zoom_that_the_address_keeps(
     box = rates.bounding_box()
     assert box
     mouse, high = operator.page.mouse, box["y"] + 60
-    mouse.move(box["x"] + box["width"] * 0.6, high)
+    operator.point_at(rates, 0.6)
     for chart in (rates, depth):
         expect(chart.locator("line.cursor")).to_have_count(1)
     mouse.down()

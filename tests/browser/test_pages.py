@@ -258,8 +258,7 @@ def test_charts_are_drawn_and_read_by_mouse_by_keyboard_and_as_a_table(
     expect(depth.locator("[data-legend]")).to_contain_text(re.compile(r"waiting \d"))
     box = depth.locator("svg").bounding_box()
     assert box and box["width"] > 200 and box["height"] > 60
-    visitor.page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 20)
-    expect(depth.locator("line.cursor")).to_have_count(1)
+    visitor.point_at(depth.locator("svg"), 0.9, 20)
     expect(depth.locator("[data-legend]")).to_contain_text(re.compile(r"\d\d:\d\d:\d\d"))
     visitor.page.mouse.move(0, 0)
     picture = depth.locator("svg")

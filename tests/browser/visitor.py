@@ -32,7 +32,7 @@ from typing import Any
 from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Browser, Locator, Page, Request, ViewportSize, expect, sync_playwright
 
-from tests.support import DEADLINE
+from tests.support import DEADLINE, wait_until
 
 # The first is Debian's Chromium without windows: it takes less processor time.
 CHROMIUM = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -125,6 +125,20 @@ class Visitor:
         }
         for event, listener in self._listeners.items():
             self.page.context.on(event, listener)  # type: ignore[call-overload]  # one signature for each event
+
+    def point_at(self, chart: Locator, across: float, high: float = 60) -> None:
+        """Move the mouse to a place of a chart until the chart shows its cursor. A chart that is drawn
+        anew at the same moment does not notice the mouse."""
+
+        def is_shown() -> bool:
+            box = chart.bounding_box()
+            if box is None:
+                return False
+            for step in (0, 1):
+                self.page.mouse.move(box["x"] + box["width"] * across + step, box["y"] + high)
+            return chart.locator("line.cursor").count() == 1
+
+        wait_until(is_shown)
 
     # Watching
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -89,7 +89,7 @@ class TopicsFile:
         try:
             order = [*TopologicalSorter(graph).static_order()]
         except CycleError as error:
-            cycle = [*reversed(error.args[1])]
+            cycle = _from_file_on([*reversed(error.args[1])][1:], self.topics)
             reason = f"dead letters would go in a circle: {' → '.join(cycle)}"
             if others := ", ".join(name for name in dict.fromkeys(cycle) if not self._has_policy(name)):
                 reason += f"; the policy of {others} was set before and is not in the file"
@@ -113,6 +113,12 @@ class TopicsFile:
         return declared is not None and any(
             "policy" in changes for changes in (declared.changes, *declared.channels.values())
         )
+
+
+def _from_file_on(cycle: list[str], topics: Container[str]) -> list[str]:
+    """The same cycle, closed. It begins with a topic that the file names."""
+    first = cycle.index(min(cycle, key=lambda name: (name not in topics, name)))
+    return [*cycle[first:], *cycle[: first + 1]]
 
 
 def _policy(changes: Changes, topic: str, before: DeliveryPolicy | None) -> DeliveryPolicy | None:

@@ -88,7 +88,7 @@ Shows, sets or removes the delivery policy of a topic, or of a channel, on every
 `set` replaces the policy as a whole: a field that is not given has its default. A channel's policy
 replaces the topic's. If one nsqd refuses the change, none makes it.
 
-An nsqd that gets the topic later has no policy: for that, name the topic in a --topics-file of nsqd.
+An nsqd that gets the topic later has no policy. For that, use --topics-file of nsqd.
 """,
     examples=(
         "nsparq policy show orders",

@@ -109,6 +109,8 @@
       this.tag = "";
       this.data = null;
       this.chosen = -1;
+      this.isDragged = false;
+      this.newer = null;
       this.details.addEventListener("toggle", () => this.fillTable());
       this.width = 0;
       shared.charts.push(this);
@@ -132,11 +134,16 @@
     }
 
     show(data) {
-      // Keep the selected time.
+      // A new drawing would end the drag.
+      if (this.isDragged) {
+        this.newer = data;
+        return;
+      }
+      // Keep the selected time, or the nearest one to it.
       const time = this.times?.[this.chosen];
       this.data = data;
       this.draw();
-      this.point(time === undefined ? -1 : this.times.indexOf(time));
+      this.pointAt(time, false);
       this.fillTable();
     }
 
@@ -208,10 +215,15 @@
       const drop = () => {
         band?.remove();
         began = band = null;
+        this.isDragged = false;
+        const newer = this.newer;
+        this.newer = null;
+        if (newer) this.show(newer);
       };
       root.addEventListener("pointerdown", (event) => {
         if (event.button !== 0) return;
         began = across(event);
+        this.isDragged = true;
         root.setPointerCapture(event.pointerId);
       });
       root.addEventListener("pointermove", (event) => {
@@ -224,9 +236,9 @@
       });
       root.addEventListener("pointerup", (event) => {
         const from = began, to = across(event);
+        const zoom = [this.timeAt(Math.min(from, to)), this.timeAt(Math.max(from, to))];
         drop();
-        if (from === null || Math.abs(to - from) < LEAST_DRAG) return;
-        shared.setZoom([this.timeAt(Math.min(from, to)), this.timeAt(Math.max(from, to))]);
+        if (from !== null && Math.abs(to - from) >= LEAST_DRAG) shared.setZoom(zoom);
       });
       root.addEventListener("pointercancel", drop);
       root.addEventListener("dblclick", () => shared.setZoom(null));
