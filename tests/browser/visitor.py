@@ -130,6 +130,8 @@ class Visitor:
         """Move the mouse to a place of a chart until the chart shows its cursor. A chart that is drawn
         anew at the same moment does not notice the mouse."""
 
+        chart.scroll_into_view_if_needed()
+
         def is_shown() -> bool:
             box = chart.bounding_box()
             if box is None:
