@@ -90,7 +90,8 @@ def test_an_archive_of_an_older_version_can_be_continued_and_read(
         # Through Spark, and without headers.
         run(text(broker, table, through_spark=True, headers=False))
         assert [one[1] for one in messages_of(archived(spark, table, topics))][-1] == number
-    publish_with_headers(broker.http_address, "orders", (b"3", {"kind": "new", "nsq-producer": "a"}))
+    named = {"nsq-producer": "a", "nsq-epoch": "1", "nsq-number": "1", "kind": "new"}
+    publish_with_headers(broker.http_address, "orders", (b"3", named))
     broker.publish("more", b"4")
     assert run(text(broker, table, compact=2))["archive"].rows == 2
     assert [bytes(row.body) for row in rows(spark, table)] == [b"4", b"1", b"2", b"3"]

@@ -58,7 +58,7 @@ def test_commands_of_the_page_are_accepted(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_table_of_columns_is_the_schema() -> None:
     section = PAGE[PAGE.index("| column |") :].partition("\n\n")[0]
-    rows = re.findall(r"^\| `(\w+)` \| (\w+) \|", section, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| `?([\w<>,]+)`? \|", section, re.MULTILINE)
     assert rows == [(field.name, field.dataType.simpleString()) for field in SCHEMA.fields]
 
 

@@ -117,7 +117,8 @@ def messages(spark: SparkSession) -> Callable[..., DataFrame]:
     def make(*bodies: bytes) -> DataFrame:
         at = datetime(2026, 11, 15, 12, 0, 0, 250, tzinfo=UTC)
         rows = [
-            ("orders", "n:1", 10 + place, at, 1, f"{place:016x}", body) for place, body in enumerate(bodies)
+            ("orders", "n:1", 10 + place, at, 1, f"{place:016x}", body, None)
+            for place, body in enumerate(bodies)
         ]
         return spark.createDataFrame(rows, SCHEMA)
 

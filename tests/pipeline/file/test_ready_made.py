@@ -61,7 +61,8 @@ def test_what_is_archived_can_be_counted_and_published_again(
     rows = spark.read.parquet(str(archive)).sort("topic", "offset").collect()
     assert [bytes(row.body) for row in rows] == [b"\x00\xff0", b"\x00\xff20", b"\x00\xff40", *orders]
     assert {row.topic for row in rows} == {"orders", "clicks"}
-    assert rows[0].asDict().keys() == {"body", "node", "offset", "timestamp", "id", "topic", "date"}
+    names = {"body", "node", "offset", "timestamp", "id", "headers", "topic", "date"}
+    assert rows[0].asDict().keys() == names
     # Three files of each topic have become one.
     assert len(list(archive.glob("topic=*/date=*/*.parquet"))) == 2
     assert broker.channel_stats("orders", "archive")["depth"] == 0  # type: ignore[index]

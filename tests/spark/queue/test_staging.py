@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from nsparq.spark.columns import SCHEMA, arrow_schema
+from nsparq.spark.header_columns import MAPS
 from nsparq.spark.queue.staging import (
     CHUNK_SCHEMA,
     KEEP_PENDING_S,
@@ -23,6 +25,7 @@ from nsparq.spark.queue.staging import (
     TooLate,
     keys_of,
 )
+from nsparq.spark.queue.task import rows_of
 from tests.spark.queue.support import Crash
 
 ABOUT = {"topics": ["t"], "channel": "c"}
@@ -43,6 +46,7 @@ def rows(*numbers: int, time_us: int = 1_700_000_000_000_000) -> pa.RecordBatch:
         pa.array([1] * count, pa.int32()),
         pa.array([f"{number:016x}" for number in numbers], pa.string()),
         pa.array([b"%d" % number for number in numbers], pa.binary()),
+        pa.array([[("number", str(number))] for number in numbers], MAPS),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=CHUNK_SCHEMA)
 
@@ -78,6 +82,19 @@ def test_a_chunk_reads_as_it_was_written(staging: Staging) -> None:
     assert first.rows.equals(rows(1, 2)) and (first.topic, first.node, first.is_last) == ("t", "n:1", False)
     assert bodies(second) == [b"3"] and (second.node, second.is_last) == ("m:2", True)
     assert first.rows.schema.equals(CHUNK_SCHEMA, check_metadata=True)
+
+
+def test_a_batch_that_an_earlier_version_began_is_read_with_what_was_added(staging: Staging) -> None:
+    staging.begin(1)
+    slot = staging.slot(1, 0)
+    # It knew no headers.
+    slot.publish(0, Chunk(rows(1).select(["timestamp", "attempts", "id", "body"]), "t", "n:1", False))
+    slot.publish(1, chunk(2, last=True))
+    found = [row for batch in rows_of(slot, arrow_schema(SCHEMA)) for row in batch.to_pylist()]
+    assert [(row["body"], row["headers"]) for row in found] == [(b"1", None), (b"2", [("number", "2")])]
+    staging.finish(1)
+    staging.begin(2)
+    assert staging.slot(2, 0).staged_keys("t", "n:1") == {*keys_of(rows(1, 2))}
 
 
 def test_chunks_end_with_the_last_or_where_one_is_missing(staging: Staging) -> None:

@@ -199,8 +199,8 @@ def test_a_session_of_spark_connect_knows_the_data_source(spark: SparkSession) -
             text=True,
             timeout=DEADLINE,
         )
-    body, refusal = done.stdout.splitlines() or ["", ""]
-    assert body == "body", done.stderr
+    column, refusal = done.stdout.splitlines() or ["", ""]
+    assert column == "headers", done.stderr
     assert refusal.startswith("pipelines need a Spark session in this process, not one of Spark Connect")
 
 
@@ -303,7 +303,7 @@ def test_python_workers_are_of_this_installation(
 
 def test_the_data_source_is_known(spark: SparkSession) -> None:
     frame = spark.read.format("nsq").options(topic="t", nsqd="127.0.0.1:9").load()
-    assert frame.columns == ["topic", "node", "offset", "timestamp", "attempts", "id", "body"]
+    assert frame.columns == ["topic", "node", "offset", "timestamp", "attempts", "id", "body", "headers"]
 
 
 @pytest.mark.parametrize(
