@@ -214,7 +214,7 @@ class World:
         """A node believes that the primary is gone, rightly or not, and takes over if it may."""
         node = self.chance.choice([*self.nodes.values()])
         found, version = self.coordinator.membership, self.coordinator.version
-        may = found.may_take_over(node.name) or self.bug == "elects from outside of the set"
+        may = node.name in found.in_sync or self.bug == "elects from outside of the set"
         if node.primary is not None or not may:
             return
 

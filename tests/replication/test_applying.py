@@ -13,10 +13,10 @@ import pytest
 from nsparq.replication.applying import Applier
 from nsparq.replication.changes import BadChange, Change, Kind, decode_changes
 from nsparq.replication.recording import PrimaryFiles
-from nsparq.replication.snapshot import Snapshot
+from nsparq.replication.snapshot import LINKS, Snapshot, remove_left_links
 from nsparq.storage.files import Buffer, Files
 from tests.broker.rig import Clock
-from tests.faults.power_cut import DURABILITIES, Life, QuickFiles, compare
+from tests.faults.power_cut import DURABILITIES, Life, QuickFiles, compare, drop
 
 
 class Primary(PrimaryFiles):
@@ -105,6 +105,21 @@ def test_a_follower_can_join_while_the_primary_works(directory: Path) -> None:
             if moment == end:
                 assert content(target) == content(life.path)
             assert [*compare(life, moment, target, is_power_cut=False)] == [], f"{number} after {moment}"
+
+
+def test_snapshots_do_not_meet_and_a_later_run_removes_what_was_left(directory: Path) -> None:
+    life = ReplicatedLife(directory / "life", "os", random.Random(1))
+    life.step(10)
+    with life.files.frozen() as open_files:
+        first, second = (Snapshot(life.files, life.path, open_files) for _ in range(2))
+    follow([*second.changes()], directory / "follower")
+    first.close()
+    assert content(directory / "follower") == {
+        name: data for name, data in content(life.path).items() if not name.startswith(LINKS)
+    }
+    remove_left_links(life.path)
+    assert content(directory / "follower") == content(life.path)
+    drop(life.broker)
 
 
 def test_a_failed_write_leaves_the_same_bytes_on_both_sides(

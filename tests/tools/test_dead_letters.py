@@ -7,25 +7,13 @@ import json
 import pytest
 
 from nsparq.tools.dead_letters import progress_bar
-from tests.support import TestBroker, start_broker, wait_until
+from tests.support import TestBroker, start_broker
+from tests.support.dead_letters import give_up
 from tests.support.polling import DEADLINE
 
 from .conftest import Run
 from .processes import http
 from .terminal import Terminal
-
-
-def give_up(broker: TestBroker, topic: str, *bodies: bytes) -> None:
-    """Make dead letters of these messages, in channel `c`."""
-    broker.control("create", topic, "c")
-    policy = json.dumps({"policy": {"max_attempts": 1}}).encode()
-    broker.request("PUT", f"/channel/settings?topic={topic}&channel=c", policy).expect_json()
-    with broker.connect() as connection:
-        connection.sub(topic, "c", rdy=1)
-        for body in bodies:
-            connection.pub(topic, body)
-            connection.req(connection.read_message().id)
-        wait_until(lambda: broker.channel_stats(topic, "c")["dead_letter_count"] >= len(bodies))  # type: ignore[index]
 
 
 def depth(broker: TestBroker, topic: str) -> int:

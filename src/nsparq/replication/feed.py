@@ -48,11 +48,6 @@ class Feed:
         if is_first:
             self._wake()
 
-    @property
-    def recorded(self) -> int:
-        """Number of all changes so far."""
-        return self.end + len(self._new)
-
     def flush(self) -> None:
         """Make a block of the new changes."""
         with self._lock:

@@ -35,8 +35,8 @@ _NUMBER: Final = struct.Struct(">Q")
 
 class FrameKind(IntEnum):
     CHALLENGE = 1  # to the follower: random bytes
-    HELLO = 2  # to the primary: JSON, see Hello
-    WELCOME = 3  # to the follower: JSON, see Welcome
+    HELLO = 2  # to the primary: JSON with version, name, proof, nonce, and the epoch and number that it has
+    WELCOME = 3  # to the follower: JSON with name, proof, epoch, and whether it goes on where it was
     REFUSED = 4  # to the follower: the reason, as text
     SNAPSHOT = 5  # to the follower: changes that make an empty data path equal to a snapshot
     JOINED = 6  # to the follower: the snapshot is complete; number of changes that it includes

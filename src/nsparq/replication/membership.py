@@ -30,9 +30,6 @@ class Membership:
         """The next epoch. The old primary has to join again."""
         return replace(self, epoch=self.epoch + 1, primary=name, in_sync=frozenset([name]))
 
-    def may_take_over(self, name: str) -> bool:
-        return name in self.in_sync
-
     def to_json(self) -> bytes:
         fields = {
             "epoch": self.epoch,

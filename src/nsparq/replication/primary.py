@@ -25,7 +25,7 @@ from nsparq.replication.frames import (
 )
 from nsparq.replication.membership import Membership
 from nsparq.replication.recording import PrimaryFiles
-from nsparq.replication.snapshot import Snapshot
+from nsparq.replication.snapshot import Snapshot, remove_left_links
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class Primary:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._root = root
+        remove_left_links(root)
         self._secret = secret
         self._silence = silence
         self._feed = Feed(self._wake)

@@ -8,6 +8,7 @@ and for the removal of a directory that nobody uses any more.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -31,6 +32,8 @@ class PrimaryFiles(Files):
         self._record = record
         self._numbers: dict[int, int] = {}
         """Numbers of files open for writing, by descriptor. Copies of a descriptor share one."""
+        self._descriptors: Counter[int] = Counter()
+        """How many descriptors each of these has."""
         self._read_names: dict[int, str] = {}
         """Names of files open for reading, by descriptor."""
         self._next_number = count(1)
@@ -61,6 +64,7 @@ class PrimaryFiles(Files):
             name = self._name(path)
             if name is not None:
                 self._numbers[fd] = number = next(self._next_number)
+                self._descriptors[number] = 1
                 self._record(Change.of_name(Kind.OPEN, name, file=number))
             return fd
 
@@ -75,8 +79,10 @@ class PrimaryFiles(Files):
     def duplicate(self, fd: int) -> int:
         with self._lock:
             copy = super().duplicate(fd)
-            if fd in self._numbers:
-                self._numbers[copy] = self._numbers[fd]
+            number = self._numbers.get(fd)
+            if number is not None:
+                self._numbers[copy] = number
+                self._descriptors[number] += 1
             return copy
 
     def close(self, fd: int) -> None:
@@ -84,8 +90,11 @@ class PrimaryFiles(Files):
             self._read_names.pop(fd, None)
             number = self._numbers.pop(fd, None)
             super().close(fd)
-            if number is not None and number not in self._numbers.values():
-                self._record(Change(Kind.CLOSE, number))
+            if number is not None:
+                self._descriptors[number] -= 1
+                if not self._descriptors[number]:
+                    del self._descriptors[number]
+                    self._record(Change(Kind.CLOSE, number))
 
     def write(self, fd: int, buffers: Sequence[Buffer], position: int) -> None:
         with self._lock:

@@ -14,13 +14,15 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Final
 
 from nsparq.replication.changes import Change, Kind
 from nsparq.replication.recording import PrimaryFiles
 
 LINKS: Final = ".joining"
-"""Directory of the hard links, in the data path."""
+"""How the directory of the hard links begins, in the data path. Each snapshot has one."""
 CHUNK: Final = 1 << 20
 _FIRST_NUMBER: Final = 1 << 31
 """The primary's own numbers of files do not reach this."""
@@ -35,16 +37,15 @@ class Snapshot:
     def __init__(self, files: PrimaryFiles, root: Path, open_files: dict[int, int]) -> None:
         """Call it inside of `files.frozen()`, with what that gives."""
         self._files = files
-        self._links = root / LINKS
+        self._links = Path(mkdtemp(prefix=LINKS, dir=root))
         self._directories: list[str] = []
         self._names: list[str] = []
         """Names of the files; their links have the numbers as names."""
         self._open: dict[int, str | None] = {}
         """Files that the primary has open. None for a file without a name."""
-        os.mkdir(self._links, 0o700)
         names: dict[tuple[int, int], str] = {}
         for above, directories, found in os.walk(root):
-            directories[:] = sorted(one for one in directories if one != LINKS)
+            directories[:] = sorted(one for one in directories if not one.startswith(LINKS))
             within = Path(above).relative_to(root)
             self._directories += [(within / one).as_posix() for one in directories]
             for one in sorted(found):
@@ -84,9 +85,13 @@ class Snapshot:
         yield Change(Kind.CLOSE, number)
 
     def close(self) -> None:
-        for place in range(len(self._names)):
-            (self._links / str(place)).unlink(missing_ok=True)
-        self._links.rmdir()
+        rmtree(self._links)
+
+
+def remove_left_links(root: Path) -> None:
+    """Remove the links of snapshots that an earlier run did not close."""
+    for path in root.glob(LINKS + "*"):
+        rmtree(path)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

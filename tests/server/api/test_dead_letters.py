@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,13 @@ import pytest
 
 from nsparq.server.api import dead_letters as dead_letters_module
 from tests.support import Answer, BrokerThread, unique_name, wait_until
+from tests.support.dead_letters import give_up
 
 
 @pytest.fixture(scope="module")
 def broker() -> Iterator[BrokerThread]:
     with BrokerThread() as broker:
         yield broker
-
-
-def give_up(broker: BrokerThread, topic: str, *bodies: bytes) -> None:
-    """Make dead letters of these messages, in channel `c`."""
-    broker.control("create", topic, "c")
-    policy = json.dumps({"policy": {"max_attempts": 1}}).encode()
-    broker.request("PUT", f"/channel/settings?topic={topic}&channel=c", policy).expect_json()
-    with broker.connect() as connection:
-        connection.sub(topic, "c", rdy=1)
-        for body in bodies:
-            connection.pub(topic, body)
-            connection.req(connection.read_message().id)
-        wait_until(lambda: broker.channel_stats(topic, "c")["dead_letter_count"] >= len(bodies))
 
 
 def ask(broker: BrokerThread, method: str, path: str, topic: str, **query: Any) -> Answer:

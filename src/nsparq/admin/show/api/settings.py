@@ -3,9 +3,12 @@ change/policies.py do the work."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
-from nsparq.admin.change.settings import NAMES, BadSetting, parse_setting
+from nsparq.admin.change.operations import Support
+from nsparq.admin.change.policies import NodePolicy
+from nsparq.admin.change.settings import NAMES, BadSetting, NodeSettings, parse_setting
 from nsparq.admin.routing import path_values, topic_and_channel
 from nsparq.admin.show.api.table import (
     FORBIDDEN,
@@ -48,11 +51,7 @@ class Settings(Handlers):
     async def settings(self, request: Request) -> Result:
         (topic,) = path_values(request)
         nodes, found = await self._admin.settings.read(topic)
-        return {
-            "nodes": [one.as_json() for one in found],
-            "unable": [node.address for node in nodes.unable],
-            "errors": nodes.errors,
-        }
+        return _by_node(nodes, found)
 
     @change(
         "PUT",
@@ -91,11 +90,7 @@ class Settings(Handlers):
     )
     async def policy(self, request: Request) -> Result:
         nodes, found = await self._admin.policies.read(*topic_and_channel(request))
-        return {
-            "nodes": [one.as_json() for one in found],
-            "unable": [node.address for node in nodes.unable],
-            "errors": nodes.errors,
-        }
+        return _by_node(nodes, found)
 
     @change(
         "PUT",
@@ -123,3 +118,11 @@ class Settings(Handlers):
         actor, access = self._actor(request), self._access(request)
         message = await self._admin.policies.change(actor, access, topic, channel, body["policy"])
         return {"message": message}
+
+
+def _by_node(nodes: Support, found: Sequence[NodeSettings | NodePolicy]) -> dict[str, Any]:
+    return {
+        "nodes": [one.as_json() for one in found],
+        "unable": [node.address for node in nodes.unable],
+        "errors": nodes.errors,
+    }
