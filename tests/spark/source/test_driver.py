@@ -1196,4 +1196,5 @@ def test_outside_of_spark_the_garbage_collector_is_left_alone(broker: Broker) ->
     frozen = gc.get_freeze_count()
     with Query(nsqd=broker.http_address) as query:
         query.run_until(1)
-    assert gc.get_freeze_count() == frozen
+    # Fewer is no fault: a frozen object of another test may have died meanwhile.
+    assert gc.get_freeze_count() <= frozen
