@@ -68,6 +68,7 @@ MAY_IMPORT = {
         "kernel",
         "malloc",
         "options",
+        "replication",
         "storage",
         "transport",
         "wire",

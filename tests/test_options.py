@@ -89,8 +89,19 @@ OUR_OPTIONS: dict[str, tuple[str, Any]] = {
     "max-unfinished-bytes": ("max_unfinished_bytes", 268435456),
     "checkpoint-interval": ("checkpoint_interval", 1.0),
     "auth-policy-file": ("auth_policy_file", ""),
+    "replication-cluster": ("replication_cluster", ""),
+    "replication-coordinator": ("replication_coordinator", ""),
+    "replication-address": ("replication_address", "0.0.0.0:4153"),
+    "replication-broadcast-address": ("replication_broadcast_address", ""),
+    "replication-secret-file": ("replication_secret_file", ""),
+    "replication-lease": ("replication_lease", 3.0),
+    "min-in-sync": ("min_in_sync", 1),
 }
-FROM_HOSTNAME = {"node-id": "id", "broadcast-address": "broadcast_address"}
+FROM_HOSTNAME = {
+    "node-id": "id",
+    "broadcast-address": "broadcast_address",
+    "replication-name": "replication_name",
+}
 
 
 def parse(*arguments: str) -> NsqdOptions:

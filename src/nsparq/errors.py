@@ -7,8 +7,10 @@ NsparqError
 │   └── FatalClientError answered; then the connection closes: every other code
 ├── Exiting              the topic or channel is being deleted, or the daemon stops
 ├── SubscribeRefused     the channel takes no more clients; answered, then the connection closes
+├── NotReplicated        a change is not on all nodes that may take over; it may be undone
 ├── StorageError         logged; a client sees only that its publish failed
 │   ├── WriteFailed      the disk refused an append (full, I/O error); nothing of it is kept
+│   ├── TooFewReplicas   fewer nodes than --min-in-sync have a copy; nothing is kept
 │   ├── SyncFailed       an fsync failed; the messages may be delivered, and may be lost
 │   ├── CorruptBatch     bytes on disk that differ from what was written
 │   ├── CorruptRange     storage.raw_batch: bytes of a range that are not valid batches
@@ -40,6 +42,8 @@ NsparqError
 ├── Refused              replication.follower: the primary does not accept this follower
 ├── Fenced               replication.acknowledging: another node has become primary
 ├── NoAnswer             replication.coordinator: no answer of the coordinator
+├── ForeignData          replication.follower: the data path is not a copy of the cluster's; it stops
+├── NotPossible          replication.node: a switch-over without a node that could take over
 ├── FetchError           fetch: no answer to an HTTP request of ours
 ├── GetFailed            client.connect.http_get: the same on an event loop
 ├── RequestFailed        tools.http_client: the same, with reused connections
@@ -98,6 +102,10 @@ class FatalClientError(ProtocolError):
     """The connection is closed."""
 
 
+class NotReplicated(NsparqError):
+    """A change was made here, but it is not known to be on the other nodes."""
+
+
 class Exiting(NsparqError):
     """The topic or channel is being deleted, or the daemon stops."""
 
@@ -115,6 +123,13 @@ class StorageError(NsparqError):
 
 class WriteFailed(StorageError):
     """An append failed; the log is unchanged."""
+
+
+class TooFewReplicas(StorageError):
+    """Nothing is published while a failure could leave no copy."""
+
+    def __init__(self, count: int, minimum: int) -> None:
+        super().__init__(f"{count} of at least {minimum} nodes are in sync: publishes are refused")
 
 
 class SyncFailed(StorageError):

@@ -236,6 +236,50 @@ class NsqdOptions:
         16 << 30, "the same limit for the transactions of one producer", INT, bound="not negative"
     )
 
+    replication_cluster: str = opt(
+        "",
+        "name of the cluster of nsqds that keep copies of one data path, of which one serves; empty means "
+        "that this is the only copy. See docs/how-to/replication.md",
+        STRING,
+        heading="Replication",
+    )
+    replication_coordinator: str = opt(
+        "",
+        "where the cluster's record is kept: `etcd://host:port,host:port` (or `etcd+https://`), or "
+        "`postgresql://user@host/database`",
+        STRING,
+    )
+    replication_name: str = opt(
+        socket.gethostname,
+        "name of this node, unique in the cluster",
+        STRING,
+        default_text="the hostname",
+    )
+    replication_address: str = opt(
+        "0.0.0.0:4153", "`host:port` on which followers connect to the primary", STRING
+    )
+    replication_broadcast_address: str = opt(
+        "",
+        "`host:port` that the other nodes connect to; empty means --broadcast-address and the port of "
+        "--replication-address",
+        STRING,
+    )
+    replication_secret_file: str = opt(
+        "", "path of a file with the cluster's secret, the same on all nodes", STRING
+    )
+    replication_lease: float = opt(
+        3.0,
+        "how long the primary may be silent before a follower takes over; whole seconds with etcd",
+        DURATION,
+        bound="positive",
+    )
+    min_in_sync: int = opt(
+        1,
+        "refuse publishes while fewer nodes, the primary among them, have everything that was acknowledged",
+        INT,
+        bound="positive",
+    )
+
     queue_scan_worker_pool_max: int = opt(
         4,
         "limit of workers that find timed-out and due messages",
@@ -382,6 +426,12 @@ class NsqdOptions:
             raise OptionError("--tls-client-auth-policy must be require or require-verify")
         if self.auth_http_request_method not in ("get", "post"):
             raise OptionError("--auth-http-request-method must be post or get")
+        if self.replication_cluster:
+            for flag in ("replication_coordinator", "replication_secret_file", "replication_name"):
+                if not getattr(self, flag):
+                    raise OptionError(f"--replication-cluster needs --{flag.replace('_', '-')}")
+        elif self.min_in_sync > 1:
+            raise OptionError("--min-in-sync needs --replication-cluster")
         for percentile in self.e2e_processing_latency_percentile:
             if not 0 < percentile <= 1:
                 raise OptionError(f"invalid E2E processing latency percentile: {format_number(percentile)}")

@@ -12,6 +12,7 @@ import pytest
 
 from nsparq.replication.applying import Applier
 from nsparq.replication.changes import BadChange, Change, Kind, decode_changes
+from nsparq.replication.mark import MARK
 from nsparq.replication.recording import PrimaryFiles
 from nsparq.replication.snapshot import LINKS, Snapshot, remove_left_links
 from nsparq.storage.files import Buffer, Files
@@ -59,10 +60,11 @@ def follow(changes: list[Change], target: Path) -> None:
 
 
 def content(path: Path) -> dict[str, bytes | None]:
-    """Names below a directory, with the bytes of files."""
+    """Names below a directory, with the bytes of files. Each node has a mark of its own."""
     return {
         one.relative_to(path).as_posix(): one.read_bytes() if one.is_file() else None
         for one in path.rglob("*")
+        if one.name != MARK
     }
 
 

@@ -89,7 +89,7 @@ async def following(follower: Follower, port: int) -> AsyncIterator[asyncio.Task
 def new_follower(directory: Path, name: str = "b", secret: bytes = SECRET) -> Follower:
     path = directory / name
     path.mkdir(exist_ok=True)
-    return Follower(path, name, secret, QuickFiles())
+    return Follower(path, "test", name, secret, QuickFiles())
 
 
 def test_a_follower_joins_a_working_primary_and_goes_on_after_a_broken_connection(directory: Path) -> None:

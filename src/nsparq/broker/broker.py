@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nsparq.broker.channel import Channel
 from nsparq.broker.client import Client
@@ -53,6 +53,17 @@ Announce = Callable[[str, str, str], None]
 goes."""
 
 
+class Replicas(Protocol):
+    """The other copies of the data path."""
+
+    def when_safe(self, done: Callable[[Exception | None], None]) -> None:
+        """Call `done` with None once every node that may take over has all changes so far, or with
+        the error."""
+
+    def check(self) -> None:
+        """Raises TooFewReplicas if nothing may be published now."""
+
+
 def run_inline(work: Work, then: Work) -> None:
     """Without threads: for tests and at shutdown."""
     work()
@@ -76,8 +87,11 @@ class Broker:
         background: Background = run_inline,
         announce: Announce = lambda verb, topic, channel: None,
         discovers_channels: Callable[[], bool] = lambda: False,
+        replicas: Replicas | None = None,
     ) -> None:
         self.options = options
+        self.replicas = replicas
+        """None if this is the only copy."""
         self.files = files or Files()
         self.health = Health()
         self.data_path = DataDirectory(Path(options.data_path or "."), self.files, self.health)

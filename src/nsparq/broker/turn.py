@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -245,8 +246,10 @@ class Publishing:
             return
         if self._topic.is_synchronous and not self._topic.is_ephemeral:
             self._await_sync(waiting, added)
-        else:
+        elif self._topic.broker.replicas is None:
             self._answer(waiting, None)
+        else:
+            self._confirm(waiting)
 
     def append_tagged(self, bodies: PackedBodies, defer_ns: int, tag: int) -> None:
         """Append at once, behind what was published before. Raises StorageError, OSError or
@@ -265,6 +268,8 @@ class Publishing:
         try:
             if topic.is_exiting:
                 raise Exiting
+            if broker.replicas is not None and not topic.is_ephemeral:
+                broker.replicas.check()
             if before > topic.checkpoint.reserve_at:
                 topic.checkpoint.write()
             if not broker.data_path.needs_headers:
@@ -314,7 +319,7 @@ class Publishing:
         known not to be."""
         topic = self._topic
         if not topic.is_synchronous or topic.is_ephemeral:
-            self._answer([done], None)
+            self._confirm([done])
         elif topic.log.doubtful:
             self._answer([done], SyncFailed("an earlier one did"))
         else:
@@ -339,7 +344,9 @@ class Publishing:
         for _, waiting, added in uncommitted[:number]:
             if error is not None:
                 self._forget(added)
-            self._answer(waiting, error)
+                self._answer(waiting, error)
+            else:
+                self._confirm(waiting)
         if self._uncommitted:
             topic.broker.upkeep.request_sync(topic)
 
@@ -353,6 +360,14 @@ class Publishing:
     def _forget(self, added: Added) -> None:
         if added and self._topic.idempotence is not None:
             self._topic.idempotence.forget(added)
+
+    def _confirm(self, waiting: list[Done]) -> None:
+        """This node has done its part. If there are replicas, they must have done theirs."""
+        replicas = self._topic.broker.replicas
+        if replicas is None or self._topic.is_ephemeral:
+            self._answer(waiting, None)
+        else:
+            replicas.when_safe(partial(self._answer, waiting))
 
     def _answer(self, waiting: list[Done], error: Exception | None) -> None:
         """If the callback of one publisher fails, the others still get their answers."""

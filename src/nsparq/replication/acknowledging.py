@@ -38,7 +38,8 @@ class Acknowledging:
     def __init__(self, membership: Membership, change_set: ChangeSet) -> None:
         self.membership = membership
         """As the coordinator has it, as far as this node knows."""
-        self.is_fenced = False
+        self._error: Exception | None = None
+        """Why nothing is acknowledged any more."""
         self._wanted: Membership | None = None
         """The record that the coordinator was asked for and may have by now."""
         self._change_set = change_set
@@ -63,6 +64,11 @@ class Acknowledging:
         self._acknowledge()
 
     @property
+    def is_fenced(self) -> bool:
+        """Whether another node has taken over."""
+        return isinstance(self._error, Fenced)
+
+    @property
     def safe(self) -> int:
         """The number of changes that every node which may take over has made."""
         return min([self._confirmed.get(name, 0) for name in self._required()], default=self._recorded)
@@ -79,14 +85,23 @@ class Acknowledging:
         return name in self._required()
 
     def _acknowledge(self) -> None:
-        if self.is_fenced:
+        if self._error is not None:
             while self._waiting:
-                self._waiting.popleft()[1](Fenced())
+                self._waiting.popleft()[1](self._error)
             return
         safe = self.safe
         while self._waiting and self._waiting[0][0] <= safe:
             self._acknowledged, done = self._waiting.popleft()
             done(None)
+
+    def confirmed_by(self, name: str) -> int:
+        """The number of changes that a follower has made."""
+        return self._confirmed.get(name, 0)
+
+    def refuse(self, error: Exception) -> None:
+        """Acknowledge nothing any more: everybody who waits, or will, gets the error."""
+        self._error = self._error or error
+        self._acknowledge()
 
     # followers
 
@@ -113,7 +128,7 @@ class Acknowledging:
         """Ask for the set as it should be, unless an answer is awaited."""
         complete = [name for name in self._caught_up if self._confirmed[name] >= self._acknowledged]
         should_be = (self.membership.in_sync & self._caught_up) | {self.membership.primary, *complete}
-        if self._wanted is None and not self.is_fenced and should_be != self.membership.in_sync:
+        if self._wanted is None and self._error is None and should_be != self.membership.in_sync:
             self._wanted = self.membership.with_in_sync(should_be)
             self._change_set(self._wanted)
         self._acknowledge()
@@ -127,7 +142,8 @@ class Acknowledging:
     def set_unchanged(self, found: Membership) -> None:
         """The coordinator has this record instead."""
         self._wanted = None
-        self.is_fenced = (found.epoch, found.primary) != (self.membership.epoch, self.membership.primary)
-        if not self.is_fenced:
+        if (found.epoch, found.primary) == (self.membership.epoch, self.membership.primary):
             self.membership = found
-        self._adjust()
+            self._adjust()
+        else:
+            self.refuse(Fenced())

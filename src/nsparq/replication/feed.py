@@ -48,6 +48,12 @@ class Feed:
         if is_first:
             self._wake()
 
+    @property
+    def recorded(self) -> int:
+        """Number of all changes, with those that flush() has yet to take."""
+        with self._lock:
+            return self.end + len(self._new)
+
     def flush(self) -> None:
         """Make a block of the new changes."""
         with self._lock:

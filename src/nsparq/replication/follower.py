@@ -7,12 +7,14 @@ import hmac
 import logging
 import secrets
 from pathlib import Path
+from threading import RLock
 from typing import Final
 
 from nsparq.errors import NsparqError
 from nsparq.replication.applying import Applier
 from nsparq.replication.changes import decode_changes
 from nsparq.replication.frames import MAX_FRAME, VERSION, BadFrame, Frame, FrameKind, FrameStream, proof
+from nsparq.replication.mark import MARK, Mark, read_mark, write_mark
 from nsparq.storage.files import Files
 
 logger = logging.getLogger(__name__)
@@ -25,16 +27,32 @@ class Refused(NsparqError):
     """The primary does not accept this follower."""
 
 
+class ForeignData(NsparqError):
+    """The data path is not a copy of the cluster's. To follow would mean to empty it."""
+
+    def __init__(self, root: Path, cluster: str) -> None:
+        super().__init__(
+            f"{root} has data, and is not a copy of cluster {cluster!r}: start this node with an empty "
+            "data path, or remove the cluster's record from the coordinator to start with this one"
+        )
+
+
 class Follower:
     """A copy of a primary's data path, in this process. follow() is called again after a connection
     has ended, and goes on where it was."""
 
-    def __init__(self, root: Path, name: str, secret: bytes, files: Files | None = None) -> None:
+    def __init__(
+        self, root: Path, cluster: str, name: str, secret: bytes, files: Files | None = None
+    ) -> None:
         self._root = root
+        self._cluster = cluster
         self._name = name
         self._secret = secret
         self._files = files or Files()
         self._applier: Applier | None = None
+        self._lock = RLock()
+        """Held by whoever changes the data path. A thread goes on for a moment when the task that
+        waits for it is cancelled."""
         self.epoch = 0
         self.number = 0
         """Changes of this epoch that were made here."""
@@ -43,7 +61,8 @@ class Follower:
         being received."""
 
     async def follow(self, host: str, port: int) -> None:
-        """Follow a primary until the connection ends. Raises OSError, BadFrame, Refused."""
+        """Follow a primary until the connection ends. Raises OSError, BadFrame, BadChange, Refused,
+        ForeignData."""
         reader, writer = await asyncio.open_connection(host, port)
         frames = FrameStream(reader)
         try:
@@ -57,10 +76,12 @@ class Follower:
             writer.close()
 
     def close(self) -> None:
-        """Close the files: no change follows, and a broker may open the data path."""
-        if self._applier is not None:
-            self._applier.close()
-            self._applier = None
+        """Close the files: no change follows, and a broker may open the data path. May wait for
+        the disk."""
+        with self._lock:
+            if self._applier is not None:
+                self._applier.close()
+                self._applier = None
 
     async def _greet(self, frames: FrameStream, writer: asyncio.StreamWriter) -> None:
         challenge = await frames.take(FrameKind.CHALLENGE)
@@ -85,20 +106,31 @@ class Follower:
             raise BadFrame(f"a primary of epoch {epoch}, after one of epoch {self.epoch}")
         frames.reader.limit = MAX_FRAME
         self.epoch = epoch
+        logger.info("REPLICATION: %s follows %s, epoch %d", self._name, primary, epoch)
         if not resumes:
             await asyncio.to_thread(self._clear)
 
     def _clear(self) -> None:
         """Empty the data path: a snapshot follows."""
-        self.close()
-        self.is_complete = False
-        for name in self._files.list_directory(self._root):
-            path = self._root / name
-            if path.is_dir():
-                self._files.remove_tree(path)
-            else:
-                self._files.unlink(path)
-        self._applier = Applier(self._root, self._files)
+        with self._lock:
+            self.close()
+            self.is_complete = False
+            mark, names = read_mark(self._files, self._root), self._files.list_directory(self._root)
+            if names and (mark is None or mark.cluster != self._cluster):
+                raise ForeignData(self._root, self._cluster)
+            write_mark(self._files, self._root, Mark(self._cluster, is_complete=False))
+            for name in names:
+                path = self._root / name
+                if path.is_dir():
+                    self._files.remove_tree(path)
+                elif name != MARK:
+                    self._files.unlink(path)
+            self._applier = Applier(self._root, self._files)
+
+    def _complete(self, number: int) -> None:
+        with self._lock:
+            write_mark(self._files, self._root, Mark(self._cluster, is_complete=True))
+            self.number, self.is_complete = number, True
 
     async def _take_changes(self, frames: FrameStream, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -107,7 +139,7 @@ class Follower:
                 await asyncio.to_thread(self._apply, frame.data)
                 continue
             if frame.kind is FrameKind.JOINED:
-                self.number, self.is_complete = frame.number, True
+                await asyncio.to_thread(self._complete, frame.number)
                 logger.info("REPLICATION: %s has a snapshot of the data path", self._name)
             else:
                 if not self.is_complete or frame.number != self.number:
@@ -117,15 +149,17 @@ class Follower:
 
     def _apply(self, data: bytes) -> int:
         """Make changes. Gives their number."""
-        assert self._applier is not None
         changes = [*decode_changes(data)]
-        try:
-            for change in changes:
-                self._applier.apply(change)
-        except BaseException:
-            # Some are made, and some are not. The data path is a good one, but nobody knows which.
-            self.close()
-            raise
+        with self._lock:
+            if self._applier is None:
+                raise ConnectionAbortedError("this node follows no longer")
+            try:
+                for change in changes:
+                    self._applier.apply(change)
+            except BaseException:
+                # Some are made, and some are not. The data path is a good one, but nobody knows which.
+                self.close()
+                raise
         return len(changes)
 
 

@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from nsparq.replication.acknowledging import Acknowledging, ChangeSet, Done
 from nsparq.replication.changes import Change
@@ -76,8 +76,14 @@ class Primary:
 
     def when_safe(self, done: Done) -> None:
         """Call `done` once all changes so far are on every node that may take over."""
-        self._flush()
+        # The first change of a turn has woken up _flush(): one frame has those of a whole turn.
+        self.acknowledging.recorded(self._feed.recorded)
         self.acknowledging.when_safe(done)
+
+    def followers(self) -> list[dict[str, Any]]:
+        """The connected followers, for people."""
+        recorded, confirmed_by = self._feed.recorded, self.acknowledging.confirmed_by
+        return [{"name": name, "changes_behind": recorded - confirmed_by(name)} for name in self._followers]
 
     def _flush(self) -> None:
         self._feed.flush()

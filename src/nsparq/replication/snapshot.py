@@ -19,6 +19,7 @@ from tempfile import mkdtemp
 from typing import Final
 
 from nsparq.replication.changes import Change, Kind
+from nsparq.replication.mark import MARK
 from nsparq.replication.recording import PrimaryFiles
 
 LINKS: Final = ".joining"
@@ -49,6 +50,8 @@ class Snapshot:
             within = Path(above).relative_to(root)
             self._directories += [(within / one).as_posix() for one in directories]
             for one in sorted(found):
+                if one == MARK and within == Path():
+                    continue  # each node has its own
                 name = (within / one).as_posix()
                 # A directory that is being removed loses its files meanwhile.
                 with suppress(FileNotFoundError):

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.broker.seen_numbers import NumberRefused
 from nsparq.broker.topic import Topic
-from nsparq.errors import ClientError, Exiting, FatalClientError, StorageError, SubscribeRefused
+from nsparq.errors import (
+    ClientError,
+    Exiting,
+    FatalClientError,
+    NotReplicated,
+    StorageError,
+    SubscribeRefused,
+)
 from nsparq.server.outbox import MAX_UNANSWERED
 from nsparq.wire import commands
 from nsparq.wire.frames import CLOSE_WAIT, OK, RESPONSE, encode_frame
@@ -53,7 +60,7 @@ def subscribe(connection: Connection, command: commands.Subscribe) -> None:
         raise FatalClientError("E_SUB_FAILED", f"SUB failed {reason_of(error)}") from error
     client.state = SUBSCRIBED
     channel = client.channel
-    if channel is None or broker.changes.are_on_disk(channel.topic):
+    if channel is None or connection.nsqd.is_durable(channel.topic):
         connection.outbox.reply(OK)
     else:
         connection.wait_for(_confirm_subscription(connection, channel.topic))
@@ -61,10 +68,10 @@ def subscribe(connection: Connection, command: commands.Subscribe) -> None:
 
 async def _confirm_subscription(connection: Connection, topic: Topic) -> None:
     """The channel may be new. With `--durability=fsync` it is on disk before the client is
-    answered."""
+    answered, and with replication on every node that may take over."""
     try:
         await connection.nsqd.durable(topic)
-    except OSError as error:
+    except (OSError, NotReplicated) as error:
         raise FatalClientError("E_SUB_FAILED", f"SUB failed {reason_of(error)}") from error
     connection.outbox.reply(OK)
 

@@ -19,7 +19,7 @@ from nsparq.broker.broker import Broker
 from nsparq.broker.scan import INTERVAL_S
 from nsparq.broker.topic import Topic
 from nsparq.busy_poll import BusyPoll
-from nsparq.errors import StartError, StopError
+from nsparq.errors import NotReplicated, StartError, StopError
 from nsparq.http.server import HttpServer
 from nsparq.listening import Address, bound_address, listen_on, serve_on
 from nsparq.options import NsqdOptions
@@ -44,6 +44,7 @@ from nsparq.wire.limits import Unfinished
 if TYPE_CHECKING:
     from OpenSSL import SSL
 
+    from nsparq.server.replication import Replication
     from nsparq.server.tls import TlsLayer
 
 logger = logging.getLogger(__name__)
@@ -69,8 +70,12 @@ class Nsqd:
     its own.
     """
 
-    def __init__(self, options: NsqdOptions, *, files: Files | None = None) -> None:
+    def __init__(
+        self, options: NsqdOptions, *, files: Files | None = None, replication: Replication | None = None
+    ) -> None:
+        """With `replication`, this node is the primary of a cluster, and `files` are the primary's."""
         self.options = options
+        self.replication = replication
         self.limits = from_flags.limits_of(options)
         # One command of the largest size always fits.
         self.unfinished = Unfinished(max(options.max_unfinished_bytes, options.max_body_size))
@@ -107,6 +112,7 @@ class Nsqd:
             background=self._in_thread,
             announce=self._on_change,
             discovers_channels=lambda: bool(self.peers.addresses),
+            replicas=replication,
         )
         self.committer = Committer(self)
         self.peers = LookupPeers(
@@ -404,15 +410,32 @@ class Nsqd:
 
         future.add_done_callback(done)
 
+    def is_durable(self, topic: Topic) -> bool:
+        """Whether durable() has nothing to wait for."""
+        return self.broker.replicas is None and self.broker.changes.are_on_disk(topic)
+
     async def durable(self, topic: Topic) -> None:
-        """Wait until the changes of a topic are as durable as configured. Raises OSError."""
-        if self.broker.changes.are_on_disk(topic):
-            return
-        waiting: asyncio.Future[OSError | None] = self._loop.create_future()
-        self.broker.changes.when_durable(lambda error: None if waiting.done() else waiting.set_result(error))
-        error = await waiting
-        if error is not None:
-            raise error
+        """Wait until the changes of a topic are as durable as configured. Raises OSError,
+        NotReplicated."""
+        if not self.broker.changes.are_on_disk(topic):
+            error = await self._called_back(self.broker.changes.when_durable)
+            if error is not None:
+                raise error
+        await self.replicated()
+
+    async def replicated(self) -> None:
+        """Wait until every node that may take over has all changes so far. Raises
+        NotReplicated."""
+        if self.broker.replicas is not None:
+            error = await self._called_back(self.broker.replicas.when_safe)
+            if error is not None:
+                raise NotReplicated(str(error)) from error
+
+    async def _called_back(self, start: Callable[[Callable[[T], None]], None]) -> T:
+        """What the callback that `start` takes is called with."""
+        waiting: asyncio.Future[T] = self._loop.create_future()
+        start(lambda result: None if waiting.done() else waiting.set_result(result))
+        return await waiting
 
     async def in_disk_thread(self, work: Callable[[], T]) -> T:
         """Run work that reads from disk in a thread."""

@@ -21,13 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def load() -> Make:
     from nsparq.server.daemon import Nsqd
     from nsparq.server.memory import keep_freed_memory
+    from nsparq.server.replication import ReplicatedNsqd
 
     keep_freed_memory()
     if BUILD == "python":
         logger.warning(
             "no compiled kernel: throughput is about half; docs/how-to/install.md says how to get it"
         )
-    return Nsqd
+    return lambda options: ReplicatedNsqd(options) if options.replication_cluster else Nsqd(options)
 
 
 if __name__ == "__main__":

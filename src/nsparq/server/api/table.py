@@ -20,6 +20,7 @@ from nsparq.server.api.many_topics import ManyTopicsApi
 from nsparq.server.api.metrics import MetricsApi
 from nsparq.server.api.producers import ProducersApi
 from nsparq.server.api.publish import PublishApi
+from nsparq.server.api.replication import ReplicationApi, replicated
 from nsparq.server.api.settings import SettingsApi
 from nsparq.server.api.stats import StatsApi
 from nsparq.server.api.topics import ChannelsApi, TopicsApi
@@ -42,6 +43,7 @@ SUBJECTS: Final = (
     ("Dead letters", DeadLettersApi),
     ("Watching", StatsApi),
     ("Watching", MetricsApi),
+    ("Replication", ReplicationApi),
     ("Configuration", ConfigApi),
     ("Debugging", DebugApi),
 )
@@ -71,6 +73,8 @@ class NsqdApi(Api):
         options = nsqd.options
         hosts = HostNames(options.broadcast_address, options.http_address, allowed=options.allowed_host)
         endpoints = [one for group, subject in SUBJECTS for one in endpoints_of(subject(nsqd), group)]
+        if nsqd.replication is not None:
+            endpoints = [replicated(one, nsqd) for one in endpoints]
         super().__init__(
             title="nsqd",
             version=NSQ_VERSION,

@@ -1,0 +1,38 @@
+"""The mark of a data path: the cluster whose copy it is, and whether the copy is complete.
+
+A node takes over only with a complete copy, and empties only a copy. So a node whose disk was
+replaced does not serve an empty data path, and a data path that was never replicated is not lost
+because its node was told to follow another one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from nsparq.storage.checked_json import read_json, write_json
+from nsparq.storage.files import Files
+
+MARK: Final = "replica.json"
+_FORMAT: Final = 1
+
+
+class Mark(NamedTuple):
+    cluster: str
+    is_complete: bool
+    """False while a snapshot is being received."""
+
+
+def write_mark(files: Files, root: Path, mark: Mark) -> None:
+    """It is on disk when this returns."""
+    write_json(files, root / MARK, {"format": _FORMAT, **mark._asdict()}, sync=True)
+
+
+def read_mark(files: Files, root: Path) -> Mark | None:
+    """None if the data path is not marked. Raises ValueError if the mark cannot be understood."""
+    fields = read_json(files, root / MARK)
+    if fields is None:
+        return None
+    if fields.get("format") != _FORMAT:
+        raise ValueError(f"{root / MARK} has format {fields.get('format')}, and this version knows {_FORMAT}")
+    return Mark(str(fields["cluster"]), bool(fields["is_complete"]))
