@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from nsparq.testing import FaultProxy
 from tests.support import wait_until
 from tests.support.brokers import BrokerProcess
 
@@ -37,12 +39,20 @@ class NodeProcess(BrokerProcess):
 
 
 class ClusterProcesses:
-    """Nodes `a`, `b`, … and their coordinator."""
+    """Nodes `a`, `b`, … With `has_links` each reaches the coordinator, and is reached by the others,
+    through a proxy of its own."""
 
-    def __init__(self, directory: Path, coordinator: str, names: str = "ab", **flags: Any) -> None:
+    def __init__(
+        self, directory: Path, coordinator: str, names: str = "ab", *, has_links: bool = False, **flags: Any
+    ) -> None:
         secret = directory / "secret"
         secret.write_text("the secret of the cluster")
         self.nodes: dict[str, NodeProcess] = {}
+        self.links: dict[str, FaultProxy] = {}
+        """To each node."""
+        self.coordinator_links: dict[str, FaultProxy] = {}
+        """From each node."""
+        self._has_links = has_links
         self._flags = {
             # Several tests share a coordinator.
             "replication_cluster": directory.name,
@@ -61,14 +71,26 @@ class ClusterProcesses:
         ports = {"tcp_address": 4150, "http_address": 4151, "replication_address": 4153}
         host = next(_HOSTS)
         addresses: dict[str, Any] = {flag: f"{host}:{port}" for flag, port in ports.items()}
-        self.nodes[name] = node = NodeProcess(
-            path, replication_name=name, broadcast_address=host, **addresses, **self._flags
-        )
+        flags = {**self._flags, "replication_name": name, "broadcast_address": host, **addresses}
+        if self._has_links:
+            self.links[name] = FaultProxy(flags["replication_address"])
+            flags["replication_broadcast_address"] = self.links[name].address
+            target = re.search(r"[\w.]+:\d+", flags["replication_coordinator"])
+            assert target
+            self.coordinator_links[name] = link = FaultProxy(target[0])
+            flags["replication_coordinator"] = flags["replication_coordinator"].replace(
+                target[0], link.address
+            )
+        self.nodes[name] = node = NodeProcess(path, **flags)
         return node
 
     def close(self) -> None:
+        for proxy in (*self.links.values(), *self.coordinator_links.values()):
+            proxy.heal()
         for node in self.nodes.values():
             node.close()
+        for proxy in (*self.links.values(), *self.coordinator_links.values()):
+            proxy.close()
 
     def primary(self, in_sync: str = "", *, other_than: str = "") -> NodeProcess:
         """The primary, once the in-sync set has at least these nodes."""

@@ -75,6 +75,8 @@ def test_a_switch_over_loses_nothing_and_forgets_no_finish(etcd: str, tmp_path: 
         # As after a clean stop: what was finished does not come again.
         assert {*consume(second, "t", 60)}.isdisjoint(finished)
         assert second.channel_stats("t", "c")["depth"] == 0
+        second.http("POST", "/replication/switch_over")
+        assert cluster.primary("ab", other_than=cluster.name_of(second)) is first
 
 
 def test_a_switch_over_without_a_follower_is_refused(etcd: str, tmp_path: Path) -> None:

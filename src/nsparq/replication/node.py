@@ -82,8 +82,9 @@ class Node:
         self._poll_s = settings.lease_s / 6
         self._should_end = asyncio.Event()
         """Set when this node is to be primary no longer."""
-        self._gives_way_until = 0.0
-        """Until then another node may take over first: after a switch-over."""
+        self._gives_way: tuple[int, float] = (0, 0.0)
+        """The epoch in which a switch-over was asked for, and until when this node lets another one
+        take over."""
         self._shown = ""
         """The state that the log has shown."""
 
@@ -99,7 +100,8 @@ class Node:
             raise NotPossible("this node is not primary")
         if len(self.primary.acknowledging.membership.in_sync) < 2:
             raise NotPossible("no follower has everything that was acknowledged")
-        self._gives_way_until = monotonic() + 4 * self.settings.lease_s
+        epoch = self.primary.acknowledging.membership.epoch
+        self._gives_way = (epoch, monotonic() + 4 * self.settings.lease_s)
         self._should_end.set()
 
     def _show(self, text: str, *, level: int = logging.INFO) -> None:
@@ -155,7 +157,8 @@ class Node:
         if name not in membership.in_sync:
             self._show("the primary is silent, and this node does not have everything", level=logging.WARNING)
             return False
-        if monotonic() < self._gives_way_until and membership.in_sync - {name}:
+        epoch, until = self._gives_way
+        if membership.epoch == epoch and monotonic() < until and membership.in_sync - {name}:
             return False
         mark = read_mark(self._files, self.settings.root)
         if mark != Mark(self.settings.cluster, is_complete=True):
@@ -216,6 +219,8 @@ class Node:
                 await self._stop(server, primary)
         finally:
             self.primary = None
+            # Followers that are disconnected now stay in the in-sync set, so that one can take over.
+            primary.acknowledging.refuse(NotPossible("this node stops"))
             await primary.close()
             await _end(keeping)
             await record.close()
