@@ -12,7 +12,6 @@ import argparse
 import gzip
 import http.client
 import json
-import re
 import shlex
 import statistics
 import subprocess
@@ -23,14 +22,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from benchmarks.macro.brokers import ANY_PORT, OURS, BrokerFailed, Spawned
+from benchmarks.macro.brokers import ANY_PORT, HTTP_LISTENING, OURS, BrokerFailed, Spawned
 from benchmarks.macro.lookupd import OURS as LOOKUPD
 from benchmarks.macro.lookupd import Lookupd
 from benchmarks.macro.report import describe_machine, print_facts
 from benchmarks.macro.wire import Address
 
 ADMIN = f"{shlex.quote(sys.executable)} -m nsparq.admin.main"
-HTTP = re.compile(rb" HTTP: listening on (\S+):(\d+)\s")
 DEADLINE_S = 120.0
 ANSWER_S = 60.0
 
@@ -43,7 +41,7 @@ class Admin(Spawned):
         began = time.monotonic()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        while not (found := HTTP.search(self.log.read_bytes())):
+        while not (found := HTTP_LISTENING.search(self.log.read_bytes())):
             if self.process.poll() is not None or time.monotonic() - began > timeout:
                 raise BrokerFailed(f"{shlex.join(command)} does not listen:\n{self.last_words()}")
             time.sleep(0.002)
@@ -72,14 +70,8 @@ class Connection:
 # The cluster
 
 
-def http_address(nsqd: Spawned) -> Address:
-    found = HTTP.search(nsqd.log.read_bytes())
-    assert found is not None
-    return found[1].decode().strip("[]"), int(found[2])
-
-
 def fill(nsqd: Spawned, topics: int, channels: int) -> None:
-    connection = Connection(http_address(nsqd))
+    connection = Connection(nsqd.http_address)
     for topic in map(topic_name, range(topics)):
         connection.ask("POST", f"/topic/create?{urlencode({'topic': topic})}", b"")
         for channel in map(channel_name, range(channels)):
@@ -228,7 +220,7 @@ def main() -> None:
         wait_until_known(lookupd, arguments.topics, arguments.nsqds)
         host, port = lookupd.http_address
         asked = [f"--lookupd-http-address={host}:{port}"]
-        node = "{}:{}".format(*http_address(nsqds[0]))
+        node = "{}:{}".format(*nsqds[0].http_address)
         admin = stack.enter_context(Admin(ADMIN, asked, arguments.data))
         began = time.monotonic()
         first = Connection(admin.address)

@@ -18,7 +18,7 @@ from typing import Self
 from benchmarks.macro.wire import Address
 
 LISTENING = re.compile(rb"TCP: listening on (\S+):(\d+)\s")
-HTTP_LISTENING = re.compile(rb"HTTP: listening on (\S+)\s")
+HTTP_LISTENING = re.compile(rb" HTTP: listening on (\S+):(\d+)\s")
 OURS = f"{shlex.quote(sys.executable)} -m nsparq.server.main"
 ANY_PORT = "127.0.0.1:0"
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -113,11 +113,11 @@ class Spawned:
             time.sleep(0.002)
 
     @property
-    def http_address(self) -> str:
+    def http_address(self) -> Address:
         found = HTTP_LISTENING.search(self.log.read_bytes())
         if found is None:
             raise BrokerFailed("it does not say where its HTTP API is")
-        return found[1].decode()
+        return found[1].decode().strip("[]"), int(found[2])
 
     def stop(self, timeout: float = 120.0) -> float:
         """A clean stop; gives the seconds it took."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import re
 import select
 import signal
 import socket
@@ -19,12 +18,11 @@ from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from benchmarks.macro.brokers import OURS, BrokerFailed, Spawned
+from benchmarks.macro.brokers import HTTP_LISTENING, OURS, BrokerFailed, Spawned
 from benchmarks.macro.loads import Figure, Figures
 from benchmarks.macro.report import Results, describe_machine, print_facts, print_table
 from benchmarks.macro.wire import Address
 
-HTTP_LISTENING = re.compile(rb" HTTP: listening on (\S+):(\d+)\s")
 PEER_IN_MEMORY = "--mem-queue-size=10000000"
 HELP = {
     "requests": "requests of pub",
@@ -57,16 +55,15 @@ class LoadFailed(Exception):
 
 
 class HttpBroker(Spawned):
-    """A broker process with its HTTP address; it may be listed in the log before or after the TCP one."""
+    """A broker process that listens for HTTP too; its log may say so before or after TCP."""
 
     def start(self, timeout: float = 120.0) -> float:
         took = super().start(timeout)
         give_up = time.monotonic() + timeout
-        while not (found := HTTP_LISTENING.search(self.log.read_bytes())):
+        while not HTTP_LISTENING.search(self.log.read_bytes()):
             if time.monotonic() > give_up or (self.process and self.process.poll() is not None):
                 raise BrokerFailed(f"no HTTP address:\n{self.last_words()}")
             time.sleep(0.002)
-        self.http_address: Address = (found[1].decode().strip("[]"), int(found[2]))
         return took
 
 

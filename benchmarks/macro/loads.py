@@ -339,7 +339,8 @@ def policy_pass(run: Round, broker: Spawned, values: dict[str, Any] | None) -> f
 
 
 def set_policy(broker: Spawned, topic: str, values: dict[str, Any] | None) -> None:
-    url = f"http://{broker.http_address}/channel/settings?topic={topic}&channel={CHANNEL}"
+    host, port = broker.http_address
+    url = f"http://{host}:{port}/channel/settings?topic={topic}&channel={CHANNEL}"
     urlopen(Request(url, json.dumps({"policy": values}).encode(), method="PUT"), timeout=10).close()
 
 
