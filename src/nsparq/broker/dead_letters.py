@@ -223,11 +223,11 @@ def settle(broker: Broker) -> None:
         by_origin = {(channel.topic.name, channel.name): channel for channel in some}
         written: dict[Channel, set[int]] = defaultdict(set)
         for number, body, block in tagged_messages(broker.topics[name].log, DEAD_LETTERS, since):
-            found = decode_letter(number, body, block)
-            origin = by_origin.get(found[0]) if found is not None else None
+            letter = decode_letter(number, body, block)
+            origin = by_origin.get(letter.origin) if letter is not None else None
             # Before its own position a channel knows of its letters. Messages from there may be
             # unfinished again: after a seek, or because they were put back.
-            if found is not None and origin is not None and number >= origin.checkpoint.letters_seen[1]:
-                written[origin].add(found[1].sequence)
+            if letter is not None and origin is not None and number >= origin.checkpoint.letters_seen[1]:
+                written[origin].add(letter.sequence)
         for channel in some:
             channel.finish_settled(written[channel])

@@ -6,17 +6,22 @@ Log.locate() finds the bytes on the event loop, and read_letters() decodes them 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from nsparq.broker.tagged import DEAD_LETTERS
 from nsparq.dead_letter import ORIGIN_HEADERS, DeadLetter
 from nsparq.headers import decode_headers, encode_headers
 from nsparq.json_pointer import find_value, parse_pointer
 from nsparq.storage.log_range import LogRange, Lost
-from nsparq.storage.raw_batch import iter_batches
+from nsparq.storage.raw_batch import RawBatch, RawBlocks, iter_batches
 from nsparq.wire.message import SEQUENCE_BITS
 
 if TYPE_CHECKING:
@@ -30,11 +35,11 @@ _VALUES: Final = (
     _NAME,
     _NAME,
     b"([0-9a-f]{16})",
-    b"([0-9]+)",
-    b"([0-9]+)",
+    b"([0-9]{1,19})",
+    b"([0-9]{1,19})",
     b"([a-z ]+)",
     b"([!-~]+)",
-    b"([0-9]+)",
+    b"([0-9]{1,19})",
 )
 _ORIGIN: Final = re.compile(
     b"".join(
@@ -47,6 +52,16 @@ _ORIGIN: Final = re.compile(
     re.DOTALL,
 )
 """The headers of a letter's origin, at the end of its header block."""
+_DIFFERENT: Final = ((3, 16), (4, 10), (8, 10))
+"""The groups of _ORIGIN in which letters of a batch differ, and the bases of these numbers: id, time of
+publishing, time of giving up."""
+_DIGITS: Final = np.full(256, 16, np.uint64)
+"""The values of hexadecimal digits; 16 for other characters."""
+_DIGITS[list(b"0123456789abcdef")] = range(16)
+MIN_ALIKE: Final = 16
+"""For fewer letters NumPy does not pay."""
+MAX_EXAMPLES: Final = 8
+"""Letters of a batch that serve as an example, at most: each costs a look at all that are left."""
 
 Origin = tuple[str, str]
 """Topic and channel that a letter came from."""
@@ -61,59 +76,119 @@ class Letter(NamedTuple):
     """The sequence number of the message in its own topic."""
     timestamp_ns: int
     """When the message was published."""
-    attempts: int
-    reason: str
-    client: str
     given_up_ns: int
     body: bytes
     block: bytes
     """Headers of the message."""
+    # Letters of a batch often have these in common.
+    origin: Origin
+    attempts: int
+    reason: str
+    client: str
 
 
-def decode_letter(number: int, body: bytes, block: bytes) -> tuple[Origin, Letter] | None:
-    """A letter and its origin, from a message of the dead-letter topic: its body and its header
-    block. None if it is not a letter."""
-    found = _decode_origin(number, body, block)
+_SHARED: Final = Letter._fields.index("origin")
+
+
+def decode_letter(number: int, body: bytes, block: bytes) -> Letter | None:
+    """A letter, from a message of the dead-letter topic: its body and its header block. None if it
+    is not a letter."""
+    found = _ORIGIN.search(block)
     if found is not None:
-        return found
+        return _regular(found, number, body, block)
     # A letter of an earlier version, which is JSON.
     try:
         letter = DeadLetter.from_message(body, decode_headers(block))
         if letter is None:
             return None
-        return (letter.topic, letter.channel), Letter(
+        return Letter(
             number,
             int(letter.id, 16) & _SEQUENCE,
             letter.timestamp_ns,
-            letter.attempts,
-            letter.error,
-            letter.client,
             letter.given_up_ns,
             letter.body,
             encode_headers(letter.headers or {}),
+            (letter.topic, letter.channel),
+            letter.attempts,
+            letter.error,
+            letter.client,
         )
     except ValueError:
         return None
 
 
-def _decode_origin(number: int, body: bytes, block: bytes) -> tuple[Origin, Letter] | None:
-    """The same for a letter as nsqd writes it: the headers of its origin follow those of the
-    message, in a fixed order. This is ten times faster than decoding all headers."""
-    found = _ORIGIN.search(block)
-    if found is None:
-        return None
+def _regular(found: re.Match[bytes], number: int, body: bytes, block: bytes) -> Letter:
+    """A letter as nsqd writes it: the headers of its origin follow those of the message, in a fixed
+    order. This is ten times faster than decoding all headers."""
     topic, channel, message_id, timestamp, attempts, reason, client, given_up = found.groups()
-    return (topic.decode(), channel.decode()), Letter(
+    return Letter(
         number,
         int(message_id, 16) & _SEQUENCE,
         int(timestamp),
-        int(attempts),
-        reason.decode(),
-        client.decode() if client else "",
         int(given_up),
         body,
         block[: found.start()],
+        (topic.decode(), channel.decode()),
+        int(attempts),
+        reason.decode(),
+        client.decode() if client else "",
     )
+
+
+def decode_letters(batch: RawBatch) -> list[Letter | None]:
+    """The same for each message of a batch.
+
+    Most letters of a batch differ only in body, own headers, id and times. So one letter is decoded
+    as an example, and NumPy finds those like it."""
+    count = len(batch.lengths)
+    letters: list[Letter | None] = [None] * count
+    bodies, blocks = batch.bodies(), batch.blocks()
+    left = np.arange(count)
+    for _ in range(MAX_EXAMPLES):
+        if batch.headers is None or len(left) < MIN_ALIKE:
+            break
+        first = int(left[0])
+        found = _ORIGIN.search(blocks[first])
+        if found is None:
+            break
+        example = _regular(found, batch.base + first, bodies[first], blocks[first])
+        alike, columns = _find_alike(found, batch.headers, left)
+        own = len(found[0])
+        made = map(
+            Letter,
+            (batch.base + alike).tolist(),
+            *columns,
+            [bodies[index] for index in alike.tolist()],
+            [blocks[index][:-own] for index in alike.tolist()],
+            *map(repeat, example[_SHARED:]),
+        )
+        for index, letter in zip(alike.tolist(), made, strict=True):
+            letters[index] = letter
+        left = np.setdiff1d(left, alike, assume_unique=True)
+    for index in left.tolist():
+        letters[index] = decode_letter(batch.base + index, bodies[index], blocks[index])
+    return letters
+
+
+def _find_alike(
+    example: re.Match[bytes], blocks: RawBlocks, left: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], list[list[int]]]:
+    """Which of the letters `left` have the origin headers of the example, apart from id and times;
+    and their message's sequence number, its time and the time of giving up."""
+    text = example[0]
+    left = left[blocks.lengths[left] >= len(text)]
+    starts = blocks.offsets()[left + 1] - len(text)
+    rows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(blocks.data, np.uint8), len(text))[starts]
+    is_alike = rows == np.frombuffer(text, np.uint8)
+    columns = []
+    for group, base in _DIFFERENT:
+        first, last = (place - example.start() for place in example.span(group))
+        digits = _DIGITS[rows[:, first:last]]
+        is_alike[:, first:last] = digits < base
+        columns.append(digits @ np.uint64(base) ** np.arange(last - first, dtype=np.uint64)[::-1])
+    columns[0] &= np.uint64(_SEQUENCE)
+    chosen = is_alike.all(axis=1)
+    return left[chosen], [column[chosen].tolist() for column in columns]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,25 +216,24 @@ class LetterFilter:
         elif self.value is not None:
             raise ValueError("a value needs a field: the JSON pointer of the value")
 
-    def takes_origin(self, origin: Origin) -> bool:
-        """Whether letters of this origin can match."""
-        topic, channel = origin
-        return self.origin_topic in ("", topic) and self.channel in ("", channel)
-
-    @property
-    def looks_at_letters(self) -> bool:
-        """Whether the origin alone does not decide."""
-        return bool({*self.stored()} - {"origin_topic", "channel"})
-
-    def matches(self, letter: Letter) -> bool:
-        """Whether a letter matches, if its origin can."""
-        return (
-            (not self.reason or letter.reason == self.reason)
-            and letter.given_up_ns >= self.since_ns
-            and (not self.until_ns or letter.given_up_ns < self.until_ns)
-            and (not self.text or self.text.encode(errors="surrogateescape") in letter.body)
+    def choose(self, letters: list[Letter | None]) -> list[bool]:
+        """Which of the letters match."""
+        origins = {letter.origin for letter in letters if letter is not None}
+        takes = {
+            (topic, channel): self.origin_topic in ("", topic) and self.channel in ("", channel)
+            for topic, channel in origins
+        }
+        until_ns = self.until_ns or math.inf
+        text = self.text.encode(errors="surrogateescape")
+        return [
+            letter is not None
+            and takes[letter.origin]
+            and (not self.reason or letter.reason == self.reason)
+            and self.since_ns <= letter.given_up_ns < until_ns
+            and text in letter.body
             and (not self.field or self._has_value(letter.body))
-        )
+            for letter in letters
+        ]
 
     def _has_value(self, body: bytes) -> bool:
         try:
@@ -200,6 +274,18 @@ class Part:
     lost: list[tuple[LogRange, list[Lost]]] = field(default_factory=list)
     """Damage in the log; pass it to Log.note_lost()."""
 
+    def add(self, letters: list[Letter | None], matches: list[bool]) -> None:
+        """Add letters, and None for each message that is not one. `matches` says which of them
+        match."""
+        for letter, is_matching in zip(letters, matches, strict=False):
+            if letter is None:
+                self.foreign += 1
+            elif is_matching:
+                self.origins[letter.origin].matching.append(letter)
+            else:
+                self.origins[letter.origin].others.append(letter.number)
+        self.letters += len(letters) - letters.count(None)
+
 
 def locate_letters(topic: Topic, start: int, end: int, max_bytes: int) -> list[LogRange]:
     """The bytes of the messages from `start` on, up to about `max_bytes`, to be read in a thread."""
@@ -221,9 +307,6 @@ def read_letters(
     """Decode the letters with numbers from `start` to before `end`, up to `limit` that match. Any
     thread may call this."""
     part = Part(start, min(ranges[-1].next, end) if ranges else end)
-    matching, looks_at_letters = 0, wanted.looks_at_letters
-    taken: dict[Origin, bool] = {}
-    """Whether letters of an origin can match."""
     for place in ranges:
         verified = place.read_verified()
         if verified.lost:
@@ -233,25 +316,21 @@ def read_letters(
             if batch.tag != DEAD_LETTERS:
                 part.foreign += len(batch.lengths)
                 continue
-            for number, body, block in zip(
-                range(batch.base, batch.end), batch.bodies(), batch.blocks(), strict=True
-            ):
-                if place.gaps and any(low <= number < high for low, high in place.gaps):
-                    continue
-                found = decode_letter(number, body, block)
-                if found is None:
-                    part.foreign += 1
-                    continue
-                part.letters += 1
-                origin, letter = found
-                if origin not in taken:
-                    taken[origin] = wanted.takes_origin(origin)
-                if not taken[origin] or (looks_at_letters and not wanted.matches(letter)):
-                    part.origins[origin].others.append(number)
-                    continue
-                part.origins[origin].matching.append(letter)
-                matching += 1
-                if matching == limit:
-                    part.next = number + 1
-                    return part
+            letters = decode_letters(batch)
+            if place.gaps:
+                letters = [
+                    letter
+                    for number, letter in enumerate(letters, batch.base)
+                    if not any(low <= number < high for low, high in place.gaps)
+                ]
+            matches = wanted.choose(letters)
+            if limit is not None and sum(matches) >= limit:
+                index = list(accumulate(map(int, matches))).index(limit)
+                last = letters[index]
+                assert last is not None
+                part.add(letters[: index + 1], matches)
+                part.next = last.number + 1
+                return part
+            part.add(letters, matches)
+            limit = None if limit is None else limit - sum(matches)
     return part

@@ -50,8 +50,8 @@ class RawBlocks(NamedTuple):
         return offsets
 
     def split(self) -> list[bytes]:
-        ends = self.offsets().tolist()
-        return [bytes(self.data[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+        ends, data = self.offsets().tolist(), bytes(self.data)
+        return [data[a:b] for a, b in zip(ends, ends[1:], strict=False)]
 
 
 class RawBatch(NamedTuple):
