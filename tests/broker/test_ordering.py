@@ -340,6 +340,21 @@ def test_a_disk_that_refuses_leaves_the_setting_as_it_was(rig: Rig):
     assert rig.channel().unfinished.keys is None
 
 
+def test_order_and_policy_are_saved_with_one_write_or_not_at_all(rig: Rig):
+    channel, policy = rig.channel(), parse_policy({"max_attempts": 2}, "t")
+    rig.files.fail("replace", ".channel")
+    with pytest.raises(OSError):
+        channel.change_settings(policy, "/k")
+    assert (channel.retries.own_policy, channel.ordering.ordered_by) == (None, "")
+    rig.files.heal()
+    with pytest.raises(ValueError):
+        channel.change_settings(policy, "k")
+    assert (channel.retries.own_policy, channel.ordering.ordered_by) == (None, "")
+    channel.change_settings(policy, "/k")
+    assert (channel.retries.own_policy, channel.ordering.ordered_by) == (policy, "/k")
+    assert channel.unfinished.keys is not None
+
+
 # over restarts
 
 

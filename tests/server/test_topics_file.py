@@ -75,6 +75,31 @@ def test_what_the_file_declares_is_there_after_every_start(tmp_path: Path) -> No
         assert (found["policy"], found["retention_age"], found["durability"]) == (None, None, "fsync")
 
 
+def test_the_file_orders_a_channel_and_none_ends_the_order(tmp_path: Path) -> None:
+    path = tmp_path / "topics.toml"
+    path.write_text("")
+    with BrokerThread(tmp_path, topics_file=str(path)) as broker:
+
+        def applied(text: str) -> tuple[str | None, int | None]:
+            path.write_text(text)
+            broker.call_daemon(lambda nsqd: nsqd.reload())
+            found = json.loads(broker.http("GET", "/channel/settings", topic="orders", channel="billing"))
+            return found["ordered_by"], found["policy"] and found["policy"]["max_attempts"]
+
+        table = "[topics.orders.channels.billing]\n"
+        both = f"{table}ordered_by = '/customer'\npolicy = {{ max_attempts = 9 }}"
+        assert applied(both) == ("/customer", 9)
+        # What the file does not name stays.
+        assert applied(f"{table}policy = 'none'") == ("/customer", None)
+        assert applied(f"{table}ordered_by = 'header:customer'") == ("header:customer", None)
+        # A mistake changes nothing, wherever it stands.
+        assert applied(f"{table}policy = {{}}\nordered_by = 'customer'") == ("header:customer", None)
+        assert applied(f"{table}ordered_by = '/k'\n[topics.t]\npolicy = 1") == ("header:customer", None)
+        path.write_text(both)
+        broker.restart()
+        assert applied(f"{table}ordered_by = 'none'") == (None, 9)
+
+
 def test_sighup_applies_the_file_again_and_a_mistake_changes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -109,8 +134,18 @@ def test_sighup_applies_the_file_again_and_a_mistake_changes_nothing(
         ('[topics.t.channels."c d"]', "topics.t.channels.c d: not a valid name of a channel"),
         (
             '[topics.t.channels.c]\ndurability = "os"',
-            "topics.t.channels.c.durability: there is no such key",
+            "topics.t.channels.c.durability: there is no such key; there are policy, ordered_by",
         ),
+        (
+            '[topics.t.channels.c]\nordered_by = "customer"',
+            "topics.t.channels.c.ordered_by: ordered_by must be a JSON pointer such as /customer/id",
+        ),
+        ("[topics.t.channels.c]\nordered_by = 5", "topics.t.channels.c.ordered_by: ordered_by must be"),
+        (
+            '[topics.t.channels.c]\nordered_by = "header:a b"',
+            "topics.t.channels.c.ordered_by: not a header name",
+        ),
+        ('[topics.t]\nordered_by = "/k"', "topics.t.ordered_by: there is no such key; there are "),
     ],
 )
 def test_a_mistake_is_named_with_its_file_and_key(tmp_path: Path, text: str, reason: str) -> None:

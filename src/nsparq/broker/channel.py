@@ -22,6 +22,7 @@ from nsparq.broker.delivery import Delivery
 from nsparq.broker.inflight import Run
 from nsparq.broker.lag import Lag
 from nsparq.broker.latency import Latency, summarize
+from nsparq.broker.message_key import key_reader
 from nsparq.broker.ordering import Ordering
 from nsparq.broker.retries import Retries, refuse_cycle
 from nsparq.broker.unfinished import Unfinished
@@ -370,17 +371,29 @@ class Channel:
             raise
 
     def change_policy(self, policy: DeliveryPolicy | None) -> None:
-        """Set or remove the channel's own delivery policy. On disk as with a seek. Raises
-        ValueError or OSError, with nothing changed."""
-        if policy is not None:
+        """Set or remove the channel's own delivery policy: see change_settings."""
+        self.change_settings(policy, self.ordering.ordered_by)
+
+    def change_settings(self, policy: DeliveryPolicy | None, ordered_by: str) -> None:
+        """Set the channel's own delivery policy (None: the topic's applies) and its order (empty:
+        none), with one write. On disk as with a seek. Raises ValueError or OSError, with nothing
+        changed."""
+        retries, ordering = self.retries, self.ordering
+        if policy is not None and policy != retries.own_policy:
             refuse_cycle(self.topic, policy)
-        before, self.retries.own_policy = self.retries.own_policy, policy
+        is_reordered = ordered_by != ordering.ordered_by
+        read_keys = key_reader(ordered_by) if is_reordered and ordered_by else None
+        before = retries.own_policy, ordering.ordered_by
+        retries.own_policy, ordering.ordered_by = policy, ordered_by
         try:
             self.topic.save_channel(self)
         except OSError:
-            self.retries.own_policy = before
+            retries.own_policy, ordering.ordered_by = before
             raise
-        self.retries.policy_changed()
+        if policy != before[0]:
+            retries.policy_changed()
+        if is_reordered:
+            ordering.apply(read_keys)
         self.topic.broker.next_turn.add_channel(self)
 
     def _drop_all(self) -> None:

@@ -106,30 +106,20 @@ class Ordering:
     # the setting
 
     def change(self, ordered_by: str) -> None:
-        """Order the channel by another key, or no more (empty). On disk as with a seek. Raises
-        ValueError or OSError, with nothing changed."""
-        read_keys = key_reader(ordered_by) if ordered_by else None
-        if ordered_by == self.ordered_by:
-            return
-        channel, before = self._channel, self.ordered_by
-        self.ordered_by = ordered_by
-        try:
-            channel.topic.save_channel(channel)
-        except OSError:
-            self.ordered_by = before
-            raise
-        self._apply(read_keys)
-        channel.topic.broker.next_turn.add_channel(channel)
+        """Order the channel by another key, or no more (empty): see Channel.change_settings."""
+        if ordered_by != self.ordered_by:
+            self._channel.change_settings(self._channel.retries.own_policy, ordered_by)
 
     def restore(self, ordered_by: str) -> None:
         """Continue from a state on disk. Its unfinished messages are not there yet."""
         self.ordered_by = ordered_by
         try:
-            self._apply(key_reader(ordered_by) if ordered_by else None)
+            self.apply(key_reader(ordered_by) if ordered_by else None)
         except ValueError as error:
             logger.error("%s: its setting ordered_by is not applied: %s", self._channel, error)
 
-    def _apply(self, read_keys: KeyReader | None) -> None:
+    def apply(self, read_keys: KeyReader | None) -> None:
+        """`ordered_by` has changed. None: the channel is not ordered."""
         channel, unfinished = self._channel, self._channel.unfinished
         for sequence in [*unfinished.parked]:
             unfinished.unpark(sequence)

@@ -6,6 +6,7 @@
 
     [topics.orders.channels.billing]
     policy = { max_attempts = 10 }           # "none": the topic's applies
+    ordered_by = "/customer"                 # "none": the channel is not ordered
 
 The file wins over what was set before. What it does not name stays as it is. A file with a mistake
 changes nothing.
@@ -21,6 +22,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from nsparq.broker.message_key import key_reader
 from nsparq.broker.settings import TopicSettings
 from nsparq.delivery_policy import DeliveryPolicy
 from nsparq.errors import NsparqError, StartError
@@ -34,11 +36,13 @@ __all__ = ["TopicsFile", "TopicsFileError", "read_topics_file"]
 
 logger = logging.getLogger(__name__)
 
-UNSET: Final = {"policy": "none"}
+UNSET: Final = {"policy": "none", "ordered_by": "none"}
 """The word for no value of a setting, if it is not `default`."""
 
 Changes = Mapping[str, Any]
-"""Settings by name, as in the file. None restores the flag of nsqd; there is none for a policy."""
+"""Settings by name, as in the file. None restores the flag of nsqd; a policy and an order have none
+and are removed."""
+CHANNEL_SETTINGS: Final = ("policy", "ordered_by")
 
 
 class TopicsFileError(StartError):
@@ -72,10 +76,11 @@ class TopicsFile:
                     logger.info("TOPIC(%s): settings changed by %s", name, self.path)
                 for channel_name, changes in declared.channels.items():
                     channel = topic.get_channel(channel_name)
-                    policy = _policy(changes, name, channel.retries.own_policy)
-                    if policy != channel.retries.own_policy:
-                        channel.change_policy(policy)
-                        logger.info("CHANNEL(%s): policy changed by %s", channel, self.path)
+                    before = channel.retries.own_policy, channel.ordering.ordered_by
+                    wanted = _policy(changes, name, before[0]), changes.get("ordered_by", before[1]) or ""
+                    if wanted != before:
+                        channel.change_settings(*wanted)
+                        logger.info("CHANNEL(%s): settings changed by %s", channel, self.path)
             except (NsparqError, OSError) as error:
                 raise TopicsFileError(f"{self.path}: topics.{name}: {error}") from error
 
@@ -122,7 +127,8 @@ def _from_file_on(cycle: list[str], topics: Container[str]) -> list[str]:
 
 
 def _policy(changes: Changes, topic: str, before: DeliveryPolicy | None) -> DeliveryPolicy | None:
-    return TopicSettings(policy=before).changed(changes, topic).policy
+    wanted = {name: value for name, value in changes.items() if name == "policy"}
+    return TopicSettings(policy=before).changed(wanted, topic).policy
 
 
 def read_topics_file(path: Path) -> TopicsFile:
@@ -153,7 +159,7 @@ class _Reader:
         return DeclaredTopic(
             self._changes(place, name, table, TopicSettings.__slots__),
             {
-                channel: self._changes(where, name, values, ("policy",))
+                channel: self._changes(where, name, values, CHANNEL_SETTINGS)
                 for channel, (where, _, values) in channels.items()
             },
         )
@@ -180,7 +186,10 @@ class _Reader:
                 self._refuse(f"{place}.{key}", f"there is no such key; there are {keys}{hint}")
             changes[key] = None if value == UNSET.get(key, "default") else value
             try:
-                TopicSettings().changed({key: changes[key]}, topic)
+                if key != "ordered_by":
+                    TopicSettings().changed({key: changes[key]}, topic)
+                elif changes[key] is not None:
+                    key_reader(changes[key])
             except (ValueError, OverflowError) as error:
                 self._refuse(f"{place}.{key}", str(error))
         return changes

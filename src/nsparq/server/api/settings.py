@@ -210,10 +210,7 @@ class SettingsApi:
                     key_reader(ordered_by)
             if is_dry_run:
                 return _channel_settings(policy, ordered_by or "", channel.topic)
-            if "policy" in wanted:
-                channel.change_policy(policy)
-            if "ordered_by" in wanted:
-                channel.ordering.change(ordered_by or "")
+            channel.change_settings(policy, ordered_by or "")
         except (ValueError, OverflowError, RecursionError) as error:
             raise ApiError(400, "INVALID_SETTINGS", reason=str(error)) from error
         changed = _settings_of_channel(channel)
