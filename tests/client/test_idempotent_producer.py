@@ -129,6 +129,8 @@ def test_a_publish_that_an_nsqd_may_have_goes_back_to_it() -> None:
                 await until(lambda: count(first)[0] == 4)
                 await asyncio.to_thread(proxy.refuse)
                 await asyncio.to_thread(proxy.reset)
+                # Before it has noticed, it would send the next message on the same connection.
+                await until(lambda: producer._returns)
                 await producer.publish("t", b"new")
                 assert producer.address == second.tcp_address
                 assert not any(task.done() for task in in_doubt)
