@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from nsparq.replication.acknowledging import Acknowledging, Fenced
+from nsparq.replication.acknowledging import Acknowledging, Fenced, Progress
 from nsparq.replication.membership import Membership
 
 NAMES = ("a", "b", "c")
@@ -152,7 +152,7 @@ class World:
 
         def confirm(number: int) -> None:
             if leader.primary is not None and self._connections.get(place) == connection:
-                leader.primary.confirmed(follower.name, number)
+                leader.primary.confirmed(follower.name, Progress(number, number))
 
         self.events.append(arrive)
 
@@ -182,7 +182,8 @@ class World:
                 return
             if not resumes:
                 follower.changes = [*leader.changes]
-            leader.primary.caught_up(follower.name, len(follower.changes))
+            number = len(follower.changes)
+            leader.primary.caught_up(follower.name, Progress(number, number))
             self._send(leader, follower, connection)
 
         self.events.append(joined)

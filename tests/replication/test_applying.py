@@ -29,9 +29,10 @@ class Primary(PrimaryFiles):
         self._clock = clock
         super().__init__(root, self._keep)
 
-    def _keep(self, change: Change) -> None:
+    def _keep(self, change: Change) -> int:
         self.changes.append(change)
         self.times.append(self._clock())
+        return len(self.changes)
 
     def now(self) -> int:
         return len(self.changes)

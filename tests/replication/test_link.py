@@ -6,16 +6,23 @@ import asyncio
 import random
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
+from nsparq.broker.broker import Broker
+from nsparq.options import NsqdOptions
+from nsparq.replication.acknowledging import Fenced
 from nsparq.replication.follower import Follower, Refused
 from nsparq.replication.frames import BadFrame, Frame, FrameKind, FrameReader
 from nsparq.replication.membership import Membership
 from nsparq.replication.primary import Primary
+from nsparq.storage.files import Work
+from tests.broker.rig import Receipt, publish
 from tests.faults.power_cut import Life, QuickFiles, drop
 from tests.replication.test_applying import content
 from tests.support.aio import run, until
@@ -58,10 +65,14 @@ class Cluster:
         return "".join(sorted(self.primary.acknowledging.membership.in_sync))
 
     async def is_safe(self) -> None:
-        """Until everything so far is on all nodes of the set."""
-        safe: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.primary.when_safe(lambda error: safe.set_result(None))
-        await safe
+        await is_safe(self.primary)
+
+
+async def is_safe(primary: Primary) -> None:
+    """Until everything so far is on all nodes of the set."""
+    safe: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    primary.when_safe(lambda error: safe.set_result(None))
+    await safe
 
 
 @asynccontextmanager
@@ -118,7 +129,7 @@ def test_a_follower_joins_a_working_primary_and_goes_on_after_a_broken_connectio
                 # It went on; a snapshot would have emptied it first.
                 assert follower.number > joined
                 assert content(directory / "b") == content(made.path)
-            follower.close()
+            await follower.close()
 
     run(scenario())
 
@@ -131,7 +142,7 @@ def test_a_node_of_the_set_is_not_emptied(directory: Path) -> None:
             async with following(follower, made.port):
                 await until(lambda: made.asked)
                 made.grant()
-            follower.close()
+            await follower.close()
             kept = content(directory / "b")
             again = new_follower(directory)
             with pytest.raises(Refused, match="must leave that first"):
@@ -142,7 +153,129 @@ def test_a_node_of_the_set_is_not_emptied(directory: Path) -> None:
             assert made.in_sync == "a"
             async with following(again, made.port):
                 await until(lambda: made.asked)
-            again.close()
+            await again.close()
+
+    run(scenario())
+
+
+class SlowFiles(QuickFiles):
+    """A disk whose syncs wait until the test lets them end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = Event()
+        self.may_end.set()
+        self.begun = 0
+
+    def sync(self, fd: int) -> None:
+        self.begun += 1
+        assert self.may_end.wait(60)
+
+    def sync_directory(self, path: Path) -> None:
+        self.sync(-1)
+
+
+class Replicas:
+    def __init__(self, primary: Primary) -> None:
+        self.when_safe = primary.when_safe
+
+    def check(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def serving(primary: Primary, path: Path, durability: str) -> AsyncIterator[Broker]:
+    """A broker with threads, as in nsqd."""
+    loop = asyncio.get_running_loop()
+    threads = ThreadPoolExecutor(4)
+
+    def in_thread(work: Work, then: Work) -> None:
+        threads.submit(work).add_done_callback(lambda _: loop.call_soon_threadsafe(then))
+
+    broker = Broker(
+        NsqdOptions(data_path=str(path), durability=durability, node_id=5),
+        files=primary.files,
+        background=in_thread,
+        replicas=Replicas(primary),
+    )
+    broker.open()
+    primary.serve(is_serving=True)
+    try:
+        yield broker
+    finally:
+        primary.serve(is_serving=False)
+        primary.acknowledging.refuse(Fenced())
+        await asyncio.to_thread(threads.shutdown)
+        drop(broker)
+
+
+@pytest.mark.parametrize("durability", ["os", "fsync"])
+def test_only_what_promises_an_fsync_waits_for_a_follower_that_syncs_slowly(
+    directory: Path, durability: str
+) -> None:
+    async def scenario() -> None:
+        (directory / "a").mkdir()
+        asked: list[Membership] = []
+        primary = Primary(directory / "a", Membership(1, "a", frozenset("a")), SECRET, asked.append)
+        port = await primary.listen("127.0.0.1", 0)
+        disk = SlowFiles()
+        (directory / "b").mkdir()
+        follower = Follower(directory / "b", "test", "b", SECRET, disk)
+        async with serving(primary, directory / "a", durability) as broker, following(follower, port):
+            await until(lambda: asked)
+            primary.acknowledging.set_changed()
+            disk.may_end.clear()
+            before, receipts = disk.begun, []
+            for number in range(5):
+                receipts.append(Receipt())
+                publish(broker, "t", [b"%d" % number], receipts[-1])
+                broker.turn()
+                broker.maintain()
+                await until(lambda: receipts[-1].answers or durability == "fsync" and disk.begun > before)
+                await is_safe(primary)
+            assert [receipt.is_ok for receipt in receipts] == [durability == "os"] * 5
+            await until(lambda: disk.begun > before)
+            disk.may_end.set()
+            await until(lambda: all(receipt.is_ok for receipt in receipts))
+            await until(lambda: content(directory / "b") == content(directory / "a"))
+        await follower.close()
+        await primary.close()
+
+    run(scenario())
+
+
+def test_a_follower_whose_sync_fails_joins_anew(directory: Path) -> None:
+    class FailingFiles(QuickFiles):
+        is_failing = False
+
+        def sync(self, fd: int) -> None:
+            if self.is_failing:
+                raise OSError("no sync")
+
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            made.life.step(10)
+            disk = FailingFiles()
+            (directory / "b").mkdir()
+            follower = Follower(directory / "b", "test", "b", SECRET, disk)
+            async with following(follower, made.port) as task:
+                await until(lambda: made.asked)
+                made.grant()
+                disk.is_failing = True
+                made.primary.serve(is_serving=True)
+                with made.primary.files.opened(made.path / "file") as fd:
+                    synced = asyncio.create_task(asyncio.to_thread(made.primary.files.sync, fd))
+                    await until(task.done)
+                    await until(lambda: made.asked)
+                    assert not synced.done()
+                    made.grant()
+                    await synced
+                made.primary.serve(is_serving=False)
+            assert made.in_sync == "a"
+            disk.is_failing = False
+            async with following(follower, made.port):
+                await until(lambda: made.asked)
+            await follower.close()
 
     run(scenario())
 

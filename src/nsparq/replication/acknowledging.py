@@ -14,12 +14,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Final, NamedTuple
 
 from nsparq.errors import NsparqError
 from nsparq.replication.membership import Membership
 
 Done = Callable[[Exception | None], None]
 """Called with None once a change is safe, or with the error."""
+
+
+class Progress(NamedTuple):
+    """What a follower has confirmed."""
+
+    made: int
+    """Changes that it has made. It may still have to sync some."""
+    synced: int
+    """Changes that it has made, with all syncs among them."""
+
+
+NOTHING: Final = Progress(0, 0)
 ChangeSet = Callable[[Membership], None]
 """Asks the coordinator to replace the record that the primary knows by this one. The answer comes
 as set_changed() or set_unchanged()."""
@@ -44,13 +57,14 @@ class Acknowledging:
         """The record that the coordinator was asked for and may have by now."""
         self._change_set = change_set
         self._recorded = 0
-        self._confirmed: dict[str, int] = {}
-        """Changes that each connected follower has made."""
+        self._confirmed: dict[str, Progress] = {}
+        """Of each connected follower."""
         self._caught_up: set[str] = set()
         """Followers that are in the set, or are about to be."""
-        self._acknowledged = 0
-        """Changes that were acknowledged, or may have been."""
+        self._acknowledged = NOTHING
+        """Changes and syncs that were acknowledged, or may have been."""
         self._waiting: deque[tuple[int, Done]] = deque()
+        self._awaited_syncs: list[tuple[int, Done]] = []
 
     # changes
 
@@ -63,15 +77,22 @@ class Acknowledging:
         self._waiting.append((self._recorded, done))
         self._acknowledge()
 
+    def when_synced(self, number: int, done: Done) -> None:
+        """Call `done` once all syncs among the first `number` changes are made everywhere."""
+        self._awaited_syncs.append((number, done))
+        self._acknowledge()
+
     @property
     def is_fenced(self) -> bool:
         """Whether another node has taken over."""
         return isinstance(self._error, Fenced)
 
     @property
-    def safe(self) -> int:
-        """The number of changes that every node which may take over has made."""
-        return min([self._confirmed.get(name, 0) for name in self._required()], default=self._recorded)
+    def safe(self) -> Progress:
+        """What every node that may take over has confirmed."""
+        progress = [self._confirmed.get(name, NOTHING) for name in self._required()]
+        made = min([one.made for one in progress], default=self._recorded)
+        return Progress(made, min([one.synced for one in progress], default=self._recorded))
 
     def _required(self) -> frozenset[str]:
         names = self.membership.in_sync | self._caught_up
@@ -86,17 +107,28 @@ class Acknowledging:
 
     def _acknowledge(self) -> None:
         if self._error is not None:
-            while self._waiting:
-                self._waiting.popleft()[1](self._error)
+            waiting = [*self._waiting, *self._awaited_syncs]
+            self._waiting.clear()
+            self._awaited_syncs.clear()
+            for _, done in waiting:
+                done(self._error)
             return
         safe = self.safe
-        while self._waiting and self._waiting[0][0] <= safe:
-            self._acknowledged, done = self._waiting.popleft()
+        while self._waiting and self._waiting[0][0] <= safe.made:
+            number, done = self._waiting.popleft()
+            self._acknowledged = self._acknowledged._replace(made=number)
             done(None)
+        if self._awaited_syncs:
+            made = [one for one in self._awaited_syncs if one[0] <= safe.synced]
+            self._awaited_syncs = [one for one in self._awaited_syncs if one[0] > safe.synced]
+            for number, done in made:
+                synced = max(number, self._acknowledged.synced)
+                self._acknowledged = self._acknowledged._replace(synced=synced)
+                done(None)
 
-    def confirmed_by(self, name: str) -> int:
-        """The number of changes that a follower has made."""
-        return self._confirmed.get(name, 0)
+    def progress_of(self, name: str) -> Progress:
+        """What a follower has confirmed."""
+        return self._confirmed.get(name, NOTHING)
 
     def refuse(self, error: Exception) -> None:
         """Acknowledge nothing any more: everybody who waits, or will, gets the error."""
@@ -105,15 +137,15 @@ class Acknowledging:
 
     # followers
 
-    def confirmed(self, name: str, number: int) -> None:
-        """A follower has made so many changes."""
-        self._confirmed[name] = number
+    def confirmed(self, name: str, progress: Progress) -> None:
+        """A follower has got so far."""
+        self._confirmed[name] = progress
         self._adjust()
 
-    def caught_up(self, name: str, number: int) -> None:
-        """A follower has made so many changes, and follows from there on."""
+    def caught_up(self, name: str, progress: Progress) -> None:
+        """A follower has got so far, and follows from there on."""
         self._caught_up.add(name)
-        self._confirmed[name] = number
+        self._confirmed[name] = progress
         self._adjust()
 
     def lost(self, name: str) -> None:
@@ -126,12 +158,17 @@ class Acknowledging:
 
     def _adjust(self) -> None:
         """Ask for the set as it should be, unless an answer is awaited."""
-        complete = [name for name in self._caught_up if self._confirmed[name] >= self._acknowledged]
+        complete = [name for name in self._caught_up if self._has_all(self._confirmed[name])]
         should_be = (self.membership.in_sync & self._caught_up) | {self.membership.primary, *complete}
         if self._wanted is None and self._error is None and should_be != self.membership.in_sync:
             self._wanted = self.membership.with_in_sync(should_be)
             self._change_set(self._wanted)
         self._acknowledge()
+
+    def _has_all(self, progress: Progress) -> bool:
+        """Whether a follower has everything that was acknowledged."""
+        acknowledged = self._acknowledged
+        return progress.made >= acknowledged.made and progress.synced >= acknowledged.synced
 
     def set_changed(self) -> None:
         """The coordinator has the record that was asked for."""

@@ -1,4 +1,5 @@
-"""A follower's data path: makes the changes of its primary there, one after the other.
+"""A follower's data path: makes the changes of its primary there, one after the other. Syncs that
+need not be made in order are left to the caller.
 
 A follower that has made the first n changes has the data path that the primary had after them: what
 a kill of the primary at that moment would have left. So a follower can be opened as nsqd after any
@@ -7,13 +8,16 @@ change.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from nsparq.replication.changes import BadChange, Change, Kind
-from nsparq.storage.files import Files
+from nsparq.replication.recording import IN_ORDER
+from nsparq.replication.syncing import Sync
+from nsparq.storage.files import Files, Work
 
 
 class Applier:
@@ -25,12 +29,24 @@ class Applier:
         self._files = files or Files()
         self._open: dict[int, int] = {}
         """Descriptors by file number."""
+        self._syncs: deque[Sync] = deque()
+        self._number = 0
+        """Of the present change."""
 
-    def apply(self, change: Change) -> None:
+    def apply(self, change: Change, number: int = 0) -> None:
+        """Make the change with this number."""
+        self._number = number
         _APPLY[change.kind](self, change)
+
+    def take_syncs(self) -> list[Sync]:
+        """Syncs that the caller has to make, or to cancel. Another thread than that of apply() may
+        call this."""
+        return [self._syncs.popleft() for _ in range(len(self._syncs))]
 
     def close(self) -> None:
         """Close all files. No change may follow."""
+        for sync in self.take_syncs():
+            sync.cancel()
         while self._open:
             self._files.close(self._open.popitem()[1])
 
@@ -57,13 +73,33 @@ class Applier:
     def _apply_truncate(self, change: Change) -> None:
         self._files.truncate(self._fd(change), change.number)
 
+    def _sync(self, change: Change, key: int | str, run: Work, cancel: Work = lambda: None) -> None:
+        if change.number == IN_ORDER:
+            run()
+        else:
+            self._syncs.append(Sync(self._number, key, run, cancel))
+
     def _apply_sync(self, change: Change) -> None:
-        self._files.sync(self._fd(change))
+        # The file may be closed before it is synced.
+        fd = self._files.duplicate(self._fd(change))
+
+        def sync() -> None:
+            try:
+                self._files.sync(fd)
+            finally:
+                self._files.close(fd)
+
+        self._sync(change, change.file, sync, lambda: self._files.close(fd))
 
     def _apply_sync_named(self, change: Change) -> None:
-        # Meanwhile another file may have got its place. That one is synced by itself.
-        with suppress(FileNotFoundError), self._files.opened(self._path(change.name), read_only=True) as fd:
-            self._files.sync(fd)
+        path = self._path(change.name)
+
+        def sync() -> None:
+            # Meanwhile another file may have got its place. That one is synced by itself.
+            with suppress(FileNotFoundError), self._files.opened(path, read_only=True) as fd:
+                self._files.sync(fd)
+
+        self._sync(change, change.name, sync)
 
     def _apply_close(self, change: Change) -> None:
         self._files.close(self._fd(change))
@@ -86,8 +122,13 @@ class Applier:
         self._files.remove_tree(self._path(change.name))
 
     def _apply_sync_directory(self, change: Change) -> None:
-        with suppress(FileNotFoundError):
-            self._files.sync_directory(self._path(change.name))
+        path = self._path(change.name)
+
+        def sync() -> None:
+            with suppress(FileNotFoundError):
+                self._files.sync_directory(path)
+
+        self._sync(change, f"{change.name}/", sync)
 
 
 _APPLY: Final[dict[Kind, Callable[[Applier, Change], None]]] = {

@@ -29,15 +29,15 @@ class Kind(IntEnum):
     OPEN = 1  # file, data: name. Creates the file if there is none
     WRITE = 2  # file, number: position, data: bytes
     TRUNCATE = 3  # file, number: size
-    SYNC = 4  # file
+    SYNC = 4  # file, number: 1 to sync before the next change, 0 beside it
     CLOSE = 5  # file
     UNLINK = 6  # data: name
     RENAME = 7  # number: size of the first name, data: both names
     MAKE_DIRECTORY = 8  # data: name
     REMOVE_TREE = 9  # data: name
-    SYNC_DIRECTORY = 10  # data: name
+    SYNC_DIRECTORY = 10  # number: as SYNC, data: name
     ALLOCATE = 11  # number: size, data: name
-    SYNC_NAMED = 12  # data: name
+    SYNC_NAMED = 12  # number: as SYNC, data: name
 
 
 class BadChange(NsparqError):

@@ -40,13 +40,16 @@ class Feed:
         self._blocks: deque[Block] = deque()
         self._size = 0
 
-    def record(self, change: Change) -> None:
+    def record(self, change: Change) -> int:
+        """Gives the number of changes, with this one."""
         encoded = change.encode()
         with self._lock:
             self._new.append(encoded)
-            is_first = len(self._new) == 1
-        if is_first:
+            count = len(self._new)
+            number = self.end + count
+        if count == 1:
             self._wake()
+        return number
 
     @property
     def recorded(self) -> int:
@@ -58,12 +61,12 @@ class Feed:
         """Make a block of the new changes."""
         with self._lock:
             new, self._new = self._new, []
+            first, self.end = self.end, self.end + len(new)
         if not new:
             return
-        block = Block(self.end, self.end + len(new), b"".join(new))
+        block = Block(first, self.end, b"".join(new))
         self._blocks.append(block)
         self._size += len(block.data)
-        self.end = block.end
         while self._size > self.kept_bytes and len(self._blocks) > 1:
             self._size -= len(self._blocks.popleft().data)
 

@@ -15,6 +15,7 @@ from nsparq.replication.applying import Applier
 from nsparq.replication.changes import decode_changes
 from nsparq.replication.frames import MAX_FRAME, VERSION, BadFrame, Frame, FrameKind, FrameStream, proof
 from nsparq.replication.mark import MARK, Mark, read_mark, write_mark
+from nsparq.replication.syncing import Syncing
 from nsparq.storage.files import Files
 
 logger = logging.getLogger(__name__)
@@ -50,12 +51,17 @@ class Follower:
         self._secret = secret
         self._files = files or Files()
         self._applier: Applier | None = None
+        self._syncing = Syncing(self._sync_ended)
+        self._sync_error: BaseException | None = None
+        """Why what was made here may not be on disk. Another sync would not tell."""
+        self._writer: asyncio.StreamWriter | None = None
+        """Of the present connection."""
         self._lock = RLock()
         """Held by whoever changes the data path. A thread goes on for a moment when the task that
         waits for it is cancelled."""
         self.epoch = 0
         self.number = 0
-        """Changes of this epoch that were made here."""
+        """Changes of this epoch that were made here. Some may still have to be synced."""
         self.is_complete = False
         """Whether the data path is that of a primary after some change: not while a snapshot is
         being received."""
@@ -68,16 +74,23 @@ class Follower:
         try:
             await self._greet(frames, writer)
             pings = asyncio.create_task(_send_pings(writer))
+            self._writer = writer
             try:
-                await self._take_changes(frames, writer)
+                self._confirm()
+                await self._take_changes(frames)
             finally:
+                self._writer = None
                 pings.cancel()
         finally:
             writer.close()
 
-    def close(self) -> None:
-        """Close the files: no change follows, and a broker may open the data path. May wait for
-        the disk."""
+    async def close(self) -> None:
+        """Close the files: no change follows, and a broker may open the data path. Waits for the
+        disk."""
+        await self._syncing.close()
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
         with self._lock:
             if self._applier is not None:
                 self._applier.close()
@@ -92,8 +105,7 @@ class Follower:
             "proof": proof(self._secret, "follower", challenge.data, self._name),
             "nonce": nonce.hex(),
             "epoch": self.epoch,
-            # Without open files it cannot go on, only begin.
-            "number": self.number if self.is_complete and self._applier is not None else -1,
+            "number": self.number if self._can_resume else -1,
         }
         writer.write(Frame.of_fields(FrameKind.HELLO, hello).encode())
         answer = await frames.take(FrameKind.WELCOME, FrameKind.REFUSED)
@@ -108,12 +120,18 @@ class Follower:
         self.epoch = epoch
         logger.info("REPLICATION: %s follows %s, epoch %d", self._name, primary, epoch)
         if not resumes:
+            await self._syncing.close()
             await asyncio.to_thread(self._clear)
+
+    @property
+    def _can_resume(self) -> bool:
+        """Without open files it cannot go on, only begin."""
+        return self.is_complete and self._applier is not None and self._sync_error is None
 
     def _clear(self) -> None:
         """Empty the data path: a snapshot follows."""
         with self._lock:
-            self.close()
+            self._close()
             self.is_complete = False
             mark, names = read_mark(self._files, self._root), self._files.list_directory(self._root)
             if names and (mark is None or mark.cluster != self._cluster):
@@ -125,6 +143,7 @@ class Follower:
                     self._files.remove_tree(path)
                 elif name != MARK:
                     self._files.unlink(path)
+            self._sync_error = None
             self._applier = Applier(self._root, self._files)
 
     def _complete(self, number: int) -> None:
@@ -132,7 +151,7 @@ class Follower:
             write_mark(self._files, self._root, Mark(self._cluster, is_complete=True))
             self.number, self.is_complete = number, True
 
-    async def _take_changes(self, frames: FrameStream, writer: asyncio.StreamWriter) -> None:
+    async def _take_changes(self, frames: FrameStream) -> None:
         while True:
             frame = await frames.take(FrameKind.SNAPSHOT, FrameKind.JOINED, FrameKind.CHANGES)
             if frame.kind is FrameKind.SNAPSHOT:
@@ -144,23 +163,42 @@ class Follower:
             else:
                 if not self.is_complete or frame.number != self.number:
                     raise BadFrame(f"changes from {frame.number} on, after {self.number}")
-                self.number += await asyncio.to_thread(self._apply, frame.rest)
-            writer.write(Frame.of_number(FrameKind.CONFIRM, self.number).encode())
+                await asyncio.to_thread(self._apply, frame.rest)
+            self._confirm()
+            await self._syncing.has_room()
 
-    def _apply(self, data: bytes) -> int:
-        """Make changes. Gives their number."""
+    def _confirm(self) -> None:
+        made = self.number
+        if self._applier is not None:
+            self._syncing.add(self._applier.take_syncs())
+        if self._writer is not None and self.is_complete and self._sync_error is None:
+            synced = min(made, self._syncing.before)
+            self._writer.write(Frame.of_numbers(FrameKind.CONFIRM, made, synced).encode())
+
+    def _apply(self, data: bytes) -> None:
+        """Make changes. Their syncs are left in the applier."""
         changes = [*decode_changes(data)]
         with self._lock:
             if self._applier is None:
                 raise ConnectionAbortedError("this node follows no longer")
             try:
-                for change in changes:
-                    self._applier.apply(change)
+                for number, change in enumerate(changes, self.number + 1):
+                    self._applier.apply(change, number)
             except BaseException:
                 # Some are made, and some are not. The data path is a good one, but nobody knows which.
-                self.close()
+                self._close()
                 raise
-        return len(changes)
+            if self.is_complete:
+                self.number += len(changes)
+
+    def _sync_ended(self, error: BaseException | None) -> None:
+        if error is None:
+            self._confirm()
+            return
+        logger.error("REPLICATION: %s cannot sync, and has to join anew: %s", self._name, error)
+        self._sync_error = error
+        if self._writer is not None:
+            self._writer.transport.abort()
 
 
 async def _send_pings(writer: asyncio.StreamWriter) -> None:

@@ -23,7 +23,7 @@ from crc32c import crc32c
 
 from nsparq.errors import NsparqError
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_FRAME: Final = 300 << 20
 """More than any frame has."""
 MAX_GREETING: Final = 64 << 10
@@ -31,6 +31,7 @@ MAX_GREETING: Final = 64 << 10
 
 _HEAD: Final = struct.Struct(">II")
 _NUMBER: Final = struct.Struct(">Q")
+_NUMBERS: Final = struct.Struct(">QQ")
 
 
 class FrameKind(IntEnum):
@@ -41,7 +42,7 @@ class FrameKind(IntEnum):
     SNAPSHOT = 5  # to the follower: changes that make an empty data path equal to a snapshot
     JOINED = 6  # to the follower: the snapshot is complete; number of changes that it includes
     CHANGES = 7  # to the follower: number of changes before these, and changes
-    CONFIRM = 8  # to the primary: number of changes that the follower has made
+    CONFIRM = 8  # to the primary: number of changes that the follower has made, and has synced
     PING = 9  # in both directions: still there
 
 
@@ -62,6 +63,10 @@ class Frame(NamedTuple):
         return cls(kind, _NUMBER.pack(number) + data)
 
     @classmethod
+    def of_numbers(cls, kind: FrameKind, first: int, second: int) -> Frame:
+        return cls(kind, _NUMBERS.pack(first, second))
+
+    @classmethod
     def of_fields(cls, kind: FrameKind, fields: dict[str, Any]) -> Frame:
         return cls(kind, json.dumps(fields).encode())
 
@@ -71,6 +76,14 @@ class Frame(NamedTuple):
             raise BadFrame(f"{self.kind.name} without a number")
         number: int = _NUMBER.unpack_from(self.data)[0]
         return number
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Of a CONFIRM."""
+        if len(self.data) != _NUMBERS.size:
+            raise BadFrame(f"{self.kind.name} without two numbers")
+        made, synced = _NUMBERS.unpack(self.data)
+        return made, synced
 
     @property
     def rest(self) -> bytes:

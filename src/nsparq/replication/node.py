@@ -125,7 +125,7 @@ class Node:
                     if self._should_take_over(state):
                         await _end(following)
                         following = None
-                        await asyncio.to_thread(follower.close)
+                        await follower.close()
                         if (found := await self._take_over(state)) is not None:
                             return found
                 except NoAnswer as error:
@@ -143,7 +143,7 @@ class Node:
                         await asyncio.sleep(self._poll_s)
         finally:
             await _end(following)
-            await asyncio.to_thread(follower.close)
+            await follower.close()
 
     def _should_take_over(self, state: State) -> bool:
         name = self.settings.name
@@ -213,6 +213,7 @@ class Node:
         try:
             await primary.listen(*settings.listen)
             await server.start()
+            primary.serve(is_serving=True)
             try:
                 await self._should_end.wait()
             finally:
@@ -235,6 +236,7 @@ class Node:
         refuse_late = asyncio.get_running_loop().call_later(
             HAND_OVER_S, primary.acknowledging.refuse, NotPossible("this node stops")
         )
+        primary.serve(is_serving=False)
         try:
             await server.stop()
             safe = asyncio.get_running_loop().create_future()

@@ -9,9 +9,10 @@ import logging
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any, Final
 
-from nsparq.replication.acknowledging import Acknowledging, ChangeSet, Done
+from nsparq.replication.acknowledging import Acknowledging, ChangeSet, Done, Progress
 from nsparq.replication.changes import Change
 from nsparq.replication.feed import Feed
 from nsparq.replication.frames import (
@@ -80,10 +81,31 @@ class Primary:
         self.acknowledging.recorded(self._feed.recorded)
         self.acknowledging.when_safe(done)
 
+    def serve(self, *, is_serving: bool) -> None:
+        """While the broker serves, followers make syncs beside the changes. It must not sync on the
+        event loop then. Before and after that it does, and followers make syncs in order."""
+        self.files.await_synced = self._await_synced if is_serving else None
+
+    def _await_synced(self, number: int) -> None:
+        """Called by other threads. An error is not theirs: nothing is acknowledged any more."""
+        synced = Event()
+        try:
+            self._loop.call_soon_threadsafe(
+                self.acknowledging.when_synced, number, lambda error: synced.set()
+            )
+        except RuntimeError:
+            return  # the loop has closed: the node is gone
+        self._wait(synced)
+
+    def _wait(self, event: Event) -> None:
+        event.wait()
+
     def followers(self) -> list[dict[str, Any]]:
         """The connected followers, for people."""
-        recorded, confirmed_by = self._feed.recorded, self.acknowledging.confirmed_by
-        return [{"name": name, "changes_behind": recorded - confirmed_by(name)} for name in self._followers]
+        recorded, progress_of = self._feed.recorded, self.acknowledging.progress_of
+        return [
+            {"name": name, "changes_behind": recorded - progress_of(name).made} for name in self._followers
+        ]
 
     def _flush(self) -> None:
         self._feed.flush()
@@ -161,11 +183,12 @@ class Primary:
                 frame = await frames.take(FrameKind.CONFIRM, FrameKind.PING)
             if frame.kind is FrameKind.PING:
                 continue
-            if not is_caught_up and frame.number >= position:
+            progress = Progress(*frame.numbers)
+            if not is_caught_up and progress.made >= position:
                 is_caught_up = True
-                self.acknowledging.caught_up(follower.name, frame.number)
+                self.acknowledging.caught_up(follower.name, progress)
             elif is_caught_up:
-                self.acknowledging.confirmed(follower.name, frame.number)
+                self.acknowledging.confirmed(follower.name, progress)
 
     async def _send_snapshot(self, follower: _Follower) -> int:
         """Gives the number of changes that it includes."""

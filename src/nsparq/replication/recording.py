@@ -4,6 +4,10 @@ A change is written down after it was made, under one lock, so that a follower m
 the order in which they took effect here. What takes long is written down first and made without the
 lock: primary and followers then wait for their disks at the same time. That is possible for syncs,
 and for the removal of a directory that nobody uses any more.
+
+While a broker serves, followers make syncs beside the changes, so that a slow disk of theirs delays
+nobody who does not wait for a sync. A sync here then returns when theirs are done, too: what this
+node does after a sync, and only then, may depend on it.
 """
 
 from __future__ import annotations
@@ -13,12 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Final
 
 from nsparq.replication.changes import Change, Kind
 from nsparq.storage.files import Buffer, Files
 
-Record = Callable[[Change], None]
-"""Takes the next change. Several threads call it, one at a time."""
+Record = Callable[[Change], int]
+"""Takes the next change, and gives its number. Several threads call it, one at a time."""
+IN_ORDER: Final = 1
+"""A sync that a follower makes before it goes on with the next change."""
 
 
 class PrimaryFiles(Files):
@@ -28,6 +35,9 @@ class PrimaryFiles(Files):
 
     def __init__(self, root: Path, record: Record) -> None:
         super().__init__()
+        self.await_synced: Callable[[int], None] | None = None
+        """Waits until the followers have made their syncs up to the change with this number; None
+        while they make syncs in order. Called by the thread that syncs."""
         self._root = root
         self._record = record
         self._numbers: dict[int, int] = {}
@@ -51,10 +61,10 @@ class PrimaryFiles(Files):
             return path.relative_to(self._root).as_posix()
         return None
 
-    def _record_name(self, kind: Kind, path: Path, number: int = 0) -> None:
+    def _record_name(self, kind: Kind, path: Path, number: int = 0) -> int:
+        """Gives the number of the change; 0 if there is none."""
         name = self._name(path)
-        if name is not None:
-            self._record(Change.of_name(kind, name, number=number))
+        return 0 if name is None else self._record(Change.of_name(kind, name, number=number))
 
     # files
 
@@ -119,13 +129,23 @@ class PrimaryFiles(Files):
                 self._record(Change(Kind.TRUNCATE, number, size))
 
     def sync(self, fd: int) -> None:
+        self._sync(fd, self.await_synced)
+
+    def sync_unawaited(self, fd: int) -> None:
+        self._sync(fd, self.await_synced and _do_not_wait)
+
+    def _sync(self, fd: int, wait: Callable[[int], None] | None) -> None:
+        order = IN_ORDER if wait is None else 0
         with self._lock:
             number, name = self._numbers.get(fd), self._read_names.get(fd)
+            recorded = 0
             if number is not None:
-                self._record(Change(Kind.SYNC, number))
+                recorded = self._record(Change(Kind.SYNC, number, order))
             elif name is not None:
-                self._record(Change.of_name(Kind.SYNC_NAMED, name))
+                recorded = self._record(Change.of_name(Kind.SYNC_NAMED, name, number=order))
         super().sync(fd)
+        if wait is not None and recorded:
+            wait(recorded)
 
     def allocate(self, path: Path, size: int) -> None:
         with self._lock:
@@ -157,6 +177,13 @@ class PrimaryFiles(Files):
         super().remove_tree(path)
 
     def sync_directory(self, path: Path) -> None:
+        wait = self.await_synced
         with self._lock:
-            self._record_name(Kind.SYNC_DIRECTORY, path)
+            recorded = self._record_name(Kind.SYNC_DIRECTORY, path, IN_ORDER if wait is None else 0)
         super().sync_directory(path)
+        if wait is not None and recorded:
+            wait(recorded)
+
+
+def _do_not_wait(number: int) -> None:
+    pass

@@ -20,7 +20,7 @@ from typing import Final
 
 from nsparq.replication.changes import Change, Kind
 from nsparq.replication.mark import MARK
-from nsparq.replication.recording import PrimaryFiles
+from nsparq.replication.recording import IN_ORDER, PrimaryFiles
 
 LINKS: Final = ".joining"
 """How the directory of the hard links begins, in the data path. Each snapshot has one."""
@@ -75,7 +75,7 @@ class Snapshot:
                 # What the primary still writes there is seen by nobody.
                 yield Change.of_name(Kind.UNLINK, LINKS)
         for name in ("", *self._directories):
-            yield Change.of_name(Kind.SYNC_DIRECTORY, name)
+            yield Change.of_name(Kind.SYNC_DIRECTORY, name, number=IN_ORDER)
 
     def _file(self, place: int, name: str) -> Iterator[Change]:
         number, position = _FIRST_NUMBER + place, 0
@@ -84,7 +84,7 @@ class Snapshot:
             while data := self._files.read(fd, CHUNK, position):
                 yield Change(Kind.WRITE, number, position, data)
                 position += len(data)
-        yield Change(Kind.SYNC, number)
+        yield Change(Kind.SYNC, number, IN_ORDER)
         yield Change(Kind.CLOSE, number)
 
     def close(self) -> None:

@@ -151,6 +151,10 @@ class Files:
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)
 
+    def sync_unawaited(self, fd: int) -> None:
+        """The same, if nothing that follows depends on it."""
+        self.sync(fd)
+
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 

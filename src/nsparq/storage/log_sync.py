@@ -34,9 +34,10 @@ class Sync:
     """The fsync could not be tried. Nothing is known to be wrong; it has to be repeated."""
 
     def run(self) -> None:
+        sync = self._files.sync if self._is_awaited else self._files.sync_unawaited
         for fd, segment in self._opened:
             try:
-                self._files.sync(fd)
+                sync(fd)
             except OSError as error:
                 self.error = error
                 self.failed.append(segment)
